@@ -1,0 +1,75 @@
+"""TritonPythonModel: what Triton calls.
+
+The adapter is the only room that touches `triton_python_backend_utils`. Triton completes that
+module after it has imported ours, so its names are taken when they are used. torch is imported
+when an instance starts: Triton also imports this module to complete a config, without a model.
+"""
+
+from __future__ import annotations
+
+import locale
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from torch_py_backend import config, threads
+from torch_py_backend.adapter import logs
+from torch_py_backend.errors import BackendError, PlatformError
+
+
+class TritonPythonModel:
+    """One instance of a model, in a process of its own."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Load the model; Triton reports a failure with the exception's text.
+
+        Args:
+            args: Triton's arguments, all strings; `model_config` is JSON.
+        """
+        logs.install()
+        # Triton's stub runs in the C locale; torch.compile reads its templates as UTF-8.
+        locale.setlocale(locale.LC_ALL, "C.UTF-8")
+        try:
+            self._start(args)
+        except BackendError as error:
+            raise pb_utils.TritonModelException(str(error)) from error
+
+    def _start(self, args: Mapping[str, str]) -> None:
+        settings = config.parse(args)
+        share = threads.budget(settings)
+        threads.reserve(share)
+        # torch reads its environment when it is imported: not before this line.
+        from torch_py_backend import engine, warmup  # noqa: PLC0415
+        from torch_py_backend.adapter import messages  # noqa: PLC0415
+
+        _check_numpy(settings.name)
+        self._engine = engine.build(settings, share)
+        self._messages = messages
+        if settings.options.warmup:
+            warmup.run(self._engine)
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """One response for each request, in their order."""
+        items = [self._messages.read(request) for request in requests]
+        return [self._messages.write(outcome) for outcome in self._engine.run(items)]
+
+
+def _check_numpy(model: str) -> None:
+    """Send a tensor through Triton's utilities: numpy 2 with a stub of 24.10 or older garbles it.
+
+    Raises:
+        PlatformError: the stub and numpy do not fit.
+    """
+    import numpy as np  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+
+    sent = torch.arange(4.0)
+    came = pb_utils.Tensor.from_dlpack("t", sent).as_numpy().tolist()
+    if came != sent.tolist():
+        raise PlatformError(
+            model,
+            f"numpy {np.__version__} garbles tensors in this server's Python stub:"
+            f" {sent.tolist()} came back as {came}",
+            cure="Install numpy<2 where the stub runs, or use a server of 24.11 or newer.",
+        )

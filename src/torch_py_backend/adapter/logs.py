@@ -1,0 +1,28 @@
+"""Python's log records as lines of the server's log."""
+
+from __future__ import annotations
+
+import logging
+
+import triton_python_backend_utils as pb_utils
+
+
+class LogHandler(logging.Handler):
+    """Hands records to Triton's logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = pb_utils.Logger
+        if record.levelno >= logging.ERROR:
+            logger.log_error(self.format(record))
+        elif record.levelno >= logging.WARNING:
+            logger.log_warn(self.format(record))
+        else:
+            logger.log_info(self.format(record))
+
+
+def install() -> None:
+    """Send this package's records, and only there."""
+    package = logging.getLogger("torch_py_backend")
+    package.handlers = [LogHandler()]
+    package.setLevel(logging.INFO)
+    package.propagate = False

@@ -1,0 +1,30 @@
+"""The command `torch-py-backend`: a parser and short commands over the package."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+
+from torch_py_backend.cli.install import install
+from torch_py_backend.cli.serve import serve
+from torch_py_backend.errors import BackendError
+
+commands = typer.Typer(
+    name="torch-py-backend",
+    help="Serve PyTorch models on NVIDIA Triton Inference Server.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+commands.command()(serve)
+commands.command()(install)
+
+
+def app() -> None:
+    """Run the command line; an error of ours is one sentence and exit code 1."""
+    try:
+        commands()
+    except BackendError as error:
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        sys.exit(1)

@@ -1,0 +1,33 @@
+"""`torch-py-backend install`: put the backend where a stock tritonserver finds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from torch_py_backend import installation, server
+
+
+def install(
+    backend_dir: Annotated[Path, typer.Option(help="The server's backend directory.")] = server.NGC
+    / "backends",
+    name: Annotated[
+        str,
+        typer.Option(
+            help="The backend's name in config.pbtxt; `pytorch` serves repositories made for"
+            " the LibTorch backend unchanged."
+        ),
+    ] = "pytorch_py",
+    uninstall: Annotated[bool, typer.Option("--uninstall", help="Remove it again.")] = False,
+) -> None:
+    """Put the backend into a tritonserver's backend directory."""
+    console = Console(soft_wrap=True, highlight=False)
+    if not uninstall:
+        console.print(f"installed {installation.install(backend_dir, name)}")
+    elif installation.uninstall(backend_dir, name):
+        console.print(f"removed {backend_dir / name}")
+    else:
+        console.print(f"nothing to remove: {backend_dir / name} does not exist")

@@ -1,0 +1,72 @@
+"""`torch-py-backend serve`: a repository on a real tritonserver, in the foreground."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from torch_py_backend.server import ModelState, Server
+
+
+class _Stopped(Exception):  # noqa: N818  no error: the user's wish
+    """SIGTERM or Ctrl-C."""
+
+
+def serve(
+    repository: Annotated[Path, typer.Argument(help="The model repository.")],
+    http_port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8002,
+    address: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    tritonserver: Annotated[
+        Path | None, typer.Option(help="The tritonserver to use; by default one is searched for.")
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(help="After --: arguments for tritonserver itself.")
+    ] = None,
+) -> None:
+    """Serve a model repository until Ctrl-C or SIGTERM."""
+    console = Console(soft_wrap=True, highlight=False)
+    server = Server(
+        repository,
+        http_port=http_port,
+        grpc_port=grpc_port,
+        metrics_port=metrics_port,
+        address=address,
+        executable=tritonserver,
+        arguments=arguments or (),
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _stop)
+    code = 0
+    try:
+        with server:
+            for state in server.wait_loaded():
+                console.print(_line(state))
+            console.print(
+                f"serving on http://{server.http_address} and grpc://{server.grpc_address};"
+                f" metrics on http://{server.metrics_address}/metrics; Ctrl-C stops"
+            )
+            code = server.process.wait()
+    except _Stopped:
+        console.print("stopped")
+    raise typer.Exit(code)
+
+
+def _stop(_number: int, _frame: FrameType | None) -> None:
+    raise _Stopped
+
+
+def _line(state: ModelState) -> str:
+    label = escape(f"{state.name} {state.version}".strip())
+    if state.ready:
+        return f"[green]READY[/]   {label}"
+    # Triton appends the places in Python where the sentence was raised; its log has them too.
+    reason = state.reason.split("\n\nAt:")[0].strip()
+    return f"[red]FAILED[/]  {label}: {escape(reason)}"

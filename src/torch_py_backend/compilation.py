@@ -1,0 +1,39 @@
+"""torch.compile, applied to the model and nothing else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from torch_py_backend.artifacts import Kind
+from torch_py_backend.config import ModelConfig
+
+log = logging.getLogger(__name__)
+
+
+def requested(config: ModelConfig) -> bool:
+    """Whether the config asks for a compiled model."""
+    parameters = config.options.torch_compile_optional_parameters
+    return parameters is not None and not parameters.get("disable", False)
+
+
+def apply(config: ModelConfig, kind: Kind, module: Callable[..., Any]) -> Callable[..., Any]:
+    """The module, compiled where the config asks for it."""
+    if not requested(config):
+        return module
+    if kind is Kind.TORCHSCRIPT:
+        log.warning(
+            "model '%s': TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on TorchScript.",
+            config.name,
+        )
+        return module
+    parameters = config.options.torch_compile_optional_parameters or {}
+    if parameters.get("dynamic") is False:
+        # One graph a row count: torch's limit of 8 would leave the others uncompiled.
+        limit = max(torch._dynamo.config.recompile_limit, config.max_batch_size + 1)
+        torch._dynamo.config.recompile_limit = limit
+    compiled: Callable[..., Any] = torch.compile(module, **parameters)
+    return compiled

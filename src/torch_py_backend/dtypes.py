@@ -1,0 +1,49 @@
+"""One table of element types: Triton's, torch's and numpy's names. Strings in and out, no torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class DType(NamedTuple):
+    """One element type.
+
+    Attributes:
+        triton: the name in requests and responses (`FP32`).
+        torch: the attribute of the torch module (`float32`), or None for strings.
+        numpy: numpy's name, or None where numpy has no such type.
+    """
+
+    triton: str
+    torch: str | None
+    numpy: str | None
+
+    @property
+    def config(self) -> str:
+        """The name in config.pbtxt."""
+        return "TYPE_STRING" if self.triton == "BYTES" else f"TYPE_{self.triton}"
+
+
+TABLE = (
+    DType("BOOL", "bool", "bool"),
+    DType("UINT8", "uint8", "uint8"),
+    DType("UINT16", "uint16", "uint16"),
+    DType("UINT32", "uint32", "uint32"),
+    DType("UINT64", "uint64", "uint64"),
+    DType("INT8", "int8", "int8"),
+    DType("INT16", "int16", "int16"),
+    DType("INT32", "int32", "int32"),
+    DType("INT64", "int64", "int64"),
+    DType("FP16", "float16", "float16"),
+    DType("FP32", "float32", "float32"),
+    DType("FP64", "float64", "float64"),
+    DType("BF16", "bfloat16", None),
+    DType("BYTES", None, "object"),
+)
+
+_BY_CONFIG = {dtype.config: dtype for dtype in TABLE}
+
+
+def from_config(name: str) -> DType | None:
+    """The type that config.pbtxt calls `name`, or None."""
+    return _BY_CONFIG.get(name)

@@ -1,0 +1,168 @@
+"""The error tree: a class takes facts, composes its sentence and carries a Triton code.
+
+BackendError
+├── LoadError               the model cannot be served; the load fails with this sentence
+│   ├── ConfigError         config.pbtxt contradicts itself or asks for what is not there
+│   ├── OptionError         a parameter has a value that is not accepted
+│   ├── ArtifactError       the model file is missing, or is not what it should be
+│   ├── SourceError         model.py fails, or does not define what is to be served
+│   ├── WeightsError        the weights do not fit the module
+│   ├── BindingError        names in the config that forward() does not have
+│   ├── PlatformError       this process lacks what the model needs: a GPU, a matching numpy
+│   └── WarmupError         the first calls, before READY, failed
+├── InputError              a request is wrong: the client's fault
+├── ForwardError            forward() raised
+├── OutputError             forward() returned what the config contradicts
+├── InstallError            a backend folder cannot be written
+└── ServerError             a tritonserver cannot be found or started
+
+A sentence names the model, what was found, what was expected, and what to do. What a client reads
+(InputError, ForwardError, OutputError) holds no path of the server.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from typing import ClassVar
+
+
+class BackendError(Exception):
+    """Root of the tree. `code` is the name of a `TritonError` code."""
+
+    code: ClassVar[str] = "INTERNAL"
+
+
+class ModelError(BackendError):
+    """An error about one model.
+
+    Args:
+        model: the model's name.
+        found: what was found, as a clause.
+        expected: what was expected, as a noun phrase.
+        cure: what to do, as a sentence.
+    """
+
+    def __init__(self, model: str, found: str, *, expected: str = "", cure: str = "") -> None:
+        sentence = f"model '{model}': {found}"
+        if expected:
+            sentence += f"; expected {expected}"
+        super().__init__(f"{sentence}. {cure}" if cure else f"{sentence}.")
+
+
+class LoadError(ModelError):
+    pass
+
+
+class ConfigError(LoadError):
+    pass
+
+
+class OptionError(LoadError):
+    def __init__(self, model: str, key: str, value: str, accepted: str) -> None:
+        super().__init__(
+            model,
+            f"the parameter {key} is '{value}'",
+            expected=accepted,
+            cure="Correct it in config.pbtxt.",
+        )
+
+
+class ArtifactError(LoadError):
+    pass
+
+
+class SourceError(LoadError):
+    pass
+
+
+class WeightsError(LoadError):
+    """Lists at most `_SHOWN` keys of each kind: a wrong checkpoint has hundreds."""
+
+    def __init__(
+        self,
+        model: str,
+        file: str,
+        *,
+        missing: Collection[str] = (),
+        unexpected: Collection[str] = (),
+        shapes: Collection[str] = (),
+        hint: str = "",
+    ) -> None:
+        lists = [
+            f"{title} ({len(names)}): {shown(names)}"
+            for title, names in (
+                ("missing keys", missing),
+                ("unexpected keys", unexpected),
+                ("wrong shapes", shapes),
+            )
+            if names
+        ]
+        super().__init__(
+            model,
+            f"the weights in {file} do not fit the module: {'; '.join(lists)}",
+            cure=hint
+            or "Save model.state_dict() of the class that is served, or change"
+            " MODEL_KWARGS so that the constructor builds the module the weights belong to.",
+        )
+
+
+class BindingError(LoadError):
+    pass
+
+
+class PlatformError(LoadError):
+    pass
+
+
+class WarmupError(LoadError):
+    pass
+
+
+class InputError(ModelError):
+    code = "INVALID_ARG"
+
+
+class ForwardError(ModelError):
+    def __init__(self, model: str, error: BaseException) -> None:
+        super().__init__(model, f"forward() raised {brief(error)}")
+
+
+class OutputError(ModelError):
+    pass
+
+
+class InstallError(BackendError):
+    pass
+
+
+class ServerError(BackendError):
+    pass
+
+
+_SHOWN = 8
+_LONGEST = 500
+_PATH = re.compile(r"(?<![\w:/])/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
+_TORCHSCRIPT = "TorchScript interpreter"
+
+
+def shown(names: Iterable[str]) -> str:
+    """The names, comma-separated, cut after `_SHOWN`."""
+    listed = list(names)
+    rest = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
+    return ", ".join(listed[:_SHOWN]) + rest
+
+
+def brief(error: BaseException) -> str:
+    """What an exception says, in one line that may leave the server.
+
+    No traceback, no folder of the server, at most `_LONGEST` characters.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # TorchScript's message is a traceback; what was raised stands in its last line.
+    said = lines[-1] if lines and _TORCHSCRIPT in lines[0] else " ".join(lines[:1])
+    text = _PATH.sub("", said)
+    kind = type(error).__name__
+    if text.startswith(f"{kind}:") or not text:
+        return (text or kind)[:_LONGEST]
+    return f"{kind}: {text}"[:_LONGEST]

@@ -1,0 +1,110 @@
+"""Puts the backend where a tritonserver looks for it: the shim, and this package beside it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import tempfile
+from pathlib import Path
+
+from torch_py_backend.errors import InstallError
+
+PACKAGE = Path(__file__).parent
+# The same lines as backends/pytorch_py/model.py in the repository; a test keeps them equal.
+SHIM = '''"""What Triton loads for `backend: "pytorch_py"`; the code is in torch_py_backend."""
+
+import os
+import sys
+
+# The package that `install` puts beside this file wins over one in site-packages.
+sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
+
+from torch_py_backend.adapter import TritonPythonModel
+
+__all__ = ["TritonPythonModel"]
+'''
+
+
+def install(backends: Path, name: str) -> Path:
+    """Write the backend folder `backends/name`; one of ours that is there is replaced.
+
+    The folder is made complete under another name and then moved into place, so that a server
+    never sees half of it.
+
+    Raises:
+        InstallError: something else lies there, or the folder cannot be written.
+    """
+    target = backends / name
+    _refuse_foreign(target)
+    with _telling(f"cannot install into {backends}"):
+        backends.mkdir(parents=True, exist_ok=True)
+        staging = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=backends))
+        try:
+            _write(staging / name)
+            _replace(staging / name, target, retired=staging / "retired")
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+    return target
+
+
+def uninstall(backends: Path, name: str) -> bool:
+    """Remove the backend folder `backends/name`; False: there was none.
+
+    Raises:
+        InstallError: what lies there is not ours, or cannot be removed.
+    """
+    target = backends / name
+    if not target.exists():
+        return False
+    _refuse_foreign(target)
+    with _telling(f"cannot remove {target}"):
+        shutil.rmtree(target)
+    return True
+
+
+def _refuse_foreign(target: Path) -> None:
+    """A folder is ours when our package lies in it."""
+    library = target / f"libtriton_{target.name}.so"
+    if library.exists():
+        raise InstallError(
+            f"{target} holds {library.name}, and Triton prefers that to any model.py. Install"
+            " into another folder (--backend-dir) and start the server with"
+            " --backend-directory, or move that folder away first."
+        )
+    if target.exists() and any(target.iterdir()) and not (target / PACKAGE.name).is_dir():
+        raise InstallError(
+            f"{target} holds another backend. Choose another --name, or remove it first."
+        )
+
+
+def _write(folder: Path) -> None:
+    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "model.py").write_text(SHIM, encoding="utf-8")
+    # mkdtemp's folders are private; a server may run as another user.
+    folder.chmod(0o755)
+
+
+def _replace(staged: Path, target: Path, retired: Path) -> None:
+    if target.exists():
+        try:
+            target.rename(retired)
+        except OSError as error:
+            # Image layers: overlayfs does not move a folder that came from a lower layer.
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.rmtree(target)
+    try:
+        staged.rename(target)
+    except OSError:
+        if retired.exists():
+            retired.rename(target)
+        raise
+
+
+@contextlib.contextmanager
+def _telling(what: str):  # type: ignore[no-untyped-def]  # noqa: ANN202
+    try:
+        yield
+    except OSError as error:
+        raise InstallError(f"{what}: {error.strerror}: {error.filename}") from error

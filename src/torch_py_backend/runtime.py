@@ -1,0 +1,124 @@
+"""Where and how a model runs: device, stream, threads, inference mode, PyTorch's switches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_py_backend.config import ModelConfig, Options
+from torch_py_backend.errors import PlatformError
+from torch_py_backend.threads import Threads
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What surrounds every call of one instance's model.
+
+    Attributes:
+        device: where inputs go.
+        guard: entered around every call; thread-local, hence around each one.
+        clean: called after each execution, when the config asks for it.
+    """
+
+    device: torch.device
+    guard: Callable[[], AbstractContextManager[Any]]
+    clean: Callable[[], None] | None
+
+    def to_device(self, columns: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The columns on this instance's device; those that are there already as they are."""
+        if self.device.type == "cpu":
+            return columns
+        return [column.to(self.device, non_blocking=True) for column in columns]
+
+    def to_host(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """The outputs in host memory, with the device's work on them done."""
+        if self.device.type == "cpu":
+            return outputs
+        return [output.cpu() for output in outputs]
+
+
+def placement(config: ModelConfig) -> torch.device | None:
+    """The device of this instance; None for KIND_MODEL, whose model places itself.
+
+    Raises:
+        PlatformError: the config asks for a GPU that this process does not see.
+    """
+    if config.kind == "MODEL":
+        return None
+    if config.kind != "GPU":
+        return torch.device("cpu")
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device_id >= seen:
+        raise PlatformError(
+            config.name,
+            f"instance_group asks for GPU {config.device_id}, and torch {torch.__version__} sees"
+            f" {seen} GPUs",
+            cure="Use KIND_CPU, or install a torch built for this machine's CUDA driver.",
+        )
+    return torch.device("cuda", config.device_id)
+
+
+def settle(options: Options, threads: Threads) -> None:
+    """Set what holds for the whole process: one process serves one instance of one model.
+
+    Called once, in the thread that runs the model, before the model is loaded.
+    """
+    torch.set_num_threads(threads.intra_op)
+    # torch allows this once in a process, before any parallel work.
+    if torch.get_num_interop_threads() != threads.inter_op:
+        torch.set_num_interop_threads(threads.inter_op)
+    torch.backends.cudnn.enabled = not options.disable_cudnn
+    switches: tuple[tuple[bool | None, Callable[[bool], Any]], ...] = (
+        (options.enable_jit_executor, torch._C._jit_set_profiling_executor),
+        (options.enable_jit_profiling, torch._C._jit_set_profiling_mode),
+        (options.enable_tensor_fuser, torch._C._jit_set_texpr_fuser_enabled),
+        (False if options.disable_optimized_execution else None, _optimize),
+    )
+    for wanted, switch in switches:
+        if wanted is not None:
+            switch(wanted)
+
+
+def _optimize(wanted: bool) -> None:  # noqa: FBT001  the signature of torch's own switches
+    torch._C._set_graph_executor_optimize(wanted)
+
+
+def surround(options: Options, device: torch.device | None, weights: Iterable[Tensor]) -> Runtime:
+    """The runtime for a loaded model.
+
+    Args:
+        options: the model's options.
+        device: where it was placed; None where it placed itself: inputs then go to the device
+            of the first of `weights`.
+        weights: its parameters and buffers.
+    """
+    if device is None:
+        first = next(iter(weights), None)
+        device = torch.device("cpu") if first is None else first.device
+    mode = torch.inference_mode if options.inference_mode else torch.no_grad
+    on_gpu = device.type == "cuda"
+    return Runtime(
+        device=device,
+        guard=_on_own_stream(device, mode) if on_gpu else mode,
+        clean=torch.cuda.empty_cache if options.enable_cache_cleaning and on_gpu else None,
+    )
+
+
+def _on_own_stream(
+    device: torch.device, mode: Callable[[], AbstractContextManager[Any]]
+) -> Callable[[], AbstractContextManager[Any]]:
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def guard() -> Iterator[None]:
+        with torch.cuda.stream(stream), mode():
+            yield
+
+    return guard

@@ -1,0 +1,367 @@
+"""A real tritonserver: found, given our backend, started, asked about its models, stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, TYPE_CHECKING, Any
+
+import psutil
+
+from torch_py_backend import installation
+from torch_py_backend.errors import ServerError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+NGC = Path("/opt/tritonserver")
+_STUB = "triton_python_backend_stub"
+_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton keeps its regions
+# Triton waits this long for models in use, then leaves; a little later we end what is left.
+_EXIT_SECONDS = 30
+_GRACE_SECONDS = 5
+_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Triton:
+    """Where the parts of a tritonserver lie.
+
+    Attributes:
+        executable: the server.
+        python_backend: the folder with libtriton_python.so and Triton's utilities.
+        stub: the process that runs Python, built for this Python's version.
+        libraries: folders that the loader must search.
+    """
+
+    executable: Path
+    python_backend: Path
+    stub: Path
+    libraries: tuple[Path, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """What the server says of one version of a model; `reason` when it is not ready."""
+
+    name: str
+    version: str
+    ready: bool
+    reason: str
+
+
+def find(executable: Path | None = None) -> Triton:
+    """The tritonserver to use: the one given, else on PATH, in /opt/tritonserver, in the wheel.
+
+    Raises:
+        ServerError: there is none, or it lacks its Python backend or a stub for this Python.
+    """
+    if executable is not None:
+        if not executable.is_file():
+            raise ServerError(f"{executable} is not a file; expected a tritonserver executable.")
+        return _installed(executable)
+    on_path = shutil.which("tritonserver")
+    if on_path:
+        return _installed(Path(on_path))
+    if (NGC / "bin" / "tritonserver").is_file():
+        return _installed(NGC / "bin" / "tritonserver")
+    wheel = _wheel()
+    if wheel is not None:
+        return wheel
+    raise ServerError(
+        f"no tritonserver was found on PATH, in {NGC} or in a wheel. Install one with"
+        " pip install 'torch-py-backend[server]', or name it with --tritonserver."
+    )
+
+
+def _installed(executable: Path) -> Triton:
+    """The layout of NVIDIA's containers: bin/, lib/ and backends/ side by side."""
+    prefix = executable.resolve().parents[1]
+    backend = prefix / "backends" / "python"
+    return _complete(executable, backend, backend / _STUB, (prefix / "lib",))
+
+
+def _wheel() -> Triton | None:
+    """The server inside the wheel nvidia-pytriton, found without importing that package."""
+    spec = importlib.util.find_spec("pytriton")
+    if spec is None or spec.origin is None:
+        return None
+    package = Path(spec.origin).parent
+    root = package / "tritonserver"
+    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return _complete(
+        root / "bin" / "tritonserver",
+        root / "backends" / "python",
+        root / "python_backend_stubs" / minor / _STUB,
+        (package.parent / "nvidia_pytriton.libs",),
+    )
+
+
+def _complete(executable: Path, backend: Path, stub: Path, libraries: tuple[Path, ...]) -> Triton:
+    for part in (backend / "libtriton_python.so", stub):
+        if not part.is_file():
+            raise ServerError(
+                f"{executable} comes without {part}: its Python backend does not support Python"
+                f" {sys.version_info.major}.{sys.version_info.minor}, or is not installed."
+            )
+    libpython = sysconfig.get_config_var("LIBDIR")
+    return Triton(executable, backend, stub, (*libraries, Path(libpython or "/usr/lib")))
+
+
+def lay_out(triton: Triton, backends: Path) -> None:
+    """Fill a backend folder with Triton's Python backend and ours.
+
+    Files are copied: Triton refuses a library whose real path is outside its backend folder.
+    """
+    python = backends / "python"
+    shutil.copytree(triton.python_backend, python, ignore=shutil.ignore_patterns("__pycache__"))
+    if not (python / _STUB).exists():
+        shutil.copy2(triton.stub, python / _STUB)
+    installation.install(backends, "pytorch_py")
+
+
+def environment(triton: Triton) -> dict[str, str]:
+    """The environment in which the server finds its libraries and its stubs this Python.
+
+    Raises:
+        ServerError: no `python3` beside this interpreter leads to it.
+    """
+    folder = Path(sys.executable).parent
+    python3 = folder / "python3"
+    if not python3.exists() or python3.resolve() != Path(sys.executable).resolve():
+        raise ServerError(
+            f"Triton's stub runs the first python3 on PATH, and {python3} is not this Python"
+            f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
+        )
+    values = dict(os.environ)
+    libraries = [str(path) for path in triton.libraries]
+    values["LD_LIBRARY_PATH"] = _joined([*libraries, values.get("LD_LIBRARY_PATH", "")])
+    values["PATH"] = _joined([str(folder), values.get("PATH", "")])
+    return values
+
+
+def _joined(paths: Sequence[str]) -> str:
+    return os.pathsep.join(path for path in paths if path)
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listened on a moment ago."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
+        return port
+
+
+class Server:
+    """A tritonserver on one repository, with our backend. A context manager: leaving stops it.
+
+    Args:
+        repository: the model repository.
+        http_port: port of HTTP; 0 takes a free one, here and below.
+        grpc_port: port of gRPC.
+        metrics_port: port of Prometheus metrics.
+        address: the address to listen on.
+        executable: the tritonserver to use; None searches for one.
+        arguments: more arguments for tritonserver; they come last and win.
+        log: where the server's log goes; None: where this process writes.
+    """
+
+    def __init__(
+        self,
+        repository: Path,
+        *,
+        http_port: int = 8000,
+        grpc_port: int = 8001,
+        metrics_port: int = 8002,
+        address: str = "127.0.0.1",
+        executable: Path | None = None,
+        arguments: Sequence[str] = (),
+        log: IO[Any] | None = None,
+    ) -> None:
+        if not repository.is_dir():
+            raise ServerError(f"{repository} is not a folder; expected a model repository.")
+        self._repository = repository.absolute()
+        self._ports = [port or free_port() for port in (http_port, grpc_port, metrics_port)]
+        self._address = address
+        self._triton = find(executable)
+        self._arguments = tuple(arguments)
+        self._log = log
+        # Regions of shared memory bear this prefix, so that ours can be told from others'.
+        self._prefix = f"torch_py_backend_{uuid.uuid4().hex[:12]}_"
+        self._scratch: Path | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def http_address(self) -> str:
+        return f"{self._reachable}:{self._ports[0]}"
+
+    @property
+    def grpc_address(self) -> str:
+        return f"{self._reachable}:{self._ports[1]}"
+
+    @property
+    def metrics_address(self) -> str:
+        return f"{self._reachable}:{self._ports[2]}"
+
+    @property
+    def _reachable(self) -> str:
+        return "127.0.0.1" if self._address == "0.0.0.0" else self._address  # noqa: S104
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The running tritonserver.
+
+        Raises:
+            ServerError: it was not started.
+        """
+        if self._process is None:
+            raise ServerError("the server was not started; call start() first.")
+        return self._process
+
+    def start(self) -> None:
+        """Start the server; it loads its models before it listens.
+
+        Raises:
+            ServerError: the environment does not fit; the message says why.
+        """
+        values = environment(self._triton)
+        self._scratch = Path(tempfile.mkdtemp(prefix="torch-py-backend-"))
+        try:
+            backends = self._scratch / "backends"
+            lay_out(self._triton, backends)
+            # Its own session: Ctrl-C reaches us, and we stop it in order. Its own folder: Triton's
+            # stub imports a model.py from where it was started before it finds the backend's.
+            self._process = subprocess.Popen(  # noqa: S603  the executable found above
+                self._command(backends),
+                env=values,
+                cwd=self._scratch,
+                stdout=self._log,
+                stderr=self._log,
+                start_new_session=True,
+            )
+        except BaseException:
+            self._clean()
+            raise
+
+    def _command(self, backends: Path) -> list[str]:
+        command = [
+            str(self._triton.executable),
+            f"--model-repository={self._repository}",
+            f"--backend-directory={backends}",
+            f"--backend-config=python,shm-region-prefix-name={self._prefix}",
+            f"--exit-timeout-secs={_EXIT_SECONDS}",
+            # One model that does not load must not take the others with it.
+            "--exit-on-error=false",
+        ]
+        for service, port in zip(("http", "grpc", "metrics"), self._ports, strict=True):
+            command += [f"--{service}-address={self._address}", f"--{service}-port={port}"]
+        return [*command, *self._arguments]
+
+    def wait_loaded(self, timeout: float | None = None) -> list[ModelState]:
+        """Wait until the server has tried to load every model, and say what became of each.
+
+        Args:
+            timeout: seconds to wait at most; None waits as long as the server lives.
+
+        Raises:
+            ServerError: the server ended, or the time is over.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            code = self.process.poll()
+            if code is not None:
+                raise ServerError(f"tritonserver ended with exit code {code}; its log says why.")
+            with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
+                return self.models()
+            if deadline is not None and time.monotonic() > deadline:
+                raise ServerError(f"tritonserver was not ready within {timeout:g} seconds.")
+            time.sleep(_POLL_SECONDS)
+
+    def models(self) -> list[ModelState]:
+        """The models of the repository, as the server sees them now."""
+        request = urllib.request.Request(
+            f"http://{self.http_address}/v2/repository/index", data=b"{}", method="POST"
+        )
+        with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310  http, local
+            return [_state(entry) for entry in json.load(response)]
+
+    def stop(self) -> None:
+        """End the server, its instances and their shared memory. Calling it twice is no error."""
+        process, self._process = self._process, None
+        if process is not None:
+            with _interrupts_deferred():
+                _end(process)
+        self._clean()
+
+    def _clean(self) -> None:
+        for region in _SHARED_MEMORY.glob(f"{self._prefix}*"):
+            region.unlink(missing_ok=True)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+            self._scratch = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+
+def _state(entry: dict[str, str]) -> ModelState:
+    ready = entry.get("state") == "READY"
+    return ModelState(entry["name"], entry.get("version", ""), ready, entry.get("reason", ""))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask the server to leave; after its own time limit end it and what it started."""
+    try:
+        family = psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        family = []
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(_EXIT_SECONDS + _GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    for one in family:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    psutil.wait_procs(family, timeout=_GRACE_SECONDS)
+
+
+@contextlib.contextmanager
+def _interrupts_deferred() -> Iterator[None]:
+    """A second Ctrl-C does not leave the server behind."""
+    try:
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except ValueError:  # not the main thread: signals do not come here
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
