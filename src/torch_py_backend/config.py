@@ -72,8 +72,17 @@ COMPILE_PARAMETERS = Parser(
 )
 
 
-def _option(parser: Parser, doc: str, default: Any = None, also: tuple[str, ...] = ()) -> Any:
-    return field(default=default, metadata={"parser": parser, "doc": doc, "also": also})
+def _option(
+    parser: Parser,
+    doc: str,
+    *,
+    default: Any = None,
+    also: tuple[str, ...] = (),
+    inert: str = "",
+) -> Any:
+    """A field of Options. `also`: other keys of the same meaning; `inert`: why it does nothing."""
+    facts = {"parser": parser, "doc": doc, "also": also, "inert": inert}
+    return field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,14 +135,18 @@ class Options:
         BOOLEAN, "TorchScript's tensor-expression fuser. Unset: PyTorch's default."
     )
     enable_nvfuser: bool | None = _option(
-        BOOLEAN, "Accepted for LibTorch's sake; PyTorch no longer has nvFuser."
+        BOOLEAN,
+        "Accepted for LibTorch's sake, without effect.",
+        inert="PyTorch no longer has nvFuser",
     )
     disable_cudnn: bool = _option(BOOLEAN, "Switch cuDNN off for this instance.", default=False)
     enable_cache_cleaning: bool = _option(
         BOOLEAN, "Empty the CUDA cache after each execution.", default=False
     )
     enable_weight_sharing: bool | None = _option(
-        BOOLEAN, "Accepted; instances do not share weights yet."
+        BOOLEAN,
+        "Accepted, without effect yet.",
+        inert="instances do not share weights yet",
     )
     warmup: bool = _option(
         BOOLEAN,
@@ -159,6 +172,7 @@ class OptionRow:
     parser: Parser
     default: Any
     doc: str
+    inert: str
     field: str
 
     @classmethod
@@ -170,6 +184,7 @@ class OptionRow:
             facts["parser"],
             entry.default,
             facts["doc"],
+            facts["inert"],
             entry.name,
         )
 
@@ -270,6 +285,8 @@ def parse_options(model: str, parameters: Mapping[str, Mapping[str, str]]) -> Op
             _warn_unknown(model, key, list(rows))
             continue
         value = _value(model, row, key, entry.get("string_value", ""))
+        if row.inert and value:
+            log.warning("model '%s': the parameter %s has no effect: %s.", model, key, row.inert)
         if row.field in values and values[row.field] != value:
             raise ConfigError(
                 model,

@@ -1,0 +1,285 @@
+"""Serve handwritten-digit models with Triton, check every answer, measure the speed.
+
+    python examples/demo.py
+
+Starts a real server on free ports of this machine, asks it for the 450 digits that training never
+saw, and stops it again. Ends with exit code 0 when the answers are right, and 1 otherwise.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Annotated
+
+import numpy as np
+import typer
+from digits_data import REQUIRED_ACCURACY, Digits, FloatArray, IntArray, load_split
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from rich.console import Console
+from rich.table import Table
+from tritonclient.grpc import InferenceServerClient, InferInput
+from tritonclient.utils import InferenceServerException
+
+from torch_py_backend.errors import BackendError
+from torch_py_backend.server import Server
+
+REPOSITORY = Path(__file__).parent / "model_repository"
+
+CLIENTS = 8
+CLIENT_BATCH = 8  # images in each request when throughput is measured
+LARGEST_BATCH = 64  # max_batch_size in config.pbtxt
+LOGITS_TOLERANCE = 1e-4  # between two ways of running one float32 network
+
+PICTURED = 24
+PICTURE_ROWS = 3
+
+LEGEND = f"""
+digits              a Python class, model.py, and its weights, model.safetensors
+digits_torchscript  the same network as a TorchScript archive: model.pt
+
+accuracy            share of the held-out digits that were read correctly
+p50, p99            one client, one image at a time: half of the answers, and
+                    99 of 100, came within this time
+images/s            {CLIENTS} clients at once, {CLIENT_BATCH} images in each request
+images per call     how many images Triton put into one call of the model
+"""
+
+console = Console(highlight=False, markup=False)
+
+
+class DemoError(Exception):
+    """The demonstration did not show what it should; the message says why in one sentence."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One served model: its name and those of its only input and output."""
+
+    model: str
+    input: str
+    output: str
+
+
+ENDPOINTS = (
+    Endpoint("digits", "image", "logits"),
+    Endpoint("digits_torchscript", "INPUT__0", "OUTPUT__0"),
+)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """`p50` and `p99` in milliseconds; `throughput` in images per second.
+
+    `batch` is the mean number of images that Triton handed to the model in one call.
+    """
+
+    p50: float
+    p99: float
+    throughput: float
+    batch: float
+
+
+@contextmanager
+def running_server(log: IO[str]) -> Iterator[str]:
+    """The gRPC address of a server that has loaded all the models of this demonstration."""
+    with Server(REPOSITORY, http_port=0, grpc_port=0, metrics_port=0, log=log) as server:
+        reasons = {state.name: state.reason for state in server.wait_loaded() if not state.ready}
+        for endpoint in ENDPOINTS:
+            if endpoint.model in reasons:
+                raise DemoError(f"{endpoint.model} did not load: {reasons[endpoint.model]}")
+        yield server.grpc_address
+
+
+def ask(client: InferenceServerClient, endpoint: Endpoint, images: FloatArray) -> FloatArray:
+    """One request: images [n, 1, 8, 8] there, logits [n, 10] back."""
+    tensor = InferInput(endpoint.input, list(images.shape), "FP32")
+    tensor.set_data_from_numpy(images)
+    logits: FloatArray | None = client.infer(endpoint.model, [tensor]).as_numpy(endpoint.output)
+    if logits is None:
+        raise DemoError(f"{endpoint.model} answered without {endpoint.output}.")
+    return logits
+
+
+def ask_all(address: str, endpoint: Endpoint, images: FloatArray) -> FloatArray:
+    with InferenceServerClient(address) as client:
+        starts = range(0, len(images), LARGEST_BATCH)
+        return np.concatenate(
+            [ask(client, endpoint, images[i : i + LARGEST_BATCH]) for i in starts]
+        )
+
+
+def check_agreement(logits: dict[str, FloatArray]) -> None:
+    """Both models hold the same weights, so they have to give the same scores."""
+    (first, expected), *others = logits.items()
+    for name, scores in others:
+        difference = float(np.abs(scores - expected).max())
+        if not difference <= LOGITS_TOLERANCE:  # also when it is not a number
+            raise DemoError(f"{first} and {name} differ by up to {difference:g} in their scores.")
+
+
+def accuracy(logits: FloatArray, labels: IntArray) -> float:
+    return float((logits.argmax(axis=1) == labels).mean())
+
+
+def check_accuracy(shares: dict[str, float]) -> None:
+    for name, share in shares.items():
+        if share < REQUIRED_ACCURACY:
+            raise DemoError(
+                f"{name} read only {share:.1%} of the held-out digits correctly; "
+                f"at least {REQUIRED_ACCURACY:.0%} are required."
+            )
+
+
+def repeat_for(seconds: float, action: Callable[[], object]) -> list[float]:
+    """The duration in seconds of each call of `action`, called again and again for `seconds`."""
+    durations: list[float] = []
+    end = time.perf_counter() + seconds
+    while (start := time.perf_counter()) < end or not durations:
+        action()
+        durations.append(time.perf_counter() - start)
+    return durations
+
+
+def measure_latency(
+    address: str, endpoint: Endpoint, image: FloatArray, seconds: float
+) -> FloatArray:
+    """Milliseconds from request to answer: one client, one image at a time."""
+    with InferenceServerClient(address) as client:
+        durations = repeat_for(seconds, lambda: ask(client, endpoint, image))
+    return np.asarray(durations, dtype=np.float32) * 1000
+
+
+def measure_throughput(
+    address: str, endpoint: Endpoint, images: FloatArray, seconds: float
+) -> float:
+    """Images answered per second: many clients at once, so that Triton can form batches."""
+
+    def requests_of_one_client(_: int) -> int:
+        with InferenceServerClient(address) as client:
+            return len(repeat_for(seconds, lambda: ask(client, endpoint, images)))
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        requests = sum(clients.map(requests_of_one_client, range(CLIENTS)))
+    return requests * len(images) / (time.perf_counter() - start)
+
+
+def work_done(address: str, endpoint: Endpoint) -> tuple[int, int]:
+    """Images and calls of the model so far, as Triton counts them."""
+    with InferenceServerClient(address) as client:
+        (statistics,) = client.get_inference_statistics(endpoint.model).model_stats
+        return statistics.inference_count, statistics.execution_count
+
+
+def measure(address: str, endpoint: Endpoint, images: FloatArray, seconds: float) -> Speed:
+    latencies = measure_latency(address, endpoint, images[:1], seconds)
+    images_before, calls_before = work_done(address, endpoint)
+    throughput = measure_throughput(address, endpoint, images[:CLIENT_BATCH], seconds)
+    images_after, calls_after = work_done(address, endpoint)
+    return Speed(
+        p50=float(np.percentile(latencies, 50)),
+        p99=float(np.percentile(latencies, 99)),
+        throughput=throughput,
+        batch=(images_after - images_before) / (calls_after - calls_before),
+    )
+
+
+def result_table(shares: dict[str, float], speeds: dict[str, Speed]) -> Table:
+    table = Table(
+        title="Handwritten digits served by Triton, backend pytorch_py", title_justify="left"
+    )
+    table.add_column("model", no_wrap=True)
+    for heading in ("accuracy", "p50", "p99", "images/s", "images\nper call"):
+        table.add_column(heading, justify="right")
+    for endpoint in ENDPOINTS:
+        speed = speeds[endpoint.model]
+        table.add_row(
+            endpoint.model,
+            f"{shares[endpoint.model]:.2%}",
+            f"{speed.p50:.2f} ms",
+            f"{speed.p99:.2f} ms",
+            f"{speed.throughput:,.0f}",
+            f"{speed.batch:.1f}",
+        )
+    return table
+
+
+def chosen_for_picture(predicted: IntArray, labels: IntArray) -> IntArray:
+    """Indices of the first digits read correctly, and after them of those that were misread."""
+    misread = np.flatnonzero(predicted != labels)[:PICTURED]
+    correct = np.flatnonzero(predicted == labels)[: PICTURED - len(misread)]
+    return np.concatenate([correct, misread])
+
+
+def draw_digit(axes: Axes, image: FloatArray, label: int, reading: int) -> None:
+    axes.imshow(image, cmap="gray_r", vmin=0, vmax=16)
+    axes.set_xticks([])
+    axes.set_yticks([])
+    correct = reading == label
+    axes.set_title(
+        f"{reading}" if correct else f"{reading}  (is {label})",
+        color="black" if correct else "red",
+        fontsize=13,
+    )
+    for edge in axes.spines.values():
+        edge.set_color("lightgray" if correct else "red")
+
+
+def draw(digits: Digits, predicted: IntArray, path: Path) -> None:
+    """Save a grid of held-out digits, each under what the served model read."""
+    # A Figure without pyplot draws with Agg: it needs no display.
+    figure = Figure(figsize=(10, 5.2), layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.07))
+    correct = int((predicted == digits.labels).sum())
+    figure.suptitle(
+        f"{correct} of {len(predicted)} held-out digits read correctly; misread ones in red",
+        fontsize=14,
+    )
+    grid = figure.subplots(PICTURE_ROWS, PICTURED // PICTURE_ROWS)
+    chosen = chosen_for_picture(predicted, digits.labels)
+    for axes, index in zip(grid.flat, chosen, strict=True):
+        draw_digit(axes, digits.images[index, 0], digits.labels[index], predicted[index])
+    figure.savefig(path, dpi=120)
+
+
+def demonstrate(output: Path, log: Path, seconds: float) -> None:
+    held_out = load_split().held_out
+    console.print("Starting Triton and loading the models ...")
+    with log.open("w") as lines, running_server(lines) as address:
+        console.print(f"Asking for all {len(held_out.labels)} held-out digits ...")
+        logits = {e.model: ask_all(address, e, held_out.images) for e in ENDPOINTS}
+        shares = {name: accuracy(scores, held_out.labels) for name, scores in logits.items()}
+        check_accuracy(shares)
+        check_agreement(logits)
+        console.print(f"Measuring, {seconds:g} s for each figure ...")
+        speeds = {e.model: measure(address, e, held_out.images, seconds) for e in ENDPOINTS}
+    draw(held_out, logits[ENDPOINTS[0].model].argmax(axis=1), output)
+    console.print(result_table(shares, speeds))
+    console.print(LEGEND)
+    console.print(
+        f"Passed: the models agree, and at least {REQUIRED_ACCURACY:.0%} of the answers are right.",
+        style="green",
+    )
+    console.print(f"Picture of {PICTURED} of the digits: {output}", soft_wrap=True)
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("demo.png"),
+    seconds: Annotated[float, typer.Option(help="Time for each measurement.", min=0)] = 2.0,
+) -> None:
+    """Serve handwritten-digit models with Triton, check every answer, measure the speed."""
+    log = output.with_suffix(".log")
+    try:
+        demonstrate(output, log, seconds)
+    except (DemoError, BackendError, InferenceServerException) as error:
+        console.print(f"The demonstration failed: {error}", style="red", soft_wrap=True)
+        console.print(f"The log of the server: {log}", soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+if __name__ == "__main__":
+    typer.run(main)
