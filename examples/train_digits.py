@@ -62,7 +62,7 @@ def train(model: nn.Module, digits: Digits) -> None:
         for chosen in torch.split(torch.randperm(len(images)), BATCH_SIZE):
             loss = functional.cross_entropy(model(shifted(images[chosen])), labels[chosen])
             optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             optimizer.step()
             schedule.step()
     model.eval()
@@ -90,7 +90,7 @@ def save_torchscript(model: nn.Module, path: Path) -> None:
     torch.jit.save(torch.jit.script(model), archive)
     # Loaded and saved once more, so that PyTorch itself lays out the file: tensors that are
     # aligned in it can be mapped into memory.
-    clean = torch.jit.load(without_source_paths(archive))  # type: ignore[no-untyped-call]
+    clean = torch.jit.load(without_source_paths(archive))
     torch.jit.save(clean, path)
 
 

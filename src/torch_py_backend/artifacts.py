@@ -6,6 +6,7 @@ Nothing here imports torch, unpickles, or runs code of the model.
 from __future__ import annotations
 
 import enum
+import io
 import pickletools
 import zipfile
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class Artifact:
 
 _WEIGHT_SUFFIXES = (".safetensors", ".pt", ".pth")
 _DEFAULTS = ("model.py", "model.pt")
-# Enough of data.pkl to meet the first class that it names; a bound against absurd archives.
+# Enough of a pickle to meet the classes that it names; a bound against absurd files.
 _PICKLE_BYTES = 1 << 20
 
 
@@ -67,7 +68,7 @@ def find(config: ModelConfig) -> Artifact:
             config.name,
             f"{path.name} is {found.value}",
             expected="TorchScript, or a model.py that defines the module",
-            cure=found.cure,
+            cure=_cure(found, path),
         )
     return Artifact(Kind.TORCHSCRIPT, path)
 
@@ -82,31 +83,33 @@ class Content(enum.Enum):
     TRUNCATED = "a truncated or damaged zip archive"
     UNKNOWN = "not a file that torch.save or torch.jit.save wrote"
 
-    @property
-    def cure(self) -> str:
-        return _CURES.get(self, "Write it again with torch.jit.save, or copy it again.")
 
-
-_CURES = {
-    Content.STATE_DICT: "Put the class that it belongs to in model.py beside it.",
-    Content.PICKLED_MODULE: "Pickles can run any code and are not loaded. Save"
-    " module.state_dict() instead and put the class in model.py beside it, or save TorchScript.",
-}
+def _cure(found: Content, path: Path) -> str:
+    source = f"{path.stem}.py beside it"
+    if found is Content.STATE_DICT:
+        return f"Put the class that it belongs to in {source}."
+    if found is Content.PICKLED_MODULE:
+        return (
+            "Pickles can run any code and are not loaded. Save module.state_dict() instead and"
+            f" put the class in {source}, or save TorchScript."
+        )
+    return "Write it again with torch.jit.save, or copy it again."
 
 
 def describe(path: Path) -> Content:
     """What a `.pt` file is, told from its first bytes and its zip members."""
     with path.open("rb") as file:
         head = file.read(4)
-    if not head:
-        return Content.EMPTY
+        if not head:
+            return Content.EMPTY
+        if head.startswith(b"\x80"):  # a pickle's first opcode: torch.save before torch 1.6
+            return _describe_pickle(head + file.read(_PICKLE_BYTES))
     if not head.startswith(b"PK"):
-        # Pickles before torch 1.6 start with the opcode for their protocol.
-        return Content.STATE_DICT if head.startswith(b"\x80") else Content.UNKNOWN
+        return Content.UNKNOWN
     try:
         with zipfile.ZipFile(path) as archive:
             return _describe_archive(archive)
-    except (zipfile.BadZipFile, EOFError, ValueError, OSError):
+    except (zipfile.BadZipFile, NotImplementedError, EOFError, ValueError, OSError):
         return Content.TRUNCATED
 
 
@@ -118,27 +121,48 @@ def _describe_archive(archive: zipfile.ZipFile) -> Content:
     if not pickles:
         return Content.UNKNOWN
     with archive.open(pickles[0]) as file:
-        modules = _modules_named(file.read(_PICKLE_BYTES))
-    foreign = {name for name in modules if name.split(".")[0] not in _DATA_MODULES}
+        return _describe_pickle(file.read(_PICKLE_BYTES))
+
+
+def _describe_pickle(pickled: bytes) -> Content:
+    foreign = any(
+        name.startswith(_CODE) or name.split(".")[0] not in _DATA for name in _named(pickled)
+    )
     return Content.PICKLED_MODULE if foreign else Content.STATE_DICT
 
 
-_DATA_MODULES = {"torch", "collections", "numpy", "builtins", "_codecs"}
-_CLASS_OF_A_MODULE = "torch.nn.modules"
+# The packages that pickled tensors and containers name, and what within torch is code all the same.
+_DATA = {"torch", "collections", "numpy", "builtins", "__builtin__", "_codecs"}
+_CODE = ("torch.nn.modules.", "torch.fx.", "torch.jit.")
 
 
-def _modules_named(pickled: bytes) -> set[str]:
-    """The modules whose classes or functions a pickle would call; nothing is called."""
-    named = set()
+def _named(pickled: bytes) -> set[str]:
+    """The classes and functions that a pickle would call; nothing is called."""
+    named: set[str] = set()
+    stream = io.BytesIO(pickled)
     try:
-        for opcode, argument, _ in pickletools.genops(pickled):
-            # torch.save writes protocol 2, where GLOBAL carries "module name".
-            if opcode.name == "GLOBAL":
-                module = str(argument).split(" ")[0]
-                named.add(f"nn:{module}" if module.startswith(_CLASS_OF_A_MODULE) else module)
-    except ValueError:  # cut off by the bound: what was seen until there counts
+        # Files older than torch 1.6 are several pickles in a row.
+        while stream.tell() < len(pickled):
+            _collect_names(stream, named)
+    except (ValueError, LookupError):  # cut off by the bound, or raw data after the pickles
         pass
     return named
+
+
+def _collect_names(stream: io.BytesIO, named: set[str]) -> None:
+    strings: list[str] = []
+    memo: dict[int, str] = {}
+    for opcode, argument, _ in pickletools.genops(stream):
+        if opcode.name == "GLOBAL":  # protocol 2, torch.save's own: "module name"
+            named.add(str(argument).replace(" ", "."))
+        elif opcode.name == "STACK_GLOBAL":  # protocol 4: the two strings before it
+            named.add(".".join(strings[-2:]))
+        elif opcode.name == "MEMOIZE":
+            memo[len(memo)] = strings[-1] if strings else ""
+        elif opcode.name in ("BINGET", "LONG_BINGET"):
+            strings.append(memo.get(int(str(argument)), ""))
+        elif isinstance(argument, str):
+            strings.append(argument)
 
 
 def _model_file(config: ModelConfig) -> Path:

@@ -99,9 +99,10 @@ def _choose(
     by_name = {one.name for one in arguments if one.passing in _NAMED}
     takes_any_name = any(one.passing is Passing.REST_BY_NAME for one in arguments)
     matched = [name for name in names if name in by_name]
-    if len(matched) == len(names) or takes_any_name:
-        return {name: name for name in names}
     indices = [index for index in map(ordinal, names) if index is not None]
+    numbered = len(indices) == len(names) and positional
+    if len(matched) == len(names) or (takes_any_name and not numbered):
+        return {name: name for name in names}
     if len(indices) == len(names):
         return _by_index(model, names, indices, arguments)
     if matched or indices:
@@ -136,7 +137,8 @@ def _by_index(
 ) -> dict[str, str]:
     slots = [one.name for one in arguments if one.passing is Passing.POSITIONAL]
     if any(one.passing is Passing.REST for one in arguments):
-        slots += [f"*{index}" for index in range(len(slots), max(indices) + 1)]
+        # Without a gap: as many inputs as there are, or as the arguments before * need.
+        slots += [f"*{index}" for index in range(len(slots), len(names))]
     wrong = [name for name, index in zip(names, indices, strict=True) if index >= len(slots)]
     if wrong:
         raise BindingError(
@@ -157,7 +159,8 @@ def _as_call(chosen: dict[str, str], positional: Sequence[Argument]) -> Inputs:
     """Positional up to the first argument that is left out, by keyword from there."""
     leading: list[str] = []
     slots = [one.name for one in positional]
-    slots += [name for name in chosen if name.startswith("*")]
+    rest = [slot for slot in chosen if slot.startswith("*")]
+    slots += sorted(rest, key=lambda slot: int(slot[1:]))
     for slot in slots:
         if slot not in chosen:
             break
@@ -204,7 +207,7 @@ def bind_outputs(model: str, names: Sequence[str], result: Any) -> Outputs:
     """
     parts = _parts(result)
     matched = [name for name in names if name in parts.names]
-    if matched and len(matched) == len(names):
+    if len(set(matched)) == len(names):
         return _take(parts, [list(parts.names).index(name) for name in names])
     indices = [index for index in map(ordinal, names) if index is not None]
     if not indices and not matched:
@@ -265,4 +268,9 @@ def _valid(positional: Sequence[Argument], arguments: Sequence[Argument]) -> str
 
 
 def _signature(arguments: Sequence[Argument]) -> str:
-    return f"forward({', '.join(one.text for one in arguments)})"
+    """forward() as its author wrote it."""
+    texts = [one.text for one in arguments]
+    kinds = [one.passing for one in arguments]
+    if Passing.KEYWORD in kinds and Passing.REST not in kinds:
+        texts.insert(kinds.index(Passing.KEYWORD), "*")
+    return f"forward({', '.join(texts)})"

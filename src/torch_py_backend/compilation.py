@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 
 from torch_py_backend.artifacts import Kind
 from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import OptionError, brief
 
 log = logging.getLogger(__name__)
 
@@ -35,5 +37,13 @@ def apply(config: ModelConfig, kind: Kind, module: Callable[..., Any]) -> Callab
         # One graph a row count: torch's limit of 8 would leave the others uncompiled.
         limit = max(torch._dynamo.config.recompile_limit, config.max_batch_size + 1)
         torch._dynamo.config.recompile_limit = limit
-    compiled: Callable[..., Any] = torch.compile(module, **parameters)
+    try:
+        compiled: Callable[..., Any] = torch.compile(module, **parameters)
+    except Exception as error:  # whatever torch.compile makes of a value that it does not know
+        raise OptionError(
+            config.name,
+            "TORCH_COMPILE_OPTIONAL_PARAMETERS",
+            json.dumps(parameters),
+            f"what torch.compile takes ({brief(error)})",
+        ) from error
     return compiled

@@ -135,7 +135,7 @@ class Engine:
         rows = sum(batch.sizes)
         return [
             self._verify(expected, part, rows)
-            for expected, part in zip(self._expected, parts, strict=False)
+            for expected, part in zip(self._expected, parts, strict=True)
         ]
 
     def _verify(self, expected: _Expected, part: object, rows: int) -> Tensor:

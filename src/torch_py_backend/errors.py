@@ -102,7 +102,7 @@ class WeightsError(LoadError):
             model,
             f"the weights in {file} do not fit the module: {'; '.join(lists)}",
             cure=hint
-            or "Save model.state_dict() of the class that is served, or change"
+            or "Save module.state_dict() of the class that is served, or change"
             " MODEL_KWARGS so that the constructor builds the module the weights belong to.",
         )
 
@@ -142,7 +142,8 @@ class ServerError(BackendError):
 
 _SHOWN = 8
 _LONGEST = 500
-_PATH = re.compile(r"(?<![\w:/])/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
+# Absolute folders before a name; not what follows a letter (1/2/3, ../a/b) or is an address.
+_PATH = re.compile(r"((?<=file://)|(?<![\w./])(?<!:/))/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
 _TORCHSCRIPT = "TorchScript interpreter"
 
 

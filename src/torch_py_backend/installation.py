@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from torch_py_backend.errors import InstallError
 
 PACKAGE = Path(__file__).parent
+_NAME = re.compile(r"[A-Za-z0-9_-]+")
 # The same lines as backends/pytorch_py/model.py in the repository; a test keeps them equal.
 SHIM = '''"""What Triton loads for `backend: "pytorch_py"`; the code is in torch_py_backend."""
 
@@ -35,8 +38,7 @@ def install(backends: Path, name: str) -> Path:
     Raises:
         InstallError: something else lies there, or the folder cannot be written.
     """
-    target = backends / name
-    _refuse_foreign(target)
+    target = _target(backends, name)
     with _telling(f"cannot install into {backends}"):
         backends.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=backends))
@@ -54,28 +56,33 @@ def uninstall(backends: Path, name: str) -> bool:
     Raises:
         InstallError: what lies there is not ours, or cannot be removed.
     """
-    target = backends / name
+    target = _target(backends, name)
     if not target.exists():
         return False
-    _refuse_foreign(target)
     with _telling(f"cannot remove {target}"):
-        shutil.rmtree(target)
+        if target.is_symlink():
+            target.unlink()
+        else:
+            shutil.rmtree(target)
     return True
 
 
-def _refuse_foreign(target: Path) -> None:
-    """A folder is ours when our package lies in it."""
-    library = target / f"libtriton_{target.name}.so"
+def _target(backends: Path, name: str) -> Path:
+    """The folder to write or remove: absent, empty or ours, that is, with our package in it."""
+    if not _NAME.fullmatch(name):
+        raise InstallError(f"--name is '{name}'; expected letters, digits, _ and -.")
+    target = backends / name
+    library = target / f"libtriton_{name}.so"
     if library.exists():
         raise InstallError(
             f"{target} holds {library.name}, and Triton prefers that to any model.py. Install"
             " into another folder (--backend-dir) and start the server with"
             " --backend-directory, or move that folder away first."
         )
-    if target.exists() and any(target.iterdir()) and not (target / PACKAGE.name).is_dir():
-        raise InstallError(
-            f"{target} holds another backend. Choose another --name, or remove it first."
-        )
+    empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
+    if not empty and not (target / PACKAGE.name).is_dir():
+        raise InstallError(f"{target} is not ours. Choose another --name, or remove it first.")
+    return target
 
 
 def _write(folder: Path) -> None:
@@ -103,8 +110,8 @@ def _replace(staged: Path, target: Path, retired: Path) -> None:
 
 
 @contextlib.contextmanager
-def _telling(what: str):  # type: ignore[no-untyped-def]  # noqa: ANN202
+def _telling(what: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        raise InstallError(f"{what}: {error.strerror}: {error.filename}") from error
+    except OSError as error:  # shutil.Error, one of them, holds several in its arguments
+        raise InstallError(f"{what}: {error}") from error

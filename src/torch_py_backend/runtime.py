@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_py_backend.config import ModelConfig, Options
+from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import PlatformError
+from torch_py_backend.options import Options
 from torch_py_backend.threads import Threads
 
 
@@ -44,7 +45,7 @@ class Runtime:
 
 
 def placement(config: ModelConfig) -> torch.device | None:
-    """The device of this instance; None for KIND_MODEL, whose model places itself.
+    """The device of this instance, made current; None for KIND_MODEL, whose model places itself.
 
     Raises:
         PlatformError: the config asks for a GPU that this process does not see.
@@ -61,7 +62,9 @@ def placement(config: ModelConfig) -> torch.device | None:
             f" {seen} GPUs",
             cure="Use KIND_CPU, or install a torch built for this machine's CUDA driver.",
         )
-    return torch.device("cuda", config.device_id)
+    device = torch.device("cuda", config.device_id)
+    torch.cuda.set_device(device)
+    return device
 
 
 def settle(options: Options, threads: Threads) -> None:
@@ -113,8 +116,9 @@ def surround(options: Options, device: torch.device | None, weights: Iterable[Te
 def _on_own_stream(
     device: torch.device, mode: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[[], AbstractContextManager[Any]]:
-    torch.cuda.set_device(device)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    # The weights were copied on the default stream, which ours does not wait for.
+    torch.cuda.synchronize(device)
+    stream = torch.cuda.Stream(device)
 
     @contextlib.contextmanager
     def guard() -> Iterator[None]:

@@ -1,0 +1,239 @@
+"""The parameters of config.pbtxt: one table with name, type, default and a line of documentation.
+
+The fields of `Options` are that table. The README's table and every message about a parameter are
+made from it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import Field, dataclass, field, fields
+from typing import Any
+
+from torch_py_backend.errors import ConfigError, OptionError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parser:
+    """How a parameter's string becomes a value; `accepted` is what a refusal says."""
+
+    accepted: str
+    parse: Callable[[str], Any]
+
+
+def _boolean(text: str) -> bool:
+    value = {"true": True, "on": True, "1": True, "false": False, "off": False, "0": False}
+    return value[text.strip().lower()]
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise ValueError(text)
+    return text.strip()
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise TypeError(text)
+    return value
+
+
+_COMPILE_KEYS = ("fullgraph", "dynamic", "backend", "mode", "options", "disable")
+
+
+def _compile_parameters(text: str) -> dict[str, Any]:
+    value = _json_object(text)
+    if not value.keys() <= set(_COMPILE_KEYS):
+        raise ValueError(text)
+    return value
+
+
+BOOLEAN = Parser("true, on, 1, false, off or 0", _boolean)
+POSITIVE = Parser("an integer of at least 1", _positive)
+TEXT = Parser("a name", _text)
+JSON_OBJECT = Parser("a JSON object", _json_object)
+COMPILE_PARAMETERS = Parser(
+    f"a JSON object with keys among {', '.join(_COMPILE_KEYS)}", _compile_parameters
+)
+
+
+def _option(
+    parser: Parser,
+    doc: str,
+    *,
+    default: Any = None,
+    also: tuple[str, ...] = (),
+    inert: str = "",
+) -> Any:
+    """A field of Options. `also`: other keys of the same meaning; `inert`: why it does nothing."""
+    facts = {"parser": parser, "doc": doc, "also": also, "inert": inert}
+    return field(default=default, metadata=facts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The values of config.pbtxt's `parameters`. A field's name in capitals is its key."""
+
+    model_class: str | None = _option(
+        TEXT, "The class or function in model.py to serve, when the file defines several."
+    )
+    model_factory: str | None = _option(
+        TEXT, "A function in model.py that is called once, at load, and returns the module."
+    )
+    model_kwargs: dict[str, Any] | None = _option(
+        JSON_OBJECT, "Keyword arguments for the class or the factory."
+    )
+    weights: str | None = _option(
+        TEXT,
+        "The weights file in the version folder; `none` serves the module as it is built.",
+    )
+    num_threads: int | None = _option(
+        POSITIVE,
+        "Intra-op threads of each instance. Unset: OMP_NUM_THREADS, else the cores this process"
+        " may use, divided by the model's instances.",
+        also=("INTRA_OP_THREAD_COUNT",),
+    )
+    num_interop_threads: int | None = _option(
+        POSITIVE,
+        "Inter-op threads of each instance. Unset: the cores this process may use, divided by"
+        " the model's instances.",
+        also=("INTER_OP_THREAD_COUNT",),
+    )
+    torch_compile_optional_parameters: dict[str, Any] | None = _option(
+        COMPILE_PARAMETERS,
+        "Compile the model with these arguments of `torch.compile`; `{}` takes its defaults."
+        " Unset: eager.",
+    )
+    inference_mode: bool = _option(
+        BOOLEAN, "Run under `torch.inference_mode`; false: under `torch.no_grad`.", default=True
+    )
+    disable_optimized_execution: bool = _option(
+        BOOLEAN, "Switch off TorchScript's graph-executor optimisation.", default=False
+    )
+    enable_jit_executor: bool | None = _option(
+        BOOLEAN, "TorchScript's profiling executor. Unset: PyTorch's default."
+    )
+    enable_jit_profiling: bool | None = _option(
+        BOOLEAN, "TorchScript's profiling mode. Unset: PyTorch's default."
+    )
+    enable_tensor_fuser: bool | None = _option(
+        BOOLEAN, "TorchScript's tensor-expression fuser. Unset: PyTorch's default."
+    )
+    enable_nvfuser: bool | None = _option(
+        BOOLEAN,
+        "Accepted for LibTorch's sake, without effect.",
+        inert="PyTorch no longer has nvFuser",
+    )
+    disable_cudnn: bool = _option(BOOLEAN, "Switch cuDNN off for this instance.", default=False)
+    enable_cache_cleaning: bool = _option(
+        BOOLEAN, "Empty the CUDA cache after each execution.", default=False
+    )
+    enable_weight_sharing: bool | None = _option(
+        BOOLEAN,
+        "Accepted, without effect yet.",
+        inert="instances do not share weights yet",
+    )
+    warmup: bool = _option(
+        BOOLEAN,
+        "Run sample batches before READY, so that no request pays for what a first call costs.",
+        default=True,
+    )
+    force_cpu_only_input_tensors: bool = _option(
+        BOOLEAN,
+        "Triton's own: `false` leaves inputs that are on the GPU there.",
+        default=True,
+    )
+    execution_env_path: str | None = _option(
+        TEXT, "Triton's own: a packed Python environment for this model."
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OptionRow:
+    """One row of the table of parameters."""
+
+    key: str
+    also: tuple[str, ...]
+    parser: Parser
+    default: Any
+    doc: str
+    inert: str
+    field: str
+
+    @classmethod
+    def of(cls, entry: Field[Any]) -> OptionRow:
+        facts = entry.metadata
+        return cls(
+            entry.name.upper(),
+            facts["also"],
+            facts["parser"],
+            entry.default,
+            facts["doc"],
+            facts["inert"],
+            entry.name,
+        )
+
+
+TABLE = tuple(OptionRow.of(entry) for entry in fields(Options))
+# Triton's own spelling of a boolean for this one key is yes/no, and Triton reads it itself.
+_YES_NO = {"yes": "true", "no": "false"}
+
+
+def parse(model: str, parameters: Mapping[str, Mapping[str, str]]) -> Options:
+    """Triton's `parameters` as Options; an unknown key is warned about."""
+    values: dict[str, Any] = {}
+    source: dict[str, str] = {}
+    rows = {key: row for row in TABLE for key in (row.key, *row.also)}
+    for key, entry in parameters.items():
+        row = rows.get(key)
+        if row is None:
+            _warn_unknown(model, key, list(rows))
+            continue
+        value = _value(model, row, key, entry.get("string_value", ""))
+        if row.inert and value:
+            log.warning("model '%s': the parameter %s has no effect: %s.", model, key, row.inert)
+        if row.field in values and values[row.field] != value:
+            raise ConfigError(
+                model,
+                f"the parameters {source[row.field]} and {key} contradict each other",
+                cure="They mean the same; keep one.",
+            )
+        values[row.field], source[row.field] = value, key
+    if "model_class" in values and "model_factory" in values:
+        raise ConfigError(
+            model,
+            "MODEL_CLASS and MODEL_FACTORY both name what is to be served",
+            cure="They exclude each other; keep one.",
+        )
+    return Options(**values)
+
+
+def _value(model: str, row: OptionRow, key: str, text: str) -> Any:
+    if key == "FORCE_CPU_ONLY_INPUT_TENSORS":
+        text = _YES_NO.get(text.lower(), text)
+    try:
+        return row.parser.parse(text)
+    except json.JSONDecodeError as error:
+        problem = f"{row.parser.accepted} (JSON says: {error})"
+        raise OptionError(model, key, text, problem) from None
+    except (ValueError, KeyError, TypeError):
+        raise OptionError(model, key, text, row.parser.accepted) from None
+
+
+def _warn_unknown(model: str, key: str, known: list[str]) -> None:
+    close = difflib.get_close_matches(key.upper(), known, n=1)
+    question = f" Did you mean {close[0]}?" if close else ""
+    log.warning("model '%s': the parameter %s is unknown and ignored.%s", model, key, question)

@@ -1,0 +1,138 @@
+"""A model.py becomes the object that is served: imported, chosen, constructed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import SourceError, brief, shown
+
+
+def import_source(model: str, path: Path) -> ModuleType:
+    """Run a model's source file as a module of its own; files beside it can be imported."""
+    name = f"torch_py_backend_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise SourceError(model, f"{path.name} is no Python source", expected="a .py file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))
+    # A model repository is read, not written: it may be another user's, or read-only.
+    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise SourceError(model, f"{path.name} fails at {_place(error, path)}") from error
+    finally:
+        sys.dont_write_bytecode = before
+    return module
+
+
+def _place(error: BaseException, path: Path) -> str:
+    """The line of the model's own file that an exception comes from, and what it says."""
+    if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno:
+        return f"line {error.lineno}: SyntaxError: {error.msg}: {(error.text or '').strip()}"
+    lines = [
+        frame.lineno
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename == str(path)
+    ]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{brief(error)}"
+
+
+def construct(config: ModelConfig, path: Path, source: ModuleType) -> Any:
+    """What is called with the inputs: a module, built, or a function."""
+    chosen = _choose(config, path, source)
+    is_factory = config.options.model_factory is not None
+    if not isinstance(chosen, type) and not is_factory:
+        _refuse_arguments(config, path, chosen)
+        return chosen
+    keywords = config.options.model_kwargs or {}
+    name = config.options.model_factory or chosen.__name__
+    signature = _signature(chosen)
+    if signature is not None:
+        try:
+            signature.bind(**keywords)
+        except TypeError as error:
+            raise SourceError(
+                config.name,
+                f"{name}{signature} in {path.name} cannot be called with"
+                f" {keywords or 'no arguments'}: {error}",
+                cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
+            ) from None
+    try:
+        return chosen(**keywords)
+    except (Exception, SystemExit) as error:
+        raise SourceError(
+            config.name, f"{name}() in {path.name} fails at {_place(error, path)}"
+        ) from error
+
+
+def _refuse_arguments(config: ModelConfig, path: Path, chosen: Any) -> None:
+    if config.options.model_kwargs:
+        name = getattr(chosen, "__name__", type(chosen).__name__)
+        raise SourceError(
+            config.name,
+            f"MODEL_KWARGS is set, and {name}, which {path.name} serves, is not constructed",
+            cure="Take MODEL_KWARGS out, or name a function that builds the module with"
+            " MODEL_FACTORY.",
+        )
+
+
+def _signature(chosen: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(chosen)
+    except (TypeError, ValueError):  # some built-in functions do not tell theirs
+        return None
+
+
+def _choose(config: ModelConfig, path: Path, source: ModuleType) -> Any:
+    """The class, function or module object in the source that is to be served."""
+    options = config.options
+    named = options.model_factory or options.model_class
+    classes = _defined(source, _is_module_class)
+    functions = _defined(source, inspect.isfunction)
+    if named is not None:
+        found = getattr(source, named, None)
+        if callable(found):
+            return found
+        key = "MODEL_FACTORY" if options.model_factory else "MODEL_CLASS"
+        raise SourceError(
+            config.name,
+            f"{key} is '{named}', which {path.name} does not define",
+            expected=f"one of {shown(classes | functions) or 'its classes or functions'}",
+        )
+    candidates = classes or functions
+    if len(candidates) == 1:
+        return next(iter(candidates.values()))
+    found = f"defines {shown(candidates)}" if candidates else "defines no nn.Module and no function"
+    raise SourceError(
+        config.name,
+        f"{path.name} {found}",
+        expected="one class derived from torch.nn.Module, or one function",
+        cure="Name the one to serve with the parameter MODEL_CLASS." if candidates else "",
+    )
+
+
+def _defined(source: ModuleType, wanted: Callable[[Any], bool]) -> dict[str, Any]:
+    """Public names of the file's own definitions; what it imports does not count."""
+    return {
+        name: value
+        for name, value in vars(source).items()
+        if not name.startswith("_") and wanted(value) and value.__module__ == source.__name__
+    }
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)

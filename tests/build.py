@@ -1,0 +1,83 @@
+"""What several test files build: a ModelConfig, Triton's arguments, files in a version folder."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from torch_py_backend import dtypes
+from torch_py_backend.config import ModelConfig, TensorSpec
+from torch_py_backend.options import Options
+
+MODEL = "digits"
+_OPTIONS = {entry.name for entry in dataclasses.fields(Options)}
+
+
+def spec(name: str = "x", dtype: str = "FP32", dims: tuple[int, ...] = (4,)) -> TensorSpec:
+    found = dtypes.from_config(f"TYPE_{dtype}")
+    assert found is not None
+    return TensorSpec(name, found, dims)
+
+
+def config(folder: Path = Path("/models/digits"), **overrides: Any) -> ModelConfig:
+    """One CPU instance of `digits` with an input x and an output y; options by their fields."""
+    options = {key: overrides.pop(key) for key in _OPTIONS & overrides.keys()}
+    plain = ModelConfig(
+        name=MODEL,
+        folder=folder,
+        version="1",
+        instance=f"{MODEL}_0_0",
+        kind="CPU",
+        device_id=0,
+        instances=1,
+        max_batch_size=8,
+        inputs=(spec("x"),),
+        outputs=(spec("y"),),
+        default_model_filename=None,
+        options=Options(**options),
+    )
+    return dataclasses.replace(plain, **overrides)
+
+
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    """A file in version 1 of a model's folder."""
+    path = folder / "1" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+def arguments(**document: Any) -> dict[str, str]:
+    """Triton's arguments of initialize(), with its defaults written out as Triton does."""
+    whole = {
+        "name": MODEL,
+        "platform": "",
+        "backend": "pytorch_py",
+        "runtime": "",
+        "version_policy": {"latest": {"num_versions": 1}},
+        "max_batch_size": 8,
+        "input": [_tensor("x")],
+        "output": [_tensor("y")],
+        "batch_input": [],
+        "batch_output": [],
+        "optimization": {"priority": "PRIORITY_DEFAULT"},
+        "instance_group": [{"name": MODEL, "kind": "KIND_CPU", "count": 1, "gpus": []}],
+        "default_model_filename": "",
+        "cc_model_filenames": {},
+        "metric_tags": {},
+        "parameters": {},
+        "model_warmup": [],
+    }
+    return {
+        "model_config": json.dumps(whole | document),
+        "model_name": MODEL,
+        "model_repository": f"/models/{MODEL}",
+        "model_version": "1",
+        "model_instance_name": f"{MODEL}_0_0",
+        "model_instance_kind": "CPU",
+        "model_instance_device_id": "0",
+    }
+
+
+def _tensor(name: str) -> dict[str, Any]:
+    return {"name": name, "data_type": "TYPE_FP32", "dims": [4]}

@@ -1,0 +1,52 @@
+"""Fixtures that the whole suite shares."""
+
+from __future__ import annotations
+
+import locale
+import logging
+import os
+import sys
+from collections.abc import Iterator
+
+import fake_triton
+import pytest
+import torch
+
+# The adapter imports Triton's utilities, which exist only inside Triton's stub.
+sys.modules.setdefault("triton_python_backend_utils", fake_triton)
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that a model may settle in: what it changes is put back afterwards."""
+    fake_triton.Logger.lines.clear()
+    # torch takes this call once in a process; every test is one.
+    interop = {"threads": torch.get_num_interop_threads()}
+    monkeypatch.setattr(torch, "get_num_interop_threads", lambda: interop["threads"])
+    monkeypatch.setattr(
+        torch, "set_num_interop_threads", lambda count: interop.update(threads=count)
+    )
+    package = logging.getLogger("torch_py_backend")
+    before = (
+        dict(os.environ),
+        locale.setlocale(locale.LC_ALL),
+        torch.get_num_threads(),
+        torch.backends.cudnn.enabled,
+        torch._C._jit_texpr_fuser_enabled(),
+        list(sys.path),
+        (package.handlers, package.propagate, package.level),
+    )
+    yield
+    environment, language, threads, cudnn, fuser, path, logger = before
+    os.environ.clear()
+    os.environ.update(environment)
+    locale.setlocale(locale.LC_ALL, language)
+    torch.set_num_threads(threads)
+    torch.backends.cudnn.enabled = cudnn
+    torch._C._jit_set_texpr_fuser_enabled(fuser)
+    torch._C._jit_set_profiling_executor(True)
+    torch._C._jit_set_profiling_mode(True)
+    torch._C._set_graph_executor_optimize(True)
+    sys.path[:] = path
+    package.handlers, package.propagate = logger[0], logger[1]
+    package.setLevel(logger[2])

@@ -1,0 +1,161 @@
+"""A fake of `triton_python_backend_utils`, as a stub of Triton 24.10 completes it.
+
+It refuses what the real one refuses, and raises where the real one corrupts data silently. The
+scenarios run against it and against a real server, so that the two cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from google.protobuf import json_format, text_format
+from tritonclient.grpc import model_config_pb2
+
+
+class TritonModelException(Exception):  # noqa: N818  Triton's name
+    pass
+
+
+class TritonError:
+    UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS = range(7)
+    CANCELLED = 7
+
+    def __init__(self, message: str, code: int = INTERNAL) -> None:
+        if not isinstance(message, str):
+            raise TypeError("message")
+        self._message, self._code = message, code
+
+    def message(self) -> str:
+        return self._message
+
+    def code(self) -> int:
+        return self._code
+
+
+class Logger:
+    lines: ClassVar[list[tuple[str, str]]] = []
+
+    @classmethod
+    def log_info(cls, text: str) -> None:
+        cls.lines.append(("info", text))
+
+    @classmethod
+    def log_warn(cls, text: str) -> None:
+        cls.lines.append(("warn", text))
+
+    @classmethod
+    def log_error(cls, text: str) -> None:
+        cls.lines.append(("error", text))
+
+
+class Tensor:
+    """Holds numpy memory, or torch memory that came through DLPack."""
+
+    def __init__(self, name: str, array: np.ndarray[Any, Any]) -> None:
+        if not isinstance(array, np.ndarray) or array.dtype.kind in "Uc":
+            raise TritonModelException(f"Tensor({name!r}) takes no {type(array)}")
+        self._name = name
+        self._array: np.ndarray[Any, Any] | None = np.ascontiguousarray(array)
+        self._torch: torch.Tensor | None = None
+
+    @classmethod
+    def from_dlpack(cls, name: str, capsule: Any) -> Tensor:
+        if isinstance(capsule, np.ndarray):
+            raise TypeError("the real stub never returns from from_dlpack of a numpy array")
+        tensor = torch.utils.dlpack.from_dlpack(capsule)
+        if not tensor.is_contiguous():
+            raise AssertionError("the real stub would send the wrong bytes")
+        made = cls.__new__(cls)
+        made._name, made._array, made._torch = name, None, tensor
+        return made
+
+    def name(self) -> str:
+        return self._name
+
+    def is_cpu(self) -> bool:
+        return True
+
+    def as_numpy(self) -> np.ndarray[Any, Any]:
+        if self._torch is None:
+            assert self._array is not None
+            return self._array
+        if self._torch.dtype is torch.bfloat16:
+            raise TritonModelException("tensor dtype is bf16 and cannot be converted to numpy.")
+        return self._torch.numpy()
+
+    def to_dlpack(self) -> Any:
+        tensor = torch.from_numpy(self.as_numpy()) if self._torch is None else self._torch
+        return torch.utils.dlpack.to_dlpack(tensor)  # type: ignore[attr-defined]
+
+    def triton_dtype(self) -> Any:
+        raise TypeError("the real one raises this, too")
+
+
+class InferenceRequest:
+    def __init__(self, inputs: list[Tensor]) -> None:
+        self._inputs = inputs
+
+    def inputs(self) -> list[Tensor]:
+        return self._inputs
+
+
+class InferenceResponse:
+    def __init__(
+        self, output_tensors: list[Tensor] | None = None, error: TritonError | None = None
+    ) -> None:
+        self._tensors, self._error = output_tensors or [], error
+
+    def output_tensors(self) -> list[Tensor]:
+        return self._tensors
+
+    def error(self) -> TritonError | None:
+        return self._error
+
+
+def request(inputs: dict[str, Any], document: dict[str, Any]) -> InferenceRequest:
+    """A request from numpy arrays, reshaped as Triton does; torch tensors stand for BF16."""
+    specs = {spec["name"]: spec for spec in document["input"]}
+    tensors = []
+    for name, value in inputs.items():
+        if "reshape" in specs[name]:
+            batch = value.shape[: len(value.shape) - len(specs[name]["dims"])]
+            value = value.reshape(batch + tuple(specs[name]["reshape"]["shape"]))  # noqa: PLW2901
+        if isinstance(value, torch.Tensor):
+            tensors.append(Tensor.from_dlpack(name, value.clone()))
+        else:
+            tensors.append(Tensor(name, value.copy()))
+    return InferenceRequest(tensors)
+
+
+def arguments(folder: Path, version: str = "1") -> dict[str, str]:
+    """What Triton passes to `initialize` for the model in a folder: its config, completed."""
+    text = (folder / "config.pbtxt").read_text()
+    message = text_format.Parse(text, model_config_pb2.ModelConfig())
+    message.name = folder.name
+    if not message.instance_group:
+        message.instance_group.add(kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
+    for group in message.instance_group:
+        group.count = group.count or 1
+    document = json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    # The protobuf of a newer client knows more than a server of 24.10 sends; that does no harm.
+    # protobuf writes int64 as strings, Triton as integers.
+    for tensor in [*document["input"], *document["output"]]:
+        tensor["dims"] = [int(size) for size in tensor["dims"]]
+        if "reshape" in tensor:
+            tensor["reshape"]["shape"] = [int(size) for size in tensor["reshape"]["shape"]]
+    kind = document["instance_group"][0]["kind"].removeprefix("KIND_")
+    return {
+        "model_config": json.dumps(document),
+        "model_instance_kind": "CPU" if kind == "AUTO" else kind,
+        "model_instance_name": f"{folder.name}_0_0",
+        "model_instance_device_id": "0",
+        "model_repository": str(folder),
+        "model_version": version,
+        "model_name": folder.name,
+    }

@@ -1,0 +1,207 @@
+"""Toy models of a few lines. `source` turns a class or function into the text of a model.py."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_HEADER = """\
+import dataclasses
+from typing import Any, Dict, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+"""
+
+
+def source(*definitions: Callable[..., Any]) -> str:
+    """The definitions as a file of Python source."""
+    return _HEADER + "\n\n".join(textwrap.dedent(inspect.getsource(one)) for one in definitions)
+
+
+class AddSub(nn.Module):
+    def forward(self, INPUT0: Tensor, INPUT1: Tensor) -> tuple[Tensor, Tensor]:
+        return INPUT0 + INPUT1, INPUT0 - INPUT1
+
+
+class Affine(nn.Module):
+    """Has weights, and constructor arguments."""
+
+    def __init__(self, width: int = 4, out: int = 3) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, out)
+        self.register_buffer("offset", torch.arange(float(out)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.offset
+
+
+class Negate(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return -x
+
+
+class WithDefault(nn.Module):
+    def forward(self, x: Tensor, scale: float = 2.0, *, bias: Tensor) -> Tensor:
+        return x * scale + bias
+
+
+class TakesDict(nn.Module):
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return inputs["a"] - inputs["b"]
+
+
+class ReturnsDict(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"double": 2 * x, "triple": 3 * x}
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+class ReturnsNamedTuple(nn.Module):
+    def forward(self, x: Tensor) -> Pair:
+        return Pair(x + 1, x + 2)
+
+
+@dataclasses.dataclass
+class Scores:
+    scores: Tensor
+    best: Tensor
+
+
+class ReturnsDataclass(nn.Module):
+    def forward(self, x: Tensor) -> Scores:
+        return Scores(x, x.argmax(dim=1, keepdim=True))
+
+
+class Strided(nn.Module):
+    """Outputs whose memory is not laid out as their shape says."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        wide = torch.stack([x, -x], dim=2)
+        return wide[:, :, 0], x[:1].expand(x.shape[0], -1), torch.view_as_complex(wide).conj().imag
+
+
+class RequiresGrad(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.enable_grad():
+            return x * torch.ones(4, requires_grad=True)
+
+
+class Raises(nn.Module):
+    """Raises when a value is negative, with a path of the server in its message."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x < 0).any()):
+            raise ValueError("negative value, see /srv/secret/place/readme.txt")
+        return x
+
+
+class Exits(nn.Module):
+    """Tries to end the process when a value is negative."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x < 0).any()):
+            raise SystemExit(3)
+        return x
+
+
+class WrongWhenNegative(nn.Module):
+    """Returns what the config contradicts when the first value is negative."""
+
+    def forward(self, x: Tensor) -> Any:
+        kind = int(x.flatten()[0])
+        if kind == -1:
+            return x.double()
+        if kind == -2:
+            return x[:, :2]
+        if kind == -3:
+            return torch.cat([x, x])
+        if kind == -4:
+            return "text"
+        return x
+
+
+class Settings(nn.Module):
+    """Tells what the process is set to."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        # These two are read by setting them.
+        executor = torch._C._jit_set_profiling_executor(True)
+        torch._C._jit_set_profiling_executor(executor)
+        profiling = torch._C._jit_set_profiling_mode(True)
+        torch._C._jit_set_profiling_mode(profiling)
+        values = [
+            torch.get_num_threads(),
+            torch.get_num_interop_threads(),
+            torch.is_inference_mode_enabled(),
+            torch.is_grad_enabled(),
+            torch.backends.cudnn.enabled,
+            executor,
+            profiling,
+            torch._C._jit_texpr_fuser_enabled(),
+            torch._C._get_graph_executor_optimize(),
+        ]
+        return torch.tensor([[int(value) for value in values]]).expand(x.shape[0], -1)
+
+
+class Compiled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 8)
+        self.second = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.nn.functional.gelu(self.first(x)))
+
+
+class Scale(nn.Module):
+    """Multiplies by an int64 row count: mixed dtypes."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        return x * n.to(x.dtype)
+
+
+class Tied(nn.Module):
+    """Two names for one parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)
+        self.second = nn.Linear(4, 4, bias=False)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+def double(x: Tensor) -> Tensor:
+    """A function, served as it is."""
+    return x * 2
+
+
+def build_affine(width: int) -> nn.Module:
+    """A factory."""
+    torch.manual_seed(0)
+    return nn.Linear(width, 1)
+
+
+def echo(**inputs: Tensor) -> dict[str, Tensor]:
+    """Takes whatever the config lists, and returns it."""
+    return inputs
+
+
+def total(x: Tensor) -> Tensor:
+    """A scalar for each row."""
+    return x.sum(dim=1)

@@ -1,0 +1,656 @@
+"""The table of scenarios: a model folder, what is sent to it, and what must come back.
+
+Each runs twice: through the adapter against the fake of Triton's utilities, and on a real
+tritonserver over HTTP and gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+
+Arrays = dict[str, Any]
+Writer = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An answer with an error: its HTTP status, and what its message says and does not say."""
+
+    status: int
+    says: tuple[str, ...]
+    hides: tuple[str, ...] = ("/srv", "/tmp", "Traceback", "site-packages")
+
+
+@dataclass(frozen=True)
+class Call:
+    inputs: Arrays
+    expected: Arrays | Refused
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One model.
+
+    Attributes:
+        name: the model's name.
+        write: fills the version folder.
+        config: the text of config.pbtxt.
+        calls: requests and their answers.
+        load_error: what the refusal to load must say; empty: the model loads.
+        logs: what the server's log must hold.
+    """
+
+    name: str
+    write: Writer
+    config: str
+    calls: tuple[Call, ...] = ()
+    load_error: tuple[str, ...] = ()
+    logs: tuple[str, ...] = field(default=())
+
+    def lay_out(self, repository: Path) -> Path:
+        """Write the model folder into a repository."""
+        folder = repository / self.name
+        (folder / "1").mkdir(parents=True)
+        (folder / "config.pbtxt").write_text(self.config)
+        self.write(folder / "1")
+        return folder
+
+
+# --- config.pbtxt ----------------------------------------------------------------------------
+
+
+def tensor(role: str, name: str, dims: list[int], kind: str = "FP32", more: str = "") -> str:
+    sizes = ", ".join(map(str, dims))
+    return f'{role} [{{ name: "{name}" data_type: TYPE_{kind} dims: [{sizes}] {more} }}]\n'
+
+
+def config(
+    inputs: dict[str, list[int]],
+    outputs: dict[str, list[int]],
+    *,
+    max_batch_size: int = 8,
+    parameters: dict[str, str] | None = None,
+    more: str = "",
+) -> str:
+    text = f'backend: "pytorch_py"\nmax_batch_size: {max_batch_size}\n'
+    text += "".join(tensor("input", name, dims) for name, dims in inputs.items())
+    text += "".join(tensor("output", name, dims) for name, dims in outputs.items())
+    for key, value in (parameters or {}).items():
+        escaped = value.replace('"', '\\"')
+        text += f'parameters {{ key: "{key}" value {{ string_value: "{escaped}" }} }}\n'
+    if "instance_group" not in more:
+        more += "instance_group [{ kind: KIND_CPU count: 1 }]\n"
+    return text + more
+
+
+# --- version folders -------------------------------------------------------------------------
+
+
+def script(module: nn.Module, name: str = "model.pt") -> Writer:
+    return lambda folder: torch.jit.script(module.eval()).save(folder / name)
+
+
+def python(*definitions: Any, name: str = "model.py") -> Writer:
+    return text(models.source(*definitions), name)
+
+
+def text(content: str, name: str = "model.py") -> Writer:
+    return raw(content.encode(), name)
+
+
+def raw(content: bytes, name: str = "model.pt") -> Writer:
+    def write(folder: Path) -> None:
+        (folder / name).write_bytes(content)
+
+    return write
+
+
+def saved(value: Any, name: str = "model.pt", **how: Any) -> Writer:
+    return lambda folder: torch.save(value, folder / name, **how)
+
+
+def safe(state: dict[str, torch.Tensor], name: str = "model.safetensors") -> Writer:
+    return lambda folder: safetensors.torch.save_file(state, folder / name)
+
+
+def both(*writers: Writer) -> Writer:
+    def write(folder: Path) -> None:
+        for one in writers:
+            one(folder)
+
+    return write
+
+
+# --- values ----------------------------------------------------------------------------------
+
+
+def floats(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def eager(module: nn.Module, **inputs: np.ndarray[Any, Any]) -> Any:
+    with torch.inference_mode():
+        result = module.eval()(**{name: torch.from_numpy(one) for name, one in inputs.items()})
+    return result.numpy()
+
+
+def affine(**keywords: int) -> models.Affine:
+    torch.manual_seed(7)
+    return models.Affine(**keywords)
+
+
+_A, _B, _X = floats(3, 4), floats(3, 4, seed=1), floats(2, 4, seed=2)
+_ADD_SUB = config({"INPUT0": [4], "INPUT1": [4]}, {"OUTPUT0": [4], "OUTPUT1": [4]})
+_X_TO_Y = config({"x": [4]}, {"y": [4]})
+_X_TO_3 = config({"x": [4]}, {"y": [3]})
+_SUM = Call({"INPUT0": _A, "INPUT1": _B}, {"OUTPUT0": _A + _B, "OUTPUT1": _A - _B})
+_NEGATED = Call({"x": _X}, {"y": -_X})
+_AFFINE = Call({"x": _X}, {"y": eager(affine(), x=_X)})
+
+
+def x_to_y(y: int = 4, **parameters: str) -> str:
+    return config({"x": [4]}, {"y": [y]}, parameters=parameters)
+
+
+class _Swapped(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return a - b, a + b
+
+
+class _ScriptDict(nn.Module):
+    def forward(self, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
+        return inputs["a"] - inputs["b"]
+
+
+class _ScriptRaises(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert bool((x >= 0).all()), "negative value"
+        return x
+
+
+NAMES = (
+    Scenario("script_by_name", script(models.AddSub()), _ADD_SUB, (_SUM,)),
+    Scenario(
+        "script_by_name_any_order",
+        script(models.AddSub()),
+        config({"INPUT1": [4], "INPUT0": [4]}, {"OUTPUT__1": [4], "OUTPUT__0": [4]}),
+        (Call(_SUM.inputs, {"OUTPUT__0": _A + _B, "OUTPUT__1": _A - _B}),),
+    ),
+    Scenario(
+        "script_by_index",
+        script(_Swapped()),
+        config({"IN__1": [4], "IN__0": [4]}, {"OUT__1": [4], "OUT__0": [4]}),
+        (Call({"IN__0": _A, "IN__1": _B}, {"OUT__0": _A - _B, "OUT__1": _A + _B}),),
+    ),
+    Scenario(
+        "script_config_order",
+        script(_Swapped()),
+        config({"first": [4], "second": [4]}, {"difference": [4], "total": [4]}),
+        (Call({"first": _A, "second": _B}, {"difference": _A - _B, "total": _A + _B}),),
+        logs=("first, second are not arguments of forward(",),
+    ),
+    Scenario(
+        "script_dict",
+        script(_ScriptDict()),
+        config({"b": [4], "a": [4]}, {"y": [4]}),
+        (Call({"a": _A, "b": _B}, {"y": _A - _B}),),
+    ),
+    Scenario(
+        "module_dict",
+        python(models.TakesDict),
+        config({"b": [4], "a": [4]}, {"y": [4]}),
+        (Call({"a": _A, "b": _B}, {"y": _A - _B}),),
+    ),
+    Scenario(
+        "module_default_left_out",
+        python(models.WithDefault),
+        config({"x": [4], "bias": [4]}, {"y": [4]}),
+        (Call({"x": _A, "bias": _B}, {"y": _A * 2 + _B}),),
+    ),
+    Scenario(
+        "result_dict",
+        python(models.ReturnsDict),
+        config({"x": [4]}, {"triple": [4], "double": [4]}),
+        (Call({"x": _X}, {"double": 2 * _X, "triple": 3 * _X}),),
+    ),
+    Scenario(
+        "result_subset",
+        python(models.ReturnsDict),
+        config({"x": [4]}, {"triple": [4]}),
+        (Call({"x": _X}, {"triple": 3 * _X}),),
+    ),
+    Scenario(
+        "result_named_tuple",
+        python(models.Pair, models.ReturnsNamedTuple),
+        config({"x": [4]}, {"second": [4], "first": [4]}),
+        (Call({"x": _X}, {"first": _X + 1, "second": _X + 2}),),
+    ),
+    Scenario(
+        "result_dataclass",
+        python(models.Scores, models.ReturnsDataclass),
+        _X_TO_Y.replace('"y"', '"scores"') + tensor("output", "best", [1], "INT64"),
+        (Call({"x": _X}, {"scores": _X, "best": _X.argmax(1, keepdims=True)}),),
+    ),
+)
+
+FILES = (
+    Scenario(
+        "module_safetensors",
+        both(python(models.Affine), safe(affine().state_dict())),
+        _X_TO_3,
+        (_AFFINE,),
+    ),
+    Scenario(
+        "module_pt", both(python(models.Affine), saved(affine().state_dict())), _X_TO_3, (_AFFINE,)
+    ),
+    Scenario(
+        "module_pth_legacy",
+        both(
+            python(models.Affine),
+            saved(affine().state_dict(), "model.pth", _use_new_zipfile_serialization=False),
+        ),
+        _X_TO_3,
+        (_AFFINE,),
+    ),
+    Scenario(
+        "module_class_and_kwargs",
+        both(python(models.Negate, models.Affine), saved(affine(out=5).state_dict(), "big.pt")),
+        x_to_y(5, MODEL_CLASS="Affine", MODEL_KWARGS='{"out": 5}', WEIGHTS="big.pt"),
+        (Call({"x": _X}, {"y": eager(affine(out=5), x=_X)}),),
+    ),
+    Scenario(
+        "module_random_weights",
+        python(models.Affine),
+        x_to_y(3, WEIGHTS="none"),
+        (Call({"x": _X}, {}),),
+    ),
+    Scenario("function", python(models.double), _X_TO_Y, (Call({"x": _X}, {"y": 2 * _X}),)),
+    Scenario(
+        "factory",
+        both(python(models.build_affine), safe(models.build_affine(4).state_dict())),
+        x_to_y(1, MODEL_FACTORY="build_affine", MODEL_KWARGS='{"width": 4}'),
+        (Call({"x": _X}, {"y": eager(models.build_affine(4), input=_X)}),),
+    ),
+    Scenario(
+        "default_filename",
+        both(python(models.Negate, name="net.py"), text("raise RuntimeError", "model.py")),
+        _X_TO_Y + 'default_model_filename: "net.py"\n',
+        (_NEGATED,),
+    ),
+    Scenario(
+        "default_filename_script",
+        script(models.Negate(), "net.pt"),
+        _X_TO_Y + 'default_model_filename: "net.pt"\n',
+        (_NEGATED,),
+    ),
+)
+
+BATCHES = (
+    Scenario(
+        "unbatched",
+        python(models.Negate),
+        config({"x": [2, 4]}, {"y": [2, 4]}, max_batch_size=0),
+        (_NEGATED,),
+    ),
+    Scenario(
+        "scalar_rows",
+        python(models.total),
+        config({"x": [4]}, {"y": [1]}).replace("dims: [1]", "dims: [1] reshape { shape: [] }"),
+        (Call({"x": _X}, {"y": _X.sum(1, keepdims=True)}),),
+    ),
+    Scenario(
+        "variable_dims",
+        python(models.Negate),
+        config({"x": [-1, 3]}, {"y": [-1, 3]}, more="dynamic_batching { }\n"),
+        tuple(Call({"x": floats(2, n, 3)}, {"y": -floats(2, n, 3)}) for n in (1, 5, 9)),
+    ),
+    Scenario(
+        "reshape",
+        python(models.Negate),
+        config({"x": [4]}, {"y": [4]}).replace("dims: [4]", "dims: [4] reshape { shape: [2, 2] }"),
+        (_NEGATED,),
+    ),
+    Scenario(
+        "zero_size",
+        python(models.Negate),
+        config({"x": [-1]}, {"y": [-1]}),
+        (Call({"x": floats(2, 0)}, {"y": floats(2, 0)}), _NEGATED),
+    ),
+    Scenario(
+        "strided_outputs",
+        python(models.Strided),
+        config({"x": [4]}, {"a": [4], "b": [4], "c": [4]}),
+        (Call({"x": _X}, {"a": _X, "b": np.repeat(_X[:1], 2, 0), "c": _X}),),
+    ),
+    Scenario("requires_grad", python(models.RequiresGrad), _X_TO_Y, (Call({"x": _X}, {"y": _X}),)),
+    Scenario(
+        "kind_model",
+        both(python(models.Affine), safe(affine().state_dict())),
+        config({"x": [4]}, {"y": [3]}, more="instance_group [{ kind: KIND_MODEL count: 1 }]\n"),
+        (_AFFINE,),
+    ),
+    Scenario(
+        "large_tensors",
+        python(models.Negate),
+        config({"x": [64, 64]}, {"y": [64, 64]}),
+        (Call({"x": floats(8, 64, 64)}, {"y": -floats(8, 64, 64)}),),
+    ),
+)
+
+_NUMPY = {
+    "BOOL": np.bool_,
+    "UINT8": np.uint8,
+    "UINT16": np.uint16,
+    "UINT32": np.uint32,
+    "UINT64": np.uint64,
+    "INT8": np.int8,
+    "INT16": np.int16,
+    "INT32": np.int32,
+    "INT64": np.int64,
+    "FP16": np.float16,
+    "FP32": np.float32,
+    "FP64": np.float64,
+}
+_EVERY_TYPE: Arrays = {kind: np.array([[0, 1, 100]]).astype(it) for kind, it in _NUMPY.items()}
+_EVERY_TYPE["BF16"] = torch.tensor([[0.5, -1.0, 3e38]], dtype=torch.bfloat16)
+
+TYPES = (
+    Scenario(
+        "every_type",
+        python(models.echo),
+        config({}, {})
+        + "".join(
+            tensor(role, kind, [3], kind) for role in ("input", "output") for kind in _EVERY_TYPE
+        ),
+        (Call(_EVERY_TYPE, _EVERY_TYPE),),
+    ),
+)
+
+
+def _settings(*values: int) -> tuple[Call, ...]:
+    return (Call({"x": _X}, {"y": np.tile(np.array([values], dtype=np.int64), (2, 1))}),)
+
+
+def _settings_config(**parameters: str) -> str:
+    return x_to_y(9, **parameters).replace(
+        'output [{ name: "y" data_type: TYPE_FP32', 'output [{ name: "y" data_type: TYPE_INT64'
+    )
+
+
+OPTIONS = (
+    Scenario(
+        "settings_libtorch_names",
+        python(models.Settings),
+        _settings_config(
+            INTRA_OP_THREAD_COUNT="3",
+            INTER_OP_THREAD_COUNT="1",
+            INFERENCE_MODE="OFF",
+            DISABLE_CUDNN="true",
+            DISABLE_OPTIMIZED_EXECUTION="1",
+            ENABLE_JIT_EXECUTOR="false",
+            ENABLE_JIT_PROFILING="0",
+            ENABLE_TENSOR_FUSER="off",
+            ENABLE_NVFUSER="true",
+            ENABLE_CACHE_CLEANING="true",
+            ENABLE_WEIGHT_SHARING="false",
+            WARMUP="false",
+        ),
+        _settings(3, 1, 0, 0, 0, 0, 0, 0, 0),
+        logs=("the parameter ENABLE_NVFUSER has no effect",),
+    ),
+    Scenario(
+        "settings_python_names",
+        python(models.Settings),
+        _settings_config(
+            NUM_THREADS="1",
+            NUM_INTEROP_THREADS="1",
+            ENABLE_TENSOR_FUSER="True",
+            ENABLE_JIT_EXECUTOR="on",
+            ENABLE_JIT_PROFILING="TRUE",
+            FORCE_CPU_ONLY_INPUT_TENSORS="no",
+            NUM_TREADS="4",
+            WARMUP="false",
+        ),
+        _settings(1, 1, 1, 0, 1, 1, 1, 1, 1),
+        logs=("NUM_TREADS is unknown and ignored. Did you mean NUM_THREADS?",),
+    ),
+    Scenario(
+        "compiled",
+        both(python(models.Compiled), safe(models.Compiled().state_dict())),
+        x_to_y(2, TORCH_COMPILE_OPTIONAL_PARAMETERS='{"mode": "default"}'),
+        (Call({"x": _X}, {}), Call({"x": floats(1, 4)}, {})),
+    ),
+    Scenario(
+        "compile_disabled",
+        python(models.Negate),
+        x_to_y(TORCH_COMPILE_OPTIONAL_PARAMETERS='{"disable": true}'),
+        (_NEGATED,),
+    ),
+    Scenario(
+        "compile_torchscript",
+        script(models.Negate()),
+        x_to_y(TORCH_COMPILE_OPTIONAL_PARAMETERS="{}"),
+        (_NEGATED,),
+        logs=("TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on TorchScript",),
+    ),
+)
+
+_GOOD = Call({"x": abs(_X)}, {"y": abs(_X)})
+
+REQUEST_ERRORS = (
+    Scenario(
+        "raises",
+        python(models.Raises),
+        _X_TO_Y,
+        (
+            _GOOD,
+            Call({"x": -abs(_X)}, Refused(500, ("model 'raises'", "ValueError: negative value"))),
+            _GOOD,
+        ),
+        logs=("Traceback (most recent call last)", "model.py"),
+    ),
+    Scenario(
+        "script_raises",
+        script(_ScriptRaises()),
+        _X_TO_Y,
+        (
+            _GOOD,
+            Call({"x": -abs(_X)}, Refused(500, ("model 'script_raises'", "negative value"))),
+            _GOOD,
+        ),
+    ),
+    Scenario(
+        "exits",
+        python(models.Exits),
+        _X_TO_Y,
+        (Call({"x": -abs(_X)}, Refused(500, ("model 'exits'", "SystemExit"))), _GOOD),
+    ),
+    Scenario(
+        "contradicts",
+        python(models.WrongWhenNegative),
+        _X_TO_Y,
+        (
+            *(
+                Call(
+                    {"x": np.full((2, 4), value, dtype=np.float32)},
+                    Refused(500, ("model 'contradicts'", "output 'y'", *says)),
+                )
+                for value, says in {
+                    -1.0: ("float64 [2, 4]", "expected float32 [-1, 4]"),
+                    -2.0: ("float32 [2, 2]", "expected float32 [-1, 4]"),
+                    -3.0: ("4 rows for a batch of 2",),
+                    -4.0: ("is a str", "expected a torch.Tensor"),
+                }.items()
+            ),
+            _GOOD,
+        ),
+    ),
+)
+
+
+def refused(name: str, write: Writer, text: str, *says: str) -> Scenario:
+    return Scenario(name, write, text, load_error=(f"model '{name}'", *says))
+
+
+_NOTHING: Writer = lambda folder: None  # noqa: E731
+_SCRIPTED = torch.jit.script(models.Negate())
+
+LOAD_ERRORS = (
+    refused("no_files", _NOTHING, _X_TO_Y, "holds no files", "expected model.py or model.pt"),
+    refused(
+        "missing_named",
+        script(models.Negate()),
+        _X_TO_Y + 'default_model_filename: "net.pt"\n',
+        "holds model.pt",
+        "expected net.pt",
+    ),
+    refused(
+        "whole_module",
+        saved(nn.Linear(4, 4)),
+        _X_TO_Y,
+        "model.pt is a pickle of a whole module",
+        "Save module.state_dict()",
+    ),
+    refused(
+        "whole_module_as_weights",
+        both(python(models.Affine), saved(nn.Linear(4, 4))),
+        _X_TO_3,
+        "the weights model.pt are a pickle of a whole module",
+    ),
+    refused(
+        "state_dict_alone",
+        saved(affine().state_dict()),
+        _X_TO_3,
+        "model.pt is a state_dict",
+        "Put the class that it belongs to in model.py",
+    ),
+    refused("empty_file", raw(b""), _X_TO_Y, "model.pt is empty"),
+    refused("random_bytes", raw(bytes(range(256)) * 9), _X_TO_Y, "model.pt is not a file that"),
+    refused(
+        "truncated",
+        raw(_SCRIPTED.save_to_buffer()[:-300]),
+        _X_TO_Y,
+        "model.pt is a truncated or damaged zip archive",
+    ),
+    refused(
+        "syntax_error",
+        text("import torch\n\ndef forward(:\n"),
+        _X_TO_Y,
+        "model.py fails at line 3: SyntaxError",
+    ),
+    refused(
+        "import_raises",
+        text("import torch\n\nraise RuntimeError('no licence')\n"),
+        _X_TO_Y,
+        "model.py fails at line 3: RuntimeError: no licence",
+    ),
+    refused("no_class", text("import torch\n"), _X_TO_Y, "defines no nn.Module and no function"),
+    refused(
+        "several_classes",
+        python(models.Negate, models.AddSub),
+        _X_TO_Y,
+        "defines Negate, AddSub",
+        "MODEL_CLASS",
+    ),
+    refused(
+        "unknown_class",
+        python(models.Negate),
+        x_to_y(MODEL_CLASS="Negative"),
+        "MODEL_CLASS is 'Negative'",
+        "expected one of Negate",
+    ),
+    refused(
+        "constructor_arguments",
+        text(models.source(models.Affine).replace("width: int = 4", "width: int")),
+        x_to_y(3, WEIGHTS="none"),
+        "missing a required argument: 'width'",
+        "MODEL_KWARGS",
+    ),
+    refused(
+        "no_weights",
+        python(models.Affine),
+        _X_TO_3,
+        "Affine has 3 weights",
+        "expected model.safetensors, .pt or .pth",
+        'WEIGHTS to "none"',
+    ),
+    refused(
+        "other_keys",
+        both(python(models.Affine), safe({"weight": torch.ones(4, 4)})),
+        _X_TO_3,
+        "missing keys (3): offset, linear.weight, linear.bias",
+        "unexpected keys (1): weight",
+    ),
+    refused(
+        "other_shapes",
+        both(python(models.Affine), safe(affine(width=5).state_dict())),
+        _X_TO_3,
+        "wrong shapes (1): linear.weight [3, 5] instead of [3, 4]",
+    ),
+    refused(
+        "bad_option",
+        python(models.Negate),
+        x_to_y(NUM_THREADS="many"),
+        "the parameter NUM_THREADS is 'many'",
+        "expected an integer of at least 1",
+    ),
+    refused(
+        "bad_json",
+        python(models.Negate),
+        x_to_y(TORCH_COMPILE_OPTIONAL_PARAMETERS='{"mode": }'),
+        "TORCH_COMPILE_OPTIONAL_PARAMETERS is '{\"mode\": }'",
+        "expected a JSON object",
+    ),
+    refused(
+        "inputs_do_not_match",
+        python(models.AddSub),
+        config({"INPUT0": [4], "MASK": [4]}, {"OUTPUT0": [4]}),
+        "forward() has no argument MASK",
+        "INPUT0, INPUT1",
+    ),
+    refused(
+        "input_missing",
+        python(models.AddSub),
+        config({"INPUT0": [4]}, {"OUTPUT0": [4]}),
+        "no input feeds forward()'s argument INPUT1",
+    ),
+    refused(
+        "outputs_do_not_match",
+        python(models.Negate),
+        config({"x": [4]}, {"y": [4], "z": [4]}),
+        "the outputs y, z do not fit what forward() returns, one Tensor",
+    ),
+    refused(
+        "output_contradicts",
+        python(models.Negate),
+        config({"x": [4]}, {"y": [5]}),
+        "the warm-up with x [8, 4] failed",
+        "output 'y' is float32 [8, 4]",
+        "expected float32 [-1, 5]",
+    ),
+    refused(
+        "sequences",
+        python(models.Negate),
+        _X_TO_Y + "sequence_batching { }\n",
+        "sequence_batching is not served yet",
+    ),
+)
+
+TABLE = (
+    *NAMES,
+    *FILES,
+    *BATCHES,
+    *TYPES,
+    *OPTIONS,
+    *REQUEST_ERRORS,
+    *LOAD_ERRORS,
+)

@@ -1,0 +1,61 @@
+"""Compiled models: every compilation happens before READY."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import models
+import numpy as np
+import scenarios
+import tritonclient.http
+
+from torch_py_backend.server import Server
+
+# A compiler that counts its calls in a file, and then leaves the work to inductor.
+_COUNTING = """
+from pathlib import Path
+
+from torch._dynamo import register_backend
+from torch._inductor.compile_fx import compile_fx
+
+
+@register_backend
+def counting(graph, samples):
+    with (Path(__file__).parent / "compilations").open("a") as file:
+        file.write("x")
+    return compile_fx(graph, samples)
+
+
+"""
+
+
+def test_no_request_pays_for_a_compilation(tmp_path: Path) -> None:
+    """Requests of 1 to 8 rows add no compilation to those of the warm-up."""
+    parameters = {
+        "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "counting"}',
+        "WEIGHTS": "none",
+    }
+    folder = scenarios.Scenario(
+        "compiled",
+        scenarios.text(_COUNTING + models.source(models.Compiled)),
+        scenarios.config({"x": [4]}, {"y": [2]}, parameters=parameters)
+        + 'parameters { key: "MODEL_CLASS" value { string_value: "Compiled" } }\n',
+    ).lay_out(tmp_path / "repository")
+    count = folder / "1" / "compilations"
+    with (
+        (tmp_path / "server.log").open("wb") as log,
+        Server(
+            tmp_path / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log
+        ) as server,
+    ):
+        (state,) = server.wait_loaded(timeout=240)
+        assert state.ready, state.reason
+        before = count.read_text()
+        client = tritonclient.http.InferenceServerClient(server.http_address)
+        for rows in (3, 8, 1, 5, 2, 7, 4, 6):
+            tensor = tritonclient.http.InferInput("x", [rows, 4], "FP32")
+            tensor.set_data_from_numpy(np.ones((rows, 4), dtype=np.float32))
+            assert client.infer("compiled", [tensor]).as_numpy("y").shape == (rows, 2)
+        client.close()
+        assert before
+        assert count.read_text() == before

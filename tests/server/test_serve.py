@@ -1,0 +1,152 @@
+"""`torch-py-backend serve`: what it prints, and what it leaves behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import models
+import numpy as np
+import psutil
+import pytest
+import scenarios
+import tritonclient.grpc
+import tritonclient.http
+
+from torch_py_backend.server import Server
+
+_SERVE = "from torch_py_backend.cli import app; app()"
+_PORTS = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+_SERVING = re.compile(rb"serving on http://(\S+) and grpc://(\S+); metrics on http://(\S+)/metrics")
+
+
+def _regions(prefix: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{prefix}*"))
+
+
+def _prefix(family: list[psutil.Process]) -> str:
+    """The prefix of a server's regions, told from the arguments of its tritonserver."""
+    for one in family:
+        match = re.search(r"shm-region-prefix-name=(\S+)", " ".join(one.cmdline()))
+        if match:
+            return match[1]
+    raise AssertionError("no tritonserver among the processes")
+
+
+def _start(
+    repository: Path, *arguments: str, python: str = sys.executable
+) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [python, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def _read_until(process: subprocess.Popen[bytes], pattern: re.Pattern[bytes]) -> bytes:
+    """What the process prints, up to the line that matches."""
+    assert process.stdout is not None
+    text = b""
+    for line in process.stdout:
+        text += line
+        if pattern.search(line):
+            return text
+    raise AssertionError(text.decode(errors="replace"))
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    folder = tmp_path / "repository"
+    for name in ("function", "syntax_error"):
+        next(one for one in scenarios.TABLE if one.name == name).lay_out(folder)
+    return folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_serves_and_leaves_nothing(number: signal.Signals, repository: Path) -> None:
+    """One line a model, answers over both protocols, and nothing left after a signal."""
+    process = _start(repository)
+    try:
+        text = _read_until(process, _SERVING)
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert re.search(rb"READY +function 1", text)
+        assert re.search(rb"FAILED +syntax_error 1: .*model.py fails at line 3: SyntaxError", text)
+        prefix = _prefix(family)
+        assert _regions(prefix)
+        http, grpc, _ = (part.decode() for part in _SERVING.search(text).groups())  # type: ignore[union-attr]
+        for module, address in ((tritonclient.http, http), (tritonclient.grpc, grpc)):
+            client = module.InferenceServerClient(address)
+            tensor = module.InferInput("x", [1, 4], "FP32")
+            tensor.set_data_from_numpy(np.ones((1, 4), dtype=np.float32))
+            answer = client.infer("function", [tensor]).as_numpy("y")
+            assert answer.tolist() == [[2.0] * 4]
+            client.close()
+        process.send_signal(number)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert output.endswith(b"stopped\n")
+        assert [one for one in family if one.is_running()] == []
+        assert _regions(prefix) == []
+    finally:
+        process.kill()
+
+
+def test_a_server_that_ends_is_told(repository: Path) -> None:
+    """A wrong argument for tritonserver is an error with its exit code, not a wait for ever."""
+    process = _start(repository, "--", "--no-such-option")
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert b"error: tritonserver ended with exit code" in output
+
+
+def test_a_stopped_instance_does_not_outlive_the_server(repository: Path, tmp_path: Path) -> None:
+    """An instance that was killed leaves no process and no shared memory once we stop."""
+    with (
+        (tmp_path / "log").open("wb") as log,
+        Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
+    ):
+        server.wait_loaded(timeout=120)
+        triton = psutil.Process(server.process.pid)
+        family = triton.children(recursive=True)
+        prefix = _prefix([triton])
+        assert _regions(prefix)
+        for stub in family:
+            stub.kill()
+    assert [one for one in family if one.is_running()] == []
+    assert _regions(prefix) == []
+
+
+def test_numpy_too_new_for_the_stub(tmp_path: Path) -> None:
+    """Numpy 2 under a stub of 24.10 would garble tensors; the load is refused instead."""
+    scenarios.Scenario("negate", scenarios.python(models.Negate), scenarios.x_to_y()).lay_out(
+        tmp_path / "repository"
+    )
+    python = _environment_with_numpy_2(tmp_path / "venv")
+    process = _start(tmp_path / "repository", python=python)
+    try:
+        text = _read_until(process, _SERVING).decode(errors="replace")
+        assert re.search(r"FAILED +negate 1: .*numpy 2\.\S+ garbles tensors", text)
+        assert "Install numpy<2" in text
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    finally:
+        process.kill()
+
+
+def _environment_with_numpy_2(folder: Path) -> str:
+    """This environment, but for its numpy."""
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python3"
+    site = Path(next(folder.glob("lib/python*/site-packages")))
+    subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--quiet", "--target", site, "numpy>=2,<2.3"],
+        check=True,
+    )
+    ours = [path for path in sys.path if path.endswith(("site-packages", "src"))]
+    (site / "ours.pth").write_text("\n".join(ours) + "\n")
+    return os.fspath(python)

@@ -1,0 +1,49 @@
+"""A running server with every scenario's model, and its clients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import torch
+import tritonclient.grpc
+import tritonclient.http
+from tritonclient.utils import np_to_triton_dtype
+
+from torch_py_backend.server import ModelState, Server
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A running server with every scenario's model, and its clients."""
+
+    server: Server
+    states: dict[str, ModelState]
+    http: tritonclient.http.InferenceServerClient
+    grpc: tritonclient.grpc.InferenceServerClient
+    log_path: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def infer(self, protocol: str, name: str, inputs: dict[str, Any], outputs: list[str]) -> Any:
+        """One request over `http` or `grpc`; torch tensors are sent as BF16."""
+        module = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
+        sent = []
+        for key, value in inputs.items():
+            array = to_numpy(value)
+            tensor = module.InferInput(key, list(array.shape), np_to_triton_dtype(array.dtype))
+            tensor.set_data_from_numpy(array)
+            sent.append(tensor)
+        wanted = [module.InferRequestedOutput(one) for one in outputs]
+        return getattr(self, protocol).infer(name, sent, outputs=wanted)
+
+
+def to_numpy(value: Any) -> Any:
+    """Torch tensors stand for BF16, which clients hold in the type of ml_dtypes."""
+    if isinstance(value, torch.Tensor):
+        return value.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
+    return value

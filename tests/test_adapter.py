@@ -1,0 +1,152 @@
+"""The adapter: requests in, responses out, and what it checks before READY."""
+
+from __future__ import annotations
+
+import json
+import locale
+import subprocess
+import sys
+from pathlib import Path
+
+import fake_triton
+import models
+import numpy as np
+import pytest
+import scenarios
+import torch
+
+from torch_py_backend.adapter import TritonPythonModel
+
+
+def _model(folder: Path, scenario: scenarios.Scenario) -> TritonPythonModel:
+    model = TritonPythonModel()
+    model.initialize(fake_triton.arguments(scenario.lay_out(folder)))
+    return model
+
+
+def _named(name: str) -> scenarios.Scenario:
+    return next(one for one in scenarios.TABLE if one.name == name)
+
+
+def _requests(*arrays: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> list[object]:
+    document = {"input": [{"name": "x", "dims": [4]}]}
+    return [fake_triton.request({"x": array}, document) for array in arrays]
+
+
+def test_one_response_for_each_request_in_order(tmp_path: Path, process: None) -> None:
+    """Requests of different row counts come back in their order, each with its own rows."""
+    model = _model(tmp_path, _named("function"))
+    arrays = [scenarios.floats(rows, 4, seed=rows) for rows in (3, 1, 2, 8)]
+    responses = model.execute(_requests(*arrays))
+    for array, response in zip(arrays, responses, strict=True):
+        np.testing.assert_array_equal(response.output_tensors()[0].as_numpy(), 2 * array)
+
+
+def test_a_batch_without_requests(tmp_path: Path, process: None) -> None:
+    """Nothing in, nothing out."""
+    assert _model(tmp_path, _named("function")).execute([]) == []
+
+
+def test_an_input_that_is_left_out(tmp_path: Path, process: None) -> None:
+    """A request without a required input is refused alone; its neighbour is answered."""
+    model = _model(tmp_path, _named("function"))
+    (good,) = _requests(scenarios.floats(1, 4))
+    refused, answered = model.execute([fake_triton.InferenceRequest([]), good])
+    assert refused.error().code() == fake_triton.TritonError.INVALID_ARG
+    assert refused.error().message() == "model 'function': the request lacks the input 'x'."
+    assert answered.error() is None
+
+
+def test_numpy_that_garbles_tensors(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stub that hands out other values than it was given is found before READY."""
+    monkeypatch.setattr(fake_triton.Tensor, "as_numpy", lambda self: np.zeros(4, np.float32))
+    with pytest.raises(fake_triton.TritonModelException, match=r"garbles tensors.*numpy<2"):
+        _model(tmp_path, _named("function"))
+
+
+def test_the_c_locale_is_cured(tmp_path: Path, process: None) -> None:
+    """Triton's stub runs in the C locale; a model may read UTF-8 all the same."""
+    locale.setlocale(locale.LC_ALL, "C")
+    _model(tmp_path, _named("function"))
+    assert locale.nl_langinfo(locale.CODESET) == "UTF-8"
+
+
+def test_bfloat16_inputs_are_copied(tmp_path: Path, process: None) -> None:
+    """Triton's memory dies when execute() returns: a model that keeps its input keeps a copy."""
+    scenario = scenarios.Scenario(
+        "keeps",
+        scenarios.text(models.source(Keeps)),
+        scenarios.config({"x": [4]}, {"y": [4]}).replace("TYPE_FP32", "TYPE_BF16"),
+    )
+    model = _model(tmp_path, scenario)
+    memory = torch.ones(1, 4, dtype=torch.bfloat16)
+    request = fake_triton.InferenceRequest([fake_triton.Tensor.from_dlpack("x", memory)])
+    model.execute([request])
+    memory.fill_(7)
+    (response,) = model.execute([request])
+    kept = torch.utils.dlpack.from_dlpack(response.output_tensors()[0].to_dlpack())
+    assert kept.tolist() == [[1.0] * 4]
+
+
+class Keeps(torch.nn.Module):
+    """Returns the input of the call before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = torch.zeros(1, 4, dtype=torch.bfloat16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before, self.kept = self.kept, x
+        return before if before.shape == x.shape else x
+
+
+def test_a_refusal_to_load_is_one_sentence(tmp_path: Path, process: None) -> None:
+    """What Triton prints is our sentence, with the cause kept for the log."""
+    with pytest.raises(fake_triton.TritonModelException) as refusal:
+        _model(tmp_path, _named("syntax_error"))
+    assert str(refusal.value).count("\n") == 0
+    assert isinstance(refusal.value.__cause__, Exception)
+
+
+def test_importing_the_adapter_leaves_torch_alone() -> None:
+    """Triton imports the shim once more to complete a config: that must not cost a torch."""
+    code = (
+        "import sys, types; sys.modules['triton_python_backend_utils'] = types.ModuleType('pb');"
+        "import torch_py_backend.adapter; print('torch' in sys.modules)"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.strip() == "False"
+
+
+def test_threads_are_reserved_before_torch_is_imported(tmp_path: Path) -> None:
+    """OpenMP reads its environment once, when torch is loaded."""
+    folder = scenarios.Scenario(
+        "negate", scenarios.python(models.Negate), scenarios.x_to_y(NUM_THREADS="3")
+    ).lay_out(tmp_path)
+    code = f"""
+import json, sys, types
+sys.path[:0] = {sys.path!r}
+pb = types.ModuleType("triton_python_backend_utils")
+pb.Logger, pb.TritonModelException = None, RuntimeError
+sys.modules["triton_python_backend_utils"] = pb
+from torch_py_backend import adapter
+class Watch:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            import os
+            print(os.environ["OMP_NUM_THREADS"], os.environ["MKL_NUM_THREADS"])
+            sys.meta_path.remove(self)
+sys.meta_path.insert(0, Watch())
+adapter._check_numpy = lambda model: None
+adapter.TritonPythonModel().initialize(json.loads({json.dumps(fake_triton.arguments(folder))!r}))
+import torch
+print(torch.get_num_threads())
+"""
+    printed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout
+    assert printed.split() == ["3", "3", "3"]

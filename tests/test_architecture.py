@@ -1,0 +1,65 @@
+"""The borders of the house, as CONTRIBUTING.md draws them."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import torch_py_backend
+
+_PACKAGE = Path(torch_py_backend.__file__).parent
+_CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
+_ROOMS = re.findall(r"^\| `(\w+)/?` \|", _CONTRIBUTING.read_text(), flags=re.MULTILINE)
+# What Triton and the command line import when no model is loaded.
+_WITHOUT_TORCH = ("cli", "server", "installation", "threads", "artifacts", "binding", "options")
+
+
+def _imports(path: Path) -> set[str]:
+    """Our own rooms that a file imports, wherever in the file."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            parts = node.module.split(".")
+            if parts[0] == "torch_py_backend":
+                found |= {parts[1]} if parts[1:] else {alias.name for alias in node.names}
+    return found
+
+
+def _files(room: str) -> list[Path]:
+    folder = _PACKAGE / room
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [_PACKAGE / f"{room}.py"]
+
+
+def test_every_room_is_in_the_table() -> None:
+    """A module without a line in CONTRIBUTING.md has no place in the house."""
+    present = {path.stem for path in _PACKAGE.glob("*.py")} - {"__init__"}
+    present |= {path.parent.name for path in _PACKAGE.glob("*/__init__.py")}
+    assert set(_ROOMS) == present
+
+
+@pytest.mark.parametrize("room", _ROOMS)
+def test_imports_run_one_way(room: str) -> None:
+    """A room imports only rooms that stand before it in the table."""
+    earlier = set(_ROOMS[: _ROOMS.index(room)]) | {room}
+    for path in _files(room):
+        assert _imports(path) <= earlier, path.name
+
+
+@pytest.mark.parametrize("room", _ROOMS)
+def test_only_the_adapter_touches_triton(room: str) -> None:
+    """Triton's utilities are imported in one room."""
+    named = [path for path in _files(room) if "import triton_python_backend" in path.read_text()]
+    assert bool(named) == (room == "adapter")
+
+
+@pytest.mark.parametrize("room", _WITHOUT_TORCH)
+def test_without_torch(room: str) -> None:
+    """These rooms cost no import of torch."""
+    code = f"import sys, torch_py_backend.{room}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,209 @@
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+
+from torch_py_backend import config, dtypes
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import ConfigError
+from torch_py_backend.options import Options
+
+
+def parsed(**document: Any) -> ModelConfig:
+    return config.parse(build.arguments(**document))
+
+
+def tensor(**changes: Any) -> dict[str, Any]:
+    return {"name": "x", "data_type": "TYPE_FP32", "dims": [4], **changes}
+
+
+def test_arguments_of_initialize_become_a_config() -> None:
+    """Everything that Triton says of an instance is found in its ModelConfig."""
+    arguments = {
+        **build.arguments(
+            max_batch_size=16,
+            input=[
+                tensor(name="image", data_type="TYPE_UINT8", dims=[3, -1, -1]),
+                tensor(name="size", data_type="TYPE_INT64", dims=[2]),
+            ],
+            output=[tensor(name="class", data_type="TYPE_BF16", dims=[10])],
+            instance_group=[{"kind": "KIND_GPU", "count": 2, "gpus": [0, 3]}],
+            default_model_filename="net.pt",
+            parameters={"WARMUP": {"string_value": "off"}},
+        ),
+        "model_version": "7",
+        "model_instance_name": "digits_0_1",
+        "model_instance_kind": "GPU",
+        "model_instance_device_id": "3",
+    }
+
+    found = config.parse(arguments)
+
+    assert found == ModelConfig(
+        name="digits",
+        folder=Path("/models/digits"),
+        version="7",
+        instance="digits_0_1",
+        kind="GPU",
+        device_id=3,
+        instances=4,
+        max_batch_size=16,
+        inputs=(
+            build.spec("image", "UINT8", (3, -1, -1)),
+            build.spec("size", "INT64", (2,)),
+        ),
+        outputs=(build.spec("class", "BF16", (10,)),),
+        default_model_filename="net.pt",
+        options=Options(warmup=False),
+    )
+    assert found.version_folder == Path("/models/digits/7")
+
+
+def test_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A repository given relative to the server's folder is found from any other one."""
+    monkeypatch.chdir(tmp_path)
+
+    found = config.parse({**build.arguments(), "model_repository": "models/digits"})
+
+    assert found.folder == tmp_path / "models" / "digits"
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+@pytest.mark.parametrize(
+    ("changes", "dims"),
+    [
+        pytest.param({"dims": []}, (), id="no dimension"),
+        pytest.param({"dims": [3, -1]}, (3, -1), id="variable"),
+        pytest.param({"dims": [4], "reshape": {"shape": [2, 2]}}, (2, 2), id="reshape"),
+        pytest.param({"dims": [1], "reshape": {"shape": []}}, (), id="reshape to none"),
+        pytest.param({"dims": [1], "reshape": {}}, (), id="reshape without a shape"),
+        pytest.param({"dims": [4], "reshape": None}, (4,), id="no reshape"),
+    ],
+)
+def test_dims_are_those_that_the_model_sees(
+    role: str, changes: Mapping[str, Any], dims: tuple[int, ...]
+) -> None:
+    """Triton's reshape stands between client and model: the model's side counts."""
+    found = parsed(**{role: [tensor(**changes)]})
+
+    (spec,) = found.inputs if role == "input" else found.outputs
+    assert spec.dims == dims
+
+
+@pytest.mark.parametrize(
+    ("groups", "instances"),
+    [
+        pytest.param([], 1, id="none"),
+        pytest.param([{"count": 1, "gpus": []}], 1, id="one"),
+        pytest.param([{"count": 3, "gpus": []}], 3, id="three on the CPU"),
+        pytest.param([{"count": 2, "gpus": [0, 1, 2]}], 6, id="two on each of three GPUs"),
+        pytest.param([{"count": 2}, {"count": 1, "gpus": [5]}], 3, id="two groups"),
+    ],
+)
+def test_instances_are_counted_over_all_groups(groups: list[Any], instances: int) -> None:
+    """All processes that serve the model on this machine are counted: they share its cores."""
+    assert parsed(instance_group=groups).instances == instances
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+@pytest.mark.parametrize("entries", [[], None], ids=["empty", "absent"])
+def test_config_without_tensors_is_refused(role: str, entries: list[Any] | None) -> None:
+    """A config that lists no inputs or no outputs is refused, with what an entry needs."""
+    with pytest.raises(ConfigError) as raised:
+        parsed(**{role: entries})
+
+    assert f"'digits': config.pbtxt lists no {role}" in str(raised.value)
+    assert f"at least one {role} with name, data_type and dims" in str(raised.value)
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+@pytest.mark.parametrize("name", ["TYPE_STRING", "TYPE_INVALID", "FP32"])
+def test_types_that_no_tensor_has_are_refused(role: str, name: str) -> None:
+    """Strings and unknown types are refused at load, and those that are served are listed."""
+    with pytest.raises(ConfigError) as raised:
+        parsed(**{role: [tensor(name="text", data_type=name)]})
+
+    text = str(raised.value)
+    assert f"'digits': {role} 'text' has data_type {name}; expected one of " in text
+    listed = text.partition("one of ")[2].rstrip(".").split(", ")
+    assert listed == [one.config for one in dtypes.TABLE if one.torch is not None]
+
+
+def test_optional_input_is_refused() -> None:
+    """An optional input would be missing from some requests: it is refused by name."""
+    with pytest.raises(ConfigError, match="input 'mask' is optional"):
+        parsed(input=[tensor(), tensor(name="mask", optional=True)])
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        pytest.param(
+            {"batch_input": [{"kind": "BATCH_ELEMENT_COUNT"}]}, "batch_input", id="batch_input"
+        ),
+        pytest.param({"batch_output": [{"target_name": ["y"]}]}, "batch_output", id="batch_output"),
+        pytest.param(
+            {"cc_model_filenames": {"8.0": "a.pt"}}, "cc_model_filenames", id="cc_model_filenames"
+        ),
+        pytest.param(
+            {"sequence_batching": {"max_sequence_idle_microseconds": 1}},
+            "sequence_batching",
+            id="sequence_batching",
+        ),
+        pytest.param(
+            {"model_transaction_policy": {"decoupled": True}},
+            "model_transaction_policy",
+            id="decoupled",
+        ),
+    ],
+)
+def test_what_would_corrupt_data_is_refused(block: dict[str, Any], said: str) -> None:
+    """Blocks that load without an error and then do nothing, or harm, are refused by name."""
+    with pytest.raises(ConfigError) as raised:
+        parsed(**block)
+
+    assert str(raised.value).startswith("model 'digits': ")
+    assert f"Take {said} out of config.pbtxt." in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"dynamic_batching": {"max_queue_delay_microseconds": 100}},
+        {"model_transaction_policy": {"decoupled": False}},
+        {"response_cache": {"enable": True}},
+        {"model_warmup": [{"name": "w"}]},
+    ],
+    ids=lambda block: next(iter(block)),
+)
+def test_what_triton_does_itself_is_left_to_it(block: dict[str, Any]) -> None:
+    """Blocks that concern the server's core alone do not disturb."""
+    assert parsed(**block) == parsed()
+
+
+@pytest.mark.parametrize("name", ["model.pt", "net.py", "sub/net.py", "./net.py", "a..b.pt"])
+def test_model_file_may_be_named(name: str) -> None:
+    """The artifact may have any name in the version folder."""
+    assert parsed(default_model_filename=name).default_model_filename == name
+
+
+@pytest.mark.parametrize("name", ["../2/model.pt", "sub/../../x.pt", "/etc/passwd", ".."])
+def test_model_file_stays_in_the_version_folder(name: str) -> None:
+    """A name that leaves the version folder is refused before any file is touched."""
+    with pytest.raises(ConfigError) as raised:
+        parsed(default_model_filename=name)
+
+    assert f"'digits': default_model_filename is '{name}'" in str(raised.value)
+    assert "expected a file in the version folder" in str(raised.value)
+
+
+def test_no_model_file_is_named_by_default() -> None:
+    """Triton's empty default names no file."""
+    assert parsed().default_model_filename is None
+
+
+def test_spec_reads_like_the_config() -> None:
+    """In messages an input looks as it does in config.pbtxt."""
+    assert str(build.spec("image", "UINT8", (3, -1))) == "image UINT8 [3, -1]"

@@ -1,0 +1,245 @@
+import inspect
+import re
+
+import build
+import pytest
+import torch
+
+from torch_py_backend import errors
+from torch_py_backend.errors import (
+    BackendError,
+    ForwardError,
+    InputError,
+    LoadError,
+    ModelError,
+    OptionError,
+    OutputError,
+    WeightsError,
+    brief,
+    shown,
+)
+
+# TRITONSERVER_Error_Code, as pb_utils.TritonError spells it.
+TRITON_CODES = {
+    "UNKNOWN",
+    "INTERNAL",
+    "NOT_FOUND",
+    "INVALID_ARG",
+    "UNAVAILABLE",
+    "UNSUPPORTED",
+    "ALREADY_EXISTS",
+    "CANCELLED",
+}
+CLASSES = [
+    one
+    for _, one in inspect.getmembers(errors, inspect.isclass)
+    if one.__module__ == errors.__name__
+]
+
+
+def drawn_tree() -> dict[str, str]:
+    """Class → its parent, as the drawing at the top of errors.py has them."""
+    above: list[str] = []
+    parents = {}
+    for line in (errors.__doc__ or "").splitlines():
+        match = re.match(r"([│├└─ ]*)([A-Z]\w*Error)\b", line)
+        if match is None or (above and not match[1]):
+            continue
+        depth = len(match[1]) // 4
+        above[depth:] = [match[2]]
+        if depth:
+            parents[match[2]] = above[depth - 1]
+    return parents
+
+
+def test_drawing_is_the_tree() -> None:
+    """The drawing at the top of the file shows every class below the class it derives from."""
+    real = {}
+    for one in CLASSES:
+        parent = one.__mro__[1]
+        # ModelError is how a sentence is built, not a kind of error: the drawing leaves it out.
+        real[one.__name__] = (BackendError if parent is ModelError else parent).__name__
+    del real["BackendError"], real["ModelError"]
+
+    assert drawn_tree() == real
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_code_is_one_that_triton_has(kind: type[BackendError]) -> None:
+    """Every error carries the name of a Triton error code."""
+    assert kind.code in TRITON_CODES
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        pytest.param(InputError, "INVALID_ARG", id="the client's fault"),
+        pytest.param(ForwardError, "INTERNAL", id="the model's fault"),
+        pytest.param(OutputError, "INTERNAL", id="the result's fault"),
+    ],
+)
+def test_code_tells_whose_fault_it_is(kind: type[BackendError], code: str) -> None:
+    """Only a wrong request is blamed on the client."""
+    assert kind.code == code
+
+
+@pytest.mark.parametrize(
+    ("expected", "cure", "sentence"),
+    [
+        pytest.param("", "", "model 'digits': it is odd.", id="found alone"),
+        pytest.param("even", "", "model 'digits': it is odd; expected even.", id="expected"),
+        pytest.param("", "Double it.", "model 'digits': it is odd. Double it.", id="cure"),
+        pytest.param(
+            "even",
+            "Double it.",
+            "model 'digits': it is odd; expected even. Double it.",
+            id="expected and cure",
+        ),
+    ],
+)
+def test_sentence_is_composed_of_the_facts(expected: str, cure: str, sentence: str) -> None:
+    """A sentence names the model, what was found, what was expected and what to do."""
+    assert str(ModelError("digits", "it is odd", expected=expected, cure=cure)) == sentence
+
+
+def test_option_error_names_key_value_and_what_is_accepted() -> None:
+    """A refused parameter is told with its key, its value and the accepted values."""
+    error = OptionError(build.MODEL, "WARMUP", "maybe", "true or false")
+
+    assert isinstance(error, LoadError)
+    assert str(error) == (
+        "model 'digits': the parameter WARMUP is 'maybe'; expected true or false."
+        " Correct it in config.pbtxt."
+    )
+
+
+@pytest.mark.parametrize(
+    ("lists", "said", "unsaid"),
+    [
+        pytest.param(
+            {"missing": ["a", "b"]},
+            ["missing keys (2): a, b"],
+            ["unexpected", "wrong shapes"],
+            id="missing",
+        ),
+        pytest.param(
+            {"unexpected": ["c"]},
+            ["unexpected keys (1): c"],
+            ["missing", "wrong shapes"],
+            id="unexpected",
+        ),
+        pytest.param(
+            {"shapes": ["d [1] instead of [2]"]},
+            ["wrong shapes (1): d [1] instead of [2]"],
+            ["missing", "unexpected"],
+            id="shapes",
+        ),
+        pytest.param(
+            {"missing": ["a"], "unexpected": ["c"], "shapes": ["d"]},
+            ["missing keys (1): a; unexpected keys (1): c; wrong shapes (1): d"],
+            [],
+            id="all",
+        ),
+        pytest.param(
+            {"missing": [f"layer{number}" for number in range(100)]},
+            ["missing keys (100): layer0,", "layer7 and 92 more"],
+            ["layer8"],
+            id="a hundred",
+        ),
+    ],
+)
+def test_weights_error_lists_what_does_not_fit(
+    lists: dict[str, list[str]], said: list[str], unsaid: list[str]
+) -> None:
+    """Missing, unexpected and misshapen keys are counted and listed, and no empty list is shown."""
+    text = str(WeightsError(build.MODEL, "model.pt", **lists))  # type: ignore[arg-type]
+
+    assert text.startswith("model 'digits': the weights in model.pt do not fit the module: ")
+    assert all(part in text for part in said)
+    assert not any(part in text for part in unsaid)
+    assert "state_dict() of the class that is served" in text
+
+
+def test_weights_error_takes_a_better_hint() -> None:
+    """A cure that is known takes the place of the general one."""
+    text = str(WeightsError(build.MODEL, "model.pt", missing=["a"], hint="Strip `module.`."))
+
+    assert text.endswith("missing keys (1): a. Strip `module.`.")
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        pytest.param(0, "", id="none"),
+        pytest.param(1, "n0", id="one"),
+        pytest.param(8, "n0, n1, n2, n3, n4, n5, n6, n7", id="eight"),
+        pytest.param(9, "n0, n1, n2, n3, n4, n5, n6, n7 and 1 more", id="nine"),
+        pytest.param(500, "n0, n1, n2, n3, n4, n5, n6, n7 and 492 more", id="many"),
+    ],
+)
+def test_shown_cuts_long_lists(count: int, text: str) -> None:
+    """At most eight names are shown, with the number of the others."""
+    assert shown(f"n{number}" for number in range(count)) == text
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        pytest.param(ValueError("too small"), "ValueError: too small", id="plain"),
+        pytest.param(ValueError(), "ValueError", id="without a text"),
+        pytest.param(ValueError(" \n "), "ValueError", id="only blanks"),
+        pytest.param(KeyError("x"), "KeyError: 'x'", id="KeyError"),
+        pytest.param(ValueError("one\n  two"), "ValueError: one", id="several lines"),
+        pytest.param(ValueError("\n\n one"), "ValueError: one", id="blank lines first"),
+        pytest.param(ValueError("ValueError: twice"), "ValueError: twice", id="kind in the text"),
+        pytest.param(
+            ValueError("no /srv/models/digits/1/a.txt here"),
+            "ValueError: no a.txt here",
+            id="path",
+        ),
+        pytest.param(
+            ValueError("'/srv/a/b.pt', (/srv/c/d.pt)"), "ValueError: 'b.pt', (d.pt)", id="paths"
+        ),
+        pytest.param(ValueError("file=/srv/a/b.pt"), "ValueError: file=b.pt", id="path after ="),
+        pytest.param(ValueError("error:/srv/a/b.pt"), "ValueError: error:b.pt", id="path after :"),
+        pytest.param(ValueError("at file:///srv/a/b.pt"), "ValueError: at file://b.pt", id="file:"),
+        pytest.param(ValueError("no ../../a/b.pt"), "ValueError: no ../../a/b.pt", id="relative"),
+        pytest.param(ValueError("a is 1/2/3"), "ValueError: a is 1/2/3", id="division"),
+        pytest.param(
+            ValueError("see https://pytorch.org/docs/stable"),
+            "ValueError: see https://pytorch.org/docs/stable",
+            id="address",
+        ),
+        pytest.param(SystemExit(3), "SystemExit: 3", id="SystemExit"),
+    ],
+)
+def test_brief_is_one_line_without_the_servers_folders(error: BaseException, text: str) -> None:
+    """What a client reads is one line: the kind, its text, and no folder of the server."""
+    assert brief(error) == text
+
+
+def test_brief_has_a_bound() -> None:
+    """An exception with an endless text does not fill the response."""
+    assert len(brief(ValueError("x" * 10_000))) == 500
+
+
+def test_brief_finds_what_torchscript_raised() -> None:
+    """Of TorchScript's traceback, which names files of the server, the error itself is kept."""
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    with pytest.raises(RuntimeError) as raised:
+        torch.jit.script(forward)(torch.ones(1, 3))
+
+    assert __file__ in str(raised.value)
+    assert brief(raised.value) == (
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 1x3)"
+    )
+
+
+def test_forward_error_says_what_was_raised() -> None:
+    """A failed forward() is told with the exception's kind and text."""
+    error = ForwardError(build.MODEL, ZeroDivisionError("by zero"))
+
+    assert str(error) == "model 'digits': forward() raised ZeroDivisionError: by zero."

@@ -1,0 +1,309 @@
+import json
+import logging
+import re
+from typing import Any
+
+import build
+import pytest
+
+from torch_py_backend import options
+from torch_py_backend.errors import ConfigError, OptionError
+from torch_py_backend.options import OptionRow, Options
+
+BOOLEANS = [row for row in options.TABLE if row.parser is options.BOOLEAN]
+COUNTS = [row for row in options.TABLE if row.parser is options.POSITIVE]
+TEXTS = [row for row in options.TABLE if row.parser is options.TEXT]
+KEYS_OF_COUNTS = [key for row in COUNTS for key in (row.key, *row.also)]
+# What a repository written for Triton's LibTorch backend or its Python runtime may carry.
+LIBTORCH_KEYS = [
+    "DISABLE_OPTIMIZED_EXECUTION",
+    "INFERENCE_MODE",
+    "ENABLE_NVFUSER",
+    "ENABLE_JIT_EXECUTOR",
+    "ENABLE_JIT_PROFILING",
+    "ENABLE_TENSOR_FUSER",
+    "DISABLE_CUDNN",
+    "ENABLE_WEIGHT_SHARING",
+    "ENABLE_CACHE_CLEANING",
+    "INTRA_OP_THREAD_COUNT",
+    "NUM_THREADS",
+    "INTER_OP_THREAD_COUNT",
+    "NUM_INTEROP_THREADS",
+    "TORCH_COMPILE_OPTIONAL_PARAMETERS",
+    "FORCE_CPU_ONLY_INPUT_TENSORS",
+    "EXECUTION_ENV_PATH",
+]
+
+
+def key_of(row: OptionRow) -> str:
+    return row.key
+
+
+def parsed(**parameters: str) -> Options:
+    return options.parse(
+        build.MODEL, {key: {"string_value": value} for key, value in parameters.items()}
+    )
+
+
+# --- the table -------------------------------------------------------------------------------
+
+
+def test_table_is_made_of_the_options() -> None:
+    """The table has a row for each field of Options, and no key stands for two of them."""
+    keys = [key for row in options.TABLE for key in (row.key, *row.also)]
+
+    assert [row.field for row in options.TABLE] == list(Options.__slots__)
+    assert len(keys) == len(set(keys))
+    assert all(re.fullmatch(r"[A-Z_]+", key) for key in keys)
+
+
+@pytest.mark.parametrize("row", options.TABLE, ids=key_of)
+def test_row_says_what_the_option_does(row: OptionRow) -> None:
+    """Each option has a sentence for the README, and the default that Options has."""
+    assert row.doc.endswith(".")
+    assert row.parser.accepted
+    assert row.default == getattr(Options(), row.field)
+
+
+@pytest.mark.parametrize("key", LIBTORCH_KEYS)
+def test_libtorch_parameters_are_known(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    """No parameter of the LibTorch backend is taken for a misspelt one."""
+    row = next(row for row in options.TABLE if key in (row.key, *row.also))
+    valid = {options.POSITIVE: "2", options.COMPILE_PARAMETERS: "{}"}.get(row.parser, "true")
+
+    options.parse(build.MODEL, {key: {"string_value": valid}})
+
+    assert "unknown" not in caplog.text
+
+
+# --- options ---------------------------------------------------------------------------------
+
+
+def test_no_parameters_are_the_defaults() -> None:
+    """A config without parameters has the options' defaults."""
+    assert parsed() == Options()
+
+
+@pytest.mark.parametrize("row", BOOLEANS, ids=key_of)
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        *(pytest.param(text, True, id=text) for text in ("true", "True", "TRUE", "on", "ON", "1")),
+        *(pytest.param(text, False, id=text) for text in ("false", "fAlSe", "off", "Off", "0")),
+        pytest.param(" true\n", True, id="blanks around"),
+    ],
+)
+def test_boolean_is_read_in_any_spelling(row: OptionRow, text: str, value: bool) -> None:
+    """A switch takes true, on, 1, false, off and 0 in any case."""
+    assert getattr(parsed(**{row.key: text}), row.field) is value
+
+
+@pytest.mark.parametrize("row", BOOLEANS, ids=key_of)
+@pytest.mark.parametrize("text", ["", " ", "2", "-1", "t", "enabled", "truefalse", "None"])
+def test_wrong_boolean_is_refused(row: OptionRow, text: str) -> None:
+    """A switch with another value fails the load and names key, value and what is accepted."""
+    with pytest.raises(OptionError) as raised:
+        parsed(**{row.key: text})
+
+    assert f"'digits': the parameter {row.key} is '{text}'" in str(raised.value)
+    assert "expected true, on, 1, false, off or 0" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("yes", True), ("YES", True), ("no", False), ("No", False), ("true", True), ("0", False)],
+)
+def test_tritons_own_switch_is_yes_or_no(text: str, value: bool) -> None:
+    """The one key that Triton reads itself takes Triton's own spelling as well."""
+    assert parsed(FORCE_CPU_ONLY_INPUT_TENSORS=text).force_cpu_only_input_tensors is value
+
+
+@pytest.mark.parametrize("text", ["yes", "no"])
+def test_yes_is_no_value_of_our_switches(text: str) -> None:
+    """Only Triton's own key takes yes and no: LibTorch refuses them."""
+    with pytest.raises(OptionError, match=f"INFERENCE_MODE is '{text}'"):
+        parsed(INFERENCE_MODE=text)
+
+
+@pytest.mark.parametrize("key", KEYS_OF_COUNTS)
+@pytest.mark.parametrize(("text", "value"), [("1", 1), ("64", 64), (" 4 ", 4)])
+def test_count_is_a_number_of_at_least_one(key: str, text: str, value: int) -> None:
+    """A thread count is read under LibTorch's name and under the Python runtime's."""
+    row = next(row for row in COUNTS if key in (row.key, *row.also))
+
+    assert getattr(parsed(**{key: text}), row.field) == value
+
+
+@pytest.mark.parametrize("key", KEYS_OF_COUNTS)
+@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "four", "0x4", "1e3", "inf"])
+def test_wrong_count_is_refused(key: str, text: str) -> None:
+    """A thread count that is none is refused under the key that the user wrote."""
+    with pytest.raises(OptionError) as raised:
+        parsed(**{key: text})
+
+    assert f"the parameter {key} is '{text}'" in str(raised.value)
+    assert "expected an integer of at least 1" in str(raised.value)
+
+
+@pytest.mark.parametrize("row", TEXTS, ids=key_of)
+def test_text_is_taken_without_the_blanks_around(row: OptionRow) -> None:
+    """A name is taken as it is written, less the blanks around it."""
+    assert getattr(parsed(**{row.key: " Net \n"}), row.field) == "Net"
+
+
+@pytest.mark.parametrize("row", TEXTS, ids=key_of)
+@pytest.mark.parametrize("text", ["", "  "])
+def test_empty_text_is_refused(row: OptionRow, text: str) -> None:
+    """A key with an empty value is a mistake, not the default."""
+    with pytest.raises(OptionError, match=f"the parameter {row.key} is '{text}'; expected a name"):
+        parsed(**{row.key: text})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        pytest.param("{}", {}, id="empty"),
+        pytest.param('{"size": 3}', {"size": 3}, id="number"),
+        pytest.param(
+            '{"a": [1, {"b": null}], "c": true}', {"a": [1, {"b": None}], "c": True}, id="nested"
+        ),
+        pytest.param('{"näme": "ü"}', {"näme": "ü"}, id="not ASCII"),
+    ],
+)
+def test_keyword_arguments_are_json(text: str, value: dict[str, Any]) -> None:
+    """The constructor's keyword arguments are any JSON object."""
+    assert parsed(MODEL_KWARGS=text).model_kwargs == value
+
+
+@pytest.mark.parametrize("key", ["MODEL_KWARGS", "TORCH_COMPILE_OPTIONAL_PARAMETERS"])
+@pytest.mark.parametrize(
+    ("text", "accepted"),
+    [
+        pytest.param("{'size': 3}", "JSON says: Expecting property name", id="single quotes"),
+        pytest.param('{"size": 3', "JSON says: Expecting ',' delimiter", id="cut off"),
+        pytest.param("", "JSON says: Expecting value", id="empty"),
+        pytest.param("size=3", "JSON says: Expecting value", id="no JSON"),
+        pytest.param("[3]", "a JSON object", id="list"),
+        pytest.param("3", "a JSON object", id="number"),
+        pytest.param("null", "a JSON object", id="null"),
+    ],
+)
+def test_wrong_json_is_refused(key: str, text: str, accepted: str) -> None:
+    """JSON that is none, or no object, is refused, and JSON's own complaint is passed on."""
+    with pytest.raises(OptionError) as raised:
+        parsed(**{key: text})
+
+    assert f"the parameter {key} is '" in str(raised.value)
+    assert accepted in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"fullgraph": True},
+        {"dynamic": False},
+        {"backend": "eager"},
+        {"mode": "max-autotune"},
+        {"options": {"trace.enabled": True}},
+        {"disable": True},
+        {"fullgraph": True, "dynamic": None, "backend": "inductor", "mode": None, "disable": False},
+    ],
+    ids=lambda value: "+".join(value) or "none",
+)
+def test_compile_parameters_are_those_of_torch_compile(value: dict[str, Any]) -> None:
+    """All arguments of torch.compile but the model are accepted as JSON."""
+    text = json.dumps(value)
+
+    assert parsed(TORCH_COMPILE_OPTIONAL_PARAMETERS=text).torch_compile_optional_parameters == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"model": null}',
+        '{"fullgraph": true, "model": "x"}',
+        '{"full_graph": true}',
+        '{"Mode": "x"}',
+    ],
+)
+def test_foreign_compile_parameters_are_refused(text: str) -> None:
+    """The model itself and misspelt arguments are refused, and the valid ones listed."""
+    with pytest.raises(OptionError) as raised:
+        parsed(TORCH_COMPILE_OPTIONAL_PARAMETERS=text)
+
+    assert f"TORCH_COMPILE_OPTIONAL_PARAMETERS is '{text}'" in str(raised.value)
+    assert "keys among fullgraph, dynamic, backend, mode, options, disable" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("NUM_THREADS", "INTRA_OP_THREAD_COUNT"), ("NUM_INTEROP_THREADS", "INTER_OP_THREAD_COUNT")],
+)
+def test_two_names_of_one_option_must_agree(one: str, other: str) -> None:
+    """Both names of an option may stand there with one value; two values contradict each other."""
+    agreeing = parsed(**{one: "3", other: "3"})
+    with pytest.raises(ConfigError) as raised:
+        parsed(**{one: "3", other: "4"})
+
+    assert 3 in (agreeing.num_threads, agreeing.num_interop_threads)
+    assert f"'digits': the parameters {one} and {other} contradict each other" in str(raised.value)
+    assert "keep one" in str(raised.value)
+
+
+def test_a_class_and_a_factory_contradict_each_other() -> None:
+    """A class and a factory name two models to serve: one of them would be ignored."""
+    with pytest.raises(ConfigError, match=r"MODEL_CLASS and MODEL_FACTORY.* keep one"):
+        parsed(MODEL_CLASS="Net", MODEL_FACTORY="make")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("NUM_THREAD", "NUM_THREADS"),
+        ("INFERENCEMODE", "INFERENCE_MODE"),
+        ("inference_mode", "INFERENCE_MODE"),
+        ("INTRA_OP_THREADS_COUNT", "INTRA_OP_THREAD_COUNT"),
+        ("TORCH_COMPILE_PARAMETERS", "TORCH_COMPILE_OPTIONAL_PARAMETERS"),
+    ],
+)
+def test_misspelt_key_is_warned_about(
+    key: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A key that nobody reads is ignored, with a warning that names the one that was meant."""
+    assert parsed(**{key: "1"}) == Options()
+
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert record.getMessage() == (
+        f"model 'digits': the parameter {key} is unknown and ignored. Did you mean {meant}?"
+    )
+
+
+def test_foreign_key_is_warned_about_without_a_guess(caplog: pytest.LogCaptureFixture) -> None:
+    """A key that resembles none of ours is named, and nothing is guessed."""
+    parsed(OUR_TEAM="vision")
+
+    assert caplog.messages == ["model 'digits': the parameter OUR_TEAM is unknown and ignored."]
+
+
+@pytest.mark.parametrize("key", ["ENABLE_NVFUSER", "ENABLE_WEIGHT_SHARING"])
+def test_option_without_effect_is_warned_about(key: str, caplog: pytest.LogCaptureFixture) -> None:
+    """LibTorch's options that do nothing here are accepted, with a warning that says so."""
+    parsed(**{key: "true"})
+
+    (message,) = caplog.messages
+    assert f"model 'digits': the parameter {key} has no effect" in message
+
+
+def test_known_keys_are_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    """A config with correct keys leaves no line in the server's log."""
+    parsed(WARMUP="false", NUM_THREADS="2", MODEL_CLASS="Net")
+
+    assert caplog.messages == []
+
+
+def test_parameter_without_a_value_is_refused() -> None:
+    """A parameter that has no string_value is treated as an empty one."""
+    with pytest.raises(OptionError, match="the parameter WARMUP is ''"):
+        options.parse(build.MODEL, {"WARMUP": {}})

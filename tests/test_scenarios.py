@@ -1,0 +1,69 @@
+"""The table of scenarios through the adapter, against the fake of Triton's utilities."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fake_triton
+import numpy as np
+import pytest
+import scenarios
+import torch
+from scenarios import Call, Refused, Scenario
+
+from torch_py_backend.adapter import TritonPythonModel
+
+_STATUS = {
+    fake_triton.TritonError.INTERNAL: 500,
+    fake_triton.TritonError.INVALID_ARG: 400,
+    fake_triton.TritonError.UNAVAILABLE: 503,
+}
+
+
+@pytest.mark.parametrize("scenario", scenarios.TABLE, ids=lambda one: one.name)
+def test_scenario(scenario: Scenario, tmp_path: Path, process: None) -> None:
+    """What the table says happens, without a server."""
+    model = TritonPythonModel()
+    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
+    if scenario.load_error:
+        with pytest.raises(fake_triton.TritonModelException) as refusal:
+            model.initialize(arguments)
+        for part in scenario.load_error:
+            assert part in str(refusal.value)
+        return
+    model.initialize(arguments)
+    document = json.loads(arguments["model_config"])
+    for call in scenario.calls:
+        (response,) = model.execute([fake_triton.request(call.inputs, document)])
+        _check(call, response)
+    good = [call for call in scenario.calls if isinstance(call.expected, dict)]
+    together = model.execute([fake_triton.request(call.inputs, document) for call in good])
+    for call, response in zip(good, together, strict=True):
+        _check(call, response)
+    log = "\n".join(text for _, text in fake_triton.Logger.lines)
+    for part in scenario.logs:
+        assert part in log
+
+
+def _check(call: Call, response: Any) -> None:
+    error = response.error()
+    if isinstance(call.expected, Refused):
+        assert error is not None
+        assert _STATUS[error.code()] == call.expected.status
+        assert all(part in error.message() for part in call.expected.says), error.message()
+        assert not any(part in error.message() for part in call.expected.hides), error.message()
+        return
+    assert error is None, error.message()
+    tensors = {tensor.name(): tensor for tensor in response.output_tensors()}
+    for name, expected in call.expected.items():
+        if isinstance(expected, torch.Tensor):
+            came = torch.utils.dlpack.from_dlpack(tensors[name].to_dlpack())
+            assert torch.equal(came, expected)
+        else:
+            came = tensors[name].as_numpy()
+            assert came.dtype == expected.dtype
+            assert came.size == expected.size
+            came = came.reshape(expected.shape)  # as Triton does where the config says so
+            np.testing.assert_allclose(came, expected, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,130 @@
+"""Finding a tritonserver, and laying out what it needs; `tests/server` runs real ones."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_py_backend import server
+from torch_py_backend.errors import ServerError
+from torch_py_backend.server import ModelState, Server
+
+
+def _tree(folder: Path, *, stub: bool = True) -> Path:
+    """A tritonserver as NVIDIA's containers have it; returns its executable."""
+    for name in ("bin/tritonserver", "backends/python/libtriton_python.so"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(b"")
+        (folder / name).chmod(0o755)
+    if stub:
+        (folder / "backends/python/triton_python_backend_stub").write_bytes(b"")
+    return folder / "bin/tritonserver"
+
+
+def test_the_given_server_comes_first(tmp_path: Path) -> None:
+    """--tritonserver names the server, its backend and libraries beside it."""
+    executable = _tree(tmp_path)
+    found = server.find(executable)
+    assert found.executable == executable
+    assert found.python_backend == tmp_path / "backends/python"
+    assert tmp_path / "lib" in found.libraries
+
+
+def test_then_the_one_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tritonserver on PATH wins over the wheel."""
+    executable = _tree(tmp_path)
+    monkeypatch.setenv("PATH", str(executable.parent), prepend=os.pathsep)
+    assert server.find().executable == executable
+
+
+def test_then_the_container_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """/opt/tritonserver wins over the wheel."""
+    monkeypatch.setattr(server, "NGC", tmp_path)
+    executable = _tree(tmp_path)
+    assert server.find().executable == executable
+
+
+def test_then_the_wheel() -> None:
+    """The wheel's server comes with the stub for this Python."""
+    found = server.find()
+    assert "pytriton" in found.executable.parts
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in found.stub.parts
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda folder: folder / "nothing", "is not a file"),
+        (lambda folder: _tree(folder, stub=False), "does not support Python"),
+    ],
+    ids=["no file", "no stub"],
+)
+def test_a_server_that_will_not_do(prepare: object, says: str, tmp_path: Path) -> None:
+    """A server without its parts is refused before it is started."""
+    with pytest.raises(ServerError, match=says):
+        server.find(prepare(tmp_path))  # type: ignore[operator]
+
+
+def test_no_server_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal names the command that would cure it."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(server, "NGC", tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ServerError, match=r"pip install 'torch-py-backend\[server\]'"):
+        server.find()
+
+
+def test_layout_holds_both_backends(tmp_path: Path) -> None:
+    """Files, not links: Triton refuses a library whose real path lies elsewhere."""
+    server.lay_out(server.find(), tmp_path)
+    for name in (
+        "python/libtriton_python.so",
+        "python/triton_python_backend_utils.py",
+        "python/triton_python_backend_stub",
+        "pytorch_py/model.py",
+        "pytorch_py/torch_py_backend/adapter/__init__.py",
+    ):
+        assert (tmp_path / name).is_file()
+        assert not (tmp_path / name).is_symlink()
+
+
+def test_environment_leads_to_this_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's stub runs the first python3 on PATH."""
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/somewhere")
+    values = server.environment(server.find())
+    first = Path(values["PATH"].split(os.pathsep)[0])
+    assert (first / "python3").resolve() == Path(sys.executable).resolve()
+    assert values["LD_LIBRARY_PATH"].endswith(f"{os.pathsep}/somewhere")
+
+
+def test_environment_of_a_lone_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python without a python3 beside it is refused: the stub would run another one."""
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    with pytest.raises(ServerError, match="is not this Python"):
+        server.environment(server.find())
+
+
+def test_a_repository_that_is_missing(tmp_path: Path) -> None:
+    """A mistyped folder is found before anything starts."""
+    with pytest.raises(ServerError, match="is not a folder; expected a model repository"):
+        Server(tmp_path / "none")
+
+
+def test_a_server_that_was_not_started(tmp_path: Path) -> None:
+    """Asking it anything says so; stopping it is no error."""
+    made = Server(tmp_path, http_port=0, grpc_port=0, metrics_port=0)
+    with pytest.raises(ServerError, match="call start"):
+        made.wait_loaded()
+    made.stop()
+
+
+def test_states_of_models() -> None:
+    """Triton's index as plain data; what is not READY carries a reason."""
+    ready = server._state({"name": "a", "version": "1", "state": "READY"})
+    assert ready == ModelState("a", "1", True, "")
+    failed = server._state({"name": "b", "state": "UNAVAILABLE", "reason": "because"})
+    assert failed == ModelState("b", "", False, "because")

@@ -1,0 +1,185 @@
+from collections.abc import Callable
+from typing import Any
+
+import build
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend import binding, runtime, warmup
+from torch_py_backend.binding import Argument, Passing
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.engine import Engine
+from torch_py_backend.errors import BindingError, LoadError, WarmupError
+
+TENSOR_TYPES = [
+    *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"),
+    *("FP16", "FP32", "FP64", "BF16"),
+]
+FLOATS = ("FP16", "FP32", "FP64", "BF16")
+
+
+def engine(config: ModelConfig, forward: Callable[..., Any]) -> Engine:
+    """An engine without a file: forward() takes the config's inputs by name."""
+    arguments = [
+        Argument(spec.name, True, Passing.POSITIONAL, False, spec.name) for spec in config.inputs
+    ]
+    inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], arguments)
+    surroundings = runtime.surround(config.options, torch.device("cpu"), [])
+    return Engine(config, forward, inputs, surroundings)
+
+
+def shapes(config: ModelConfig) -> list[list[int]]:
+    return [list(item["x"].shape) for item in warmup.samples(config)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "dims", "expected"),
+    [
+        pytest.param(0, (4,), [[4]], id="no batches"),
+        pytest.param(0, (), [[]], id="no batches, no dimension"),
+        pytest.param(1, (4,), [[1, 4]], id="one row"),
+        pytest.param(2, (4,), [[2, 4], [1, 4]], id="two rows"),
+        pytest.param(8, (3, 4), [[8, 3, 4], [7, 3, 4], [1, 3, 4]], id="eight rows"),
+        pytest.param(8, (), [[8], [7], [1]], id="rows alone"),
+        pytest.param(0, (-1, 3), [[8, 3], [6, 3]], id="no batches, variable"),
+        pytest.param(
+            4,
+            (-1, 3),
+            [[4, 8, 3], [4, 6, 3], [3, 8, 3], [3, 6, 3], [1, 8, 3], [1, 6, 3]],
+            id="variable",
+        ),
+    ],
+)
+def test_samples_cover_the_batches_that_will_come(
+    rows: int, dims: tuple[int, ...], expected: list[list[int]]
+) -> None:
+    """The largest batch, the next and one row are tried, with two sizes where size varies."""
+    config = build.config(max_batch_size=rows, inputs=(build.spec("x", dims=dims),))
+
+    assert shapes(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "counts"),
+    [
+        pytest.param({"dynamic": False}, [5, 4, 3, 2, 1], id="static"),
+        pytest.param({"dynamic": False, "disable": True}, [5, 4, 1], id="static, disabled"),
+        pytest.param({"dynamic": True}, [5, 4, 1], id="dynamic"),
+        pytest.param({}, [5, 4, 1], id="automatic"),
+    ],
+)
+def test_every_row_count_is_tried_where_each_has_a_graph(
+    parameters: dict[str, Any], counts: list[int]
+) -> None:
+    """A model compiled for static shapes meets every batch size before READY."""
+    config = build.config(max_batch_size=5, torch_compile_optional_parameters=parameters)
+
+    assert [rows for rows, _ in shapes(config)] == counts
+
+
+def test_inputs_of_a_sample_have_one_row_count() -> None:
+    """All inputs of a sample agree in rows, and a fixed input is not stretched by another."""
+    config = build.config(
+        max_batch_size=3,
+        inputs=(build.spec("x", dims=(-1,)), build.spec("n", "INT64", (1,))),
+    )
+
+    found = [(list(item["x"].shape), list(item["n"].shape)) for item in warmup.samples(config)]
+
+    assert found[:3] == [([3, 8], [3, 1]), ([3, 6], [3, 1]), ([2, 8], [2, 1])]
+
+
+@pytest.mark.parametrize("name", TENSOR_TYPES)
+def test_samples_have_the_configs_type(name: str) -> None:
+    """A sample of every type can be made: floats between 0 and 1, whole numbers of 1."""
+    spec = build.spec("x", name, (100,))
+    (item,) = warmup.samples(build.config(max_batch_size=0, inputs=(spec,)))
+
+    values = item["x"].to(torch.float64)
+    assert item["x"].dtype is getattr(torch, str(spec.dtype.torch))
+    assert 0 <= values.min() <= values.max() <= 1
+    assert (len(set(values.tolist())) > 10) is (name in FLOATS)
+
+
+def test_samples_are_the_same_each_time() -> None:
+    """A warm-up that fails, fails again: its numbers are not drawn anew."""
+    first, second = (next(warmup.samples(build.config()))["x"] for _ in range(2))
+
+    assert torch.equal(first, second)
+
+
+def test_global_random_numbers_are_left_alone() -> None:
+    """A model that draws random numbers draws the same ones with and without warm-up."""
+    before = torch.random.get_rng_state()
+
+    list(warmup.samples(build.config()))
+
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_each_sample_is_run_until_torchscript_has_optimised() -> None:
+    """Every kind of batch is called three times, the largest first."""
+    rows = []
+
+    def forward(x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return x
+
+    warmup.run(engine(build.config(max_batch_size=4), forward))
+
+    assert rows == [4, 4, 4, 3, 3, 3, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("forward", "said"),
+    [
+        pytest.param(
+            lambda x: x @ torch.ones(3, 3),
+            "forward() raised RuntimeError: mat1 and mat2 shapes cannot be multiplied",
+            id="forward fails",
+        ),
+        pytest.param(lambda x: x.double(), "output 'y' is float64 [8, 4]", id="wrong type"),
+        pytest.param(lambda x: x[:, :2], "output 'y' is float32 [8, 2]", id="wrong shape"),
+        pytest.param(lambda x: x[:1], "output 'y' has 1 rows for a batch of 8", id="wrong rows"),
+        pytest.param(lambda x: None, "output 'y' is a NoneType", id="nothing returned"),
+    ],
+)
+def test_model_that_fails_its_warm_up_fails_the_load(
+    forward: Callable[..., Any], said: str
+) -> None:
+    """A model that cannot serve its own config is refused before READY, with what was tried."""
+    with pytest.raises(WarmupError) as raised:
+        warmup.run(engine(build.config(), forward))
+
+    text = str(raised.value)
+    assert isinstance(raised.value, LoadError)
+    assert text.startswith("model 'digits': the warm-up with x [8, 4] failed: ")
+    assert said in text
+    assert 'set the parameter WARMUP to "false"' in text
+
+
+def test_failure_names_all_inputs() -> None:
+    """A refusal shows the shape of every input that was tried."""
+    config = build.config(inputs=(build.spec("x"), build.spec("n", "INT64", (1,))))
+
+    with pytest.raises(WarmupError, match=r"the warm-up with x \[8, 4\], n \[8, 1\] failed"):
+        warmup.run(engine(config, lambda x, n: x.missing))
+
+
+def test_failure_of_a_smaller_batch_is_noticed() -> None:
+    """A model that only takes full batches is found out before READY."""
+
+    def forward(x: Tensor) -> Tensor:
+        return x.reshape(8, 4)
+
+    with pytest.raises(WarmupError, match=r"the warm-up with x \[7, 4\] failed"):
+        warmup.run(engine(build.config(), forward))
+
+
+def test_outputs_that_cannot_be_bound_keep_their_message() -> None:
+    """A wrong output name is told as such, not as a failed warm-up."""
+    config = build.config(outputs=(build.spec("mean"), build.spec("variance")))
+
+    with pytest.raises(BindingError, match="the outputs mean, variance do not fit"):
+        warmup.run(engine(config, lambda x: {"mean": x, "deviation": x}))
