@@ -84,6 +84,10 @@ def everything(x: Any, *others: Any, y: Any = None, **more: Any) -> Any:
     return {"x": x, "others": others, "y": y, "more": more}
 
 
+def stars(x: Any, *others: Any, y: Any, **more: Any) -> Any:
+    return {"x": x, "others": others, "y": y, "more": more}
+
+
 def takes_dict(tensors: dict) -> Any:  # type: ignore[type-arg]
     return tensors
 
@@ -119,6 +123,12 @@ def numbered(a__1: Any, b__0: Any) -> Any:
         ),
         pytest.param(
             numbered, ["a__1", "b__0"], {"a__1": "a__1", "b__0": "b__0"}, id="names before numbers"
+        ),
+        pytest.param(
+            stars,
+            ["z", "y", "x"],
+            {"x": "x", "others": (), "y": "y", "more": {"z": "z"}},
+            id="stars by name",
         ),
         # by number
         pytest.param(two, ["i__0", "i__1"], {"x": "i__0", "y": "i__1"}, id="numbers"),
@@ -302,10 +312,17 @@ def test_names_that_do_not_fit_are_refused(
     assert all(part in str(raised.value) for part in said)
 
 
-def test_signature_in_a_message_is_the_users() -> None:
+@pytest.mark.parametrize(
+    ("forward", "text"),
+    [
+        pytest.param(keyword_only, "forward(x: Any, *, y: Any, z: Any = None)", id="bare star"),
+        pytest.param(stars, "forward(x: Any, *others: Any, y: Any, **more: Any)", id="stars"),
+    ],
+)
+def test_signature_in_a_message_is_the_users(forward: Callable[..., Any], text: str) -> None:
     """A refusal shows forward() as its author wrote it, with the stars."""
-    with pytest.raises(BindingError, match=re.escape("forward(x: Any, *, y: Any, z: Any = None)")):
-        binding.bind_inputs(build.MODEL, ["x"], arguments(keyword_only))
+    with pytest.raises(BindingError, match=re.escape(text)):
+        binding.bind_inputs(build.MODEL, ["x"], arguments(forward))
 
 
 @pytest.mark.parametrize(

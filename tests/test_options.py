@@ -207,7 +207,14 @@ def test_wrong_json_is_refused(key: str, text: str, accepted: str) -> None:
         {"mode": "max-autotune"},
         {"options": {"trace.enabled": True}},
         {"disable": True},
-        {"fullgraph": True, "dynamic": None, "backend": "inductor", "mode": None, "disable": False},
+        {
+            "fullgraph": True,
+            "dynamic": None,
+            "backend": "inductor",
+            "mode": None,
+            "options": None,
+            "disable": False,
+        },
     ],
     ids=lambda value: "+".join(value) or "none",
 )
@@ -288,12 +295,15 @@ def test_foreign_key_is_warned_about_without_a_guess(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("key", ["ENABLE_NVFUSER", "ENABLE_WEIGHT_SHARING"])
-def test_option_without_effect_is_warned_about(key: str, caplog: pytest.LogCaptureFixture) -> None:
-    """LibTorch's options that do nothing here are accepted, with a warning that says so."""
-    parsed(**{key: "true"})
+@pytest.mark.parametrize("wished", [True, False], ids=["on", "off"])
+def test_option_without_effect_is_warned_about(
+    wished: bool, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An option of LibTorch's that does nothing here is accepted; who switches it on is told."""
+    parsed(**{key: str(wished)})
 
-    (message,) = caplog.messages
-    assert f"model 'digits': the parameter {key} has no effect" in message
+    told = [f"model 'digits': the parameter {key} has no effect" in one for one in caplog.messages]
+    assert told == [True] * wished
 
 
 def test_known_keys_are_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:
