@@ -167,6 +167,7 @@ def numbered(a__1: Any, b__0: Any) -> Any:
             defaults, ["image"], {"x": "image", "y": None, "z": None}, id="order, defaults"
         ),
         pytest.param(many, ["b", "a", "c"], ("b", "a", "c"), id="* order"),
+        pytest.param(many, ["tensors"], ("tensors",), id="* order, its own name"),
         pytest.param(one_and_many, ["b", "a"], {"x": "b", "others": ("a",)}, id="one and * order"),
         # all in one
         pytest.param(takes_dict, ["b", "a"], {"a": "a", "b": "b"}, id="dict"),
@@ -252,7 +253,10 @@ def test_result_is_handed_back() -> None:
         ),
         pytest.param(two, ["x", "y", "z"], ["forward() has no argument z"], id="one too many"),
         pytest.param(
-            one_and_many, ["x", "a"], ["forward() has no argument a"], id="name and unknown for *"
+            one_and_many,
+            ["x", "a"],
+            ["forward() has no argument a; expected names among x, INPUT__0."],
+            id="name and unknown for *",
         ),
         pytest.param(
             two,

@@ -58,12 +58,23 @@ def test_backend_is_the_shim_and_the_package(backends: Path) -> None:
     assert sorted(path.name for path in target.iterdir()) == ["model.py", "torch_py_backend"]
 
 
-def test_server_of_another_user_can_read_it(backends: Path) -> None:
-    """Every folder can be entered by all, though it was made as a private one."""
-    target = installation.install(backends, NAME)
+@pytest.mark.parametrize("umask", [0o022, 0o077], ids=oct)
+def test_server_of_another_user_can_read_it(umask: int, backends: Path) -> None:
+    """Every folder can be entered and every file be read by all, whoever installs it."""
+    backends.mkdir()
+    before = os.umask(umask)
+    try:
+        target = installation.install(backends, NAME)
+    finally:
+        os.umask(before)
 
-    folders = [target, *(path for path in target.rglob("*") if path.is_dir())]
-    assert all(folder.stat().st_mode & 0o555 == 0o555 for folder in folders)
+    closed = [
+        path
+        for path in (target, *target.rglob("*"))
+        if path.stat().st_mode & 0o444 != 0o444
+        or (path.is_dir() and path.stat().st_mode & 0o111 != 0o111)
+    ]
+    assert closed == []
 
 
 def test_installed_shim_imports_the_package_beside_it(backends: Path, tmp_path: Path) -> None:

@@ -84,6 +84,26 @@ def test_no_parameters_are_the_defaults() -> None:
     assert parsed() == Options()
 
 
+@pytest.mark.parametrize(
+    ("field", "default"),
+    [
+        ("inference_mode", True),
+        ("disable_optimized_execution", False),
+        ("enable_jit_executor", None),
+        ("enable_jit_profiling", None),
+        ("enable_tensor_fuser", None),
+        ("disable_cudnn", False),
+        ("enable_cache_cleaning", False),
+        ("torch_compile_optional_parameters", None),
+        ("force_cpu_only_input_tensors", True),
+        ("warmup", True),
+    ],
+)
+def test_defaults_are_libtorchs(field: str, default: bool | None) -> None:
+    """A repository that says nothing gets what LibTorch would do, and a warm-up."""
+    assert getattr(parsed(), field) is default
+
+
 @pytest.mark.parametrize("row", BOOLEANS, ids=key_of)
 @pytest.mark.parametrize(
     ("text", "value"),

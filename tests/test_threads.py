@@ -53,6 +53,7 @@ def write(cgroup: Path, files: dict[str, str]) -> Path:
             id="v1 a tenth of a core",
         ),
         pytest.param({"cpu/cpu.cfs_quota_us": "300000\n"}, 8, id="v1 without a period"),
+        pytest.param({"cpu/cpu.cfs_period_us": "100000\n"}, 8, id="v1 with a period alone"),
         pytest.param(
             {
                 "cpu.max": "400000 100000\n",

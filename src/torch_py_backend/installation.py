@@ -88,8 +88,9 @@ def _target(backends: Path, name: str) -> Path:
 def _write(folder: Path) -> None:
     shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "model.py").write_text(SHIM, encoding="utf-8")
-    # mkdtemp's folders are private; a server may run as another user.
-    folder.chmod(0o755)
+    # A server may run as another user, whoever installs, and with whatever umask.
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
 
 
 def _replace(staged: Path, target: Path, retired: Path) -> None:
