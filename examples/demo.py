@@ -6,6 +6,7 @@ Starts a real server on free ports of this machine, asks it for the 450 digits t
 saw, and stops it again. Ends with exit code 0 when the answers are right, and 1 otherwise.
 """
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,14 @@ from typing import IO, Annotated
 
 import numpy as np
 import typer
-from digits_data import REQUIRED_ACCURACY, Digits, FloatArray, IntArray, load_split
+from digits_data import (
+    REQUIRED_ACCURACY,
+    REQUIRED_LINEAR_ACCURACY,
+    Digits,
+    FloatArray,
+    IntArray,
+    load_split,
+)
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -32,7 +40,6 @@ REPOSITORY = Path(__file__).parent / "model_repository"
 
 CLIENTS = 8
 CLIENT_BATCH = 8  # images in each request when throughput is measured
-LARGEST_BATCH = 64  # max_batch_size in config.pbtxt
 LOGITS_TOLERANCE = 1e-4  # between two ways of running one float32 network
 
 PICTURED = 24
@@ -41,8 +48,12 @@ PICTURE_ROWS = 3
 LEGEND = f"""
 digits              a Python class, model.py, and its weights, model.safetensors
 digits_torchscript  the same network as a TorchScript archive: model.pt
+digits_exported     the same as a torch.export program: model.pt2
+digits_aoti         the same, compiled to machine code by AOTInductor: model.pt2
+digits_factory      a linear model: a class of torch and model.safetensors
 
-accuracy            share of the held-out digits that were read correctly
+accuracy            share of the held-out digits that were read correctly:
+                    at least {REQUIRED_ACCURACY:.0%}; the linear one {REQUIRED_LINEAR_ACCURACY:.0%}
 p50, p99            one client, one image at a time: half of the answers, and
                     99 of 100, came within this time
 images/s            {CLIENTS} clients at once, {CLIENT_BATCH} images in each request
@@ -58,16 +69,25 @@ class DemoError(Exception):
 
 @dataclass(frozen=True)
 class Endpoint:
-    """One served model: its name and those of its only input and output."""
+    """One served model: its name and those of its only input and output.
+
+    `network` says what is served: endpoints of one network hold the same weights. `required` is
+    the share of the held-out digits that it has to read correctly.
+    """
 
     model: str
     input: str
     output: str
+    network: str = "CNN"
+    required: float = REQUIRED_ACCURACY
 
 
 ENDPOINTS = (
     Endpoint("digits", "image", "logits"),
     Endpoint("digits_torchscript", "INPUT__0", "OUTPUT__0"),
+    Endpoint("digits_exported", "image", "OUTPUT__0"),
+    Endpoint("digits_aoti", "INPUT__0", "OUTPUT__0"),
+    Endpoint("digits_factory", "input", "logits", "linear", REQUIRED_LINEAR_ACCURACY),
 )
 
 
@@ -106,20 +126,21 @@ def ask(client: InferenceServerClient, endpoint: Endpoint, images: FloatArray) -
 
 
 def ask_all(address: str, endpoint: Endpoint, images: FloatArray) -> FloatArray:
+    """The logits of all images, in requests as large as the model takes."""
     with InferenceServerClient(address) as client:
-        starts = range(0, len(images), LARGEST_BATCH)
-        return np.concatenate(
-            [ask(client, endpoint, images[i : i + LARGEST_BATCH]) for i in starts]
-        )
+        largest: int = client.get_model_config(endpoint.model).config.max_batch_size
+        starts = range(0, len(images), largest)
+        return np.concatenate([ask(client, endpoint, images[i : i + largest]) for i in starts])
 
 
 def check_agreement(logits: dict[str, FloatArray]) -> None:
-    """Both models hold the same weights, so they have to give the same scores."""
-    (first, expected), *others = logits.items()
-    for name, scores in others:
-        difference = float(np.abs(scores - expected).max())
+    """Endpoints of one network hold the same weights, so they have to give the same scores."""
+    first: dict[str, str] = {}
+    for endpoint in ENDPOINTS:
+        model, other = endpoint.model, first.setdefault(endpoint.network, endpoint.model)
+        difference = float(np.abs(logits[model] - logits[other]).max())
         if not difference <= LOGITS_TOLERANCE:  # also when it is not a number
-            raise DemoError(f"{first} and {name} differ by up to {difference:g} in their scores.")
+            raise DemoError(f"{other} and {model} differ by up to {difference:g} in their scores.")
 
 
 def accuracy(logits: FloatArray, labels: IntArray) -> float:
@@ -127,11 +148,12 @@ def accuracy(logits: FloatArray, labels: IntArray) -> float:
 
 
 def check_accuracy(shares: dict[str, float]) -> None:
-    for name, share in shares.items():
-        if share < REQUIRED_ACCURACY:
+    for endpoint in ENDPOINTS:
+        share = shares[endpoint.model]
+        if share < endpoint.required:
             raise DemoError(
-                f"{name} read only {share:.1%} of the held-out digits correctly; "
-                f"at least {REQUIRED_ACCURACY:.0%} are required."
+                f"{endpoint.model} read only {share:.1%} of the held-out digits correctly; "
+                f"at least {endpoint.required:.0%} are required."
             )
 
 
@@ -248,6 +270,8 @@ def draw(digits: Digits, predicted: IntArray, path: Path) -> None:
 
 def demonstrate(output: Path, log: Path, seconds: float) -> None:
     held_out = load_split().held_out
+    # So small a network is quickest with one thread; not every config here says so.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     console.print("Starting Triton and loading the models ...")
     with log.open("w") as lines, running_server(lines) as address:
         console.print(f"Asking for all {len(held_out.labels)} held-out digits ...")
@@ -261,7 +285,7 @@ def demonstrate(output: Path, log: Path, seconds: float) -> None:
     console.print(result_table(shares, speeds))
     console.print(LEGEND)
     console.print(
-        f"Passed: the models agree, and at least {REQUIRED_ACCURACY:.0%} of the answers are right.",
+        "Passed: the same weights give the same scores; each model reads enough digits.",
         style="green",
     )
     console.print(f"Picture of {PICTURED} of the digits: {output}", soft_wrap=True)
@@ -269,7 +293,7 @@ def demonstrate(output: Path, log: Path, seconds: float) -> None:
 
 def main(
     output: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("demo.png"),
-    seconds: Annotated[float, typer.Option(help="Time for each measurement.", min=0)] = 2.0,
+    seconds: Annotated[float, typer.Option(help="Time for each measurement.", min=0)] = 1.0,
 ) -> None:
     """Serve handwritten-digit models with Triton, check every answer, measure the speed."""
     log = output.with_suffix(".log")

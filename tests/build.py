@@ -14,9 +14,7 @@ _OPTIONS = {entry.name for entry in dataclasses.fields(Options)}
 
 
 def spec(name: str = "x", dtype: str = "FP32", dims: tuple[int, ...] = (4,)) -> TensorSpec:
-    found = dtypes.from_config(f"TYPE_{dtype}")
-    assert found is not None
-    return TensorSpec(name, found, dims)
+    return TensorSpec(name, dtypes.from_triton(dtype), dims)
 
 
 def config(folder: Path = Path("/models/digits"), **overrides: Any) -> ModelConfig:

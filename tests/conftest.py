@@ -34,7 +34,7 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         torch.backends.cudnn.enabled,
         torch._C._jit_texpr_fuser_enabled(),
         list(sys.path),
-        (package.handlers, package.propagate, package.level),
+        (list(package.handlers), package.propagate, package.level),
     )
     yield
     environment, language, threads, cudnn, fuser, path, logger = before

@@ -60,6 +60,11 @@ class Tensor:
             raise TritonModelException(f"Tensor({name!r}) takes no {type(array)}")
         self._name = name
         self._array: np.ndarray[Any, Any] | None = np.ascontiguousarray(array)
+        if array.dtype == np.object_:  # strings travel as bytes
+            self._array = np.array(
+                [one if isinstance(one, bytes) else str(one).encode() for one in array.flat],
+                dtype=np.object_,
+            ).reshape(array.shape)
         self._torch: torch.Tensor | None = None
 
     @classmethod
@@ -114,6 +119,43 @@ class InferenceResponse:
 
     def error(self) -> TritonError | None:
         return self._error
+
+
+class ModelConfig:
+    """The config that `auto_complete_config` is given."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self._document = document
+
+    def as_dict(self) -> dict[str, Any]:
+        return self._document
+
+    def set_max_batch_size(self, size: int) -> None:
+        if self._document["max_batch_size"] > size:
+            raise ValueError("configuration specified a larger max_batch_size")
+        self._document["max_batch_size"] = size
+
+    def set_dynamic_batching(self) -> None:
+        self._document.setdefault("dynamic_batching", {})
+
+
+_model_dir = ""
+
+
+def get_model_dir() -> str:
+    return _model_dir
+
+
+def completed(model: Any, given: dict[str, str]) -> dict[str, str]:
+    """Triton's arguments after it has let the model complete its config."""
+    global _model_dir  # noqa: PLW0603  as the real one has it: one model a process
+    _model_dir = f"{given['model_repository']}/{given['model_version']}"
+    config = ModelConfig(json.loads(given["model_config"]))
+    model.auto_complete_config(config)
+    # What Triton itself fills in where a model did not.
+    for role, entry in (("input", {"optional": False}), ("output", {})):
+        config.as_dict()[role] = [{**entry, **one} for one in config.as_dict()[role]]
+    return given | {"model_config": json.dumps(config.as_dict())}
 
 
 def request(inputs: dict[str, Any], document: dict[str, Any]) -> InferenceRequest:

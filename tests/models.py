@@ -186,6 +186,71 @@ class Tied(nn.Module):
         return self.second(self.first(x))
 
 
+class Optionals(nn.Module):
+    """Two tensors that may be left out: one has a default, the other may be None."""
+
+    def forward(self, x: Tensor, scale: Tensor | None, *, bias: Tensor | None = None) -> Tensor:
+        scaled = x if scale is None else x * scale
+        return scaled if bias is None else scaled + bias
+
+
+class Scalars(nn.Module):
+    """Arguments that are no tensors."""
+
+    def forward(self, x: Tensor, power: int, factor: float, negative: bool, unit: str) -> Tensor:
+        assert (type(power), type(factor), type(negative), type(unit)) == (int, float, bool, str)
+        result = x**power * factor * {"one": 1.0, "ten": 10.0}[unit]
+        return -result if negative else result
+
+
+class Lists(nn.Module):
+    def forward(self, tensors: list[Tensor]) -> list[Tensor]:
+        assert isinstance(tensors, list)
+        return [tensors[0] - tensors[1], tensors[1]]
+
+
+class Blobs(nn.Module):
+    """Bytes that are no text, in rows of two."""
+
+    def forward(self, blobs: list[bytes]) -> list[list[bytes]]:
+        return [[blobs[i + 1], blobs[i]] for i in range(0, len(blobs), 2)]
+
+
+class Rows(nn.Module):
+    """Strings in rows, as they were sent."""
+
+    def forward(self, words: list[list[str]]) -> list[str]:
+        return [" ".join(row) for row in words]
+
+
+class Methods(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def encode(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+class BFloat(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([2.0], dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert x.dtype is torch.bfloat16
+        return x * self.weight
+
+
+def maximum(x: Tensor) -> Any:
+    """What torch.max returns has named fields that are no named tuple's."""
+    return torch.max(x, dim=1, keepdim=True)
+
+
+def mean(x: Tensor) -> Tensor:
+    """A tensor without dimensions."""
+    return x.mean()
+
+
 def double(x: Tensor) -> Tensor:
     """A function, served as it is."""
     return x * 2

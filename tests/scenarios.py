@@ -137,6 +137,16 @@ def floats(*shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
+def assert_close(came: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> None:
+    """Equal; floating-point values within float32's rounding."""
+    if came.dtype == np.object_:
+        np.testing.assert_array_equal(came, expected)
+        return
+    if came.dtype.kind == "V":  # numpy cannot compare BF16 with a tolerance
+        came, expected = came.astype(np.float32), expected.astype(np.float32)
+    np.testing.assert_allclose(came, expected, rtol=1e-5, atol=1e-5)
+
+
 def eager(module: nn.Module, **inputs: np.ndarray[Any, Any]) -> Any:
     with torch.inference_mode():
         result = module.eval()(**{name: torch.from_numpy(one) for name, one in inputs.items()})
@@ -205,7 +215,7 @@ NAMES = (
         (Call({"a": _A, "b": _B}, {"y": _A - _B}),),
     ),
     Scenario(
-        "module_dict",
+        "module_takes_dict",
         python(models.TakesDict),
         config({"b": [4], "a": [4]}, {"y": [4]}),
         (Call({"a": _A, "b": _B}, {"y": _A - _B}),),
@@ -384,6 +394,135 @@ def _settings_config(**parameters: str) -> str:
     return x_to_y(9, **parameters).replace(
         'output [{ name: "y" data_type: TYPE_FP32', 'output [{ name: "y" data_type: TYPE_INT64'
     )
+
+
+_TEXT = np.array([["one"], ["one"]], dtype=np.object_)
+_SCALARS: Arrays = {
+    "x": _X,
+    "power": np.array([[2], [2]], dtype=np.int64),
+    "factor": np.array([[0.5], [0.5]], dtype=np.float32),
+    "negative": np.array([[True], [True]]),
+    "unit": _TEXT,
+}
+_BLOBS = np.array([[b"\xff\x00", b"a"], [b"", b"\xfe"]], dtype=np.object_)
+_POSITIVE = abs(floats(2, 4, seed=5)) + 1
+
+CALLS = (
+    Scenario(
+        "optional_inputs",
+        python(models.Optionals),
+        config({}, {"y": [4]}, more="dynamic_batching { }\n")
+        + tensor("input", "x", [4])
+        + "".join(tensor("input", name, [4], more="optional: true") for name in ("scale", "bias")),
+        (
+            Call({"x": _X, "scale": _X, "bias": _X}, {"y": _X * _X + _X}),
+            Call({"x": _X}, {"y": _X}),
+            Call({"x": _X, "scale": _X}, {"y": _X * _X}),
+            Call({"bias": _X, "x": _X}, {"y": _X + _X}),
+            Call({"x": 2 * _X}, {"y": 2 * _X}),
+        ),
+    ),
+    Scenario(
+        "scalars",
+        python(models.Scalars),
+        config({"x": [4], "factor": [1]}, {"y": [4]}, parameters={"WARMUP": "false"})
+        + tensor("input", "power", [1], "INT64")
+        + tensor("input", "negative", [1], "BOOL")
+        + tensor("input", "unit", [1], "STRING"),
+        (
+            Call(_SCALARS, {"y": -(_X**2) * 0.5}),
+            Call(_SCALARS | {"negative": np.array([[False]] * 2)}, {"y": _X**2 * 0.5}),
+            Call(
+                _SCALARS | {"unit": np.array([["ten"]] * 2, dtype=np.object_)},
+                {"y": -(_X**2) * 5},
+            ),
+            Call(
+                _SCALARS | {"power": np.array([[1], [2]], dtype=np.int64)},
+                Refused(400, ("input 'power' holds 2 values", "an int")),
+            ),
+        ),
+    ),
+    Scenario(
+        "lists",
+        python(models.Lists),
+        config({"ARGS[0][1]": [4], "ARGS[0][0]": [4]}, {"RESULT[1]": [4], "RESULT[0]": [4]}),
+        (Call({"ARGS[0][0]": _A, "ARGS[0][1]": _B}, {"RESULT[0]": _A - _B, "RESULT[1]": _B}),),
+    ),
+    Scenario(
+        "list_in_config_order",
+        python(models.Lists),
+        config({"first": [4], "second": [4]}, {"a": [4], "b": [4]}),
+        (Call({"first": _A, "second": _B}, {"a": _A - _B, "b": _B}),),
+    ),
+    Scenario(
+        "bytes_in_rows",
+        python(models.Blobs),
+        config({}, {})
+        + tensor("input", "blobs", [2], "STRING")
+        + tensor("output", "y", [2], "STRING"),
+        (Call({"blobs": _BLOBS}, {"y": _BLOBS[:, ::-1]}),),
+    ),
+    Scenario(
+        "strings_in_rows",
+        python(models.Rows),
+        config({}, {})
+        + tensor("input", "words", [2], "STRING")
+        + tensor("output", "y", [1], "STRING"),
+        (
+            Call(
+                {"words": np.array([["a", "b"], ["c", "d"]], dtype=np.object_)},
+                {"y": np.array([[b"a b"], [b"c d"]], dtype=np.object_)},
+            ),
+        ),
+    ),
+    Scenario(
+        "method",
+        python(models.Methods),
+        x_to_y(METHOD="encode"),
+        (Call({"x": _X}, {"y": _X + 1}),),
+    ),
+    Scenario(
+        "casts",
+        both(python(models.BFloat), safe(models.BFloat().state_dict())),
+        x_to_y(CAST_INPUTS="BF16", CAST_OUTPUTS="true"),
+        (Call({"x": np.round(_X)}, {"y": 2 * np.round(_X)}),),
+    ),
+    Scenario(
+        "torch_return_type",
+        python(models.maximum),
+        config({"x": [4]}, {"values": [1]}) + tensor("output", "indices", [1], "INT64"),
+        (
+            Call(
+                {"x": _X},
+                {"values": _X.max(1, keepdims=True), "indices": _X.argmax(1, keepdims=True)},
+            ),
+        ),
+    ),
+    Scenario(
+        "scalar_unbatched",
+        python(models.mean),
+        config({"x": [4]}, {"y": [1]}, max_batch_size=0),
+        (Call({"x": _X[0]}, {"y": _X[0].mean(keepdims=True)}),),
+    ),
+    Scenario(
+        "sharded",
+        both(
+            python(models.Affine),
+            safe({"linear.weight": affine().linear.weight.data}, "model-1.safetensors"),
+            safe(
+                {"linear.bias": affine().linear.bias.data, "offset": affine().offset},  # type: ignore[dict-item]
+                "model-2.safetensors",
+            ),
+            text(
+                '{"weight_map": {"linear.weight": "model-1.safetensors",'
+                ' "linear.bias": "model-2.safetensors", "offset": "model-2.safetensors"}}',
+                "model.safetensors.index.json",
+            ),
+        ),
+        _X_TO_3,
+        (_AFFINE,),
+    ),
+)
 
 
 OPTIONS = (
@@ -614,7 +753,7 @@ LOAD_ERRORS = (
         "inputs_do_not_match",
         python(models.AddSub),
         config({"INPUT0": [4], "MASK": [4]}, {"OUTPUT0": [4]}),
-        "forward() has no argument MASK",
+        "has no MASK",
         "INPUT0, INPUT1",
     ),
     refused(
@@ -638,6 +777,46 @@ LOAD_ERRORS = (
         "expected float32 [-1, 5]",
     ),
     refused(
+        "html_page",
+        raw(b"<!DOCTYPE html><html>not found</html>"),
+        _X_TO_Y,
+        "model.pt is an HTML page",
+        "Download it again",
+    ),
+    refused(
+        "lfs_pointer",
+        raw(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"),
+        _X_TO_Y,
+        "model.pt is a git-lfs pointer",
+        "git lfs pull",
+    ),
+    refused(
+        "leaves_the_folder",
+        python(models.Affine),
+        x_to_y(3, WEIGHTS="../../other/1/model.pt"),
+        "WEIGHTS is '../../other/1/model.pt'",
+        "expected a file in the model's own folder",
+    ),
+    refused(
+        "factory_missing",
+        _NOTHING,
+        x_to_y(MODEL_FACTORY="no_such_package.models:build"),
+        "MODEL_FACTORY is 'no_such_package.models:build', which cannot be imported",
+    ),
+    refused(
+        "duplicate_leaf",
+        python(models.AddSub),
+        config({"INPUT0": [4], "ARGS[0]": [4]}, {"OUTPUT0": [4]}),
+        "two of the inputs INPUT0, ARGS[0] feed the same argument",
+    ),
+    refused(
+        "no_default_for_optional",
+        python(models.AddSub),
+        config({"INPUT0": [4]}, {"OUTPUT0": [4], "OUTPUT1": [4]})
+        + tensor("input", "INPUT1", [4], more="optional: true"),
+        "no input feeds forward()'s argument INPUT1; INPUT1 cannot be optional",
+    ),
+    refused(
         "sequences",
         python(models.Negate),
         _X_TO_Y + "sequence_batching { }\n",
@@ -650,6 +829,7 @@ TABLE = (
     *FILES,
     *BATCHES,
     *TYPES,
+    *CALLS,
     *OPTIONS,
     *REQUEST_ERRORS,
     *LOAD_ERRORS,

@@ -6,13 +6,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kinds
 import ml_dtypes
+import pytest
+import scenarios
 import torch
 import tritonclient.grpc
 import tritonclient.http
-from tritonclient.utils import np_to_triton_dtype
+from scenarios import Call, Refused, assert_close
+from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from torch_py_backend.server import ModelState, Server
+
+# What one server serves together: all at once would not fit a small machine's memory.
+TABLES = {
+    "scenarios": scenarios.TABLE,
+    "kinds": kinds.TABLE,
+    "function": tuple(one for one in scenarios.TABLE if one.name == "function"),
+}
 
 
 @dataclass(frozen=True)
@@ -28,6 +39,23 @@ class Serving:
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    def check(self, protocol: str, name: str, call: Call) -> None:
+        """One request has the answer, or the refusal, that the table has."""
+        if isinstance(call.expected, Refused):
+            with pytest.raises(InferenceServerException) as refusal:
+                self.infer(protocol, name, call.inputs, [])
+            message = refusal.value.message()
+            assert all(part in message for part in call.expected.says), message
+            assert not any(part in message for part in call.expected.hides), message
+            assert str(call.expected.status) in refusal.value.status() or protocol == "grpc"
+            return
+        result = self.infer(protocol, name, call.inputs, list(call.expected))
+        for output, expected in call.expected.items():
+            came, wanted = result.as_numpy(output), to_numpy(expected)
+            assert came.dtype == wanted.dtype
+            assert came.shape == wanted.shape
+            assert_close(came, wanted)
 
     def infer(self, protocol: str, name: str, inputs: dict[str, Any], outputs: list[str]) -> Any:
         """One request over `http` or `grpc`; torch tensors are sent as BF16."""

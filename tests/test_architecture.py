@@ -16,7 +16,7 @@ _PACKAGE = Path(torch_py_backend.__file__).parent
 _CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 _ROOMS = re.findall(r"^\| `(\w+)/?` \|", _CONTRIBUTING.read_text(), flags=re.MULTILINE)
 # What Triton and the command line import when no model is loaded.
-_WITHOUT_TORCH = ("cli", "server", "installation", "threads", "artifacts", "binding", "options")
+_WITHOUT_TORCH = _ROOMS[: _ROOMS.index("cli") + 1]
 
 
 def _imports(path: Path) -> set[str]:

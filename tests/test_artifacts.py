@@ -1,5 +1,3 @@
-import os
-import pickle
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -7,12 +5,11 @@ from typing import Any
 
 import build
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from torch_py_backend import artifacts
-from torch_py_backend.artifacts import Artifact, Content, Kind
+from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.errors import ArtifactError, ConfigError
 
 SOURCE = "class Net: ...\n"
@@ -29,30 +26,12 @@ class Doubled(nn.Module):
         return x * self.weight
 
 
-class Trap:
-    """Makes a folder when it is unpickled."""
-
-    def __init__(self, sprung: Path) -> None:
-        self.sprung = sprung
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.sprung),)
-
-
 def save(thing: Any, **options: Any) -> Callable[[Path], None]:
     return lambda path: torch.save(thing(), path, **options)
 
 
 def script(path: Path) -> None:
     torch.jit.save(torch.jit.script(Doubled()), path)
-
-
-def trace(path: Path) -> None:
-    torch.jit.save(torch.jit.trace(Doubled(), torch.ones(3)), path)
-
-
-def freeze(path: Path) -> None:
-    torch.jit.save(torch.jit.freeze(torch.jit.script(Doubled().eval())), path)
 
 
 def archive(**members: bytes) -> Callable[[Path], None]:
@@ -64,138 +43,11 @@ def archive(**members: bytes) -> Callable[[Path], None]:
     return write
 
 
-def compressed_in_an_unknown_way(path: Path) -> None:
-    """A zip archive whose data.pkl says that it is packed with method 99."""
-    archive(**{"data.pkl": b"\x80\x02}."})(path)
-    content = bytearray(path.read_bytes())
-    for signature, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
-        content[content.index(signature) + offset] = 99
-    path.write_bytes(content)
-
-
 def raw(content: bytes) -> Callable[[Path], None]:
     def write(path: Path) -> None:
         path.write_bytes(content)
 
     return write
-
-
-def many_keys(path: Path) -> None:
-    """A state_dict whose index is longer than what is read of it."""
-    torch.save({f"layer{number:0300d}": torch.zeros(0) for number in range(4000)}, path)
-
-
-CONTENTS = [
-    pytest.param(script, Content.TORCHSCRIPT, id="torch.jit.script"),
-    pytest.param(trace, Content.TORCHSCRIPT, id="torch.jit.trace"),
-    pytest.param(freeze, Content.TORCHSCRIPT, id="torch.jit.freeze"),
-    pytest.param(save(lambda: Doubled().state_dict()), Content.STATE_DICT, id="state_dict"),
-    pytest.param(
-        save(lambda: Doubled().state_dict(), _use_new_zipfile_serialization=False),
-        Content.STATE_DICT,
-        id="legacy state_dict",
-    ),
-    pytest.param(many_keys, Content.STATE_DICT, id="state_dict of 4000 keys"),
-    pytest.param(
-        save(lambda: {"epoch": 3, "state_dict": Doubled().state_dict()}),
-        Content.STATE_DICT,
-        id="checkpoint",
-    ),
-    pytest.param(save(lambda: torch.ones(3)), Content.STATE_DICT, id="bare tensor"),
-    pytest.param(save(Doubled), Content.PICKLED_MODULE, id="own module"),
-    pytest.param(
-        save(lambda: nn.Sequential(nn.Linear(2, 2))), Content.PICKLED_MODULE, id="torch's module"
-    ),
-    pytest.param(
-        save(Doubled, _use_new_zipfile_serialization=False),
-        Content.PICKLED_MODULE,
-        id="legacy module",
-    ),
-    pytest.param(save(Doubled, pickle_protocol=4), Content.PICKLED_MODULE, id="protocol 4 module"),
-    pytest.param(raw(b""), Content.EMPTY, id="empty"),
-    pytest.param(raw(b"version https://git-lfs.github.com"), Content.UNKNOWN, id="git-lfs pointer"),
-    pytest.param(raw(bytes(range(7, 250))), Content.UNKNOWN, id="random bytes"),
-    pytest.param(raw(b"P"), Content.UNKNOWN, id="one byte"),
-    pytest.param(
-        lambda path: safetensors.torch.save_file(Doubled().state_dict(), path),
-        Content.UNKNOWN,
-        id="safetensors",
-    ),
-    pytest.param(archive(**{"notes.txt": b"hello"}), Content.UNKNOWN, id="other zip"),
-    pytest.param(
-        archive(**{"models/model.json": b"{}", "data/weights/weight_0": b""}),
-        Content.UNKNOWN,
-        id="torch.export",
-    ),
-    pytest.param(raw(b"PK\x03\x04" + bytes(60)), Content.TRUNCATED, id="head of a zip"),
-    pytest.param(compressed_in_an_unknown_way, Content.TRUNCATED, id="unknown compression"),
-]
-
-
-@pytest.mark.parametrize(("write", "content"), CONTENTS)
-def test_content_is_told_without_loading(
-    write: Callable[[Path], None], content: Content, tmp_path: Path
-) -> None:
-    """What a file is, is told from its first bytes and its members, however it was saved."""
-    write(tmp_path / "model.pt")
-
-    assert artifacts.describe(tmp_path / "model.pt") is content
-
-
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
-@pytest.mark.parametrize("write", [script, save(lambda: Doubled().state_dict())], ids=["jit", "pt"])
-def test_cut_off_archive_is_told(
-    write: Callable[[Path], None], share: float, tmp_path: Path
-) -> None:
-    """A file whose copy was interrupted is called what it is, wherever it ends."""
-    path = tmp_path / "model.pt"
-    write(path)
-    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
-
-    assert artifacts.describe(path) is Content.TRUNCATED
-
-
-def test_damaged_index_is_told(tmp_path: Path) -> None:
-    """A flipped byte in the archive's index of tensors is noticed by its checksum."""
-    path = tmp_path / "model.pt"
-    torch.save(Doubled().state_dict(), path)
-    content = bytearray(path.read_bytes())
-    content[content.index(b"_rebuild_tensor_v2")] ^= 0xFF
-    path.write_bytes(content)
-
-    assert artifacts.describe(path) is Content.TRUNCATED
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        pytest.param(torch.save, id="torch.save"),
-        pytest.param(lambda trap, path: torch.save({"weight": trap}, path), id="in a state_dict"),
-        pytest.param(
-            lambda trap, path: torch.save(trap, path, _use_new_zipfile_serialization=False),
-            id="legacy",
-        ),
-        pytest.param(lambda trap, path: torch.save(trap, path, pickle_protocol=4), id="protocol 4"),
-        pytest.param(lambda trap, path: path.write_bytes(pickle.dumps(trap)), id="pickle"),
-    ],
-)
-def test_nothing_is_unpickled(write: Callable[[Trap, Path], Any], tmp_path: Path) -> None:
-    """Telling what a file is runs no code that lies in it."""
-    sprung = tmp_path / "sprung"
-    path = build.write(tmp_path, "model.pt", "")
-    write(Trap(sprung), path)
-
-    artifacts.describe(path)
-    with pytest.raises(ArtifactError):
-        artifacts.find(build.config(tmp_path))
-
-    assert not sprung.exists()
-    with path.open("rb") as file:  # the trap does work
-        if file.read(2) == b"\x80\x04":
-            pickle.loads(path.read_bytes())
-        else:
-            torch.load(path, weights_only=False)
-    assert sprung.is_dir()
 
 
 def test_source_is_not_run(tmp_path: Path) -> None:
@@ -210,6 +62,10 @@ def test_source_is_not_run(tmp_path: Path) -> None:
 
 def weights(path: Path) -> None:
     torch.save(Doubled().state_dict(), path)
+
+
+exported = archive(**{"models/model.json": b"{}"})
+aoti = archive(**{"data/aotinductor/model/wrapper.cpp": b""})
 
 
 def source(path: Path) -> None:
@@ -283,12 +139,57 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
             id="named weights with their source",
         ),
         pytest.param(
+            {"model.py": source, "model.safetensors.index.json": raw(b"{}")},
+            None,
+            Kind.MODULE,
+            "model.py",
+            "model.safetensors.index.json",
+            id="source and sharded safetensors",
+        ),
+        pytest.param(
+            {"model.pt2": exported}, None, Kind.EXPORTED, "model.pt2", None, id="exported"
+        ),
+        pytest.param({"model.pt2": aoti}, None, Kind.AOTI, "model.pt2", None, id="AOTInductor"),
+        pytest.param(
+            {"model.pt2": aoti, "model.pt": script},
+            None,
+            Kind.TORCHSCRIPT,
+            "model.pt",
+            None,
+            id="jit before a package",
+        ),
+        pytest.param(
+            {"model.pt2": aoti, "model.py": source},
+            None,
+            Kind.MODULE,
+            "model.py",
+            None,
+            id="source before a package",
+        ),
+        pytest.param(
+            {"model.pt2": aoti, "model.py": source},
+            "model.pt2",
+            Kind.AOTI,
+            "model.pt2",
+            None,
+            id="named package",
+        ),
+        pytest.param({"model.pt": exported}, None, Kind.EXPORTED, "model.pt", None, id="by bytes"),
+        pytest.param(
             {"sub/net.py": source, "sub/net.pth": weights},
             "sub/net.py",
             Kind.MODULE,
             "sub/net.py",
             "sub/net.pth",
             id="in a folder",
+        ),
+        pytest.param(
+            {"model.pt2": exported},
+            "model.pt",
+            Kind.EXPORTED,
+            "model.pt2",
+            None,
+            id="filled in, pt2",
         ),
         # What Triton fills in for `platform: "pytorch_libtorch"`:
         pytest.param(
@@ -320,7 +221,7 @@ def test_model_file_is_found(
     beside: str | None,
     tmp_path: Path,
 ) -> None:
-    """The named file, else model.py, else model.pt, is the model; weights share its stem."""
+    """The named file, else model.py, model.pt, model.pt2, is the model; weights share its stem."""
     store(tmp_path, files)
     version = tmp_path / "1"
 
@@ -363,7 +264,9 @@ def test_model_file_is_found_in_its_own_version(tmp_path: Path) -> None:
             ["holds net.py", "expected model.pt or model.py"],
             id="filled in",
         ),
-        pytest.param(["model.py/x"], None, ["expected model.py or model.pt"], id="a folder"),
+        pytest.param(
+            ["model.py/x"], None, ["expected model.py or model.pt or model.pt2."], id="a folder"
+        ),
     ],
 )
 def test_missing_model_file_is_told(
@@ -378,6 +281,15 @@ def test_missing_model_file_is_told(
 
     assert str(raised.value).startswith("model 'digits': version 1 holds ")
     assert all(part in str(raised.value) for part in said)
+
+
+def test_broken_link_is_told(tmp_path: Path) -> None:
+    """A link to a file that is gone is listed as what it is."""
+    build.write(tmp_path, "notes.txt", "")
+    (tmp_path / "1" / "model.pt").symlink_to("gone.pt")
+
+    with pytest.raises(ArtifactError, match=r"holds model\.pt \(a broken link\), notes\.txt;"):
+        artifacts.find(build.config(tmp_path))
 
 
 def test_missing_version_folder_is_told(tmp_path: Path) -> None:
@@ -412,7 +324,9 @@ def test_what_cannot_be_served_is_told(
         artifacts.find(build.config(tmp_path, default_model_filename="net.pt"))
 
     assert f"'digits': net.pt {said}" in str(raised.value)
-    assert "expected TorchScript, or a" in str(raised.value)
+    assert "expected TorchScript, a torch.export program, an AOTInductor package, or a" in str(
+        raised.value
+    )
     assert cure in str(raised.value)
 
 
@@ -497,7 +411,7 @@ def test_missing_weights_are_told(name: str, tmp_path: Path) -> None:
         artifacts.find(build.config(tmp_path, weights=name))
 
     assert f"'digits': WEIGHTS is '{name}', and version 1 has no such file" in str(raised.value)
-    assert "use `none`" in str(raised.value)
+    assert "Correct the name in config.pbtxt" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -505,6 +419,7 @@ def test_missing_weights_are_told(name: str, tmp_path: Path) -> None:
     [
         ("model.safetensors", "model.pt"),
         ("model.pt", "model.pth"),
+        ("model.safetensors", "model.safetensors.index.json"),
         ("model.safetensors", "model.pt", "model.pth"),
     ],
     ids=" ".join,
@@ -520,3 +435,151 @@ def test_several_weights_need_a_name(names: tuple[str, ...], tmp_path: Path) -> 
     assert f"version 1 holds {' and '.join(names)}; expected one file" in str(raised.value)
     assert "WEIGHTS" in str(raised.value)
     assert named.weights == tmp_path / "1" / names[1]
+
+
+# --- a factory of a package ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "beside"),
+    [
+        pytest.param({}, {}, None, id="alone"),
+        pytest.param({"model.pt2": script}, {}, None, id="files that are not sought"),
+        pytest.param({"model.pt": weights}, {}, "model.pt", id="weights of the default name"),
+        pytest.param(
+            {"model.safetensors.index.json": raw(b"{}")},
+            {},
+            "model.safetensors.index.json",
+            id="sharded weights",
+        ),
+        pytest.param({"b.pth": weights}, {"weights": "b.pth"}, "b.pth", id="named weights"),
+    ],
+)
+def test_factory_of_a_package_needs_no_file(
+    files: dict[str, Callable[[Path], None]],
+    options: dict[str, Any],
+    beside: str | None,
+    tmp_path: Path,
+) -> None:
+    """A name with a colon is a package's: the version folder may hold weights, or nothing."""
+    store(tmp_path, files)
+    version = tmp_path / "1"
+
+    found = artifacts.find(build.config(tmp_path, model_factory="package:Net", **options))
+
+    assert found == Artifact(Kind.FACTORY, version, version / beside if beside else None)
+
+
+def test_factory_of_a_package_without_weights(tmp_path: Path) -> None:
+    """WEIGHTS none holds for a package's module as well."""
+    store(tmp_path, {"model.pt": weights})
+
+    found = artifacts.find(build.config(tmp_path, model_factory="package:Net", weights="None"))
+
+    assert found == Artifact(Kind.FACTORY, tmp_path / "1", weightless=True)
+
+
+def test_factory_of_the_source_is_no_packages(tmp_path: Path) -> None:
+    """A name without a colon is a function of model.py."""
+    store(tmp_path, {"model.py": source})
+
+    found = artifacts.find(build.config(tmp_path, model_factory="make"))
+
+    assert found == Artifact(Kind.MODULE, tmp_path / "1" / "model.py")
+
+
+# --- FALLBACK --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "files", "kind", "beside"),
+    [
+        pytest.param("slow.pt2", {"slow.pt2": exported}, Kind.EXPORTED, None, id="exported"),
+        pytest.param("net.pt", {"net.pt": script}, Kind.TORCHSCRIPT, None, id="jit"),
+        pytest.param("../slow.pt2", {"../slow.pt2": exported}, Kind.EXPORTED, None, id="shared"),
+        pytest.param(
+            "net.py", {"net.py": source, "net.pth": weights}, Kind.MODULE, "net.pth", id="source"
+        ),
+    ],
+)
+def test_fallback_of_a_package(
+    name: str,
+    files: dict[str, Callable[[Path], None]],
+    kind: Kind,
+    beside: str | None,
+    tmp_path: Path,
+) -> None:
+    """Beside a package stands what is served where it does not fit, with its own weights."""
+    store(tmp_path, {"model.pt2": aoti, **files})
+    version = tmp_path / "1"
+
+    found = artifacts.find(build.config(tmp_path, fallback=name))
+
+    fallback = Artifact(kind, version / name, version / beside if beside else None)
+    assert found == Artifact(Kind.AOTI, version / "model.pt2", fallback=fallback)
+
+
+@pytest.mark.parametrize(
+    ("files", "fallback", "error", "said"),
+    [
+        pytest.param(
+            {"model.pt2": exported, "net.py": source},
+            "net.py",
+            ConfigError,
+            ["FALLBACK is set, and the model is a torch.export program", "an AOTInductor package"],
+            id="beside an exported program",
+        ),
+        pytest.param(
+            {"model.py": source},
+            "model.py",
+            ConfigError,
+            ["FALLBACK is set, and the model is Python source"],
+            id="beside a source",
+        ),
+        pytest.param(
+            {"model.pt2": aoti},
+            "net.py",
+            ArtifactError,
+            ["FALLBACK is 'net.py', and version 1 has no such file"],
+            id="missing",
+        ),
+        pytest.param(
+            {"model.pt2": aoti},
+            "../../net.py",
+            ConfigError,
+            ["FALLBACK is '../../net.py'", "a file in the model's own folder"],
+            id="outside",
+        ),
+        pytest.param(
+            {"model.pt2": aoti, "net.pt": weights},
+            "net.pt",
+            ArtifactError,
+            ["net.pt is a state_dict: weights without code", "in net.py beside it"],
+            id="no model",
+        ),
+    ],
+)
+def test_fallback_that_cannot_be_is_refused(
+    files: dict[str, Callable[[Path], None]],
+    fallback: str,
+    error: type[Exception],
+    said: list[str],
+    tmp_path: Path,
+) -> None:
+    """A fallback is refused at load on every machine, not first where it is needed."""
+    folder = tmp_path / "digits"
+    store(folder, files)
+
+    with pytest.raises(error) as raised:
+        artifacts.find(build.config(folder, fallback=fallback))
+
+    assert str(raised.value).startswith("model 'digits': ")
+    assert all(part in str(raised.value) for part in said)
+
+
+def test_fallback_of_a_packages_factory_is_refused(tmp_path: Path) -> None:
+    """FALLBACK beside something else than an AOTInductor package is refused, a factory too."""
+    store(tmp_path, {"model.py": source})
+
+    with pytest.raises(ConfigError, match="FALLBACK is set"):
+        artifacts.find(build.config(tmp_path, model_factory="package:Net", fallback="model.py"))

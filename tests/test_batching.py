@@ -1,59 +1,27 @@
+"""Items become a batch and a batch becomes outcomes again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from torch_py_backend import batching
-from torch_py_backend.batching import Item
+from torch_py_backend.batching import ANY_ROWS, Item, Rows, Value
 
 
-def item(rows: int, start: float = 0.0, width: int = 2) -> Item:
+def item(rows: int, start: float = 0.0, width: int = 2) -> dict[str, Any]:
     x = torch.arange(rows * width, dtype=torch.float32).reshape(rows, width) + start
     return {"x": x, "n": torch.full((rows, 1), start, dtype=torch.int64)}
-
-
-@pytest.mark.parametrize(
-    ("widths", "groups"),
-    [
-        pytest.param([2], [[0]], id="one"),
-        pytest.param([2, 2, 2], [[0, 1, 2]], id="alike"),
-        pytest.param([2, 3, 2, 4, 3], [[0, 2], [1, 4], [3]], id="three shapes"),
-    ],
-)
-def test_items_of_one_shape_form_a_group(widths: list[int], groups: list[list[int]]) -> None:
-    """Items are batched with those of their shape, in the order in which they came."""
-    items = [item(rows=1 + position, width=width) for position, width in enumerate(widths)]
-
-    assert batching.group(items, ["x", "n"]) == groups
-
-
-def test_any_input_keeps_items_apart() -> None:
-    """It is enough that one of the inputs differs in shape."""
-    first, second = item(1), item(1)
-    second["n"] = torch.zeros(1, 7, dtype=torch.int64)
-
-    assert batching.group([first, second], ["x", "n"]) == [[0], [1]]
-    assert batching.group([first, second], ["x"]) == [[0, 1]]
-
-
-def test_devices_keep_items_apart() -> None:
-    """Tensors on different devices cannot be concatenated and are not asked to be."""
-    first, second = item(1), item(1)
-    second["x"] = second["x"].to("meta")
-
-    assert batching.group([first, second], ["x", "n"]) == [[0], [1]]
-
-
-def test_number_of_dimensions_keeps_items_apart() -> None:
-    """[rows] and [rows, 1] are different shapes."""
-    items = [{"x": torch.ones(2)}, {"x": torch.ones(2, 1)}]
-
-    assert batching.group(items, ["x"]) == [[0], [1]]
 
 
 @pytest.mark.parametrize("sizes", [[1, 1], [3, 1, 2], [2, 0, 1], [0, 0], [0, 5]], ids=str)
 def test_what_is_gathered_is_scattered(sizes: list[int]) -> None:
     """Each item gets back the rows that it brought, and no other's."""
-    items = [item(rows, start=100.0 * position) for position, rows in enumerate(sizes)]
+    items: list[Item] = [item(rows, start=100.0 * position) for position, rows in enumerate(sizes)]
 
     batch = batching.gather(items, ["n", "x"])
     outcomes = batching.scatter(batch.columns, ["n", "x"], batch.sizes)
@@ -62,7 +30,8 @@ def test_what_is_gathered_is_scattered(sizes: list[int]) -> None:
     assert [column.shape for column in batch.columns] == [(sum(sizes), 1), (sum(sizes), 2)]
     assert len(outcomes) == len(items)
     for outcome, sent in zip(outcomes, items, strict=True):
-        assert all(torch.equal(outcome[name], sent[name]) for name in ("x", "n"))
+        for name in ("x", "n"):
+            torch.testing.assert_close(outcome[name], sent[name], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4])
@@ -80,7 +49,7 @@ def test_single_item_is_not_copied(rows: int) -> None:
 
 def test_single_item_may_have_no_dimension() -> None:
     """A model without a batch dimension takes and gives a tensor without any."""
-    sent = {"x": torch.tensor(3.0)}
+    sent: Item = {"x": torch.tensor(3.0)}
 
     batch = batching.gather([sent], ["x"])
 
@@ -100,7 +69,9 @@ def test_gathered_columns_are_new_memory() -> None:
     """A model that writes into its input does not reach into a request."""
     items = [item(1), item(1)]
 
-    batching.gather(items, ["x"]).columns[0].fill_(-1.0)
+    (column,) = batching.gather(items, ["x"]).columns
+    assert isinstance(column, Tensor)
+    column.fill_(-1.0)
 
     assert torch.equal(items[0]["x"], item(1)["x"])
 
@@ -111,6 +82,127 @@ def test_scattered_rows_are_contiguous_views() -> None:
 
     outcomes = batching.scatter([output], ["y"], [1, 3, 2])
 
-    parts: list[Tensor] = [outcome["y"] for outcome in outcomes]
+    parts: list[Any] = [outcome["y"] for outcome in outcomes]
     assert all(part.is_contiguous() for part in parts)
     assert [part.data_ptr() - output.data_ptr() for part in parts] == [0, 8, 32]
+
+
+# --- strings ---------------------------------------------------------------------------------
+
+
+def texts(*rows: Any) -> Value:
+    return np.array(rows, dtype=np.object_)
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [3, 1, 2], [2, 0, 1]], ids=str)
+def test_strings_are_gathered_and_scattered(sizes: list[int]) -> None:
+    """Each request of a batch gets its own strings, not the first one's."""
+    items: list[Item] = [
+        {"s": np.array([[f"{n} {row}"] for row in range(size)], dtype=np.object_).reshape(-1, 1)}
+        for n, size in enumerate(sizes)
+    ]
+
+    batch = batching.gather(items, ["s"])
+    outcomes = batching.scatter(batch.columns, ["y"], batch.sizes)
+
+    assert list(batch.sizes) == sizes
+    assert [outcome["y"].tolist() for outcome in outcomes] == [one["s"].tolist() for one in items]
+    assert all(outcome["y"].dtype == np.object_ for outcome in outcomes)
+
+
+def test_single_item_of_strings_is_not_copied() -> None:
+    """One request's strings are handed on as they are."""
+    sent = texts(["a"], ["b"])
+
+    batch = batching.gather([{"s": sent}], ["s"])
+
+    assert batch.columns[0] is sent
+    assert list(batch.sizes) == [2]
+
+
+def test_nothing_asked_for_is_nothing() -> None:
+    """Where all inputs are left out, there is no column and no size."""
+    batch = batching.gather([{}], [])
+
+    assert list(batch.columns) == []
+    assert len(batch.sizes) == 0
+
+
+# --- rows that a program takes ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "free"),
+    [
+        (ANY_ROWS, True),
+        (Rows(0, None), True),
+        (Rows(2, None), False),
+        (Rows(1, 8), False),
+        (Rows(4, 4), False),
+    ],
+    ids=str,
+)
+def test_free_rows_need_no_fitting(rows: Rows, free: bool) -> None:
+    """Only a program that takes any number of rows is called with what there is."""
+    assert rows.free is free
+
+
+@pytest.mark.parametrize(
+    ("total", "rows", "calls"),
+    [
+        pytest.param(3, Rows(4, 4), [([0, 1, 2, 2], 3)], id="filled up"),
+        pytest.param(4, Rows(4, 4), [([0, 1, 2, 3], 4)], id="full"),
+        pytest.param(
+            5,
+            Rows(4, 4),
+            [([0, 1, 2, 3], 4), ([4, 4, 4, 4], 1)],
+            id="in pieces, the last filled up",
+        ),
+        pytest.param(3, Rows(1, 1), [([0], 1), ([1], 1), ([2], 1)], id="one by one"),
+        pytest.param(1, Rows(2, None), [([0, 0], 1)], id="at least two"),
+        pytest.param(3, Rows(2, None), [([0, 1, 2], 3)], id="more than the least"),
+        pytest.param(3, Rows(2, 2), [([0, 1], 2), ([2, 2], 1)], id="pairs"),
+        pytest.param(3, Rows(1, 2), [([0, 1], 2), ([2], 1)], id="at most two"),
+    ],
+)
+def test_columns_are_fitted_to_the_rows_of_a_program(
+    total: int, rows: Rows, calls: list[tuple[list[int], int]]
+) -> None:
+    """Each call has as many rows as the program takes; what is missing repeats the last."""
+    columns: list[Value] = [torch.arange(total), texts(*map(str, range(total)))]
+
+    found = list(batching.fit(columns, rows))
+
+    assert [(column.tolist(), present) for (column, _), present in found] == calls
+    assert [(strings.tolist(), present) for (_, strings), present in found] == [
+        ([str(row) for row in rows], present) for rows, present in calls
+    ]
+
+
+@pytest.mark.parametrize("rows", [Rows(4, 4), Rows(2, None)], ids=str)
+def test_no_rows_are_one_call(rows: Rows) -> None:
+    """A batch without rows is called once: the shapes of its outputs are the program's."""
+    ((columns, present),) = batching.fit([torch.ones(0, 2)], rows)
+
+    assert columns[0].shape == (0, 2)
+    assert present == 0
+
+
+def test_outputs_of_several_calls_are_joined() -> None:
+    """Tensors and strings of the pieces follow one another."""
+    pieces: list[list[Value]] = [
+        [torch.tensor([1, 2]), texts("a", "b")],
+        [torch.tensor([3]), texts("c")],
+    ]
+
+    numbers, strings = batching.join(pieces)
+
+    assert numbers.tolist() == [1, 2, 3]
+    assert strings.tolist() == ["a", "b", "c"]
+
+
+def test_output_of_one_call_is_not_copied() -> None:
+    """A single piece is handed on as it is."""
+    piece: list[Value] = [torch.ones(2)]
+
+    assert batching.join([piece]) is piece

@@ -1,46 +1,31 @@
-import collections
-import dataclasses
-import inspect
+"""Input names tied to the leaves of forward()'s call tree."""
+
 import logging
 import re
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
 
 import build
 import pytest
-import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
-from torch_py_backend import binding
-from torch_py_backend.binding import Argument, Passing
+from torch_py_backend import binding, signatures
+from torch_py_backend.binding import Inputs, Signature, Takes
 from torch_py_backend.errors import BindingError, LoadError
 
-KINDS = {
-    inspect.Parameter.POSITIONAL_ONLY: Passing.POSITIONAL,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD: Passing.POSITIONAL,
-    inspect.Parameter.KEYWORD_ONLY: Passing.KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL: Passing.REST,
-    inspect.Parameter.VAR_KEYWORD: Passing.REST_BY_NAME,
-}
+
+def bound(
+    forward: Callable[..., Any], names: Sequence[str], left_out: Collection[str] = ()
+) -> Inputs:
+    return binding.bind_inputs(build.MODEL, names, signatures.of_function(forward), left_out)
 
 
-def arguments(forward: Callable[..., Any]) -> list[Argument]:
-    return [
-        Argument(
-            name=one.name,
-            required=one.default is one.empty
-            and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD),
-            passing=KINDS[one.kind],
-            takes_dict=one.annotation is dict,
-            text=str(one),
-        )
-        for one in inspect.signature(forward).parameters.values()
-    ]
-
-
-def called(forward: Callable[..., Any], names: Sequence[str]) -> Any:
+def called(forward: Callable[..., Any], names: Sequence[str], *left_out: str) -> Any:
     """What forward() gets, when each column is its tensor's name."""
-    inputs = binding.bind_inputs(build.MODEL, names, arguments(forward))
-    assert sorted(inputs.names) == sorted(names)
+    inputs = bound(forward, names, left_out)
+    assert sorted(inputs.names) == sorted(set(names) - set(left_out))
+    assert len(inputs.takes) == len(inputs.places) == len(inputs.names)
     return inputs.call(forward, inputs.names)
 
 
@@ -90,6 +75,30 @@ def stars(x: Any, *others: Any, y: Any, **more: Any) -> Any:
 
 def takes_dict(tensors: dict) -> Any:  # type: ignore[type-arg]
     return tensors
+
+
+def takes_list(tensors: list[Tensor]) -> Any:
+    return tensors
+
+
+def takes_tuple(tensors: tuple[Tensor, ...]) -> Any:
+    return tensors
+
+
+def takes_optional_dict(tensors: dict[str, Tensor] | None = None) -> Any:
+    return tensors
+
+
+def takes_tuple_and_list(x: tuple[Tensor, Tensor], y: list[Tensor]) -> Any:
+    return {"x": x, "y": y}
+
+
+def nullable(x: Any, y: Tensor | None, z: Any = "default") -> Any:
+    return {"x": x, "y": y, "z": z}
+
+
+def nullable_keyword(x: Any, *, y: Tensor | None) -> Any:
+    return {"x": x, "y": y}
 
 
 def numbered(a__1: Any, b__0: Any) -> Any:
@@ -161,6 +170,58 @@ def numbered(a__1: Any, b__0: Any) -> Any:
         pytest.param(
             one_and_any_name, ["INPUT__0"], {"x": "INPUT__0", "others": {}}, id="number with **"
         ),
+        pytest.param(two, ["x", "i__1"], {"x": "x", "y": "i__1"}, id="name and number"),
+        # by path
+        pytest.param(
+            two, ["ARGS[1]", "ARGS[0]"], {"x": "ARGS[0]", "y": "ARGS[1]"}, id="paths reversed"
+        ),
+        pytest.param(two, ["y", "ARGS[0]"], {"x": "ARGS[0]", "y": "y"}, id="name and path"),
+        pytest.param(
+            two, ["KWARGS[y]", "i__0"], {"x": "i__0", "y": "KWARGS[y]"}, id="number and path"
+        ),
+        pytest.param(
+            keyword_only,
+            ["KWARGS[y]", "KWARGS[x]"],
+            {"x": "KWARGS[x]", "y": "KWARGS[y]", "z": None},
+            id="paths by keyword",
+        ),
+        pytest.param(many, ["ARGS[1]", "ARGS[0]"], ("ARGS[0]", "ARGS[1]"), id="* paths reversed"),
+        pytest.param(
+            two,
+            ["ARGS[1][b]", "ARGS[1][a][1]", "x", "ARGS[1][a][0]"],
+            {"x": "x", "y": {"b": "ARGS[1][b]", "a": ["ARGS[1][a][0]", "ARGS[1][a][1]"]}},
+            id="nested dict and list",
+        ),
+        pytest.param(
+            two,
+            ["ARGS[1][1][k]", "ARGS[0][0]", "ARGS[1][0]"],
+            {"x": ["ARGS[0][0]"], "y": ["ARGS[1][0]", {"k": "ARGS[1][1][k]"}]},
+            id="nested lists",
+        ),
+        pytest.param(
+            two,
+            ["KWARGS[y][a b-c.d]", "x"],
+            {"x": "x", "y": {"a b-c.d": "KWARGS[y][a b-c.d]"}},
+            id="key of any letters",
+        ),
+        pytest.param(
+            keyword_only,
+            ["KWARGS[y][0]", "x"],
+            {"x": "x", "y": ["KWARGS[y][0]"], "z": None},
+            id="nested keyword-only",
+        ),
+        pytest.param(
+            takes_tuple_and_list,
+            ["ARGS[1][1]", "ARGS[1][0]", "ARGS[0][1]", "ARGS[0][0]"],
+            {"x": ("ARGS[0][0]", "ARGS[0][1]"), "y": ["ARGS[1][0]", "ARGS[1][1]"]},
+            id="tuple where one is annotated",
+        ),
+        pytest.param(
+            one_and_any_name,
+            ["x", "KWARGS[b]"],
+            {"x": "x", "others": {"b": "KWARGS[b]"}},
+            id="** by path",
+        ),
         # by the config's order
         pytest.param(two, ["image", "mask"], {"x": "image", "y": "mask"}, id="order"),
         pytest.param(
@@ -170,6 +231,31 @@ def numbered(a__1: Any, b__0: Any) -> Any:
         pytest.param(many, ["tensors"], ("tensors",), id="* order, its own name"),
         pytest.param(one_and_many, ["b", "a"], {"x": "b", "others": ("a",)}, id="one and * order"),
         # all in one
+        pytest.param(takes_list, ["b", "a"], ["b", "a"], id="list in the config's order"),
+        pytest.param(takes_list, ["only"], ["only"], id="list of one"),
+        pytest.param(
+            takes_list, ["ARGS[0][1]", "ARGS[0][0]"], ["ARGS[0][0]", "ARGS[0][1]"], id="list, paths"
+        ),
+        pytest.param(
+            takes_list,
+            ["INPUT__1", "INPUT__0"],
+            ["INPUT__0", "INPUT__1"],
+            id="list numbers reversed",
+        ),
+        pytest.param(takes_tuple, ["b", "a"], ("b", "a"), id="tuple in the config's order"),
+        pytest.param(
+            takes_dict,
+            ["ARGS[0][b]", "ARGS[0][a]"],
+            {"a": "ARGS[0][a]", "b": "ARGS[0][b]"},
+            id="dict, paths",
+        ),
+        pytest.param(takes_optional_dict, ["b", "a"], {"a": "a", "b": "b"}, id="optional dict"),
+        pytest.param(
+            takes_dict,
+            ["ARGS[0][0]"],
+            {"0": "ARGS[0][0]"},
+            id="dict, numbers as keys",
+        ),
         pytest.param(takes_dict, ["b", "a"], {"a": "a", "b": "b"}, id="dict"),
         pytest.param(takes_dict, ["i__1"], {"i__1": "i__1"}, id="dict numbers"),
         pytest.param(takes_dict, ["tensors"], {"tensors": "tensors"}, id="dict of its own name"),
@@ -178,7 +264,7 @@ def numbered(a__1: Any, b__0: Any) -> Any:
 def test_each_argument_gets_its_tensor(
     forward: Callable[..., Any], names: list[str], received: Any
 ) -> None:
-    """Names lead to arguments by name, else by number, else by the config's order."""
+    """Names lead to arguments by name, path or number, else by the config's order."""
     assert called(forward, names) == received
 
 
@@ -187,6 +273,7 @@ def test_each_argument_gets_its_tensor(
     [
         pytest.param(["x", "y"], False, id="names"),
         pytest.param(["i__1", "i__0"], False, id="numbers"),
+        pytest.param(["ARGS[1]", "KWARGS[x]"], False, id="paths"),
         pytest.param(["image", "mask"], True, id="order"),
     ],
 )
@@ -194,7 +281,7 @@ def test_only_the_configs_order_is_warned_about(
     names: list[str], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where only the order ties inputs to arguments, one line says so, with both sides."""
-    binding.bind_inputs(build.MODEL, names, arguments(two))
+    bound(two, names)
 
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * warned
     if warned:
@@ -209,7 +296,7 @@ def test_result_is_handed_back() -> None:
     result = object()
 
     for forward in (lambda x: result, lambda *, x: result, lambda **x: result):
-        inputs = binding.bind_inputs(build.MODEL, ["x"], arguments(forward))
+        inputs = bound(forward, ["x"])
         assert inputs.call(forward, [1]) is result
 
 
@@ -241,66 +328,94 @@ def test_result_is_handed_back() -> None:
             two,
             ["x", "z"],
             [
-                "forward() has no argument z",
-                "expected names among x, y, INPUT__0, INPUT__1",
-                "forward() is forward(x: Any, y: Any).",
+                "forward(x: Any, y: Any) has no z; expected names among x, y,",
+                "x, y, INPUT__0, INPUT__1, ARGS[0], ARGS[1].",
             ],
             id="one unknown",
         ),
-        pytest.param(two, ["x", "i__1"], ["forward() has no argument i__1"], id="name and number"),
         pytest.param(
-            two, ["i__0", "mask"], ["forward() has no argument i__0, mask"], id="number and unknown"
+            two, ["i__0", "mask"], ["(x: Any, y: Any) has no mask"], id="number and unknown"
         ),
-        pytest.param(two, ["x", "y", "z"], ["forward() has no argument z"], id="one too many"),
+        pytest.param(two, ["ARGS[0]", "mask"], [") has no mask;"], id="path and unknown"),
+        pytest.param(two, ["x", "y", "z"], ["(x: Any, y: Any) has no z;"], id="one too many"),
         pytest.param(
             one_and_many,
             ["x", "a"],
-            ["forward() has no argument a; expected names among x, INPUT__0."],
+            [") has no a; expected names among x, INPUT__0, INPUT__1, ARGS[0], ARGS[1]."],
             id="name and unknown for *",
         ),
         pytest.param(
             two,
             ["i__0", "i__2"],
-            ["input i__2 points past the arguments", "at most 2 inputs, numbered from 0"],
+            ["(x: Any, y: Any) has no i__2;", "INPUT__0, INPUT__1"],
             id="number out of range",
         ),
-        pytest.param(
-            two,
-            ["i__7", "i__8"],
-            ["input i__7, i__8 points past the arguments"],
-            id="both out of range",
-        ),
+        pytest.param(two, ["i__7", "i__8"], [") has no i__7, i__8;"], id="both out of range"),
         pytest.param(
             two,
             ["a", "b", "c"],
-            ["input c points past the arguments of forward(x: Any, y: Any)", "at most 2 inputs"],
+            ["3 inputs do not fit forward(x: Any, y: Any); expected at most 2 inputs"],
             id="order too long",
         ),
-        pytest.param(lambda: None, ["a"], ["input a points past the arguments"], id="no arguments"),
         pytest.param(
-            two, ["a__0", "b__0"], ["the inputs a__0, b__0 carry the same number twice"], id="twice"
-        ),
-        pytest.param(two, ["x", "x"], ["no input feeds forward()'s argument y"], id="name twice"),
-        pytest.param(
-            many, ["i__0", "i__2"], ["input i__2 points past the arguments"], id="gap in *"
+            lambda: None, ["a"], ["1 inputs do not fit forward(); expected at most 0"], id="nothing"
         ),
         pytest.param(
-            many,
-            ["i__0", "i__1000000000000"],
-            ["input i__1000000000000 points past the arguments"],
-            id="enormous number for *",
+            two,
+            ["a__0", "b__0"],
+            ["two of the inputs a__0, b__0 feed the same argument; expected one input for each"],
+            id="number twice",
         ),
         pytest.param(
-            gap_and_many,
-            ["i__0", "i__2"],
-            ["input i__2 points past the arguments"],
-            id="gap before *",
+            two, ["x", "i__0"], ["x, i__0 feed the same argument"], id="name and its number"
         ),
+        pytest.param(
+            two, ["x", "KWARGS[x]"], ["x, KWARGS[x] feed the same"], id="name and its path"
+        ),
+        pytest.param(
+            two, ["x", "x"], ["the inputs x, x carry the same name twice"], id="name twice"
+        ),
+        pytest.param(many, ["i__0", "i__2"], [") has no i__2;"], id="gap in *"),
+        pytest.param(
+            many, ["i__0", "i__1000000000000"], ["no i__1000000000000"], id="enormous number for *"
+        ),
+        pytest.param(gap_and_many, ["i__0", "i__2"], ["Any) has no i__2;"], id="gap before *"),
         pytest.param(
             keyword_only,
             ["i__0", "i__1"],
-            ["input i__1 points past the arguments", "at most 1 inputs"],
+            [") has no i__1;", "names among x, y, z, INPUT__0, ARGS[0]."],
             id="number for keyword-only",
+        ),
+        # paths
+        pytest.param(two, ["ARGS[0]", "ARGS[2]"], [") has no ARGS[2];"], id="path out of range"),
+        pytest.param(
+            two, ["x", "KWARGS[z]"], [") has no KWARGS[z];"], id="path to an unknown argument"
+        ),
+        pytest.param(
+            keyword_only, ["x", "ARGS[1]"], [") has no ARGS[1];"], id="position of a keyword-only"
+        ),
+        pytest.param(two, ["x", "RESULT[0]"], [") has no RESULT[0];"], id="path of a result"),
+        pytest.param(two, ["x", "ARGS"], [") has no ARGS;"], id="path without a key"),
+        pytest.param(two, ["x", "ARGS[1"], [") has no ARGS[1;"], id="path without its end"),
+        pytest.param(two, ["x", "ARGS[]"], [") has no ARGS[];"], id="path with an empty key"),
+        pytest.param(two, ["x", "ARGS[-1]"], [") has no ARGS[-1];"], id="path from the end"),
+        pytest.param(
+            two,
+            ["ARGS[0]", "ARGS[0][a]", "y"],
+            ["ARGS[0], ARGS[0][a] feed an argument and a part of it at once"],
+            id="whole and part",
+        ),
+        pytest.param(
+            two,
+            ["x", "ARGS[1][a]", "ARGS[1][a][0]"],
+            ["ARGS[1][a], ARGS[1][a][0] feed an argument and a part of it at once"],
+            id="part and its part",
+        ),
+        pytest.param(
+            two,
+            ["x", "ARGS[1][0]", "ARGS[1][2]"],
+            ["ARGS[1][0], ARGS[1][2] leave gaps in a list; expected items 0 to 1"],
+            id="gap in a list",
         ),
     ],
 )
@@ -309,7 +424,7 @@ def test_names_that_do_not_fit_are_refused(
 ) -> None:
     """At load, a name that leads nowhere is told beside the names that lead somewhere."""
     with pytest.raises(BindingError) as raised:
-        binding.bind_inputs(build.MODEL, names, arguments(forward))
+        bound(forward, names)
 
     assert str(raised.value).startswith("model 'digits': ")
     assert isinstance(raised.value, LoadError)
@@ -326,7 +441,7 @@ def test_names_that_do_not_fit_are_refused(
 def test_signature_in_a_message_is_the_users(forward: Callable[..., Any], text: str) -> None:
     """A refusal shows forward() as its author wrote it, with the stars."""
     with pytest.raises(BindingError, match=re.escape(text)):
-        binding.bind_inputs(build.MODEL, ["x"], arguments(forward))
+        bound(forward, ["x"])
 
 
 @pytest.mark.parametrize(
@@ -353,181 +468,330 @@ def test_number_of_a_name(name: str, number: int | None) -> None:
     assert binding.ordinal(name) == number
 
 
-# --- outputs ---------------------------------------------------------------------------------
-
-
-class Pair(NamedTuple):
-    mean: int
-    deviation: int
-
-
-@dataclasses.dataclass
-class Record:
-    mean: int
-    deviation: int
-
-
-class ModelOutput(collections.OrderedDict[str, Any]):
-    """Like Hugging Face's: a mapping and an object with attributes."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self[name]
-
-
-TENSOR = torch.ones(2)
-RESULTS = {
-    "tuple": (10, 20),
-    "list": [10, 20],
-    "dict": {"mean": 10, "deviation": 20},
-    "named tuple": Pair(10, 20),
-    "dataclass": Record(10, 20),
-    "OrderedDict": ModelOutput(mean=10, deviation=20),
-}
-NAMED = ["dict", "named tuple", "dataclass", "OrderedDict"]
-
-
-def taken(result: Any, names: Sequence[str]) -> list[Any]:
-    return list(binding.bind_outputs(build.MODEL, names, result)(result))
-
-
-@pytest.mark.parametrize("kind", RESULTS)
-@pytest.mark.parametrize(
-    ("names", "parts"),
-    [
-        pytest.param(["OUTPUT__0", "OUTPUT__1"], [10, 20], id="numbers"),
-        pytest.param(["OUTPUT__1", "OUTPUT__0"], [20, 10], id="numbers reversed"),
-        pytest.param(["o__1"], [20], id="subset by number"),
-        pytest.param(["first", "second"], [10, 20], id="order"),
-        pytest.param(["first"], [10], id="subset by order"),
-    ],
-)
-def test_parts_are_found_in_any_result(kind: str, names: list[str], parts: list[int]) -> None:
-    """Every kind of result has parts with numbers and an order."""
-    assert taken(RESULTS[kind], names) == parts
-
-
-@pytest.mark.parametrize("kind", NAMED)
-@pytest.mark.parametrize(
-    ("names", "parts"),
-    [
-        pytest.param(["mean", "deviation"], [10, 20], id="all"),
-        pytest.param(["deviation", "mean"], [20, 10], id="reversed"),
-        pytest.param(["deviation"], [20], id="subset"),
-    ],
-)
-def test_parts_are_found_by_their_names(kind: str, names: list[str], parts: list[int]) -> None:
-    """Keys and fields of a result are names of outputs, in any order."""
-    assert taken(RESULTS[kind], names) == parts
-
-
-@pytest.mark.parametrize("name", ["y", "OUTPUT__0", "result"])
-def test_tensor_is_the_only_output(name: str) -> None:
-    """A result that is one tensor is the one output, whatever its name."""
-    assert taken(TENSOR, [name]) == [TENSOR]
-
-
-@pytest.mark.parametrize("result", [(TENSOR,), [TENSOR], {"y": TENSOR}, {"z": TENSOR}], ids=repr)
-def test_single_part_is_taken_out(result: Any) -> None:
-    """A result with one part gives the part, not its container."""
-    (part,) = taken(result, ["y"])
-
-    assert part is TENSOR
-
-
-def test_name_before_number() -> None:
-    """A key that looks like a number of another part is a key all the same."""
-    result = {"o__1": 10, "o__0": 20}
-
-    assert taken(result, ["o__0", "o__1"]) == [20, 10]
-
-
-def test_keys_need_not_be_text() -> None:
-    """A dict with numbers as keys has outputs named as the numbers are written."""
-    assert taken({7: 10, 5: 20}, ["5", "7"]) == [20, 10]
-
-
-def test_parts_are_taken_from_each_result_anew() -> None:
-    """What was bound to the first result serves the following ones."""
-    outputs = binding.bind_outputs(build.MODEL, ["deviation"], RESULTS["dict"])
-
-    assert list(outputs({"other": 0, "deviation": 3, "mean": 4})) == [3]
-    with pytest.raises(LookupError):
-        outputs({"mean": 4})
+# --- inputs that are left out ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("names", "kind", "warned"),
+    ("forward", "names", "left_out", "received"),
     [
-        pytest.param(["a", "b"], "tuple", False, id="tuple"),
-        pytest.param(["a", "b"], "dict", True, id="dict by order"),
-        pytest.param(["mean"], "dict", False, id="dict by name"),
-        pytest.param(["o__1"], "dict", False, id="dict by number"),
-        pytest.param(["a", "b"], "named tuple", True, id="named tuple by order"),
+        pytest.param(
+            defaults, ["x", "y", "z"], ["z"], {"x": "x", "y": "y", "z": None}, id="last default"
+        ),
+        pytest.param(
+            defaults, ["x", "y", "z"], ["y"], {"x": "x", "y": None, "z": "z"}, id="default before z"
+        ),
+        pytest.param(
+            defaults, ["z", "y", "x"], ["y", "z"], {"x": "x", "y": None, "z": None}, id="two"
+        ),
+        pytest.param(
+            defaults,
+            ["i__0", "i__1", "i__2"],
+            ["i__1"],
+            {"x": "i__0", "y": None, "z": "i__2"},
+            id="by number",
+        ),
+        pytest.param(
+            defaults, ["a", "b", "c"], ["b"], {"x": "a", "y": None, "z": "c"}, id="by order"
+        ),
+        pytest.param(
+            nullable, ["x", "y"], ["y"], {"x": "x", "y": None, "z": "default"}, id="may be None"
+        ),
+        pytest.param(
+            nullable, ["x", "y", "z"], ["y"], {"x": "x", "y": None, "z": "z"}, id="None before z"
+        ),
+        pytest.param(nullable, ["x"], [], {"x": "x", "y": None, "z": "default"}, id="never there"),
+        pytest.param(nullable_keyword, ["x", "y"], ["y"], {"x": "x", "y": None}, id="keyword-only"),
+        pytest.param(takes_dict, ["a", "b"], ["a"], {"b": "b"}, id="key of a dict"),
+        pytest.param(takes_list, ["a", "b"], ["b"], ["a"], id="end of a list"),
+        pytest.param(any_name, ["a", "b"], ["a"], {"b": "b"}, id="one of **"),
+        pytest.param(many, ["a", "b"], ["b"], ("a",), id="end of *"),
+        pytest.param(
+            two,
+            ["x", "ARGS[1][a]", "ARGS[1][b]"],
+            ["ARGS[1][a]"],
+            {"x": "x", "y": {"b": "ARGS[1][b]"}},
+            id="nested key",
+        ),
+        pytest.param(
+            defaults,
+            ["x", "ARGS[1][a]", "ARGS[1][b]"],
+            ["ARGS[1][a]", "ARGS[1][b]"],
+            {"x": "x", "y": None, "z": None},
+            id="all of a nested default",
+        ),
     ],
 )
-def test_ignored_names_of_a_result_are_warned_about(
-    names: list[str], kind: str, warned: bool, caplog: pytest.LogCaptureFixture
+def test_argument_keeps_its_default(
+    forward: Callable[..., Any], names: list[str], left_out: list[str], received: Any
 ) -> None:
-    """Where the result has names and the config others, one line says that the order decides."""
-    binding.bind_outputs(build.MODEL, names, RESULTS[kind])
-
-    assert [record.levelno for record in caplog.records] == [logging.WARNING] * warned
-    if warned:
-        assert "'digits'" in caplog.text
-        assert "mean, deviation" in caplog.text
+    """An input that a request leaves out leaves its argument to its default, or to None."""
+    assert called(forward, names, *left_out) == received
 
 
 @pytest.mark.parametrize(
-    ("result", "names", "said"),
+    ("forward", "names", "left_out", "said"),
     [
         pytest.param(
-            TENSOR,
-            ["y", "z"],
-            ["the outputs y, z", "one Tensor", "names among OUTPUT__0."],
-            id="two of a tensor",
-        ),
-        pytest.param(TENSOR, ["o__1"], ["the outputs o__1", "one Tensor"], id="tensor's second"),
-        pytest.param(None, ["y", "z"], ["one NoneType"], id="None"),
-        pytest.param((), ["y"], ["tuple of 0"], id="empty tuple"),
-        pytest.param({}, ["y"], ["dict"], id="empty dict"),
-        pytest.param(
-            RESULTS["tuple"],
-            ["a", "b", "c"],
-            ["tuple of 2", "OUTPUT__0, OUTPUT__1."],
-            id="too many",
-        ),
-        pytest.param(RESULTS["list"], ["o__0", "o__2"], ["list of 2"], id="number out of range"),
-        pytest.param(RESULTS["tuple"], ["a__0", "b__0"], ["a__0, b__0"], id="number twice"),
-        pytest.param(RESULTS["tuple"], ["o__0", "b"], ["o__0, b"], id="number and unknown"),
-        pytest.param(
-            RESULTS["dict"],
-            ["mean", "variance"],
-            [
-                "the outputs mean, variance do not fit",
-                "dict with mean, deviation",
-                "names among mean, deviation, OUTPUT__0, OUTPUT__1.",
-            ],
-            id="one unknown key",
+            two,
+            ["x", "y"],
+            ["y"],
+            ["no input feeds forward()'s argument y; y cannot be optional", "forward(x: Any"],
+            id="without a default",
         ),
         pytest.param(
-            RESULTS["dict"], ["mean", "o__1"], ["dict with mean, deviation"], id="key and number"
+            keyword_only,
+            ["x", "y"],
+            ["y"],
+            ["no input feeds forward()'s argument y; y cannot be optional"],
+            id="keyword-only without a default",
         ),
         pytest.param(
-            RESULTS["dataclass"],
-            ["mean", "variance"],
-            ["Record with mean, deviation"],
-            id="unknown field",
+            gap_and_many,
+            ["i__0", "i__1", "i__2"],
+            ["i__1"],
+            ["inputs for * of forward(x: Any, y: Any = None, *others: Any) leave a gap"],
+            id="gap before *",
         ),
-        pytest.param(RESULTS["named tuple"], ["a", "b", "c"], ["Pair of 2"], id="too many fields"),
-        pytest.param(RESULTS["dict"], ["mean", "mean"], ["the outputs mean, mean"], id="key twice"),
+        pytest.param(
+            many,
+            ["a", "b"],
+            ["a"],
+            ["leave a gap"],
+            id="gap in *",
+        ),
+        pytest.param(
+            takes_list, ["a", "b", "c"], ["b"], ["a, c leave gaps in a list"], id="gap in a list"
+        ),
     ],
 )
-def test_outputs_that_the_result_lacks_are_refused(
-    result: Any, names: list[str], said: list[str]
+def test_input_that_is_needed_cannot_be_left_out(
+    forward: Callable[..., Any], names: list[str], left_out: list[str], said: list[str]
 ) -> None:
-    """Names that the result does not have are told beside those that it has."""
+    """An input without which forward() cannot be called is told, with its argument."""
     with pytest.raises(BindingError) as raised:
-        binding.bind_outputs(build.MODEL, names, result)
+        bound(forward, names, left_out)
 
-    assert str(raised.value).startswith("model 'digits': the outputs ")
+    assert str(raised.value).startswith("model 'digits': ")
     assert all(part in str(raised.value) for part in said)
+
+
+def test_gap_before_a_positional_only_argument_is_refused() -> None:
+    """An argument that only its position names cannot be passed beyond one that is left out."""
+
+    def forward(x: Any, y: Any = None, z: Any = None, /) -> Any: ...
+
+    with pytest.raises(BindingError):
+        bound(forward, ["x", "z"])
+
+
+# --- what each column becomes ----------------------------------------------------------------
+
+
+def typed(
+    n: int, f: float, flag: bool, s: str, ss: list[str], bs: list[bytes], x: Tensor, rest: Any
+) -> Any: ...
+
+
+def test_columns_become_what_the_annotations_say() -> None:
+    """Each input knows what it becomes, in the order in which it is passed."""
+    names = ["x", "bs", "ss", "s", "flag", "f", "n", "rest"]
+
+    inputs = bound(typed, names)
+
+    assert dict(zip(inputs.names, inputs.takes, strict=True)) == {
+        "n": Takes.INT,
+        "f": Takes.FLOAT,
+        "flag": Takes.BOOL,
+        "s": Takes.STR,
+        "ss": Takes.STRINGS,
+        "bs": Takes.BYTES,
+        "x": Takes.TENSOR,
+        "rest": Takes.TENSOR,
+    }
+
+
+def test_parts_of_an_argument_are_tensors() -> None:
+    """Within a dict, a list or a tuple there are tensors, whatever holds them."""
+    inputs = bound(takes_tuple_and_list, ["ARGS[0][0]", "ARGS[0][1]", "ARGS[1][0]"])
+    whole = bound(takes_tuple_and_list, ["x", "y"])
+
+    assert set(inputs.takes) == {Takes.TENSOR}
+    assert set(whole.takes) == {Takes.TENSOR}
+
+
+def test_places_are_told_for_people() -> None:
+    """Where each input goes can be read: an argument, a part of one, one of *args."""
+    inputs = bound(everything, ["ARGS[0][key]", "ARGS[1]", "y", "w"])
+
+    places = dict(zip(inputs.names, inputs.places, strict=True))
+    assert places == {"ARGS[0][key]": "x[key]", "ARGS[1]": "*1", "y": "y", "w": "w"}
+
+
+# --- artifacts that carry their call tree ----------------------------------------------------
+
+
+def closed(
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    names: Sequence[str] = (),
+    constants: Mapping[int, Any] | None = None,
+) -> Signature:
+    """The signature of a program that was exported with such a tree."""
+    spec = pytree.tree_structure((args, dict(kwargs or {})))
+    return signatures.of_tree(spec, dict(constants or {}), names)
+
+
+def called_closed(signature: Signature, names: Sequence[str]) -> Any:
+    inputs = binding.bind_inputs(build.MODEL, names, signature)
+    assert inputs.takes == (Takes.TENSOR,) * len(names)
+    assert inputs.places == signature.leaves
+    return inputs.call(lambda *args, **kwargs: (args, kwargs), inputs.names)
+
+
+TREE = closed((0, {"z": 0, "a": [0, 0]}), {"scale": 0}, ["x", "extra"])
+
+
+@pytest.mark.parametrize(
+    ("signature", "names", "received"),
+    [
+        pytest.param(closed((0,), names=["x"]), ["x"], (("x",), {}), id="argument"),
+        pytest.param(closed((0,)), ["anything"], (("anything",), {}), id="the only one"),
+        pytest.param(closed((0, 0)), ["i__1", "i__0"], (("i__0", "i__1"), {}), id="numbers"),
+        pytest.param(
+            closed((0, 0)), ["ARGS[1]", "ARGS[0]"], (("ARGS[0]", "ARGS[1]"), {}), id="paths"
+        ),
+        pytest.param(
+            closed((0,), {"b": 0, "a": 0}, ["x"]),
+            ["a", "KWARGS[b]", "x"],
+            (("x",), {"b": "KWARGS[b]", "a": "a"}),
+            id="keywords in the program's order",
+        ),
+        pytest.param(
+            TREE,
+            ["scale", "ARGS[1][a][1]", "z", "ARGS[1][a][0]", "x"],
+            (("x", {"z": "z", "a": ["ARGS[1][a][0]", "ARGS[1][a][1]"]}), {"scale": "scale"}),
+            id="nested in another order",
+        ),
+        pytest.param(
+            TREE,
+            [f"in__{number}" for number in (4, 3, 2, 1, 0)],
+            (("in__0", {"z": "in__1", "a": ["in__2", "in__3"]}), {"scale": "in__4"}),
+            id="numbers are the program's",
+        ),
+        pytest.param(
+            closed((0, 0, 0), names=["x", "n", "y"], constants={1: 7}),
+            ["y", "x"],
+            (("x", 7, "y"), {}),
+            id="constant between",
+        ),
+        pytest.param(
+            closed((0, 0, 0), constants={1: None}),
+            ["i__1", "i__0"],
+            (("i__0", None, "i__1"), {}),
+            id="numbers leave constants out",
+        ),
+        pytest.param(
+            closed(({"a": 0, "b": 0}, {"b": 0}), names=["d", "e"]),
+            ["ARGS[1][b]", "a", "ARGS[0][b]"],
+            (({"a": "a", "b": "ARGS[0][b]"}, {"b": "ARGS[1][b]"}), {}),
+            id="key that is there twice",
+        ),
+        pytest.param(
+            closed((0, {"x": 0}), names=["x", "d"]),
+            ["ARGS[1][x]", "x"],
+            (("x", {"x": "ARGS[1][x]"}), {}),
+            id="argument before key",
+        ),
+        pytest.param(
+            closed((0, 0), names=["i__1", "i__0"]),
+            ["i__0", "i__1"],
+            (("i__1", "i__0"), {}),
+            id="argument before number",
+        ),
+    ],
+)
+def test_program_gets_its_own_tree(signature: Signature, names: list[str], received: Any) -> None:
+    """A program that carries its tree is called with that tree, in whatever order names stand."""
+    assert called_closed(signature, names) == received
+
+
+def test_dicts_of_a_program_keep_their_order() -> None:
+    """torch.export compares dicts with those of the sample: keys stand as they stood there."""
+    args, _ = called_closed(TREE, ["ARGS[1][a][1]", "ARGS[1][a][0]", "z", "scale", "x"])
+
+    assert list(args[1]) == ["z", "a"]
+
+
+@pytest.mark.parametrize(
+    ("signature", "names", "said"),
+    [
+        pytest.param(
+            closed((0, 0), names=["x", "y"]),
+            ["x"],
+            ["the inputs x do not feed each tensor of forward(x, y) once", "expected 2 inputs"],
+            id="one left out",
+        ),
+        pytest.param(
+            closed((0, 0), names=["x", "y"]),
+            ["x", "mask"],
+            ["the inputs x, mask do", "names among ARGS[0], ARGS[1], INPUT__0, INPUT__1."],
+            id="unknown",
+        ),
+        pytest.param(closed((0, 0)), ["a", "b"], ["the inputs a, b do not"], id="order is no name"),
+        pytest.param(closed((0,)), ["a", "b"], ["expected 1 inputs"], id="one too many"),
+        pytest.param(closed((0, 0)), ["i__0", "i__2"], ["i__0, i__2"], id="out of range"),
+        pytest.param(closed((0, 0)), ["a__0", "b__0"], ["a__0, b__0"], id="number twice"),
+        pytest.param(
+            closed((0, 0)), ["ARGS[0]", "i__0"], ["ARGS[0], i__0"], id="path and its number"
+        ),
+        pytest.param(
+            closed((0, 0), names=["x", "y"], constants={1: 3}),
+            ["x", "ARGS[1]"],
+            ["the inputs x, ARGS[1]", "expected 1 inputs with names among ARGS[0], INPUT__0."],
+            id="constant",
+        ),
+        pytest.param(
+            TREE,
+            ["x", "a", "z", "scale", "i__3"],
+            ["forward(x, extra, *, scale)", "ARGS[1][z], ARGS[1][a][0]"],
+            id="key of a list",
+        ),
+        pytest.param(closed((0, 0)), ["i__0", "i__0"], ["the same name twice"], id="name twice"),
+    ],
+)
+def test_program_that_is_not_fed_is_refused(
+    signature: Signature, names: list[str], said: list[str]
+) -> None:
+    """Each of a program's tensors needs one input; the names that there are, are listed."""
+    with pytest.raises(BindingError) as raised:
+        binding.bind_inputs(build.MODEL, names, signature)
+
+    assert str(raised.value).startswith("model 'digits': the inputs ")
+    assert all(part in str(raised.value) for part in said)
+
+
+def test_input_of_a_program_cannot_be_optional() -> None:
+    """A program has no defaults: an optional input is told at load."""
+    with pytest.raises(BindingError) as raised:
+        binding.bind_inputs(build.MODEL, ["x", "y"], closed((0, 0), names=["x", "y"]), ["y"])
+
+    assert "'digits': input y is optional, and forward(x, y) has no defaults" in str(raised.value)
+    assert "Take `optional` out" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("signature", "names"),
+    [
+        pytest.param(TREE, ["x", "z", "ARGS[1][a][0]", "ARGS[1][a][1]", "scale"], id="nested"),
+        pytest.param(closed((0, 0)), ["arg0", "arg1"], id="positions"),
+        pytest.param(
+            closed(({"b": 0}, {"b": 0})), ["ARGS[0][b]", "ARGS[1][b]"], id="key that is there twice"
+        ),
+    ],
+)
+def test_leaf_has_a_shortest_name(signature: Signature, names: list[str]) -> None:
+    """What a config is made of is the shortest name of each leaf, and it leads back there."""
+    found = [binding.leaf_name(number, signature) for number in range(len(names))]
+
+    assert found == names
+    assert binding.bind_inputs(build.MODEL, found, signature).names == tuple(names)

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import kinds
+import models
 import pytest
+import safetensors.torch
+import scenarios
+import torch
+
+from torch_py_backend import completion, examination, pbtxt
 
 _APP = "from torch_py_backend.cli import app; app()"
 
 
-def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", _APP, *arguments],
         capture_output=True,
         text=True,
         check=False,
+        cwd=cwd,
         env=os.environ | {"COLUMNS": "200", "TERM": "dumb"},
     )
 
@@ -55,8 +66,25 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
         (["serve", "/no/such/repository"], "/no/such/repository is not a folder"),
         (["serve", ".", "--tritonserver=/no/server"], "/no/server is not a file"),
         (["install", "--backend-dir=/dev/null/x"], "cannot install into /dev/null/x"),
+        (["check", "/no/such/models"], "/no/such/models is not a folder"),
+        (["check", "/dev/null"], "/dev/null is not a folder"),
+        (["init", "/no/such/model.pt"], "/no/such/model.pt is not a file"),
+        (["init", "/"], "/ is not a file"),
+        pytest.param(
+            ["check", "/no/[extra]/[/x]"],
+            "/no/[extra]/[/x] is not a folder",
+        ),
     ],
-    ids=["repository", "server", "backend-dir"],
+    ids=[
+        "repository",
+        "server",
+        "backend-dir",
+        "check-nothing",
+        "check-a-file",
+        "init-nothing",
+        "init-a-folder",
+        "brackets",
+    ],
 )
 def test_refusals(arguments: list[str], says: str) -> None:
     """A refusal is one line on standard error and exit code 1."""
@@ -71,5 +99,428 @@ def test_help_names_the_commands() -> None:
     """Help lists every command."""
     done = _run("--help")
     assert done.returncode == 0
-    assert "serve" in done.stdout
-    assert "install" in done.stdout
+    for command in ("serve", "init", "check", "install"):
+        assert f" {command} " in done.stdout
+
+
+# --- check -----------------------------------------------------------------------------------
+
+_NEGATE = models.source(models.Negate)
+_COMPLETE = scenarios.x_to_y()
+_BARE = 'backend: "pytorch_py"\n'
+_GAPS = (
+    _NEGATE
+    + """
+
+def example_inputs():
+    return {"x": torch.rand(2, 4)}
+"""
+)
+_HANGS = (
+    _NEGATE
+    + """
+
+def example_inputs():
+    while True:
+        pass
+"""
+)
+# Whatever it does when it is imported, it can be served.
+_NOISY = (
+    """
+import os
+import tempfile
+
+print("x" * 2_000_000)
+print('{"models": []}')
+os.write(1, b"written")
+for number in (0, 1):
+    os.close(number)
+if os.fork() == 0:
+    os._exit(9)
+os.chdir(tempfile.gettempdir())
+"""
+    + _NEGATE
+)
+_LIMIT = 'parameters { key: "AUTO_COMPLETE_TIMEOUT_S" value { string_value: "1" } }\n'
+_MODELS: dict[str, tuple[str | bytes, str]] = {
+    "good": (_COMPLETE, _NEGATE),
+    "gaps [red] ü": (_BARE, _GAPS),
+    "noisy": (_COMPLETE, _NOISY),
+    "no_backend": (_COMPLETE.replace(_BARE, ""), _NEGATE),
+    "typo": (_COMPLETE + _LIMIT.replace("AUTO", "AUTOMATIC"), _NEGATE),
+    "broken_config": ('backend: "pytorch_py"\ninput [{ name: }]\n', _NEGATE),
+    "latin": ("# café\n".encode("latin-1"), _NEGATE),
+    "broken_source": (_COMPLETE, "def broken(:\n"),
+    "exits": (_COMPLETE, "import os\n\nos._exit(7)\n"),
+    "hangs": (_BARE + _LIMIT, _HANGS),
+    "no_versions": (_COMPLETE, ""),
+}
+
+
+def _lay_out(repository: Path, *names: str) -> Path:
+    for name in names:
+        text, source = _MODELS[name]
+        (repository / name / "1").mkdir(parents=True)
+        content = text.encode() if isinstance(text, str) else text
+        (repository / name / "config.pbtxt").write_bytes(content)
+        (repository / name / "1" / "model.py").write_text(source)
+        if not source:
+            (repository / name / "1" / "model.py").unlink()
+            (repository / name / "1").rmdir()
+    return repository
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What `check --json` prints on a repository of good and of broken models."""
+    folder = tmp_path_factory.mktemp("check")
+    repository = _lay_out(folder / "repository", *_MODELS)
+    (repository / "notes.txt").write_text("no model")
+    (repository / "broken link").symlink_to("/no/such/model")
+    done = _run("check", "--json", "repository", cwd=folder)
+    assert done.returncode == 1, done.stderr[-2000:]
+    document: dict[str, Any] = json.loads(done.stdout)
+    return document
+
+
+def test_check_reports_every_model(report: dict[str, Any]) -> None:
+    """One broken model does not keep the others from being tried; standard output is JSON alone."""
+    assert [one["model"] for one in report["models"]] == sorted(_MODELS)
+    served = [one["model"] for one in report["models"] if "error" not in one]
+    assert served == ["gaps [red] ü", "good", "no_backend", "noisy", "typo"]
+    assert report["environment"] == list(examination.environment())
+
+
+def _model(report: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(one for one in report["models"] if one["model"] == name)
+
+
+@pytest.mark.parametrize("name", ["good", "noisy"])
+def test_check_of_a_good_model(report: dict[str, Any], name: str) -> None:
+    """A model that serves is described, whatever it prints, closes or forks on the way."""
+    found = _model(report, name)
+    assert found["version"] == "1"
+    assert found["artifact"] == "model.py: Python source and weights"
+    assert found["inputs"] == ["x FP32 [4] → x"]
+    assert found["outputs"] == ["y FP32 [4]"]
+    assert found["max_batch_size"] == 8
+    assert found["options"] == {}
+    assert found["notes"] == found["warnings"] == []
+
+
+def test_check_completes(report: dict[str, Any]) -> None:
+    """What a config leaves out is told by the model, and noted."""
+    found = _model(report, "gaps [red] ü")
+    assert found["inputs"] == ["x FP32 [4] → x"]
+    assert found["outputs"] == ["OUTPUT__0 FP32 [4]"]
+    assert found["max_batch_size"] == 8
+    (note,) = found["notes"]
+    assert "leaves out inputs or outputs" in note
+
+
+def test_check_notes(report: dict[str, Any]) -> None:
+    """What no load would show is noted; what a load warns about is a warning."""
+    (note,) = _model(report, "no_backend")["notes"]
+    assert "config.pbtxt has no `backend`" in note
+    (warning,) = _model(report, "typo")["warnings"]
+    assert "Did you mean AUTO_COMPLETE_TIMEOUT_S?" in warning
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("broken_config", "config.pbtxt cannot be read: 2:"),
+        ("latin", "config.pbtxt cannot be read"),
+        ("broken_source", "model.py fails at line 1: SyntaxError"),
+        ("exits", "trying the model ended the process with exit code 7"),
+        ("hangs", "trying the model took longer than 1 seconds"),
+        ("no_versions", "the model folder has no versions"),
+    ],
+)
+def test_check_of_a_broken_model(report: dict[str, Any], name: str, says: str) -> None:
+    """A model that would not load has the sentence that the server would show, in one line."""
+    found = _model(report, name)
+    assert found["error"].startswith(f"model '{name}': ")
+    assert says in found["error"]
+    assert "\n" not in found["error"]
+
+
+def test_check_for_reading(tmp_path: Path) -> None:
+    """Without --json, models are told in words, with their brackets; a failed one exits with 1."""
+    _lay_out(tmp_path, "gaps [red] ü", "broken_config")
+    done = _run("check", str(tmp_path))
+    assert done.returncode == 1
+    lines = done.stdout.splitlines()
+    assert "OK      gaps [red] ü 1" in lines
+    assert any(line.split() == ["inputs", "x", "FP32", "[4]", "→", "x"] for line in lines)
+    assert any(line.startswith("FAILED  model 'broken_config': ") for line in lines)
+    assert "Traceback" not in done.stderr
+
+
+def test_check_of_one_model(tmp_path: Path) -> None:
+    """A model folder may be named itself, also by a relative path; nothing in it changes."""
+    _lay_out(tmp_path, "good")
+    before = _tree(tmp_path)
+    done = _run("check", ".", cwd=tmp_path / "good")
+    assert done.stdout.startswith("OK      good 1\n")
+    assert done.returncode == int(bool(list(examination.environment())))
+    assert _tree(tmp_path) == before
+
+
+def test_check_of_an_empty_folder(tmp_path: Path) -> None:
+    """A folder without models is a problem and exit code 1, in words and in JSON."""
+    done = _run("check", str(tmp_path))
+    assert done.returncode == 1
+    assert f"{tmp_path} holds no models" in done.stdout
+    done = _run("check", "--json", str(tmp_path))
+    assert done.returncode == 1
+    document = json.loads(done.stdout)
+    assert document["models"] == []
+    assert any("holds no models" in problem for problem in document["environment"])
+
+
+# --- init ------------------------------------------------------------------------------------
+
+
+def _tree(folder: Path) -> dict[str, bytes | None]:
+    """All that lies in a folder, with the contents of its files."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }
+
+
+_ODD = "größe 2.0 -x_y"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with artifacts, and a repository that `init` made of them."""
+    folder = tmp_path_factory.mktemp("init")
+    examples = {"x": torch.rand(2, 4)}
+    (folder / "script").mkdir()
+    scenarios.script(models.Affine(), "script.pt")(folder / "script")
+    scenarios.safe(examples, "example_inputs.safetensors")(folder / "script")
+    (folder / "program.pt2").write_bytes(kinds._exported("one"))
+    source = models.source(models.Affine) + kinds._EXAMPLE_FUNCTION
+    (folder / "classes.py").write_text(source)
+    scenarios.safe(scenarios.affine().state_dict(), "classes.safetensors")(folder)
+    for arguments in (
+        ("script/script.pt", "--repository=new/models"),
+        ("classes.py", "--repository", "new/models", "--name=classifier.v1"),
+        ("program.pt2", "--repository=new/models", "--link", f"--name={_ODD}"),
+    ):
+        done = _run("init", *arguments, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert "loads and runs" in done.stdout, done.stdout
+    return folder
+
+
+_MADE = {
+    "script": (["model.pt", "example_inputs.safetensors"], "x", 8),
+    "classifier.v1": (["model.py", "model.safetensors"], "x", 8),
+    _ODD: (["model.pt2"], "x", 8),
+}
+
+
+def test_init_makes_nothing_else(made: Path) -> None:
+    """The repository holds the models by their names, and no scratch folder."""
+    assert sorted(path.name for path in (made / "new" / "models").iterdir()) == sorted(_MADE)
+
+
+@pytest.mark.parametrize("name", _MADE, ids=["torchscript", "module", "exported"])
+def test_init_makes_a_model_folder(made: Path, name: str) -> None:
+    """The files have the names that are served; the config is one that Triton reads, complete."""
+    files, x, size = _MADE[name]
+    folder = made / "new" / "models" / name
+    assert sorted(path.name for path in folder.iterdir()) == ["1", "config.pbtxt"]
+    assert sorted(path.name for path in (folder / "1").iterdir()) == sorted(files)
+    document = pbtxt.read(folder)
+    assert document["backend"] == "pytorch_py"
+    assert not completion.needed(document)
+    assert document["max_batch_size"] == size
+    assert "dynamic_batching" in document
+    (taken,) = document["input"]
+    assert (taken["name"], taken["data_type"], taken["dims"]) == (x, "TYPE_FP32", [4])
+    assert [one["dims"] for one in document["output"]] == [[3]]
+
+
+@pytest.mark.parametrize("name", _MADE, ids=["torchscript", "module", "exported"])
+def test_init_makes_a_folder_that_others_can_read(made: Path, name: str) -> None:
+    """A server of another user can enter it, although it was made in a private folder."""
+    plain = (made / "script").stat().st_mode
+    assert (made / "new" / "models" / name).stat().st_mode == plain
+
+
+def test_init_links_or_copies(made: Path) -> None:
+    """--link links to the file by an absolute path; without it, files are copies of their own."""
+    linked = made / "new" / "models" / _ODD / "1" / "model.pt2"
+    assert linked.readlink() == made / "program.pt2"
+    copied = made / "new" / "models" / "script" / "1" / "model.pt"
+    assert not copied.is_symlink()
+    assert copied.read_bytes() == (made / "script" / "script.pt").read_bytes()
+
+
+def test_check_of_what_init_made(made: Path) -> None:
+    """What `init` makes passes `check`, without a note."""
+    done = _run("check", "--json", "new/models", cwd=made)
+    document = json.loads(done.stdout)
+    assert {one["model"] for one in document["models"]} == set(_MADE)
+    assert not any("error" in one or one["notes"] for one in document["models"]), done.stdout
+
+
+def test_init_without_examples(tmp_path: Path) -> None:
+    """Where nothing tells the shapes, the folder says what is to be written, and where."""
+    scenarios.script(models.Negate(), "net.pt")(tmp_path)
+    done = _run("init", "net.pt", cwd=tmp_path)
+    assert done.returncode == 0
+    assert "to be written by you" in done.stdout
+    assert "example_inputs.safetensors" in done.stdout
+    assert "next: complete config.pbtxt" in done.stdout
+    text = (tmp_path / "net" / "config.pbtxt").read_text()
+    assert "# input [{" in text
+    assert "# output [{" in text
+    assert completion.needed(pbtxt.read(tmp_path / "net"))
+
+
+def _pickled(path: Path) -> None:
+    torch.save(models.Negate(), path)
+
+
+def _truncated(path: Path) -> None:
+    scenarios.script(models.Affine(), path.name)(path.parent)
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "says"),
+    [
+        pytest.param(
+            "page.pt",
+            lambda path: path.write_bytes(b"<!DOCTYPE html><html>not found</html>"),
+            ("page.pt is an HTML page", "Download it again"),
+            id="html",
+        ),
+        pytest.param(
+            "weights.pt",
+            lambda path: torch.save(models.Affine().state_dict(), path),
+            ("weights.pt is a state_dict", "weights.py beside it"),
+            id="state-dict",
+        ),
+        pytest.param(
+            "weights.safetensors",
+            lambda path: safetensors.torch.save_file(models.Affine().state_dict(), path),
+            ("weights.safetensors is safetensors: weights without code",),
+            id="safetensors",
+        ),
+        pytest.param(
+            "module.pt", _pickled, ("a pickle of a whole module", "not loaded"), id="pickle"
+        ),
+        pytest.param("cut.pt", _truncated, ("truncated or damaged",), id="truncated"),
+        pytest.param("nothing.pt", lambda path: path.write_bytes(b""), ("is empty",), id="empty"),
+        pytest.param(
+            "net.onnx", lambda path: path.write_bytes(b"\x08\x07pytorch"), ("ONNX",), id="onnx"
+        ),
+        pytest.param(
+            "a [red] b.pt",
+            lambda path: path.write_bytes(b"PNG"),
+            ("a [red] b.pt is not a file that",),
+            id="brackets",
+        ),
+    ],
+)
+def test_init_of_a_wrong_file(
+    tmp_path: Path, name: str, write: Callable[[Path], Any], says: tuple[str, ...]
+) -> None:
+    """A file that is no model gets its diagnosis and cure in one line, and nothing is made."""
+    write(tmp_path / name)
+    before = _tree(tmp_path)
+    done = _run("init", name, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert all(part in done.stderr for part in says), done.stderr
+    assert _tree(tmp_path) == before
+
+
+def test_init_leaves_no_repository(tmp_path: Path) -> None:
+    """A repository that was not there is not left behind, empty, by a wrong file."""
+    (tmp_path / "page.pt").write_bytes(b"<html>")
+    assert _run("init", "page.pt", "--repository=new/models", cwd=tmp_path).returncode == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["page.pt"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../evil", "a/b", "/tmp/evil", "..", ".", ".hidden", "a/", "a/../b"),
+        *("[red]", 'a"b', "a\\b", 'a\nplatform: "x" #', "a\n", " ", "$(x)"),
+    ],
+)
+def test_init_stays_in_the_repository(tmp_path: Path, name: str) -> None:
+    """A name that is a path, hidden, or more than a comment can hold is refused at once."""
+    (tmp_path / "repository").mkdir()
+    scenarios.text("def forward(x):\n    return x\n", "net.py")(tmp_path)
+    before = _tree(tmp_path)
+    done = _run("init", "../net.py", f"--name={name}", cwd=tmp_path / "repository")
+    assert done.returncode == 1
+    assert f"--name is '{name}'" in done.stderr
+    assert _tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "occupy",
+    [
+        pytest.param(lambda path: path.mkdir(), id="empty-folder"),
+        pytest.param(lambda path: path.write_text("mine"), id="file"),
+        pytest.param(lambda path: path.symlink_to(path.parent), id="link"),
+        pytest.param(
+            lambda path: path.symlink_to("/no/such/model"),
+            id="broken-link",
+        ),
+    ],
+)
+def test_init_overwrites_nothing(tmp_path: Path, occupy: Callable[[Path], Any]) -> None:
+    """What has the name already is left as it is."""
+    scenarios.text("def forward(x:\n", "net.py")(tmp_path)
+    occupy(tmp_path / "taken")
+    before = sorted(tmp_path.iterdir())
+    done = _run("init", "net.py", "--name=taken", cwd=tmp_path)
+    assert done.returncode == 1
+    assert f"{tmp_path / 'taken'} exists already" in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_init_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """A repository that cannot be made is one line."""
+    scenarios.text("def forward(x):\n    return x\n", "net.py")(tmp_path)
+    done = _run("init", "net.py", "--repository=/dev/null/models", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_init_writes_what_the_model_told(tmp_path: Path) -> None:
+    """Tensors may have any name, and one value a row: in the config, they have it, too."""
+    source = """
+from torch import ones
+
+
+def forward(inputs: dict):
+    return {name + "!": value for name, value in inputs.items()}
+
+
+def example_inputs():
+    return {'quote "x"': ones(2, 4), "back\\\\slash": ones(2, 3), "größe": ones(2)}
+"""
+    scenarios.text(source, "net.py")(tmp_path)
+    done = _run("init", "net.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = pbtxt.read(tmp_path / "net")
+    names = ['quote "x"', "back\\slash", "größe"]
+    assert [one["name"] for one in document["input"]] == names
+    assert [one["name"] for one in document["output"]] == [f"{name}!" for name in names]
+    for role in ("input", "output"):
+        assert [one["dims"] for one in document[role]] == [[4], [3], [1]]
+        assert [one.get("reshape") for one in document[role]] == [None, None, {"shape": []}]

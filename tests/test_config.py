@@ -119,22 +119,43 @@ def test_config_without_tensors_is_refused(role: str, entries: list[Any] | None)
 
 
 @pytest.mark.parametrize("role", ["input", "output"])
-@pytest.mark.parametrize("name", ["TYPE_STRING", "TYPE_INVALID", "FP32"])
+@pytest.mark.parametrize("name", ["TYPE_INVALID", "FP32", "TYPE_BYTES", "BYTES", ""])
 def test_types_that_no_tensor_has_are_refused(role: str, name: str) -> None:
-    """Strings and unknown types are refused at load, and those that are served are listed."""
+    """Unknown types are refused at load, and those that are served are listed."""
     with pytest.raises(ConfigError) as raised:
         parsed(**{role: [tensor(name="text", data_type=name)]})
 
     text = str(raised.value)
     assert f"'digits': {role} 'text' has data_type {name}; expected one of " in text
     listed = text.partition("one of ")[2].rstrip(".").split(", ")
-    assert listed == [one.config for one in dtypes.TABLE if one.torch is not None]
+    assert listed == [one.config for one in dtypes.TABLE]
 
 
-def test_optional_input_is_refused() -> None:
-    """An optional input would be missing from some requests: it is refused by name."""
-    with pytest.raises(ConfigError, match="input 'mask' is optional"):
-        parsed(input=[tensor(), tensor(name="mask", optional=True)])
+@pytest.mark.parametrize("role", ["input", "output"])
+def test_strings_are_served(role: str) -> None:
+    """TYPE_STRING is a type like the others."""
+    found = parsed(**{role: [tensor(data_type="TYPE_STRING")]})
+
+    (spec,) = found.inputs if role == "input" else found.outputs
+    assert spec == build.spec("x", "BYTES")
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_input_may_be_optional(optional: bool) -> None:
+    """What the config says of an input's absence is known; without a word it is needed."""
+    found = parsed(input=[tensor(), tensor(name="mask", optional=optional)])
+
+    assert [spec.optional for spec in found.inputs] == [False, optional]
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+def test_incomplete_config_may_be_read(role: str) -> None:
+    """While a config is completed its inputs and outputs do not matter, not even wrong ones."""
+    arguments = build.arguments(**{role: []})
+
+    found = config.parse(arguments, complete=False)
+
+    assert (found.inputs, found.outputs) == ((), ())
 
 
 @pytest.mark.parametrize(

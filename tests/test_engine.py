@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import build
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend import binding, runtime
-from torch_py_backend.binding import Argument, Passing
+from torch_py_backend import engine as engine_module
+from torch_py_backend import runtime, signatures
+from torch_py_backend.artifacts import Kind
+from torch_py_backend.batching import ANY_ROWS, Rows
+from torch_py_backend.binding import Argument, Passing, Signature, Takes
+from torch_py_backend.config import TensorSpec
 from torch_py_backend.engine import Engine
-from torch_py_backend.errors import BackendError, BindingError, InputError, OutputError
+from torch_py_backend.errors import (
+    BackendError,
+    BindingError,
+    ConfigError,
+    ForwardError,
+    InputError,
+    OutputError,
+)
+from torch_py_backend.loaders import Loaded
 from torch_py_backend.options import Options
 
 
@@ -29,17 +43,17 @@ class Recorder:
         return self._function(x)
 
 
-def engine(function: Callable[..., Any], **overrides: Any) -> Engine:
+def engine(function: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any) -> Engine:
     """An engine of one input `x` and one output `y`, both FP32 [-1] unless told otherwise."""
     spec = build.spec("x", dims=(-1,))
     settings = build.config(inputs=(spec,), outputs=(build.spec("y", dims=(-1,)),), **overrides)
-    argument = Argument("x", True, Passing.POSITIONAL, False, "x")
-    inputs = binding.bind_inputs(settings.name, ["x"], [argument])
+    argument = Argument("x", True, Passing.POSITIONAL, Takes.TENSOR, "x")
+    loaded = Loaded(Kind.MODULE, function, Signature((argument,)), (), rows)
     surroundings = runtime.surround(Options(), torch.device("cpu"), ())
-    return Engine(settings, function, inputs, surroundings)
+    return Engine(settings, loaded, surroundings)
 
 
-def items(*shapes: tuple[int, ...]) -> list[dict[str, Tensor]]:
+def items(*shapes: tuple[int, ...]) -> list[Any]:
     return [{"x": torch.rand(shape)} for shape in shapes]
 
 
@@ -51,7 +65,7 @@ def test_one_call_for_a_batch() -> None:
     assert [call.shape for call in model.calls] == [(6, 4)]
     for item, outcome in zip(sent, outcomes, strict=True):
         assert isinstance(outcome, dict)
-        assert torch.equal(outcome["y"], item["x"])
+        assert torch.equal(cast("Tensor", outcome["y"]), item["x"])
 
 
 def test_one_item_is_not_copied() -> None:
@@ -60,7 +74,8 @@ def test_one_item_is_not_copied() -> None:
     (item,) = items((2, 4))
     (outcome,) = engine(model).run([item])
     assert isinstance(outcome, dict)
-    assert model.calls[0].data_ptr() == item["x"].data_ptr() == outcome["y"].data_ptr()
+    made = cast("Tensor", outcome["y"])
+    assert model.calls[0].data_ptr() == item["x"].data_ptr() == made.data_ptr()
 
 
 def test_shapes_are_called_apart() -> None:
@@ -71,7 +86,7 @@ def test_shapes_are_called_apart() -> None:
     assert sorted(call.shape for call in model.calls) == [(1, 5), (3, 4)]
     for item, outcome in zip(sent, outcomes, strict=True):
         assert isinstance(outcome, dict)
-        assert torch.equal(outcome["y"], item["x"])
+        assert torch.equal(cast("Tensor", outcome["y"]), item["x"])
 
 
 def test_unbatched_items_are_called_one_by_one() -> None:
@@ -138,3 +153,167 @@ def test_a_result_that_does_not_bind() -> None:
     for _ in range(2):
         (outcome,) = made.run(items((1, 4)))
         assert isinstance(outcome, BindingError)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sizes", "calls"),
+    [
+        pytest.param(Rows(4, 4), (1, 2), [4], id="fixed, padded"),
+        pytest.param(Rows(4, 4), (4,), [4], id="fixed, full"),
+        pytest.param(Rows(4, 4), (3, 4, 2), [4, 4, 4], id="fixed, in pieces"),
+        pytest.param(Rows(1, 1), (2, 1), [1, 1, 1], id="one by one"),
+        pytest.param(Rows(2, None), (1,), [2], id="at least two"),
+        pytest.param(Rows(2, None), (5,), [5], id="more than the least"),
+        pytest.param(Rows(1, 8), (3, 3), [6], id="up to eight"),
+    ],
+)
+def test_rows_that_a_program_takes(rows: Rows, sizes: tuple[int, ...], calls: list[int]) -> None:
+    """A program of fixed rows is called in pieces, filled up; each item gets its own rows."""
+    model = Recorder(lambda x: x * 2)
+    sent = items(*((size, 4) for size in sizes))
+    outcomes = engine(model, rows).run(sent)
+    assert [call.shape[0] for call in model.calls] == calls
+    for item, outcome in zip(sent, outcomes, strict=True):
+        assert isinstance(outcome, dict)
+        assert torch.equal(cast("Tensor", outcome["y"]), item["x"] * 2)
+
+
+def whole(
+    function: Callable[..., Any],
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    **overrides: Any,
+) -> Engine:
+    """An engine of a function as it would be loaded from a source."""
+    settings = build.config(inputs=inputs, outputs=outputs, **overrides)
+    loaded = Loaded(Kind.MODULE, function, signatures.of_function(function), ())
+    return Engine(settings, loaded, runtime.surround(Options(), torch.device("cpu"), ()))
+
+
+def texts(*rows: Any) -> Any:
+    return np.array(rows, dtype=np.object_)
+
+
+WORDS = (build.spec("x", "BYTES", (1,)),)
+LOUDER = (build.spec("y", "BYTES", (1,)),)
+
+
+def louder(x: list[str]) -> list[str]:
+    return [word + "!" for word in x]
+
+
+def test_each_item_gets_its_own_strings() -> None:
+    """Strings of a batch go back to the requests that they belong to."""
+    outcomes = whole(louder, WORDS, LOUDER).run(
+        [{"x": texts([b"a"])}, {"x": texts([b"b"], [b"c"])}, {"x": texts([b"d"])}]
+    )
+
+    found = [outcome["y"].tolist() for outcome in outcomes if isinstance(outcome, dict)]
+    assert found == [[["a!"]], [["b!"], ["c!"]], [["d!"]]]
+
+
+def test_bytes_that_are_no_text_fail_alone() -> None:
+    """One request with bytes that are no text does not spoil its batch."""
+    wrong, right = whole(louder, WORDS, LOUDER).run([{"x": texts([b"\xff"])}, {"x": texts([b"a"])}])
+
+    assert isinstance(wrong, InputError)
+    assert isinstance(right, dict)
+    assert right["y"].tolist() == [["a!"]]
+
+
+def test_items_with_other_scalars_do_not_meet() -> None:
+    """A number that is one for all rows is each item's own."""
+
+    def power(x: Tensor, n: int) -> Tensor:
+        if n < 0:
+            raise ValueError("negative")
+        return x**n
+
+    made = whole(power, (build.spec("x"), build.spec("n", "INT64", (1,))), (build.spec("y"),))
+    x = torch.full((2, 4), 3.0)
+
+    outcomes = made.run([{"x": x, "n": torch.full((2, 1), n)} for n in (2, -1, 3)])
+
+    assert isinstance(outcomes[1], ForwardError)
+    found = [outcome["y"] for outcome in outcomes if isinstance(outcome, dict)]
+    assert [value.flatten()[0].item() for value in found] == [9.0, 27.0]
+
+
+def test_items_with_and_without_an_optional_input() -> None:
+    """Each item is answered with the inputs that it has, in its own place."""
+
+    def shifted(x: Tensor, by: Tensor | None = None) -> Tensor:
+        return x if by is None else x + by
+
+    by = dataclasses.replace(build.spec("by"), optional=True)
+    made = whole(shifted, (build.spec("x"), by), (build.spec("y"),))
+    x = torch.zeros(1, 4)
+
+    outcomes = made.run([{"x": x}, {"x": x, "by": x + 1}, {"x": x + 5}, {"x": x, "by": x + 2}])
+
+    found = [outcome["y"] for outcome in outcomes if isinstance(outcome, dict)]
+    assert [value.flatten()[0].item() for value in found] == [0.0, 1.0, 5.0, 2.0]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_items_without_any_input(count: int) -> None:
+    """A model whose inputs may all be left out answers requests that bring none."""
+
+    def constant(x: Tensor | None = None) -> Tensor:
+        return torch.ones(4) if x is None else x
+
+    x = dataclasses.replace(build.spec("x"), optional=True)
+    made = whole(constant, (x,), (build.spec("y"),), max_batch_size=0)
+
+    outcomes = made.run([{}] * count)
+
+    assert [isinstance(outcome, dict) for outcome in outcomes] == [True] * count
+
+
+def test_error_of_one_group_is_no_other_groups() -> None:
+    """A result that contradicts the config for one shape leaves the other's answer alone."""
+    outcomes = engine(lambda x: x.double() if x.shape[1] == 5 else x).run(items((1, 4), (1, 5)))
+
+    assert isinstance(outcomes[0], dict)
+    assert isinstance(outcomes[1], OutputError)
+    assert "output 'y' is float64 [1, 5]; expected float32 [-1, -1]" in str(outcomes[1])
+
+
+def test_rows_are_free_without_a_batch_dimension() -> None:
+    """With max_batch_size 0 an unbatched model is never filled up."""
+    model = Recorder()
+    engine(model, Rows(4, 4), max_batch_size=0).run(items((2,)))
+
+    assert [call.shape for call in model.calls] == [(2,)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "refused"),
+    [
+        pytest.param(ANY_ROWS, False, id="any"),
+        pytest.param(Rows(4, 4), False, id="fixed"),
+        pytest.param(Rows(2, None), False, id="at least two"),
+        pytest.param(Rows(1, 8), False, id="as many as a batch"),
+        pytest.param(Rows(1, 7), True, id="fewer than a batch"),
+    ],
+)
+def test_batches_larger_than_the_program_are_refused(rows: Rows, refused: bool) -> None:
+    """A program of at most so many rows does not fit a larger max_batch_size."""
+    loaded = Loaded(Kind.EXPORTED, lambda x: x, Signature(()), (), rows)
+
+    if refused:
+        with pytest.raises(ConfigError, match=r"max_batch_size is 8, and .* takes at most 7 rows"):
+            engine_module._check_rows(build.config(), loaded)
+    else:
+        engine_module._check_rows(build.config(), loaded)
+
+
+def test_places_and_signature_are_told() -> None:
+    """What `check` prints of a model is what it was bound to."""
+
+    def forward(x: Tensor, *, scale: Tensor) -> Any: ...
+
+    made = whole(forward, (build.spec("scale"), build.spec("ARGS[0]")), (build.spec("y"),))
+
+    assert made.places == {"ARGS[0]": "x", "scale": "scale"}
+    assert made.signature == "forward(x: 'Tensor', *, scale: 'Tensor')"

@@ -138,6 +138,13 @@ def test_empty_folder_is_filled(backends: Path) -> None:
     assert (installation.install(backends, NAME) / "model.py").is_file()
 
 
+def test_folder_for_backends_is_made(tmp_path: Path) -> None:
+    """The backends' folder need not be there, nor the one above it."""
+    target = installation.install(tmp_path / "opt" / "triton" / "backends", NAME)
+
+    assert names(target) == ["model.py", "torch_py_backend"]
+
+
 def test_several_names_stand_side_by_side(backends: Path) -> None:
     """The backend can be there under two names, for example as drop-in for LibTorch's."""
     first = installation.install(backends, NAME)

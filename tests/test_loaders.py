@@ -9,10 +9,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend import artifacts, loaders
+from torch_py_backend import artifacts, loaders, programs
 from torch_py_backend.artifacts import Kind
-from torch_py_backend.binding import Argument, Passing
-from torch_py_backend.errors import ArtifactError, LoadError, SourceError, WeightsError
+from torch_py_backend.batching import ANY_ROWS, Rows
+from torch_py_backend.binding import Passing
+from torch_py_backend.errors import (
+    ArtifactError,
+    ConfigError,
+    LoadError,
+    SourceError,
+    WeightsError,
+)
 from torch_py_backend.loaders import Loaded
 
 CPU = torch.device("cpu")
@@ -54,42 +61,23 @@ class Net(nn.Module):
         return result
 
 
-class WithDefaults(nn.Module):
-    def forward(self, x: Tensor, y: Tensor | None = None, scale: float = 2.0) -> Tensor:
-        return x * scale if y is None else y
-
-
-class TakesDict(nn.Module):
-    def forward(self, x: dict[str, Tensor]) -> Tensor:
-        return x["a"]
-
-
-class TakesList(nn.Module):
-    def forward(self, x: list[Tensor]) -> Tensor:
-        return x[0]
-
-
-class WithKeyword(nn.Module):
-    def forward(self, x: Tensor, *, scale: float) -> Tensor:
-        return x * scale
-
-
 class OnlyEncodes(nn.Module):
     """Has a method, and no forward()."""
 
     @torch.jit.export
     def encode(self, x: Tensor) -> Tensor:
-        return x
+        return x + 1
 
 
 @pytest.fixture(autouse=True)
-def imports() -> Iterator[None]:
-    """Puts back what Python knows of modules and where it looks for them."""
-    path, modules = list(sys.path), set(sys.modules)
+def imports(tmp_path: Path) -> Iterator[None]:
+    """Puts back what Python knows of the test's own modules and where it looks for them."""
+    path = list(sys.path)
     yield
     sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def load(folder: Path, device: torch.device | None = CPU, **options: Any) -> Loaded:
@@ -132,7 +120,7 @@ def test_module_is_ready_to_be_called(tmp_path: Path) -> None:
     assert torch.equal(loaded.module(X), Y)  # without eval(), dropout would clear nearly all
     assert not any(part.training for part in loaded.module.modules())
     assert not any(tensor.requires_grad for tensor in loaded.weights)
-    assert [one.name for one in loaded.arguments] == ["x"]
+    assert [one.name for one in loaded.signature.arguments] == ["x"]
 
 
 def test_weights_are_parameters_and_buffers(tmp_path: Path) -> None:
@@ -211,7 +199,7 @@ def test_function_is_served(tmp_path: Path) -> None:
 
     assert loaded.module(4) == 8
     assert loaded.weights == ()
-    assert [one.name for one in loaded.arguments] == ["x", "factor"]
+    assert [one.name for one in loaded.signature.arguments] == ["x", "factor"]
 
 
 def test_callable_object_is_served(tmp_path: Path) -> None:
@@ -259,7 +247,7 @@ def test_factory_may_return_torchscript(tmp_path: Path) -> None:
 
     loaded = load(tmp_path, model_factory="make", weights="none")
 
-    assert [one.name for one in loaded.arguments] == ["x"]
+    assert [one.name for one in loaded.signature.arguments] == ["x"]
     assert loaded.module(X).shape == (1, 3)
 
 
@@ -269,94 +257,6 @@ def test_what_has_no_signature_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(SourceError, match="'digits': the arguments of what is served cannot be"):
         load(tmp_path, model_class="relu")
-
-
-SIGNATURES = [
-    pytest.param("x", [("x", True, Passing.POSITIONAL, "x")], id="plain"),
-    pytest.param(
-        "x, y=None",
-        [("x", True, Passing.POSITIONAL, "x"), ("y", False, Passing.POSITIONAL, "y=None")],
-        id="default",
-    ),
-    pytest.param(
-        "x, /, *, y, z=1",
-        [
-            ("x", True, Passing.POSITIONAL, "x"),
-            ("y", True, Passing.KEYWORD, "y"),
-            ("z", False, Passing.KEYWORD, "z=1"),
-        ],
-        id="keyword-only",
-    ),
-    pytest.param("*xs", [("xs", False, Passing.REST, "*xs")], id="*"),
-    pytest.param("**xs", [("xs", False, Passing.REST_BY_NAME, "**xs")], id="**"),
-    pytest.param("x: int = 3", [("x", False, Passing.POSITIONAL, "x: int = 3")], id="annotated"),
-    pytest.param("", [], id="none"),
-]
-
-
-@pytest.mark.parametrize("served", ["function", "module"])
-@pytest.mark.parametrize(("signature", "arguments"), SIGNATURES)
-def test_arguments_are_those_of_the_signature(
-    served: str,
-    signature: str,
-    arguments: list[tuple[str, bool, Passing, str]],
-    tmp_path: Path,
-) -> None:
-    """A function and a forward() are asked for their arguments, less `self`."""
-    source = f"def forward({signature}): ...\n"
-    if served == "module":
-        separator = ", " if signature else ""
-        source = (
-            "from torch import nn\nclass Net(nn.Module):\n"
-            f"    def forward(self{separator}{signature}): ...\n"
-        )
-    store(tmp_path, source)
-
-    assert load(tmp_path).arguments == tuple(
-        Argument(name, required, passing, takes_dict=False, text=text)
-        for name, required, passing, text in arguments
-    )
-
-
-@pytest.mark.parametrize("future", ["", "from __future__ import annotations\n"], ids=["", "future"])
-@pytest.mark.parametrize(
-    ("annotation", "takes_dict"),
-    [
-        ("dict", True),
-        ("dict[str, Tensor]", True),
-        ("Dict[str, Tensor]", True),
-        ("typing.Dict[str, Tensor]", True),
-        ("Mapping[str, Tensor]", True),
-        ("collections.abc.Mapping[str, Tensor]", True),
-        ("Tensor", False),
-        ("list[Tensor]", False),
-        ("DictLike", False),
-        ("Optional[Tensor]", False),
-    ],
-)
-def test_dict_of_tensors_is_told_by_its_annotation(
-    annotation: str, takes_dict: bool, future: str, tmp_path: Path
-) -> None:
-    """An argument that is annotated as a dict takes all inputs; its likes in name do not."""
-    store(
-        tmp_path,
-        f"{future}import collections.abc\nimport typing\n"
-        "from collections.abc import Mapping\nfrom typing import Dict, Optional\n"
-        "from torch import Tensor\nclass DictLike: ...\n"
-        f"def predict(x: {annotation}): ...\n",
-    )
-
-    (argument,) = load(tmp_path).arguments
-    assert argument.takes_dict is takes_dict
-
-
-@pytest.mark.parametrize("stars", ["*", "**"])
-def test_annotated_rest_takes_no_dict(stars: str, tmp_path: Path) -> None:
-    """The annotation of *args and **kwargs is that of each of them."""
-    store(tmp_path, f"def predict({stars}x: dict): ...\n")
-
-    (argument,) = load(tmp_path).arguments
-    assert not argument.takes_dict
 
 
 # --- TorchScript -----------------------------------------------------------------------------
@@ -380,7 +280,7 @@ def test_torchscript_is_ready_to_be_called(make: Any, tmp_path: Path) -> None:
     loaded = load(tmp_path)
 
     assert torch.equal(loaded.module(X), Y)
-    assert [(one.name, one.required, one.passing) for one in loaded.arguments] == [
+    assert [(one.name, one.required, one.passing) for one in loaded.signature.arguments] == [
         ("x", True, Passing.POSITIONAL)
     ]
 
@@ -400,44 +300,6 @@ def test_torchscript_is_loaded_onto_its_device(
     store_script(tmp_path, scripted())
 
     assert {tensor.device.type for tensor in load(tmp_path, device).weights} == {found}
-
-
-@pytest.mark.parametrize(
-    ("module", "arguments"),
-    [
-        pytest.param(
-            WithDefaults(),
-            [
-                ("x", True, Passing.POSITIONAL, False, "Tensor x"),
-                ("y", False, Passing.POSITIONAL, False, "Tensor? y"),
-                ("scale", False, Passing.POSITIONAL, False, "float scale"),
-            ],
-            id="defaults",
-        ),
-        pytest.param(
-            TakesDict(), [("x", True, Passing.POSITIONAL, True, "Dict(str, Tensor) x")], id="dict"
-        ),
-        pytest.param(
-            TakesList(), [("x", True, Passing.POSITIONAL, False, "Tensor[] x")], id="list"
-        ),
-        pytest.param(
-            WithKeyword(),
-            [
-                ("x", True, Passing.POSITIONAL, False, "Tensor x"),
-                # A saved schema has lost the star; the argument is taken by position as well.
-                ("scale", True, Passing.POSITIONAL, False, "float scale"),
-            ],
-            id="keyword-only",
-        ),
-    ],
-)
-def test_torchscript_tells_its_arguments(
-    module: nn.Module, arguments: list[tuple[str, bool, Passing, bool, str]], tmp_path: Path
-) -> None:
-    """The schema that TorchScript carries says what forward() takes."""
-    store_script(tmp_path, torch.jit.script(module))
-
-    assert load(tmp_path).arguments == tuple(Argument(*facts) for facts in arguments)
 
 
 def test_torchscript_without_forward_is_refused(tmp_path: Path) -> None:
@@ -484,6 +346,271 @@ def test_torchscript_that_cannot_be_loaded_is_told(
     assert f"model 'digits': model.pt is TorchScript that torch {torch.__version__} cannot" in text
     assert "Write it again with torch.jit.save" in text
     assert str(tmp_path) not in text
+
+
+# --- METHOD ----------------------------------------------------------------------------------
+
+METHODS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def forward(self, x):
+        raise NotImplementedError
+
+    def encode(self, image, *, scale=2):
+        return image * scale
+
+    size = 3
+"""
+
+
+@pytest.mark.parametrize("device", [CPU, META], ids=str)
+def test_method_of_a_module_is_served(device: torch.device, tmp_path: Path) -> None:
+    """METHOD names what is called instead of forward(), with its own arguments."""
+    store(tmp_path, METHODS)
+
+    loaded = load(tmp_path, device, method="encode")
+
+    assert torch.equal(loaded.module(X), 2 * X)
+    assert str(loaded.signature) == "forward(image, *, scale=2)"
+
+
+def test_method_keeps_its_modules_weights(tmp_path: Path) -> None:
+    """The module behind a method is filled, put into eval mode and asked for its weights."""
+    store(tmp_path, NET.replace("def forward", "def encode"), STATE)
+
+    loaded = load(tmp_path, method="encode")
+
+    assert torch.equal(loaded.module(X), Y)
+    assert len(loaded.weights) == 3
+
+
+def test_method_of_an_object_is_served(tmp_path: Path) -> None:
+    """What is no module may have methods, too."""
+    source = "class Net:\n    def encode(self, x):\n        return x + 1\n    __call__ = None\n"
+    store(tmp_path, source + "def make():\n    return lambda x: x\n")
+
+    assert load(tmp_path, model_factory="make", method="__call__").module(1) == 1
+
+
+def test_method_of_torchscript_is_served(tmp_path: Path) -> None:
+    """TorchScript's exported methods are called like forward(), which it need not have."""
+    store_script(tmp_path, torch.jit.script(OnlyEncodes()))
+
+    loaded = load(tmp_path, method="encode")
+
+    assert torch.equal(loaded.module(X), X + 1)
+    assert [one.name for one in loaded.signature.arguments] == ["x"]
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        pytest.param("decode", "METHOD is 'decode', which Net does not have", id="missing"),
+        pytest.param("size", "the arguments of what is served cannot be told", id="no method"),
+    ],
+)
+def test_method_that_is_none_is_refused(method: str, said: str, tmp_path: Path) -> None:
+    """A name that leads to no method fails the load."""
+    store(tmp_path, METHODS)
+
+    with pytest.raises(SourceError) as raised:
+        load(tmp_path, method=method)
+
+    assert f"model 'digits': {said}" in str(raised.value)
+
+
+@pytest.mark.parametrize("method", ["encode", "training"])
+def test_method_that_torchscript_lacks_is_refused(method: str, tmp_path: Path) -> None:
+    """A method that was not exported, or that is none, is told by its name."""
+    store_script(tmp_path, scripted())
+
+    with pytest.raises(ArtifactError, match=rf"model\.pt is TorchScript without {method}\(\)"):
+        load(tmp_path, method=method)
+
+
+# --- factories of packages -------------------------------------------------------------------
+
+
+def test_package_builds_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of an installed package is built, and filled from the version folder."""
+    (tmp_path / "package_with_a_net.py").write_text(NET)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "digits"
+    torch.save(STATE, build.write(folder, "model.pt", ""))
+
+    loaded = load(folder, model_factory="package_with_a_net:Net")
+
+    assert loaded.kind is Kind.FACTORY
+    assert torch.equal(loaded.module(X), Y)
+
+
+def test_package_without_its_weights_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package's module is not served with random numbers either, unless the config says so."""
+    (tmp_path / "package_without_weights.py").write_text(NET)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "digits"
+    (folder / "1").mkdir(parents=True)
+    factory = "package_without_weights:Net"
+
+    with pytest.raises(ArtifactError, match="Net has 3 weights, and no file"):
+        load(folder, model_factory=factory)
+    assert load(folder, model_factory=factory, weights="none").module(X).shape == (1, 3)
+
+
+def test_pretrained_module_has_read_its_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What from_pretrained() returns needs no file that we would read."""
+    source = NET + (
+        "    @classmethod\n    def from_pretrained(cls, folder, local_files_only):\n"
+        "        return cls()\n"
+    )
+    (tmp_path / "package_with_pretrained.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = tmp_path / "digits"
+    build.write(folder, "config.json", "{}")
+
+    loaded = load(folder, model_factory="package_with_pretrained:Net")
+
+    assert len(loaded.weights) == 3
+
+
+# --- programs --------------------------------------------------------------------------------
+
+
+def store_program(folder: Path) -> None:
+    path = build.write(folder, "model.pt2", "")
+    rows = torch.export.Dim("rows", min=2, max=16)
+    x = torch.rand(4, 2)
+    torch.export.save(torch.export.export(net().eval(), (x,), dynamic_shapes=({0: rows},)), path)
+
+
+def store_package(folder: Path, name: str = "model.pt2") -> None:
+    """What looks like a package, and is none that can be loaded."""
+    with zipfile.ZipFile(build.write(folder, name, ""), "w") as file:
+        file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
+
+
+def test_exported_program_is_ready_to_be_called(tmp_path: Path) -> None:
+    """A program is loaded with its arguments, its weights and the rows that it takes."""
+    store_program(tmp_path)
+
+    loaded = load(tmp_path)
+
+    assert loaded.kind is Kind.EXPORTED
+    assert torch.equal(loaded.module(X.expand(2, -1)), Y.expand(2, -1))
+    assert str(loaded.signature) == "forward(x)"
+    assert len(loaded.weights) == 3
+    assert loaded.rows == Rows(2, 16)
+
+
+@pytest.mark.parametrize("store_it", [store_program, store_package], ids=["export", "AOTI"])
+def test_method_of_a_program_is_refused(store_it: Any, tmp_path: Path) -> None:
+    """A program is one method: METHOD would be ignored."""
+    store_it(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"METHOD is set, and model\.pt2 is .*; expected|take"):
+        load(tmp_path, method="encode")
+
+
+@pytest.mark.parametrize(
+    ("kind", "option", "value"),
+    [
+        ("export", "model_class", "Net"),
+        ("export", "model_kwargs", {"size": 3}),
+        ("export", "weights", "none"),
+        ("jit", "model_class", "Net"),
+        ("jit", "model_kwargs", {}),
+        ("jit", "weights", "none"),
+    ],
+)
+def test_option_without_effect_is_told(
+    kind: str, option: str, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What a complete artifact has no use for is named in the log."""
+    if kind == "jit":
+        store_script(tmp_path, scripted())
+    else:
+        store_program(tmp_path)
+
+    load(tmp_path, **{option: value})
+
+    (told,) = [one for one in caplog.messages if "digits" in one]
+    assert f"'digits': the parameter {option.upper()} has no effect: the artifact is" in told
+
+
+def test_package_for_another_machine_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that does not fit is not tried: a crash would be the answer."""
+    store_package(tmp_path)
+    monkeypatch.setattr(programs, "misfit", lambda path, device: "processor sparc (here: x86)")
+
+    with pytest.raises(ArtifactError) as raised:
+        load(tmp_path)
+
+    assert "'digits': model.pt2 was built for processor sparc (here: x86)" in str(raised.value)
+    assert "with the parameter FALLBACK" in str(raised.value)
+
+
+def test_fallback_is_served_on_another_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where a package does not fit, FALLBACK is served, with all that it needs, and a warning."""
+    store(tmp_path, state=STATE)
+    store_package(tmp_path)
+    monkeypatch.setattr(programs, "misfit", lambda path, device: "processor sparc")
+
+    loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
+
+    assert loaded.kind is Kind.MODULE
+    assert torch.equal(loaded.module(X), Y)
+    assert caplog.messages == [
+        "model 'digits': model.pt2 was built for processor sparc; model.py is served instead."
+    ]
+
+
+def test_fallback_is_served_where_the_package_does_not_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A package that fits by its own account, and does not load, is replaced as well."""
+    store(tmp_path, state=STATE)
+    store_package(tmp_path)
+    monkeypatch.setattr(programs, "misfit", lambda path, device: "")
+
+    loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
+
+    assert loaded.kind is Kind.MODULE
+    (message,) = [one.getMessage() for one in caplog.records if "torch_py" in one.name]
+    assert "model.pt2 is an AOTInductor package that torch" in message
+    assert message.endswith("model.py is served instead.")
+
+
+def test_package_that_does_not_load_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A damaged package fails the load with torch's version and the ways out."""
+    store_package(tmp_path)
+    monkeypatch.setattr(programs, "misfit", lambda path, device: "")
+
+    with pytest.raises(ArtifactError) as raised:
+        load(tmp_path)
+
+    text = str(raised.value)
+    assert f"model.pt2 is an AOTInductor package that torch {torch.__version__} cannot" in text
+    assert "parameter FALLBACK" in text
+    assert str(tmp_path) not in text
+
+
+def test_code_takes_any_number_of_rows(tmp_path: Path) -> None:
+    """Only programs are bound to the rows that they were made for."""
+    store(tmp_path, state=STATE)
+
+    assert load(tmp_path).rows == ANY_ROWS
 
 
 def test_each_kind_has_a_loader() -> None:

@@ -182,6 +182,43 @@ def test_empty_text_is_refused(row: OptionRow, text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "value"),
     [
+        ("FP16", "FP16"),
+        ("BF16", "BF16"),
+        ("FP32", "FP32"),
+        ("FP64", "FP64"),
+        ("bf16", "BF16"),
+        ("TYPE_FP16", "FP16"),
+        (" type_fp32\n", "FP32"),
+    ],
+)
+def test_floating_type_is_read_in_any_spelling(text: str, value: str) -> None:
+    """A type to cast to is named as in requests or as in config.pbtxt."""
+    assert parsed(CAST_INPUTS=text).cast_inputs == value
+
+
+@pytest.mark.parametrize("text", ["", "INT8", "float16", "FP8", "TYPE_", "TYPE_STRING", "true"])
+def test_other_type_is_refused(text: str) -> None:
+    """Inputs are cast between floating-point types, and to no other."""
+    with pytest.raises(OptionError) as raised:
+        parsed(CAST_INPUTS=text)
+
+    assert f"'digits': the parameter CAST_INPUTS is '{text}'" in str(raised.value)
+    assert "expected FP16, BF16, FP32 or FP64" in str(raised.value)
+
+
+def test_parameters_beyond_libtorchs() -> None:
+    """What LibTorch does not have is off, unless the config says so."""
+    default = parsed()
+    found = parsed(METHOD="encode", FALLBACK="slow.pt2", CAST_OUTPUTS="on")
+
+    assert (default.method, default.fallback, default.cast_inputs) == (None, None, None)
+    assert default.cast_outputs is False
+    assert (found.method, found.fallback, found.cast_outputs) == ("encode", "slow.pt2", True)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
         pytest.param("{}", {}, id="empty"),
         pytest.param('{"size": 3}', {"size": 3}, id="number"),
         pytest.param(

@@ -6,6 +6,7 @@ from typing import Any
 import build
 import pytest
 import torch
+from torch import Tensor
 
 from torch_py_backend import runtime
 from torch_py_backend.errors import LoadError, PlatformError
@@ -188,6 +189,7 @@ def test_tensors_are_moved_to_another_device() -> None:
 
     (column,) = surroundings.to_device([torch.ones(2, 3)])
 
+    assert isinstance(column, Tensor)
     assert column.device.type == "meta"
     assert column.shape == (2, 3)
 

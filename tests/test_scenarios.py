@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import fake_triton
-import numpy as np
+import kinds
 import pytest
 import scenarios
 import torch
-from scenarios import Call, Refused, Scenario
+from scenarios import Call, Refused, Scenario, assert_close
 
 from torch_py_backend.adapter import TritonPythonModel
 
@@ -22,17 +22,18 @@ _STATUS = {
 }
 
 
-@pytest.mark.parametrize("scenario", scenarios.TABLE, ids=lambda one: one.name)
+@pytest.mark.parametrize("scenario", scenarios.TABLE + kinds.TABLE, ids=lambda one: one.name)
 def test_scenario(scenario: Scenario, tmp_path: Path, process: None) -> None:
     """What the table says happens, without a server."""
     model = TritonPythonModel()
     arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
     if scenario.load_error:
         with pytest.raises(fake_triton.TritonModelException) as refusal:
-            model.initialize(arguments)
+            model.initialize(fake_triton.completed(model, arguments))
         for part in scenario.load_error:
             assert part in str(refusal.value)
         return
+    arguments = fake_triton.completed(model, arguments)
     model.initialize(arguments)
     document = json.loads(arguments["model_config"])
     for call in scenario.calls:
@@ -66,4 +67,4 @@ def _check(call: Call, response: Any) -> None:
             assert came.dtype == expected.dtype
             assert came.size == expected.size
             came = came.reshape(expected.shape)  # as Triton does where the config says so
-            np.testing.assert_allclose(came, expected, rtol=1e-5, atol=1e-6)
+            assert_close(came, expected)

@@ -32,13 +32,14 @@ class Net(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def imports() -> Iterator[None]:
-    """Puts back what Python knows of modules and where it looks for them."""
-    path, modules = list(sys.path), set(sys.modules)
+def imports(tmp_path: Path) -> Iterator[None]:
+    """Puts back what Python knows of the test's own modules and where it looks for them."""
+    path = list(sys.path)
     yield
     sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        del sys.modules[name]
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
+            del sys.modules[name]
 
 
 def constructed(folder: Path, source: str | bytes, **options: Any) -> Any:
@@ -449,3 +450,224 @@ def test_real_model_runs(tmp_path: Path) -> None:
     module = constructed(tmp_path, SIZED, model_kwargs={"size": 2})
 
     assert module(torch.ones(3, 2)).shape == (3, 1)
+
+
+# --- packages --------------------------------------------------------------------------------
+
+PACKAGE = """
+import os
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, size=1, *, bias=True):
+        super().__init__()
+        self.linear = nn.Linear(size, 1, bias=bias)
+
+class Namespace:
+    @staticmethod
+    def make(offset):
+        return lambda x: x + offset
+
+class Pretrained(nn.Module):
+    def __init__(self, **keywords):
+        super().__init__()
+        self.seen = ("built", keywords)
+
+    @classmethod
+    def from_pretrained(cls, folder, **keywords):
+        made = cls()
+        made.seen = (folder, keywords, os.environ.get("HF_HUB_OFFLINE"))
+        return made
+
+def broken():
+    raise ValueError("see /srv/secret/place/readme.txt")
+
+def leaving():
+    raise SystemExit(3)
+
+number = 3
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package of one module, which Python finds; its name."""
+    name = "installed_package"
+    (tmp_path / "site" / name).mkdir(parents=True)
+    (tmp_path / "site" / name / "__init__.py").write_text("")
+    (tmp_path / "site" / name / "models.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+    return f"{name}.models"
+
+
+def built(folder: Path, factory: str, **options: Any) -> sources.Built:
+    folder.mkdir(exist_ok=True)
+    return sources.construct_from_package(build.config(folder, model_factory=factory, **options))
+
+
+def test_class_of_a_package_is_built(package: str, tmp_path: Path) -> None:
+    """`package.module:Class` is called with MODEL_KWARGS; its weights are still to come."""
+    found = built(tmp_path / "digits", f"{package}:Net", model_kwargs={"size": 5, "bias": False})
+
+    assert found.served.linear.in_features == 5
+    assert found.served.linear.bias is None
+    assert not found.has_weights
+
+
+def test_name_within_a_class_is_found(package: str, tmp_path: Path) -> None:
+    """What follows the colon may have dots."""
+    factory = f"{package}:Namespace.make"
+
+    assert built(tmp_path / "digits", factory, model_kwargs={"offset": 5}).served(1) == 6
+
+
+def test_file_beside_the_model_is_a_package_as_well(tmp_path: Path) -> None:
+    """A module in the version folder can be named like an installed one."""
+    build.write(tmp_path / "digits", "sibling_as_a_package.py", PACKAGE)
+
+    assert built(tmp_path / "digits", "sibling_as_a_package:Net").served.linear.in_features == 1
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        pytest.param(["1/config.json"], "1", id="version folder"),
+        pytest.param(["config.json"], "", id="model folder"),
+        pytest.param(["1/config.json", "config.json"], "1", id="version before model"),
+    ],
+)
+def test_pretrained_folder_is_handed_over(
+    files: list[str], found: str, package: str, tmp_path: Path
+) -> None:
+    """from_pretrained() is given the folder with config.json, and no way into the network."""
+    folder = tmp_path / "digits"
+    (folder / "1").mkdir(parents=True)
+    for name in files:
+        (folder / name).write_text("{}")
+
+    made = built(folder, f"{package}:Pretrained", model_kwargs={"revision": "a"})
+
+    assert made.has_weights
+    assert made.served.seen == (
+        str(folder / found),
+        {"local_files_only": True, "revision": "a"},
+        "1",
+    )
+
+
+def test_class_without_a_config_is_built_as_usual(package: str, tmp_path: Path) -> None:
+    """Without a config.json from_pretrained() has nothing to read."""
+    made = built(tmp_path / "digits", f"{package}:Pretrained", model_kwargs={"a": 1})
+
+    assert not made.has_weights
+    assert made.served.seen == ("built", {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        pytest.param("{package}:Missing", "has no attribute 'Missing'", id="name"),
+        pytest.param("{package}.nothing:Net", "No module named", id="module"),
+        pytest.param(
+            "not_installed_here:Net", "No module named 'not_installed_here'", id="package"
+        ),
+        pytest.param("{package}:", "cannot be imported", id="no name"),
+        pytest.param(":Net", "cannot be imported", id="no package"),
+        pytest.param("{package}:Net:make", "cannot be imported", id="two colons"),
+        pytest.param("broken_on_import:Net", "ZeroDivisionError: division by zero", id="broken"),
+        pytest.param(
+            "leaving_on_import:Net",
+            "SystemExit: 3",
+            id="exits",
+            marks=pytest.mark.xfail(strict=True, raises=SystemExit, reason="not caught"),
+        ),
+    ],
+)
+def test_what_cannot_be_imported_is_told(
+    name: str, said: str, package: str, tmp_path: Path
+) -> None:
+    """A factory that is not there, or whose package fails, is refused with its own complaint."""
+    (tmp_path / "site" / "broken_on_import.py").write_text("1 / 0\n")
+    (tmp_path / "site" / "leaving_on_import.py").write_text("raise SystemExit(3)\n")
+    name = name.format(package=package)
+
+    with pytest.raises(SourceError) as raised:
+        built(tmp_path / "digits", name)
+
+    assert f"'digits': MODEL_FACTORY is '{name}', which cannot be imported: " in str(raised.value)
+    assert said in str(raised.value)
+    assert "package.module:callable" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        pytest.param(
+            "broken", {}, "with no arguments fails: ValueError: see readme.txt", id="raises"
+        ),
+        pytest.param("leaving", {}, "fails: SystemExit: 3", id="exits"),
+        pytest.param("number", {}, "fails: TypeError: 'int' object is not callable", id="number"),
+        pytest.param(
+            "Net",
+            {"model_kwargs": {"width": 3}},
+            "with {'width': 3} fails: TypeError: ",
+            id="unknown argument",
+        ),
+    ],
+)
+def test_package_that_fails_is_told(
+    name: str, options: dict[str, Any], said: str, package: str, tmp_path: Path
+) -> None:
+    """What a factory raises comes with its arguments and without folders of the server."""
+    with pytest.raises(SourceError) as raised:
+        built(tmp_path / "digits", f"{package}:{name}", **options)
+
+    assert f"'digits': MODEL_FACTORY '{package}:{name}' " in str(raised.value)
+    assert said in str(raised.value)
+    assert "MODEL_KWARGS" in str(raised.value)
+    assert "/srv/secret" not in str(raised.value)
+
+
+# --- example_inputs --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("source", "served"),
+    [
+        pytest.param(NET, 2, id="beside a class"),
+        pytest.param("def serve(x):\n    return x + 7\n", 8, id="beside a function"),
+    ],
+)
+def test_example_inputs_are_no_model(source: str, served: int, tmp_path: Path) -> None:
+    """The function that makes samples does not compete with what is served."""
+    examples = "def example_inputs():\n    return {}\n"
+
+    assert constructed(tmp_path, examples + source)(1) == served
+
+
+def test_example_inputs_are_asked_for(tmp_path: Path) -> None:
+    """What the function in model.py returns is handed on; without it there is nothing."""
+    path = build.write(tmp_path, "model.py", NET + "def example_inputs():\n    return {'x': 3}\n")
+
+    assert sources.example_inputs(build.MODEL, path, "example_inputs") == {"x": 3}
+    assert sources.example_inputs(build.MODEL, path, "missing") is None
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        pytest.param("return [1]", "example_inputs() in model.py returns a list", id="list"),
+        pytest.param("return None", "returns a NoneType; expected a dict of tensors", id="None"),
+        pytest.param("return 1 / 0", "fails at line 2: ZeroDivisionError", id="raises"),
+        pytest.param("raise SystemExit(3)", "fails at line 2: SystemExit: 3", id="exits"),
+    ],
+)
+def test_wrong_example_inputs_are_told(body: str, said: str, tmp_path: Path) -> None:
+    """Samples that cannot be made are told with the line."""
+    path = build.write(tmp_path, "model.py", f"def example_inputs():\n    {body}\n")
+
+    with pytest.raises(SourceError) as raised:
+        sources.example_inputs(build.MODEL, path, "example_inputs")
+
+    assert said in str(raised.value)

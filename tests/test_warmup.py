@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -6,31 +7,28 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend import binding, runtime, warmup
-from torch_py_backend.binding import Argument, Passing
+from torch_py_backend import runtime, warmup
+from torch_py_backend.artifacts import Kind
+from torch_py_backend.binding import Argument, Passing, Signature, Takes
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import BindingError, LoadError, WarmupError
-
-TENSOR_TYPES = [
-    *("BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64"),
-    *("FP16", "FP32", "FP64", "BF16"),
-]
-FLOATS = ("FP16", "FP32", "FP64", "BF16")
+from torch_py_backend.loaders import Loaded
 
 
 def engine(config: ModelConfig, forward: Callable[..., Any]) -> Engine:
     """An engine without a file: forward() takes the config's inputs by name."""
     arguments = [
-        Argument(spec.name, True, Passing.POSITIONAL, False, spec.name) for spec in config.inputs
+        Argument(spec.name, not spec.optional, Passing.POSITIONAL, Takes.TENSOR, spec.name)
+        for spec in config.inputs
     ]
-    inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], arguments)
     surroundings = runtime.surround(config.options, torch.device("cpu"), [])
-    return Engine(config, forward, inputs, surroundings)
+    loaded = Loaded(Kind.MODULE, forward, Signature(tuple(arguments)), ())
+    return Engine(config, loaded, surroundings)
 
 
 def shapes(config: ModelConfig) -> list[list[int]]:
-    return [list(item["x"].shape) for item in warmup.samples(config)]
+    return [list(item["x"].shape) for item in warmup.batches(config)]
 
 
 @pytest.mark.parametrize(
@@ -85,37 +83,33 @@ def test_inputs_of_a_sample_have_one_row_count() -> None:
         inputs=(build.spec("x", dims=(-1,)), build.spec("n", "INT64", (1,))),
     )
 
-    found = [(list(item["x"].shape), list(item["n"].shape)) for item in warmup.samples(config)]
+    found = [(list(item["x"].shape), list(item["n"].shape)) for item in warmup.batches(config)]
 
     assert found[:3] == [([3, 8], [3, 1]), ([3, 6], [3, 1]), ([2, 8], [2, 1])]
 
 
-@pytest.mark.parametrize("name", TENSOR_TYPES)
-def test_samples_have_the_configs_type(name: str) -> None:
-    """A sample of every type can be made: floats between 0 and 1, whole numbers of 1."""
-    spec = build.spec("x", name, (100,))
-    (item,) = warmup.samples(build.config(max_batch_size=0, inputs=(spec,)))
+def test_optional_inputs_are_there_and_left_out() -> None:
+    """Each kind of batch is tried with the optional inputs and without them."""
+    optional = dataclasses.replace(build.spec("n"), optional=True)
+    config = build.config(max_batch_size=2, inputs=(build.spec("x"), optional))
 
-    values = item["x"].to(torch.float64)
-    assert item["x"].dtype is getattr(torch, str(spec.dtype.torch))
-    assert 0 <= values.min() <= values.max() <= 1
-    assert (len(set(values.tolist())) > 10) is (name in FLOATS)
+    found = [(len(item["x"]), "n" in item) for item in warmup.batches(config)]
+
+    assert found == [(2, True), (2, False), (1, True), (1, False)]
 
 
-def test_samples_are_the_same_each_time() -> None:
-    """A warm-up that fails, fails again: its numbers are not drawn anew."""
-    first, second = (next(warmup.samples(build.config()))["x"] for _ in range(2))
+def test_optional_inputs_are_left_out_of_calls() -> None:
+    """forward() is called without an optional input before READY, too."""
+    seen = []
 
-    assert torch.equal(first, second)
+    def forward(x: Tensor, n: Tensor | None = None) -> Tensor:
+        seen.append(n is None)
+        return x
 
+    optional = dataclasses.replace(build.spec("n"), optional=True)
+    warmup.run(engine(build.config(max_batch_size=1, inputs=(build.spec("x"), optional)), forward))
 
-def test_global_random_numbers_are_left_alone() -> None:
-    """A model that draws random numbers draws the same ones with and without warm-up."""
-    before = torch.random.get_rng_state()
-
-    list(warmup.samples(build.config()))
-
-    assert torch.equal(torch.random.get_rng_state(), before)
+    assert seen == [False] * 3 + [True] * 3
 
 
 def test_each_sample_is_run_until_torchscript_has_optimised() -> None:

@@ -1,4 +1,5 @@
 import collections
+import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -519,3 +520,114 @@ def test_cut_off_weights_are_told(write: Writer, name: str, share: float, tmp_pa
         weights.fill(build.config(tmp_path), artifact(tmp_path, name), Net())
 
     assert f"model 'digits': the weights {name} " in str(raised.value)
+
+
+# --- sharded safetensors ---------------------------------------------------------------------
+
+INDEX = "model.safetensors.index.json"
+
+
+def store_shards(folder: Path, shards: Mapping[str, State], **changes: Any) -> None:
+    """Shards, and the index that Hugging Face's libraries write for them."""
+    for name, state in shards.items():
+        safe(state, build.write(folder, name, ""))
+    keys = {key: name for name, state in shards.items() for key in state}
+    index = {"metadata": {"total_size": 36}, "weight_map": keys} | changes
+    build.write(folder, INDEX, json.dumps(index))
+
+
+def filled_from_shards(folder: Path, module: nn.Module) -> nn.Module:
+    weights.fill(build.config(folder), artifact(folder, INDEX), module)
+    return module.eval()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["model-00001-of-00002.safetensors"] * 2, id="one shard"),
+        pytest.param([f"model-0000{n}-of-00002.safetensors" for n in (1, 2)], id="two shards"),
+        pytest.param(["shards/a.safetensors", "shards/b.safetensors"], id="in a folder"),
+        pytest.param(["../a.safetensors", "../b.safetensors"], id="shared by versions"),
+    ],
+)
+def test_shards_are_put_together(names: list[str], tmp_path: Path) -> None:
+    """Weights that are split over files arrive like those of one file."""
+    shards: dict[str, dict[str, Tensor]] = {}
+    for name, (key, tensor) in zip(names, STATE.items(), strict=True):
+        shards.setdefault(name, {})[key] = tensor
+    store_shards(tmp_path / "digits", shards)
+
+    assert torch.equal(filled_from_shards(tmp_path / "digits", Net())(X), Y)
+
+
+def test_shards_are_compared_as_one(tmp_path: Path) -> None:
+    """A key that no shard holds is missing, and the index is named."""
+    store_shards(tmp_path, {"a.safetensors": {"linear.weight": STATE["linear.weight"]}})
+
+    with pytest.raises(WeightsError) as raised:
+        filled_from_shards(tmp_path, Net())
+
+    assert f"the weights in {INDEX} do not fit" in str(raised.value)
+    assert "missing keys (1): linear.bias" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("../../secret.safetensors", id="outside"),
+        pytest.param("{folder}/secret.safetensors", id="absolute"),
+        pytest.param("link.safetensors", id="link that leaves the folder"),
+        pytest.param("gone.safetensors", id="missing"),
+        pytest.param(".", id="a folder"),
+        pytest.param("", id="no name"),
+    ],
+)
+def test_shard_that_is_not_there_or_not_ours_is_refused(name: str, tmp_path: Path) -> None:
+    """An index does not open the rest of the disk, and a missing shard is told."""
+    folder = tmp_path / "digits"
+    name = name.format(folder=tmp_path)
+    safe(STATE, tmp_path / "secret.safetensors")
+    store_shards(folder, {}, weight_map=dict.fromkeys(STATE, name))
+    (folder / "1" / "link.safetensors").symlink_to(tmp_path / "secret.safetensors")
+
+    with pytest.raises(ArtifactError) as raised:
+        filled_from_shards(folder, Net())
+
+    assert f"'digits': the weights {INDEX} name {name}" in str(raised.value)
+    assert "expected a file beside the index" in str(raised.value)
+
+
+def test_damaged_shard_is_told_by_its_name(tmp_path: Path) -> None:
+    """Of several shards the broken one is named."""
+    store_shards(tmp_path, {"a.safetensors": STATE})
+    path = tmp_path / "1" / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+    with pytest.raises(ArtifactError, match=r"the weights a\.safetensors are no valid safetensors"):
+        filled_from_shards(tmp_path, Net())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"{", id="cut off"),
+        pytest.param(b"[]", id="list"),
+        pytest.param(b"{}", id="no weight_map"),
+        pytest.param(b'{"weight_map": []}', id="weight_map of no keys"),
+        pytest.param(b'{"weight_map": null}', id="no keys"),
+        pytest.param(b'{"weight_map": {"a": ["b"]}}', id="list of files"),
+        pytest.param(b'{"weight_map": {"a": "b", "c": 3}}', id="a number for a file"),
+        pytest.param(b"\xff\xfe\x00", id="not UTF-8"),
+        pytest.param(b"\x89PNG", id="no JSON"),
+    ],
+)
+def test_damaged_index_is_told(content: bytes, tmp_path: Path) -> None:
+    """An index that is none fails the load with a sentence that names it."""
+    build.write(tmp_path, INDEX, content)
+
+    with pytest.raises(ArtifactError) as raised:
+        filled_from_shards(tmp_path, Net())
+
+    assert f"'digits': the weights {INDEX} are no index of safetensors" in str(raised.value)
+    assert "a JSON object with a weight_map" in str(raised.value)

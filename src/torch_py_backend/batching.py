@@ -1,58 +1,108 @@
-"""Items become a batch and a batch becomes outcomes again: group, gather, scatter."""
+"""Items become a batch and a batch becomes outcomes again: group, gather, fit, scatter."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torch_py_backend.errors import BackendError
 
+# A column of strings: an array of objects.
+Strings: TypeAlias = "np.ndarray[Any, np.dtype[np.object_]]"
+Value: TypeAlias = "Tensor | Strings"
 # One request's tensors by name, as the client sent them.
-Item: TypeAlias = dict[str, Tensor]
+Item: TypeAlias = "dict[str, Value]"
 # One request's result or its error.
-Outcome: TypeAlias = dict[str, Tensor] | BackendError
+Outcome: TypeAlias = "dict[str, Value] | BackendError"
 
 
 class Batch(NamedTuple):
     """Gathered columns and the rows that each item brought.
 
     Attributes:
-        columns: one tensor an input, [rows, ...], in the order asked for.
+        columns: one value an input, [rows, ...], in the order asked for.
         sizes: rows of each item, in order; of no meaning where items have no batch dimension.
     """
 
-    columns: Sequence[Tensor]
+    columns: Sequence[Value]
     sizes: Sequence[int]
 
 
-def group(items: Sequence[Item], names: Sequence[str]) -> list[list[int]]:
-    """Positions of items that can share a batch: same shapes but for the rows, same device."""
-    if len(items) == 1:
-        return [[0]]
-    groups: dict[tuple[object, ...], list[int]] = {}
-    for position, item in enumerate(items):
-        key = tuple([(item[name].shape[1:], item[name].device) for name in names])
-        groups.setdefault(key, []).append(position)
-    return list(groups.values())
+class Rows(NamedTuple):
+    """How many rows one call of a model takes; most None: any number.
+
+    A program that was exported with a fixed batch takes least = most.
+    """
+
+    least: int = 1
+    most: int | None = None
+
+    @property
+    def free(self) -> bool:
+        return self.least <= 1 and self.most is None
+
+
+ANY_ROWS = Rows()
 
 
 def gather(items: Sequence[Item], names: Sequence[str]) -> Batch:
-    """The items' tensors, concatenated on dimension 0. One item is passed on without a copy."""
+    """The items' values, concatenated on dimension 0. One item is passed on without a copy."""
     if len(items) == 1:
         columns = [items[0][name] for name in names]
-        return Batch(columns, columns[0].shape[:1])
+        return Batch(columns, columns[0].shape[:1] if columns else ())
     sizes = [item[names[0]].shape[0] for item in items]
-    return Batch([torch.cat([item[name] for item in items]) for name in names], sizes)
+    return Batch([_concatenate([item[name] for item in items]) for name in names], sizes)
+
+
+def _concatenate(values: list[Any]) -> Value:
+    if isinstance(values[0], Tensor):
+        return torch.cat(values)
+    strings: Strings = np.concatenate(values)
+    return strings
+
+
+def fit(columns: Sequence[Value], rows: Rows) -> Iterator[tuple[Sequence[Value], int]]:
+    """The columns in calls of as many rows as the model takes, each with its rows that count.
+
+    Missing rows repeat the last one: its values are valid.
+    """
+    total = columns[0].shape[0]
+    step = rows.most or max(total, 1)
+    for start in range(0, max(total, 1), step):
+        piece = [column[start : start + step] for column in columns]
+        present = min(step, total - start)
+        yield [_pad(column, rows.least - present) for column in piece], present
+
+
+def _pad(column: Value, missing: int) -> Value:
+    if missing <= 0 or column.shape[0] == 0:
+        return column
+    last = column[-1:]
+    return _concatenate([column, *[last] * missing])
+
+
+def join(pieces: Sequence[Sequence[Value]]) -> Sequence[Value]:
+    """The outputs of several calls, one after another."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return [_concatenate(list(parts)) for parts in zip(*pieces, strict=True)]
 
 
 def scatter(
-    outputs: Sequence[Tensor], names: Sequence[str], sizes: Sequence[int]
-) -> list[dict[str, Tensor]]:
+    outputs: Sequence[Value], names: Sequence[str], sizes: Sequence[int]
+) -> list[dict[str, Value]]:
     """Each item's rows of each output: views, contiguous because the outputs are."""
     if len(sizes) <= 1:
         return [dict(zip(names, outputs, strict=True))]
-    split = [output.split_with_sizes(list(sizes)) for output in outputs]
+    split = [_split(output, list(sizes)) for output in outputs]
     return [dict(zip(names, rows, strict=True)) for rows in zip(*split, strict=True)]
+
+
+def _split(output: Value, sizes: list[int]) -> Sequence[Value]:
+    if isinstance(output, Tensor):
+        return output.split_with_sizes(sizes)
+    return np.split(output, np.cumsum(sizes)[:-1])

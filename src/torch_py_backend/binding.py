@@ -1,26 +1,31 @@
-"""Tensor names tied to forward()'s arguments and to the parts of its result.
+"""Input names tied to the leaves of forward()'s call tree; `results` does it for its result.
 
-How a name is resolved is LibTorch's rule, for inputs: the name of an argument; else
-`<anything>__<number>`, the argument's index; else the order in the config. For outputs: a key or
-field of the result; else `<anything>__<number>`; else the order in the config.
+One grammar for all artifacts. An input's name is, in this order: an argument of forward();
+a path, `ARGS[0]`, `ARGS[2][key]`, `KWARGS[name]`; or `<anything>__<number>`, the number of an
+argument (of a leaf, where the artifact carries its own call tree). Where no name fits, the
+config's order decides, as it does in Triton's LibTorch backend, with a warning.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import logging
-import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from torch_py_backend.errors import BindingError, shown
 
 log = logging.getLogger(__name__)
 
+# Keys from an argument (or the result) down to a leaf.
+Path: TypeAlias = tuple[int | str, ...]
+# A call tree with column numbers for leaves.
+Template: TypeAlias = "int | list[Template] | tuple[Template, ...] | dict[str, Template]"
+
 _ORDINAL = re.compile(r".+__(\d+)")
+_PATH = re.compile(r"(ARGS|KWARGS|RESULT)((?:\[[^\[\]]+\])*)")
 
 
 class Passing(enum.Enum):
@@ -32,6 +37,32 @@ class Passing(enum.Enum):
     REST_BY_NAME = "**"
 
 
+class Takes(enum.Enum):
+    """What an argument takes, as its annotation says."""
+
+    TENSOR = "a tensor"
+    DICT = "a dict of tensors"
+    LIST = "a list of tensors"
+    TUPLE = "a tuple of tensors"
+    INT = "an int"
+    FLOAT = "a float"
+    BOOL = "a bool"
+    STR = "a str"
+    STRINGS = "a list of str"
+    BYTES = "a list of bytes"
+    NESTED_STRINGS = "lists of str in lists"
+    NESTED_BYTES = "lists of bytes in lists"
+
+    @property
+    def scalar(self) -> bool:
+        return self in (Takes.INT, Takes.FLOAT, Takes.BOOL, Takes.STR)
+
+    @property
+    def raw(self) -> bool:
+        """Bytes as they came, not decoded."""
+        return self in (Takes.BYTES, Takes.NESTED_BYTES)
+
+
 @dataclass(frozen=True, slots=True)
 class Argument:
     """One argument of forward().
@@ -40,15 +71,43 @@ class Argument:
         name: its name.
         required: it has no default.
         passing: how it is passed.
-        takes_dict: its annotation is a dict of tensors.
+        takes: what it takes; what is not annotated takes a tensor.
         text: its declaration, for messages.
+        nullable: its annotation allows None.
+        unnamed: it cannot be passed by its name.
     """
 
     name: str
     required: bool
     passing: Passing
-    takes_dict: bool
+    takes: Takes
     text: str
+    nullable: bool = False
+    unnamed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What a loaded artifact takes.
+
+    Attributes:
+        arguments: forward()'s arguments.
+        leaves: for an artifact that carries its own call tree: where its tensors stand in it, as
+            the texts of their paths, in its order. None: a tree that takes what is put in.
+        unflatten: makes (args, kwargs) of such a tree from its leaves.
+    """
+
+    arguments: tuple[Argument, ...]
+    leaves: tuple[str, ...] | None = None
+    unflatten: Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]] | None = None
+
+    def __str__(self) -> str:
+        """forward() as its author wrote it."""
+        texts = [one.text for one in self.arguments]
+        kinds = [one.passing for one in self.arguments]
+        if Passing.KEYWORD in kinds and Passing.REST not in kinds:
+            texts.insert(kinds.index(Passing.KEYWORD), "*")
+        return f"forward({', '.join(texts)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,73 +116,15 @@ class Inputs:
 
     Attributes:
         names: tensor names in the order in which `call` takes their columns.
+        takes: what each column becomes before it is passed.
         call: calls a module with the columns.
+        places: where each column goes, for people: an argument, or a path.
     """
 
     names: tuple[str, ...]
+    takes: tuple[Takes, ...]
     call: Callable[[Callable[..., Any], Sequence[Any]], Any]
-
-
-# Takes forward()'s result and gives the configured outputs, in the config's order.
-Outputs: TypeAlias = Callable[[Any], Sequence[Any]]
-
-
-def bind_inputs(model: str, names: Sequence[str], arguments: Sequence[Argument]) -> Inputs:
-    """Tie the config's input names to forward()'s arguments.
-
-    Raises:
-        BindingError: a name that forward() does not have, an argument that nobody feeds.
-    """
-    positional = [one for one in arguments if one.passing is Passing.POSITIONAL]
-    if len(arguments) == 1 and arguments[0].takes_dict:
-        return _as_dict(tuple(names))
-    chosen = _choose(model, names, arguments, positional)
-    missing = [one.name for one in arguments if one.required and one.name not in chosen]
-    if missing:
-        raise BindingError(
-            model,
-            f"no input feeds forward()'s argument {shown(missing)}",
-            expected=f"inputs for {_signature(arguments)}",
-            cure="Add them to config.pbtxt, or give the arguments defaults.",
-        )
-    return _as_call(chosen, positional)
-
-
-def _choose(
-    model: str,
-    names: Sequence[str],
-    arguments: Sequence[Argument],
-    positional: Sequence[Argument],
-) -> dict[str, str]:
-    """Argument name → tensor name; `*n` stands for the n-th of `*args`."""
-    by_name = {one.name for one in arguments if one.passing in _NAMED}
-    takes_any_name = any(one.passing is Passing.REST_BY_NAME for one in arguments)
-    matched = [name for name in names if name in by_name]
-    indices = [index for index in map(ordinal, names) if index is not None]
-    numbered = len(indices) == len(names) and positional
-    if len(matched) == len(names) or (takes_any_name and not numbered):
-        return {name: name for name in names}
-    if len(indices) == len(names):
-        return _by_index(model, names, indices, arguments)
-    if matched or indices:
-        strangers = [name for name in names if name not in by_name]
-        raise BindingError(
-            model,
-            f"forward() has no argument {shown(strangers)}",
-            expected=f"names among {_valid(positional, arguments)}",
-            cure=f"forward() is {_signature(arguments)}.",
-        )
-    log.warning(
-        "model '%s': the input names %s are not arguments of %s; they are passed in the config's"
-        " order.",
-        model,
-        ", ".join(names),
-        _signature(arguments),
-    )
-    return _by_index(model, names, list(range(len(names))), arguments)
-
-
-_NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
+    places: tuple[str, ...] = ()
 
 
 def ordinal(name: str) -> int | None:
@@ -132,145 +133,328 @@ def ordinal(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _by_index(
-    model: str, names: Sequence[str], indices: Sequence[int], arguments: Sequence[Argument]
-) -> dict[str, str]:
-    slots = [one.name for one in arguments if one.passing is Passing.POSITIONAL]
-    if any(one.passing is Passing.REST for one in arguments):
-        # Without a gap: as many inputs as there are, or as the arguments before * need.
-        slots += [f"*{index}" for index in range(len(slots), len(names))]
-    wrong = [name for name, index in zip(names, indices, strict=True) if index >= len(slots)]
-    if wrong:
-        raise BindingError(
-            model,
-            f"input {shown(wrong)} points past the arguments of {_signature(arguments)}",
-            expected=f"at most {len(slots)} inputs, numbered from 0",
-        )
-    if len(set(indices)) < len(indices):
-        raise BindingError(model, f"the inputs {shown(names)} carry the same number twice")
-    return {slots[index]: name for name, index in zip(names, indices, strict=True)}
+def path_text(root: str, path: Path) -> str:
+    """A path as users write it: `ARGS[2][key]`."""
+    return root + "".join(f"[{key}]" for key in path)
 
 
-def _as_dict(names: tuple[str, ...]) -> Inputs:
-    return Inputs(names, lambda module, columns: module(dict(zip(names, columns, strict=True))))
+def is_path(name: str) -> bool:
+    """Whether a name is written as a path."""
+    return _PATH.fullmatch(name) is not None
 
 
-def _as_call(chosen: dict[str, str], positional: Sequence[Argument]) -> Inputs:
-    """Positional up to the first argument that is left out, by keyword from there."""
-    leading: list[str] = []
-    slots = [one.name for one in positional]
-    rest = [slot for slot in chosen if slot.startswith("*")]
-    slots += sorted(rest, key=lambda slot: int(slot[1:]))
-    for slot in slots:
-        if slot not in chosen:
-            break
-        leading.append(slot)
-    keywords = tuple(name for name in chosen if name not in leading)
-    names = tuple(chosen[argument] for argument in (*leading, *keywords))
-    if not keywords:
-        return Inputs(names, lambda module, columns: module(*columns))
-    count = len(leading)
-
-    def call(module: Callable[..., Any], columns: Sequence[Any]) -> Any:
-        return module(*columns[:count], **dict(zip(keywords, columns[count:], strict=True)))
-
-    return Inputs(names, call)
+def _parse_path(name: str) -> tuple[str, Path] | None:
+    match = _PATH.fullmatch(name)
+    if match is None:
+        return None
+    keys = re.findall(r"\[([^\[\]]+)\]", match[2])
+    return match[1], tuple(int(key) if key.isdecimal() else key for key in keys)
 
 
-class _Parts(NamedTuple):
-    """How the parts of a result are reached.
-
-    Attributes:
-        getter: makes a function that takes keys out of a result.
-        keys: what it takes, one key a part.
-        names: the parts' names; empty where they have none.
-        text: what the result is, for messages.
-    """
-
-    getter: Callable[..., Callable[[Any], Any]]
-    keys: Sequence[Any]
-    names: Sequence[str]
-    text: str
+# --- inputs ----------------------------------------------------------------------------------
 
 
-def bind_outputs(model: str, names: Sequence[str], result: Any) -> Outputs:
-    """Tie the config's output names to the parts of a result like this one.
+def bind_inputs(
+    model: str, names: Sequence[str], signature: Signature, left_out: Collection[str] = ()
+) -> Inputs:
+    """Tie the config's input names to the leaves of forward()'s call tree.
 
     Args:
         model: the model's name.
-        names: output names in the config's order.
-        result: what forward() returned for a sample: a tensor; a tuple or list; a mapping; a
-            dataclass or named tuple.
+        names: input names in the config's order.
+        signature: what the artifact takes.
+        left_out: names that are not there this time: `optional: true` in the config.
 
     Raises:
-        BindingError: a name that the result does not have, or more names than it has parts.
+        BindingError: a name that leads nowhere, a leaf that nobody feeds or that two names feed.
     """
-    parts = _parts(result)
-    matched = [name for name in names if name in parts.names]
-    if len(set(matched)) == len(names):
-        return _take(parts, [list(parts.names).index(name) for name in names])
-    indices = [index for index in map(ordinal, names) if index is not None]
-    if not indices and not matched:
-        indices = _in_order(model, names, parts)
-    distinct = set(indices)
-    if len(distinct) < len(names) or max(distinct) >= len(parts.keys):
-        valid = [*parts.names, *(f"OUTPUT__{index}" for index in range(len(parts.keys)))]
+    if len(set(names)) < len(names):
+        raise BindingError(model, f"the inputs {shown(names)} carry the same name twice")
+    if signature.leaves is not None:
+        return _bind_closed(model, names, signature, left_out)
+    places = _places(model, names, signature)
+    return _assemble(model, places, signature, left_out)
+
+
+def _bind_closed(
+    model: str, names: Sequence[str], signature: Signature, left_out: Collection[str]
+) -> Inputs:
+    """The artifact's own tree: each of its leaves must be fed."""
+    leaves = signature.leaves or ()
+    unflatten = signature.unflatten
+    aliases = _leaf_aliases(leaves, signature)
+    positions = [_leaf_named(name, aliases, len(leaves)) for name in names]
+    found = [index for index in positions if index is not None]
+    if not found and len(names) == len(leaves) == 1:
+        found = [0]  # there is nothing to be mistaken for
+    chosen = dict(zip(found, names, strict=False))
+    if len(chosen) < len(names) or chosen.keys() != set(range(len(leaves))) or unflatten is None:
+        valid = [*leaves, *(f"INPUT__{index}" for index in range(len(leaves)))]
         raise BindingError(
             model,
-            f"the outputs {shown(names)} do not fit what forward() returns, {parts.text}",
-            expected=f"names among {shown(valid)}",
+            f"the inputs {shown(names)} do not feed each tensor of {signature} once",
+            expected=f"{len(leaves)} inputs with names among {shown(valid)}",
         )
-    return _take(parts, indices)
-
-
-def _in_order(model: str, names: Sequence[str], parts: _Parts) -> list[int]:
-    if parts.names:
-        log.warning(
-            "model '%s': the output names %s are not among the result's %s; they are taken in the"
-            " result's order.",
+    if left_out:
+        raise BindingError(
             model,
-            ", ".join(names),
-            shown(parts.names),
+            f"input {shown(left_out)} is optional, and {signature} has no defaults",
+            cure="Take `optional` out of config.pbtxt.",
         )
-    return list(range(len(names)))
+
+    def call(module: Callable[..., Any], columns: Sequence[Any]) -> Any:
+        args, kwargs = unflatten(columns)
+        return module(*args, **kwargs)
+
+    ordered = tuple(chosen[index] for index in range(len(leaves)))
+    return Inputs(ordered, (Takes.TENSOR,) * len(ordered), call, tuple(leaves))
 
 
-def _take(parts: _Parts, indices: Sequence[int]) -> Outputs:
-    if parts.getter is _itself:
-        return lambda result: (result,)
-    get = parts.getter(*(parts.keys[index] for index in indices))
-    if len(indices) > 1:
-        return get
-    return lambda result: (get(result),)
+def _leaf_aliases(leaves: Sequence[str], signature: Signature) -> dict[str, int]:
+    """Every name that leads to a leaf: its path, its number, its argument, its last key."""
+    aliases = {leaf: index for index, leaf in enumerate(leaves)}
+    for index, argument in enumerate(signature.arguments):
+        if f"ARGS[{index}]" in aliases and argument.passing is Passing.POSITIONAL:
+            aliases.setdefault(argument.name, aliases[f"ARGS[{index}]"])
+    keys = [leaf.rpartition("[")[2].rstrip("]") for leaf in leaves]
+    for index, key in enumerate(keys):
+        if not key.isdecimal() and keys.count(key) == 1:
+            aliases.setdefault(key, index)
+    return aliases
 
 
-def _itself(*_: Any) -> Callable[[Any], Any]:
-    return lambda result: result
+def leaf_name(number: int, signature: Signature) -> str:
+    """The shortest name that leads to a leaf: an argument's, a key, else its path."""
+    leaves = signature.leaves or ()
+    aliases = _leaf_aliases(leaves, signature)
+    return min((name for name, index in aliases.items() if index == number), key=len)
 
 
-def _parts(result: Any) -> _Parts:
-    kind = type(result).__name__
-    if isinstance(result, Mapping):
-        names = [str(key) for key in result]
-        return _Parts(operator.itemgetter, list(result), names, f"{kind} with {shown(names)}")
-    if dataclasses.is_dataclass(result):
-        names = [one.name for one in dataclasses.fields(result)]
-        return _Parts(operator.attrgetter, names, names, f"{kind} with {shown(names)}")
-    if isinstance(result, tuple | list):
-        names = list(getattr(result, "_fields", ()))
-        return _Parts(operator.itemgetter, range(len(result)), names, f"{kind} of {len(result)}")
-    return _Parts(_itself, (0,), (), f"one {kind}")
+def _leaf_named(name: str, aliases: Mapping[str, int], count: int) -> int | None:
+    number = ordinal(name)
+    if name in aliases or number is None:
+        return aliases.get(name)
+    return number if number < count else None
 
 
-def _valid(positional: Sequence[Argument], arguments: Sequence[Argument]) -> str:
-    names = [one.name for one in arguments if one.passing in _NAMED]
-    return shown(names + [f"INPUT__{index}" for index in range(len(positional))])
+def _places(model: str, names: Sequence[str], signature: Signature) -> dict[str, tuple[str, Path]]:
+    """Tensor name → the slot that it feeds, and the path within; `*n` is the n-th of `*args`."""
+    if len(signature.arguments) == 1 and not any(map(_parse_path, names)):
+        (only,) = signature.arguments
+        if only.takes is Takes.DICT:
+            return {name: (only.name, (name,)) for name in names}
+        if only.takes in (Takes.LIST, Takes.TUPLE):
+            numbers = [ordinal(name) for name in names]
+            order = range(len(names)) if None in numbers else numbers
+            return {name: (only.name, (index,)) for name, index in zip(names, order, strict=True)}  # type: ignore[misc]
+    slots = _slots(names, signature)
+    places = {name: _place(name, slots, signature) for name in names}
+    found = {name: place for name, place in places.items() if place is not None}
+    if len(found) == len(names):
+        _refuse_twice(model, names, list(found.values()))
+        return found
+    if not found and not any(ordinal(name) is not None or _parse_path(name) for name in names):
+        _warn_order(model, names, signature)
+        if len(names) <= len(slots):
+            return {name: (slot, ()) for name, slot in zip(names, slots, strict=False)}
+        raise BindingError(
+            model,
+            f"{len(names)} inputs do not fit {signature}",
+            expected=f"at most {len(slots)} inputs",
+        )
+    strangers = [name for name, place in places.items() if place is None]
+    raise BindingError(
+        model,
+        f"{signature} has no {shown(strangers)}",
+        expected=f"names among {shown(_valid(slots, signature))}",
+    )
 
 
-def _signature(arguments: Sequence[Argument]) -> str:
-    """forward() as its author wrote it."""
-    texts = [one.text for one in arguments]
-    kinds = [one.passing for one in arguments]
-    if Passing.KEYWORD in kinds and Passing.REST not in kinds:
-        texts.insert(kinds.index(Passing.KEYWORD), "*")
-    return f"forward({', '.join(texts)})"
+def _slots(names: Sequence[str], signature: Signature) -> list[str]:
+    """What can be numbered: positional arguments, and as many of `*args` as names may need."""
+    slots = [one.name for one in signature.arguments if one.passing is Passing.POSITIONAL]
+    if any(one.passing is Passing.REST for one in signature.arguments):
+        slots += [f"*{index}" for index in range(len(slots), len(names))]
+    return slots
+
+
+_NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
+
+
+def _place(name: str, slots: Sequence[str], signature: Signature) -> tuple[str, Path] | None:
+    named = {one.name for one in signature.arguments if one.passing in _NAMED}
+    takes_any_name = any(one.passing is Passing.REST_BY_NAME for one in signature.arguments)
+    if name in named:
+        return name, ()
+    parsed = _parse_path(name)
+    if parsed is not None:
+        root, keys = parsed
+        if root == "ARGS" and keys and isinstance(keys[0], int) and keys[0] < len(slots):
+            return slots[keys[0]], keys[1:]
+        if root == "KWARGS" and keys and (str(keys[0]) in named or takes_any_name):
+            return str(keys[0]), keys[1:]
+        return None
+    number = ordinal(name)
+    if number is not None and number < len(slots):
+        return slots[number], ()
+    return (name, ()) if takes_any_name else None
+
+
+def _refuse_twice(model: str, names: Sequence[str], places: Sequence[tuple[str, Path]]) -> None:
+    if len(set(places)) < len(places):
+        raise BindingError(
+            model,
+            f"two of the inputs {shown(names)} feed the same argument",
+            expected="one input for each",
+        )
+
+
+def _warn_order(model: str, names: Sequence[str], signature: Signature) -> None:
+    log.warning(
+        "model '%s': the input names %s are not arguments of %s; they are passed in the config's"
+        " order.",
+        model,
+        ", ".join(names),
+        signature,
+    )
+
+
+def _valid(slots: Sequence[str], signature: Signature) -> list[str]:
+    names = [one.name for one in signature.arguments if one.passing in _NAMED]
+    names += [f"INPUT__{index}" for index in range(len(slots))]
+    return names + [f"ARGS[{index}]" for index in range(len(slots))]
+
+
+def _assemble(
+    model: str,
+    places: Mapping[str, tuple[str, Path]],
+    signature: Signature,
+    left_out: Collection[str],
+) -> Inputs:
+    """Positional up to the first argument that is left out, by keyword from there."""
+    fed: dict[str, dict[Path, str]] = {}
+    for name, (slot, path) in places.items():
+        if name not in left_out:
+            fed.setdefault(slot, {})[path] = name
+    filled = _filled(model, fed, signature, left_out)
+    order = [one.name for one in signature.arguments if one.passing is Passing.POSITIONAL]
+    order += sorted((slot for slot in fed if slot.startswith("*")), key=lambda slot: int(slot[1:]))
+    leading: list[str] = []
+    for slot in order:
+        if slot not in filled:
+            break
+        leading.append(slot)
+    trailing = [slot for slot in filled if slot not in leading]
+    rest = [int(slot[1:]) for slot in order if slot.startswith("*")]
+    first = len(order) - len(rest)
+    unnamed = {one.name for one in signature.arguments if one.unnamed}
+    if rest != list(range(first, first + len(rest))) or unnamed & set(trailing):
+        raise BindingError(model, f"inputs for * of {signature} leave a gap before them")
+    if any(slot.startswith("*") for slot in trailing):
+        raise BindingError(model, f"inputs for * of {signature} leave a gap before them")
+    names: list[str] = []
+    dicts = {one.name for one in signature.arguments if one.takes is Takes.DICT}
+    tuples = {one.name for one in signature.arguments if one.takes is Takes.TUPLE}
+    templates: dict[str, Template | None] = {}
+    for slot in (*leading, *trailing):
+        feeds = filled[slot]
+        if slot in dicts:  # where every key is a string
+            feeds = {(str(path[0]), *path[1:]) if path else path: feeds[path] for path in feeds}
+        template = _template(model, feeds, names)
+        is_tuple = slot in tuples and isinstance(template, list)
+        templates[slot] = tuple(template) if is_tuple else template  # type: ignore[arg-type]
+    takes = _takes(signature, places)
+    return Inputs(
+        tuple(names),
+        tuple(takes[name] for name in names),
+        _caller(
+            [templates[slot] for slot in leading], {slot: templates[slot] for slot in trailing}
+        ),
+        tuple(path_text(*places[name]) for name in names),
+    )
+
+
+def _filled(
+    model: str,
+    fed: Mapping[str, dict[Path, str]],
+    signature: Signature,
+    left_out: Collection[str],
+) -> dict[str, dict[Path, str]]:
+    """What feeds each argument; an argument that may be None and has no default gets nothing."""
+    filled = dict(fed)
+    for one in signature.arguments:
+        if one.name in fed or not one.required:
+            continue
+        if one.passing in (Passing.REST, Passing.REST_BY_NAME):
+            continue
+        if one.nullable:
+            filled[one.name] = {}
+            continue
+        optional = f"; {shown(left_out)} cannot be optional" if left_out else ""
+        raise BindingError(
+            model,
+            f"no input feeds forward()'s argument {one.name}{optional}",
+            expected=f"inputs for {signature}",
+            cure="Add them to config.pbtxt, or give the arguments defaults.",
+        )
+    return filled
+
+
+def _takes(signature: Signature, places: Mapping[str, tuple[str, Path]]) -> dict[str, Takes]:
+    """What a column becomes: an argument's own kind, a tensor within its containers."""
+    kinds = {one.name: one.takes for one in signature.arguments}
+    containers = (Takes.DICT, Takes.LIST, Takes.TUPLE)
+    found = {}
+    for name, (slot, path) in places.items():
+        kind = kinds.get(slot, Takes.TENSOR)
+        found[name] = Takes.TENSOR if path or kind in containers else kind
+    return found
+
+
+def _template(model: str, feeds: Mapping[Path, str], names: list[str]) -> Template | None:
+    """The tree of one argument; each leaf is the number of its column, appended to `names`."""
+    if not feeds:
+        return None
+    if () in feeds:
+        if len(feeds) > 1:
+            raise BindingError(
+                model, f"{shown(feeds.values())} feed an argument and a part of it at once"
+            )
+        names.append(feeds[()])
+        return len(names) - 1
+    branches: dict[int | str, dict[Path, str]] = {}
+    for path, name in feeds.items():
+        branches.setdefault(path[0], {})[path[1:]] = name
+    if all(isinstance(key, int) for key in branches):
+        if sorted(branches, key=int) != list(range(len(branches))):
+            raise BindingError(
+                model,
+                f"{shown(feeds.values())} leave gaps in a list",
+                expected=f"items 0 to {len(branches) - 1}",
+            )
+        return [_template(model, branches[index], names) for index in range(len(branches))]  # type: ignore[misc]
+    return {str(key): _template(model, branch, names) for key, branch in branches.items()}  # type: ignore[misc]
+
+
+def _caller(
+    positional: Sequence[Template | None], keywords: Mapping[str, Template | None]
+) -> Callable[[Callable[..., Any], Sequence[Any]], Any]:
+    if list(positional) == list(range(len(positional))) and not keywords:
+        return lambda module, columns: module(*columns)
+
+    def call(module: Callable[..., Any], columns: Sequence[Any]) -> Any:
+        args = [_fill(template, columns) for template in positional]
+        kwargs = {name: _fill(template, columns) for name, template in keywords.items()}
+        return module(*args, **kwargs)
+
+    return call
+
+
+def _fill(template: Any, columns: Sequence[Any]) -> Any:
+    if isinstance(template, int):
+        return columns[template]
+    if isinstance(template, dict):
+        return {key: _fill(value, columns) for key, value in template.items()}
+    if isinstance(template, list | tuple):
+        return type(template)(_fill(value, columns) for value in template)
+    return template  # None

@@ -26,17 +26,19 @@ def apply(config: ModelConfig, kind: Kind, module: Callable[..., Any]) -> Callab
     """The module, compiled where the config asks for it."""
     if not requested(config):
         return module
-    if kind is Kind.TORCHSCRIPT:
+    if kind in (Kind.TORCHSCRIPT, Kind.AOTI):
         log.warning(
-            "model '%s': TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on TorchScript.",
+            "model '%s': TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on %s.",
             config.name,
+            kind.value,
         )
         return module
     parameters = config.options.torch_compile_optional_parameters or {}
     if parameters.get("dynamic") is False:
-        # One graph a row count: torch's limit of 8 would leave the others uncompiled.
-        limit = max(torch._dynamo.config.recompile_limit, config.max_batch_size + 1)
-        torch._dynamo.config.recompile_limit = limit
+        # One graph a row count: torch's own limits would leave the others uncompiled.
+        dynamo, graphs = torch._dynamo.config, config.max_batch_size + 1
+        dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
+        dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, graphs)
     try:
         compiled: Callable[..., Any] = torch.compile(module, **parameters)
     except Exception as error:  # whatever torch.compile makes of a value that it does not know

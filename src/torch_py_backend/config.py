@@ -22,11 +22,13 @@ class TensorSpec:
         dtype: its element type.
         dims: its shape as the model sees it (after Triton's `reshape`), without the batch
             dimension; -1 is any size.
+        optional: a request may leave it out.
     """
 
     name: str
     dtype: dtypes.DType
     dims: tuple[int, ...]
+    optional: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype.triton} [{', '.join(map(str, self.dims))}]"
@@ -66,8 +68,12 @@ class ModelConfig:
         return self.folder / self.version
 
 
-def parse(args: Mapping[str, str]) -> ModelConfig:
+def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     """The arguments of Triton's `initialize` as a ModelConfig.
+
+    Args:
+        args: Triton's arguments.
+        complete: whether inputs and outputs must be there.
 
     Raises:
         ConfigError: the config asks for what a Python-based backend cannot give, or lacks
@@ -86,8 +92,8 @@ def parse(args: Mapping[str, str]) -> ModelConfig:
         device_id=int(args["model_instance_device_id"]),
         instances=_instances(document),
         max_batch_size=document["max_batch_size"],
-        inputs=_specs(name, "input", document),
-        outputs=_specs(name, "output", document),
+        inputs=_specs(name, "input", document) if complete else (),
+        outputs=_specs(name, "output", document) if complete else (),
         default_model_filename=_filename(name, document),
         options=options.parse(name, document.get("parameters", {})),
     )
@@ -126,19 +132,16 @@ def _specs(model: str, role: str, document: Mapping[str, Any]) -> tuple[TensorSp
 def _spec(model: str, role: str, entry: Mapping[str, Any]) -> TensorSpec:
     name = entry["name"]
     dtype = dtypes.from_config(entry["data_type"])
-    if dtype is None or dtype.torch is None:
+    if dtype is None:
         raise ConfigError(
             model,
             f"{role} '{name}' has data_type {entry['data_type']}",
-            expected="one of "
-            + ", ".join(known.config for known in dtypes.TABLE if known.torch is not None),
+            expected="one of " + ", ".join(known.config for known in dtypes.TABLE),
         )
-    if entry.get("optional"):
-        raise ConfigError(model, f"input '{name}' is optional; optional inputs are not served yet")
     # Triton reshapes before the backend sees an input and after it made an output.
     reshape = entry.get("reshape")
     dims = entry["dims"] if reshape is None else reshape.get("shape", [])
-    return TensorSpec(name, dtype, tuple(dims))
+    return TensorSpec(name, dtype, tuple(dims), bool(entry.get("optional")))
 
 
 def _instances(document: Mapping[str, Any]) -> int:

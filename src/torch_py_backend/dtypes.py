@@ -44,6 +44,26 @@ TABLE = (
 _BY_CONFIG = {dtype.config: dtype for dtype in TABLE}
 
 
+_BY_TORCH = {dtype.torch: dtype for dtype in TABLE}
+
+
+def from_torch(name: str) -> DType:
+    """The type that torch calls `name`.
+
+    Raises:
+        KeyError: Triton has no such type.
+    """
+    return _BY_TORCH[name]
+
+
+_BY_TRITON = {dtype.triton: dtype for dtype in TABLE}
+
+
+def from_triton(name: str) -> DType:
+    """The type that requests call `name`."""
+    return _BY_TRITON[name]
+
+
 def from_config(name: str) -> DType | None:
     """The type that config.pbtxt calls `name`, or None."""
     return _BY_CONFIG.get(name)

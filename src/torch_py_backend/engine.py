@@ -1,4 +1,4 @@
-"""Builds a model once; then runs items: check → group → gather → call → outputs → scatter.
+"""Builds a model once; then runs items: admit → group → gather → call → outputs → scatter.
 
 Inside the engine an error is a value: each item gets a result or the error that is its own.
 """
@@ -7,28 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from torch_py_backend import artifacts, batching, binding, compilation, loaders, runtime
-from torch_py_backend.batching import Batch, Item, Outcome
-from torch_py_backend.config import ModelConfig, TensorSpec
-from torch_py_backend.errors import BackendError, ForwardError, InputError, OutputError
+from torch_py_backend import artifacts, batching, compilation, loaders, outputs, results, runtime
+from torch_py_backend.batching import ANY_ROWS, Item, Outcome, Value
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import BackendError, ConfigError, ForwardError, OutputError
+from torch_py_backend.loaders import Loaded
+from torch_py_backend.passing import Group, Passing
 from torch_py_backend.threads import Threads
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """An output as the config has it, in torch's terms. dims: with the batch dimension as -1."""
-
-    spec: TensorSpec
-    dtype: torch.dtype
-    dims: tuple[int, ...]
 
 
 def build(config: ModelConfig, threads: Threads) -> Engine:
@@ -39,91 +28,87 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     """
     runtime.settle(config.options, threads)
     device = runtime.placement(config)
-    artifact = artifacts.find(config)
-    loaded = loaders.load(artifact, config, device)
-    inputs = binding.bind_inputs(
-        config.name, [spec.name for spec in config.inputs], loaded.arguments
-    )
+    loaded = loaders.load(artifacts.find(config), config, device)
+    _check_rows(config, loaded)
     surroundings = runtime.surround(config.options, device, loaded.weights)
-    module = compilation.apply(config, artifact.kind, loaded.module)
-    return Engine(config, module, inputs, surroundings)
+    return Engine(config, loaded, surroundings)
+
+
+def _check_rows(config: ModelConfig, loaded: Loaded) -> None:
+    least, most = loaded.rows
+    if most is not None and least < most < config.max_batch_size:
+        raise ConfigError(
+            config.name,
+            f"max_batch_size is {config.max_batch_size}, and {loaded.kind.value} takes at most"
+            f" {most} rows",
+            cure="Lower max_batch_size, or export with a larger dynamic batch.",
+        )
 
 
 class Engine:
     """One model, ready to be called from one thread."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        module: Any,
-        inputs: binding.Inputs,
-        surroundings: runtime.Runtime,
-    ) -> None:
+    def __init__(self, config: ModelConfig, loaded: Loaded, surroundings: runtime.Runtime) -> None:
         self.config = config
-        self._module = module
-        self._inputs = inputs
+        self.signature = str(loaded.signature)
+        self._passing = Passing(config, loaded.signature)
+        self.places = self._passing.places
+        self._module = compilation.apply(config, loaded.kind, loaded.module)
+        self._rows = loaded.rows if config.max_batch_size else ANY_ROWS
         self._runtime = surroundings
-        self._batched = config.max_batch_size > 0
         self._names = tuple(spec.name for spec in config.outputs)
-        self._expected = tuple(_expect(spec, batched=self._batched) for spec in config.outputs)
+        self._verify = outputs.verifiers(config)
         # The result's structure is known once forward() has returned one.
-        self._outputs: binding.Outputs | None = None
+        self._outputs: results.Outputs | None = None
 
     def run(self, items: Sequence[Item]) -> list[Outcome]:
         """One outcome for each item, in their order."""
-        outcomes: list[Outcome | None] = [self._check(item) for item in items]
-        sound = [position for position, error in enumerate(outcomes) if error is None]
-        for positions in self._group([items[position] for position in sound]):
-            members = [sound[position] for position in positions]
-            for position, outcome in zip(
-                members, self._run_batch([items[position] for position in members]), strict=True
-            ):
+        outcomes: list[Any] = [self._passing.admit(item) for item in items]
+        sound = [
+            (position, item)
+            for position, item in enumerate(outcomes)
+            if not isinstance(item, BackendError)
+        ]
+        for group in self._passing.group(sound):
+            for position, outcome in zip(group.positions, self._run_group(group), strict=True):
                 outcomes[position] = outcome
         if self._runtime.clean is not None:
             self._runtime.clean()
-        return outcomes  # type: ignore[return-value]  # every position is filled by now
+        return outcomes
 
-    def _check(self, item: Item) -> BackendError | None:
-        """What is wrong with an item before it meets others, or None."""
-        rows = -1
-        for name in self._inputs.names:
-            tensor = item.get(name)
-            if tensor is None:
-                return InputError(self.config.name, f"the request lacks the input '{name}'")
-            if not self._batched:
-                continue
-            if rows not in (-1, tensor.shape[0]):
-                return InputError(
-                    self.config.name,
-                    f"the request's inputs have {rows} and {tensor.shape[0]} rows",
-                    expected="the same number of rows in each",
-                )
-            rows = tensor.shape[0]
-        return None
-
-    def _group(self, items: Sequence[Item]) -> list[list[int]]:
-        if not self._batched:
-            return [[position] for position in range(len(items))]
-        return batching.group(items, self._inputs.names) if items else []
-
-    def _run_batch(self, items: Sequence[Item]) -> Sequence[Outcome]:
+    def _run_group(self, group: Group) -> Sequence[Outcome]:
         try:
             with self._runtime.guard():
-                batch = batching.gather(items, self._inputs.names)
-                columns = self._runtime.to_device(batch.columns)
-                result = self._inputs.call(self._module, columns)
-                outputs = self._runtime.to_host(self._take(result, batch))
-            return batching.scatter(outputs, self._names, batch.sizes)
+                batch = batching.gather(group.items, group.inputs.names)
+                made = self._call(group, self._runtime.to_device(batch.columns))
+                made = self._runtime.to_host(made)
+            return batching.scatter(made, self._names, batch.sizes)
         except BackendError as error:
-            return [error] * len(items)
+            return [error] * len(group.items)
         except (Exception, SystemExit) as error:
             log.exception("model '%s': forward() failed", self.config.name)
-            return [ForwardError(self.config.name, error)] * len(items)
+            return [ForwardError(self.config.name, error)] * len(group.items)
 
-    def _take(self, result: Any, batch: Batch) -> list[Tensor]:
-        """The configured outputs, contiguous, each as the config says."""
+    def _call(self, group: Group, columns: Sequence[Value]) -> Sequence[Value]:
+        """The model's outputs for a batch, in as many calls as the model needs."""
+        if self._rows.free:
+            rows = columns[0].shape[0] if columns and columns[0].ndim else 0
+            return self._call_once(group, columns, rows)
+        pieces = []
+        for piece, present in batching.fit(columns, self._rows):
+            made = self._call_once(group, piece, piece[0].shape[0])
+            pieces.append([value[:present] for value in made])
+        return batching.join(pieces)
+
+    def _call_once(self, group: Group, columns: Sequence[Value], rows: int) -> Sequence[Value]:
+        passed = self._passing.convert(group.inputs, columns)
+        result = group.inputs.call(self._module, passed)
+        return self._take(result, rows)
+
+    def _take(self, result: Any, rows: int) -> list[Value]:
+        """The configured outputs, each as the config says."""
         if self._outputs is None:
-            self._outputs = binding.bind_outputs(self.config.name, self._names, result)
+            self._outputs = results.bind_outputs(self.config.name, self._names, result)
         try:
             parts = self._outputs(result)
         except (LookupError, AttributeError, TypeError):
@@ -132,55 +117,4 @@ class Engine:
                 f"forward() returned a {type(result).__name__} unlike its first result",
                 expected=f"the outputs {', '.join(self._names)}",
             ) from None
-        rows = sum(batch.sizes)
-        return [
-            self._verify(expected, part, rows)
-            for expected, part in zip(self._expected, parts, strict=True)
-        ]
-
-    def _verify(self, expected: _Expected, part: object, rows: int) -> Tensor:
-        if not isinstance(part, Tensor):
-            raise OutputError(
-                self.config.name,
-                f"output '{expected.spec.name}' is a {type(part).__name__}",
-                expected="a torch.Tensor",
-            )
-        shape = part.shape
-        if part.dtype is not expected.dtype or not _fits(shape, expected.dims):
-            raise self._mismatch(expected, part)
-        if self._batched and shape[0] != rows:
-            raise OutputError(
-                self.config.name,
-                f"output '{expected.spec.name}' has {shape[0]} rows for a batch of {rows}",
-                expected="as many rows as the inputs have",
-            )
-        # Triton's utilities read the memory as if it were contiguous, and numpy takes no tensor
-        # that requires a gradient or carries a pending negation.
-        if part.requires_grad or part.is_neg():
-            return part.detach().resolve_neg().contiguous()
-        return part.contiguous()
-
-    def _mismatch(self, expected: _Expected, part: Tensor) -> OutputError:
-        dims = ", ".join(map(str, expected.dims))
-        return OutputError(
-            self.config.name,
-            f"output '{expected.spec.name}' is {_short(part.dtype)} {list(part.shape)}",
-            expected=f"{_short(expected.dtype)} [{dims}] as in config.pbtxt",
-        )
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _fits(shape: torch.Size, dims: tuple[int, ...]) -> bool:
-    if shape == dims:
-        return True
-    return len(shape) == len(dims) and all(
-        wanted in (-1, size) for size, wanted in zip(shape, dims, strict=True)
-    )
-
-
-def _expect(spec: TensorSpec, *, batched: bool) -> _Expected:
-    dims = (-1, *spec.dims) if batched else spec.dims
-    return _Expected(spec, getattr(torch, spec.dtype.torch or ""), dims)
+        return [verify(part, rows) for verify, part in zip(self._verify, parts, strict=True)]

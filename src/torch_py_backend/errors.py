@@ -51,7 +51,12 @@ class ModelError(BackendError):
 
 
 class LoadError(ModelError):
-    pass
+    @classmethod
+    def told(cls, sentence: str) -> LoadError:
+        """An error that another process has put into words."""
+        error = cls.__new__(cls)
+        Exception.__init__(error, sentence)
+        return error
 
 
 class ConfigError(LoadError):

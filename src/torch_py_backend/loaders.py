@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import collections.abc
-import inspect
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_origin
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend import sources, weights
+from torch_py_backend import programs, signatures, sources, weights
 from torch_py_backend.artifacts import Artifact, Kind
-from torch_py_backend.binding import Argument, Passing
+from torch_py_backend.batching import ANY_ROWS, Rows
+from torch_py_backend.binding import Signature
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import ArtifactError, SourceError, brief
+from torch_py_backend.errors import ArtifactError, ConfigError, SourceError, brief
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +26,18 @@ class Loaded:
     """A model in memory.
 
     Attributes:
+        kind: what it was loaded from.
         module: what is called with the inputs.
-        arguments: what it takes.
+        signature: what it takes.
         weights: its parameters and buffers.
+        rows: how many rows one call takes.
     """
 
+    kind: Kind
     module: Callable[..., Any]
-    arguments: tuple[Argument, ...]
-    weights: tuple[Tensor, ...]
+    signature: Signature
+    weights: Sequence[Tensor]
+    rows: Rows = ANY_ROWS
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
@@ -55,49 +62,92 @@ def _load_torchscript(
             cure="Write it again with torch.jit.save under this version of torch.",
         ) from error
     module.eval()
-    if not hasattr(module, "forward"):
+    name = config.options.method or "forward"
+    method: Any = getattr(module, name, None)
+    if not hasattr(method, "schema"):
         raise ArtifactError(
             config.name,
-            f"{artifact.path.name} is TorchScript without forward()",
-            expected="a module with forward(), which is what is served",
+            f"{artifact.path.name} is TorchScript without {name}()",
+            expected="a module with the method that is served",
         )
-    schema = module.forward.schema
-    arguments = tuple(_schema_argument(one) for one in schema.arguments[1:])  # [0] is self
-    return Loaded(module, arguments, (*module.parameters(), *module.buffers()))
+    _warn_unused(config, "model_class", "model_kwargs", "weights")
+    # Called through the module, forward() runs its hooks.
+    called = module if config.options.method is None else method
+    return Loaded(artifact.kind, called, signatures.of_schema(method.schema), _tensors(module))
 
 
-def _schema_argument(argument: Any) -> Argument:
-    kind = argument.type.str()
-    return Argument(
-        name=argument.name,
-        required=not argument.has_default_value(),
-        passing=Passing.KEYWORD if argument.kwarg_only else Passing.POSITIONAL,
-        takes_dict=kind.startswith("Dict("),
-        text=f"{kind} {argument.name}",
-    )
+def _warn_unused(config: ModelConfig, *fields: str) -> None:
+    for field in fields:
+        if getattr(config.options, field) is not None:
+            log.warning(
+                "model '%s': the parameter %s has no effect: the artifact is complete in itself.",
+                config.name,
+                field.upper(),
+            )
 
 
 def _load_module(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
     source = sources.import_source(config.name, artifact.path)
-    module = sources.construct(config, artifact.path, source)
-    if not isinstance(module, nn.Module):
-        return _load_function(artifact, config, module)
-    if not artifact.weightless:
-        weights.fill(config, artifact, module)
-    module.eval()
-    for parameter in module.parameters():  # requires_grad_() of TorchScript refuses
-        parameter.requires_grad = False
-    if device is not None:
-        module.to(device)
-    arguments = _signature_arguments(config, module.forward)
-    return Loaded(module, arguments, (*module.parameters(), *module.buffers()))
+    built = sources.construct(config, artifact.path, source)
+    return _serve(artifact, config, device, built, has_weights=artifact.weightless)
 
 
-def _load_function(artifact: Artifact, config: ModelConfig, function: Any) -> Loaded:
-    if not callable(function):
+def _load_factory(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
+    built, filled = sources.construct_from_package(config)
+    has_weights = filled or artifact.weightless
+    return _serve(artifact, config, device, built, has_weights=has_weights)
+
+
+def _serve(
+    artifact: Artifact,
+    config: ModelConfig,
+    device: torch.device | None,
+    built: Any,
+    *,
+    has_weights: bool,
+) -> Loaded:
+    """A module with its weights, or a function."""
+    if isinstance(built, nn.Module):
+        if not has_weights:
+            weights.fill(config, artifact, built)
+        built.eval()
+        for parameter in built.parameters():  # requires_grad_() of TorchScript refuses
+            parameter.requires_grad = False
+        if device is not None:
+            built.to(device)
+    else:
+        _refuse_no_function(artifact, config, built)
+    called = _method(config, built)
+    described = built.forward if called is built and isinstance(built, nn.Module) else called
+    try:
+        signature = signatures.of_function(described)
+    except (TypeError, ValueError) as error:
+        raise SourceError(
+            config.name, f"the arguments of what is served cannot be told: {error}"
+        ) from error
+    tensors = _tensors(built) if isinstance(built, nn.Module) else ()
+    return Loaded(artifact.kind, called, signature, tensors)
+
+
+def _method(config: ModelConfig, built: Any) -> Callable[..., Any]:
+    if config.options.method is None:
+        called: Callable[..., Any] = built
+        return called
+    method: Callable[..., Any] | None = getattr(built, config.options.method, None)
+    if method is None:
         raise SourceError(
             config.name,
-            f"what {artifact.path.name} builds is a {type(function).__name__}",
+            f"METHOD is '{config.options.method}', which {type(built).__name__} does not have",
+            expected="the name of a method",
+        )
+    return method
+
+
+def _refuse_no_function(artifact: Artifact, config: ModelConfig, built: Any) -> None:
+    if not callable(built):
+        raise SourceError(
+            config.name,
+            f"what {artifact.path.name} builds is a {type(built).__name__}",
             expected="a torch.nn.Module or a function",
         )
     if artifact.weights is not None:
@@ -106,47 +156,63 @@ def _load_function(artifact: Artifact, config: ModelConfig, function: Any) -> Lo
             f"{artifact.weights.name} lies beside a function, which has no weights",
             cure='Remove the file, or set the parameter WEIGHTS to "none".',
         )
-    return Loaded(function, _signature_arguments(config, function), ())
+
+
+def _load_exported(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
+    _refuse_method(artifact, config)
+    _warn_unused(config, "model_class", "model_kwargs", "weights")
+    program = programs.load_exported(config, artifact.path, device)
+    return Loaded(artifact.kind, program.module, program.signature, program.weights, program.rows)
+
+
+def _load_aoti(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
+    _refuse_method(artifact, config)
+    misfit = programs.misfit(artifact.path, device)
+    if misfit and artifact.fallback is None:
+        raise ArtifactError(
+            config.name,
+            f"{artifact.path.name} was built for {misfit}",
+            cure="Build it on such a machine, or name an exported program or a model.py to serve"
+            " instead with the parameter FALLBACK.",
+        )
+    if misfit and artifact.fallback is not None:
+        log.warning(
+            "model '%s': %s was built for %s; %s is served instead.",
+            config.name,
+            artifact.path.name,
+            misfit,
+            artifact.fallback.path.name,
+        )
+        return load(artifact.fallback, config, device)
+    _warn_unused(config, "model_class", "model_kwargs", "weights")
+    try:
+        program = programs.load_aoti(config, artifact.path, device)
+    except ArtifactError as error:
+        if artifact.fallback is None:
+            raise
+        log.warning("%s %s is served instead.", error, artifact.fallback.path.name)
+        return load(artifact.fallback, config, device)
+    return Loaded(artifact.kind, program.module, program.signature, program.weights, program.rows)
+
+
+def _refuse_method(artifact: Artifact, config: ModelConfig) -> None:
+    if config.options.method is not None:
+        raise ConfigError(
+            config.name,
+            f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
+            cure="It holds one method, the one that was exported; take METHOD out.",
+        )
+
+
+def _tensors(module: nn.Module) -> Sequence[Tensor]:
+    held: Iterable[Tensor] = chain(module.parameters(), module.buffers())
+    return tuple(held)
 
 
 _LOADERS: Mapping[Kind, Callable[[Artifact, ModelConfig, torch.device | None], Loaded]] = {
     Kind.TORCHSCRIPT: _load_torchscript,
     Kind.MODULE: _load_module,
+    Kind.FACTORY: _load_factory,
+    Kind.EXPORTED: _load_exported,
+    Kind.AOTI: _load_aoti,
 }
-
-
-def _signature_arguments(config: ModelConfig, forward: Callable[..., Any]) -> tuple[Argument, ...]:
-    try:
-        signature = inspect.signature(forward)
-    except (TypeError, ValueError) as error:
-        raise SourceError(
-            config.name, f"the arguments of what is served cannot be told: {error}"
-        ) from error
-    return tuple(_signature_argument(one) for one in signature.parameters.values())
-
-
-_PASSING = {
-    inspect.Parameter.POSITIONAL_ONLY: Passing.POSITIONAL,
-    inspect.Parameter.POSITIONAL_OR_KEYWORD: Passing.POSITIONAL,
-    inspect.Parameter.KEYWORD_ONLY: Passing.KEYWORD,
-    inspect.Parameter.VAR_POSITIONAL: Passing.REST,
-    inspect.Parameter.VAR_KEYWORD: Passing.REST_BY_NAME,
-}
-
-
-def _signature_argument(parameter: inspect.Parameter) -> Argument:
-    passing = _PASSING[parameter.kind]
-    rest = passing in (Passing.REST, Passing.REST_BY_NAME)
-    return Argument(
-        name=parameter.name,
-        required=parameter.default is inspect.Parameter.empty and not rest,
-        passing=passing,
-        takes_dict=_is_dict(parameter.annotation) and not rest,
-        text=str(parameter),
-    )
-
-
-def _is_dict(annotation: Any) -> bool:
-    if isinstance(annotation, str):  # from __future__ import annotations
-        return annotation.split("[")[0].split(".")[-1] in ("dict", "Dict", "Mapping")
-    return (get_origin(annotation) or annotation) in (dict, collections.abc.Mapping)

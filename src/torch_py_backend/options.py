@@ -61,9 +61,20 @@ def _compile_parameters(text: str) -> dict[str, Any]:
     return value
 
 
+_FLOATING = ("FP16", "BF16", "FP32", "FP64")
+
+
+def _floating(text: str) -> str:
+    name = text.strip().upper().removeprefix("TYPE_")
+    if name not in _FLOATING:
+        raise ValueError(text)
+    return name
+
+
 BOOLEAN = Parser("true, on, 1, false, off or 0", _boolean)
 POSITIVE = Parser("an integer of at least 1", _positive)
 TEXT = Parser("a name", _text)
+FLOATING = Parser("FP16, BF16, FP32 or FP64", _floating)
 JSON_OBJECT = Parser("a JSON object", _json_object)
 COMPILE_PARAMETERS = Parser(
     f"a JSON object with keys among {', '.join(_COMPILE_KEYS)}", _compile_parameters
@@ -91,10 +102,24 @@ class Options:
         TEXT, "The class or function in model.py to serve, when the file defines several."
     )
     model_factory: str | None = _option(
-        TEXT, "A function in model.py that is called once, at load, and returns the module."
+        TEXT,
+        "What is called once, at load, and returns the module: a function in model.py, or"
+        " `package.module:callable`. A class with `from_pretrained` is given the version folder.",
     )
     model_kwargs: dict[str, Any] | None = _option(
         JSON_OBJECT, "Keyword arguments for the class or the factory."
+    )
+    method: str | None = _option(TEXT, "The method to serve instead of `forward`.")
+    fallback: str | None = _option(
+        TEXT,
+        "The file in the version folder to serve where an AOTInductor package was built for"
+        " another machine.",
+    )
+    cast_inputs: str | None = _option(
+        FLOATING, "Convert floating-point inputs to this type before the model sees them."
+    )
+    cast_outputs: bool = _option(
+        BOOLEAN, "Convert outputs to the types in the config.", default=False
     )
     weights: str | None = _option(
         TEXT,
@@ -145,6 +170,11 @@ class Options:
         BOOLEAN,
         "Accepted, without effect yet.",
         inert="instances do not share weights yet",
+    )
+    auto_complete_timeout_s: int = _option(
+        POSITIVE,
+        "Seconds that trying the model may take when config.pbtxt leaves out inputs or outputs.",
+        default=120,
     )
     warmup: bool = _option(
         BOOLEAN,

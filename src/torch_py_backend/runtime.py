@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torch_py_backend.batching import Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.options import Options
@@ -31,17 +32,20 @@ class Runtime:
     guard: Callable[[], AbstractContextManager[Any]]
     clean: Callable[[], None] | None
 
-    def to_device(self, columns: Sequence[Tensor]) -> Sequence[Tensor]:
-        """The columns on this instance's device; those that are there already as they are."""
+    def to_device(self, columns: Sequence[Value]) -> Sequence[Value]:
+        """The columns on this instance's device; strings, and what is there, as they are."""
         if self.device.type == "cpu":
             return columns
-        return [column.to(self.device, non_blocking=True) for column in columns]
+        return [
+            column.to(self.device, non_blocking=True) if isinstance(column, Tensor) else column
+            for column in columns
+        ]
 
-    def to_host(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+    def to_host(self, outputs: Sequence[Value]) -> Sequence[Value]:
         """The outputs in host memory, with the device's work on them done."""
         if self.device.type == "cpu":
             return outputs
-        return [output.cpu() for output in outputs]
+        return [output.cpu() if isinstance(output, Tensor) else output for output in outputs]
 
 
 def placement(config: ModelConfig) -> torch.device | None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import inspect
+import operator
+import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -26,16 +29,24 @@ def import_source(model: str, path: Path) -> ModuleType:
         raise SourceError(model, f"{path.name} is no Python source", expected="a .py file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    sys.path.insert(0, str(path.parent))
+    try:
+        with _importing_from(path.parent):
+            spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise SourceError(model, f"{path.name} fails at {_place(error, path)}") from error
+    return module
+
+
+@contextlib.contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """Modules in the folder can be imported, also later, by what the model does at run time."""
+    sys.path.insert(0, str(folder))
     # A model repository is read, not written: it may be another user's, or read-only.
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:
-        raise SourceError(model, f"{path.name} fails at {_place(error, path)}") from error
+        yield
     finally:
         sys.dont_write_bytecode = before
-    return module
 
 
 def _place(error: BaseException, path: Path) -> str:
@@ -49,6 +60,79 @@ def _place(error: BaseException, path: Path) -> str:
     ]
     where = f"line {lines[-1]}: " if lines else ""
     return f"{where}{brief(error)}"
+
+
+class Built(NamedTuple):
+    """What a factory built, and whether it has read its weights, too."""
+
+    served: Any
+    has_weights: bool
+
+
+def construct_from_package(config: ModelConfig) -> Built:
+    """What `MODEL_FACTORY: "package.module:callable"` builds.
+
+    A class with `from_pretrained` (transformers' and its likes) is given the folder that holds a
+    config.json, and no network.
+    """
+    named = config.options.model_factory or ""
+    package, _, name = named.partition(":")
+    # Read by Hugging Face's libraries when they are imported.
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    try:
+        with _importing_from(config.version_folder):
+            chosen = operator.attrgetter(name)(importlib.import_module(package))
+    except (Exception, SystemExit) as error:  # the package's own code runs here
+        raise SourceError(
+            config.name,
+            f"MODEL_FACTORY is '{named}', which cannot be imported: {brief(error)}",
+            expected="package.module:callable of a package that this Python has",
+        ) from error
+    keywords = config.options.model_kwargs or {}
+    pretrained = getattr(chosen, "from_pretrained", None)
+    folder = _pretrained_folder(config)
+    try:
+        if pretrained is not None and folder is not None:
+            return Built(
+                pretrained(str(folder), local_files_only=True, **keywords), has_weights=True
+            )
+        return Built(chosen(**keywords), has_weights=False)
+    except (Exception, SystemExit) as error:
+        raise SourceError(
+            config.name,
+            f"MODEL_FACTORY '{named}' with {keywords or 'no arguments'} fails: {brief(error)}",
+            cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
+        ) from error
+
+
+def _pretrained_folder(config: ModelConfig) -> Path | None:
+    """Where a config.json lies: in the version folder, or beside config.pbtxt."""
+    folders = (config.version_folder, config.folder)
+    return next((one for one in folders if (one / "config.json").is_file()), None)
+
+
+def example_inputs(model: str, path: Path, name: str) -> Mapping[str, Any] | None:
+    """What the function of this name in a model's source returns; None: there is none.
+
+    Raises:
+        SourceError: it fails, or returns something else than a dict.
+    """
+    function = getattr(import_source(model, path), name, None)
+    if function is None:
+        return None
+    try:
+        made = function()
+    except (Exception, SystemExit) as error:
+        raise SourceError(
+            model, f"{name}() in {path.name} fails at {_place(error, path)}"
+        ) from error
+    if not isinstance(made, Mapping):
+        raise SourceError(
+            model,
+            f"{name}() in {path.name} returns a {type(made).__name__}",
+            expected="a dict of tensors by input name",
+        )
+    return made
 
 
 def construct(config: ModelConfig, path: Path, source: ModuleType) -> Any:
@@ -114,8 +198,9 @@ def _choose(config: ModelConfig, path: Path, source: ModuleType) -> Any:
             expected=f"one of {shown(classes | functions) or 'its classes or functions'}",
         )
     candidates = classes or functions
-    if len(candidates) == 1:
-        return next(iter(candidates.values()))
+    distinct = {id(one): one for one in candidates.values()}  # one class may have two names
+    if len(distinct) == 1:
+        return next(iter(distinct.values()))
     found = f"defines {shown(candidates)}" if candidates else "defines no nn.Module and no function"
     raise SourceError(
         config.name,
@@ -130,7 +215,10 @@ def _defined(source: ModuleType, wanted: Callable[[Any], bool]) -> dict[str, Any
     return {
         name: value
         for name, value in vars(source).items()
-        if not name.startswith("_") and wanted(value) and value.__module__ == source.__name__
+        if not name.startswith("_")
+        and name != "example_inputs"
+        and wanted(value)
+        and value.__module__ == source.__name__
     }
 
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-import torch
-from torch import Tensor
-
-from torch_py_backend import compilation
+from torch_py_backend import compilation, samples
 from torch_py_backend.batching import Item
-from torch_py_backend.config import ModelConfig, TensorSpec
+from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import BackendError, LoadError, WarmupError
 
@@ -28,7 +25,7 @@ def run(engine: Engine) -> None:
         LoadError: binding the outputs to forward()'s result failed.
         WarmupError: forward() failed, or its result contradicts the config.
     """
-    for item in samples(engine.config):
+    for item in batches(engine.config):
         for _ in range(_REPEATS):
             (outcome,) = engine.run([item])
             if isinstance(outcome, BackendError):
@@ -38,21 +35,23 @@ def run(engine: Engine) -> None:
 def _refusal(config: ModelConfig, item: Item, error: BackendError) -> LoadError:
     if isinstance(error, LoadError):
         return error
-    tried = ", ".join(f"{name} {list(tensor.shape)}" for name, tensor in item.items())
+    tried = ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
     return WarmupError(
         config.name,
         f"the warm-up with {tried} failed: {error}",
-        cure="Correct the model or its config; if it cannot take made-up values (ones, and random"
-        ' numbers below 1), set the parameter WARMUP to "false".',
+        cure="Correct the model or its config; if it cannot take made-up values (ones, random"
+        ' numbers below 1, the string "text"), set the parameter WARMUP to "false".',
     )
 
 
-def samples(config: ModelConfig) -> Iterator[Item]:
+def batches(config: ModelConfig) -> Iterator[Item]:
     """One item for every batch that may need preparation of its own."""
     varies = any(-1 in spec.dims for spec in config.inputs)
-    generator = torch.Generator().manual_seed(0)
-    for rows, size in itertools.product(_row_counts(config), _VARIABLE if varies else (1,)):
-        yield {spec.name: _sample(spec, rows, size, generator) for spec in config.inputs}
+    may_lack = any(spec.optional for spec in config.inputs)
+    for rows, size, optional in itertools.product(
+        _row_counts(config), _VARIABLE if varies else (1,), (True, False) if may_lack else (True,)
+    ):
+        yield samples.item(config, rows, size, optional=optional)
 
 
 def _row_counts(config: ModelConfig) -> Sequence[int | None]:
@@ -67,13 +66,3 @@ def _row_counts(config: ModelConfig) -> Sequence[int | None]:
 
 def _one_graph_each(config: ModelConfig) -> bool:
     return (config.options.torch_compile_optional_parameters or {}).get("dynamic") is False
-
-
-def _sample(spec: TensorSpec, rows: int | None, size: int, generator: torch.Generator) -> Tensor:
-    dims = [size if dim == -1 else dim for dim in spec.dims]
-    shape = dims if rows is None else [rows, *dims]
-    dtype: torch.dtype = getattr(torch, spec.dtype.torch or "")
-    if dtype.is_floating_point:
-        return torch.rand(shape, generator=generator).to(dtype)
-    # An id, a mask and a length of 1 are valid nearly everywhere; 0 is no length.
-    return torch.ones(shape, dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_py_backend import artifacts
-from torch_py_backend.artifacts import Artifact, Content
+from torch_py_backend import contents
+from torch_py_backend.artifacts import Artifact
 from torch_py_backend.config import ModelConfig
+from torch_py_backend.contents import Content
 from torch_py_backend.errors import ArtifactError, WeightsError, brief
 
 
@@ -75,7 +77,9 @@ def _wrong_shapes(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> lis
 def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
     if path.suffix == ".safetensors":
         return _read_safetensors(config, path)
-    found = artifacts.describe(path)
+    if path.suffix == ".json":
+        return _read_shards(config, path)
+    found = contents.describe(path)
     if found is not Content.STATE_DICT:
         raise ArtifactError(
             config.name,
@@ -116,6 +120,29 @@ def _torch_load(path: Path) -> Any:
     with path.open("rb") as file:
         mapped = file.read(2) == b"PK"
     return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+
+
+def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
+    """The shards that an index names: Hugging Face's `model.safetensors.index.json`."""
+    try:
+        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        raise ArtifactError(
+            config.name,
+            f"the weights {index.name} are no index of safetensors: {brief(error)}",
+            expected="a JSON object with a weight_map from keys to files",
+        ) from error
+    state: dict[str, Tensor] = {}
+    for name in files:
+        path = index.parent / str(name)
+        if not path.resolve().is_relative_to(config.folder.resolve()) or not path.is_file():
+            raise ArtifactError(
+                config.name,
+                f"the weights {index.name} name {name}",
+                expected="a file beside the index",
+            )
+        state |= _read_safetensors(config, path)
+    return state
 
 
 def _read_safetensors(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:

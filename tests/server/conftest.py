@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import scenarios
 import tritonclient.grpc
 import tritonclient.http
-from serving import Serving
+from serving import TABLES, Serving
 
 from torch_py_backend.server import Server
 
@@ -22,18 +21,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.server)
 
 
-@pytest.fixture(scope="session")
-def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+@pytest.fixture(scope="module")
+def serving(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
+    """A server with the table of scenarios that the test names."""
+    table = TABLES[request.param]
     folder = tmp_path_factory.mktemp("serving")
     repository = folder / "repository"
-    for scenario in scenarios.TABLE:
+    for scenario in table:
         scenario.lay_out(repository)
     log_path = folder / "server.log"
     with (
         log_path.open("wb") as log,
         Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
     ):
-        states = {state.name: state for state in server.wait_loaded(timeout=240)}
+        states = {state.name: state for state in server.wait_loaded(timeout=280)}
         http = tritonclient.http.InferenceServerClient(server.http_address)
         grpc = tritonclient.grpc.InferenceServerClient(server.grpc_address)
         yield Serving(server, states, http, grpc, log_path)

@@ -1,20 +1,29 @@
-"""Repositories written for Triton's C++ LibTorch backend, served unchanged: ResNet-50.
+"""Repositories written for Triton's C++ LibTorch backend and its Python runtime, served unchanged.
 
 `install --name pytorch` puts our backend where Triton looks for LibTorch's. The first config below
-is the one in the manner of Triton's documentation, the last the one of its PyTorch tutorial.
+is the one in the manner of Triton's documentation, the last the one of its PyTorch tutorial: both
+serve ResNet-50. After them come small models, one for each thing that such repositories do.
+
+`backend: "python"` with `platform: "pytorch"`, the other way to ask for the Python runtime, is not
+here: Triton gives such a model to its Python backend, and none of ours is asked.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
+import scenarios
 import torch
 from resnet50 import ResNet50
+from scenarios import Call, Scenario, floats, tensor
+from serving import Serving
+from torch import Tensor, nn
 from tritonclient import grpc, http
 from typer.testing import CliRunner
 
@@ -73,6 +82,174 @@ CONFIGS = {"resnet50": LIBTORCH, "resnet50_pytorch_py": OURS, "resnet50_tutorial
 pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 
+# --- small models ------------------------------------------------------------------------------
+
+
+class Mixer(nn.Module):
+    """As the Python runtime wants it: no constructor arguments, inputs named in forward()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(4, 3)
+        self.right = nn.Linear(4, 3)
+
+    def forward(self, INPUT0: Tensor, INPUT1: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(INPUT0) - self.right(INPUT1), self.left(INPUT1)
+
+
+class FromDict(nn.Module):
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return inputs["first"] - 2 * inputs["second"]
+
+
+class Louder(nn.Module):
+    def forward(self, texts: list[str]) -> tuple[Tensor, list[str]]:
+        return torch.tensor([len(text) for text in texts]), [text + "!" for text in texts]
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.convolution(x.unsqueeze(1)))
+
+
+def seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return make().eval()
+
+
+def eager(make: Callable[[], nn.Module], *arguments: Any) -> list[Any]:
+    """What the module itself answers, as a list of arrays."""
+    with torch.inference_mode():
+        result = seeded(make)(*arguments)
+    parts = result if isinstance(result, tuple) else (result,)
+    return [one.numpy() if isinstance(one, Tensor) else one for one in parts]
+
+
+def said(texts: list[str]) -> Call:
+    lengths, louder = eager(Louder, texts)
+    return Call(
+        {"INPUT__0": np.array([[text] for text in texts], dtype=np.object_)},
+        {
+            "OUTPUT__0": lengths[:, None],
+            "OUTPUT__1": np.array([[one.encode()] for one in louder], dtype=np.object_),
+        },
+    )
+
+
+def libtorch(*tensors: str, first: str = 'platform: "pytorch_libtorch"', **parameters: str) -> str:
+    lines = [first, "max_batch_size: 8", *tensors]
+    for key, value in parameters.items():
+        escaped = value.replace('"', '\\"')
+        lines.append(f'parameters {{ key: "{key}" value {{ string_value: "{escaped}" }} }}')
+    return "\n".join(lines) + "\n"
+
+
+A, B, X = floats(3, 4), floats(3, 4, seed=1), floats(2, 8, seed=2)
+MIXED = dict(
+    zip(("OUTPUT0", "OUTPUT1"), eager(Mixer, torch.from_numpy(A), torch.from_numpy(B)), strict=True)
+)
+# In another order than forward()'s: the names decide.
+TWO_INPUTS = tensor("input", "INPUT1", [4]) + tensor("input", "INPUT0", [4])
+TWO_OUTPUTS = tensor("output", "OUTPUT0", [3]) + tensor("output", "OUTPUT1", [3])
+EVERY_PARAMETER = {
+    "DISABLE_OPTIMIZED_EXECUTION": "true",
+    "INFERENCE_MODE": "false",
+    "ENABLE_NVFUSER": "false",
+    "ENABLE_JIT_EXECUTOR": "true",
+    "ENABLE_JIT_PROFILING": "on",
+    "ENABLE_TENSOR_FUSER": "1",
+    "DISABLE_CUDNN": "TRUE",
+    "ENABLE_WEIGHT_SHARING": "true",
+    "ENABLE_CACHE_CLEANING": "true",
+    "INTRA_OP_THREAD_COUNT": "1",
+    "INTER_OP_THREAD_COUNT": "1",
+    "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
+}
+
+FEATURES = (
+    Scenario(
+        "python_runtime",
+        scenarios.both(
+            scenarios.python(Mixer),
+            lambda folder: torch.save(seeded(Mixer).state_dict(), folder / "model.pt"),
+        ),
+        libtorch(TWO_INPUTS, TWO_OUTPUTS, first='backend: "pytorch"\nruntime: "model.py"'),
+        (Call({"INPUT0": A, "INPUT1": B}, MIXED),),
+    ),
+    Scenario(
+        "python_runtime_options",
+        scenarios.both(
+            scenarios.python(Mixer, name="mixer.py"),
+            lambda folder: torch.save(seeded(Mixer).state_dict(), folder / "mixer.pt"),
+        ),
+        libtorch(
+            'default_model_filename: "mixer.py"',
+            TWO_INPUTS,
+            TWO_OUTPUTS,
+            first='backend: "pytorch"\nruntime: "model.py"',
+            NUM_THREADS="1",
+            NUM_INTEROP_THREADS="1",
+            TORCH_COMPILE_OPTIONAL_PARAMETERS='{"disable": true}',
+        ),
+        (Call({"INPUT0": A, "INPUT1": B}, MIXED),),
+    ),
+    Scenario(
+        "argument_names",
+        scenarios.script(seeded(Mixer)),
+        libtorch(TWO_INPUTS, TWO_OUTPUTS),
+        (Call({"INPUT0": A, "INPUT1": B}, MIXED),),
+    ),
+    Scenario(
+        "dict_input",
+        scenarios.script(FromDict()),
+        libtorch(
+            tensor("input", "second", [4]),
+            tensor("input", "first", [4]),
+            tensor("output", "OUTPUT__0", [4]),
+        ),
+        (
+            Call(
+                {"second": B, "first": A},
+                {
+                    "OUTPUT__0": eager(
+                        FromDict, {"first": torch.from_numpy(A), "second": torch.from_numpy(B)}
+                    )[0]
+                },
+            ),
+        ),
+    ),
+    Scenario(
+        "strings",
+        scenarios.script(Louder()),
+        libtorch(
+            tensor("input", "INPUT__0", [1], "STRING"),
+            tensor("output", "OUTPUT__0", [1], "INT64"),
+            tensor("output", "OUTPUT__1", [1], "STRING"),
+            "dynamic_batching { preferred_batch_size: [ 3 ]"
+            " max_queue_delay_microseconds: 5000000 }",
+        ),
+        (said(["one", "three", "seventeen"]),),
+    ),
+    Scenario(
+        "every_parameter",
+        scenarios.script(seeded(Scaled)),
+        libtorch(
+            tensor("input", "INPUT__0", [8]),
+            tensor("output", "OUTPUT__0", [2, 6]),
+            **EVERY_PARAMETER,
+        ),
+        (Call({"INPUT__0": X}, {"OUTPUT__0": eager(Scaled, torch.from_numpy(X))[0]}),),
+        logs=("the parameter ENABLE_NVFUSER has no effect",),
+    ),
+)
+BY_NAME = {one.name: one for one in FEATURES}
+
+
 @pytest.fixture(scope="module")
 def network() -> ResNet50:
     """Random weights, the same in every run."""
@@ -97,7 +274,7 @@ def expected(network: ResNet50, images: Array) -> Array:
 
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, network: ResNet50) -> Path:
-    """One traced file in three models."""
+    """One traced file in three models, and the small ones."""
     root = tmp_path_factory.mktemp("repository")
     traced = torch.jit.trace(network, torch.zeros(1, 3, 224, 224), check_trace=False)
     first: Path | None = None
@@ -110,6 +287,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory, network: ResNet50) -> P
             traced.save(first)
         else:
             os.link(first, version / "model.pt")
+    for feature in FEATURES:
+        feature.lay_out(root)
     return root
 
 
@@ -142,7 +321,7 @@ def running(repository: Path, backends: Path) -> Iterator[server.Server]:
         with one:
             states = one.wait_loaded(timeout=200)
             assert all(state.ready for state in states), (states, log.read_text(errors="replace"))
-            assert {state.name for state in states} == set(CONFIGS)
+            assert {state.name for state in states} == {*CONFIGS, *BY_NAME}
             yield one
 
 
@@ -194,3 +373,40 @@ def test_reshape_gives_a_model_without_batches_its_batch_dimension(
     logits = ask(running, "resnet50_tutorial", images[1])
     assert logits.shape == (1, 1000, 1, 1)
     np.testing.assert_allclose(logits[:, :, 0, 0], expected[1:2], rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def serving(running: server.Server, backends: Path) -> Iterator[Serving]:
+    log = backends.parent / "server.log"
+    with (
+        http.InferenceServerClient(running.http_address) as over_http,
+        grpc.InferenceServerClient(running.grpc_address) as over_grpc,
+    ):
+        yield Serving(running, {}, over_http, over_grpc, log)
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda one: one.name)
+def test_a_repository_s_own_way_is_served_as_it_is(
+    serving: Serving, feature: Scenario, protocol: str
+) -> None:
+    assert serving.http.get_model_config(feature.name)["backend"] == "pytorch"
+    for call in feature.calls:
+        serving.check(protocol, feature.name, call)
+    for part in feature.logs:
+        assert part in serving.log
+
+
+def test_requests_of_one_batch_get_their_own_strings(serving: Serving) -> None:
+    """With LibTorch every request in a batch gets the first one's."""
+    calls = [said(["a"]), said(["bcd", "ef"])]
+    before = executions(serving, "strings")
+    with ThreadPoolExecutor(len(calls)) as clients:
+        list(clients.map(lambda call: serving.check("grpc", "strings", call), calls))
+    assert executions(serving, "strings") == before + 1
+
+
+def executions(serving: Serving, model: str) -> int:
+    (statistics,) = serving.grpc.get_inference_statistics(model).model_stats
+    count: int = statistics.execution_count
+    return count

@@ -9,6 +9,7 @@ import pytest
 from serving import Serving
 from tritonclient.utils import InferenceServerException
 
+pytestmark = pytest.mark.parametrize("serving", ["function"], indirect=True, scope="module")
 _GOOD = {"x": np.ones((2, 4), dtype=np.float32)}
 
 

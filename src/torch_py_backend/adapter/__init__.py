@@ -7,13 +7,15 @@ when an instance starts: Triton also imports this module to complete a config, w
 
 from __future__ import annotations
 
+import json
 import locale
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import config, threads
+from torch_py_backend import completion, config, threads
 from torch_py_backend.adapter import logs
 from torch_py_backend.errors import BackendError, PlatformError
 
@@ -35,6 +37,25 @@ class TritonPythonModel:
         except BackendError as error:
             raise pb_utils.TritonModelException(str(error)) from error
 
+    @staticmethod
+    def auto_complete_config(auto_complete_model_config: Any) -> Any:
+        """Fill in what config.pbtxt leaves out, from the model.
+
+        Runs in a stub of its own, where a crash would hang the server: the model is tried in a
+        child process. A config that is complete costs no import of torch.
+        """
+        document = auto_complete_model_config.as_dict()
+        if completion.needed(document):
+            logs.install()
+            try:
+                completion.complete(_arguments(document), document)
+            except BackendError as error:
+                raise pb_utils.TritonModelException(str(error)) from error
+            auto_complete_model_config.set_max_batch_size(document["max_batch_size"])
+            if document["max_batch_size"] and "sequence_batching" not in document:
+                auto_complete_model_config.set_dynamic_batching()
+        return auto_complete_model_config
+
     def _start(self, args: Mapping[str, str]) -> None:
         settings = config.parse(args)
         share = threads.budget(settings)
@@ -53,6 +74,20 @@ class TritonPythonModel:
         """One response for each request, in their order."""
         items = [self._messages.read(request) for request in requests]
         return [self._messages.write(outcome) for outcome in self._engine.run(items)]
+
+
+def _arguments(document: Mapping[str, Any]) -> dict[str, str]:
+    """What Triton would pass to `initialize`, as far as it is known without an instance."""
+    version = Path(pb_utils.get_model_dir()).absolute()
+    return {
+        "model_config": json.dumps(document),
+        "model_name": document["name"],
+        "model_repository": str(version.parent),
+        "model_version": version.name,
+        "model_instance_name": document["name"],
+        "model_instance_kind": "CPU",
+        "model_instance_device_id": "0",
+    }
 
 
 def _check_numpy(model: str) -> None:

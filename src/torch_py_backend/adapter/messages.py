@@ -12,7 +12,7 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 from torch.utils import dlpack
 
-from torch_py_backend.batching import Item, Outcome
+from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.errors import BackendError
 
 # Below this size a DLPack capsule is cheaper to hand over than a numpy array, above it dearer.
@@ -21,14 +21,15 @@ _SMALL_BYTES = 4096
 
 def read(request: Any) -> Item:
     """A request's tensors by name, in host memory of their own or on the GPU."""
-    return {tensor.name(): _to_torch(tensor) for tensor in request.inputs()}
+    return {tensor.name(): _read_tensor(tensor) for tensor in request.inputs()}
 
 
-def _to_torch(tensor: Any) -> Tensor:
+def _read_tensor(tensor: Any) -> Value:
     if not tensor.is_cpu():
         return dlpack.from_dlpack(tensor)
     try:
-        return torch.from_numpy(tensor.as_numpy())
+        array = tensor.as_numpy()
+        return array if array.dtype.hasobject else torch.from_numpy(array)
     except pb_utils.TritonModelException:  # BF16, which numpy lacks
         # The memory is Triton's, unaligned, and gone when execute() returns.
         return dlpack.from_dlpack(tensor.to_dlpack()).clone()
@@ -39,11 +40,13 @@ def write(outcome: Outcome) -> Any:
     if isinstance(outcome, BackendError):
         code = getattr(pb_utils.TritonError, outcome.code)
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), code))
-    tensors = [_to_triton(name, tensor) for name, tensor in outcome.items()]
+    tensors = [_write_tensor(name, value) for name, value in outcome.items()]
     return pb_utils.InferenceResponse(tensors)
 
 
-def _to_triton(name: str, tensor: Tensor) -> Any:
+def _write_tensor(name: str, tensor: Value) -> Any:
+    if not isinstance(tensor, Tensor):
+        return pb_utils.Tensor(name, tensor)
     if tensor.dtype is torch.bfloat16 or tensor.nbytes < _SMALL_BYTES:
         return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
     return pb_utils.Tensor(name, tensor.numpy())

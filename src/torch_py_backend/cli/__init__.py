@@ -6,7 +6,10 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
+from torch_py_backend.cli.check import check
+from torch_py_backend.cli.init import init
 from torch_py_backend.cli.install import install
 from torch_py_backend.cli.serve import serve
 from torch_py_backend.errors import BackendError
@@ -18,6 +21,8 @@ commands = typer.Typer(
     pretty_exceptions_enable=False,
 )
 commands.command()(serve)
+commands.command()(init)
+commands.command()(check)
 commands.command()(install)
 
 
@@ -26,5 +31,7 @@ def app() -> None:
     try:
         commands()
     except BackendError as error:
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        Console(stderr=True, soft_wrap=True, emoji=False).print(
+            f"[bold red]error:[/] {escape(str(error))}", highlight=False
+        )
         sys.exit(1)

@@ -24,7 +24,7 @@ def install(
     uninstall: Annotated[bool, typer.Option("--uninstall", help="Remove it again.")] = False,
 ) -> None:
     """Put the backend into a tritonserver's backend directory."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, emoji=False)
     if not uninstall:
         console.print(f"installed {installation.install(backend_dir, name)}")
     elif installation.uninstall(backend_dir, name):

@@ -32,7 +32,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a model repository until Ctrl-C or SIGTERM."""
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, emoji=False)
     server = Server(
         repository,
         http_port=http_port,

@@ -1,0 +1,103 @@
+"""`torch-py-backend check`: load and warm up models without a server, and say what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from torch_py_backend import completion, examination, isolation, pbtxt, repository
+from torch_py_backend.errors import BackendError, ConfigError, ServerError
+
+
+def check(
+    path: Annotated[Path, typer.Argument(help="A model folder or a whole repository.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    timeout: Annotated[float, typer.Option(help="Seconds for each model.")] = 600.0,
+) -> None:
+    """Try models without a server: signature, bindings, options, problems and their cure."""
+    if not path.is_dir():
+        raise ServerError(f"{path} is not a folder; expected a model or a model repository.")
+    folders = repository.models(path.resolve())
+    reports = [_report(folder, timeout) for folder in folders]
+    problems = list(examination.environment())
+    if not folders:
+        problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
+    if as_json:
+        typer.echo(json.dumps({"environment": problems, "models": reports}, indent=2))
+    else:
+        _print(problems, reports)
+    failed = problems or any("error" in report for report in reports)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _report(folder: Path, timeout: float) -> dict[str, Any]:
+    notes = list(examination.folder(folder))
+    try:
+        document = pbtxt.read(folder)
+        if _is_anothers(document):
+            return {"model": folder.name, "skipped": document["backend"] or document["platform"]}
+        if document["name"] != folder.name:
+            raise ConfigError(
+                folder.name,
+                f"config.pbtxt names the model '{document['name']}'",
+                expected="the folder's name; Triton refuses another",
+            )
+        version = repository.latest(folder)
+        filled = completion.needed(document)
+        if filled:
+            given = pbtxt.arguments(folder, version, document)
+            completion.complete(given, document)
+        given = pbtxt.arguments(folder, version, document)
+        report: dict[str, Any] = isolation.run(
+            folder.name, "torch_py_backend.inspection:inspect", {"arguments": given}, timeout
+        )
+    except BackendError as error:
+        return {"model": folder.name, "error": str(error), "notes": notes}
+    if filled:
+        notes.append("config.pbtxt leaves out inputs or outputs; they were told by the model.")
+    return {"model": folder.name, "version": version, "notes": notes, **report}
+
+
+def _is_anothers(document: Mapping[str, Any]) -> bool:
+    """Whether another backend serves the model."""
+    ours = document["backend"] in ("", "pytorch_py", "pytorch")
+    return not ours or document["platform"] not in ("", "pytorch_libtorch", "pytorch", "torch_aoti")
+
+
+def _print(problems: list[str], reports: list[dict[str, Any]]) -> None:
+    console = Console(soft_wrap=True, highlight=False, emoji=False)
+    for report in reports:
+        _print_model(console, report)
+    for problem in problems:
+        console.print(f"[red]PROBLEM[/] {escape(problem)}")
+    if not problems:
+        console.print("[green]OK[/]      this machine can run the server")
+
+
+def _print_model(console: Console, report: Mapping[str, Any]) -> None:
+    if "skipped" in report:
+        served = escape(f"{report['model']}: served by {report['skipped']}")
+        console.print(f"[yellow]SKIPPED[/] {served}")
+        return
+    if "error" in report:
+        console.print(f"[red]FAILED[/]  {escape(report['error'])}")
+    else:
+        rows = report["max_batch_size"] or "no batching"
+        console.print(f"[green]OK[/]      {escape(report['model'])} {report['version']}")
+        for label, value in (
+            ("artifact", report["artifact"]),
+            ("takes", report["signature"]),
+            ("inputs", ", ".join(report["inputs"])),
+            ("outputs", ", ".join(report["outputs"])),
+            ("batch", f"at most {rows}" if report["max_batch_size"] else rows),
+            ("options", json.dumps(report["options"]) if report["options"] else "defaults"),
+        ):
+            console.print(f"        {label:9}{escape(str(value))}")
+    for note in (*report["notes"], *report.get("warnings", ())):
+        console.print(f"        [yellow]note[/]     {escape(note)}")

@@ -1,0 +1,94 @@
+"""What config.pbtxt leaves out is filled in from the model; what it says stays, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch_py_backend import isolation, options
+from torch_py_backend.errors import ConfigError, shown
+
+
+def needed(document: Mapping[str, Any]) -> bool:
+    """Whether a config lacks what the model could tell."""
+    return any(
+        not document.get(role)
+        or any(
+            entry.get("data_type", "TYPE_INVALID") == "TYPE_INVALID" or not entry.get("dims")
+            for entry in document[role]
+        )
+        for role in ("input", "output")
+    )
+
+
+def complete(arguments: Mapping[str, str], document: dict[str, Any]) -> None:
+    """Fill a config's inputs, outputs and max_batch_size in place, by trying the model.
+
+    Args:
+        arguments: what Triton passes to `initialize`, with `document` as its model_config.
+        document: the config, as Triton's JSON has it.
+
+    Raises:
+        LoadError: the model cannot be loaded, does not tell its schema, or contradicts the config.
+    """
+    model = arguments["model_name"]
+    settings = options.parse(model, document.get("parameters", {}))
+    schema = isolation.run(
+        model,
+        "torch_py_backend.schema:describe",
+        {"arguments": dict(arguments)},
+        settings.auto_complete_timeout_s,
+    )
+    wished = document.get("max_batch_size", 0)
+    # Where the inputs are written down, so is whether they are batched.
+    if not wished and not document.get("input"):
+        document["max_batch_size"] = schema["max_batch_size"]
+    elif bool(wished) != bool(schema["max_batch_size"]):
+        _refit(schema, batched=bool(wished))
+    for role in ("input", "output"):
+        document[role] = _merge(model, role, document.get(role, []), schema[role])
+
+
+def _refit(schema: dict[str, Any], *, batched: bool) -> None:
+    """The model's dims with or without a batch dimension, as the config has it."""
+    for entry in (*schema["input"], *schema["output"]):
+        shape = entry.pop("reshape", {"shape": entry["dims"]})["shape"]
+        shape = shape[1:] if batched else [-1, *shape]
+        entry.update({"dims": shape} if shape else {"dims": [1], "reshape": {"shape": []}})
+
+
+def _merge(
+    model: str, role: str, written: list[dict[str, Any]], told: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    if not written:
+        return told
+    by_name = {entry["name"]: entry for entry in told}
+    for number, entry in enumerate(told):
+        by_name.setdefault(f"{role.upper()}__{number}", entry)
+        by_name.setdefault(f"{role}__{number}", entry)
+    for entry in written:
+        if entry.get("dims") and entry.get("data_type", "TYPE_INVALID") != "TYPE_INVALID":
+            continue  # complete; what contradicts the model is found when it is bound
+        match = by_name.get(entry["name"])
+        if match is None:
+            raise ConfigError(
+                model,
+                f"{role} '{entry['name']}' lacks data_type or dims, and the model has no such"
+                f" {role}",
+                expected=f"names among {shown(by_name)}",
+            )
+        _fill(model, role, entry, match)
+    return written
+
+
+def _fill(model: str, role: str, entry: dict[str, Any], match: Mapping[str, Any]) -> None:
+    given = entry.get("data_type", "TYPE_INVALID")
+    if given not in ("TYPE_INVALID", match["data_type"]):
+        raise ConfigError(
+            model,
+            f"{role} '{entry['name']}' is {given} in config.pbtxt",
+            expected=f"{match['data_type']}, as the model has it",
+        )
+    entry["data_type"] = match["data_type"]
+    if not entry.get("dims"):
+        entry |= {key: match[key] for key in ("dims", "reshape") if key in match}

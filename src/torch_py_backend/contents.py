@@ -1,0 +1,188 @@
+"""What the bytes of a file turn out to be, and what to do with a file that is no model.
+
+Told from first bytes, zip members and the names in pickles: nothing is loaded, unpickled or run,
+and no more is read than a bounded part.
+"""
+
+from __future__ import annotations
+
+import enum
+import io
+import json
+import pickletools
+import zipfile
+from pathlib import Path
+
+# Enough of a pickle to meet the classes that it names; a bound against absurd files.
+_PICKLE_BYTES = 1 << 20
+_METADATA_BYTES = 1 << 16
+
+
+class Content(enum.Enum):
+    """What a file is."""
+
+    TORCHSCRIPT = "TorchScript"
+    EXPORTED = "a torch.export program"
+    AOTI = "an AOTInductor package"
+    STATE_DICT = "a state_dict: weights without code"
+    PICKLED_MODULE = "a pickle of a whole module"
+    SAFETENSORS = "safetensors: weights without code"
+    ONNX = "an ONNX model"
+    TENSORFLOW = "a TensorFlow or Keras model"
+    HTML = "an HTML page, not the file that was to be downloaded"
+    GIT_LFS = "a git-lfs pointer, not the file that it stands for"
+    COMPRESSED = "a compressed archive"
+    NUMPY = "a numpy array"
+    EMPTY = "empty"
+    TRUNCATED = "a truncated or damaged zip archive"
+    UNKNOWN = "not a file that torch.save, torch.jit.save or torch.export.save wrote"
+
+
+def cure(found: Content, path: Path) -> str:
+    """What to do with a file that is not what it should be."""
+    source = f"{path.stem}.py beside it"
+    if found in (Content.STATE_DICT, Content.SAFETENSORS):
+        return f"Put the class that it belongs to in {source}."
+    if found is Content.PICKLED_MODULE:
+        return (
+            "Pickles can run any code and are not loaded. Save module.state_dict() instead and"
+            f" put the class in {source}, or save TorchScript or a torch.export program."
+        )
+    return _CURES.get(found, "Write it again with torch.jit.save, or copy it again.")
+
+
+_CURES = {
+    Content.ONNX: "Triton's onnxruntime backend serves it; here, export the PyTorch model.",
+    Content.TENSORFLOW: "This backend serves PyTorch models; convert it first.",
+    Content.HTML: "Download it again; the page may say why that failed.",
+    Content.GIT_LFS: "Fetch the file with `git lfs pull`.",
+    Content.COMPRESSED: "Unpack it, and put the model file itself here.",
+}
+
+# What a file begins with.
+_MAGIC = (
+    (b"version https://git-lfs", Content.GIT_LFS),
+    (b"\x1f\x8b", Content.COMPRESSED),
+    (b"BZh", Content.COMPRESSED),
+    (b"\xfd7zXZ", Content.COMPRESSED),
+    (b"(\xb5/\xfd", Content.COMPRESSED),
+    (b"\x89HDF", Content.TENSORFLOW),
+    (b"\x93NUMPY", Content.NUMPY),
+)
+_HTML = (b"<!doctype html", b"<html", b"<?xml")
+
+
+def describe(path: Path) -> Content:
+    """What a file is, told from its first bytes and its zip members."""
+    with path.open("rb") as file:
+        head = file.read(64)
+        if head.startswith(b"\x80"):  # a pickle's first opcode: torch.save before torch 1.6
+            return _describe_pickle(head + file.read(_PICKLE_BYTES))
+    if not head:
+        return Content.EMPTY
+    if not head.startswith(b"PK"):
+        return _describe_head(path, head)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return _describe_archive(archive)
+    except Exception:  # zipfile, zlib, lzma and bz2 have each errors of their own
+        return Content.TRUNCATED
+
+
+def _describe_head(path: Path, head: bytes) -> Content:
+    for magic, content in _MAGIC:
+        if head.startswith(magic):
+            return content
+    if head.lstrip().lower().startswith(_HTML):
+        return Content.HTML
+    if path.suffix == ".onnx" or b"onnx" in head or (head[:1] == b"\x08" and b"pytorch" in head):
+        return Content.ONNX
+    if path.name == "saved_model.pb":
+        return Content.TENSORFLOW
+    # Eight bytes with the length of a header in JSON.
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
+        return Content.SAFETENSORS
+    return Content.UNKNOWN
+
+
+def _describe_archive(archive: zipfile.ZipFile) -> Content:
+    members = archive.namelist()
+    if any("/data/aotinductor/" in name for name in members):
+        return Content.AOTI
+    if any(_is_program(name) for name in members):
+        return Content.EXPORTED
+    if any("/code/" in name or name.endswith("/constants.pkl") for name in members):
+        return Content.TORCHSCRIPT
+    if any(name.endswith(("keras_metadata.pb", "model.weights.h5")) for name in members):
+        return Content.TENSORFLOW
+    pickles = [name for name in members if name.endswith("data.pkl")]
+    if not pickles:
+        return Content.UNKNOWN
+    with archive.open(pickles[0]) as file:
+        return _describe_pickle(file.read(_PICKLE_BYTES))
+
+
+def _is_program(name: str) -> bool:
+    """torch.export's member, in the archives of torch 2.7 and later, and of those before."""
+    return ("/models/" in name and name.endswith(".json")) or name.endswith(
+        "serialized_exported_program.json"
+    )
+
+
+def aoti_metadata(path: Path) -> dict[str, str]:
+    """What an AOTInductor package says that it was built for; empty where it does not say."""
+    with zipfile.ZipFile(path) as archive:
+        for name in archive.namelist():
+            if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
+                with archive.open(name) as file:
+                    return _json_object(file.read(_METADATA_BYTES))
+    return {}
+
+
+def _json_object(text: bytes) -> dict[str, str]:
+    try:
+        document = json.loads(text)
+    except ValueError:
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _describe_pickle(pickled: bytes) -> Content:
+    foreign = any(
+        name.startswith(_CODE) or name.split(".")[0] not in _DATA for name in _named(pickled)
+    )
+    return Content.PICKLED_MODULE if foreign else Content.STATE_DICT
+
+
+# The packages that pickled tensors and containers name, and what within torch is code all the same.
+_DATA = {"torch", "collections", "numpy", "builtins", "__builtin__", "_codecs"}
+_CODE = ("torch.nn.modules.", "torch.fx.", "torch.jit.")
+
+
+def _named(pickled: bytes) -> set[str]:
+    """The classes and functions that a pickle would call; nothing is called."""
+    named: set[str] = set()
+    stream = io.BytesIO(pickled)
+    try:
+        # Files older than torch 1.6 are several pickles in a row.
+        while stream.tell() < len(pickled):
+            _collect_names(stream, named)
+    except (ValueError, LookupError):  # cut off by the bound, or raw data after the pickles
+        pass
+    return named
+
+
+def _collect_names(stream: io.BytesIO, named: set[str]) -> None:
+    strings: list[str] = []
+    memo: dict[int, str] = {}
+    for opcode, argument, _ in pickletools.genops(stream):
+        if opcode.name == "GLOBAL":  # protocol 2, torch.save's own: "module name"
+            named.add(str(argument).replace(" ", "."))
+        elif opcode.name == "STACK_GLOBAL":  # protocol 4: the two strings before it
+            named.add(".".join(strings[-2:]))
+        elif opcode.name == "MEMOIZE":
+            memo[len(memo)] = strings[-1] if strings else ""
+        elif opcode.name in ("BINGET", "LONG_BINGET"):
+            strings.append(memo.get(int(str(argument)), ""))
+        elif isinstance(argument, str):
+            strings.append(argument)

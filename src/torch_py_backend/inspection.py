@@ -1,0 +1,59 @@
+"""A model, loaded and warmed up without a server: what it takes, and what is wrong with it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from torch_py_backend import artifacts, config, engine, threads, warmup
+from torch_py_backend.options import TABLE
+
+
+class _Collector(logging.Handler):
+    """Warnings, as a list of sentences."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.sentences: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.sentences.append(record.getMessage())
+
+
+def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Load and warm up a model; run in a child process, for the model's own code runs here.
+
+    Args:
+        arguments: what Triton passes to `initialize`.
+
+    Returns:
+        artifact, signature, inputs, outputs, max_batch_size, options in force, warnings: as JSON.
+
+    Raises:
+        LoadError: it cannot be served; the message says why.
+    """
+    collector = _Collector()
+    logger = logging.getLogger("torch_py_backend")
+    logger.addHandler(collector)
+    logger.propagate = False
+    settings = config.parse(arguments)
+    share = threads.budget(settings)
+    made = engine.build(settings, share)
+    if settings.options.warmup:
+        warmup.run(made)
+    artifact = artifacts.find(settings)
+    return {
+        "artifact": f"{artifact.path.name}: {artifact.kind.value}",
+        "signature": made.signature,
+        "inputs": [f"{spec} → {made.places[spec.name]}" for spec in settings.inputs],
+        "outputs": [str(spec) for spec in settings.outputs],
+        "max_batch_size": settings.max_batch_size,
+        "threads": {"intra_op": share.intra_op, "inter_op": share.inter_op},
+        "options": {
+            row.key: getattr(settings.options, row.field)
+            for row in TABLE
+            if getattr(settings.options, row.field) != row.default
+        },
+        "warnings": collector.sentences,
+    }

@@ -1,0 +1,194 @@
+"""A result's parts become what the config promises: checked, shaped, contiguous."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching import Strings, Value
+from torch_py_backend.config import ModelConfig, TensorSpec
+from torch_py_backend.errors import OutputError
+
+# Makes a part of a result, of so many rows, into an output; raises OutputError.
+Verify: TypeAlias = "Callable[[Any, int], Value]"
+
+
+def verifiers(config: ModelConfig) -> tuple[Verify, ...]:
+    """One for each output, in the config's order."""
+    return tuple(_verifier(config, spec) for spec in config.outputs)
+
+
+def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
+    batched = config.max_batch_size > 0
+    dims = (-1, *spec.dims) if batched else spec.dims
+    expected = _Expected(config.name, spec.name, dims, batched)
+    if spec.dtype.torch is None:
+        return _Strings(expected).verify
+    dtype: torch.dtype = getattr(torch, spec.dtype.torch)
+    return _Tensors(expected, dtype, cast=config.options.cast_outputs).verify
+
+
+def plain(model: str, name: str, part: Any) -> Value:
+    """A part of a result as it is: a tensor, or an array of strings.
+
+    Raises:
+        OutputError: it is neither.
+    """
+    if isinstance(part, Tensor):
+        return part.detach()
+    if isinstance(part, bool | int | float):
+        return torch.tensor(part)
+    return _Strings(_Expected(model, name, (), batched=False)).array(part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What the config says. dims: with the batch dimension as -1."""
+
+    model: str
+    name: str
+    dims: tuple[int, ...]
+    batched: bool
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        if shape == self.dims:
+            return True
+        return len(shape) == len(self.dims) and all(
+            wanted in (-1, size) for size, wanted in zip(shape, self.dims, strict=True)
+        )
+
+    def lacks_ones(self, shape: tuple[int, ...]) -> bool:
+        """One value a row, or a single one: [rows] for [-1, 1], a scalar for [1]."""
+        ones = self.dims[1:] if self.batched else self.dims
+        return len(shape) == int(self.batched) and all(size == 1 for size in ones)
+
+    def check_rows(self, found: int, rows: int) -> None:
+        if self.batched and found != rows:
+            raise OutputError(
+                self.model,
+                f"output '{self.name}' has {found} rows for a batch of {rows}",
+                expected="as many rows as the inputs have",
+            )
+
+    def mismatch(self, found: str, kind: str) -> OutputError:
+        dims = ", ".join(map(str, self.dims))
+        return OutputError(
+            self.model,
+            f"output '{self.name}' is {found}",
+            expected=f"{kind} [{dims}] as in config.pbtxt",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    expected: _Expected
+    dtype: torch.dtype
+    cast: bool
+
+    def verify(self, part: Any, rows: int) -> Tensor:
+        if not isinstance(part, Tensor):
+            part = self._from_number(part)
+        if self.cast and part.dtype is not self.dtype:
+            part = part.to(self.dtype)
+        shape = part.shape
+        if part.dtype is not self.dtype:
+            raise self._mismatch(part)
+        if part.layout is not torch.strided:
+            raise self.expected.mismatch(f"{part.layout}", "a dense tensor")
+        if not self.expected.fits(shape):
+            if not self.expected.lacks_ones(shape):
+                raise self._mismatch(part)
+            part = part.reshape(*shape, *(1,) * (len(self.expected.dims) - len(shape)))
+        self.expected.check_rows(part.shape[0] if part.ndim else rows, rows)
+        # Triton's utilities read the memory as if it were contiguous, and numpy takes no tensor
+        # that requires a gradient or carries a pending negation.
+        if part.requires_grad or part.is_neg():
+            part = part.detach().resolve_neg()
+        contiguous: Tensor = part.contiguous()
+        return contiguous
+
+    def _from_number(self, part: Any) -> Tensor:
+        """A Python number, where the model has no batch dimension."""
+        if isinstance(part, bool | int | float) and not self.expected.batched:
+            return self._exactly(part)
+        raise OutputError(
+            self.expected.model,
+            f"output '{self.expected.name}' is a {type(part).__name__}",
+            expected="a torch.Tensor",
+        )
+
+    def _exactly(self, number: float) -> Tensor:
+        """The number in the output's type, which must be able to hold it."""
+        natural = torch.tensor(number)
+        if self.dtype.is_floating_point or natural.dtype is self.dtype:
+            return natural.to(self.dtype)
+        if not natural.is_floating_point() and self.dtype is not torch.bool:
+            limits = torch.iinfo(self.dtype)
+            if limits.min <= number <= limits.max:
+                return natural.to(self.dtype)
+        raise self.expected.mismatch(f"the number {number}", _short(self.dtype))
+
+    def _mismatch(self, part: Tensor) -> OutputError:
+        return self.expected.mismatch(
+            f"{_short(part.dtype)} {list(part.shape)}", _short(self.dtype)
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Strings:
+    expected: _Expected
+
+    def verify(self, part: Any, rows: int) -> Value:
+        strings = self.array(part)
+        self._check_text(strings)
+        if not self.expected.fits(strings.shape):
+            shaped = self._shaped(strings, rows)
+            if shaped is None:
+                raise self.expected.mismatch(f"strings {list(strings.shape)}", "strings")
+            strings = shaped
+        self.expected.check_rows(strings.shape[0] if strings.ndim else rows, rows)
+        return strings
+
+    def array(self, part: Any) -> Strings:
+        """An array of objects: Triton's utilities refuse numpy's own strings."""
+        if isinstance(part, np.ndarray) and part.dtype.kind in "OUS":
+            return part.astype(np.object_)
+        if isinstance(part, str | bytes):
+            return np.array(part, dtype=np.object_)
+        if isinstance(part, list | tuple):
+            array = np.array(part, dtype=np.object_)
+            if all(isinstance(one, str | bytes) for one in array.flat):
+                return array
+        raise OutputError(
+            self.expected.model,
+            f"output '{self.expected.name}' is a {type(part).__name__}",
+            expected="a list of str or bytes",
+        )
+
+    def _check_text(self, strings: Strings) -> None:
+        """What cannot be sent as UTF-8 would fail the whole batch where it is written."""
+        try:
+            for one in strings.reshape(-1).tolist():
+                if not isinstance(one, bytes):
+                    one.encode()
+        except (AttributeError, UnicodeEncodeError) as error:
+            raise self.expected.mismatch(f"no strings: {error}", "strings") from None
+
+    def _shaped(self, strings: Strings, rows: int) -> Strings | None:
+        """A flat list of all rows' strings, as LibTorch takes it."""
+        dims = (rows, *self.expected.dims[1:]) if self.expected.batched else self.expected.dims
+        if strings.ndim > 1 or dims.count(-1) > 1:
+            return None
+        try:
+            return strings.reshape(dims)
+        except ValueError:
+            return None

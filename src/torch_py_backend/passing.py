@@ -1,0 +1,201 @@
+"""Items become what forward() takes: refused, decoded, grouped, converted."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend import dtypes
+from torch_py_backend.batching import Item, Strings, Value
+from torch_py_backend.binding import Inputs, Signature, Takes, bind_inputs
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import BindingError, InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Items that can share a call.
+
+    Attributes:
+        inputs: how they are passed; it depends on which optional inputs they have.
+        items: the items.
+        positions: their places among all items.
+    """
+
+    inputs: Inputs
+    items: list[Item]
+    positions: list[int]
+
+
+class Passing:
+    """What a model's items must be, and how they are passed.
+
+    Raises:
+        BindingError: the config's inputs do not bind.
+    """
+
+    def __init__(self, config: ModelConfig, signature: Signature) -> None:
+        self._model = config.name
+        self._batched = config.max_batch_size > 0
+        self._signature = signature
+        self._names = [spec.name for spec in config.inputs]
+        self._required = [spec.name for spec in config.inputs if not spec.optional]
+        self._whole = bind_inputs(config.name, self._names, signature)
+        self._special = {
+            name: takes
+            for name, takes in zip(self._whole.names, self._whole.takes, strict=True)
+            if takes.scalar or takes in _LISTS
+        }
+        self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
+        self._partial: dict[frozenset[str], Inputs] = {}
+        cast = config.options.cast_inputs
+        self._cast: torch.dtype | None = (
+            getattr(torch, dtypes.from_triton(cast).torch or "") if cast else None
+        )
+        optional = frozenset(self._names) - frozenset(self._required)
+        # At load: a pattern that cannot be passed must not wait for its first request.
+        for pattern in _patterns(sorted(optional)):
+            self._bound(pattern)
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where each input goes: an argument, or a path in the call tree."""
+        return dict(zip(self._whole.names, self._whole.places, strict=True))
+
+    def admit(self, item: Item) -> Item | InputError:
+        """The item with its strings decoded, or what is wrong with it before it meets others."""
+        rows = -1
+        for name in self._required:
+            if name not in item:
+                return InputError(self._model, f"the request lacks the input '{name}'")
+        for value in item.values() if self._batched else ():
+            if rows not in (-1, value.shape[0]):
+                return InputError(
+                    self._model,
+                    f"the request's inputs have {rows} and {value.shape[0]} rows",
+                    expected="the same number of rows in each",
+                )
+            rows = value.shape[0]
+        if len(item) < len(self._names):
+            try:
+                self._inputs(item)
+            except BindingError as error:  # a pattern too rare to have been tried at load
+                return InputError(self._model, f"the request lacks inputs: {error}")
+        return self._admit_special(item) if self._special or self._strings else item
+
+    def _admit_special(self, item: Item) -> Item | InputError:
+        admitted = dict(item)
+        for name, value in item.items():
+            takes = self._special.get(name, Takes.TENSOR)
+            if name in self._strings and not takes.raw:
+                try:
+                    admitted[name] = _decode(value)
+                except UnicodeDecodeError as error:
+                    return InputError(self._model, f"input '{name}' is not UTF-8: {error.reason}")
+            distinct = set(map(repr, _flat(value))) if takes.scalar else {""}  # NaN is itself
+            if len(distinct) != 1:
+                return InputError(
+                    self._model,
+                    f"input '{name}' holds {len(distinct)} values",
+                    expected=f"one value for all rows: forward() takes {takes.value}",
+                )
+        return admitted
+
+    def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
+        """Items that can share a call: same inputs, shapes but for the rows, device, scalars."""
+        if not self._batched or len(items) <= 1:
+            return [Group(self._inputs(item), [item], [position]) for position, item in items]
+        groups: dict[Any, Group] = {}
+        for position, item in items:
+            key = self._key(item)
+            found = groups.get(key)
+            if found is None:
+                found = groups[key] = Group(self._inputs(item), [], [])
+            found.items.append(item)
+            found.positions.append(position)
+        return list(groups.values())
+
+    def _key(self, item: Item) -> tuple[object, ...]:
+        names = self._names if len(item) == len(self._names) else sorted(item)
+        shapes = [
+            (value.shape[1:], value.device) if isinstance(value, Tensor) else value.shape[1:]
+            for value in [item[name] for name in names]
+        ]
+        scalars = [
+            _flat(item[name])[0]
+            for name, takes in self._special.items()
+            if takes.scalar and name in item
+        ]
+        return (len(item), *names, *shapes, *scalars)
+
+    def _inputs(self, item: Item) -> Inputs:
+        if len(item) == len(self._names):
+            return self._whole
+        return self._bound(frozenset(self._names).difference(item))
+
+    def _bound(self, left_out: frozenset[str]) -> Inputs:
+        """How items without these inputs are passed: bound once for each pattern."""
+        found = self._partial.get(left_out)
+        if found is None:
+            found = bind_inputs(self._model, self._names, self._signature, left_out)
+            self._partial[left_out] = found
+        return found
+
+    def convert(self, inputs: Inputs, columns: Sequence[Value]) -> Sequence[Any]:
+        """Columns as forward() takes them: cast, scalars and lists of strings made of them."""
+        if self._cast is None and not self._special:
+            return columns
+        return [
+            self._convert(column, takes)
+            for column, takes in zip(columns, inputs.takes, strict=True)
+        ]
+
+    def _convert(self, column: Value, takes: Takes) -> Any:
+        if takes.scalar:
+            return _SCALARS[takes](_flat(column)[0])
+        if not isinstance(column, Tensor):
+            return _LISTS[takes](column) if takes in _LISTS else column
+        if self._cast is not None and column.is_floating_point():
+            return column.to(self._cast)
+        return column
+
+
+# Flat, as LibTorch passes strings, unless the annotation says otherwise.
+_LISTS: Mapping[Takes, Callable[[Strings], list[Any]]] = {
+    Takes.STRINGS: lambda column: column.ravel().tolist(),
+    Takes.BYTES: lambda column: column.ravel().tolist(),
+    Takes.NESTED_STRINGS: lambda column: column.tolist(),
+    Takes.NESTED_BYTES: lambda column: column.tolist(),
+}
+_SCALARS = {Takes.INT: int, Takes.FLOAT: float, Takes.BOOL: bool, Takes.STR: str}
+
+
+_MOST_PATTERNS = 6
+
+
+def _patterns(optional: Sequence[str]) -> Iterator[frozenset[str]]:
+    """What may be left out at once: everything that can be, where it is not too much to try."""
+    sizes = range(1, len(optional) + 1)
+    if len(optional) > _MOST_PATTERNS:
+        sizes = range(1, 2)
+        yield frozenset(optional)
+    for size in sizes:
+        yield from map(frozenset, itertools.combinations(optional, size))
+
+
+def _flat(value: Value) -> list[Any]:
+    return value.reshape(-1).tolist()
+
+
+def _decode(value: Value) -> Strings:
+    decoded: Strings = np.empty(value.shape, dtype=np.object_)
+    decoded.ravel()[:] = [
+        one.decode() if isinstance(one, bytes) else str(one) for one in _flat(value)
+    ]
+    return decoded

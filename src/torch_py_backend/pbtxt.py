@@ -1,0 +1,73 @@
+"""config.pbtxt read as the JSON that Triton makes of it, with Triton's own protobuf."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch_py_backend.errors import ConfigError, PlatformError
+
+# What Triton takes for a model without an instance_group, where there is no GPU.
+_ONE_INSTANCE = {"kind": "KIND_CPU", "count": 1, "gpus": []}
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The config of a model folder, completed as Triton completes it; empty where there is none.
+
+    Raises:
+        ConfigError: the file is no config.pbtxt.
+        PlatformError: Triton's protobuf is not installed.
+    """
+    protobuf, text_format, json_format = _protobuf(folder.name)
+    path = folder / "config.pbtxt"
+    message = protobuf.ModelConfig()
+    if path.is_file():
+        try:
+            text_format.Parse(path.read_text(encoding="utf-8"), message)
+        except (text_format.ParseError, UnicodeDecodeError, OSError) as error:
+            raise ConfigError(
+                folder.name, f"config.pbtxt cannot be read: {error}", cure="Correct that line."
+            ) from None
+    message.name = message.name or folder.name
+    document: dict[str, Any] = json_format.MessageToDict(
+        message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    for tensor in (*document["input"], *document["output"]):
+        # protobuf writes int64 as strings, Triton as integers.
+        tensor["dims"] = [int(size) for size in tensor["dims"]]
+        if "reshape" in tensor:
+            tensor["reshape"]["shape"] = [int(size) for size in tensor["reshape"]["shape"]]
+    groups = document["instance_group"] or [dict(_ONE_INSTANCE)]
+    document["instance_group"] = [group | {"count": group["count"] or 1} for group in groups]
+    return document
+
+
+def arguments(folder: Path, version: str, document: Mapping[str, Any]) -> dict[str, str]:
+    """What Triton would pass to `initialize` of this model's first instance."""
+    group = document["instance_group"][0]
+    kind = group["kind"].removeprefix("KIND_")
+    devices = group.get("gpus") or [0]
+    return {
+        "model_config": json.dumps(document),
+        "model_name": document["name"],
+        "model_repository": str(folder.absolute()),
+        "model_version": version,
+        "model_instance_name": f"{document['name']}_0_0",
+        "model_instance_kind": "CPU" if kind == "AUTO" else kind,
+        "model_instance_device_id": str(devices[0]),
+    }
+
+
+def _protobuf(model: str) -> tuple[Any, Any, Any]:
+    try:
+        from google.protobuf import json_format, text_format  # noqa: PLC0415
+        from tritonclient.grpc import model_config_pb2  # noqa: PLC0415
+    except ImportError as error:
+        raise PlatformError(
+            model,
+            f"config.pbtxt cannot be read without Triton's protobuf: {error}",
+            cure="pip install 'torch-py-backend[server]' or tritonclient[grpc].",
+        ) from None
+    return model_config_pb2, text_format, json_format

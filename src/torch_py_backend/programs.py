@@ -1,0 +1,272 @@
+"""Programs that torch.export captured: as they are, or compiled ahead of time by AOTInductor."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import platform
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor import aoti_load_package
+from torch.export.passes import move_to_device_pass
+from torch.utils import _pytree as pytree
+
+from torch_py_backend import binding, contents, results, samples, signatures
+from torch_py_backend.batching import ANY_ROWS, Rows
+from torch_py_backend.binding import Signature
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import ArtifactError, brief
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A loaded program; what `Loaded` takes from it."""
+
+    module: Callable[..., Any]
+    signature: Signature
+    weights: Sequence[Tensor]
+    rows: Rows
+
+
+# --- torch.export ----------------------------------------------------------------------------
+
+
+def load_exported(config: ModelConfig, path: Path, device: torch.device | None) -> Program:
+    """A program that torch.export.save wrote, moved to the device.
+
+    Raises:
+        ArtifactError: this torch cannot load it.
+    """
+    program = _read_exported(config, path)
+    if device is not None:
+        program = move_to_device_pass(program, device)
+    module = program.module()
+    spec: Any = program.call_spec.in_spec
+    signature = signatures.of_tree(spec, _constants(program), _positional_names(module))
+    weights = (*program.parameters(), *program.buffers())
+    return Program(
+        module, signature, weights, _rows(program) if config.max_batch_size else ANY_ROWS
+    )
+
+
+def _read_exported(config: ModelConfig, path: Path) -> torch.export.ExportedProgram:
+    try:
+        return torch.export.load(path)
+    except Exception as error:  # a damaged archive raises nearly anything
+        raise ArtifactError(
+            config.name,
+            f"{path.name} is a torch.export program that torch {torch.__version__} cannot load:"
+            f" {brief(error)}",
+            cure="Write it again with torch.export.save under this version of torch.",
+        ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """A program's tensors: name, type and shape (-1: any size) of each; and the rows it takes."""
+
+    inputs: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    outputs: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    rows: Rows
+
+
+def describe_exported(config: ModelConfig, path: Path) -> Described:
+    """What a program says of itself, without running it.
+
+    Raises:
+        ArtifactError: this torch cannot load it.
+    """
+    program = _read_exported(config, path)
+    tree: Any = program.call_spec.in_spec
+    signature = signatures.of_tree(tree, _constants(program), _positional_names(program.module()))
+    nodes = {node.name: node for node in program.graph.nodes}
+    taken = [one for one in _user_inputs(program) if not hasattr(one, "value")]
+    specs: Any = program.call_spec.out_spec
+    made = program.graph_signature.user_outputs
+    names = results.names(pytree.tree_unflatten(list(range(len(made))), specs))
+    return Described(
+        [
+            _tensor(binding.leaf_name(index, signature), nodes[one.name])
+            for index, one in enumerate(taken)
+        ],
+        [_tensor(name, nodes[node]) for name, node in zip(names, made, strict=True)],
+        _rows(program),
+    )
+
+
+def _tensor(name: str, node: Any) -> tuple[str, torch.dtype, tuple[int, ...]]:
+    value = node.meta["val"]
+    return name, value.dtype, tuple(one if isinstance(one, int) else -1 for one in value.shape)
+
+
+def _positional_names(module: Callable[..., Any]) -> list[str]:
+    return list(inspect.signature(module.forward).parameters)  # type: ignore[attr-defined]
+
+
+def _user_inputs(program: torch.export.ExportedProgram) -> list[Any]:
+    kind = torch.export.graph_signature.InputKind.USER_INPUT
+    return [spec.arg for spec in program.graph_signature.input_specs if spec.kind is kind]
+
+
+def _constants(program: torch.export.ExportedProgram) -> dict[int, Any]:
+    """Leaves of the call tree that were no tensors when it was exported."""
+    return {
+        index: argument.value
+        for index, argument in enumerate(_user_inputs(program))
+        if hasattr(argument, "value")
+    }
+
+
+def _rows(program: torch.export.ExportedProgram) -> Rows:
+    """How many rows the program takes: the size of dimension 0 that all its inputs share."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    values = [
+        nodes[argument.name].meta["val"]
+        for argument in _user_inputs(program)
+        if not hasattr(argument, "value")
+    ]
+    sizes = [value.shape[0] for value in values if value.ndim]
+    if len({str(size) for size in sizes}) != 1:
+        return ANY_ROWS
+    size = sizes[0]
+    if isinstance(size, int):
+        return Rows(size, size)
+    bounds = program.range_constraints.get(size.node.expr)
+    if bounds is None:
+        return ANY_ROWS
+    # An open end is a sympy infinity.
+    most = int(bounds.upper) if bounds.upper.is_Integer else None
+    return Rows(max(1, int(bounds.lower)), most)
+
+
+# --- AOTInductor -----------------------------------------------------------------------------
+
+
+def misfit(path: Path, device: torch.device | None) -> str:
+    """What a package was built for, where that is not what is here; empty where it fits."""
+    built = contents.aoti_metadata(path)
+    here = _machine(device)
+    wrong = [
+        f"{label} {built[key]} (here: {here[key]})"
+        for key, label in _LABELS.items()
+        if built.get(key) and not _fits(key, built[key], here[key])
+    ]
+    return ", ".join(wrong)
+
+
+_LABELS = {
+    "AOTI_DEVICE_KEY": "device",
+    "AOTI_PLATFORM": "platform",
+    "AOTI_MACHINE": "processor",
+    "AOTI_CPU_ISA": "instruction set",
+    "AOTI_COMPUTE_CAPABILITY": "GPU architecture",
+    # Not torch's own: what a package may be stamped with, by inductor's aot_inductor.metadata.
+    "torch_version": "torch",
+}
+# Inductor's names of instruction sets, and the flags of /proc/cpuinfo that they need.
+_ISA_FLAGS = {
+    "AVX2": "avx2",
+    "AVX512": "avx512f",
+    "AVX512_VNNI": "avx512_vnni",
+    "AMX_TILE": "amx_tile",
+    "AVX512_BF16": "avx512_bf16",
+}
+
+
+def _machine(device: torch.device | None) -> Mapping[str, str]:
+    on_gpu = device is not None and device.type == "cuda"
+    flags = _processor_flags()
+    return {
+        "AOTI_DEVICE_KEY": "cuda" if on_gpu else "cpu",
+        "AOTI_PLATFORM": sys.platform,
+        "AOTI_MACHINE": platform.machine(),
+        "AOTI_CPU_ISA": " ".join(name for name, flag in _ISA_FLAGS.items() if flag in flags),
+        "AOTI_COMPUTE_CAPABILITY": _capability(device) if on_gpu else "none",
+        "torch_version": torch.__version__,
+    }
+
+
+def _capability(device: torch.device | None) -> str:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{major}{minor}"
+
+
+def _processor_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return set(next((line.split() for line in lines if line.startswith("flags")), []))
+
+
+def _fits(key: str, built: str, here: str) -> bool:
+    if key == "AOTI_CPU_ISA":
+        needed = {name for name in built.split() if name in _ISA_FLAGS}
+        return needed <= set(here.split())
+    if key == "torch_version":
+        return built.partition("+")[0] == here.partition("+")[0]
+    return built == here
+
+
+def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> Program:
+    """A package that AOTInductor wrote. It is called with its leaves, in its own order.
+
+    Raises:
+        ArtifactError: this torch cannot load it.
+    """
+    # Without it, a wrong shape is not noticed: the program reads past the memory of its inputs.
+    os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
+    index = device.index if device is not None and device.type == "cuda" else -1
+    try:
+        loader = aoti_load_package(str(path), device_index=index).loader
+        in_spec, out_spec = (pytree.treespec_loads(text) for text in loader.get_call_spec())
+    except Exception as error:  # a foreign or damaged package raises nearly anything
+        raise ArtifactError(
+            config.name,
+            f"{path.name} is an AOTInductor package that torch {torch.__version__} cannot load:"
+            f" {brief(error)}",
+            cure="Build it again with torch._inductor.aoti_compile_and_package under this version"
+            " of torch, or name something else to serve with the parameter FALLBACK.",
+        ) from error
+
+    def run(*leaves: Tensor) -> Any:
+        return pytree.tree_unflatten(loader.run(list(leaves)), out_spec)
+
+    named = signatures.of_tree(in_spec, {})
+    # The leaves themselves are the arguments: no tree is built to be taken apart again.
+    signature = Signature(named.arguments, named.leaves, lambda columns: (columns, {}))
+    return Program(run, signature, (), _probe(config, signature, run))
+
+
+_AT_LEAST = re.compile(r"at 0, expected (?:it )?to be >= (\d+)")
+_EXACTLY = re.compile(r"unmatched dim value at 0, expected: (\d+)")
+
+
+def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -> Rows:
+    """How many rows a package takes; it does not say so, but it refuses others.
+
+    Packages with a dynamic batch are often built for at least two rows: torch.export takes a size
+    of 1 for a constant.
+    """
+    if not config.max_batch_size or len(config.inputs) != len(signature.leaves or ()):
+        return ANY_ROWS  # binding will say what is wrong
+    item = samples.item(config, rows=1)
+    names = [spec.name for spec in config.inputs]
+    inputs = binding.bind_inputs(config.name, names, signature)
+    try:
+        with torch.inference_mode():
+            inputs.call(run, [item[name] for name in inputs.names])
+    except RuntimeError as error:
+        exactly, least = _EXACTLY.search(str(error)), _AT_LEAST.search(str(error))
+        if exactly:
+            return Rows(int(exactly[1]), int(exactly[1]))
+        if least:
+            return Rows(int(least[1]), None)
+    return ANY_ROWS

@@ -1,0 +1,43 @@
+"""A model repository on disk: which folders are models, and which versions they have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch_py_backend.errors import ConfigError
+
+
+def models(path: Path) -> list[Path]:
+    """The model folders of a path: itself, or what lies in it."""
+    if _is_model(path):
+        return [path]
+    return sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_model(folder))
+
+
+def _is_model(folder: Path) -> bool:
+    try:
+        return (folder / "config.pbtxt").is_file() or bool(versions(folder))
+    except PermissionError:
+        return True  # to be reported, not passed over
+
+
+def versions(folder: Path) -> list[str]:
+    """The versions of a model, oldest first: folders whose names are numbers above 0."""
+    names = [one.name for one in folder.iterdir() if one.is_dir() and one.name.isdecimal()]
+    return sorted((name for name in names if int(name) > 0), key=int)
+
+
+def latest(folder: Path) -> str:
+    """The version that Triton serves by default.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    found = versions(folder)
+    if not found:
+        raise ConfigError(
+            folder.name,
+            "the model folder has no versions",
+            expected="a folder named 1 with the model file in it",
+        )
+    return found[-1]

@@ -1,0 +1,239 @@
+"""What a model takes and gives, told from the model: names, types, dims, batch size."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from torch_py_backend import artifacts, config, dtypes, loaders, outputs, programs, results, sources
+from torch_py_backend.artifacts import Artifact, Kind
+from torch_py_backend.batching import Item, Value
+from torch_py_backend.config import ModelConfig, TensorSpec
+from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, SourceError, brief
+from torch_py_backend.loaders import Loaded
+from torch_py_backend.passing import Passing
+
+log = logging.getLogger(__name__)
+
+EXAMPLES = "example_inputs"
+# What a model gets that takes any number of rows, and says no number itself.
+_MAX_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """A model's tensors, without the batch dimension where max_batch_size is above 0."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch_size: int
+
+
+def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
+    """The schema of a model folder, as JSON.
+
+    Args:
+        arguments: what Triton passes to `initialize`; inputs and outputs may be missing.
+
+    Raises:
+        LoadError: the model cannot be loaded, or nothing tells its schema.
+    """
+    settings = config.parse(arguments, complete=False)
+    found = of_model(settings)
+    return {
+        "input": [_as_json(spec) for spec in found.inputs],
+        "output": [_as_json(spec) for spec in found.outputs],
+        "max_batch_size": found.max_batch_size,
+    }
+
+
+def _as_json(spec: TensorSpec) -> dict[str, Any]:
+    entry = {"name": spec.name, "data_type": spec.dtype.config, "dims": list(spec.dims)}
+    # One value a row: Triton wants a dimension, the model must not see it.
+    return entry if spec.dims else entry | {"dims": [1], "reshape": {"shape": []}}
+
+
+def of_model(settings: ModelConfig) -> Schema:
+    """The schema of the artifact in a model's version folder."""
+    artifact = artifacts.find(settings)
+    if artifact.kind is Kind.EXPORTED:
+        return _of_program(settings, programs.describe_exported(settings, artifact.path))
+    loaded = loaders.load(artifact, settings, torch.device("cpu"))
+    return _of_examples(settings, loaded, _examples(settings, artifact))
+
+
+# --- exported programs -------------------------------------------------------------------------
+
+
+def _of_program(settings: ModelConfig, described: programs.Described) -> Schema:
+    """Types and sizes stand in the program; a size that is not fixed is -1."""
+    most = described.rows.most or _MAX_BATCH_SIZE
+    sizes = [dims[:1] for _, _, dims in (*described.inputs, *described.outputs)]
+    # A fixed size of dimension 0 may be a batch, or anything else.
+    batched = bool(sizes) and all(size == (-1,) for size in sizes)
+    return Schema(
+        tuple(_spec(settings, *one, batched=batched) for one in described.inputs),
+        tuple(_spec(settings, *one, batched=batched) for one in described.outputs),
+        min(most, _MAX_BATCH_SIZE) if batched else 0,
+    )
+
+
+def _spec(
+    settings: ModelConfig, name: str, dtype: torch.dtype, dims: Sequence[int], *, batched: bool
+) -> TensorSpec:
+    return TensorSpec(
+        name, _dtype(settings, name, dtype), tuple(dims[1:] if batched else dims or (1,))
+    )
+
+
+def _dtype(settings: ModelConfig, name: str, dtype: torch.dtype) -> dtypes.DType:
+    try:
+        return dtypes.from_torch(str(dtype).removeprefix("torch."))
+    except KeyError:
+        raise SourceError(
+            settings.name,
+            f"tensor '{name}' is {str(dtype).removeprefix('torch.')}, which no request can carry",
+            expected=", ".join(one.torch for one in dtypes.TABLE if one.torch),
+        ) from None
+
+
+# --- by example ------------------------------------------------------------------------------
+
+
+def _examples(settings: ModelConfig, artifact: Artifact) -> Item:
+    """Example inputs by name: a file beside the model, or a function in model.py."""
+    path = settings.version_folder / f"{EXAMPLES}.safetensors"
+    if path.is_file():
+        try:
+            return dict(safetensors.torch.load_file(path))
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ArtifactError(
+                settings.name,
+                f"{path.name} is no valid safetensors: {brief(error)}",
+                cure="Write it with safetensors.torch.save_file.",
+            ) from error
+    if artifact.kind is Kind.MODULE:
+        made = sources.example_inputs(settings.name, artifact.path, EXAMPLES)
+        if made is not None:
+            return {name: _value(settings, name, value) for name, value in made.items()}
+    raise ConfigError(
+        settings.name,
+        f"config.pbtxt lists no inputs or no outputs, and {artifact.kind.value} does not tell its"
+        " shapes",
+        expected=f"{path.name} in the version folder, or a function {EXAMPLES}() in model.py that"
+        " returns a dict of tensors by input name",
+        cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
+    )
+
+
+def _value(settings: ModelConfig, name: str, value: Any) -> Value:
+    if isinstance(value, Tensor):
+        return value
+    array = np.asarray(value, dtype=np.object_)
+    if all(isinstance(one, str | bytes) for one in array.flat):
+        return array
+    raise SourceError(
+        settings.name,
+        f"{EXAMPLES}() gives a {type(value).__name__} for '{name}'",
+        expected="a tensor, or a list of strings",
+    )
+
+
+def _of_examples(settings: ModelConfig, loaded: Loaded, examples: Item) -> Schema:
+    """Run once with the examples and once with twice their rows: what grows is the batch."""
+    whole = dataclasses.replace(
+        settings,
+        max_batch_size=0,
+        inputs=tuple(_example_spec(settings, name, value) for name, value in examples.items()),
+    )
+    once = _run(whole, loaded, examples)
+    rows = {value.shape[:1] for value in examples.values()}
+    if len(rows) == 1 and rows != {()}:
+        (size,) = rows
+        twice = _run_doubled(whole, loaded, examples)
+        if twice is not None and _grew(once, twice, size[0]):
+            return _schema(settings, loaded, examples, once, batched=True)
+    return _schema(settings, loaded, examples, once, batched=False)
+
+
+def _example_spec(settings: ModelConfig, name: str, value: Value) -> TensorSpec:
+    return TensorSpec(name, _kind(settings, name, value), tuple(value.shape))
+
+
+def _kind(settings: ModelConfig, name: str, value: Value) -> dtypes.DType:
+    if isinstance(value, Tensor):
+        return _dtype(settings, name, value.dtype)
+    return dtypes.from_triton("BYTES")
+
+
+def _run(settings: ModelConfig, loaded: Loaded, examples: Item) -> dict[str, Value]:
+    """Every output by name, as arrays and tensors."""
+    passing = Passing(settings, loaded.signature)
+    (group,) = passing.group([(0, examples)])
+    columns = [examples[name] for name in group.inputs.names]
+    try:
+        with torch.inference_mode():
+            passed = passing.convert(group.inputs, columns)
+            result = group.inputs.call(loaded.module, passed)
+    except Exception as error:
+        raise ForwardError(settings.name, error) from error
+    names = results.names(result)
+    parts = results.bind_outputs(settings.name, names, result)(result)
+    return {
+        name: outputs.plain(settings.name, name, part)
+        for name, part in zip(names, parts, strict=True)
+    }
+
+
+def _run_doubled(settings: ModelConfig, loaded: Loaded, examples: Item) -> dict[str, Value] | None:
+    doubled: Item = {
+        name: torch.cat([value, value])
+        if isinstance(value, Tensor)
+        else np.concatenate([value, value])
+        for name, value in examples.items()
+    }
+    try:
+        return _run(settings, loaded, doubled)
+    except ForwardError:  # it takes the rows of the examples and no others
+        return None
+
+
+def _grew(once: Mapping[str, Value], twice: Mapping[str, Value], rows: int) -> bool:
+    return once.keys() == twice.keys() and all(
+        value.ndim > 0
+        and value.shape[0] == rows
+        and twice[name].shape == (2 * rows, *value.shape[1:])
+        for name, value in once.items()
+    )
+
+
+def _schema(
+    settings: ModelConfig,
+    loaded: Loaded,
+    examples: Item,
+    made: Mapping[str, Value],
+    *,
+    batched: bool,
+) -> Schema:
+    most = loaded.rows.most or _MAX_BATCH_SIZE
+    return Schema(
+        tuple(_tensor(settings, name, value, batched=batched) for name, value in examples.items()),
+        tuple(_tensor(settings, name, value, batched=batched) for name, value in made.items()),
+        min(most, _MAX_BATCH_SIZE) if batched else 0,
+    )
+
+
+def _tensor(settings: ModelConfig, name: str, value: Value, *, batched: bool) -> TensorSpec:
+    dims = tuple(value.shape[1:] if batched else value.shape)
+    # Without a batch there is no reshape to nothing: a single value is a list of one.
+    kind = _kind(settings, name, value)
+    return TensorSpec(name, kind, dims if batched else dims or (1,))

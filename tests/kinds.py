@@ -1,0 +1,424 @@
+"""Every kind of artifact with every kind of input: a table of scenarios, made, not written.
+
+`python tests/kinds.py` prints which combinations there are, and why the others cannot be.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import scenarios
+import torch
+from scenarios import Call, Refused, Scenario, Writer, config, floats, tensor
+from torch import Tensor, nn
+
+KINDS = ("torchscript", "module", "export", "aoti", "factory")
+
+
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x)
+
+
+class Difference(nn.Module):
+    def forward(self, inputs: dict[str, Tensor]) -> Tensor:
+        return inputs["first"] - inputs["second"]
+
+
+class Nested(nn.Module):
+    """Keys in another order than an alphabet's: a rebuilt dict must not swap its tensors."""
+
+    def forward(self, x: Tensor, extra: dict[str, Any], *, scale: Tensor) -> dict[str, Any]:
+        total = x + 10 * extra["z"] + 100 * extra["a"][0] + 1000 * extra["a"][1]
+        return {"total": total * scale, "parts": (x, [extra["z"]])}
+
+
+class NestedScript(nn.Module):
+    """What of it TorchScript can say."""
+
+    def forward(
+        self, x: Tensor, extra: tuple[Tensor, list[Tensor]], scale: Tensor
+    ) -> tuple[Tensor, tuple[Tensor, list[Tensor]]]:
+        total = x + 10 * extra[0] + 100 * extra[1][0] + 1000 * extra[1][1]
+        return total * scale, (x, [extra[0]])
+
+
+class Texts(nn.Module):
+    def forward(self, texts: list[str]) -> tuple[Tensor, list[str]]:
+        lengths = [len(text) for text in texts]
+        return torch.tensor(lengths), [text + "!" for text in texts]
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.5, -2.0, 4.0], dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of input.
+
+    Attributes:
+        module: what is served.
+        scripted: what TorchScript is given instead.
+        args: sample arguments for torch.export, each tensor an object of its own.
+        config: the text of config.pbtxt.
+        calls: requests and answers.
+        impossible: kinds that cannot be, and why.
+    """
+
+    module: Callable[[], nn.Module]
+    args: Callable[[int], tuple[Any, ...]]
+    config: str
+    calls: tuple[Call, ...]
+    scripted: Callable[[], nn.Module] | None = None
+    script_config: str | None = None
+    kwargs: Callable[[int], dict[str, Any]] = lambda rows: {}
+    fixed: int | None = None
+    impossible: tuple[tuple[str, str], ...] = ()
+
+
+def _seeded(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(3)
+    return make().eval()
+
+
+_ONE = _seeded(One)
+
+
+def _one_call(rows: int) -> Call:
+    x = floats(rows, 4, seed=rows)
+    return Call({"x": x}, {"y": scenarios.eager(_ONE, x=x)})
+
+
+_CALLS = tuple(_one_call(rows) for rows in (1, 3, 4, 8, 2))
+_ONE_CONFIG = config({"x": [4]}, {"y": [3]})
+_A, _B, _C, _D, _S = (floats(3, 2, seed=seed) for seed in range(5))
+_NESTED_INPUTS = {"x": "ARGS[0]", "z": "ARGS[1][z]", "a": "ARGS[1][a][0]", "b": "ARGS[1][a][1]"}
+_SCRIPT_INPUTS = {"x": "ARGS[0]", "z": "ARGS[1][0]", "a": "ARGS[1][1][0]", "b": "ARGS[1][1][1]"}
+
+
+def _nested_values(names: dict[str, str], scale: str) -> dict[str, Any]:
+    values = {"x": _A, "z": _B, "a": _C, "b": _D}
+    return {names[key]: values[key] for key in ("b", "z", "x", "a")} | {scale: _S}
+
+
+_TOTAL = (_A + 10 * _B + 100 * _C + 1000 * _D) * _S
+_NESTED_OUT = {"RESULT[parts][1][0]": _B, "total": _TOTAL, "RESULT[parts][0]": _A}
+_SCRIPT_OUT = {"RESULT[1][1][0]": _B, "RESULT[0]": _TOTAL, "OUTPUT__1": _A}
+_NO_STRINGS = "a program of tensors has no strings"
+_BFLOAT = torch.tensor([[1.5, -1.0, 3.0]], dtype=torch.bfloat16)
+
+CASES = {
+    "one": Case(One, lambda rows: (torch.rand(rows, 4),), _ONE_CONFIG, _CALLS),
+    "fixed": Case(
+        One,
+        lambda rows: (torch.rand(rows, 4),),
+        _ONE_CONFIG,
+        _CALLS,
+        fixed=4,
+        impossible=tuple(
+            (kind, "code has no fixed batch") for kind in ("torchscript", "module", "factory")
+        ),
+    ),
+    "instances": Case(
+        One,
+        lambda rows: (torch.rand(rows, 4),),
+        config(
+            {"x": [4]},
+            {"y": [3]},
+            more="dynamic_batching { }\ninstance_group [{ kind: KIND_CPU count: 2 }]\n",
+        ),
+        _CALLS,
+    ),
+    "dict": Case(
+        Difference,
+        lambda rows: ({"first": torch.rand(rows, 2), "second": torch.rand(rows, 2)},),
+        config({"second": [2], "first": [2]}, {"y": [2]}),
+        (Call({"second": _B, "first": _A}, {"y": _A - _B}),),
+    ),
+    "nested": Case(
+        Nested,
+        lambda rows: (
+            torch.rand(rows, 2),
+            {"z": torch.rand(rows, 2), "a": [torch.rand(rows, 2), torch.rand(rows, 2)]},
+        ),
+        config(
+            {name: [2] for name in _nested_values(_NESTED_INPUTS, "KWARGS[scale]")},
+            {name: [2] for name in _NESTED_OUT},
+        ),
+        (Call(_nested_values(_NESTED_INPUTS, "KWARGS[scale]"), _NESTED_OUT),),
+        scripted=NestedScript,
+        script_config=config(
+            {name: [2] for name in _nested_values(_SCRIPT_INPUTS, "scale")},
+            {name: [2] for name in _SCRIPT_OUT},
+        ),
+        kwargs=lambda rows: {"scale": torch.rand(rows, 2)},
+    ),
+    "strings": Case(
+        Texts,
+        lambda rows: (),
+        config({}, {})
+        + tensor("input", "texts", [1], "STRING")
+        + tensor("output", "length", [1], "INT64")
+        + tensor("output", "louder", [1], "STRING"),
+        (
+            Call(
+                {"texts": np.array([["a"], ["bcd"], ["ef"]], dtype=np.object_)},
+                {
+                    "length": np.array([[1], [3], [2]]),
+                    "louder": np.array([[b"a!"], [b"bcd!"], [b"ef!"]], dtype=np.object_),
+                },
+            ),
+            Call(
+                {"texts": np.array([[b"\xff"]], dtype=np.object_)},
+                Refused(400, ("input 'texts' is not UTF-8",)),
+            ),
+            Call(
+                {"texts": np.array([["z"]], dtype=np.object_)},
+                {
+                    "length": np.array([[1]]),
+                    "louder": np.array([[b"z!"]], dtype=np.object_),
+                },
+            ),
+        ),
+        impossible=(("export", _NO_STRINGS), ("aoti", _NO_STRINGS)),
+    ),
+    "bfloat16": Case(
+        Half,
+        lambda rows: (torch.rand(rows, 3).bfloat16(),),
+        config({}, {}) + tensor("input", "x", [3], "BF16") + tensor("output", "y", [3], "BF16"),
+        (Call({"x": _BFLOAT}, {"y": _BFLOAT * torch.tensor([0.5, -2.0, 4.0]).bfloat16()}),),
+    ),
+}
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+def _program(case: Case) -> torch.export.ExportedProgram:
+    module = _seeded(case.module)
+    rows = case.fixed or 2
+    args, kwargs = case.args(rows), case.kwargs(rows)
+    if case.fixed:
+        return torch.export.export(module, args, kwargs)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    shapes = torch.utils._pytree.tree_map(lambda one: {0: batch}, (args, kwargs))
+    names = [*Nested.forward.__code__.co_varnames[1:]] if case.kwargs(1) else None
+    dynamic: Any = shapes[0]
+    if names:
+        dynamic = dict(zip(names, (*shapes[0], *shapes[1].values()), strict=False))
+    return torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
+
+
+@functools.cache
+def _exported(name: str) -> bytes:
+    return _written(lambda path: torch.export.save(_program(CASES[name]), path))
+
+
+@functools.cache
+def _compiled(name: str) -> bytes:
+    return _written(
+        lambda path: torch._inductor.aoti_compile_and_package(
+            _program(CASES[name]), package_path=str(path)
+        )
+    )
+
+
+def _written(write: Callable[[Path], Any]) -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.pt2"
+        write(path)
+        return path.read_bytes()
+
+
+def _late(make: Callable[[], Writer]) -> Writer:
+    """A writer that is made when it is needed: exporting takes seconds."""
+
+    def write(folder: Path) -> None:
+        make()(folder)
+
+    return write
+
+
+def _write(kind: str, name: str) -> Writer:
+    case = CASES[name]
+    # Two instances are served from the same file as one.
+    packed = "one" if name == "instances" else name
+    state = _seeded(case.module).state_dict()
+    weights = [scenarios.safe(state)] if state else []
+    if kind == "torchscript":
+        return _late(lambda: scenarios.script(_seeded(case.scripted or case.module)))
+    if kind == "export":
+        return _late(lambda: scenarios.raw(_exported(packed), "model.pt2"))
+    if kind == "aoti":
+        return _late(lambda: scenarios.raw(_compiled(packed), "model.pt2"))
+    if kind == "module":
+        return scenarios.both(scenarios.python(case.module), *weights)
+    return scenarios.both(scenarios.python(case.module, name=f"factory_{name}.py"), *weights)
+
+
+def _scenario(kind: str, name: str) -> Scenario:
+    case = CASES[name]
+    text, calls = case.config, case.calls
+    if kind == "torchscript" and case.script_config is not None:
+        text = case.script_config
+        calls = (Call(_nested_values(_SCRIPT_INPUTS, "scale"), _SCRIPT_OUT),)
+    if kind == "factory":
+        value = f"factory_{name}:{case.module.__name__}"
+        text += f'parameters {{ key: "MODEL_FACTORY" value {{ string_value: "{value}" }} }}\n'
+    return Scenario(f"{kind}_{name}", _write(kind, name), text, calls)
+
+
+# --- configs that the model completes ----------------------------------------------------------
+
+_BARE = 'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'
+_ONE_NAMED = tuple(
+    Call(call.inputs, {"OUTPUT__0": call.expected["y"]})  # type: ignore[index]
+    for call in _CALLS
+)
+_EXAMPLE_FUNCTION = """
+
+
+def example_inputs():
+    return {"x": torch.rand(2, 4)}
+"""
+_EXAMPLE_TEXTS = """
+
+
+def example_inputs():
+    return {"texts": ["one", "two"]}
+"""
+_NESTED_SHORT = {"x": "x", "z": "z", "a": "ARGS[1][a][0]", "b": "ARGS[1][a][1]"}
+
+
+def _examples(state: dict[str, Tensor]) -> Writer:
+    return scenarios.safe(state, "example_inputs.safetensors")
+
+
+def _option(key: str, value: str) -> str:
+    return f'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+
+
+COMPLETED = (
+    Scenario("complete_export", _write("export", "one"), _BARE, _ONE_NAMED),
+    Scenario(
+        "complete_export_nested",
+        _write("export", "nested"),
+        _BARE,
+        (
+            Call(
+                _nested_values(_NESTED_SHORT, "scale"),
+                {"total": _TOTAL, "OUTPUT__1": _A, "OUTPUT__2": _B},
+            ),
+        ),
+    ),
+    Scenario(
+        "complete_aoti",
+        scenarios.both(_write("aoti", "one"), _examples({"INPUT__0": torch.rand(2, 4)})),
+        _BARE,
+        tuple(Call({"INPUT__0": call.inputs["x"]}, call.expected) for call in _ONE_NAMED),
+    ),
+    Scenario(
+        "complete_torchscript",
+        scenarios.both(_write("torchscript", "one"), _examples({"x": torch.rand(2, 4)})),
+        _BARE,
+        _ONE_NAMED,
+    ),
+    Scenario(
+        "complete_module",
+        scenarios.both(
+            scenarios.text(models.source(One) + _EXAMPLE_FUNCTION),
+            scenarios.safe(_ONE.state_dict()),
+        ),
+        _BARE,
+        _ONE_NAMED,
+    ),
+    Scenario(
+        "complete_strings",
+        scenarios.text(models.source(Texts) + _EXAMPLE_TEXTS),
+        _BARE,
+        (
+            Call(
+                {"texts": np.array([["z"]], dtype=np.object_)},
+                {
+                    "OUTPUT__0": np.array([[1]]),
+                    "OUTPUT__1": np.array([[b"z!"]], dtype=np.object_),
+                },
+            ),
+        ),
+    ),
+    Scenario(
+        "complete_outputs_only",
+        scenarios.both(
+            scenarios.text(models.source(One) + _EXAMPLE_FUNCTION),
+            scenarios.safe(_ONE.state_dict()),
+        ),
+        _BARE + "max_batch_size: 8\n" + tensor("input", "x", [4]),
+        _ONE_NAMED,
+    ),
+    scenarios.refused(
+        "complete_without_examples",
+        scenarios.python(One),
+        _BARE + _option("WEIGHTS", "none"),
+        "config.pbtxt lists no inputs or no outputs",
+        "expected example_inputs.safetensors",
+    ),
+    scenarios.refused(
+        "complete_contradicted",
+        _write("export", "one"),
+        _BARE + 'max_batch_size: 8\ninput [{ name: "x" data_type: TYPE_INT32 }]\n',
+        "input 'x' is TYPE_INT32 in config.pbtxt",
+        "expected TYPE_FP32",
+    ),
+    scenarios.refused(
+        "complete_crashes",
+        scenarios.text("import ctypes\n\nctypes.string_at(0)\n"),
+        _BARE,
+        "trying the model ended with signal SIGSEGV",
+    ),
+    scenarios.refused(
+        "complete_exits",
+        scenarios.text("import os\n\nos._exit(7)\n"),
+        _BARE,
+        "trying the model ended the process with exit code 7",
+    ),
+    scenarios.refused(
+        "complete_hangs",
+        scenarios.text("while True:\n    pass\n"),
+        _BARE + _option("AUTO_COMPLETE_TIMEOUT_S", "4"),
+        "trying the model took longer than 4 seconds",
+    ),
+)
+
+
+def impossible(kind: str, name: str) -> str:
+    """Why a combination cannot be; empty where it can."""
+    return dict(CASES[name].impossible).get(kind, "")
+
+
+TABLE = (
+    *(_scenario(kind, name) for name in CASES for kind in KINDS if not impossible(kind, name)),
+    *COMPLETED,
+)
+
+
+if __name__ == "__main__":
+    print(f"| |{'|'.join(KINDS)}|\n|{'---|' * (len(KINDS) + 1)}")
+    for row in CASES:
+        print(f"|{row}|{'|'.join(impossible(kind, row) or 'served' for kind in KINDS)}|")

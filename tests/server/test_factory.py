@@ -1,0 +1,149 @@
+"""A model of an installed package: a transformer that `from_pretrained` reads, without a network.
+
+What is served has to be what eager PyTorch answers, for any length of text.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import numpy as np
+import pytest
+import scenarios
+import torch
+import tritonclient.grpc
+import tritonclient.http
+from scenarios import Call, tensor
+from serving import Serving
+
+from torch_py_backend.server import Server
+
+transformers = pytest.importorskip("transformers")
+
+MODEL = "bert"
+HIDDEN = 16
+LENGTHS = (5, 11)
+CONFIG = (
+    'backend: "pytorch_py"\nmax_batch_size: 8\n'
+    + tensor("input", "input_ids", [-1], "INT64")
+    + tensor("input", "attention_mask", [-1], "INT64")
+    + tensor("output", "last_hidden_state", [-1, HIDDEN])
+    + tensor("output", "pooler_output", [HIDDEN])
+    + "instance_group [{ kind: KIND_CPU count: 1 }]\n"
+    + 'parameters { key: "MODEL_FACTORY" value { string_value: "transformers:AutoModel" } }\n'
+)
+
+
+class Hub:
+    """Stands for the Hugging Face Hub, and keeps what it is asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
+        self.address = f"http://127.0.0.1:{self.server.server_port}"
+
+    def _handler(self) -> type[BaseHTTPRequestHandler]:
+        asked = self.asked
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                asked.append(self.path)
+                self.send_error(404)
+
+            do_HEAD = do_GET
+
+            def log_message(self, *arguments: Any) -> None:
+                """Not into the tests' output."""
+
+        return Handler
+
+
+@pytest.fixture(scope="module")
+def hub() -> Iterator[Hub]:
+    one = Hub()
+    with one.server, pytest.MonkeyPatch.context() as patch:
+        threading.Thread(target=one.server.serve_forever, daemon=True).start()
+        # What a Python started from here on, the model's too, takes for the Hub.
+        patch.setenv("HF_ENDPOINT", one.address)
+        patch.setenv("NO_PROXY", "127.0.0.1")
+        # The backend is to see to it that nobody is asked, not who runs the tests.
+        for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+            patch.delenv(name, raising=False)
+        yield one
+        one.server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def bert() -> Any:
+    """Random weights, the same in every run."""
+    settings = transformers.BertConfig(
+        vocab_size=40,
+        hidden_size=HIDDEN,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.BertModel(settings).eval()
+
+
+@pytest.fixture(scope="module")
+def serving(bert: Any, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+    folder = tmp_path_factory.mktemp("factory")
+    repository = folder / "repository"
+    scenarios.Scenario(MODEL, bert.save_pretrained, CONFIG).lay_out(repository)
+    log_path = folder / "server.log"
+    with (
+        log_path.open("wb") as log,
+        Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
+    ):
+        states = {state.name: state for state in server.wait_loaded(timeout=200)}
+        http = tritonclient.http.InferenceServerClient(server.http_address)
+        grpc = tritonclient.grpc.InferenceServerClient(server.grpc_address)
+        yield Serving(server, states, http, grpc, log_path)
+        http.close()
+        grpc.close()
+
+
+def texts(bert: Any, rows: int, length: int) -> Call:
+    """Token numbers, the last ones of the first row masked; and what eager PyTorch makes of it."""
+    ids = np.random.default_rng(length).integers(0, 40, (rows, length))
+    mask = np.ones_like(ids)
+    mask[0, length // 2 :] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    with torch.inference_mode():
+        result = bert(**{name: torch.from_numpy(one) for name, one in inputs.items()})
+    names = ("last_hidden_state", "pooler_output")
+    return Call(inputs, {name: result[name].numpy() for name in names})
+
+
+@pytest.mark.parametrize("protocol", ["http", "grpc"])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_transformer_is_served_from_its_folder(
+    serving: Serving, bert: Any, length: int, protocol: str
+) -> None:
+    """MODEL_FACTORY says what it is; the files are those that save_pretrained wrote."""
+    assert serving.states[MODEL].ready, serving.states[MODEL].reason
+    for rows in (1, 3):
+        serving.check(protocol, MODEL, texts(bert, rows, length))
+
+
+def test_the_hub_is_not_asked_for_anything(serving: Serving, hub: Hub) -> None:
+    """Loading and answering, by the tests above, used what lies in the folder."""
+    assert serving.states[MODEL].ready, serving.states[MODEL].reason
+    assert not hub.asked
+
+
+def test_the_hub_would_notice(hub: Hub) -> None:
+    """The test above would fail: one who does ask for a model asks this hub."""
+    ask = "import huggingface_hub; huggingface_hub.model_info('nobody/nothing')"
+    subprocess.run([sys.executable, "-c", ask], check=False, capture_output=True, timeout=60)
+    assert hub.asked == ["/api/models/nobody/nothing"]
+    hub.asked.clear()

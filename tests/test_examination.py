@@ -1,0 +1,195 @@
+"""What is wrong with a machine or a model folder, without a change to either."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from torch_py_backend import examination, server
+from torch_py_backend.errors import ServerError
+from torch_py_backend.server import Triton
+
+_WHEEL = Path("/venv/lib/python3.11/site-packages/pytriton/tritonserver/bin/tritonserver")
+_NGC = Path("/opt/tritonserver/bin/tritonserver")
+
+
+class _Machine:
+    """A machine without a fault, to be broken by a test."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._patch = monkeypatch
+        self.server(_WHEEL)
+        self.shared_memory(1 << 30)
+        self.versions(numpy="1.26.4")
+        monkeypatch.setattr(server, "environment", lambda triton: {})
+
+    def server(self, executable: Path) -> None:
+        found = Triton(executable, Path("/backend"), Path("/stub"), ())
+        self._patch.setattr(server, "find", lambda: found)
+
+    def shared_memory(self, size: int) -> None:
+        usage = {"/dev/shm": SimpleNamespace(total=size, used=0, free=size)}
+        self._patch.setattr(shutil, "disk_usage", lambda path: usage[str(path)])
+
+    def versions(self, **versions: str) -> None:
+        def version(name: str) -> str:
+            if name not in versions:
+                raise metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        self._patch.setattr(metadata, "version", version)
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Machine:
+    """A sound machine, and an empty current folder."""
+    monkeypatch.chdir(tmp_path)
+    return _Machine(monkeypatch)
+
+
+def _problems() -> list[str]:
+    return list(examination.environment())
+
+
+def test_sound_machine(machine: _Machine) -> None:
+    """Where nothing is wrong, nothing is said."""
+    assert _problems() == []
+
+
+@pytest.mark.parametrize(
+    ("size", "says"),
+    [(64 << 20, "64 MB"), ((256 << 20) - 1, "255 MB"), (0, "0 MB")],
+    ids=["docker's-default", "just-too-small", "none"],
+)
+def test_small_shared_memory(machine: _Machine, size: int, says: str) -> None:
+    """Too little shared memory is a problem, with its size and how a container gets more."""
+    machine.shared_memory(size)
+    (problem,) = _problems()
+    assert says in problem
+    assert "--shm-size" in problem
+
+
+def test_enough_shared_memory(machine: _Machine) -> None:
+    """The limit itself is enough."""
+    machine.shared_memory(256 << 20)
+    assert _problems() == []
+
+
+@pytest.mark.parametrize(
+    ("executable", "version", "count"),
+    [
+        pytest.param(_WHEEL, "2.0.0", 1, id="wheel-numpy-2"),
+        pytest.param(_WHEEL, "10.1", 1, id="wheel-numpy-10"),
+        pytest.param(_WHEEL, "1.26.4", 0, id="wheel-numpy-1"),
+        pytest.param(_NGC, "2.3.1", 0, id="container-numpy-2"),
+    ],
+)
+def test_numpy(machine: _Machine, executable: Path, version: str, count: int) -> None:
+    """Numpy 2 is a problem with the wheel's stub, and with no other."""
+    machine.server(executable)
+    machine.versions(numpy=version)
+    problems = _problems()
+    assert len(problems) == count
+    assert all(f"numpy {version}" in one and "'numpy<2'" in one for one in problems)
+
+
+@pytest.mark.parametrize("name", ["torch", "numpy", "safetensors"])
+def test_missing_package(machine: _Machine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """A package that the backend needs, and this Python lacks, is named with its cure."""
+    find = importlib.util.find_spec
+
+    def lacking(wanted: str, package: str | None = None) -> Any:
+        return None if wanted == name else find(wanted, package)
+
+    monkeypatch.setattr(importlib.util, "find_spec", lacking)
+    if name == "numpy":
+        machine.versions()
+    (problem,) = _problems()
+    assert problem.startswith(f"{name} is not installed")
+    assert f"pip install {name}" in problem
+
+
+@pytest.mark.parametrize("function", ["find", "environment"])
+def test_no_server(machine: _Machine, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
+    """A server that is missing or does not fit is one problem among the others, not the end."""
+
+    def refuse(*args: Any) -> Any:
+        raise ServerError("no tritonserver was found. Install one.")
+
+    monkeypatch.setattr(server, function, refuse)
+    machine.shared_memory(1)
+    first, second = _problems()
+    assert first == "no tritonserver was found. Install one."
+    assert "shared memory" in second
+
+
+def test_shadowing_model(machine: _Machine, tmp_path: Path) -> None:
+    """A model.py where the command runs is a problem; a folder of that name is none."""
+    (tmp_path / "model.py").mkdir()
+    assert _problems() == []
+    (tmp_path / "model.py").rmdir()
+    (tmp_path / "model.py").write_text("")
+    (problem,) = _problems()
+    assert "model.py in this folder shadows" in problem
+
+
+def test_problems_add_up(machine: _Machine, tmp_path: Path) -> None:
+    """Several problems are several sentences, each of one line."""
+    machine.shared_memory(1)
+    machine.versions(numpy="2.0.0")
+    (tmp_path / "model.py").write_text("")
+    problems = _problems()
+    assert len(problems) == 3
+    assert not any("\n" in one for one in problems)
+
+
+# --- folders ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "noted"),
+    [
+        pytest.param('backend: "pytorch_py"\n', False, id="backend"),
+        pytest.param('max_batch_size: 8 backend : "pytorch_py"', False, id="spaces"),
+        pytest.param('name: "digits"\n', True, id="none"),
+        pytest.param('platform: "pytorch_libtorch"\n', True, id="platform"),
+        pytest.param(b"max_batch_size: 8 # caf\xe9\n", True, id="not-utf-8"),
+        pytest.param("", True, id="empty"),
+        pytest.param(None, True, id="no-config"),
+        pytest.param(
+            '# backend: "pytorch_py"\n',
+            True,
+            id="comment",
+        ),
+        pytest.param(
+            'parameters { key: "note" value { string_value: "backend: none" } }\n',
+            True,
+            id="inside-a-string",
+        ),
+    ],
+)
+def test_backend(tmp_path: Path, text: str | bytes | None, noted: bool) -> None:
+    """A config without `backend` is noted, for Triton would choose one itself."""
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    if text is not None:
+        (folder / "config.pbtxt").write_bytes(text.encode() if isinstance(text, str) else text)
+    notes = list(examination.folder(folder))
+    assert len(notes) == noted
+    assert all(note.startswith("digits: ") and '"pytorch_py"' in note for note in notes)
+
+
+def test_closed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that this user cannot read is one note, and nothing in it is opened."""
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
+    (note,) = examination.folder(folder)
+    assert note == f"{folder} cannot be read by this user."

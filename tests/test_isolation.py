@@ -1,0 +1,347 @@
+"""Work in a child process: whatever happens there is a result or one sentence here."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from torch_py_backend import isolation
+from torch_py_backend.errors import LoadError
+
+# Functions that a child runs; none imports torch, so that a child costs a tenth of a second.
+_TASKS = r"""
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from torch_py_backend.errors import ConfigError
+
+
+def echo(value):
+    return value
+
+
+def ours():
+    raise ConfigError("digits", "it is [wrong]", expected="something else", cure="Correct it.")
+
+
+def theirs():
+    raise ValueError("no such thing as /srv/secret/place/x.bin")
+
+
+def silent():
+    raise RuntimeError
+
+
+def surrogate():
+    raise ValueError("not \udcff UTF-8")
+
+
+def long():
+    raise ValueError("x" * 1_000_000)
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def exits():
+    sys.exit(3)
+
+
+def exits_at_once():
+    os._exit(7)
+
+
+def exits_with_zero():
+    os._exit(0)
+
+
+def crashes():
+    ctypes.string_at(0)
+
+
+def kills_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def real_time_signal():
+    os.kill(os.getpid(), 40)
+
+
+def prints():
+    print("by print")
+    os.write(1, b"by write\n")
+    subprocess.run(["echo", "by echo"], check=True)
+    return "printed"
+
+
+def prints_much():
+    for _ in range(64):
+        print("x" * 100_000)
+    return "printed"
+
+
+def closes():
+    sys.stdin.close()
+    sys.stdout.close()
+    sys.stderr.close()
+    for number in (0, 1, 2):
+        try:
+            os.close(number)
+        except OSError:
+            pass
+    return "closed"
+
+
+def closes_and_raises():
+    sys.stderr.close()
+    raise ValueError("broken")
+
+
+def reads():
+    return sys.stdin.read()
+
+
+def changes_directory(folder):
+    os.chdir(folder)
+    os.rmdir(folder)
+    return "moved"
+
+
+def forks():
+    if os.fork() == 0:
+        os._exit(5)
+    os.wait()
+    return "forked"
+
+
+def forks_and_goes_on():
+    if os.fork() == 0:
+        return "of the fork"
+    os.wait()
+    return "of the child"
+
+
+def crashes_after_a_fork():
+    if os.fork() == 0:
+        return "of the fork"
+    os.wait()
+    os._exit(7)
+
+
+def ignores_signals():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def leaves_a_thread():
+    threading.Thread(target=time.sleep, args=[600]).start()
+    return "answered"
+
+
+def leaves_a_process(note, hang):
+    other = subprocess.Popen(["sleep", "600"])
+    Path(note).write_text(str(other.pid))
+    if hang:
+        time.sleep(600)
+    return "answered"
+"""
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the child's answer lies; the tasks above can be imported by a child."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "tasks.py").write_text(_TASKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "tasks"))
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def _run(task: str, seconds: float = 60, **arguments: Any) -> Any:
+    return isolation.run("digits", f"tasks:{task}", arguments, seconds)
+
+
+# --- results ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(None, id="null"),
+        pytest.param({"input": [{"name": "x", "dims": [-1, 4]}]}, id="nested"),
+        pytest.param("größe → \U0001f600 [x]\n\x00", id="unicode"),
+        pytest.param("\udcff", id="lone-surrogate"),
+        pytest.param("x" * 3_000_000, id="larger-than-a-pipe"),
+        pytest.param({"error": "only a value"}, id="looks-like-an-error"),
+    ],
+)
+def test_result(value: Any) -> None:
+    """JSON arguments go in, and what the function returns comes back."""
+    assert _run("echo", value=value) == value
+
+
+@pytest.mark.parametrize(
+    ("task", "result"),
+    [
+        ("prints_much", "printed"),
+        ("closes", "closed"),
+        ("reads", ""),
+        ("forks", "forked"),
+        ("leaves_a_thread", "answered"),
+    ],
+)
+def test_manners(task: str, result: str) -> None:
+    """A result counts, whatever the function does with its streams, threads and children."""
+    assert _run(task) == result
+
+
+def test_changes_directory(tmp_path: Path) -> None:
+    """A function may leave its directory, and even remove the one it stands in."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    assert _run("changes_directory", folder=str(gone)) == "moved"
+    assert Path.cwd().is_dir()
+
+
+def test_nothing_is_left(scratch: Path) -> None:
+    """The answer's folder is removed, after a result and after an error."""
+    _run("echo", value=1)
+    with pytest.raises(LoadError):
+        _run("exits_at_once")
+    assert list(scratch.iterdir()) == []
+
+
+def test_prints_do_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    """What the function and its children print goes to standard error, and none of it is lost."""
+    assert _run("prints") == "printed"
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert {"by print", "by write", "by echo"} <= set(err.splitlines())
+
+
+def test_folder_shadows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the current folder with the name of a standard module is not imported."""
+    for name in ("json", "contextlib", "torch_py_backend", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
+    monkeypatch.chdir(tmp_path)
+    assert _run("echo", value=1) == 1
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+def test_our_error_passes_through() -> None:
+    """A sentence of the package's own arrives word for word, with no other model's name before."""
+    with pytest.raises(LoadError) as refusal:
+        _run("ours")
+    assert str(refusal.value) == (
+        "model 'digits': it is [wrong]; expected something else. Correct it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("theirs", "ValueError: no such thing as x.bin"),
+        ("silent", "RuntimeError"),
+        ("surrogate", "ValueError: not"),
+        ("long", "ValueError: xxx"),
+        ("interrupted", "KeyboardInterrupt"),
+        ("exits", "SystemExit: 3"),
+        ("exits_at_once", "trying the model ended the process with exit code 7"),
+        ("exits_with_zero", "trying the model ended the process with exit code 0"),
+        ("crashes", "trying the model ended with signal SIGSEGV"),
+        ("kills_itself", "trying the model ended with signal SIGKILL"),
+        ("no_such_function", "no_such_function"),
+    ],
+)
+def test_errors(task: str, says: str) -> None:
+    """What ends the function or its process is a LoadError of one line that says so."""
+    with pytest.raises(LoadError) as refusal:
+        _run(task)
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 1000
+
+
+@pytest.mark.parametrize("task", ["exits_at_once", "crashes"])
+def test_death_names_the_model(task: str) -> None:
+    """A child that died without a word is reported with the model's name and where to look."""
+    with pytest.raises(LoadError, match=r"^model 'digits': .*server's log"):
+        _run(task)
+
+
+def test_traceback_goes_to_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """The place in the model's code, which no sentence holds, stands on standard error."""
+    with pytest.raises(LoadError):
+        _run("theirs")
+    assert "in theirs" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        pytest.param("real_time_signal", "signal 40", id="signal-without-a-name"),
+        pytest.param("closes_and_raises", "ValueError: broken", id="stderr-closed"),
+    ],
+)
+def test_odd_ends(task: str, says: str) -> None:
+    """Signals without a name and a closed standard error do not hide what happened."""
+    with pytest.raises(LoadError, match=says):
+        _run(task)
+
+
+def test_fork_that_goes_on() -> None:
+    """Only the child answers, not a fork of it that runs on through the same code."""
+    assert _run("forks_and_goes_on") == "of the child"
+    with pytest.raises(LoadError, match="exit code 7"):
+        _run("crashes_after_a_fork")
+
+
+# --- time ------------------------------------------------------------------------------------
+
+
+def test_time_limit() -> None:
+    """A function that takes too long, and ignores polite signals, is ended."""
+    with pytest.raises(LoadError, match=r"trying the model took longer than 0\.5 seconds"):
+        _run("ignores_signals", seconds=0.5)
+
+
+@pytest.mark.parametrize("hang", [True, False], ids=["time-is-over", "answered"])
+def test_grandchildren_end(tmp_path: Path, hang: bool) -> None:
+    """What the function has started ends with it, when its time is over and when it answered."""
+    note = tmp_path / "pid"
+    if hang:
+        with pytest.raises(LoadError, match="took longer"):
+            _run("leaves_a_process", seconds=3, note=str(note), hang=True)
+    else:
+        assert _run("leaves_a_process", note=str(note), hang=False) == "answered"
+    assert _ends(int(note.read_text()))
+
+
+def _ends(pid: int) -> bool:
+    """Whether a process that was killed is gone, or only waits to be collected."""
+    for _ in range(200):
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.05)
+    return False

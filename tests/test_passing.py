@@ -1,0 +1,516 @@
+"""Items become what forward() takes: refused, decoded, grouped, converted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import build
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend import batching, signatures
+from torch_py_backend.batching import Item
+from torch_py_backend.config import TensorSpec
+from torch_py_backend.errors import BindingError, InputError
+from torch_py_backend.passing import Passing
+
+
+def optional(spec: TensorSpec) -> TensorSpec:
+    return dataclasses.replace(spec, optional=True)
+
+
+def passing(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -> Passing:
+    config = build.config(inputs=specs, **overrides)
+    return Passing(config, signatures.of_function(forward))
+
+
+def received(made: Passing, forward: Callable[..., Any], *items: Item) -> list[Any]:
+    """What forward() gets at each call for these items."""
+    admitted = [made.admit(item) for item in items]
+    sound = [(n, item) for n, item in enumerate(admitted) if isinstance(item, dict)]
+    assert len(sound) == len(items)
+    found = []
+    for group in made.group(sound):
+        batch = batching.gather(group.items, group.inputs.names)
+        found.append(group.inputs.call(forward, made.convert(group.inputs, batch.columns)))
+    return found
+
+
+def positions(made: Passing, *items: Item) -> list[list[int]]:
+    """Which items share a call."""
+    return [group.positions for group in made.group(list(enumerate(items)))]
+
+
+def texts(*rows: Any) -> Any:
+    return np.array(rows, dtype=np.object_)
+
+
+def one(x: Any) -> Any:
+    return x
+
+
+def two(x: Any, y: Any = None) -> Any:
+    return x, y
+
+
+def pair(x: Any, n: Any) -> Any:
+    return x, n
+
+
+X, Y = build.spec("x"), build.spec("y")
+
+
+# --- what is admitted ------------------------------------------------------------------------
+
+
+def test_sound_item_is_handed_on_as_it_is() -> None:
+    """An item that needs nothing is not copied."""
+    item: Item = {"x": torch.ones(2, 4)}
+
+    assert passing(one, X).admit(item) is item
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        pytest.param({}, "the request lacks the input 'x'", id="nothing"),
+        pytest.param({"x": torch.ones(1, 4)}, "the request lacks the input 'n'", id="one of two"),
+        pytest.param(
+            {"x": torch.ones(2, 4), "n": torch.ones(3, 4)},
+            "the request's inputs have 2 and 3 rows; expected the same number of rows in each",
+            id="rows",
+        ),
+        pytest.param(
+            {"x": torch.ones(0, 4), "n": torch.ones(1, 4)},
+            "the request's inputs have 0 and 1 rows",
+            id="no rows and one",
+        ),
+    ],
+)
+def test_wrong_item_is_the_clients_fault(item: Item, said: str) -> None:
+    """A request without an input, or with inputs of different rows, is refused by itself."""
+    found = passing(pair, X, build.spec("n")).admit(item)
+
+    assert isinstance(found, InputError)
+    assert found.code == "INVALID_ARG"
+    assert str(found).startswith(f"model 'digits': {said}")
+
+
+def test_rows_do_not_count_without_a_batch() -> None:
+    """With max_batch_size 0 the first dimension is nobody's."""
+    item: Item = {"x": torch.ones(2), "n": torch.tensor(3.0)}
+
+    assert passing(pair, X, build.spec("n"), max_batch_size=0).admit(item) is item
+
+
+def test_optional_input_may_be_missing() -> None:
+    """What the config calls optional is no error when it is not there."""
+    made = passing(two, X, optional(Y))
+
+    item: Item = {"x": torch.ones(1, 4)}
+    assert made.admit(item) is item
+    assert isinstance(made.admit({"y": torch.ones(1, 4)}), InputError)
+
+
+def test_optional_input_that_is_there_must_agree_in_rows() -> None:
+    """An optional input is checked where it is there."""
+    made = passing(two, X, optional(Y))
+
+    assert isinstance(made.admit({"x": torch.ones(1, 4), "y": torch.ones(2, 4)}), InputError)
+
+
+def test_optional_input_without_a_default_is_refused_at_load() -> None:
+    """An input that forward() cannot do without is told before any request."""
+    with pytest.raises(BindingError, match="argument n; n cannot be optional"):
+        passing(pair, X, optional(build.spec("n")))
+
+
+# --- optional inputs -------------------------------------------------------------------------
+
+
+def test_items_are_grouped_by_what_they_have() -> None:
+    """Items with and without an optional input are called apart, each with its own."""
+    made = passing(two, X, optional(Y))
+    with_y: Item = {"y": torch.full((1, 4), 5.0), "x": torch.zeros(1, 4)}
+    without: Item = {"x": torch.ones(2, 4)}
+
+    assert positions(made, with_y, without, with_y, without) == [[0, 2], [1, 3]]
+    (x, y), (alone, nothing) = received(made, two, with_y, without)
+    assert (x.tolist(), y.tolist()) == (with_y["x"].tolist(), with_y["y"].tolist())
+    assert alone is without["x"]
+    assert nothing is None
+
+
+def test_different_patterns_are_kept_apart() -> None:
+    """Two items that lack one input each do not share a call when it is not the same one."""
+
+    def forward(x: Any, a: Any = "a", b: Any = "b") -> Any:
+        return x, a, b
+
+    made = passing(forward, X, optional(build.spec("a")), optional(build.spec("b")))
+    value = torch.ones(1, 4)
+
+    found = received(made, forward, {"x": value, "a": value}, {"x": value, "b": value})
+
+    assert [(a is value, b is value) for _, a, b in found] == [(True, False), (False, True)]
+    assert (found[0][2], found[1][1]) == ("b", "a")
+
+
+def test_optional_input_without_a_batch() -> None:
+    """Left out or not, an unbatched item is called by itself."""
+    made = passing(two, X, optional(Y), max_batch_size=0)
+    x = torch.ones(4)
+
+    assert received(made, two, {"x": x}, {"x": x, "y": x}) == [(x, None), (x, x)]
+
+
+def test_pattern_that_cannot_be_passed_is_refused_at_load() -> None:
+    """No request finds out that a pattern of optional inputs leaves a gap: it fails the load."""
+
+    def forward(tensors: list[Tensor]) -> Any: ...
+
+    specs = [build.spec("a"), optional(build.spec("b")), optional(build.spec("c"))]
+    try:
+        made = passing(forward, *specs)
+    except BindingError:
+        return
+    value = torch.ones(1, 4)
+    made.group([(0, {"a": value, "c": value})])
+
+
+# --- groups ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "groups"),
+    [
+        pytest.param([(1, 2)], [[0]], id="one"),
+        pytest.param([(1, 2), (3, 2), (2, 2)], [[0, 1, 2]], id="alike"),
+        pytest.param(
+            [(1, 2), (1, 3), (1, 2), (1, 4), (1, 3)], [[0, 2], [1, 4], [3]], id="three shapes"
+        ),
+        pytest.param([(2,), (2, 1)], [[0], [1]], id="number of dimensions"),
+        pytest.param([(0, 2), (1, 2)], [[0, 1]], id="no rows"),
+    ],
+)
+def test_items_of_one_shape_form_a_group(
+    shapes: list[tuple[int, ...]], groups: list[list[int]]
+) -> None:
+    """Items are batched with those of their shape, in the order in which they came."""
+    items: list[Item] = [{"x": torch.ones(shape)} for shape in shapes]
+    assert positions(passing(one, X), *items) == groups
+
+
+def test_any_input_keeps_items_apart() -> None:
+    """It is enough that one of the inputs differs in shape or lies on another device."""
+    made = passing(pair, X, build.spec("n"))
+    first: Item = {"x": torch.ones(1, 2), "n": torch.ones(1, 2)}
+    second: Item = {**first, "n": torch.ones(1, 3)}
+    third: Item = {**first, "x": torch.ones(1, 2, device="meta")}
+
+    assert positions(made, first, second, third, first) == [[0, 3], [1], [2]]
+
+
+def test_order_of_a_requests_inputs_does_not_matter() -> None:
+    """Requests that name their inputs in different order share a call."""
+    made = passing(pair, X, build.spec("n"))
+    item: Item = {"x": torch.ones(1, 2), "n": torch.zeros(1, 2)}
+
+    assert positions(made, item, dict(reversed(item.items()))) == [[0, 1]]
+
+
+def test_strings_keep_items_apart_by_their_shape() -> None:
+    """Strings are batched like tensors."""
+    made = passing(one, build.spec("x", "BYTES"))
+
+    assert positions(made, {"x": texts(["a"])}, {"x": texts(["b"])}, {"x": texts(["a", "b"])}) == [
+        [0, 1],
+        [2],
+    ]
+
+
+def test_unbatched_items_are_called_one_by_one() -> None:
+    """With max_batch_size 0 nothing is batched, however alike."""
+    item: Item = {"x": torch.ones(4)}
+
+    assert positions(passing(one, X, max_batch_size=0), item, item) == [[0], [1]]
+
+
+def test_positions_are_those_of_the_caller() -> None:
+    """A group knows the places of its items among all, also of those that were refused."""
+    item: Item = {"x": torch.ones(1, 2)}
+
+    (group,) = passing(one, X).group([(3, item), (7, item)])
+
+    assert group.positions == [3, 7]
+
+
+# --- scalars ---------------------------------------------------------------------------------
+
+
+def power(x: Any, n: int) -> Any:
+    return x, n
+
+
+def factor(x: Any, n: float) -> Any:
+    return x, n
+
+
+def flag(x: Any, n: bool) -> Any:
+    return x, n
+
+
+def unit(x: Any, n: str) -> Any:
+    return x, n
+
+
+@pytest.mark.parametrize(
+    ("forward", "dtype", "column", "value"),
+    [
+        pytest.param(power, "INT32", torch.tensor([[3], [3]], dtype=torch.int32), 3, id="int"),
+        pytest.param(factor, "FP32", torch.tensor([[0.5], [0.5]]), 0.5, id="float"),
+        pytest.param(factor, "BF16", torch.full((2, 1), 0.5, dtype=torch.bfloat16), 0.5, id="BF16"),
+        pytest.param(flag, "BOOL", torch.tensor([[True], [True]]), True, id="bool"),
+        pytest.param(unit, "BYTES", texts([b"m\xc3\xa4"], [b"m\xc3\xa4"]), "mä", id="str"),
+        pytest.param(power, "INT64", torch.tensor([[3, 3], [3, 3]]), 3, id="several alike a row"),
+    ],
+)
+def test_scalar_is_one_python_value(
+    forward: Callable[..., Any], dtype: str, column: Any, value: Any
+) -> None:
+    """An argument that is annotated as a number or a string gets one, for all rows."""
+    made = passing(forward, X, build.spec("n", dtype, (1,)))
+
+    ((_, found),) = received(made, forward, {"x": torch.ones(2, 4), "n": column})
+
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("forward", "dtype", "column", "said"),
+    [
+        pytest.param(power, "INT64", torch.tensor([[3], [4]]), "holds 2 values", id="ints"),
+        pytest.param(
+            unit,
+            "BYTES",
+            texts([b"a"], [b"b"]),
+            "one value for all rows: forward() takes a str",
+            id="strings",
+        ),
+        pytest.param(flag, "BOOL", torch.tensor([[True], [False]]), "takes a bool", id="bools"),
+        pytest.param(power, "INT64", torch.ones(2, 0, dtype=torch.int64), "holds 0", id="none"),
+    ],
+)
+def test_scalar_of_several_values_is_refused(
+    forward: Callable[..., Any], dtype: str, column: Any, said: str
+) -> None:
+    """Rows that disagree about a scalar cannot be one call."""
+    made = passing(forward, X, build.spec("n", dtype, (-1,)))
+
+    found = made.admit({"x": torch.ones(2, 4), "n": column})
+
+    assert isinstance(found, InputError)
+    assert "'digits': input 'n' holds " in str(found)
+    assert said in str(found)
+
+
+def test_scalars_keep_items_apart() -> None:
+    """Items with different scalars are called apart, those with the same one together."""
+    made = passing(power, X, build.spec("n", "INT64", (1,)))
+    items: list[Item] = [
+        {"x": torch.ones(1, 4), "n": torch.full((1, 1), number)} for number in (2, 3, 2)
+    ]
+
+    assert positions(made, *items) == [[0, 2], [1]]
+    assert [number for _, number in received(made, power, *items)] == [2, 3]
+
+
+def test_strings_as_scalars_keep_items_apart() -> None:
+    """A word that is one argument for all rows divides the items like a number."""
+    made = passing(unit, X, build.spec("n", "BYTES", (1,)))
+    items: list[Item] = [{"x": torch.ones(1, 4), "n": texts([word])} for word in (b"a", b"b")]
+
+    assert [word for _, word in received(made, unit, *items)] == ["a", "b"]
+
+
+def test_nan_is_one_value() -> None:
+    """A scalar that is no number is the same in all rows all the same."""
+    made = passing(factor, X, build.spec("n", "FP32", (1,)))
+
+    found = made.admit({"x": torch.ones(2, 4), "n": torch.full((2, 1), float("nan"))})
+
+    assert isinstance(found, dict)
+
+
+def test_optional_scalar() -> None:
+    """A scalar that is left out leaves its default."""
+
+    def forward(x: Any, n: int = 7) -> Any:
+        return x, n
+
+    made = passing(forward, X, optional(build.spec("n", "INT64", (1,))))
+    item: Item = {"x": torch.ones(1, 4)}
+
+    found = received(made, forward, item, {**item, "n": torch.full((1, 1), 2)}, item)
+
+    assert [number for _, number in found] == [7, 2]
+
+
+# --- strings ---------------------------------------------------------------------------------
+
+
+def words(x: list[str]) -> Any:
+    return x
+
+
+def blobs(x: list[bytes]) -> Any:
+    return x
+
+
+def rows_of_words(x: list[list[str]]) -> Any:
+    return x
+
+
+def rows_of_blobs(x: list[list[bytes]]) -> Any:
+    return x
+
+
+SENT = texts([b"a", b"\xc3\xa4"], [b"", b"b"])
+
+
+@pytest.mark.parametrize(
+    ("forward", "value"),
+    [
+        pytest.param(words, ["a", "ä", "", "b"], id="list[str]"),
+        pytest.param(blobs, [b"a", b"\xc3\xa4", b"", b"b"], id="list[bytes]"),
+        pytest.param(rows_of_words, [["a", "ä"], ["", "b"]], id="list[list[str]]"),
+        pytest.param(rows_of_blobs, [[b"a", b"\xc3\xa4"], [b"", b"b"]], id="list[list[bytes]]"),
+    ],
+)
+def test_strings_are_lists(forward: Callable[..., Any], value: Any) -> None:
+    """An annotated list of strings is one: flat as LibTorch's, or in rows; text or bytes."""
+    made = passing(forward, build.spec("x", "BYTES", (2,)))
+
+    assert received(made, forward, {"x": SENT}) == [value]
+
+
+def test_strings_without_an_annotation_are_an_array() -> None:
+    """Without an annotation strings stay the array that they are, decoded."""
+    (found,) = received(passing(one, build.spec("x", "BYTES", (2,))), one, {"x": SENT})
+
+    assert isinstance(found, np.ndarray)
+    assert found.tolist() == [["a", "ä"], ["", "b"]]
+
+
+def test_strings_of_several_items_are_joined() -> None:
+    """A batch of strings is one call, in the order of the items."""
+    made = passing(words, build.spec("x", "BYTES", (1,)))
+
+    assert received(made, words, {"x": texts([b"a"])}, {"x": texts([b"b"], [b"c"])}) == [
+        ["a", "b", "c"]
+    ]
+
+
+def test_bytes_that_are_no_text_fail_alone() -> None:
+    """A request whose bytes are not UTF-8 is refused, and not the others of its batch."""
+    made = passing(words, build.spec("x", "BYTES", (1,)))
+
+    wrong = made.admit({"x": texts([b"\xff"])})
+
+    assert isinstance(wrong, InputError)
+    assert "'digits': input 'x' is not UTF-8: invalid start byte" in str(wrong)
+    assert isinstance(made.admit({"x": texts([b"a"])}), dict)
+
+
+@pytest.mark.parametrize("forward", [blobs, rows_of_blobs])
+def test_bytes_need_be_no_text(forward: Callable[..., Any]) -> None:
+    """Where forward() takes bytes, any bytes will do."""
+    made = passing(forward, build.spec("x", "BYTES", (1,)))
+
+    assert isinstance(made.admit({"x": texts([b"\xff"])}), dict)
+
+
+def test_decoding_leaves_the_request_alone() -> None:
+    """What a request brought is not written over."""
+    item: Item = {"x": texts([b"a"])}
+
+    passing(words, build.spec("x", "BYTES", (1,))).admit(item)
+
+    assert item["x"].tolist() == [[b"a"]]
+
+
+def test_strings_without_a_batch_dimension() -> None:
+    """A single string without any dimension is decoded as well."""
+    made = passing(one, build.spec("x", "BYTES", ()), max_batch_size=0)
+
+    (found,) = received(made, one, {"x": np.array(b"a", dtype=np.object_)})
+
+    assert found.item() == "a"
+
+
+def test_no_strings_at_all() -> None:
+    """An array without strings is a list without strings."""
+    made = passing(words, build.spec("x", "BYTES", (-1,)))
+
+    assert received(made, words, {"x": np.empty((2, 0), dtype=np.object_)}) == [[]]
+
+
+# --- CAST_INPUTS -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "cast", "found"),
+    [
+        pytest.param("FP32", "BF16", torch.bfloat16, id="BF16"),
+        pytest.param("FP64", "FP32", torch.float32, id="FP32"),
+        pytest.param("FP32", "FP32", torch.float32, id="already"),
+        pytest.param("INT64", "FP16", torch.int64, id="integers stay"),
+        pytest.param("BOOL", "FP16", torch.bool, id="bools stay"),
+        pytest.param("FP64", None, torch.float64, id="not asked for"),
+    ],
+)
+def test_inputs_are_cast_on_demand(sent: str, cast: str | None, found: torch.dtype) -> None:
+    """With CAST_INPUTS floating-point inputs take that type, others stay."""
+    spec = build.spec("x", sent)
+    column = torch.ones(1, 4, dtype=getattr(torch, str(spec.dtype.torch)))
+
+    (x,) = received(passing(one, spec, cast_inputs=cast), one, {"x": column})
+
+    assert x.dtype is found
+    assert x.tolist() == column.tolist()
+
+
+def test_strings_and_scalars_are_not_cast() -> None:
+    """A float that is a Python float stays one, and strings stay strings."""
+
+    def forward(x: Any, f: float, s: list[str]) -> Any:
+        return x, f, s
+
+    made = passing(
+        forward, X, build.spec("f", dims=(1,)), build.spec("s", "BYTES", (1,)), cast_inputs="FP16"
+    )
+    item: Item = {"x": torch.ones(1, 4), "f": torch.tensor([[0.1]]), "s": texts([b"a"])}
+
+    ((x, f, s),) = received(made, forward, item)
+
+    assert x.dtype is torch.float16
+    assert (f, s) == (torch.tensor(0.1).item(), ["a"])
+
+
+# --- places ----------------------------------------------------------------------------------
+
+
+def test_places_are_told_by_input() -> None:
+    """What each input of the config feeds can be read."""
+
+    def forward(x: Any, extra: Any, *, scale: Any) -> Any: ...
+
+    names = ("scale", "ARGS[1][key]", "x")
+    made = passing(forward, *(build.spec(name) for name in names))
+
+    assert made.places == {"x": "x", "scale": "scale", "ARGS[1][key]": "extra[key]"}

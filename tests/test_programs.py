@@ -1,0 +1,471 @@
+"""Programs of torch.export, and what packages of AOTInductor were built for."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend import binding, programs
+from torch_py_backend.batching import ANY_ROWS, Rows
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import ArtifactError
+from torch_py_backend.programs import Program
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.register_buffer("offset", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x) + self.offset
+        return found
+
+
+class Nested(nn.Module):
+    """Its keys stand in another order than an alphabet's."""
+
+    def forward(self, x: Tensor, extra: dict[str, Any], *, scale: Tensor) -> dict[str, Any]:
+        total = x + 10 * extra["z"] + 100 * extra["a"][0] + 1000 * extra["a"][1]
+        return {"total": total * scale, "parts": (x, [extra["z"]])}
+
+
+class Power(nn.Module):
+    def forward(self, x: Tensor, n: int, y: Tensor) -> Tensor:
+        return x**n + y
+
+
+class Total(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() + y.sum()
+
+
+def config(folder: Path, *names: str, rows: int = 8) -> ModelConfig:
+    return build.config(
+        folder, max_batch_size=rows, inputs=tuple(build.spec(name, dims=(2,)) for name in names)
+    )
+
+
+def exported(
+    folder: Path,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    dims: Any = None,
+) -> Path:
+    path = build.write(folder, "model.pt2", "")
+    program = torch.export.export(module.eval(), args, dict(kwargs or {}), dynamic_shapes=dims)
+    torch.export.save(program, path)
+    return path
+
+
+def loaded(folder: Path, *names: str, device: torch.device | None = CPU, rows: int = 8) -> Program:
+    settings = config(folder, *names, rows=rows)
+    return programs.load_exported(settings, folder / "1" / "model.pt2", device)
+
+
+def called(program: Program, columns: Mapping[str, Tensor]) -> Any:
+    inputs = binding.bind_inputs(build.MODEL, list(columns), program.signature)
+    return inputs.call(program.module, [columns[name] for name in inputs.names])
+
+
+def dynamic(least: int | None = None, most: int | None = None) -> Any:
+    return {0: torch.export.Dim("rows", min=least, max=most)}
+
+
+# --- torch.export ----------------------------------------------------------------------------
+
+
+def test_program_computes_what_was_exported(tmp_path: Path) -> None:
+    """A program gives what its module gave, for another number of rows as well."""
+    module = Net()
+    exported(tmp_path, module, (torch.rand(4, 2),), dims=(dynamic(),))
+    x = torch.rand(5, 2)
+
+    program = loaded(tmp_path, "x")
+
+    assert torch.equal(called(program, {"x": x}), module(x))
+    assert sorted(tensor.shape for tensor in program.weights) == [(3,), (3,), (3, 2)]
+
+
+@pytest.mark.parametrize(("device", "found"), [(CPU, "cpu"), (torch.device("meta"), "meta")])
+def test_program_is_moved_to_its_device(device: torch.device, found: str, tmp_path: Path) -> None:
+    """A program goes where its instance runs, wherever it was exported."""
+    exported(tmp_path, Net(), (torch.rand(4, 2),), dims=(dynamic(),))
+
+    program = loaded(tmp_path, "x", device=device)
+
+    assert {tensor.device.type for tensor in program.weights} == {found}
+
+
+def test_program_that_places_itself_stays_there(tmp_path: Path) -> None:
+    """With KIND_MODEL a program stays where it was exported."""
+    exported(tmp_path, Net(), (torch.rand(4, 2),), dims=(dynamic(),))
+
+    assert {one.device.type for one in loaded(tmp_path, "x", device=None).weights} == {"cpu"}
+
+
+A, B, C, D, S = (torch.full((2, 2), number) for number in (1.0, 2.0, 3.0, 4.0, 0.5))
+
+
+def nested(folder: Path) -> Program:
+    sample = {"z": B.clone(), "a": [C.clone(), D.clone()]}
+    exported(folder, Nested(), (A.clone(), sample), {"scale": S.clone()})
+    return loaded(folder, "x", "z", "c", "d", "scale")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(
+            {"scale": S, "ARGS[1][a][1]": D, "z": B, "ARGS[1][a][0]": C, "x": A}, id="names"
+        ),
+        pytest.param({f"INPUT__{n}": one for n, one in enumerate([A, B, C, D, S])}, id="numbers"),
+        pytest.param(
+            {
+                "KWARGS[scale]": S,
+                "ARGS[0]": A,
+                "ARGS[1][a][0]": C,
+                "ARGS[1][a][1]": D,
+                "ARGS[1][z]": B,
+            },
+            id="paths",
+        ),
+    ],
+)
+def test_nested_inputs_reach_their_places(names: dict[str, Tensor], tmp_path: Path) -> None:
+    """However inputs are named and ordered, each tensor stands where it stood at the export."""
+    program = nested(tmp_path)
+
+    found = called(program, names)
+
+    assert str(program.signature) == "forward(x, extra, *, scale)"
+    assert torch.equal(found["total"], (A + 10 * B + 100 * C + 1000 * D) * S)
+    assert torch.equal(found["parts"][1][0], B)
+
+
+@pytest.mark.parametrize(
+    "names", [["x", "y"], ["INPUT__0", "INPUT__1"], ["ARGS[0]", "ARGS[2]"]], ids=" ".join
+)
+def test_constants_are_passed_as_exported(names: list[str], tmp_path: Path) -> None:
+    """A number that was given at the export is no input, and is passed again."""
+    exported(tmp_path, Power(), (torch.rand(2, 2), 3, torch.rand(2, 2)))
+
+    program = loaded(tmp_path, "x", "y")
+
+    assert program.signature.leaves == ("ARGS[0]", "ARGS[2]")
+    assert torch.equal(called(program, dict(zip(names, (B, A), strict=True))), B**3 + A)
+
+
+@pytest.mark.parametrize(
+    ("dims", "rows"),
+    [
+        pytest.param((dynamic(),), Rows(1, None), id="dynamic"),
+        pytest.param((dynamic(2, 16),), Rows(2, 16), id="bounds"),
+        pytest.param((dynamic(None, 64),), Rows(1, 64), id="at most"),
+        pytest.param(None, Rows(4, 4), id="fixed"),
+        pytest.param(({1: torch.export.Dim("width")},), Rows(4, 4), id="other dimension dynamic"),
+    ],
+)
+def test_rows_that_a_program_takes(dims: Any, rows: Rows, tmp_path: Path) -> None:
+    """The sizes of dimension 0 that were exported are known."""
+
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    exported(tmp_path, Double(), (torch.rand(4, 2),), dims=dims)
+
+    assert loaded(tmp_path, "x").rows == rows
+
+
+def test_rows_do_not_count_without_a_batch(tmp_path: Path) -> None:
+    """With max_batch_size 0 the first dimension is the model's own."""
+    exported(tmp_path, Net(), (torch.rand(4, 2),))
+
+    assert loaded(tmp_path, "x", rows=0).rows == ANY_ROWS
+
+
+def test_inputs_that_share_no_rows(tmp_path: Path) -> None:
+    """Where inputs differ in their first dimension nothing is known of rows."""
+    exported(tmp_path, Total(), (torch.rand(4, 2), torch.rand(3)))
+
+    assert loaded(tmp_path, "x", "y").rows == ANY_ROWS
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda name, content: None if "weights" in name else content, id="weights"),
+        pytest.param(
+            lambda name, content: b"{" if name.endswith("model.json") else content, id="program"
+        ),
+        pytest.param(
+            lambda name, content: b"999" if name.endswith("version") else content, id="version"
+        ),
+    ],
+)
+def test_program_that_cannot_be_loaded_is_told(damage: Any, tmp_path: Path) -> None:
+    """A damaged program, or another torch's, fails the load with torch's version."""
+    path = exported(tmp_path, Net(), (torch.rand(4, 2),))
+    with zipfile.ZipFile(path) as file:
+        members = {name: damage(name, file.read(name)) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in members.items():
+            if content is not None:
+                file.writestr(name, content)
+
+    with pytest.raises(ArtifactError) as raised:
+        loaded(tmp_path, "x")
+
+    text = str(raised.value)
+    assert (
+        f"model 'digits': model.pt2 is a torch.export program that torch {torch.__version__}"
+        in text
+    )
+    assert "Write it again with torch.export.save" in text
+    assert str(tmp_path) not in text
+
+
+# --- what a program says of itself -----------------------------------------------------------
+
+
+def test_program_describes_itself(tmp_path: Path) -> None:
+    """Names, types and shapes of inputs and outputs are told without a call."""
+
+    class Scores(nn.Module):
+        def forward(self, image: Tensor, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+            scores = image.half() * extra["weight"]
+            return {"scores": scores, "best": scores.argmax(dim=1)}
+
+    args = (torch.ones(4, 3, dtype=torch.uint8), {"weight": torch.ones(4, 1).half()})
+    rows = torch.export.Dim("rows")
+    path = exported(tmp_path, Scores(), args, dims=({0: rows}, {"weight": {0: rows}}))
+
+    found = programs.describe_exported(config(tmp_path), path)
+
+    assert found.inputs == [
+        ("image", torch.uint8, (-1, 3)),
+        ("weight", torch.float16, (-1, 1)),
+    ]
+    assert found.outputs == [
+        ("scores", torch.float16, (-1, 3)),
+        ("best", torch.int64, (-1,)),
+    ]
+    assert found.rows.most is None
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "inputs", "outputs"),
+    [
+        pytest.param(Net(), (torch.ones(4, 2),), ["x"], ["OUTPUT__0"], id="tensor"),
+        pytest.param(
+            Power(),
+            (torch.ones(4, 2), 3, torch.ones(4, 2)),
+            ["x", "y"],
+            ["OUTPUT__0"],
+            id="constant",
+        ),
+    ],
+)
+def test_names_that_a_program_has(
+    module: nn.Module, args: Any, inputs: list[str], outputs: list[str], tmp_path: Path
+) -> None:
+    """Inputs are called like the arguments, outputs without a name by their number."""
+    path = exported(tmp_path, module, args)
+
+    found = programs.describe_exported(config(tmp_path), path)
+
+    assert [name for name, _, _ in found.inputs] == inputs
+    assert [name for name, _, _ in found.outputs] == outputs
+
+
+# --- AOTInductor -----------------------------------------------------------------------------
+
+HERE = {
+    "AOTI_DEVICE_KEY": "cpu",
+    "AOTI_PLATFORM": "linux",
+    "AOTI_MACHINE": "x86_64",
+    "AOTI_CPU_ISA": "AVX2 AVX512",
+    "AOTI_COMPUTE_CAPABILITY": "none",
+    "torch_version": "2.9.1+cpu",
+}
+
+
+def package(folder: Path, metadata: Mapping[str, Any]) -> Path:
+    path = build.write(folder, "model.pt2", "")
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
+        name = "model/data/aotinductor/model/abc_metadata.json"
+        file.writestr(name, json.dumps(metadata))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        pytest.param({}, "", id="says nothing"),
+        pytest.param(HERE, "", id="this machine"),
+        pytest.param({"AOTI_DEVICE_KEY": "cuda"}, "device cuda (here: cpu)", id="device"),
+        pytest.param({"AOTI_PLATFORM": "darwin"}, "platform darwin (here: linux)", id="platform"),
+        pytest.param(
+            {"AOTI_MACHINE": "aarch64"}, "processor aarch64 (here: x86_64)", id="processor"
+        ),
+        pytest.param({"AOTI_CPU_ISA": "AVX2"}, "", id="fewer instructions"),
+        pytest.param({"AOTI_CPU_ISA": "AVX512 AVX2"}, "", id="same instructions"),
+        pytest.param(
+            {"AOTI_CPU_ISA": "AVX512 AMX_TILE"},
+            "instruction set AVX512 AMX_TILE (here: AVX2 AVX512)",
+            id="more instructions",
+        ),
+        pytest.param({"AOTI_CPU_ISA": "SOMETHING_NEW"}, "", id="unheard-of instructions"),
+        pytest.param({"AOTI_CPU_ISA": ""}, "", id="no instructions"),
+        pytest.param(
+            {"AOTI_COMPUTE_CAPABILITY": "90"}, "GPU architecture 90 (here: none)", id="GPU"
+        ),
+        pytest.param({"torch_version": "2.9.1+cu128"}, "", id="another build of torch"),
+        pytest.param(
+            {"torch_version": "2.10.0"}, "torch 2.10.0 (here: 2.9.1+cpu)", id="another torch"
+        ),
+        pytest.param(
+            {"AOTI_PLATFORM": "win32", "AOTI_DEVICE_KEY": "cuda"},
+            "device cuda (here: cpu), platform win32 (here: linux)",
+            id="several",
+        ),
+        pytest.param({"AOTI_MODEL_NAME": "other"}, "", id="other facts"),
+    ],
+)
+def test_package_for_another_machine_is_told(
+    metadata: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a package was built for is compared with what is here, before it is loaded."""
+    monkeypatch.setattr(programs, "_machine", lambda device: HERE)
+
+    assert programs.misfit(package(tmp_path, metadata), CPU) == said
+
+
+def test_machine_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine fits itself, on the CPU and on a GPU of the architecture it has."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    for device, found in ((None, "cpu"), (CPU, "cpu"), (torch.device("cuda", 0), "cuda")):
+        here = programs._machine(device)
+        assert here["AOTI_DEVICE_KEY"] == found
+        assert here["AOTI_COMPUTE_CAPABILITY"] == ("90" if found == "cuda" else "none")
+        assert programs.misfit(package(tmp_path, here), device) == ""
+
+
+def test_instruction_sets_are_inductors(tmp_path: Path) -> None:
+    """What this torch would write into a package for this machine fits here."""
+    from torch._inductor import cpu_vec_isa
+
+    built = str(cpu_vec_isa.pick_vec_isa()).upper()
+
+    assert programs.misfit(package(tmp_path, {"AOTI_CPU_ISA": built}), CPU) == ""
+
+
+@pytest.mark.parametrize("content", ["", "PK\x03\x04", "hello"])
+def test_package_that_cannot_be_loaded_is_told(content: str, tmp_path: Path) -> None:
+    """Whatever is wrong with a package, the load fails with a sentence and its way out."""
+    path = build.write(tmp_path, "model.pt2", content)
+
+    with pytest.raises(ArtifactError) as raised:
+        programs.load_aoti(config(tmp_path, "x"), path, CPU)
+
+    assert "'digits': model.pt2 is an AOTInductor package that torch" in str(raised.value)
+    assert "with the parameter FALLBACK" in str(raised.value)
+    assert str(tmp_path) not in str(raised.value)
+
+
+class Loader:
+    """A package's loader, that runs a function on its leaves and refuses rows."""
+
+    def __init__(self, refuses: str = "", least: int = 1) -> None:
+        self.refuses, self.least = refuses, least
+        self.calls: list[list[Tensor]] = []
+
+    def get_call_spec(self) -> list[str]:
+        spec = torch.utils._pytree
+        x = torch.ones(1)
+        tree = spec.tree_structure(((x, {"b": x, "a": x}), {}))
+        return [spec.treespec_dumps(tree), spec.treespec_dumps(spec.tree_structure({"y": x}))]
+
+    def run(self, leaves: list[Tensor]) -> list[Tensor]:
+        self.calls.append(leaves)
+        if self.refuses and leaves[0].shape[0] < self.least:
+            raise RuntimeError(self.refuses)
+        return [leaves[0] + 10 * leaves[1] + 100 * leaves[2]]
+
+
+class Opened:
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+
+def aoti(folder: Path, monkeypatch: pytest.MonkeyPatch, loader: Loader, rows: int = 8) -> Program:
+    monkeypatch.setattr(programs, "aoti_load_package", lambda path, device_index: Opened(loader))
+    settings = config(folder, "arg0", "a", "b", rows=rows)
+    return programs.load_aoti(settings, folder / "model.pt2", CPU)
+
+
+@pytest.mark.usefixtures("process")
+def test_package_is_called_with_its_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package gets its tensors in its own order, and its result its own structure."""
+    program = aoti(tmp_path, monkeypatch, Loader())
+
+    found = called(program, {"a": C, "b": B, "arg0": A})
+
+    assert torch.equal(found["y"], A + 10 * B + 100 * C)
+    assert program.signature.leaves == ("ARGS[0]", "ARGS[1][b]", "ARGS[1][a]")
+
+
+@pytest.mark.parametrize(
+    ("refuses", "least", "rows"),
+    [
+        pytest.param("", 1, ANY_ROWS, id="any"),
+        pytest.param(
+            "input_handles[0]: dim value is too small at 0, expected it to be >= 2, but got: 1\n",
+            2,
+            Rows(2, None),
+            id="at least two",
+        ),
+        pytest.param(
+            "input_handles[0]: unmatched dim value at 0, expected: 4, but got: 1\n",
+            4,
+            Rows(4, 4),
+            id="exactly four",
+        ),
+        pytest.param("CUDA error: something else", 9, ANY_ROWS, id="fails otherwise"),
+    ],
+)
+@pytest.mark.usefixtures("process")
+def test_rows_of_a_package_are_found_out(
+    refuses: str, least: int, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package does not say how many rows it takes: it is asked with one."""
+    loader = Loader(refuses, least)
+
+    assert aoti(tmp_path, monkeypatch, loader).rows == rows
+    assert [leaf.shape for leaf in loader.calls[0]] == [(1, 2)] * 3
+
+
+@pytest.mark.usefixtures("process")
+def test_package_without_a_batch_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With max_batch_size 0 there are no rows to find out."""
+    loader = Loader()
+
+    assert aoti(tmp_path, monkeypatch, loader, rows=0).rows == ANY_ROWS
+    assert loader.calls == []
