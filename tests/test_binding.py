@@ -89,6 +89,10 @@ def takes_optional_dict(tensors: dict[str, Tensor] | None = None) -> Any:
     return tensors
 
 
+def dict_and_default(tensors: dict[str, Tensor], scale: float = 1.0) -> Any:
+    return {"tensors": tensors, "scale": scale}
+
+
 def takes_tuple_and_list(x: tuple[Tensor, Tensor], y: list[Tensor]) -> Any:
     return {"x": x, "y": y}
 
@@ -248,6 +252,12 @@ def numbered(a__1: Any, b__0: Any) -> Any:
             ["ARGS[0][b]", "ARGS[0][a]"],
             {"a": "ARGS[0][a]", "b": "ARGS[0][b]"},
             id="dict, paths",
+        ),
+        pytest.param(
+            dict_and_default,
+            ["b", "a"],
+            {"tensors": {"a": "a", "b": "b"}, "scale": 1.0},
+            id="dict beside a default",
         ),
         pytest.param(takes_optional_dict, ["b", "a"], {"a": "a", "b": "b"}, id="optional dict"),
         pytest.param(

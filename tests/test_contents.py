@@ -300,7 +300,7 @@ def bomb(path: Path, filling: bytes, size: int) -> None:
             member.write(filling)
 
 
-@pytest.mark.parametrize("filling", [b"\x00", b"}", b"0", b"\x8e", b"("], ids=repr)
+@pytest.mark.parametrize("filling", [b"\x00", b"}"], ids=repr)
 def test_bomb_is_read_in_part(filling: bytes, tmp_path: Path) -> None:
     """A pickle that inflates to far more than the archive holds is read up to a bound."""
     bomb(tmp_path / "model.pt", filling * (1 << 20), size=64 << 20)

@@ -270,6 +270,19 @@ def test_items_without_any_input(count: int) -> None:
     assert [isinstance(outcome, dict) for outcome in outcomes] == [True] * count
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_batch_without_any_input(count: int) -> None:
+    """Where every input is left out nobody knows the rows: the request is told so."""
+
+    def constant(x: Tensor | None = None) -> Tensor:
+        return torch.ones(1, 4) if x is None else x
+
+    x = dataclasses.replace(build.spec("x"), optional=True)
+    outcomes = whole(constant, (x,), (build.spec("y"),)).run([{}] * count)
+
+    assert all(isinstance(outcome, InputError) for outcome in outcomes)
+
+
 def test_error_of_one_group_is_no_other_groups() -> None:
     """A result that contradicts the config for one shape leaves the other's answer alone."""
     outcomes = engine(lambda x: x.double() if x.shape[1] == 5 else x).run(items((1, 4), (1, 5)))

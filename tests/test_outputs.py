@@ -203,6 +203,17 @@ def test_number_of_a_model_without_batches(part: float, dtype: str, dims: tuple[
     assert found.item() == part
 
 
+@pytest.mark.parametrize(
+    ("dtype", "number"), [("UINT64", 2**64 - 1), ("FP64", 2**70)], ids=["UINT64", "FP64"]
+)
+def test_large_number(dtype: str, number: int) -> None:
+    """A number that its type can hold is served, though an int64 could not."""
+    found = verified(number, dtype, (1,), max_batch_size=0)
+
+    assert isinstance(found, Tensor)
+    assert found.item() == number
+
+
 def test_number_for_a_larger_shape_is_refused() -> None:
     """A number is not spread over a shape that has more values."""
     assert "is float32 []; expected float32 [2]" in refusal(1.0, max_batch_size=0)

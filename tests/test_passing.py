@@ -319,6 +319,22 @@ def test_scalar_of_several_values_is_refused(
     assert said in str(found)
 
 
+@pytest.mark.parametrize(
+    ("forward", "dtype"),
+    [
+        pytest.param(power, "FP32", id="floats for an int"),
+        pytest.param(power, "BYTES", id="strings for an int"),
+        pytest.param(flag, "BYTES", id="strings for a bool"),
+        pytest.param(flag, "FP32", id="floats for a bool"),
+        pytest.param(unit, "FP32", id="floats for a str"),
+    ],
+)
+def test_scalar_of_another_type_is_refused_at_load(forward: Callable[..., Any], dtype: str) -> None:
+    """A config whose type an argument cannot take without loss fails the load."""
+    with pytest.raises(BindingError):
+        passing(forward, X, build.spec("n", dtype, (1,)))
+
+
 def test_scalars_keep_items_apart() -> None:
     """Items with different scalars are called apart, those with the same one together."""
     made = passing(power, X, build.spec("n", "INT64", (1,)))

@@ -291,6 +291,36 @@ def test_names_that_a_program_has(
     assert [name for name, _, _ in found.outputs] == outputs
 
 
+def test_parts_of_a_result_that_are_no_tensors(tmp_path: Path) -> None:
+    """None and numbers in a result are no outputs, and do not keep the others from being told."""
+
+    class WithNone(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"none": None, "y": x * 2, "three": 3}
+
+    path = exported(tmp_path, WithNone(), (torch.rand(4, 2),))
+
+    found = programs.describe_exported(config(tmp_path), path)
+
+    assert found.outputs == [("y", torch.float32, (4, 2))]
+
+
+def test_symbolic_number_does_not_break_the_load(tmp_path: Path) -> None:
+    """A number that was exported as dynamic is served, or refused in a sentence."""
+
+    class Times(nn.Module):
+        def forward(self, x: Tensor, n: int) -> Tensor:
+            return x * n
+
+    dims = (dynamic(), torch.export.Dim.DYNAMIC)
+    exported(tmp_path, Times(), (torch.rand(4, 2), 3), dims=dims)
+
+    try:
+        assert loaded(tmp_path, "x", "n").signature.leaves == ("ARGS[0]", "ARGS[1]")
+    except ArtifactError as error:
+        assert "ARGS[1]" in str(error)  # noqa: PT017
+
+
 # --- AOTInductor -----------------------------------------------------------------------------
 
 HERE = {

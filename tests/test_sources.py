@@ -580,7 +580,6 @@ def test_class_without_a_config_is_built_as_usual(package: str, tmp_path: Path) 
             "leaving_on_import:Net",
             "SystemExit: 3",
             id="exits",
-            marks=pytest.mark.xfail(strict=True, raises=SystemExit, reason="not caught"),
         ),
     ],
 )

@@ -239,8 +239,11 @@ def _leaf_named(name: str, aliases: Mapping[str, int], count: int) -> int | None
 
 def _places(model: str, names: Sequence[str], signature: Signature) -> dict[str, tuple[str, Path]]:
     """Tensor name → the slot that it feeds, and the path within; `*n` is the n-th of `*args`."""
-    if len(signature.arguments) == 1 and not any(map(_parse_path, names)):
-        (only,) = signature.arguments
+    only = _only_argument(signature)
+    called = {one.name for one in signature.arguments}
+    if only is not None and not any(
+        _parse_path(n) or (n in called and n != only.name) for n in names
+    ):
         if only.takes is Takes.DICT:
             return {name: (only.name, (name,)) for name in names}
         if only.takes in (Takes.LIST, Takes.TUPLE):
@@ -268,6 +271,12 @@ def _places(model: str, names: Sequence[str], signature: Signature) -> dict[str,
         f"{signature} has no {shown(strangers)}",
         expected=f"names among {shown(_valid(slots, signature))}",
     )
+
+
+def _only_argument(signature: Signature) -> Argument | None:
+    """The one argument that must be fed: the only one, or the only one without a default."""
+    required = [one for one in signature.arguments if one.required] or signature.arguments
+    return required[0] if len(required) == 1 else None
 
 
 def _slots(names: Sequence[str], signature: Signature) -> list[str]:

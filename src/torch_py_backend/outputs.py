@@ -124,13 +124,15 @@ class _Tensors:
 
     def _exactly(self, number: float) -> Tensor:
         """The number in the output's type, which must be able to hold it."""
-        natural = torch.tensor(number)
-        if self.dtype.is_floating_point or natural.dtype is self.dtype:
-            return natural.to(self.dtype)
-        if not natural.is_floating_point() and self.dtype is not torch.bool:
+        if isinstance(number, bool) or self.dtype is torch.bool:
+            fits = isinstance(number, bool)
+        elif self.dtype.is_floating_point:
+            number, fits = float(number), True
+        else:
             limits = torch.iinfo(self.dtype)
-            if limits.min <= number <= limits.max:
-                return natural.to(self.dtype)
+            fits = isinstance(number, int) and limits.min <= number <= limits.max
+        if fits:
+            return torch.tensor(number, dtype=self.dtype)
         raise self.expected.mismatch(f"the number {number}", _short(self.dtype))
 
     def _mismatch(self, part: Tensor) -> OutputError:

@@ -52,6 +52,7 @@ class Passing:
             for name, takes in zip(self._whole.names, self._whole.takes, strict=True)
             if takes.scalar or takes in _LISTS
         }
+        _check_types(config, self._special)
         self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
         self._partial: dict[frozenset[str], Inputs] = {}
         cast = config.options.cast_inputs
@@ -74,6 +75,8 @@ class Passing:
         for name in self._required:
             if name not in item:
                 return InputError(self._model, f"the request lacks the input '{name}'")
+        if self._batched and not item:
+            return InputError(self._model, "the request leaves out every input, and with them rows")
         for value in item.values() if self._batched else ():
             if rows not in (-1, value.shape[0]):
                 return InputError(
@@ -187,6 +190,28 @@ def _patterns(optional: Sequence[str]) -> Iterator[frozenset[str]]:
         yield frozenset(optional)
     for size in sizes:
         yield from map(frozenset, itertools.combinations(optional, size))
+
+
+def _check_types(config: ModelConfig, special: Mapping[str, Takes]) -> None:
+    """What an argument takes must be what the config sends, without loss."""
+    for spec in config.inputs:
+        takes = special.get(spec.name)
+        if takes is None:
+            continue
+        accepted = _ACCEPTED.get(takes, ("BYTES",))
+        if not spec.dtype.triton.startswith(accepted):
+            raise BindingError(
+                config.name,
+                f"input '{spec.name}' is {spec.dtype.triton}, and forward() takes {takes.value}",
+                expected=f"{' or '.join(accepted)} in config.pbtxt",
+            )
+
+
+_ACCEPTED = {
+    Takes.INT: ("INT", "UINT"),
+    Takes.FLOAT: ("FP", "BF16", "INT", "UINT"),
+    Takes.BOOL: ("BOOL",),
+}
 
 
 def _flat(value: Value) -> list[Any]:

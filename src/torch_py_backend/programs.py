@@ -50,10 +50,27 @@ def load_exported(config: ModelConfig, path: Path, device: torch.device | None) 
     module = program.module()
     spec: Any = program.call_spec.in_spec
     signature = signatures.of_tree(spec, _constants(program), _positional_names(module))
+    _refuse_numbers(config, path, program, signature)
     weights = (*program.parameters(), *program.buffers())
     return Program(
         module, signature, weights, _rows(program) if config.max_batch_size else ANY_ROWS
     )
+
+
+def _refuse_numbers(
+    config: ModelConfig, path: Path, program: torch.export.ExportedProgram, signature: Signature
+) -> None:
+    """Numbers that were exported as dynamic: requests carry tensors."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    taken = [one for one in _user_inputs(program) if not hasattr(one, "value")]
+    for leaf, argument in zip(signature.leaves or (), taken, strict=False):
+        if not isinstance(nodes[argument.name].meta["val"], Tensor):
+            raise ArtifactError(
+                config.name,
+                f"{path.name} takes a number at {leaf}",
+                expected="tensors",
+                cure="Export it with that number as a constant, or as a tensor.",
+            )
 
 
 def _read_exported(config: ModelConfig, path: Path) -> torch.export.ExportedProgram:
@@ -96,7 +113,8 @@ def describe_exported(config: ModelConfig, path: Path) -> Described:
             _tensor(binding.leaf_name(index, signature), nodes[one.name])
             for index, one in enumerate(taken)
         ],
-        [_tensor(name, nodes[node]) for name, node in zip(names, made, strict=True)],
+        # None and numbers in a result are no outputs.
+        [_tensor(name, nodes[one]) for name, one in zip(names, made, strict=True) if one in nodes],
         _rows(program),
     )
 
@@ -132,7 +150,7 @@ def _rows(program: torch.export.ExportedProgram) -> Rows:
         for argument in _user_inputs(program)
         if not hasattr(argument, "value")
     ]
-    sizes = [value.shape[0] for value in values if value.ndim]
+    sizes = [value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim]
     if len({str(size) for size in sizes}) != 1:
         return ANY_ROWS
     size = sizes[0]

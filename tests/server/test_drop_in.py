@@ -159,7 +159,7 @@ TWO_OUTPUTS = tensor("output", "OUTPUT0", [3]) + tensor("output", "OUTPUT1", [3]
 EVERY_PARAMETER = {
     "DISABLE_OPTIMIZED_EXECUTION": "true",
     "INFERENCE_MODE": "false",
-    "ENABLE_NVFUSER": "false",
+    "ENABLE_NVFUSER": "true",
     "ENABLE_JIT_EXECUTOR": "true",
     "ENABLE_JIT_PROFILING": "on",
     "ENABLE_TENSOR_FUSER": "1",

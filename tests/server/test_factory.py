@@ -55,7 +55,7 @@ class Hub:
                 asked.append(self.path)
                 self.send_error(404)
 
-            do_HEAD = do_GET
+            do_HEAD = do_GET  # noqa: N815
 
             def log_message(self, *arguments: Any) -> None:
                 """Not into the tests' output."""
@@ -145,5 +145,5 @@ def test_the_hub_would_notice(hub: Hub) -> None:
     """The test above would fail: one who does ask for a model asks this hub."""
     ask = "import huggingface_hub; huggingface_hub.model_info('nobody/nothing')"
     subprocess.run([sys.executable, "-c", ask], check=False, capture_output=True, timeout=60)
-    assert hub.asked == ["/api/models/nobody/nothing"]
+    assert "/api/models/nobody/nothing" in hub.asked
     hub.asked.clear()
