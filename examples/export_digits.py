@@ -77,14 +77,15 @@ def repack(source: Path, target: Path) -> None:
     """Copy a package, compressed, and without what names the folders of this machine.
 
     The C++ sources are in it for the reader only: what is loaded is the library. In that, only the
-    messages of assertions name folders; slashes of the same length take their place.
+    messages of assertions name folders; slashes of the same length take their place. The package's
+    id goes, too: it was computed from all that, and would differ from run to run.
     """
     with (
         zipfile.ZipFile(source) as package,
         zipfile.ZipFile(target, "w", zipfile.ZIP_DEFLATED) as copy,
     ):
         for member in package.infolist():
-            if member.filename.endswith(".cpp"):
+            if member.filename.endswith((".cpp", "/serialization_id")):
                 continue
             content = package.read(member)
             if member.filename.endswith(".so"):

@@ -13,8 +13,8 @@ from torch_py_backend import artifacts, batching, compilation, loaders, outputs,
 from torch_py_backend.batching import ANY_ROWS, Item, Outcome, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import BackendError, ConfigError, ForwardError, OutputError
+from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
-from torch_py_backend.passing import Group, Passing
 from torch_py_backend.threads import Threads
 
 log = logging.getLogger(__name__)
@@ -51,8 +51,8 @@ class Engine:
     def __init__(self, config: ModelConfig, loaded: Loaded, surroundings: runtime.Runtime) -> None:
         self.config = config
         self.signature = str(loaded.signature)
-        self._passing = Passing(config, loaded.signature)
-        self.places = self._passing.places
+        self._intake = Intake(config, loaded.signature)
+        self.places = self._intake.places
         self._module = compilation.apply(config, loaded.kind, loaded.module)
         self._rows = loaded.rows if config.max_batch_size else ANY_ROWS
         self._runtime = surroundings
@@ -63,13 +63,13 @@ class Engine:
 
     def run(self, items: Sequence[Item]) -> list[Outcome]:
         """One outcome for each item, in their order."""
-        outcomes: list[Any] = [self._passing.admit(item) for item in items]
+        outcomes: list[Any] = [self._intake.admit(item) for item in items]
         sound = [
             (position, item)
             for position, item in enumerate(outcomes)
             if not isinstance(item, BackendError)
         ]
-        for group in self._passing.group(sound):
+        for group in self._intake.group(sound):
             for position, outcome in zip(group.positions, self._run_group(group), strict=True):
                 outcomes[position] = outcome
         if self._runtime.clean is not None:
@@ -101,7 +101,7 @@ class Engine:
         return batching.join(pieces)
 
     def _call_once(self, group: Group, columns: Sequence[Value], rows: int) -> Sequence[Value]:
-        passed = self._passing.convert(group.inputs, columns)
+        passed = self._intake.convert(group.inputs, columns)
         result = group.inputs.call(self._module, passed)
         return self._take(result, rows)
 

@@ -19,8 +19,8 @@ from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.config import ModelConfig, TensorSpec
 from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, SourceError, brief
+from torch_py_backend.intake import Intake
 from torch_py_backend.loaders import Loaded
-from torch_py_backend.passing import Passing
 
 log = logging.getLogger(__name__)
 
@@ -177,12 +177,12 @@ def _kind(settings: ModelConfig, name: str, value: Value) -> dtypes.DType:
 
 def _run(settings: ModelConfig, loaded: Loaded, examples: Item) -> dict[str, Value]:
     """Every output by name, as arrays and tensors."""
-    passing = Passing(settings, loaded.signature)
-    (group,) = passing.group([(0, examples)])
+    intake = Intake(settings, loaded.signature)
+    (group,) = intake.group([(0, examples)])
     columns = [examples[name] for name in group.inputs.names]
     try:
         with torch.inference_mode():
-            passed = passing.convert(group.inputs, columns)
+            passed = intake.convert(group.inputs, columns)
             result = group.inputs.call(loaded.module, passed)
     except Exception as error:
         raise ForwardError(settings.name, error) from error

@@ -33,7 +33,7 @@ class Group:
     positions: list[int]
 
 
-class Passing:
+class Intake:
     """What a model's items must be, and how they are passed.
 
     Raises:

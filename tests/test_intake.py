@@ -16,19 +16,19 @@ from torch_py_backend import batching, signatures
 from torch_py_backend.batching import Item
 from torch_py_backend.config import TensorSpec
 from torch_py_backend.errors import BindingError, InputError
-from torch_py_backend.passing import Passing
+from torch_py_backend.intake import Intake
 
 
 def optional(spec: TensorSpec) -> TensorSpec:
     return dataclasses.replace(spec, optional=True)
 
 
-def passing(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -> Passing:
+def passing(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -> Intake:
     config = build.config(inputs=specs, **overrides)
-    return Passing(config, signatures.of_function(forward))
+    return Intake(config, signatures.of_function(forward))
 
 
-def received(made: Passing, forward: Callable[..., Any], *items: Item) -> list[Any]:
+def received(made: Intake, forward: Callable[..., Any], *items: Item) -> list[Any]:
     """What forward() gets at each call for these items."""
     admitted = [made.admit(item) for item in items]
     sound = [(n, item) for n, item in enumerate(admitted) if isinstance(item, dict)]
@@ -40,7 +40,7 @@ def received(made: Passing, forward: Callable[..., Any], *items: Item) -> list[A
     return found
 
 
-def positions(made: Passing, *items: Item) -> list[list[int]]:
+def positions(made: Intake, *items: Item) -> list[list[int]]:
     """Which items share a call."""
     return [group.positions for group in made.group(list(enumerate(items)))]
 
