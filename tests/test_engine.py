@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend import engine as engine_module
 from torch_py_backend import runtime, signatures
 from torch_py_backend.artifacts import Kind
 from torch_py_backend.batching import ANY_ROWS, Rows
@@ -22,7 +21,6 @@ from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
     BindingError,
-    ConfigError,
     ForwardError,
     InputError,
     OutputError,
@@ -165,6 +163,7 @@ def test_a_result_that_does_not_bind() -> None:
         pytest.param(Rows(2, None), (1,), [2], id="at least two"),
         pytest.param(Rows(2, None), (5,), [5], id="more than the least"),
         pytest.param(Rows(1, 8), (3, 3), [6], id="up to eight"),
+        pytest.param(Rows(2, 3), (5, 2), [3, 3, 2], id="in pieces, the last filled up"),
     ],
 )
 def test_rows_that_a_program_takes(rows: Rows, sizes: tuple[int, ...], calls: list[int]) -> None:
@@ -298,27 +297,6 @@ def test_rows_are_free_without_a_batch_dimension() -> None:
     engine(model, Rows(4, 4), max_batch_size=0).run(items((2,)))
 
     assert [call.shape for call in model.calls] == [(2,)]
-
-
-@pytest.mark.parametrize(
-    ("rows", "refused"),
-    [
-        pytest.param(ANY_ROWS, False, id="any"),
-        pytest.param(Rows(4, 4), False, id="fixed"),
-        pytest.param(Rows(2, None), False, id="at least two"),
-        pytest.param(Rows(1, 8), False, id="as many as a batch"),
-        pytest.param(Rows(1, 7), True, id="fewer than a batch"),
-    ],
-)
-def test_batches_larger_than_the_program_are_refused(rows: Rows, refused: bool) -> None:
-    """A program of at most so many rows does not fit a larger max_batch_size."""
-    loaded = Loaded(Kind.EXPORTED, lambda x: x, Signature(()), (), rows)
-
-    if refused:
-        with pytest.raises(ConfigError, match=r"max_batch_size is 8, and .* takes at most 7 rows"):
-            engine_module._check_rows(build.config(), loaded)
-    else:
-        engine_module._check_rows(build.config(), loaded)
 
 
 def test_places_and_signature_are_told() -> None:

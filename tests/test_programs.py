@@ -490,6 +490,25 @@ def test_rows_of_a_package_are_found_out(
     assert [leaf.shape for leaf in loader.calls[0]] == [(1, 2)] * 3
 
 
+class Limited(Loader):
+    """Takes five rows at most, as a package whose kernels were chosen for small batches."""
+
+    def run(self, leaves: list[Tensor]) -> list[Tensor]:
+        if leaves[0].shape[0] > 5:
+            raise RuntimeError(
+                "input_handles[0]: dim value is too large at 0, expected to be <= 5, but got: 8\n"
+            )
+        return super().run(leaves)
+
+
+@pytest.mark.usefixtures("process")
+def test_most_rows_of_a_package_are_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A package that takes fewer rows than max_batch_size is run in pieces."""
+    assert aoti(tmp_path, monkeypatch, Limited()).rows == Rows(1, 5)
+
+
 @pytest.mark.usefixtures("process")
 def test_package_without_a_batch_is_not_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -12,7 +12,7 @@ from typing import Any
 from torch_py_backend import artifacts, batching, compilation, loaders, outputs, results, runtime
 from torch_py_backend.batching import ANY_ROWS, Item, Outcome, Value
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import BackendError, ConfigError, ForwardError, OutputError
+from torch_py_backend.errors import BackendError, ForwardError, OutputError
 from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.threads import Threads
@@ -29,20 +29,8 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     runtime.settle(config.options, threads)
     device = runtime.placement(config)
     loaded = loaders.load(artifacts.find(config), config, device)
-    _check_rows(config, loaded)
     surroundings = runtime.surround(config.options, device, loaded.weights)
     return Engine(config, loaded, surroundings)
-
-
-def _check_rows(config: ModelConfig, loaded: Loaded) -> None:
-    least, most = loaded.rows
-    if most is not None and least < most < config.max_batch_size:
-        raise ConfigError(
-            config.name,
-            f"max_batch_size is {config.max_batch_size}, and {loaded.kind.value} takes at most"
-            f" {most} rows",
-            cure="Lower max_batch_size, or export with a larger dynamic batch.",
-        )
 
 
 class Engine:

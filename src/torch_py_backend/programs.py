@@ -264,27 +264,34 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
 
 
 _AT_LEAST = re.compile(r"at 0, expected (?:it )?to be >= (\d+)")
+_AT_MOST = re.compile(r"at 0, expected (?:it )?to be <= (\d+)")
 _EXACTLY = re.compile(r"unmatched dim value at 0, expected: (\d+)")
 
 
 def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -> Rows:
     """How many rows a package takes; it does not say so, but it refuses others.
 
-    Packages with a dynamic batch are often built for at least two rows: torch.export takes a size
-    of 1 for a constant.
+    Packages with a dynamic batch are often built for at least two rows (torch.export takes a size
+    of 1 for a constant), or for as many as the kernel that was chosen is made for.
     """
     if not config.max_batch_size or len(config.inputs) != len(signature.leaves or ()):
         return ANY_ROWS  # binding will say what is wrong
-    item = samples.item(config, rows=1)
-    names = [spec.name for spec in config.inputs]
-    inputs = binding.bind_inputs(config.name, names, signature)
+    one = _refusal(config, signature, run, rows=1)
+    exactly = _EXACTLY.search(one)
+    if exactly:
+        return Rows(int(exactly[1]), int(exactly[1]))
+    least = _AT_LEAST.search(one)
+    most = _AT_MOST.search(_refusal(config, signature, run, rows=config.max_batch_size))
+    return Rows(int(least[1]) if least else 1, int(most[1]) if most else None)
+
+
+def _refusal(config: ModelConfig, signature: Signature, run: Callable[..., Any], rows: int) -> str:
+    """What the package says of so many rows; empty where it takes them."""
+    item = samples.item(config, rows)
+    inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)
     try:
         with torch.inference_mode():
             inputs.call(run, [item[name] for name in inputs.names])
     except RuntimeError as error:
-        exactly, least = _EXACTLY.search(str(error)), _AT_LEAST.search(str(error))
-        if exactly:
-            return Rows(int(exactly[1]), int(exactly[1]))
-        if least:
-            return Rows(int(least[1]), None)
-    return ANY_ROWS
+        return str(error)
+    return ""
