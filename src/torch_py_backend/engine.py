@@ -38,6 +38,7 @@ class Engine:
 
     def __init__(self, config: ModelConfig, loaded: Loaded, surroundings: runtime.Runtime) -> None:
         self.config = config
+        self.kind = loaded.kind
         self.signature = str(loaded.signature)
         self._intake = Intake(config, loaded.signature)
         self.places = self._intake.places

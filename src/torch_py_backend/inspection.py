@@ -43,6 +43,8 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     if settings.options.warmup:
         warmup.run(made)
     artifact = artifacts.find(settings)
+    if artifact.fallback is not None and made.kind is not artifact.kind:
+        artifact = artifact.fallback  # the package was built for another machine
     return {
         "artifact": f"{artifact.path.name}: {artifact.kind.value}",
         "signature": made.signature,
