@@ -257,7 +257,7 @@ class Server:
                 start_new_session=True,
             )
         except BaseException:
-            self._clean()
+            self.stop()
             raise
 
     def _command(self, backends: Path) -> list[str]:

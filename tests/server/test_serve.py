@@ -96,6 +96,23 @@ def test_serves_and_leaves_nothing(number: signal.Signals, repository: Path) -> 
         process.kill()
 
 
+def test_a_second_signal_leaves_nothing_either(repository: Path) -> None:
+    """An impatient second SIGTERM, as `timeout` sends it, does not interrupt the stopping."""
+    process = _start(repository)
+    try:
+        _read_until(process, _SERVING)
+        family = psutil.Process(process.pid).children(recursive=True)
+        prefix = _prefix(family)
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            process.send_signal(number)
+        process.communicate(timeout=60)
+        assert process.returncode == 0
+        assert [one for one in family if one.is_running()] == []
+        assert _regions(prefix) == []
+    finally:
+        process.kill()
+
+
 def test_a_server_that_ends_is_told(repository: Path) -> None:
     """A wrong argument for tritonserver is an error with its exit code, not a wait for ever."""
     process = _start(repository, "--", "--no-such-option")

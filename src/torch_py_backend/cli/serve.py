@@ -13,6 +13,8 @@ from rich.markup import escape
 
 from torch_py_backend.server import ModelState, Server
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
 
 class _Stopped(Exception):  # noqa: N818  no error: the user's wish
     """SIGTERM or Ctrl-C."""
@@ -42,7 +44,7 @@ def serve(
         executable=tritonserver,
         arguments=arguments or (),
     )
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         signal.signal(number, _stop)
     code = 0
     try:
@@ -56,10 +58,15 @@ def serve(
             code = server.process.wait()
     except _Stopped:
         console.print("stopped")
+    finally:
+        server.stop()  # also when a signal came while it was being started
     raise typer.Exit(code)
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
+    # Once is enough: a second signal must not interrupt the stopping, and leave the server behind.
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     raise _Stopped
 
 
