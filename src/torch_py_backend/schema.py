@@ -184,7 +184,7 @@ def _run(settings: ModelConfig, loaded: Loaded, examples: Item) -> dict[str, Val
         with torch.inference_mode():
             passed = intake.convert(group.inputs, columns)
             result = group.inputs.call(loaded.module, passed)
-    except Exception as error:
+    except Exception as error:  # the model's own code runs here
         raise ForwardError(settings.name, error) from error
     names = results.names(result)
     parts = results.bind_outputs(settings.name, names, result)(result)
