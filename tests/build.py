@@ -32,6 +32,7 @@ def config(folder: Path = Path("/models/digits"), **overrides: Any) -> ModelConf
         inputs=(spec("x"),),
         outputs=(spec("y"),),
         default_model_filename=None,
+        python_runtime=False,
         options=Options(**options),
     )
     return dataclasses.replace(plain, **overrides)

@@ -56,9 +56,25 @@ def test_arguments_of_initialize_become_a_config() -> None:
         ),
         outputs=(build.spec("class", "BF16", (10,)),),
         default_model_filename="net.pt",
+        python_runtime=False,
         options=Options(warmup=False),
     )
     assert found.version_folder == Path("/models/digits/7")
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({}, False),
+        ({"runtime": "model.py"}, True),
+        ({"platform": "pytorch"}, True),
+        ({"platform": "pytorch_libtorch"}, False),
+        ({"runtime": "libtriton_pytorch.so"}, False),
+    ],
+)
+def test_python_runtime_is_recognised(document: dict[str, str], expected: bool) -> None:
+    """Both ways to ask for Triton's Python runtime are known; its C++ runtime is another."""
+    assert config.parse(build.arguments(**document)).python_runtime is expected
 
 
 def test_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

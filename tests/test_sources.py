@@ -117,6 +117,35 @@ def test_class_is_named(tmp_path: Path) -> None:
     assert constructed(tmp_path, source, model_class="Other")(1) == 3
 
 
+@pytest.mark.parametrize(
+    ("source", "answer"),
+    [
+        pytest.param("class Later(Net):\n    pass\n", 2, id="defined"),
+        pytest.param(
+            "class First(Net):\n    def forward(self, x):\n        return x + 2\n", 3, id="earlier"
+        ),
+    ],
+)
+def test_python_runtime_s_choice_among_several(
+    tmp_path: Path, source: str, answer: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A repository for Triton's Python runtime gets the class that Triton's runtime would take."""
+    module = constructed(tmp_path, NET + source, python_runtime=True)
+
+    assert module(1) == answer
+    assert "is served, the first in the alphabet" in caplog.text
+
+
+def test_python_runtime_s_imported_class(tmp_path: Path) -> None:
+    """A repository for Triton's Python runtime may have its only class in a file beside."""
+    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "runtime_layers.py").write_text(NET, encoding="utf-8")
+
+    module = constructed(tmp_path, "from runtime_layers import Net\n", python_runtime=True)
+
+    assert module(1) == 2
+
+
 def test_private_class_can_be_named(tmp_path: Path) -> None:
     """A name that is not chosen by itself can be asked for."""
     module = constructed(tmp_path, NET.replace("Net", "_Net"), model_class="_Net")

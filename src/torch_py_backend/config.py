@@ -48,6 +48,7 @@ class ModelConfig:
         instances: how many processes serve this model on this machine.
         max_batch_size: rows in a batch at most; 0: the model has no batch dimension.
         default_model_filename: the artifact that the config names, if it does.
+        python_runtime: whether it was written for the Python runtime of Triton's PyTorch backend.
     """
 
     name: str
@@ -61,6 +62,7 @@ class ModelConfig:
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     default_model_filename: str | None
+    python_runtime: bool
     options: Options
 
     @property
@@ -95,6 +97,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         inputs=_specs(name, "input", document) if complete else (),
         outputs=_specs(name, "output", document) if complete else (),
         default_model_filename=_filename(name, document),
+        python_runtime=_for_python_runtime(document),
         options=options.parse(name, document.get("parameters", {})),
     )
 
@@ -142,6 +145,12 @@ def _spec(model: str, role: str, entry: Mapping[str, Any]) -> TensorSpec:
     reshape = entry.get("reshape")
     dims = entry["dims"] if reshape is None else reshape.get("shape", [])
     return TensorSpec(name, dtype, tuple(dims), bool(entry.get("optional")))
+
+
+def _for_python_runtime(document: Mapping[str, Any]) -> bool:
+    """`runtime: "model.py"` is one way to ask for it, `platform: "pytorch"` the other."""
+    runtime: str = document.get("runtime", "")
+    return runtime.endswith(".py") or document.get("platform") == "pytorch"
 
 
 def _instances(document: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.util
 import inspect
+import logging
 import operator
 import os
 import sys
@@ -19,6 +20,8 @@ from torch import nn
 
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import SourceError, brief, shown
+
+log = logging.getLogger(__name__)
 
 
 def import_source(model: str, path: Path) -> ModuleType:
@@ -186,6 +189,8 @@ def _choose(config: ModelConfig, path: Path, source: ModuleType) -> Any:
     options = config.options
     named = options.model_factory or options.model_class
     classes = _defined(source, _is_module_class)
+    if config.python_runtime and not classes:
+        classes = _imported_classes(source)
     functions = _defined(source, inspect.isfunction)
     if named is not None:
         found = getattr(source, named, None)
@@ -201,6 +206,8 @@ def _choose(config: ModelConfig, path: Path, source: ModuleType) -> Any:
     distinct = {id(one): one for one in candidates.values()}  # one class may have two names
     if len(distinct) == 1:
         return next(iter(distinct.values()))
+    if classes and config.python_runtime:
+        return _first(config, path, classes)
     found = f"defines {shown(candidates)}" if candidates else "defines no nn.Module and no function"
     raise SourceError(
         config.name,
@@ -208,6 +215,20 @@ def _choose(config: ModelConfig, path: Path, source: ModuleType) -> Any:
         expected="one class derived from torch.nn.Module, or one function",
         cure="Name the one to serve with the parameter MODEL_CLASS." if candidates else "",
     )
+
+
+def _first(config: ModelConfig, path: Path, classes: Mapping[str, Any]) -> Any:
+    """The class that the Python runtime of Triton's PyTorch backend takes among several."""
+    name = min(classes)
+    log.warning(
+        "model '%s': %s defines %s; %s is served, the first in the alphabet, as Triton's own runtime"
+        " does. The parameter MODEL_CLASS names another.",
+        config.name,
+        path.name,
+        shown(classes),
+        name,
+    )
+    return classes[name]
 
 
 def _defined(source: ModuleType, wanted: Callable[[Any], bool]) -> dict[str, Any]:
@@ -219,6 +240,15 @@ def _defined(source: ModuleType, wanted: Callable[[Any], bool]) -> dict[str, Any
         and name != "example_inputs"
         and wanted(value)
         and value.__module__ == source.__name__
+    }
+
+
+def _imported_classes(source: ModuleType) -> dict[str, Any]:
+    """Modules that a file has from others than torch: Triton's own runtime serves these, too."""
+    return {
+        name: value
+        for name, value in vars(source).items()
+        if _is_module_class(value) and value.__module__.partition(".")[0] != "torch"
     }
 
 

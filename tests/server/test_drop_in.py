@@ -97,6 +97,27 @@ class Mixer(nn.Module):
         return self.left(INPUT0) - self.right(INPUT1), self.left(INPUT1)
 
 
+class Block(nn.Module):
+    """Part of Backbone, and later in the alphabet: Triton's runtime takes the first class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.linear(x))
+
+
+class Backbone(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.blocks(x)
+        return result
+
+
 class FromDict(nn.Module):
     def forward(self, inputs: dict[str, Tensor]) -> Tensor:
         return inputs["first"] - 2 * inputs["second"]
@@ -197,6 +218,20 @@ FEATURES = (
             TORCH_COMPILE_OPTIONAL_PARAMETERS='{"disable": true}',
         ),
         (Call({"INPUT0": A, "INPUT1": B}, MIXED),),
+    ),
+    Scenario(
+        "python_runtime_classes",
+        scenarios.both(
+            scenarios.python(Block, Backbone),
+            lambda folder: torch.save(seeded(Backbone).state_dict(), folder / "model.pt"),
+        ),
+        libtorch(
+            tensor("input", "x", [4]),
+            tensor("output", "y", [4]),
+            first='backend: "pytorch"\nruntime: "model.py"',
+        ),
+        (Call({"x": A}, {"y": eager(Backbone, torch.from_numpy(A))[0]}),),
+        logs=("Backbone is served, the first in the alphabet",),
     ),
     Scenario(
         "argument_names",
