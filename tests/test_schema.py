@@ -292,6 +292,48 @@ def test_file_before_function(tmp_path: Path) -> None:
     assert _describe(tmp_path)[0] == [("x", "INT32", [4])]
 
 
+_SEEN = """
+from pathlib import Path
+
+def example_inputs():
+    return {"x": torch.ones(2, 3)}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x):
+        with Path(__file__).with_suffix(".seen").open("a") as seen:
+            print(x.device.type, file=seen)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "seen"),
+    [
+        pytest.param("return self.linear(x) + torch.zeros(4)", ["meta"] * 2, id="shapes_only"),
+        pytest.param(
+            "return self.linear(x) * x.mean().item()", ["meta", "cpu", "cpu"], id="reads_a_value"
+        ),
+        pytest.param(
+            "return self.linear(x) if len(x) == 2 else x @ torch.eye(3)[:, [int(x.sum()) % 3] * 4]",
+            ["meta", "meta", "cpu", "cpu"],
+            id="reads_a_value_with_more_rows",
+        ),
+    ],
+)
+def test_no_more_is_computed_than_needed(tmp_path: Path, body: str, seen: list[str]) -> None:
+    """forward() runs on meta tensors; on real ones only where it looks at values."""
+    build.write(tmp_path, "model.py", f"{_HEADER}{_SEEN}        {body}\n")
+
+    described = _describe(tmp_path, **_option("WEIGHTS", "none"))
+
+    assert described == ([("x", "FP32", [3])], [("OUTPUT__0", "FP32", [4])], 8)
+    devices = (tmp_path / "1" / "model.seen").read_text(encoding="utf-8").split()
+    assert devices == seen
+
+
 @pytest.mark.parametrize(
     ("body", "examples", "inputs", "outputs", "size"),
     [

@@ -18,13 +18,22 @@ from torch_py_backend import artifacts, config, dtypes, loaders, outputs, progra
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.config import ModelConfig, TensorSpec
-from torch_py_backend.errors import ArtifactError, ConfigError, ForwardError, SourceError, brief
+from torch_py_backend.errors import (
+    ArtifactError,
+    ConfigError,
+    ForwardError,
+    LoadError,
+    SourceError,
+    brief,
+)
 from torch_py_backend.intake import Intake
 from torch_py_backend.loaders import Loaded
 
 log = logging.getLogger(__name__)
 
 EXAMPLES = "example_inputs"
+# Shapes and types without values: a forward() on it computes nothing.
+_META = torch.device("meta")
 # What a model gets that takes any number of rows, and says no number itself.
 _MAX_BATCH_SIZE = 8
 
@@ -67,8 +76,14 @@ def of_model(settings: ModelConfig) -> Schema:
     artifact = artifacts.find(settings)
     if artifact.kind is Kind.EXPORTED:
         return _of_program(settings, programs.describe_exported(settings, artifact.path))
-    loaded = loaders.load(artifact, settings, torch.device("cpu"))
-    return _of_examples(settings, loaded, _examples(settings, artifact))
+    if artifact.kind is not Kind.AOTI:  # compiled code reads memory, which meta tensors lack
+        try:
+            return _of_examples(settings, artifact, _META)
+        except LoadError:
+            raise
+        except Exception as error:  # what depends on values, or on the device
+            log.debug("model '%s' does not run on meta tensors: %s", settings.name, error)
+    return _of_examples(settings, artifact, torch.device("cpu"))
 
 
 # --- exported programs -------------------------------------------------------------------------
@@ -148,18 +163,24 @@ def _value(settings: ModelConfig, name: str, value: Any) -> Value:
     )
 
 
-def _of_examples(settings: ModelConfig, loaded: Loaded, examples: Item) -> Schema:
-    """Run once with the examples and once with twice their rows: what grows is the batch."""
+def _of_examples(settings: ModelConfig, artifact: Artifact, device: torch.device) -> Schema:
+    """Run once with the examples and once with twice their rows: what grows is the batch.
+
+    Raises:
+        ForwardError: forward() fails with the examples; on meta tensors, with twice their rows too.
+    """
+    loaded = loaders.load(artifact, settings, device)
+    examples = _examples(settings, artifact)
     whole = dataclasses.replace(
         settings,
         max_batch_size=0,
         inputs=tuple(_example_spec(settings, name, value) for name, value in examples.items()),
     )
-    once = _run(whole, loaded, examples)
+    once = _run(whole, loaded, examples, device)
     rows = {value.shape[:1] for value in examples.values()}
     if len(rows) == 1 and rows != {()}:
         (size,) = rows
-        twice = _run_doubled(whole, loaded, examples)
+        twice = _run_doubled(whole, loaded, examples, device)
         if twice is not None and _grew(once, twice, size[0]):
             return _schema(settings, loaded, examples, once, batched=True)
     return _schema(settings, loaded, examples, once, batched=False)
@@ -175,14 +196,17 @@ def _kind(settings: ModelConfig, name: str, value: Value) -> dtypes.DType:
     return dtypes.from_triton("BYTES")
 
 
-def _run(settings: ModelConfig, loaded: Loaded, examples: Item) -> dict[str, Value]:
+def _run(
+    settings: ModelConfig, loaded: Loaded, examples: Item, device: torch.device
+) -> dict[str, Value]:
     """Every output by name, as arrays and tensors."""
     intake = Intake(settings, loaded.signature)
     (group,) = intake.group([(0, examples)])
     columns = [examples[name] for name in group.inputs.names]
     try:
-        with torch.inference_mode():
-            passed = intake.convert(group.inputs, columns)
+        passed = intake.convert(group.inputs, columns)  # numbers need values
+        with torch.inference_mode(), device:
+            passed = [one.to(device) if isinstance(one, Tensor) else one for one in passed]
             result = group.inputs.call(loaded.module, passed)
     except Exception as error:  # the model's own code runs here
         raise ForwardError(settings.name, error) from error
@@ -194,7 +218,9 @@ def _run(settings: ModelConfig, loaded: Loaded, examples: Item) -> dict[str, Val
     }
 
 
-def _run_doubled(settings: ModelConfig, loaded: Loaded, examples: Item) -> dict[str, Value] | None:
+def _run_doubled(
+    settings: ModelConfig, loaded: Loaded, examples: Item, device: torch.device
+) -> dict[str, Value] | None:
     doubled: Item = {
         name: torch.cat([value, value])
         if isinstance(value, Tensor)
@@ -202,9 +228,11 @@ def _run_doubled(settings: ModelConfig, loaded: Loaded, examples: Item) -> dict[
         for name, value in examples.items()
     }
     try:
-        return _run(settings, loaded, doubled)
-    except ForwardError:  # it takes the rows of the examples and no others
-        return None
+        return _run(settings, loaded, doubled, device)
+    except ForwardError:
+        if device is _META:
+            raise
+        return None  # it takes the rows of the examples and no others
 
 
 def _grew(once: Mapping[str, Value], twice: Mapping[str, Value], rows: int) -> bool:

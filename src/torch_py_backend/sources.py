@@ -221,8 +221,8 @@ def _first(config: ModelConfig, path: Path, classes: Mapping[str, Any]) -> Any:
     """The class that the Python runtime of Triton's PyTorch backend takes among several."""
     name = min(classes)
     log.warning(
-        "model '%s': %s defines %s; %s is served, the first in the alphabet, as Triton's own runtime"
-        " does. The parameter MODEL_CLASS names another.",
+        "model '%s': %s defines %s; %s is served, the first in the alphabet, as Triton's own"
+        " runtime does. The parameter MODEL_CLASS names another.",
         config.name,
         path.name,
         shown(classes),
