@@ -9,6 +9,7 @@ BackendError
 │   ├── WeightsError        the weights do not fit the module
 │   ├── BindingError        names in the config that forward() does not have
 │   ├── PlatformError       this process lacks what the model needs: a GPU, a matching numpy
+│   ├── CompileError        torch.compile failed, and the config insists on it
 │   └── WarmupError         the first calls, before READY, failed
 ├── InputError              a request is wrong: the client's fault
 ├── ForwardError            forward() raised
@@ -118,6 +119,17 @@ class BindingError(LoadError):
 
 class PlatformError(LoadError):
     pass
+
+
+class CompileError(LoadError):
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(
+            model,
+            f"torch.compile failed: {reason}",
+            expected="a compiled model: COMPILE_REQUIRED or fullgraph is set",
+            cure='Install what the compiler lacks, or set COMPILE_REQUIRED to "false" to serve the'
+            " model eagerly.",
+        )
 
 
 class WarmupError(LoadError):

@@ -71,11 +71,59 @@ def _floating(text: str) -> str:
     return name
 
 
+OPTIMIZATIONS = ("freeze", "channels_last", "bf16", "fp16", "cuda_graphs")
+
+
+def _optimizations(text: str) -> tuple[str, ...]:
+    names = tuple(sorted({name.strip().lower() for name in text.split(",")}))
+    if names == ("none",):
+        return ()
+    if names != ("auto",) and not set(names) <= set(OPTIMIZATIONS):
+        raise ValueError(text)
+    return names
+
+
+def _buckets(text: str) -> tuple[int, ...] | None:
+    wished = text.strip().lower()
+    if wished in ("auto", "none"):
+        return None if wished == "auto" else ()
+    return tuple(sorted({_positive(size) for size in text.split(",")}))
+
+
+_PAD_KEYS = {"value", "side", "multiple_of", "mask", "outputs"}
+
+
+def _pad(text: str) -> dict[str, dict[str, Any]]:
+    wished = _json_object(text)
+    for how in wished.values():
+        if not isinstance(how, dict) or not how.keys() <= _PAD_KEYS:
+            raise TypeError(text)
+        if how.get("side", "right") not in ("left", "right"):
+            raise ValueError(text)
+        if not isinstance(how.get("value", 0), bool | int | float):
+            raise TypeError(text)
+        if not isinstance(how.get("multiple_of", 1), int) or how.get("multiple_of", 1) < 1:
+            raise ValueError(text)
+        if not isinstance(how.get("mask", ""), str):
+            raise TypeError(text)
+        outputs = how.get("outputs", [])
+        if not isinstance(outputs, list) or not all(isinstance(name, str) for name in outputs):
+            raise TypeError(text)
+    return wished
+
+
 BOOLEAN = Parser("true, on, 1, false, off or 0", _boolean)
 POSITIVE = Parser("an integer of at least 1", _positive)
 TEXT = Parser("a name", _text)
 FLOATING = Parser("FP16, BF16, FP32 or FP64", _floating)
 JSON_OBJECT = Parser("a JSON object", _json_object)
+OPTIMIZE = Parser(f"none, auto, or some of {', '.join(OPTIMIZATIONS)}", _optimizations)
+BUCKETS = Parser("auto, none, or row counts such as 1,2,4,8", _buckets)
+PAD = Parser(
+    "a JSON object of inputs, each with some of value (a number), side (left or right),"
+    " multiple_of (an integer of at least 1), mask (an input's name), outputs (names)",
+    _pad,
+)
 COMPILE_PARAMETERS = Parser(
     f"a JSON object with keys among {', '.join(_COMPILE_KEYS)}", _compile_parameters
 )
@@ -142,6 +190,33 @@ class Options:
         "Compile the model with these arguments of `torch.compile`; `{}` takes its defaults."
         " Unset: eager.",
     )
+    compile_cache_dir: str | None = _option(
+        TEXT,
+        "Where what torch.compile made is kept for the next start; `none` keeps nothing. Unset:"
+        " the folder compile_cache in the model's folder, where it can be written.",
+    )
+    compile_required: bool = _option(
+        BOOLEAN,
+        "Fail the load where the model cannot be compiled, rather than serve it eagerly.",
+        default=False,
+    )
+    optimize: tuple[str, ...] = _option(
+        OPTIMIZE,
+        "`freeze`: constant weights, for TorchScript and compiled modules; `channels_last`: that"
+        " memory format for convolutions; `bf16`, `fp16`: autocast; `cuda_graphs`: one graph for"
+        " each bucket, on a GPU; `auto`: what `torch-py-backend tune` found on such a machine.",
+        default=(),
+    )
+    batch_buckets: tuple[int, ...] | None = _option(
+        BUCKETS,
+        "Row counts that batches are padded to. Unset, or `auto`: powers of two where shapes are"
+        " fixed (`dynamic: false`, CUDA graphs), none elsewhere.",
+    )
+    pad: dict[str, dict[str, Any]] | None = _option(
+        PAD,
+        "Inputs whose dims of -1 are padded, so that requests of different lengths share a call:"
+        ' `{"ids": {"value": 0, "side": "right", "multiple_of": 8, "mask": "attention_mask"}}`.',
+    )
     inference_mode: bool = _option(
         BOOLEAN, "Run under `torch.inference_mode`; false: under `torch.no_grad`.", default=True
     )
@@ -189,6 +264,11 @@ class Options:
     execution_env_path: str | None = _option(
         TEXT, "Triton's own: a packed Python environment for this model."
     )
+
+    @property
+    def autocast(self) -> str | None:
+        """The type that OPTIMIZE computes in, `bf16` or `fp16`; None: as the model is."""
+        return next((name for name in ("bf16", "fp16") if name in self.optimize), None)
 
 
 @dataclass(frozen=True, slots=True)

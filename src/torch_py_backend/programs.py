@@ -7,13 +7,13 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor import aoti_load_package
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
@@ -31,7 +31,7 @@ class Program:
 
     module: Callable[..., Any]
     signature: Signature
-    weights: Sequence[Tensor]
+    owner: nn.Module | None
     rows: Rows
 
 
@@ -51,10 +51,7 @@ def load_exported(config: ModelConfig, path: Path, device: torch.device | None) 
     spec: Any = program.call_spec.in_spec
     signature = signatures.of_tree(spec, _constants(program), _positional_names(module))
     _refuse_numbers(config, path, program, signature)
-    weights = (*program.parameters(), *program.buffers())
-    return Program(
-        module, signature, weights, _rows(program) if config.max_batch_size else ANY_ROWS
-    )
+    return Program(module, signature, module, _rows(program) if config.max_batch_size else ANY_ROWS)
 
 
 def _refuse_numbers(
@@ -260,7 +257,7 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
     named = signatures.of_tree(in_spec, {})
     # The leaves themselves are the arguments: no tree is built to be taken apart again.
     signature = Signature(named.arguments, named.leaves, lambda columns: (columns, {}))
-    return Program(run, signature, (), _probe(config, signature, run))
+    return Program(run, signature, None, _probe(config, signature, run))
 
 
 _AT_LEAST = re.compile(r"at 0, expected (?:it )?to be >= (\d+)")
