@@ -370,6 +370,30 @@ def test_check_of_what_init_made(made: Path) -> None:
     assert not any("error" in one or one["notes"] for one in document["models"]), done.stdout
 
 
+@pytest.mark.parametrize("link", [[], ["--link"]], ids=["copied", "linked"])
+def test_init_takes_what_the_source_needs(tmp_path: Path, link: list[str]) -> None:
+    """Modules of the source's folder and the shards of its weights are served with it."""
+    first, _, _ = models.source(models.Affine).partition("class ")
+    source = f"{first}from layers.affine import Affine as Base\n\n\nclass Net(Base):\n    pass\n"
+    scenarios.text(source + kinds._EXAMPLE_FUNCTION, "net.py")(tmp_path)
+    (tmp_path / "layers").mkdir()
+    scenarios.text("", "layers/__init__.py")(tmp_path)
+    scenarios.text(models.source(models.Affine), "layers/affine.py")(tmp_path)
+    scenarios.text("not wanted", "notes.py")(tmp_path)
+    state = scenarios.affine().state_dict()
+    index = {"weight_map": {key: f"net-{number}.safetensors" for number, key in enumerate(state)}}
+    for key, file in index["weight_map"].items():
+        scenarios.safe({key: state[key]}, file)(tmp_path)
+    scenarios.text(json.dumps(index), "net.safetensors.index.json")(tmp_path)
+    done = _run("init", "net.py", *link, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "loads and runs" in done.stdout, done.stdout
+    version = tmp_path / "net" / "1"
+    files = [str(path.relative_to(version)) for path in version.rglob("*") if path.is_file()]
+    taken = {"layers/__init__.py", "layers/affine.py", *index["weight_map"].values()}
+    assert set(files) == taken | {"model.py", "model.safetensors.index.json"}
+
+
 def test_init_without_examples(tmp_path: Path) -> None:
     """Where nothing tells the shapes, the folder says what is to be written, and where."""
     scenarios.script(models.Negate(), "net.pt")(tmp_path)
