@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 import safetensors.torch
 import scenarios
 import torch
+import typer
 
-from torch_py_backend import completion, examination, pbtxt
+from torch_py_backend import completion, examination, isolation, pbtxt
+from torch_py_backend.cli import check
 
 _APP = "from torch_py_backend.cli import app; app()"
 
@@ -266,6 +269,35 @@ def test_check_of_one_model(tmp_path: Path) -> None:
     assert done.stdout.startswith("OK      good 1\n")
     assert done.returncode == int(bool(list(examination.environment())))
     assert _tree(tmp_path) == before
+
+
+def test_check_in_time(tmp_path: Path) -> None:
+    """--timeout bounds also what tells the inputs and outputs; a model's own limit may be less."""
+    _lay_out(tmp_path, "hangs")
+    (tmp_path / "hangs" / "config.pbtxt").write_text(_BARE)
+    done = _run("check", "--json", "--timeout=1", str(tmp_path))
+    (hung,) = json.loads(done.stdout)["models"]
+    assert "trying the model took longer than 1 seconds" in hung["error"]
+
+
+def test_check_leaves_less_time_for_the_second_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was spent on completing a config is not given once more to its model."""
+    given: list[float] = []
+
+    def run(_model: str, task: str, _arguments: Any, seconds: float) -> dict[str, Any]:
+        given.append(seconds)
+        time.sleep(0.2)
+        return {"input": [], "output": [], "max_batch_size": 0} if "schema" in task else {}
+
+    monkeypatch.setattr(isolation, "run", run)
+    _lay_out(tmp_path, "gaps [red] ü")
+    with pytest.raises(typer.Exit):
+        check(tmp_path, as_json=True, timeout=9.0)
+    completing, trying = given
+    assert completing == 9.0
+    assert 0 < trying < completing
 
 
 def test_check_of_an_empty_folder(tmp_path: Path) -> None:
