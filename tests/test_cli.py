@@ -20,7 +20,7 @@ import torch
 import typer
 
 from torch_py_backend import completion, examination, isolation, pbtxt
-from torch_py_backend.cli import check
+from torch_py_backend.cli.check import check
 
 _APP = "from torch_py_backend.cli import app; app()"
 
