@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -243,7 +246,8 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
     os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
     index = device.index if device is not None and device.type == "cuda" else -1
     try:
-        loader = aoti_load_package(str(path), device_index=index).loader
+        with _errors_only(_TORCHS_OWN):  # it warns of what `misfit` has judged
+            loader = aoti_load_package(str(path), device_index=index).loader
         in_spec, out_spec = (pytree.treespec_loads(text) for text in loader.get_call_spec())
     except Exception as error:  # a foreign or damaged package raises nearly anything
         raise ArtifactError(
@@ -263,6 +267,7 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
     return Program(run, signature, (), _probe(config, signature, run))
 
 
+_TORCHS_OWN = logging.getLogger("torch.export.pt2_archive._package")
 _AT_LEAST = re.compile(r"at 0, expected (?:it )?to be >= (\d+)")
 _AT_MOST = re.compile(r"at 0, expected (?:it )?to be <= (\d+)")
 _EXACTLY = re.compile(r"unmatched dim value at 0, expected: (\d+)")
@@ -287,6 +292,17 @@ def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -
 
 def _refusal(config: ModelConfig, signature: Signature, run: Callable[..., Any], rows: int) -> str:
     """What the package says of so many rows; empty where it takes them."""
+    with tempfile.TemporaryFile() as kept:
+        with _standard_error_to(kept.fileno()):
+            said = _said(config, signature, run, rows)
+        if not any(known.search(said) for known in (_AT_LEAST, _AT_MOST, _EXACTLY)):
+            kept.seek(0)
+            for line in kept:
+                os.write(2, line)
+    return said
+
+
+def _said(config: ModelConfig, signature: Signature, run: Callable[..., Any], rows: int) -> str:
     item = samples.item(config, rows)
     inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)
     try:
@@ -295,3 +311,29 @@ def _refusal(config: ModelConfig, signature: Signature, run: Callable[..., Any],
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+@contextlib.contextmanager
+def _standard_error_to(descriptor: int) -> Iterator[None]:
+    """AOTInductor's runtime prints what it raises, and knows nothing of Python's streams."""
+    try:
+        before = os.dup(2)
+    except OSError:  # it is closed: nothing is heard anyway
+        yield
+        return
+    os.dup2(descriptor, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+@contextlib.contextmanager
+def _errors_only(logger: logging.Logger) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
