@@ -352,7 +352,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _MADE = {
     "script": (["model.pt", "example_inputs.safetensors"], "x", 8),
     "classifier.v1": (["model.py", "model.safetensors"], "x", 8),
-    _ODD: (["model.pt2"], "x", 8),
+    _ODD: (["model.pt2"], "x", 64),
 }
 
 

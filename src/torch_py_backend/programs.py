@@ -271,6 +271,9 @@ _TORCHS_OWN = logging.getLogger("torch.export.pt2_archive._package")
 _AT_LEAST = re.compile(r"at 0, expected (?:it )?to be >= (\d+)")
 _AT_MOST = re.compile(r"at 0, expected (?:it )?to be <= (\d+)")
 _EXACTLY = re.compile(r"unmatched dim value at 0, expected: (\d+)")
+_STRIDE = re.compile(r"unmatched stride value at 0")
+# More rows than any package states as its limit, in a tensor that holds one.
+_ENDLESS = 1 << 31
 
 
 def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -> Rows:
@@ -281,33 +284,53 @@ def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -
     """
     if not config.max_batch_size or len(config.inputs) != len(signature.leaves or ()):
         return ANY_ROWS  # binding will say what is wrong
-    one = _refusal(config, signature, run, rows=1)
+    inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)
+
+    def refusal(rows: int) -> str:
+        item = samples.item(config, rows)
+        return _refusal(lambda: inputs.call(run, [item[name] for name in inputs.names]))
+
+    one = refusal(1)
     exactly = _EXACTLY.search(one)
     if exactly:
         return Rows(int(exactly[1]), int(exactly[1]))
     least = _AT_LEAST.search(one)
-    most = _AT_MOST.search(_refusal(config, signature, run, rows=config.max_batch_size))
+    most = _AT_MOST.search(refusal(config.max_batch_size))
     return Rows(int(least[1]) if least else 1, int(most[1]) if most else None)
 
 
-def _refusal(config: ModelConfig, signature: Signature, run: Callable[..., Any], rows: int) -> str:
-    """What the package says of so many rows; empty where it takes them."""
+def most_rows(call: Callable[[Sequence[Any]], Any], columns: Sequence[Tensor]) -> int | None:
+    """How many rows a package takes at most; None: any number, or it does not say.
+
+    It is asked with rows that share one row's memory. A package that checks strides refuses those
+    after it has checked their number, so it is never run; another is not asked.
+    """
+    # With memory for each row all the same: this question may be answered without checks.
+    doubled = [torch.cat([column, column]) for column in columns]
+    shared = [column[:1].expand(column.shape) for column in doubled]
+    if not _STRIDE.search(_refusal(lambda: call(shared))):
+        return None
+    endless = [column[:1].expand(_ENDLESS, *column.shape[1:]) for column in columns]
+    most = _AT_MOST.search(_refusal(lambda: call(endless)))
+    return int(most[1]) if most else None
+
+
+def _refusal(ask: Callable[[], Any]) -> str:
+    """What a package says of its inputs; empty where it takes them."""
     with tempfile.TemporaryFile() as kept:
         with _standard_error_to(kept.fileno()):
-            said = _said(config, signature, run, rows)
-        if not any(known.search(said) for known in (_AT_LEAST, _AT_MOST, _EXACTLY)):
+            said = _said(ask)
+        if not any(known.search(said) for known in (_AT_LEAST, _AT_MOST, _EXACTLY, _STRIDE)):
             kept.seek(0)
             for line in kept:
                 os.write(2, line)
     return said
 
 
-def _said(config: ModelConfig, signature: Signature, run: Callable[..., Any], rows: int) -> str:
-    item = samples.item(config, rows)
-    inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)
+def _said(ask: Callable[[], Any]) -> str:
     try:
         with torch.inference_mode():
-            inputs.call(run, [item[name] for name in inputs.names])
+            ask()
     except RuntimeError as error:
         return str(error)
     return ""
