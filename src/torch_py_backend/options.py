@@ -38,6 +38,11 @@ def _positive(text: str) -> int:
     return number
 
 
+def _count(text: str) -> int | None:
+    number = int(text)
+    return number if number > 0 else None
+
+
 def _text(text: str) -> str:
     if not text.strip():
         raise ValueError(text)
@@ -114,6 +119,7 @@ def _pad(text: str) -> dict[str, dict[str, Any]]:
 
 BOOLEAN = Parser("true, on, 1, false, off or 0", _boolean)
 POSITIVE = Parser("an integer of at least 1", _positive)
+COUNT = Parser("an integer; 0 or less leaves it unset", _count)
 TEXT = Parser("a name", _text)
 FLOATING = Parser("FP16, BF16, FP32 or FP64", _floating)
 JSON_OBJECT = Parser("a JSON object", _json_object)
@@ -175,14 +181,14 @@ class Options:
     )
     num_threads: int | None = _option(
         POSITIVE,
-        "Intra-op threads of each instance. Unset: OMP_NUM_THREADS, else the cores this process"
-        " may use, divided by the model's instances.",
+        "Intra-op threads of each instance. Unset, or INTRA_OP_THREAD_COUNT of 0 or less:"
+        " OMP_NUM_THREADS, else the cores this process may use, divided by the model's instances.",
         also=("INTRA_OP_THREAD_COUNT",),
     )
     num_interop_threads: int | None = _option(
         POSITIVE,
-        "Inter-op threads of each instance. Unset: the cores this process may use, divided by"
-        " the model's instances.",
+        "Inter-op threads of each instance. Unset, or INTER_OP_THREAD_COUNT of 0 or less: the"
+        " cores this process may use, divided by the model's instances.",
         also=("INTER_OP_THREAD_COUNT",),
     )
     torch_compile_optional_parameters: dict[str, Any] | None = _option(
@@ -298,6 +304,8 @@ class OptionRow:
 
 
 TABLE = tuple(OptionRow.of(entry) for entry in fields(Options))
+# LibTorch's backend sets only numbers above 0, and takes others for its default.
+_LIBTORCHS = {"INTRA_OP_THREAD_COUNT": COUNT, "INTER_OP_THREAD_COUNT": COUNT}
 # Triton's own spelling of a boolean for this one key is yes/no, and Triton reads it itself.
 _YES_NO = {"yes": "true", "no": "false"}
 
@@ -313,6 +321,8 @@ def parse(model: str, parameters: Mapping[str, Mapping[str, str]]) -> Options:
             _warn_unknown(model, key, list(rows))
             continue
         value = _value(model, row, key, entry.get("string_value", ""))
+        if value is None:
+            continue
         if row.inert and value:
             log.warning("model '%s': the parameter %s has no effect: %s.", model, key, row.inert)
         if row.field in values and values[row.field] != value:
@@ -334,13 +344,14 @@ def parse(model: str, parameters: Mapping[str, Mapping[str, str]]) -> Options:
 def _value(model: str, row: OptionRow, key: str, text: str) -> Any:
     if key == "FORCE_CPU_ONLY_INPUT_TENSORS":
         text = _YES_NO.get(text.lower(), text)
+    parser = _LIBTORCHS.get(key, row.parser)
     try:
-        return row.parser.parse(text)
+        return parser.parse(text)
     except json.JSONDecodeError as error:
-        problem = f"{row.parser.accepted} (JSON says: {error})"
+        problem = f"{parser.accepted} (JSON says: {error})"
         raise OptionError(model, key, text, problem) from None
     except (ValueError, KeyError, TypeError):
-        raise OptionError(model, key, text, row.parser.accepted) from None
+        raise OptionError(model, key, text, parser.accepted) from None
 
 
 def _warn_unknown(model: str, key: str, known: list[str]) -> None:

@@ -24,6 +24,7 @@ from torch_py_backend import (
 )
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Item, Value
+from torch_py_backend.binding import bind_inputs
 from torch_py_backend.config import ModelConfig, TensorSpec
 from torch_py_backend.errors import (
     ConfigError,
@@ -40,6 +41,8 @@ log = logging.getLogger(__name__)
 _META = torch.device("meta")
 # What a model gets that takes any number of rows, and says no number itself.
 _MAX_BATCH_SIZE = 8
+# Beyond it, a number that a program states is no measure of what fits, but stands for "any".
+_LARGEST = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,15 +98,18 @@ def of_model(settings: ModelConfig) -> Schema:
 
 def _of_program(settings: ModelConfig, described: programs.Described) -> Schema:
     """Types and sizes stand in the program; a size that is not fixed is -1."""
-    most = described.rows.most or _MAX_BATCH_SIZE
     sizes = [dims[:1] for _, _, dims in (*described.inputs, *described.outputs)]
     # A fixed size of dimension 0 may be a batch, or anything else.
     batched = bool(sizes) and all(size == (-1,) for size in sizes)
     return Schema(
         tuple(_spec(settings, *one, batched=batched) for one in described.inputs),
         tuple(_spec(settings, *one, batched=batched) for one in described.outputs),
-        min(most, _MAX_BATCH_SIZE) if batched else 0,
+        _batch_size(described.rows.most) if batched else 0,
     )
+
+
+def _batch_size(most: int | None) -> int:
+    return _MAX_BATCH_SIZE if most is None or most > _LARGEST else most
 
 
 def _spec(
@@ -231,12 +237,19 @@ def _schema(
     *,
     batched: bool,
 ) -> Schema:
-    most = loaded.rows.most or _MAX_BATCH_SIZE
     return Schema(
         tuple(_tensor(settings, name, value, batched=batched) for name, value in example.items()),
         tuple(_tensor(settings, name, value, batched=batched) for name, value in made.items()),
-        min(most, _MAX_BATCH_SIZE) if batched else 0,
+        _batch_size(_most_rows(settings, loaded, example)) if batched else 0,
     )
+
+
+def _most_rows(settings: ModelConfig, loaded: Loaded, examples: Item) -> int | None:
+    if loaded.kind is not Kind.AOTI:
+        return loaded.rows.most
+    inputs = bind_inputs(settings.name, list(examples), loaded.signature)
+    columns = [value for name in inputs.names if isinstance(value := examples[name], Tensor)]
+    return programs.most_rows(lambda leaves: inputs.call(loaded.module, leaves), columns)
 
 
 def _tensor(settings: ModelConfig, name: str, value: Value, *, batched: bool) -> TensorSpec:
