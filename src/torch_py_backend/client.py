@@ -201,6 +201,8 @@ class _Http:
                 method, self._url + path, timeout=timeout, **options
             ) as response:
                 body = await response.read()
+        except self._aiohttp.ClientResponseError as error:
+            raise _refused(self._address, "its answer is not HTTP") from error
         except (self._aiohttp.ClientError, asyncio.TimeoutError) as error:
             raise _refused(self._address, str(error) or "no answer in time") from error
         if response.status != 200:  # noqa: PLR2004  OK
@@ -262,6 +264,6 @@ def _error(status: int, body: bytes) -> str:
 
 def _refused(to: Address, detail: str | None) -> ServerError:
     return ServerError(
-        f"the server at {to} does not answer as a tritonserver: {(detail or '').rstrip('.')}."
-        " Is it running, and is this the port of this protocol?"
+        f"no tritonserver answers at {to}: {(detail or 'no reason is told').rstrip('.')}."
+        f" Is it running, and is this its {to.protocol} port?"
     )
