@@ -288,6 +288,8 @@ def _draw_throughput(axes: Axes, report: Report) -> None:
 
 
 def _draw_latencies(axes: Axes, report: Report) -> None:
+    from matplotlib.ticker import LogFormatter  # noqa: PLC0415  in an extra
+
     axes.set_title("latency in ms")
     found = [_latencies(point) for point in report.points]
     for share, colour in zip(_SHARES, _COLOURS, strict=True):
@@ -295,8 +297,9 @@ def _draw_latencies(axes: Axes, report: Report) -> None:
         axes.plot(range(len(values)), values, marker="o", label=share, color=colour)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))  # no powers of ten
     axes.grid(axis="y", which="both", alpha=0.25)
-    axes.legend(frameon=False)
+    _legend(axes)
 
 
 def _draw_split(axes: Axes, report: Report) -> None:
@@ -311,4 +314,9 @@ def _draw_split(axes: Axes, report: Report) -> None:
     labels: Sequence[str] = [_batches(point) for point in report.points]
     axes.bar_label(bars, labels, padding=2)
     axes.margins(y=0.12)
-    axes.legend(frameon=False)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    """Below the axes, where it hides nothing."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)
