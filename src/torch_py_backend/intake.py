@@ -16,6 +16,7 @@ from torch_py_backend.batching import Item, Strings, Value
 from torch_py_backend.binding import Inputs, Signature, Takes, bind_inputs
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import BindingError, InputError
+from torch_py_backend.padding import Pad, Padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,12 @@ class Intake:
         BindingError: the config's inputs do not bind.
     """
 
-    def __init__(self, config: ModelConfig, signature: Signature) -> None:
+    def __init__(
+        self, config: ModelConfig, signature: Signature, padding: Padding | None = None
+    ) -> None:
+        self._padding = padding
+        self._pads: Mapping[str, Pad] = padding.pads if padding else {}
+        made = frozenset(padding.masks if padding else ())
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
@@ -62,7 +68,7 @@ class Intake:
         self._cast: torch.dtype | None = (
             getattr(torch, dtypes.from_triton(cast).torch or "") if cast else None
         )
-        optional = frozenset(self._names) - frozenset(self._required)
+        optional = frozenset(self._names) - frozenset(self._required) - made
         self.patterns: tuple[frozenset[str], ...] = (frozenset(), *_patterns(sorted(optional)))
         # At load: a pattern that cannot be passed must not wait for its first request.
         for pattern in self.patterns[1:]:
@@ -79,6 +85,8 @@ class Intake:
         for name in self._required:
             if name not in item:
                 return InputError(self._model, f"the request lacks the input '{name}'")
+        if self._padding is not None:
+            item = self._padding.fill(item)
         if self._batched and not item:
             return InputError(self._model, "the request leaves out every input, and with them rows")
         for value in item.values() if self._batched else ():
@@ -130,16 +138,19 @@ class Intake:
 
     def _key(self, item: Item) -> tuple[object, ...]:
         names = self._names if len(item) == len(self._names) else sorted(item)
-        shapes = [
-            (value.shape[1:], value.device) if isinstance(value, Tensor) else value.shape[1:]
-            for value in [item[name] for name in names]
-        ]
+        shapes = [self._common(name, item[name]) for name in names]
         scalars = [
             _flat(item[name])[0]
             for name, takes in self._special.items()
             if takes.scalar and name in item
         ]
         return (len(item), *names, *shapes, *scalars)
+
+    def _common(self, name: str, value: Value) -> object:
+        """What values of an input that share a batch agree in."""
+        pad = self._pads.get(name)
+        shape = value.shape[1:] if pad is None else pad.fixed(value.shape)
+        return (shape, value.device) if isinstance(value, Tensor) else shape
 
     def _inputs(self, item: Item) -> Inputs:
         if len(item) == len(self._names):
