@@ -100,8 +100,15 @@ class Engine:
             yield
         self._module = self._compiled.seal()
 
-    def run(self, items: Sequence[Item]) -> list[Outcome]:
+    def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         """One outcome for each item, in their order."""
+        whole = self._intake.whole(items)
+        outcomes = self._run_group(whole) if whole is not None else self._run_groups(items)
+        if self._runtime.clean is not None:
+            self._runtime.clean()
+        return outcomes
+
+    def _run_groups(self, items: Sequence[Item]) -> list[Outcome]:
         outcomes: list[Any] = [self._intake.admit(item) for item in items]
         sound = [
             (position, item)
@@ -111,8 +118,6 @@ class Engine:
         for group in self._intake.group(sound):
             for position, outcome in zip(group.positions, self._run_group(group), strict=True):
                 outcomes[position] = outcome
-        if self._runtime.clean is not None:
-            self._runtime.clean()
         return outcomes
 
     def _run_group(self, group: Group) -> Sequence[Outcome]:
