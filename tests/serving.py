@@ -20,7 +20,8 @@ from torch_py_backend.server import ModelState, Server
 
 # What one server serves together: all at once would not fit a small machine's memory.
 TABLES = {
-    "scenarios": scenarios.TABLE,
+    "scenarios": tuple(one for one in scenarios.TABLE if not one.load_error),
+    "refused": tuple(one for one in scenarios.TABLE if one.load_error),
     "kinds": kinds.TABLE,
     "function": tuple(one for one in scenarios.TABLE if one.name == "function"),
 }

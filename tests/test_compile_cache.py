@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import build
+import models
 import pytest
 import torch
 
@@ -247,3 +251,58 @@ def test_one_of_several_instances_compiles(tmp_path: Path, artifact: Artifact) -
 
     assert [process.exitcode for process in processes] == [0] * 4
     assert compiled.value == 1
+
+
+# --- with torch's own part ---------------------------------------------------------------------
+
+_START = """
+import json, sys
+import torch
+from torch_py_backend import config, engine, threads, warmup
+
+torch.manual_seed(0)
+settings = config.parse(json.loads(sys.argv[1]))
+made = engine.build(settings, threads.budget(settings))
+warmup.run(made)
+from torch._dynamo.utils import counters
+(outcome,) = made.run([{"x": torch.ones(3, 4)}])
+print(json.dumps({"y": outcome["y"].tolist(), **counters["inductor"]}))
+"""
+
+
+def _start(folder: Path, torch_cache_folder: Path) -> dict[str, Any]:
+    """Load and warm up in a process of its own, whose torch has a cache of its own."""
+    arguments = build.arguments(
+        output=[{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}],
+        parameters={
+            "TORCH_COMPILE_OPTIONAL_PARAMETERS": {"string_value": "{}"},
+            "WEIGHTS": {"string_value": "none"},
+        },
+    )
+    arguments["model_repository"] = str(folder)
+    result = subprocess.run(
+        [sys.executable, "-c", _START, json.dumps(arguments)],
+        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(torch_cache_folder)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_warm_start_compiles_nothing(tmp_path: Path) -> None:
+    """A second machine with the bundle, and nothing else of the first, finds every graph in it."""
+    model = tmp_path / "model"
+    build.write(model, "model.py", models.source(models.Compiled))
+
+    cold = _start(model, tmp_path / "first")
+    warm = _start(model, tmp_path / "second")
+
+    assert cold["fxgraph_cache_miss"] > 0
+    assert "fxgraph_cache_hit" not in cold
+    assert "fxgraph_cache_miss" not in warm
+    assert warm["fxgraph_cache_hit"] == cold["fxgraph_cache_miss"]
+    assert warm["y"] == cold["y"]

@@ -36,7 +36,7 @@ def serving(
         log_path.open("wb") as log,
         Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
     ):
-        states = {state.name: state for state in server.wait_loaded(timeout=280)}
+        states = {state.name: state for state in server.wait_loaded(timeout=540)}
         http = tritonclient.http.InferenceServerClient(server.http_address)
         grpc = tritonclient.grpc.InferenceServerClient(server.grpc_address)
         yield Serving(server, states, http, grpc, log_path)

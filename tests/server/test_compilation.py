@@ -8,6 +8,7 @@ import models
 import numpy as np
 import scenarios
 import tritonclient.http
+from torch import Tensor, nn
 
 from torch_py_backend.server import Server
 
@@ -59,3 +60,44 @@ def test_no_request_pays_for_a_compilation(tmp_path: Path) -> None:
         client.close()
         assert before
         assert count.read_text() == before
+
+
+class Widening(nn.Module):
+    """Its graph has a guard: fewer columns than rows is another branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if x.shape[1] > 4 else x * 2.0
+
+
+def test_shape_that_was_not_met_runs_eagerly(tmp_path: Path) -> None:
+    """A length beyond the warm-up's compiles nothing, is answered, and logged once."""
+    parameters = {
+        "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "counting"}',
+        "MODEL_CLASS": "Widening",
+    }
+    folder = scenarios.Scenario(
+        "widening",
+        scenarios.text(_COUNTING + models.source(Widening)),
+        scenarios.config({"x": [-1]}, {"y": [-1]}, parameters=parameters),
+    ).lay_out(tmp_path / "repository")
+    count = folder / "1" / "compilations"
+    log_file = tmp_path / "server.log"
+    with (
+        log_file.open("wb") as log,
+        Server(
+            tmp_path / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log
+        ) as server,
+    ):
+        (state,) = server.wait_loaded(timeout=240)
+        assert state.ready, state.reason
+        before = count.read_text()
+        client = tritonclient.http.InferenceServerClient(server.http_address)
+        for length in (8, 6, 3, 2, 9, 1):
+            x = np.ones((2, length), dtype=np.float32)
+            tensor = tritonclient.http.InferInput("x", list(x.shape), "FP32")
+            tensor.set_data_from_numpy(x)
+            np.testing.assert_array_equal(client.infer("widening", [tensor]).as_numpy("y"), x * 2)
+        client.close()
+        assert before
+        assert count.read_text() == before
+    assert log_file.read_text(errors="replace").count("were not met in the warm-up") == 1
