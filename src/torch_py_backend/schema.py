@@ -124,8 +124,12 @@ def _dtype(settings: ModelConfig, name: str, dtype: torch.dtype) -> dtypes.DType
 # --- by example ------------------------------------------------------------------------------
 
 
-def _examples(settings: ModelConfig, artifact: Artifact) -> Item:
-    """Example inputs by name: a file beside the model, or a function in model.py."""
+def find_examples(settings: ModelConfig, artifact: Artifact) -> Item | None:
+    """Example inputs by name: a file beside the model, or a function in model.py; None: neither.
+
+    Raises:
+        LoadError: they are there, and are nothing that a model can be given.
+    """
     path = settings.version_folder / f"{EXAMPLES}.safetensors"
     if path.is_file():
         try:
@@ -140,12 +144,19 @@ def _examples(settings: ModelConfig, artifact: Artifact) -> Item:
         made = sources.example_inputs(settings.name, artifact.path, EXAMPLES)
         if made is not None:
             return {name: _value(settings, name, value) for name, value in made.items()}
+    return None
+
+
+def _examples(settings: ModelConfig, artifact: Artifact) -> Item:
+    found = find_examples(settings, artifact)
+    if found is not None:
+        return found
     raise ConfigError(
         settings.name,
         f"config.pbtxt lists no inputs or no outputs, and {artifact.kind.value} does not tell its"
         " shapes",
-        expected=f"{path.name} in the version folder, or a function {EXAMPLES}() in model.py that"
-        " returns a dict of tensors by input name",
+        expected=f"{EXAMPLES}.safetensors in the version folder, or a function {EXAMPLES}() in"
+        " model.py that returns a dict of tensors by input name",
         cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
     )
 

@@ -12,6 +12,7 @@ from torch_py_backend.cli.check import check
 from torch_py_backend.cli.init import init
 from torch_py_backend.cli.install import install
 from torch_py_backend.cli.serve import serve
+from torch_py_backend.cli.tune import tune
 from torch_py_backend.errors import BackendError
 
 commands = typer.Typer(
@@ -24,6 +25,7 @@ commands.command()(serve)
 commands.command()(init)
 commands.command()(check)
 commands.command()(install)
+commands.command()(tune)
 
 
 def app() -> None:
