@@ -146,10 +146,13 @@ def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: 
     axes.set_title(title)
     axes.set_xlabel("latency of one row, ms (median)")
     axes.set_ylabel("rows per second at the best batch")
-    axes.margins(x=0.25, y=0.12)
-    axes.set_ylim(bottom=0)
-    axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    # Candidates differ by factors, and the slowest must not squeeze the others together.
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.margins(x=0.3, y=0.15)
+    axes.grid(which="both", alpha=0.2)
+    if axes.collections:  # else there is nothing to explain, which matplotlib warns about
+        figure.legend(loc="outside lower center", ncols=4)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=120)
     tuned.replace(path, drawn.getvalue())
