@@ -41,10 +41,10 @@ def _printed(*arguments: Any, width: int = 120) -> list[str]:
 def test_table() -> None:
     """A row for each candidate: what it is, its figures, and what speaks against it."""
     lines = _printed(_ROWS, 0.1, _EAGER)
-    assert "eager 2 1 1.23 2.5 12,346 8 7% 321 0 4.0 chosen" in lines
-    assert "freeze default 3 0.5 2.5 150 8 7% 321 0 4.0" in lines
-    assert "[bold]bf16 default 1 1.23 2.5 12,346 8 7% 321 2e-01 4.0 inexact" in lines
-    assert "compile default 1 failed" in lines
+    assert "eager 2 x 1 1.23 12,346 8 7% 321 0 4.0 chosen" in lines
+    assert "freeze auto x 3 0.5 150 8 7% 321 0 4.0" in lines
+    assert "[bold]bf16 auto x 1 1.23 12,346 8 7% 321 2e-01 4.0 inexact" in lines
+    assert "compile auto x 1 failed" in lines
 
 
 def test_memory_of_a_gpu() -> None:
@@ -58,7 +58,7 @@ def test_memory_of_a_gpu() -> None:
 
 def test_failures() -> None:
     """Why a candidate failed is said in full."""
-    assert report.failures(_ROWS) == ["compile, default threads x 1: model 'digits': it hangs [/]."]
+    assert report.failures(_ROWS) == ["compile, auto threads x 1: model 'digits': it hangs [/]."]
 
 
 def test_entry() -> None:

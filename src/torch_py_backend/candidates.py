@@ -65,7 +65,7 @@ class Candidate:
 
     @property
     def threads(self) -> str:
-        return self.parameters.get("NUM_THREADS", "default")
+        return self.parameters.get("NUM_THREADS", "auto")
 
     @property
     def runtime(self) -> dict[str, str]:

@@ -24,31 +24,30 @@ _LABELLED = 6
 def table(rows: Sequence[Row], max_error: float, choice: Row | None) -> Table:
     """The rows, in the order in which they were tried; the choice is marked.
 
-    ± is half the distance of the extremes of all rounds over their median, of latency or
-    throughput, whichever is larger.
+    Latency is of one row, throughput of the batch that has the most. ± is half the distance of
+    the extremes of all rounds over their median, of latency or throughput, whichever is larger.
     """
     on_gpu = any(row.device_memory_mb for row in rows)
     made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    made.add_column("candidate")
-    figures = ("ms", "p99 ms", "rows/s", "batch", "±", "MB", *(["GPU MB"] if on_gpu else []))
-    for heading in ("threads", "instances", *figures, "error", "load s"):
+    made.add_column("candidate", min_width=12)
+    figures = ("ms", "rows/s", "batch", "±", "MB", *(["GPU MB"] if on_gpu else []))
+    headings = ("threads\nx inst.", *figures, "error", "load s")
+    for heading in headings:
         made.add_column(heading, justify="right", no_wrap=True)
     made.add_column("", no_wrap=True)
     for row in rows:
         remark = _remark(row, max_error, choice)
         style = {"chosen": "bold green", "": ""}.get(remark, "dim")
-        cells = _figures(row, on_gpu=on_gpu) if row.rounds else [""] * (len(figures) + 2)
+        cells = _figures(row, on_gpu=on_gpu) if row.rounds else [""] * (len(headings) - 1)
         one = row.candidate
-        made.add_row(
-            escape(one.title), one.threads, str(one.instances), *cells, remark, style=style
-        )
+        threads = f"{one.threads} x {one.instances}"
+        made.add_row(escape(one.title), threads, *cells, remark, style=style)
     return made
 
 
 def _figures(row: Row, *, on_gpu: bool) -> list[str]:
     return [
         _three_digits(row.latency_ms),
-        _three_digits(row.p99_ms),
         _three_digits(row.throughput),
         str(row.batch),
         f"{max(row.latency_spread, row.throughput_spread):.0%}" if row.rounds > 1 else "",
@@ -64,7 +63,7 @@ def _three_digits(value: float) -> str:
 
 
 def _remark(row: Row, max_error: float, choice: Row | None) -> str:
-    if row is choice:
+    if row == choice:
         return "chosen"
     if row.failure:
         return "failed"

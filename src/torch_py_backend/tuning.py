@@ -25,11 +25,15 @@ from torch_py_backend.errors import BackendError, TuneError
 from torch_py_backend.options import TABLE
 from torch_py_backend.ranking import Measured, Prefer, Row
 
+# The parameters that are tuned, by every key that means one of them.
+_KEYS = {key: key for key in TUNED} | {
+    other: row.key for row in TABLE if row.key in TUNED for other in row.also
+}
 # What the reference runs without: PyTorch's own optimisation of TorchScript, too.
 _PLAIN = {"DISABLE_OPTIMIZED_EXECUTION": "true"}
 # The share of the free memory that all instances of a candidate may take together.
 _MEMORY = 0.8
-# The first rows of an image batch's four dimensions are the batch.
+# Rows, channels, height and width.
 _IMAGE_RANK = 4
 
 
@@ -61,27 +65,31 @@ class Plan:
     seconds: float
     timeout_s: float
 
+    @property
+    def automatic(self) -> bool:
+        """Whether config.pbtxt leaves the choice to tuned.json."""
+        return self._configured().get("OPTIMIZE", "").strip().lower() == "auto"
+
     def current(self) -> Candidate:
-        """The settings that config.pbtxt has."""
-        parameters = self.document.get("parameters", {})
-        keys = {other: row.key for row in TABLE for other in (row.key, *row.also)}
-        given = {
-            keys[key]: entry["string_value"]
-            for key, entry in parameters.items()
-            if keys.get(key) in TUNED
-        }
+        """The settings that config.pbtxt has; what it leaves to tuned.json is none of them."""
+        given = self._configured()
+        if self.automatic:
+            del given["OPTIMIZE"]
         return Candidate(AS_CONFIGURED, given, self.document["instance_group"][0]["count"])
+
+    def _configured(self) -> dict[str, str]:
+        return {
+            _KEYS[key]: entry["string_value"]
+            for key, entry in self.document.get("parameters", {}).items()
+            if key in _KEYS
+        }
 
     def arguments(
         self, parameters: Mapping[str, str], instances: int, number: int = 0
     ) -> dict[str, str]:
         """What Triton would pass to `initialize` with these settings."""
-        tuned = {other for row in TABLE if row.key in TUNED for other in (row.key, *row.also)}
-        kept = {
-            key: value
-            for key, value in self.document.get("parameters", {}).items()
-            if key not in tuned
-        }
+        given = self.document.get("parameters", {})
+        kept = {key: value for key, value in given.items() if key not in _KEYS}
         (group, *_) = self.document["instance_group"]
         document = {
             **self.document,
@@ -89,8 +97,8 @@ class Plan:
             | {key: {"string_value": value} for key, value in parameters.items()},
             "instance_group": [group | {"count": instances}],
         }
-        given = pbtxt.arguments(self.folder, self.version, document)
-        return given | {"model_instance_name": f"{document['name']}_0_{number}"}
+        told = pbtxt.arguments(self.folder, self.version, document)
+        return told | {"model_instance_name": f"{document['name']}_0_{number}"}
 
 
 class Tuning:

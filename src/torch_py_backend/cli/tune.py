@@ -32,7 +32,7 @@ _INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
 _OUT = Console(highlight=False, emoji=False, soft_wrap=True)
 _ERR = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 # For the table, where a log or a pipe sets no width.
-_WIDTH = 120
+_WIDTH = 100
 
 
 class _Stopped(Exception):  # noqa: N818  no error: the user's wish
@@ -161,7 +161,7 @@ def _refuse_before(plan: Plan, keeping: _Keeping) -> None:
     """What would come out only after the measuring."""
     if plan.inputs is not None and not plan.inputs.is_file():
         raise TuneError(f"{plan.inputs} is not a file; expected inputs in safetensors.")
-    if _automatic(plan) and keeping.folder.resolve() != plan.folder:
+    if plan.automatic and keeping.folder.resolve() != plan.folder:
         raise TuneError(
             'config.pbtxt has OPTIMIZE "auto", which reads tuned.json in the model\'s folder;'
             " leave out --output, or change OPTIMIZE."
@@ -170,16 +170,11 @@ def _refuse_before(plan: Plan, keeping: _Keeping) -> None:
     tuned.refuse_unwritable(keeping.folder)
     if keeping.json_path is not None:
         tuned.refuse_unwritable(keeping.json_path.absolute().parent)
-    if not keeping.dry_run and not _automatic(plan):
+    if not keeping.dry_run and not plan.automatic:
         tuned.refuse_unwritable(plan.folder)
     tuned.chosen(keeping.folder, "")  # a damaged tuned.json, too
     if not report.can_plot():
         _ERR.print("no plot: matplotlib is missing; pip install 'torch-py-backend[tune]'")
-
-
-def _automatic(plan: Plan) -> bool:
-    """Whether the config leaves the choice to tuned.json."""
-    return plan.current().parameters.get("OPTIMIZE", "").strip().lower() == "auto"
 
 
 def _measure(plan: Plan) -> tuple[Tuning, bool]:
@@ -221,11 +216,9 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
 def _keep(tuning: Tuning, keeping: _Keeping, choice: Row | None) -> None:
     """Print the table; save it, unless it holds no choice and the one that is there does."""
     plan = tuning.plan
-    _OUT.print(
-        report.table(tuning.rows, plan.max_error, choice),
-        soft_wrap=False,
-        width=None if _OUT.is_terminal else _WIDTH,
-    )
+    if not _OUT.is_terminal:
+        _OUT.width = max(_OUT.width, _WIDTH)
+    _OUT.print(report.table(tuning.rows, plan.max_error, choice), soft_wrap=False)
     for sentence in report.failures(tuning.rows):
         _OUT.print(sentence, markup=False)
     _OUT.print(f"inputs: {tuning.inputs}; tolerance {plan.max_error:g}; by {plan.prefer.value}")
@@ -269,7 +262,7 @@ def _edited(plan: Plan, candidate: Candidate) -> tuple[str, str]:
 def _write(plan: Plan, keeping: _Keeping, choice: Row) -> None:
     path = plan.folder / "config.pbtxt"
     chosen = escape(str(choice.candidate))
-    if _automatic(plan):
+    if plan.automatic:
         _OUT.print(f'{chosen}: OPTIMIZE "auto" takes it from {tuned.FILE}; {path} is as it was')
         return
     written, edited = _edited(plan, choice.candidate)
