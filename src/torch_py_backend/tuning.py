@@ -9,6 +9,7 @@ has while the others are at work.
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -146,7 +147,9 @@ class Tuning:
 
     def _prepare(self, folder: str) -> dict[str, Any]:
         inputs = None if self.plan.inputs is None else str(self.plan.inputs.absolute())
-        given = {"arguments": self.plan.arguments(_PLAIN, 1), "folder": folder, "inputs": inputs}
+        # Not all cores, for the reason that `candidates.screen` gives.
+        settings = _PLAIN | {"NUM_THREADS": str(max(1, threads.cores() // 2))}
+        given = {"arguments": self.plan.arguments(settings, 1), "folder": folder, "inputs": inputs}
         (told,) = isolation.run_together(
             self.plan.document["name"],
             "torch_py_backend.trial:prepare",
@@ -179,22 +182,22 @@ class Tuning:
         found = candidates.spread(
             facts, self.plan.allowed, [one.candidate for one in ranked], memory
         )
-        known = [(one.parameters, one.instances) for one in self._candidates]
-        return [one for one in found if (one.parameters, one.instances) not in known]
+        known = {_settings(one): one for one in self._candidates}
+        # Those of the screening are measured again: only turns in the same minutes compare.
+        return [known.get(_settings(one), one) for one in found]
 
-    def _rounds(self, folder: str, fresh: Sequence[Candidate]) -> None:
-        self._candidates += fresh
-        total = self._steps + self.plan.rounds * len(fresh)
-        for turn in range(self.plan.rounds):
-            for one in fresh:
+    def _rounds(self, folder: str, group: Sequence[Candidate]) -> None:
+        self._candidates += [one for one in group if one not in self._candidates]
+        total = self._steps + self.plan.rounds * len(group)
+        for _ in range(self.plan.rounds):
+            for one in group:
                 if str(one) not in self._failures:
                     self._progress(one, self._steps, total)
-                    self._measure(folder, one, turn)
+                    self._measure(folder, one)
                 self._steps += 1
             self.screened = True
 
-    def _measure(self, folder: str, candidate: Candidate, turn: int) -> None:
-        name = f"{self._candidates.index(candidate)}-{turn}"
+    def _measure(self, folder: str, candidate: Candidate) -> None:
         # What is served today is measured as it is, with settings that have no effect, too.
         watched = [] if candidate.title == AS_CONFIGURED else sorted(candidate.runtime)
         given = [
@@ -203,7 +206,7 @@ class Tuning:
                 "folder": folder,
                 "seconds": self.plan.seconds,
                 "watched": watched,
-                "place": (number, candidate.instances, name),
+                "place": (number, candidate.instances, f"step{self._steps}"),
             }
             for number in range(candidate.instances)
         ]
@@ -218,6 +221,11 @@ class Tuning:
             self._failures[str(candidate)] = str(error)
         else:
             self._measured.setdefault(str(candidate), []).append(_together(told))
+
+
+def _settings(candidate: Candidate) -> tuple[str, int]:
+    """What makes two candidates the same."""
+    return json.dumps(candidate.parameters, sort_keys=True), candidate.instances
 
 
 def _together(told: Sequence[Mapping[str, Any]]) -> Measured:
