@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from torch_py_backend import completion, editing, pbtxt, ranking, report, repository, tuned
+from torch_py_backend import completion, editing, findings, pbtxt, ranking, repository, tuned
 from torch_py_backend.candidates import TUNED, Allowed, Candidate
 from torch_py_backend.errors import TuneError
 from torch_py_backend.ranking import Prefer, Row
@@ -173,7 +173,7 @@ def _refuse_before(plan: Plan, keeping: _Keeping) -> None:
     if not keeping.dry_run and not plan.automatic:
         tuned.refuse_unwritable(plan.folder)
     tuned.chosen(keeping.folder, "")  # a damaged tuned.json, too
-    if not report.can_plot():
+    if not findings.can_plot():
         _ERR.print("no plot: matplotlib is missing; pip install 'torch-py-backend[tune]'")
 
 
@@ -218,12 +218,12 @@ def _keep(tuning: Tuning, keeping: _Keeping, choice: Row | None) -> None:
     plan = tuning.plan
     if not _OUT.is_terminal:
         _OUT.width = max(_OUT.width, _WIDTH)
-    _OUT.print(report.table(tuning.rows, plan.max_error, choice), soft_wrap=False)
-    for sentence in report.failures(tuning.rows):
+    _OUT.print(findings.table(tuning.rows, plan.max_error, choice), soft_wrap=False)
+    for sentence in findings.failures(tuning.rows):
         _OUT.print(sentence, markup=False)
     _OUT.print(f"inputs: {tuning.inputs}; tolerance {plan.max_error:g}; by {plan.prefer.value}")
     machine = tuned.machine()
-    entry = report.entry(machine, tuning.rows, choice, _conditions(tuning))
+    entry = findings.entry(machine, tuning.rows, choice, _conditions(tuning))
     if keeping.json_path is not None:
         tuned.replace(keeping.json_path, json.dumps(entry, indent=2).encode())
         _OUT.print(f"wrote {keeping.json_path}")
@@ -231,10 +231,10 @@ def _keep(tuning: Tuning, keeping: _Keeping, choice: Row | None) -> None:
         _OUT.print(f"{keeping.folder / tuned.FILE} keeps its earlier choice for this machine")
         return
     _OUT.print(f"wrote {tuned.keep(keeping.folder, entry)}")
-    if report.can_plot():
-        path = keeping.folder / report.PLOT
+    if findings.can_plot():
+        path = keeping.folder / findings.PLOT
         title = f"{plan.document['name']} on {machine['processor']}, {machine['cores']} cores"
-        report.plot(path, title, tuning.rows, plan.max_error, choice)
+        findings.plot(path, title, tuning.rows, plan.max_error, choice)
         _OUT.print(f"wrote {path}")
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from torch_py_backend import report
+from torch_py_backend import findings
 from torch_py_backend.candidates import Candidate
 from torch_py_backend.errors import TuneError
 from torch_py_backend.ranking import Row
@@ -34,7 +34,7 @@ _ROWS = [_EAGER, _FROZEN, _WRONG, _FAILED]
 
 def _printed(*arguments: Any, width: int = 120) -> list[str]:
     written = io.StringIO()
-    Console(width=width, file=written, color_system=None).print(report.table(*arguments))
+    Console(width=width, file=written, color_system=None).print(findings.table(*arguments))
     return [" ".join(line.split()) for line in written.getvalue().splitlines()]
 
 
@@ -58,12 +58,12 @@ def test_memory_of_a_gpu() -> None:
 
 def test_failures() -> None:
     """Why a candidate failed is said in full."""
-    assert report.failures(_ROWS) == ["compile, auto threads x 1: model 'digits': it hangs [/]."]
+    assert findings.failures(_ROWS) == ["compile, auto threads x 1: model 'digits': it hangs [/]."]
 
 
 def test_entry() -> None:
     """An entry of tuned.json has the machine, the rows and the choice, and is strict JSON."""
-    made = report.entry({"cores": 2}, _ROWS, _FROZEN, {"rounds": 3})
+    made = findings.entry({"cores": 2}, _ROWS, _FROZEN, {"rounds": 3})
     told = json.loads(json.dumps(made, allow_nan=False))
     assert told["machine"] == {"cores": 2}
     assert told["chosen"] == {"parameters": {}, "instances": 3}
@@ -73,18 +73,18 @@ def test_entry() -> None:
         "[bold]bf16",
         "compile",
     ]
-    assert report.entry({}, _ROWS, None, {})["chosen"] is None
+    assert findings.entry({}, _ROWS, None, {})["chosen"] is None
 
 
 @pytest.mark.parametrize("rows", [_ROWS, [_FAILED], [], [_WRONG], [_EAGER]])
 def test_plot(tmp_path: Path, rows: list[Row]) -> None:
     """The plot is a PNG, whatever was measured."""
     choice = rows[0] if rows and rows[0] is _EAGER else None
-    report.plot(tmp_path / "a.png", "a [title] $x_", rows, 0.1, choice)
+    findings.plot(tmp_path / "a.png", "a [title] $x_", rows, 0.1, choice)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_that_cannot_be_written(tmp_path: Path) -> None:
     """A folder that went away is one sentence."""
     with pytest.raises(TuneError, match="cannot write"):
-        report.plot(tmp_path / "nowhere" / "a.png", "title", _ROWS, 0.1, None)
+        findings.plot(tmp_path / "nowhere" / "a.png", "title", _ROWS, 0.1, None)
