@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch_py_backend import dtypes
+from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.config import ModelConfig, TensorSpec
 from torch_py_backend.options import Options
 
@@ -36,6 +37,11 @@ def config(folder: Path = Path("/models/digits"), **overrides: Any) -> ModelConf
         options=Options(**options),
     )
     return dataclasses.replace(plain, **overrides)
+
+
+def artifact() -> Artifact:
+    """A model that lies nowhere, for engines whose module is made in the test."""
+    return Artifact(Kind.FACTORY, Path("/models/digits/1"))
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:

@@ -17,7 +17,19 @@ sys.modules.setdefault("triton_python_backend_utils", fake_triton)
 
 
 @pytest.fixture
-def process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def dynamo() -> Iterator[None]:
+    """What a compiled model changes of torch.compile's settings is put back afterwards."""
+    settings = torch._dynamo.config
+    limits = settings.recompile_limit, settings.accumulated_recompile_limit
+    yield
+    settings.recompile_limit, settings.accumulated_recompile_limit = limits
+    torch._inductor.config.freezing = False
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     """A process that a model may settle in: what it changes is put back afterwards."""
     fake_triton.Logger.lines.clear()
     # torch takes this call once in a process; every test is one.

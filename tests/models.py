@@ -44,6 +44,17 @@ class Affine(nn.Module):
         return self.linear(x) + self.offset
 
 
+class Sum(nn.Module):
+    """Takes a list whose items may be None."""
+
+    def forward(self, tensors: list[Tensor | None]) -> Tensor:
+        total = torch.zeros(1)
+        for tensor in tensors:
+            if tensor is not None:
+                total = total + tensor
+        return total
+
+
 class Negate(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return -x

@@ -407,6 +407,26 @@ _SCALARS: Arrays = {
 _BLOBS = np.array([[b"\xff\x00", b"a"], [b"", b"\xfe"]], dtype=np.object_)
 _POSITIVE = abs(floats(2, 4, seed=5)) + 1
 
+_TYPED_DICT = """
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from torch import Tensor
+from typing_extensions import NotRequired, TypedDict
+
+
+class Batch(TypedDict):
+    x: Tensor
+    power: Annotated[int, "at least 1"]
+    unit: NotRequired[Literal["one", "ten"]]
+
+
+def forward(batch: Batch) -> Tensor:
+    assert type(batch["power"]) is int
+    return batch["x"] ** batch["power"] * (10 if batch.get("unit") == "ten" else 1)
+"""
+
 CALLS = (
     Scenario(
         "optional_inputs",
@@ -441,6 +461,30 @@ CALLS = (
                 Refused(400, ("input 'power' holds 2 values", "an int")),
             ),
         ),
+    ),
+    Scenario(
+        "typed_dict",
+        text(_TYPED_DICT),
+        config({"x": [4]}, {"y": [4]}, parameters={"WARMUP": "false"})
+        + tensor("input", "power", [1], "INT64")
+        + tensor("input", "unit", [1], "STRING", more="optional: true"),
+        (
+            Call({"x": _X, "power": np.array([[2]] * 2)}, {"y": _X**2}),
+            Call(
+                {
+                    "x": _X,
+                    "power": np.array([[1]] * 2),
+                    "unit": np.array([["ten"]] * 2, dtype=np.object_),
+                },
+                {"y": _X * 10},
+            ),
+        ),
+    ),
+    Scenario(
+        "torchscript_list_of_optionals",
+        script(models.Sum()),
+        config({"ARGS[0][0]": [4], "ARGS[0][1]": [4]}, {"y": [4]}),
+        (Call({"ARGS[0][0]": _A, "ARGS[0][1]": _B}, {"y": _A + _B}),),
     ),
     Scenario(
         "lists",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend import batching
-from torch_py_backend.batching import ANY_ROWS, Item, Rows, Value
+from torch_py_backend.batching import Item, Rows, Value
 
 
 def item(rows: int, start: float = 0.0, width: int = 2) -> dict[str, Any]:
@@ -132,19 +132,22 @@ def test_nothing_asked_for_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "free"),
+    ("rows", "taken", "refused"),
     [
-        (ANY_ROWS, True),
-        (Rows(0, None), True),
-        (Rows(2, None), False),
-        (Rows(1, 8), False),
-        (Rows(4, 4), False),
+        (Rows(), (0, 1, 100), ()),
+        (Rows(2, None), (0, 2, 3), (1,)),
+        (Rows(1, 8), (0, 1, 8), (9,)),
+        (Rows(4, 4), (0, 4), (3, 5)),
+        (Rows(1, 4, (1, 2, 4)), (0, 1, 2, 4), (3, 5)),
     ],
     ids=str,
 )
-def test_free_rows_need_no_fitting(rows: Rows, free: bool) -> None:
-    """Only a program that takes any number of rows is called with what there is."""
-    assert rows.free is free
+def test_rows_that_are_one_call_as_they_are(
+    rows: Rows, taken: tuple[int, ...], refused: tuple[int, ...]
+) -> None:
+    """Only a batch that must be filled up or taken apart is touched; an empty one never."""
+    assert all(map(rows.take, taken))
+    assert not any(map(rows.take, refused))
 
 
 @pytest.mark.parametrize(
@@ -163,6 +166,9 @@ def test_free_rows_need_no_fitting(rows: Rows, free: bool) -> None:
         pytest.param(3, Rows(2, None), [([0, 1, 2], 3)], id="more than the least"),
         pytest.param(3, Rows(2, 2), [([0, 1], 2), ([2, 2], 1)], id="pairs"),
         pytest.param(3, Rows(1, 2), [([0, 1], 2), ([2], 1)], id="at most two"),
+        pytest.param(3, Rows(1, 4, (1, 2, 4)), [([0, 1, 2, 2], 3)], id="to a bucket"),
+        pytest.param(7, Rows(2, 4, (2, 4)), [([0, 1, 2, 3], 4), ([4, 5, 6, 6], 3)], id="buckets"),
+        pytest.param(5, Rows(2, 4, (2, 4)), [([0, 1, 2, 3], 4), ([4, 4], 1)], id="two buckets"),
     ],
 )
 def test_columns_are_fitted_to_the_rows_of_a_program(

@@ -3,7 +3,7 @@
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import build
 import pytest
@@ -627,6 +627,142 @@ def test_parts_of_an_argument_are_tensors() -> None:
 
     assert set(inputs.takes) == {Takes.TENSOR}
     assert set(whole.takes) == {Takes.TENSOR}
+
+
+# --- dicts of known keys -----------------------------------------------------------------------
+
+
+class Pair(TypedDict):
+    x: Tensor
+    mask: Tensor | None
+
+
+class More(Pair, total=False):
+    size: int
+
+
+def takes_pair(pair: Pair) -> Any:
+    return pair
+
+
+def takes_more(more: More | None = None, scale: Any = "default") -> Any:
+    return more, scale
+
+
+def takes_more_and_scale(more: More, scale: Tensor, size: Tensor) -> Any:
+    return more, scale, size
+
+
+@pytest.mark.parametrize(
+    ("forward", "names", "received"),
+    [
+        pytest.param(takes_pair, ["mask", "x"], {"x": "x", "mask": "mask"}, id="keys"),
+        pytest.param(takes_pair, ["x"], {"x": "x", "mask": None}, id="key-that-may-be-none"),
+        pytest.param(
+            takes_pair, ["i__1", "i__0"], {"x": "i__0", "mask": "i__1"}, id="numbers-of-keys"
+        ),
+        pytest.param(
+            takes_pair,
+            ["ARGS[0][x]", "KWARGS[pair][mask]"],
+            {"x": "ARGS[0][x]", "mask": "KWARGS[pair][mask]"},
+            id="paths",
+        ),
+        pytest.param(
+            takes_more,
+            ["x", "size"],
+            ({"x": "x", "mask": None, "size": "size"}, "default"),
+            id="more",
+        ),
+        pytest.param(
+            takes_more_and_scale,
+            ["scale", "x", "size"],
+            ({"x": "x", "mask": None}, "scale", "size"),
+            id="an-argument's-name-first",
+        ),
+        pytest.param(
+            takes_more_and_scale,
+            ["i__1", "i__2", "x", "ARGS[0][size]"],
+            ({"x": "x", "mask": None, "size": "ARGS[0][size]"}, "i__1", "i__2"),
+            id="numbers-of-arguments",
+        ),
+    ],
+)
+def test_keys_are_inputs(forward: Callable[..., Any], names: list[str], received: Any) -> None:
+    """An argument that is a TypedDict gets its keys, each from an input of its own."""
+    assert called(forward, names) == received
+
+
+def test_keys_become_what_their_annotations_say() -> None:
+    """A key that holds an int gets an int."""
+    inputs = bound(takes_more, ["x", "size"])
+
+    assert dict(zip(inputs.names, inputs.takes, strict=True)) == {
+        "x": Takes.TENSOR,
+        "size": Takes.INT,
+    }
+
+
+@pytest.mark.parametrize(
+    ("left_out", "received"), [(["size"], {"x": "x", "mask": "mask"}), (["mask"], {"x": "x"})]
+)
+def test_keys_that_can_be_left_out(left_out: list[str], received: dict[str, str]) -> None:
+    """Of keys, those that need not be there are left away, and those that may be None are None."""
+    more, _ = called(takes_more, ["x", "mask", "size"], *left_out)
+
+    rest = {"mask": None, "size": "size"} if left_out == ["mask"] else {}
+    assert more == received | rest
+
+
+@pytest.mark.parametrize(
+    ("forward", "names", "left_out", "says"),
+    [
+        pytest.param(
+            takes_pair,
+            ["x", "y"],
+            [],
+            ["has no key y; expected names among x, mask"],
+            id="stranger",
+        ),
+        pytest.param(takes_pair, ["i__2"], [], ["has no key i__2"], id="number-out-of-range"),
+        pytest.param(takes_pair, ["pair"], [], ["has no key pair"], id="whole"),
+        pytest.param(
+            takes_pair, ["mask"], [], ["the inputs mask do not make the dict pair"], id="missing"
+        ),
+        pytest.param(
+            takes_pair,
+            ["x", "mask"],
+            ["x"],
+            ["expected inputs for its keys x, mask"],
+            id="optional",
+        ),
+        pytest.param(takes_pair, ["x", "i__0"], [], ["feed the same argument"], id="twice"),
+        pytest.param(
+            takes_pair, ["ARGS[0][y]"], [], ["do not make the dict pair"], id="path-to-a-stranger"
+        ),
+        pytest.param(
+            takes_more_and_scale,
+            ["more", "scale", "size"],
+            [],
+            ["the inputs more do not make the dict more"],
+            id="whole-of-several",
+        ),
+        pytest.param(
+            takes_more_and_scale,
+            ["y", "x", "scale"],
+            [],
+            ["names among more", "mask"],
+            id="unknown",
+        ),
+    ],
+)
+def test_keys_that_do_not_fit_are_refused(
+    forward: Callable[..., Any], names: list[str], left_out: list[str], says: list[str]
+) -> None:
+    """Unknown keys, missing keys and a tensor in the place of the dict fail the load."""
+    with pytest.raises(BindingError) as raised:
+        bound(forward, names, left_out)
+
+    assert all(part in str(raised.value) for part in says), str(raised.value)
 
 
 def test_places_are_told_for_people() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ import pytest
 import safetensors.torch
 import scenarios
 import torch
+import typer
 
-from torch_py_backend import completion, examination, pbtxt
+from torch_py_backend import completion, examination, isolation, pbtxt
+from torch_py_backend.cli.check import check
 
 _APP = "from torch_py_backend.cli import app; app()"
 
@@ -74,6 +77,22 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
             ["check", "/no/[extra]/[/x]"],
             "/no/[extra]/[/x] is not a folder",
         ),
+        (["bench", "/no/such/models", "m"], "'/no/such/models' is neither a folder nor an address"),
+        (["bench", "localhost:8001", "m"], "grpc://host:port or http://host:port"),
+        (["bench", "ftp://localhost:8001", "m"], "grpc://host:port or http://host:port"),
+        (["bench", ".", "m"], "has no model 'm'; its models: "),
+        (["bench", ".", "m", "--rate=1", "--concurrency=1"], "are both given"),
+        (["bench", ".", "m", "--rate=0"], "--rate is '0'; expected numbers above 0"),
+        (["bench", ".", "m", "--rate=nan"], "--rate is 'nan'"),
+        (["bench", ".", "m", "--concurrency=1,,2"], "--concurrency is '1,,2'; expected integers"),
+        (["bench", ".", "m", "--concurrency=1.5"], "--concurrency is '1.5'"),
+        (["bench", ".", "m", "--duration=0"], "--duration is 0; expected more than 0 seconds"),
+        (["bench", ".", "m", "--warmup=-1"], "--warmup is -1; expected 0 or more seconds"),
+        (["bench", ".", "m", "--protocol=tcp"], "--protocol is 'tcp'; expected grpc or http"),
+        (["bench", "http://h:1", "m", "--protocol=grpc"], "--protocol is grpc, and http://h:1"),
+        (["bench", ".", "m", "--json=/no/such/a.json"], "cannot write /no/such/a.json: No such"),
+        (["bench", ".", "m", "--json=/"], "cannot write /: it is a folder"),
+        (["bench", ".", "m", "--plot=a.gif"], "expected a name that ends in .png or .html"),
     ],
     ids=[
         "repository",
@@ -84,6 +103,22 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
         "init-nothing",
         "init-a-folder",
         "brackets",
+        "bench-nothing",
+        "bench-no-scheme",
+        "bench-other-scheme",
+        "bench-model",
+        "bench-two-loads",
+        "bench-no-rate",
+        "bench-rate-nan",
+        "bench-concurrency-gap",
+        "bench-half-concurrency",
+        "bench-duration",
+        "bench-warmup",
+        "bench-protocol",
+        "bench-two-protocols",
+        "bench-json",
+        "bench-json-folder",
+        "bench-plot",
     ],
 )
 def test_refusals(arguments: list[str], says: str) -> None:
@@ -99,7 +134,7 @@ def test_help_names_the_commands() -> None:
     """Help lists every command."""
     done = _run("--help")
     assert done.returncode == 0
-    for command in ("serve", "init", "check", "install"):
+    for command in ("serve", "init", "check", "install", "bench"):
         assert f" {command} " in done.stdout
 
 
@@ -268,6 +303,35 @@ def test_check_of_one_model(tmp_path: Path) -> None:
     assert _tree(tmp_path) == before
 
 
+def test_check_in_time(tmp_path: Path) -> None:
+    """--timeout bounds also what tells the inputs and outputs; a model's own limit may be less."""
+    _lay_out(tmp_path, "hangs")
+    (tmp_path / "hangs" / "config.pbtxt").write_text(_BARE)
+    done = _run("check", "--json", "--timeout=1", str(tmp_path))
+    (hung,) = json.loads(done.stdout)["models"]
+    assert "trying the model took longer than 1 seconds" in hung["error"]
+
+
+def test_check_leaves_less_time_for_the_second_try(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was spent on completing a config is not given once more to its model."""
+    given: list[float] = []
+
+    def run(_model: str, task: str, _arguments: Any, seconds: float) -> dict[str, Any]:
+        given.append(seconds)
+        time.sleep(0.2)
+        return {"input": [], "output": [], "max_batch_size": 0} if "schema" in task else {}
+
+    monkeypatch.setattr(isolation, "run", run)
+    _lay_out(tmp_path, "gaps [red] ü")
+    with pytest.raises(typer.Exit):
+        check(tmp_path, as_json=True, timeout=9.0)
+    completing, trying = given
+    assert completing == 9.0
+    assert 0 < trying < completing
+
+
 def test_check_of_an_empty_folder(tmp_path: Path) -> None:
     """A folder without models is a problem and exit code 1, in words and in JSON."""
     done = _run("check", str(tmp_path))
@@ -320,7 +384,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 _MADE = {
     "script": (["model.pt", "example_inputs.safetensors"], "x", 8),
     "classifier.v1": (["model.py", "model.safetensors"], "x", 8),
-    _ODD: (["model.pt2"], "x", 8),
+    _ODD: (["model.pt2"], "x", 64),
 }
 
 
@@ -368,6 +432,30 @@ def test_check_of_what_init_made(made: Path) -> None:
     document = json.loads(done.stdout)
     assert {one["model"] for one in document["models"]} == set(_MADE)
     assert not any("error" in one or one["notes"] for one in document["models"]), done.stdout
+
+
+@pytest.mark.parametrize("link", [[], ["--link"]], ids=["copied", "linked"])
+def test_init_takes_what_the_source_needs(tmp_path: Path, link: list[str]) -> None:
+    """Modules of the source's folder and the shards of its weights are served with it."""
+    first, _, _ = models.source(models.Affine).partition("class ")
+    source = f"{first}from layers.affine import Affine as Base\n\n\nclass Net(Base):\n    pass\n"
+    scenarios.text(source + kinds._EXAMPLE_FUNCTION, "net.py")(tmp_path)
+    (tmp_path / "layers").mkdir()
+    scenarios.text("", "layers/__init__.py")(tmp_path)
+    scenarios.text(models.source(models.Affine), "layers/affine.py")(tmp_path)
+    scenarios.text("not wanted", "notes.py")(tmp_path)
+    state = scenarios.affine().state_dict()
+    index = {"weight_map": {key: f"net-{number}.safetensors" for number, key in enumerate(state)}}
+    for key, file in index["weight_map"].items():
+        scenarios.safe({key: state[key]}, file)(tmp_path)
+    scenarios.text(json.dumps(index), "net.safetensors.index.json")(tmp_path)
+    done = _run("init", "net.py", *link, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "loads and runs" in done.stdout, done.stdout
+    version = tmp_path / "net" / "1"
+    files = [str(path.relative_to(version)) for path in version.rglob("*") if path.is_file()]
+    taken = {"layers/__init__.py", "layers/affine.py", *index["weight_map"].values()}
+    assert set(files) == taken | {"model.py", "model.safetensors.index.json"}
 
 
 def test_init_without_examples(tmp_path: Path) -> None:

@@ -1,5 +1,4 @@
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 import build
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch_py_backend import compilation
 from torch_py_backend.artifacts import Kind
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import LoadError, OptionError
+from torch_py_backend.errors import CompileError, LoadError, OptionError
 
 
 class Branching(nn.Module):
@@ -26,16 +25,32 @@ class Scaled(nn.Module):
 
 
 @pytest.fixture(autouse=True)
-def recompile_limit() -> Iterator[int]:
-    """Torch's limit, put back after a test that raised it."""
-    limit = torch._dynamo.config.recompile_limit
-    yield limit
-    torch._dynamo.config.recompile_limit = limit
-    torch._dynamo.reset()
+def recompile_limit(dynamo: None) -> int:
+    """Torch's own limit."""
+    limit: int = torch._dynamo.config.recompile_limit
+    return limit
 
 
 def config(parameters: dict[str, Any] | None, **overrides: Any) -> ModelConfig:
     return build.config(torch_compile_optional_parameters=parameters, **overrides)
+
+
+def compiled(settings: ModelConfig, module: Any) -> compilation.Compiled:
+    """The module, compiled."""
+    made = compilation.apply(settings, Kind.MODULE, module)
+    assert made is not None
+    return made
+
+
+def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Our own lines; torch has others to tell."""
+    return [one.getMessage() for one in caplog.records if one.name == compilation.__name__]
+
+
+def graphs() -> int:
+    """How many graphs have been compiled since the counters were cleared."""
+    count: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return count
 
 
 @pytest.mark.parametrize(
@@ -58,9 +73,7 @@ def test_compilation_is_asked_for_by_the_parameter(
 @pytest.mark.parametrize("parameters", [None, {"disable": True}], ids=["unset", "disabled"])
 def test_eager_model_is_left_alone(parameters: dict[str, Any] | None) -> None:
     """Without a wish for it the module is served as it is."""
-    module = Scaled()
-
-    assert compilation.apply(config(parameters), Kind.MODULE, module) is module
+    assert compilation.apply(config(parameters), Kind.MODULE, Scaled()) is None
 
 
 @pytest.mark.parametrize("module", [Scaled(), lambda x: x * 3], ids=["module", "function"])
@@ -69,10 +82,10 @@ def test_model_is_compiled(module: Any) -> None:
     x = torch.ones(2)
     torch._dynamo.utils.counters.clear()
 
-    compiled = compilation.apply(config({"backend": "eager"}), Kind.MODULE, module)
+    made = compiled(config({"backend": "eager"}), module)
 
-    assert torch.equal(compiled(x), module(x))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(made(x), module(x))
+    assert graphs() == 1
 
 
 def test_parameters_reach_torch_compile() -> None:
@@ -80,11 +93,11 @@ def test_parameters_reach_torch_compile() -> None:
     whole = config({"backend": "eager", "fullgraph": True})
     parts = config({"backend": "eager"})
 
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        compilation.apply(whole, Kind.MODULE, Branching())(torch.ones(1))
+    with pytest.raises(CompileError, match=r"torch\.compile failed"):
+        compiled(whole, Branching())(torch.ones(1))
     torch._dynamo.reset()
 
-    result = compilation.apply(parts, Kind.MODULE, Branching())(torch.ones(1))
+    result = compiled(parts, Branching())(torch.ones(1))
     assert torch.equal(result, torch.full((1,), 2.0))
 
 
@@ -92,7 +105,7 @@ def test_torchscript_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
     """TorchScript is served as it is, and one line says that the parameter has no effect."""
     module = torch.jit.script(Scaled())
 
-    assert compilation.apply(config({}), Kind.TORCHSCRIPT, module) is module
+    assert compilation.apply(config({}), Kind.TORCHSCRIPT, module) is None
 
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -133,13 +146,13 @@ def test_every_row_count_may_have_its_graph(
 def test_static_model_is_compiled_for_each_row_count() -> None:
     """With static shapes no batch size up to the largest falls back to eager."""
     parameters = {"backend": "eager", "dynamic": False, "fullgraph": True}
-    compiled = compilation.apply(config(parameters, max_batch_size=12), Kind.MODULE, Scaled())
+    made = compiled(config(parameters, max_batch_size=12), Scaled())
     torch._dynamo.utils.counters.clear()
 
     for rows in range(1, 13):
-        compiled(torch.ones(rows, 4))
+        made(torch.ones(rows, 4))
 
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 12
+    assert graphs() == 12
 
 
 @pytest.mark.parametrize(
@@ -160,3 +173,100 @@ def test_what_torch_compile_refuses_fails_the_load(parameters: dict[str, Any], s
     assert isinstance(raised.value, LoadError)
     assert "'digits': the parameter TORCH_COMPILE_OPTIONAL_PARAMETERS is" in str(raised.value)
     assert said in str(raised.value)
+
+
+# --- sealed: what a request meets ------------------------------------------------------------
+
+
+def test_one_graph_serves_all_row_counts() -> None:
+    """The rows are marked as varying: beside one row, which is special, one graph does for all."""
+    made = compiled(config({"backend": "eager"}), Scaled())
+    torch._dynamo.utils.counters.clear()
+
+    for rows in (8, 1, 2, 3, 4, 5, 6, 7):
+        made(torch.ones(rows, 4))
+
+    assert graphs() == 2
+
+
+def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A shape that the warm-up did not meet runs eagerly, with one line in the log for all."""
+    made = compiled(config({"backend": "eager"}), Scaled())
+    made(torch.ones(8, 4))
+    sealed = made.seal()
+    torch._dynamo.utils.counters.clear()
+
+    for shape in ((8, 4), (3, 4), (1, 4), (2, 5), (2, 4, 4), (1, 4)):
+        assert torch.equal(sealed(torch.ones(shape)), torch.full(shape, 3.0))
+
+    assert graphs() == 0
+    (message,) = ours(caplog)
+    assert "[[1, 4]] were not met in the warm-up" in message
+
+
+def test_sealed_model_raises_what_the_model_raises() -> None:
+    """An error of the model's own is not mistaken for a missing graph."""
+
+    def forward(x: Tensor) -> Tensor:
+        torch._assert_async(x.sum() > 0, "negative")
+        return x
+
+    made = compiled(config({"backend": "eager"}), forward)
+    made(torch.ones(2, 4))
+
+    with pytest.raises(RuntimeError, match="negative"):
+        made.seal()(-torch.ones(2, 4))
+
+
+def broken(graph: Any, samples: Any) -> Any:
+    raise OSError("no working compiler")
+
+
+@pytest.mark.parametrize("seals", [False, True])
+def test_model_that_cannot_be_compiled_runs_eagerly(
+    seals: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A compiler that is missing or fails costs speed and a line in the log, not the service."""
+    made = compiled(config({"backend": broken}), Scaled())
+
+    for _ in range(2):
+        assert torch.equal(made(torch.ones(2, 4)), torch.full((2, 4), 3.0))
+    if seals:
+        assert torch.equal(made.seal()(torch.ones(5, 4)), torch.full((5, 4), 3.0))
+
+    (message,) = ours(caplog)
+    assert "cannot be compiled and runs eagerly" in message
+    assert "no working compiler" in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        config({"backend": broken}, compile_required=True),
+        config({"backend": broken, "fullgraph": True}),
+    ],
+    ids=["COMPILE_REQUIRED", "fullgraph"],
+)
+def test_compilation_that_is_required_fails_the_load(settings: ModelConfig) -> None:
+    """Who insists on a compiled model is told what the compiler said."""
+    with pytest.raises(CompileError, match=r"torch\.compile failed: .*no working compiler"):
+        compiled(settings, Scaled())(torch.ones(2, 4))
+
+
+def test_error_of_the_model_is_its_own() -> None:
+    """A model that fails eagerly, too, is not blamed on the compiler."""
+
+    def forward(x: Tensor) -> Tensor:
+        return x @ torch.ones(3, 3)
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        compiled(config({"backend": "eager"}), forward)(torch.ones(2, 4))
+
+
+def test_frozen_weights_are_constants() -> None:
+    """OPTIMIZE freeze reaches inductor, and the next model does not inherit it."""
+    compiled(config({}, optimize=("freeze",)), Scaled())
+    assert torch._inductor.config.freezing
+
+    compiled(config({}), Scaled())
+    assert not torch._inductor.config.freezing

@@ -128,6 +128,17 @@ def test_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
 
 
+@pytest.mark.parametrize(("asked", "given"), [(5.5, 5.5), (7.0, 7), (600.0, 7)])
+def test_smaller_limit_counts(monkeypatch: pytest.MonkeyPatch, asked: float, given: float) -> None:
+    """Who asks may give less time than the config does, and not more."""
+    model = _Model(_BATCHED)
+    monkeypatch.setattr(isolation, "run", model)
+    parameters = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "7"}}
+    arguments = build.arguments(parameters=parameters, input=[], output=[])
+    completion.complete(arguments, json.loads(arguments["model_config"]), asked)
+    assert model.asked[0][-1] == given
+
+
 def test_wrong_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     """A parameter that is refused at load is refused before a child is started."""
     model = _Model(_BATCHED)

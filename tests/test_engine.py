@@ -46,9 +46,9 @@ def engine(function: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any
     spec = build.spec("x", dims=(-1,))
     settings = build.config(inputs=(spec,), outputs=(build.spec("y", dims=(-1,)),), **overrides)
     argument = Argument("x", True, Passing.POSITIONAL, Takes.TENSOR, "x")
-    loaded = Loaded(Kind.MODULE, function, Signature((argument,)), (), rows)
+    loaded = Loaded(Kind.MODULE, function, Signature((argument,)), None, rows)
     surroundings = runtime.surround(Options(), torch.device("cpu"), ())
-    return Engine(settings, loaded, surroundings)
+    return Engine(settings, loaded, surroundings, build.artifact())
 
 
 def items(*shapes: tuple[int, ...]) -> list[Any]:
@@ -185,8 +185,9 @@ def whole(
 ) -> Engine:
     """An engine of a function as it would be loaded from a source."""
     settings = build.config(inputs=inputs, outputs=outputs, **overrides)
-    loaded = Loaded(Kind.MODULE, function, signatures.of_function(function), ())
-    return Engine(settings, loaded, runtime.surround(Options(), torch.device("cpu"), ()))
+    loaded = Loaded(Kind.MODULE, function, signatures.of_function(function))
+    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    return Engine(settings, loaded, surroundings, build.artifact())
 
 
 def texts(*rows: Any) -> Any:

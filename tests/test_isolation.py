@@ -151,12 +151,20 @@ def leaves_a_thread():
     return "answered"
 
 
-def leaves_a_process(note, hang):
-    other = subprocess.Popen(["sleep", "600"])
+def leaves_a_process(note, hang, apart):
+    other = subprocess.Popen(["sleep", "600"], start_new_session=apart)
     Path(note).write_text(str(other.pid))
     if hang:
         time.sleep(600)
     return "answered"
+
+
+def forks_apart(note):
+    if os.fork() == 0:
+        os.setsid()
+        other = subprocess.Popen(["sleep", "600"])
+        Path(note).write_text(f"{os.getpid()} {other.pid}")
+    time.sleep(600)
 """
 
 
@@ -323,16 +331,27 @@ def test_time_limit() -> None:
         _run("ignores_signals", seconds=0.5)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["same-session", "own-session"])
 @pytest.mark.parametrize("hang", [True, False], ids=["time-is-over", "answered"])
-def test_grandchildren_end(tmp_path: Path, hang: bool) -> None:
+def test_grandchildren_end(tmp_path: Path, hang: bool, apart: bool) -> None:
     """What the function has started ends with it, when its time is over and when it answered."""
     note = tmp_path / "pid"
     if hang:
         with pytest.raises(LoadError, match="took longer"):
-            _run("leaves_a_process", seconds=3, note=str(note), hang=True)
+            _run("leaves_a_process", seconds=3, note=str(note), hang=True, apart=apart)
     else:
-        assert _run("leaves_a_process", note=str(note), hang=False) == "answered"
+        assert _run("leaves_a_process", note=str(note), hang=False, apart=apart) == "answered"
     assert _ends(int(note.read_text()))
+
+
+def test_child_ends_that_left_its_session(tmp_path: Path) -> None:
+    """A fork that leads a session of its own, and what it has started there, end as well."""
+    note = tmp_path / "pid"
+    with pytest.raises(LoadError, match="took longer"):
+        _run("forks_apart", seconds=3, note=str(note))
+    leader, its_child = map(int, note.read_text().split())
+    assert _ends(leader)
+    assert _ends(its_child)
 
 
 def _ends(pid: int) -> bool:

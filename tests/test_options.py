@@ -155,14 +155,32 @@ def test_count_is_a_number_of_at_least_one(key: str, text: str, value: int) -> N
 
 
 @pytest.mark.parametrize("key", KEYS_OF_COUNTS)
-@pytest.mark.parametrize("text", ["0", "-1", "1.5", "", "four", "0x4", "1e3", "inf"])
+@pytest.mark.parametrize("text", ["1.5", "", "four", "0x4", "1e3", "inf"])
 def test_wrong_count_is_refused(key: str, text: str) -> None:
     """A thread count that is none is refused under the key that the user wrote."""
     with pytest.raises(OptionError) as raised:
         parsed(**{key: text})
 
     assert f"the parameter {key} is '{text}'" in str(raised.value)
-    assert "expected an integer of at least 1" in str(raised.value)
+    assert "expected an integer" in str(raised.value)
+
+
+@pytest.mark.parametrize("key", [row.key for row in COUNTS])
+@pytest.mark.parametrize("text", ["0", "-1"])
+def test_count_below_one_is_refused(key: str, text: str) -> None:
+    """Where LibTorch has no say, a count is a count."""
+    with pytest.raises(OptionError, match=f"{key} is '{text}'; expected an integer of at least 1"):
+        parsed(**{key: text})
+
+
+@pytest.mark.parametrize("key", ["INTRA_OP_THREAD_COUNT", "INTER_OP_THREAD_COUNT"])
+@pytest.mark.parametrize("text", ["0", "-1", " -64 "])
+def test_libtorchs_count_below_one_is_unset(key: str, text: str) -> None:
+    """LibTorch's backend keeps its default then; so what else the config says counts."""
+    assert parsed(**{key: text}) == Options()
+    assert parsed(**{key: text, "NUM_THREADS": "3", "NUM_INTEROP_THREADS": "3"}) == Options(
+        num_threads=3, num_interop_threads=3
+    )
 
 
 @pytest.mark.parametrize("row", TEXTS, ids=key_of)

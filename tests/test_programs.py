@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,6 +79,11 @@ def loaded(folder: Path, *names: str, device: torch.device | None = CPU, rows: i
     return programs.load_exported(settings, folder / "1" / "model.pt2", device)
 
 
+def weights(program: Program) -> list[Tensor]:
+    assert program.owner is not None
+    return [*program.owner.parameters(), *program.owner.buffers()]
+
+
 def called(program: Program, columns: Mapping[str, Tensor]) -> Any:
     inputs = binding.bind_inputs(build.MODEL, list(columns), program.signature)
     return inputs.call(program.module, [columns[name] for name in inputs.names])
@@ -96,7 +105,7 @@ def test_program_computes_what_was_exported(tmp_path: Path) -> None:
     program = loaded(tmp_path, "x")
 
     assert torch.equal(called(program, {"x": x}), module(x))
-    assert sorted(tensor.shape for tensor in program.weights) == [(3,), (3,), (3, 2)]
+    assert sorted(tensor.shape for tensor in weights(program)) == [(3,), (3,), (3, 2)]
 
 
 @pytest.mark.parametrize(("device", "found"), [(CPU, "cpu"), (torch.device("meta"), "meta")])
@@ -106,14 +115,14 @@ def test_program_is_moved_to_its_device(device: torch.device, found: str, tmp_pa
 
     program = loaded(tmp_path, "x", device=device)
 
-    assert {tensor.device.type for tensor in program.weights} == {found}
+    assert {tensor.device.type for tensor in weights(program)} == {found}
 
 
 def test_program_that_places_itself_stays_there(tmp_path: Path) -> None:
     """With KIND_MODEL a program stays where it was exported."""
     exported(tmp_path, Net(), (torch.rand(4, 2),), dims=(dynamic(),))
 
-    assert {one.device.type for one in loaded(tmp_path, "x", device=None).weights} == {"cpu"}
+    assert {one.device.type for one in weights(loaded(tmp_path, "x", device=None))} == {"cpu"}
 
 
 A, B, C, D, S = (torch.full((2, 2), number) for number in (1.0, 2.0, 3.0, 4.0, 0.5))
@@ -488,6 +497,77 @@ def test_rows_of_a_package_are_found_out(
 
     assert aoti(tmp_path, monkeypatch, loader).rows == rows
     assert [leaf.shape for leaf in loader.calls[0]] == [(1, 2)] * 3
+
+
+class Loud(Loader):
+    """Writes on standard error itself, as AOTInductor's runtime does, whatever it then raises."""
+
+    def run(self, leaves: list[Tensor]) -> list[Tensor]:
+        os.write(2, b"Error: what the runtime prints\n")
+        return super().run(leaves)
+
+
+@pytest.mark.parametrize(
+    ("refuses", "heard"),
+    [
+        pytest.param("dim value is too small at 0, expected it to be >= 2", 1, id="refusal"),
+        pytest.param("CUDA error: something else", 2, id="fails-otherwise"),
+        pytest.param("", 2, id="takes-it"),
+    ],
+)
+@pytest.mark.usefixtures("process")
+def test_question_is_not_heard(
+    refuses: str,
+    heard: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """What a package prints when it refuses rows is no error; anything else reaches the log."""
+    aoti(tmp_path, monkeypatch, Loud(refuses, least=2))
+
+    assert capfd.readouterr().err.count("Error: what the runtime prints\n") == heard
+    os.write(2, b"open again\n")
+    assert capfd.readouterr().err == "open again\n"
+
+
+def test_question_without_standard_error(tmp_path: Path) -> None:
+    """A process whose standard error is closed asks all the same."""
+    code = f"""
+import os, pathlib, pytest, sys
+os.close(2)
+sys.path[:0] = [{str(Path(__file__).parent)!r}]
+import test_programs as tests
+with pytest.MonkeyPatch.context() as patch:
+    program = tests.aoti(pathlib.Path({str(tmp_path)!r}), patch, tests.Limited())
+print(program.rows)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(Rows(1, 5))
+
+
+@pytest.mark.usefixtures("process")
+def test_torch_does_not_judge_the_machine_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether a package fits is told by `misfit`; torch's own comparison is kept out of the log."""
+    torchs = logging.getLogger("torch.export.pt2_archive._package")
+    monkeypatch.setattr(torchs, "propagate", True)
+    torchs.addHandler(caplog.handler)
+    before = torchs.level
+
+    def load(path: str, device_index: int) -> Opened:
+        torchs.warning("Device information mismatch")
+        torchs.error("something else")
+        return Opened(Loader())
+
+    monkeypatch.setattr(programs, "aoti_load_package", load)
+    try:
+        programs.load_aoti(config(tmp_path, "arg0", "a", "b"), tmp_path / "model.pt2", CPU)
+    finally:
+        torchs.removeHandler(caplog.handler)
+    assert {record.getMessage() for record in caplog.records} == {"something else"}
+    assert torchs.level == before
 
 
 class Limited(Loader):

@@ -33,6 +33,10 @@ def _lay_out(root: Path, *entries: str) -> Path:
         pytest.param(("a/0/", "b/-1/", "c/1.5/", "d/v1/", "e/1"), [], id="no-versions"),
         pytest.param(("config.pbtxt", "1/", "2/config.pbtxt"), ["."], id="itself"),
         pytest.param(("1/model.pt",), ["."], id="itself-without-config"),
+        pytest.param(("7/config.pbtxt", "7/1/"), ["7"], id="model-named-by-a-number"),
+        pytest.param(("7/1/model.pt", "a/1/"), ["7", "a"], id="the-same-without-config"),
+        pytest.param(("a/7/config.pbtxt", "b/1/"), ["b"], id="repository-in-a-repository"),
+        pytest.param(("7/config.pbtxt", "1/model.pt"), ["."], id="version-and-a-number"),
         pytest.param((), [], id="empty"),
     ],
 )

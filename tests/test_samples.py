@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from typing import Any
 
 import build
 import numpy as np
@@ -22,22 +22,22 @@ def shapes(item: Item) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "variable", "found"),
+    ("rows", "shrunk", "found"),
     [
-        pytest.param(None, 1, {"x": (3, 1), "n": ()}, id="no batches"),
-        pytest.param(None, 6, {"x": (3, 6), "n": ()}, id="no batches, six"),
-        pytest.param(1, 1, {"x": (1, 3, 1), "n": (1,)}, id="one row"),
-        pytest.param(5, 8, {"x": (5, 3, 8), "n": (5,)}, id="five rows, eight"),
-        pytest.param(0, 1, {"x": (0, 3, 1), "n": (0,)}, id="no row"),
+        pytest.param(None, False, {"x": (3, 8), "n": ()}, id="no batches"),
+        pytest.param(None, True, {"x": (3, 6), "n": ()}, id="no batches, shrunk"),
+        pytest.param(1, False, {"x": (1, 3, 8), "n": (1,)}, id="one row"),
+        pytest.param(5, True, {"x": (5, 3, 6), "n": (5,)}, id="five rows, shrunk"),
+        pytest.param(0, False, {"x": (0, 3, 8), "n": (0,)}, id="no row"),
     ],
 )
 def test_item_has_the_configs_shapes(
-    rows: int | None, variable: int, found: dict[str, tuple[int, ...]]
+    rows: int | None, shrunk: bool, found: dict[str, tuple[int, ...]]
 ) -> None:
     """All inputs agree in rows, and only a dimension of -1 is stretched."""
     config = build.config(inputs=(build.spec("x", dims=(3, -1)), build.spec("n", "INT64", ())))
 
-    assert shapes(samples.item(config, rows, variable)) == found
+    assert shapes(samples.item(config, rows, shrunk=shrunk)) == found
 
 
 @pytest.mark.parametrize("name", TENSOR_TYPES)
@@ -56,21 +56,62 @@ def test_item_has_the_configs_type(name: str) -> None:
 
 def test_strings_come_as_requests_bring_them() -> None:
     """A sample of strings is an array of bytes, as Triton hands it over."""
-    value = samples.item(build.config(inputs=(build.spec("x", "BYTES", (-1, 2)),)), 3, 4)["x"]
+    value = samples.item(build.config(inputs=(build.spec("x", "BYTES", (-1, 2)),)), 3)["x"]
 
     assert isinstance(value, np.ndarray)
     assert value.dtype == np.object_
-    assert value.shape == (3, 4, 2)
+    assert value.shape == (3, 8, 2)
     assert set(value.flat) == {b"text"}
 
 
-@pytest.mark.parametrize(("optional", "names"), [(True, ["x", "n"]), (False, ["x"])])
-def test_optional_inputs_may_be_left_out(optional: bool, names: list[str]) -> None:
-    """A sample has all inputs, or those that every request must have."""
-    left_out = dataclasses.replace(build.spec("n"), optional=True)
-    config = build.config(inputs=(build.spec("x"), left_out))
+@pytest.mark.parametrize(("without", "names"), [((), ["x", "n"]), (("n",), ["x"])])
+def test_inputs_may_be_left_out(without: tuple[str, ...], names: list[str]) -> None:
+    """A sample has all inputs but those that it shall lack."""
+    config = build.config(inputs=(build.spec("x"), build.spec("n")))
 
-    assert list(samples.item(config, 1, optional=optional)) == names
+    assert list(samples.item(config, 1, without=without)) == names
+
+
+@pytest.mark.parametrize(
+    ("rows", "shrunk", "expected"),
+    [
+        pytest.param(1, False, [[1, 2, 3, 4]], id="one row"),
+        pytest.param(3, False, [[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4]], id="repeated"),
+        pytest.param(2, True, [[1, 2, 3], [5, 6, 7]], id="shrunk"),
+        pytest.param(0, False, [], id="no row"),
+    ],
+)
+@pytest.mark.parametrize("strings", [False, True], ids=["tensor", "strings"])
+def test_an_example_makes_up_the_rows(
+    rows: int, shrunk: bool, expected: list[list[int]], strings: bool
+) -> None:
+    """An example's own rows are repeated, and cut where the size is free."""
+    config = build.config(inputs=(build.spec("x", "INT64", (-1,)), build.spec("n")))
+    example = torch.arange(1, 9).reshape(2, 4)
+    value: Any = example.numpy().astype(np.object_) if strings else example
+
+    item = samples.item(config, rows, shrunk=shrunk, example={"x": value})
+
+    assert item["x"].tolist() == expected
+    assert item["n"].shape == (rows, 4)
+
+
+@pytest.mark.parametrize(
+    ("dims", "value", "fits"),
+    [
+        ((4,), torch.zeros(2, 4), True),
+        ((-1,), torch.zeros(2, 4), True),
+        ((), torch.zeros(2), True),
+        ((4,), torch.zeros(4), False),
+        ((4,), torch.zeros(2, 5), False),
+        ((4,), torch.zeros(0, 4), False),
+        ((4,), torch.zeros(2, 4, dtype=torch.int64), False),
+        ((4,), np.full((2, 4), "text", dtype=np.object_), False),
+    ],
+)
+def test_an_example_fits_its_input(dims: tuple[int, ...], value: Any, fits: bool) -> None:
+    """What an input cannot have, is not sent to it in the warm-up."""
+    assert samples.fits(build.config(), build.spec("x", dims=dims), value) is fits
 
 
 def test_items_are_the_same_each_time() -> None:

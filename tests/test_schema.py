@@ -93,7 +93,7 @@ _THREE = [("OUTPUT__0", "FP32", [3])]
     ("program", "inputs", "outputs", "size"),
     [
         pytest.param(
-            lambda: kinds._program(kinds.CASES["one"]), _ONE, _THREE, 8, id="dynamic-batch"
+            lambda: kinds._program(kinds.CASES["one"]), _ONE, _THREE, 64, id="dynamic-batch"
         ),
         pytest.param(
             lambda: _export(kinds.One(), ({0: _batch(1, 5)[0]},), torch.rand(2, 4)),
@@ -101,6 +101,20 @@ _THREE = [("OUTPUT__0", "FP32", [3])]
             _THREE,
             5,
             id="dynamic-batch-of-5-at-most",
+        ),
+        pytest.param(
+            lambda: _export(kinds.One(), ({0: _batch(1, 4096)[0]},), torch.rand(2, 4)),
+            _ONE,
+            _THREE,
+            4096,
+            id="dynamic-batch-of-many",
+        ),
+        pytest.param(
+            lambda: _export(kinds.One(), ({0: _batch(1, sys.maxsize - 1)[0]},), torch.rand(2, 4)),
+            _ONE,
+            _THREE,
+            8,
+            id="dynamic-batch-of-no-number",
         ),
         pytest.param(
             lambda: _export(kinds.One(), ({0: _batch(2, None)[0]},), torch.rand(2, 4)),
@@ -120,7 +134,7 @@ _THREE = [("OUTPUT__0", "FP32", [3])]
             lambda: kinds._program(kinds.CASES["dict"]),
             [("first", "FP32", [2]), ("second", "FP32", [2])],
             [("OUTPUT__0", "FP32", [2])],
-            8,
+            64,
             id="dict",
         ),
         pytest.param(
@@ -133,21 +147,21 @@ _THREE = [("OUTPUT__0", "FP32", [3])]
                 ("scale", "FP32", [2]),
             ],
             [("total", "FP32", [2]), ("OUTPUT__1", "FP32", [2]), ("OUTPUT__2", "FP32", [2])],
-            8,
+            64,
             id="nested-and-keywords",
         ),
         pytest.param(
             _typed,
             _TYPED_INPUTS,
             [("sum", "FP32", [-1, 4]), ("OUTPUT__1", "BOOL", [1]), ("OUTPUT__2", "BF16", [-1, 4])],
-            8,
+            64,
             id="types-and-sizes",
         ),
         pytest.param(
             lambda: _export(_Rows(), (_batch(), _batch()), torch.rand(3, 4), torch.rand(3)),
             [("x", "FP32", [4]), ("weight", "FP32", [1])],
             [("OUTPUT__0", "FP32", [1])],
-            8,
+            64,
             id="one-value-a-row",
         ),
     ],
@@ -183,7 +197,29 @@ def test_exported_needs_no_examples(tmp_path: Path) -> None:
     """What a program says of itself counts; examples beside it are not read."""
     build.write(tmp_path, "model.pt2", kinds._exported("one"))
     build.write(tmp_path, "example_inputs.safetensors", b"no such file")
-    assert _describe(tmp_path) == (_ONE, _THREE, 8)
+    assert _describe(tmp_path) == (_ONE, _THREE, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("most", "size"), [pytest.param(20, 20, id="of-20"), pytest.param(None, 8, id="without-an-end")]
+)
+@pytest.mark.usefixtures("process")
+def test_package_tells_its_most_rows(
+    tmp_path: Path, most: int | None, size: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A package does not say how many rows it takes at most; it is asked, and heard by nobody."""
+    (tmp_path / "1").mkdir()
+    program = _export(kinds.One(), ({0: _batch(1, most)[0]},), torch.rand(2, 4))
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "1" / "model.pt2")
+    )
+    safetensors.torch.save_file(
+        {"INPUT__0": torch.rand(2, 4)}, tmp_path / "1" / "example_inputs.safetensors"
+    )
+    capfd.readouterr()
+    assert _describe(tmp_path) == ([("INPUT__0", "FP32", [4])], _THREE, size)
+    assert "Error" not in capfd.readouterr().err
 
 
 # --- by example ------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from typing import Any, NamedTuple
 
@@ -23,10 +24,11 @@ def function(signature: str, before: str = "") -> Any:
         before,
         "import collections.abc, typing",
         "from collections.abc import Iterable, Mapping, MutableMapping, Sequence",
-        "from typing import Any, Dict, List, Optional, Tuple, Union",
+        "from typing import Annotated, Any, Dict, List, Literal, Optional, Tuple, TypedDict, Union",
         "import torch",
         "from torch import Tensor",
         "class DictLike: ...",
+        "class Keys(TypedDict): x: Tensor",
         f"def forward({signature}): ...",
     ]
     code = compile("\n".join(lines), "source", "exec", dont_inherit=True)
@@ -112,6 +114,18 @@ def test_arguments_are_those_of_the_signature(
         ("list[list[bytes]]", Takes.NESTED_BYTES),
         ("list[list[Tensor]]", Takes.LIST),
         ("Union[int, str]", Takes.TENSOR),
+        ("Annotated[int, 'pixels', []]", Takes.INT),
+        ("typing.Annotated[Annotated[list[str], 1], 2]", Takes.STRINGS),
+        ("Annotated[Tensor, 'batch']", Takes.TENSOR),
+        ("Literal['a', 'b']", Takes.STR),
+        ("typing.Literal[1, 2]", Takes.INT),
+        ("Literal[True]", Takes.BOOL),
+        ("Literal[1, True]", Takes.TENSOR),
+        ("Union[Literal[1], int]", Takes.INT),
+        ("Union[Annotated[int, 1], Literal[2]]", Takes.INT),
+        ("[Tensor, int]", Takes.TENSOR),
+        ("'int'", Takes.INT),
+        ("Keys", Takes.DICT),
     ],
 )
 def test_annotation_says_what_an_argument_takes(annotation: str, takes: Takes, future: str) -> None:
@@ -135,6 +149,11 @@ def test_annotation_says_what_an_argument_takes(annotation: str, takes: Takes, f
         ("list[str] | None", Takes.STRINGS),
         ("Optional[Dict[str, Tensor]]", Takes.DICT),
         ("Tensor | int | None", Takes.TENSOR),
+        ("Optional[Annotated[int, 1]]", Takes.INT),
+        ("Annotated[Optional[float], 1]", Takes.FLOAT),
+        ("Literal['a', 'b'] | None", Takes.STR),
+        ("Literal['a', None]", Takes.STR),
+        ("Optional[Keys]", Takes.DICT),
     ],
 )
 def test_optional_argument_may_be_none(annotation: str, takes: Takes, future: str) -> None:
@@ -144,6 +163,62 @@ def test_optional_argument_may_be_none(annotation: str, takes: Takes, future: st
     assert argument.takes is takes
     assert argument.nullable
     assert argument.required
+
+
+_KEYS = """
+from typing import Annotated, Optional
+from typing_extensions import NotRequired, Required, TypedDict
+from torch import Tensor
+
+class Base(TypedDict):
+    image: Tensor
+    mask: Optional[Tensor]
+
+class Batch(Base, total=False):
+    ids: list[str]
+    size: Required[Annotated[int, "pixels"]]
+
+class Part(TypedDict):
+    scale: NotRequired[float]
+    {more}
+
+def forward(batch: Batch, part: Optional[Part] = None, *rest: Batch): ...
+"""
+
+
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations"], ids=["", "future"])
+@pytest.mark.parametrize(
+    ("more", "last"),
+    [
+        ("y: Tensor", ("y", Takes.TENSOR, True, False)),
+        ("y: 'Unknown'", ("y", Takes.TENSOR, True, False)),
+        ("y: 'Optional[int]'", ("y", Takes.INT, True, True)),
+    ],
+    ids=["plain", "unknown", "text"],
+)
+def test_keys_of_a_typed_dict(
+    future: str, more: str, last: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each key is known, with what it takes and whether it must be there, as of an argument."""
+    module = types.ModuleType("source_of_keys")
+    monkeypatch.setitem(sys.modules, "source_of_keys", module)
+    code = compile(future + _KEYS.format(more=more), "source", "exec", dont_inherit=True)
+    exec(code, vars(module))
+
+    first, second, rest = signatures.of_function(module.forward).arguments
+
+    def told(argument: Argument) -> list[tuple[str, Takes, bool, bool]]:
+        return [(one.name, one.takes, one.required, one.nullable) for one in argument.keys]
+
+    assert told(first) == [
+        ("image", Takes.TENSOR, True, False),
+        ("mask", Takes.TENSOR, True, True),
+        ("ids", Takes.STRINGS, False, False),
+        ("size", Takes.INT, True, False),
+    ]
+    assert told(second) == [("scale", Takes.FLOAT, False, False), last]
+    assert second.nullable
+    assert rest.keys == ()
 
 
 @pytest.mark.parametrize("stars", ["*", "**"])
@@ -209,6 +284,18 @@ def test_object_is_asked_for_its_call() -> None:
     assert str(signatures.of_function(Scale())) == "forward(image: 'Tensor', by: 'float')"
 
 
+@pytest.mark.parametrize("wrap", [functools.partial, lambda served: served], ids=["partial", ""])
+def test_annotations_of_an_object_are_resolved(wrap: Any) -> None:
+    """Text annotations mean what they mean where the call is defined, not where it is wrapped."""
+    before = "from __future__ import annotations\nfrom typing import Optional as Maybe"
+    forward = function("self, x: Maybe[int]", before)
+    served = wrap(type("Served", (), {"__call__": forward})())
+
+    (argument,) = signatures.of_function(served).arguments
+
+    assert (argument.takes, argument.nullable) == (Takes.INT, True)
+
+
 def test_function_that_does_not_tell() -> None:
     """A built-in function without a signature raises what inspect raises."""
     with pytest.raises(ValueError, match="no signature"):
@@ -246,6 +333,7 @@ class Everything(nn.Module):
         word: str = "a",
         words: list[str] | None = None,
         rows: list[list[str]] | None = None,
+        some: list[Tensor | None] | None = None,
     ) -> Tensor:
         return x
 
@@ -268,6 +356,7 @@ def test_schema_says_what_an_argument_takes() -> None:
         ("word", Takes.STR, False, False),
         ("words", Takes.STRINGS, False, True),
         ("rows", Takes.NESTED_STRINGS, False, True),
+        ("some", Takes.LIST, False, True),
     ]
     assert all(one.passing is Passing.POSITIONAL for one in found)
 

@@ -1,14 +1,17 @@
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import build
 import pytest
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from torch_py_backend import runtime, warmup
 from torch_py_backend.artifacts import Kind
+from torch_py_backend.batching import Item
 from torch_py_backend.binding import Argument, Passing, Signature, Takes
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
@@ -23,12 +26,21 @@ def engine(config: ModelConfig, forward: Callable[..., Any]) -> Engine:
         for spec in config.inputs
     ]
     surroundings = runtime.surround(config.options, torch.device("cpu"), [])
-    loaded = Loaded(Kind.MODULE, forward, Signature(tuple(arguments)), ())
-    return Engine(config, loaded, surroundings)
+    loaded = Loaded(Kind.MODULE, forward, Signature(tuple(arguments)))
+    return Engine(config, loaded, surroundings, build.artifact())
+
+
+def batches(config: ModelConfig) -> list[Item]:
+    return list(warmup.batches(engine(config, lambda x: x)))
 
 
 def shapes(config: ModelConfig) -> list[list[int]]:
-    return [list(item["x"].shape) for item in warmup.batches(config)]
+    return [list(item["x"].shape) for item in batches(config)]
+
+
+@pytest.fixture(autouse=True)
+def restored(dynamo: None) -> None:
+    """Compiled models change torch's limits."""
 
 
 @pytest.mark.parametrize(
@@ -61,19 +73,70 @@ def test_samples_cover_the_batches_that_will_come(
 @pytest.mark.parametrize(
     ("parameters", "counts"),
     [
-        pytest.param({"dynamic": False}, [5, 4, 3, 2, 1], id="static"),
+        pytest.param({"dynamic": False}, [5, 4, 2, 1], id="static"),
         pytest.param({"dynamic": False, "disable": True}, [5, 4, 1], id="static, disabled"),
-        pytest.param({"dynamic": True}, [5, 4, 1], id="dynamic"),
-        pytest.param({}, [5, 4, 1], id="automatic"),
+        pytest.param({"dynamic": True}, [5, 4, 3, 2, 1], id="dynamic"),
+        pytest.param({}, [5, 4, 3, 2, 1], id="automatic"),
     ],
 )
 def test_every_row_count_is_tried_where_each_has_a_graph(
     parameters: dict[str, Any], counts: list[int]
 ) -> None:
-    """A model compiled for static shapes meets every batch size before READY."""
+    """A compiled model meets every batch size that it will have before READY."""
     config = build.config(max_batch_size=5, torch_compile_optional_parameters=parameters)
 
     assert [rows for rows, _ in shapes(config)] == counts
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "rows", "counts"),
+    [
+        pytest.param(False, 40, list(range(40, 0, -1)), id="static"),
+        pytest.param(None, 100, [100, 64, *range(32, 0, -1)], id="automatic"),
+    ],
+)
+def test_row_counts_without_buckets(dynamic: bool | None, rows: int, counts: list[int]) -> None:
+    """Without buckets each static graph is made; of one for all, the guards are tried."""
+    config = build.config(
+        max_batch_size=rows,
+        batch_buckets=(),
+        torch_compile_optional_parameters={"dynamic": dynamic},
+    )
+
+    assert [rows for rows, _ in shapes(config)] == counts
+
+
+def test_buckets_are_the_only_row_counts() -> None:
+    """A model with buckets is tried with those and no others."""
+    config = build.config(max_batch_size=8, batch_buckets=(2, 8))
+
+    assert [rows for rows, _ in shapes(config)] == [8, 2]
+
+
+def test_examples_beside_the_model_are_what_it_is_tried_with(tmp_path: Path) -> None:
+    """Valid values are taken from the example; what does not fit its input is told and made up."""
+    example = {"x": torch.arange(8.0).reshape(2, 4), "n": torch.zeros(1, 3)}
+    (tmp_path / "1").mkdir()
+    safetensors.torch.save_file(example, tmp_path / "1" / "example_inputs.safetensors")
+    config = build.config(tmp_path, max_batch_size=3, inputs=(build.spec("x"), build.spec("n")))
+
+    found = batches(config)
+
+    assert [item["x"].tolist() for item in found[2:]] == [[[0.0, 1.0, 2.0, 3.0]]]
+    assert found[0]["x"].shape == found[0]["n"].shape == (3, 4)
+
+
+def test_every_pattern_of_optional_inputs_is_tried() -> None:
+    """What requests may leave out, alone or together, is left out before READY."""
+    optional = [dataclasses.replace(build.spec(name), optional=True) for name in ("m", "n")]
+    config = build.config(max_batch_size=1, inputs=(build.spec("x"), *optional))
+
+    assert [sorted(item) for item in batches(config)] == [
+        ["m", "n", "x"],
+        ["n", "x"],
+        ["m", "x"],
+        ["x"],
+    ]
 
 
 def test_inputs_of_a_sample_have_one_row_count() -> None:
@@ -83,7 +146,7 @@ def test_inputs_of_a_sample_have_one_row_count() -> None:
         inputs=(build.spec("x", dims=(-1,)), build.spec("n", "INT64", (1,))),
     )
 
-    found = [(list(item["x"].shape), list(item["n"].shape)) for item in warmup.batches(config)]
+    found = [(list(item["x"].shape), list(item["n"].shape)) for item in batches(config)]
 
     assert found[:3] == [([3, 8], [3, 1]), ([3, 6], [3, 1]), ([2, 8], [2, 1])]
 
@@ -93,7 +156,7 @@ def test_optional_inputs_are_there_and_left_out() -> None:
     optional = dataclasses.replace(build.spec("n"), optional=True)
     config = build.config(max_batch_size=2, inputs=(build.spec("x"), optional))
 
-    found = [(len(item["x"]), "n" in item) for item in warmup.batches(config)]
+    found = [(len(item["x"]), "n" in item) for item in batches(config)]
 
     assert found == [(2, True), (2, False), (1, True), (1, False)]
 

@@ -560,6 +560,16 @@ def test_shards_are_put_together(names: list[str], tmp_path: Path) -> None:
     assert torch.equal(filled_from_shards(tmp_path / "digits", Net())(X), Y)
 
 
+def test_linked_index_has_linked_shards(tmp_path: Path) -> None:
+    """Shards that lie beside the index elsewhere, as in Hugging Face's cache, are those meant."""
+    store_shards(tmp_path / "elsewhere", {"a.safetensors": STATE})
+    (tmp_path / "digits" / "1").mkdir(parents=True)
+    for name in (INDEX, "a.safetensors"):
+        (tmp_path / "digits" / "1" / name).symlink_to(tmp_path / "elsewhere" / "1" / name)
+
+    assert torch.equal(filled_from_shards(tmp_path / "digits", Net())(X), Y)
+
+
 def test_shards_are_compared_as_one(tmp_path: Path) -> None:
     """A key that no shard holds is missing, and the index is named."""
     store_shards(tmp_path, {"a.safetensors": {"linear.weight": STATE["linear.weight"]}})

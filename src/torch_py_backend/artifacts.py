@@ -44,7 +44,7 @@ class Artifact:
     fallback: Artifact | None = None
 
 
-_WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
+WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
 _DEFAULTS = ("model.py", "model.pt", "model.pt2")
 _KINDS = {
     Content.TORCHSCRIPT: Kind.TORCHSCRIPT,
@@ -150,7 +150,7 @@ def _inside(config: ModelConfig, option: str, name: str) -> Path:
 
 
 def _weights_in(config: ModelConfig, folder: Path, stem: str) -> Path | None:
-    beside = [folder / f"{stem}{suffix}" for suffix in _WEIGHT_SUFFIXES]
+    beside = [folder / f"{stem}{suffix}" for suffix in WEIGHT_SUFFIXES]
     present = [path for path in beside if path.is_file()]
     if len(present) > 1:
         raise ArtifactError(

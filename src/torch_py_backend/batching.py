@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
@@ -33,17 +34,31 @@ class Batch(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """How many rows one call of a model takes; most None: any number.
+    """How many rows one call of a model takes.
 
     A program that was exported with a fixed batch takes least = most.
+
+    Attributes:
+        least: the smallest number.
+        most: the largest; None: any.
+        buckets: the only numbers that it takes, ascending; empty: all between least and most.
     """
 
     least: int = 1
     most: int | None = None
+    buckets: tuple[int, ...] = ()
 
-    @property
-    def free(self) -> bool:
-        return self.least <= 1 and self.most is None
+    def filled(self, rows: int) -> int:
+        """What a call of so many rows, at most `most`, is filled up to."""
+        if self.buckets:
+            return self.buckets[bisect.bisect_left(self.buckets, rows)]
+        return max(self.least, rows)
+
+    def take(self, rows: int) -> bool:
+        """Whether so many rows are one call as they are."""
+        if self.most is not None and rows > self.most:
+            return False
+        return rows == 0 or self.filled(rows) == rows
 
 
 ANY_ROWS = Rows()
@@ -73,13 +88,14 @@ def fit(columns: Sequence[Value], rows: Rows) -> Iterator[tuple[Sequence[Value],
     total = columns[0].shape[0]
     step = rows.most or max(total, 1)
     for start in range(0, max(total, 1), step):
-        piece = [column[start : start + step] for column in columns]
         present = min(step, total - start)
-        yield [_pad(column, rows.least - present) for column in piece], present
+        piece = [column[start : start + present] for column in columns]
+        missing = rows.filled(present) - present
+        yield [_fill(column, missing) for column in piece], present
 
 
-def _pad(column: Value, missing: int) -> Value:
-    if missing <= 0 or column.shape[0] == 0:
+def _fill(column: Value, missing: int) -> Value:
+    if missing == 0 or column.shape[0] == 0:
         return column
     last = column[-1:]
     return _concatenate([column, *[last] * missing])

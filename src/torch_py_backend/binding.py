@@ -75,6 +75,7 @@ class Argument:
         text: its declaration, for messages.
         nullable: its annotation allows None.
         unnamed: it cannot be passed by its name.
+        keys: what a dict of known keys holds (a TypedDict); each is fed by itself.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Argument:
     text: str
     nullable: bool = False
     unnamed: bool = False
+    keys: tuple[Argument, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +246,8 @@ def _places(model: str, names: Sequence[str], signature: Signature) -> dict[str,
     if only is not None and not any(
         _parse_path(n) or (n in called and n != only.name) for n in names
     ):
+        if only.keys:
+            return _key_places(model, names, only, signature)
         if only.takes is Takes.DICT:
             return {name: (only.name, (name,)) for name in names}
         if only.takes in (Takes.LIST, Takes.TUPLE):
@@ -273,6 +277,28 @@ def _places(model: str, names: Sequence[str], signature: Signature) -> dict[str,
     )
 
 
+def _key_places(
+    model: str, names: Sequence[str], only: Argument, signature: Signature
+) -> dict[str, tuple[str, Path]]:
+    """The keys of the one argument, by their names or numbers."""
+    keys = [one.name for one in only.keys]
+    aliases = {key: key for key in keys}
+    for name in names:
+        number = ordinal(name)
+        if number is not None and number < len(keys):
+            aliases.setdefault(name, keys[number])
+    strangers = [name for name in names if name not in aliases]
+    if strangers:
+        raise BindingError(
+            model,
+            f"{only.name} of {signature} has no key {shown(strangers)}",
+            expected=f"names among {shown(keys)}",
+        )
+    places: dict[str, tuple[str, Path]] = {name: (only.name, (aliases[name],)) for name in names}
+    _refuse_twice(model, names, list(places.values()))
+    return places
+
+
 def _only_argument(signature: Signature) -> Argument | None:
     """The one argument that must be fed: the only one, or the only one without a default."""
     required = [one for one in signature.arguments if one.required] or signature.arguments
@@ -295,18 +321,28 @@ def _place(name: str, slots: Sequence[str], signature: Signature) -> tuple[str, 
     takes_any_name = any(one.passing is Passing.REST_BY_NAME for one in signature.arguments)
     if name in named:
         return name, ()
-    parsed = _parse_path(name)
-    if parsed is not None:
-        root, keys = parsed
-        if root == "ARGS" and keys and isinstance(keys[0], int) and keys[0] < len(slots):
-            return slots[keys[0]], keys[1:]
-        if root == "KWARGS" and keys and (str(keys[0]) in named or takes_any_name):
-            return str(keys[0]), keys[1:]
-        return None
+    if is_path(name):
+        return _path_place(name, slots, named, any_name=takes_any_name)
+    owners = [one.name for one in signature.arguments if name in {key.name for key in one.keys}]
     number = ordinal(name)
+    if len(owners) == 1:
+        return owners[0], (name,)
     if number is not None and number < len(slots):
-        return slots[number], ()
-    return (name, ()) if takes_any_name else None
+        name = slots[number]
+    elif not takes_any_name:
+        return None
+    return name, ()
+
+
+def _path_place(
+    name: str, slots: Sequence[str], named: Collection[str], *, any_name: bool
+) -> tuple[str, Path] | None:
+    root, keys = _parse_path(name) or ("", ())
+    if root == "ARGS" and keys and isinstance(keys[0], int) and keys[0] < len(slots):
+        return slots[keys[0]], keys[1:]
+    if root == "KWARGS" and keys and (any_name or str(keys[0]) in named):
+        return str(keys[0]), keys[1:]
+    return None
 
 
 def _refuse_twice(model: str, names: Sequence[str], places: Sequence[tuple[str, Path]]) -> None:
@@ -330,6 +366,7 @@ def _warn_order(model: str, names: Sequence[str], signature: Signature) -> None:
 
 def _valid(slots: Sequence[str], signature: Signature) -> list[str]:
     names = [one.name for one in signature.arguments if one.passing in _NAMED]
+    names += [key.name for one in signature.arguments for key in one.keys]
     names += [f"INPUT__{index}" for index in range(len(slots))]
     return names + [f"ARGS[{index}]" for index in range(len(slots))]
 
@@ -345,6 +382,7 @@ def _assemble(
     for name, (slot, path) in places.items():
         if name not in left_out:
             fed.setdefault(slot, {})[path] = name
+    _check_keys(model, fed, signature)
     filled = _filled(model, fed, signature, left_out)
     order = [one.name for one in signature.arguments if one.passing is Passing.POSITIONAL]
     order += sorted((slot for slot in fed if slot.startswith("*")), key=lambda slot: int(slot[1:]))
@@ -362,16 +400,11 @@ def _assemble(
     if any(slot.startswith("*") for slot in trailing):
         raise BindingError(model, f"inputs for * of {signature} leave a gap before them")
     names: list[str] = []
-    dicts = {one.name for one in signature.arguments if one.takes is Takes.DICT}
-    tuples = {one.name for one in signature.arguments if one.takes is Takes.TUPLE}
-    templates: dict[str, Template | None] = {}
-    for slot in (*leading, *trailing):
-        feeds = filled[slot]
-        if slot in dicts:  # where every key is a string
-            feeds = {(str(path[0]), *path[1:]) if path else path: feeds[path] for path in feeds}
-        template = _template(model, feeds, names)
-        is_tuple = slot in tuples and isinstance(template, list)
-        templates[slot] = tuple(template) if is_tuple else template  # type: ignore[arg-type]
+    arguments = {one.name: one for one in signature.arguments}
+    templates = {
+        slot: _argument_template(model, arguments.get(slot), filled[slot], names)
+        for slot in (*leading, *trailing)
+    }
     takes = _takes(signature, places)
     return Inputs(
         tuple(names),
@@ -381,6 +414,39 @@ def _assemble(
         ),
         tuple(path_text(*places[name]) for name in names),
     )
+
+
+def _argument_template(
+    model: str, argument: Argument | None, feeds: Mapping[Path, str], names: list[str]
+) -> Template | None:
+    """What is passed for an argument, in the container that it takes; None for one of `*`."""
+    takes = argument.takes if argument is not None else Takes.TENSOR
+    if takes is Takes.DICT:  # where every key is a string
+        feeds = {(str(path[0]), *path[1:]) if path else path: feeds[path] for path in feeds}
+    template = _template(model, feeds, names)
+    if takes is Takes.TUPLE and isinstance(template, list):
+        return tuple(template)
+    if argument is not None and isinstance(template, dict):
+        # What must be there may be None all the same.
+        empty = [key.name for key in argument.keys if key.required and key.nullable]
+        return {**dict.fromkeys(empty), **template}  # type: ignore[dict-item]
+    return template
+
+
+def _check_keys(model: str, fed: Mapping[str, Mapping[Path, str]], signature: Signature) -> None:
+    """Inputs feed known keys of a dict, and each that must be there."""
+    for one in signature.arguments:
+        if not one.keys or one.name not in fed:
+            continue
+        names = {str(path[0]) if path else "" for path in fed[one.name]}
+        needed = [key.name for key in one.keys if key.required and not key.nullable]
+        if not set(needed) <= names or not names <= {key.name for key in one.keys}:
+            raise BindingError(
+                model,
+                f"the inputs {shown(fed[one.name].values())} do not make the dict {one.name} of"
+                f" {signature}",
+                expected=f"inputs for its keys {shown(key.name for key in one.keys)}",
+            )
 
 
 def _filled(
@@ -412,11 +478,14 @@ def _filled(
 def _takes(signature: Signature, places: Mapping[str, tuple[str, Path]]) -> dict[str, Takes]:
     """What a column becomes: an argument's own kind, a tensor within its containers."""
     kinds = {one.name: one.takes for one in signature.arguments}
+    keys: dict[tuple[str, Path], Takes] = {
+        (one.name, (key.name,)): key.takes for one in signature.arguments for key in one.keys
+    }
     containers = (Takes.DICT, Takes.LIST, Takes.TUPLE)
     found = {}
     for name, (slot, path) in places.items():
-        kind = kinds.get(slot, Takes.TENSOR)
-        found[name] = Takes.TENSOR if path or kind in containers else kind
+        kind = keys.get((slot, path), Takes.TENSOR) if path else kinds.get(slot, Takes.TENSOR)
+        found[name] = Takes.TENSOR if kind in containers else kind
     return found
 
 

@@ -1,4 +1,4 @@
-"""torch.compile, applied to the model and nothing else."""
+"""torch.compile, applied to the model and nothing else: everything before READY, nothing after."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts import Kind
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import OptionError, brief
+from torch_py_backend.errors import CompileError, OptionError, brief
 
 log = logging.getLogger(__name__)
 
@@ -22,23 +24,35 @@ def requested(config: ModelConfig) -> bool:
     return parameters is not None and not parameters.get("disable", False)
 
 
-def apply(config: ModelConfig, kind: Kind, module: Callable[..., Any]) -> Callable[..., Any]:
-    """The module, compiled where the config asks for it."""
+def static(config: ModelConfig) -> bool:
+    """Whether the config asks for a graph for each shape."""
+    parameters = config.options.torch_compile_optional_parameters or {}
+    return requested(config) and parameters.get("dynamic") is False
+
+
+def apply(config: ModelConfig, kind: Kind, module: Callable[..., Any]) -> Compiled | None:
+    """The module, compiled where the config asks for it; None: it is served as it is.
+
+    Raises:
+        OptionError: torch.compile does not take the parameters.
+    """
     if not requested(config):
-        return module
+        return None
     if kind in (Kind.TORCHSCRIPT, Kind.AOTI):
         log.warning(
             "model '%s': TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on %s.",
             config.name,
             kind.value,
         )
-        return module
+        return None
     parameters = config.options.torch_compile_optional_parameters or {}
-    if parameters.get("dynamic") is False:
+    if static(config):
         # One graph a row count: torch's own limits would leave the others uncompiled.
         dynamo, graphs = torch._dynamo.config, config.max_batch_size + 1
         dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
         dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, graphs)
+    torch.compiler.set_stance("default")
+    torch._inductor.config.freezing = "freeze" in config.options.optimize
     try:
         compiled: Callable[..., Any] = torch.compile(module, **parameters)
     except Exception as error:  # whatever torch.compile makes of a value that it does not know
@@ -48,4 +62,82 @@ def apply(config: ModelConfig, kind: Kind, module: Callable[..., Any]) -> Callab
             json.dumps(parameters),
             f"what torch.compile takes ({brief(error)})",
         ) from error
-    return compiled
+    return Compiled(config, module, compiled)
+
+
+class Compiled:
+    """A model that is compiled as it meets new shapes, until it is sealed."""
+
+    def __init__(
+        self, config: ModelConfig, module: Callable[..., Any], compiled: Callable[..., Any]
+    ) -> None:
+        parameters = config.options.torch_compile_optional_parameters or {}
+        self._model = config.name
+        self._eager = module
+        self._compiled = compiled
+        self._marks_rows = config.max_batch_size > 1 and parameters.get("dynamic") is None
+        # Who asks for one graph has no use for none.
+        self._required = config.options.compile_required or parameters.get("fullgraph", False)
+        self._failed = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, compiled where that can be done.
+
+        Raises:
+            CompileError: it cannot, and COMPILE_REQUIRED is set.
+        """
+        if self._failed:
+            return self._eager(*args, **kwargs)
+        if self._marks_rows:
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                # One row is a graph of its own, whatever is marked.
+                if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] > 1:
+                    torch._dynamo.maybe_mark_dynamic(leaf, 0)
+        try:
+            return self._compiled(*args, **kwargs)
+        except Exception as error:  # of the compiler, or of the model itself
+            result = self._eager(*args, **kwargs)  # the model's own is raised here
+            # What a compiler raised, dynamo wraps in an error of its own.
+            reason = brief(getattr(error, "inner_exception", error))
+            if self._required:
+                raise CompileError(self._model, reason) from error
+            log.warning("model '%s' cannot be compiled and runs eagerly: %s.", self._model, reason)
+            self._failed = True
+            return result
+
+    def seal(self) -> Callable[..., Any]:
+        """The model as requests call it: a shape that would need a compilation runs eagerly."""
+        if self._failed:
+            return self._eager
+        torch.compiler.set_stance("fail_on_recompile")
+        return _Sealed(self._model, self._eager, self._compiled)
+
+
+class _Sealed:
+    def __init__(self, model: str, eager: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        self._model = model
+        self._eager = eager
+        self._compiled = compiled
+        self._told = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._compiled(*args, **kwargs)
+        except RuntimeError as error:
+            if "fail_on_recompile" not in str(error):
+                raise
+            if not self._told:
+                self._told = True
+                shapes = [
+                    list(leaf.shape)
+                    for leaf in pytree.tree_leaves((args, kwargs))
+                    if isinstance(leaf, Tensor)
+                ]
+                log.warning(
+                    "model '%s': inputs of the shapes %s were not met in the warm-up; they, and all"
+                    " others that would need a compilation, run eagerly.",
+                    self._model,
+                    shapes,
+                )
+        with torch.compiler.set_stance("force_eager"):
+            return self._eager(*args, **kwargs)

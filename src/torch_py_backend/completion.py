@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,12 +22,15 @@ def needed(document: Mapping[str, Any]) -> bool:
     )
 
 
-def complete(arguments: Mapping[str, str], document: dict[str, Any]) -> None:
+def complete(
+    arguments: Mapping[str, str], document: dict[str, Any], seconds: float = math.inf
+) -> None:
     """Fill a config's inputs, outputs and max_batch_size in place, by trying the model.
 
     Args:
         arguments: what Triton passes to `initialize`, with `document` as its model_config.
         document: the config, as Triton's JSON has it.
+        seconds: how long that may take, where it is less than AUTO_COMPLETE_TIMEOUT_S.
 
     Raises:
         LoadError: the model cannot be loaded, does not tell its schema, or contradicts the config.
@@ -37,7 +41,7 @@ def complete(arguments: Mapping[str, str], document: dict[str, Any]) -> None:
         model,
         "torch_py_backend.schema:describe",
         {"arguments": dict(arguments)},
-        settings.auto_complete_timeout_s,
+        min(seconds, settings.auto_complete_timeout_s),
     )
     wished = document.get("max_batch_size", 0)
     # Where the inputs are written down, so is whether they are batched.

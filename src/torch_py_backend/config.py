@@ -85,7 +85,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     document = json.loads(args["model_config"])
     name = args["model_name"]
     _refuse_unsupported(name, document)
-    return ModelConfig(
+    parsed = ModelConfig(
         name=name,
         folder=Path(args["model_repository"]).absolute(),
         version=args["model_version"],
@@ -100,6 +100,50 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         python_runtime=_for_python_runtime(document),
         options=options.parse(name, document.get("parameters", {})),
     )
+    if complete:
+        _refuse_contradictions(parsed)
+    return parsed
+
+
+def _refuse_contradictions(config: ModelConfig) -> None:
+    """Options that do not go with each other, or with the rest of the config."""
+    wished, most = config.options, config.max_batch_size
+    largest = max(wished.batch_buckets or (0,))
+    contradictions = (
+        (
+            {"bf16", "fp16"} <= set(wished.optimize),
+            "OPTIMIZE asks for bf16 and fp16",
+            "They exclude each other; keep one.",
+        ),
+        (
+            "cuda_graphs" in wished.optimize and config.kind != "GPU",
+            f"OPTIMIZE asks for cuda_graphs, and the instance is KIND_{config.kind}",
+            "Use KIND_GPU, or take cuda_graphs out.",
+        ),
+        (
+            "cuda_graphs" in wished.optimize and not most,
+            "OPTIMIZE asks for cuda_graphs, and max_batch_size is 0",
+            "A graph is captured for each bucket of rows: set max_batch_size.",
+        ),
+        (
+            bool(wished.batch_buckets) and not most,
+            "BATCH_BUCKETS is set, and max_batch_size is 0",
+            "Set max_batch_size, or take BATCH_BUCKETS out.",
+        ),
+        (
+            largest > most,
+            f"BATCH_BUCKETS holds {largest}, and max_batch_size is {most}",
+            "Raise max_batch_size, or take the bucket out.",
+        ),
+        (
+            bool(wished.pad) and not most,
+            "PAD is set, and max_batch_size is 0",
+            "Requests are padded to share a batch: set max_batch_size, or take PAD out.",
+        ),
+    )
+    for found, problem, cure in contradictions:
+        if found:
+            raise ConfigError(config.name, problem, cure=cure)
 
 
 def _refuse_unsupported(model: str, document: Mapping[str, Any]) -> None:

@@ -139,6 +139,22 @@ def aoti_metadata(path: Path) -> dict[str, str]:
     return {}
 
 
+# What `shards` raises for a file that is no index.
+NO_INDEX = (ValueError, LookupError, AttributeError, TypeError)
+
+
+def shards(index: Path) -> list[str]:
+    """The files that Hugging Face's `model.safetensors.index.json` names.
+
+    Raises:
+        ValueError, LookupError, AttributeError, TypeError: it is no such index (`NO_INDEX`).
+    """
+    names = set(json.loads(index.read_bytes())["weight_map"].values())
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError("a file's name is no text")
+    return sorted(names)
+
+
 def _json_object(text: bytes) -> dict[str, str]:
     try:
         document = json.loads(text)

@@ -5,12 +5,26 @@ Inside the engine an error is a value: each item gets a result or the error that
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch_py_backend import artifacts, batching, compilation, loaders, outputs, results, runtime
-from torch_py_backend.batching import ANY_ROWS, Item, Outcome, Value
+from torch_py_backend import (
+    artifacts,
+    batching,
+    buckets,
+    compilation,
+    compile_cache,
+    examples,
+    loaders,
+    optimization,
+    outputs,
+    results,
+    runtime,
+)
+from torch_py_backend.artifacts import Artifact
+from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import BackendError, ForwardError, OutputError
 from torch_py_backend.intake import Group, Intake
@@ -28,27 +42,58 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     """
     runtime.settle(config.options, threads)
     device = runtime.placement(config)
-    loaded = loaders.load(artifacts.find(config), config, device)
+    artifact = artifacts.find(config)
+    loaded = loaders.load(artifact, config, device)
     surroundings = runtime.surround(config.options, device, loaded.weights)
-    return Engine(config, loaded, surroundings)
+    return Engine(config, loaded, surroundings, artifact)
 
 
 class Engine:
     """One model, ready to be called from one thread."""
 
-    def __init__(self, config: ModelConfig, loaded: Loaded, surroundings: runtime.Runtime) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        loaded: Loaded,
+        surroundings: runtime.Runtime,
+        artifact: Artifact,
+    ) -> None:
         self.config = config
         self.kind = loaded.kind
         self.signature = str(loaded.signature)
         self._intake = Intake(config, loaded.signature)
         self.places = self._intake.places
-        self._module = compilation.apply(config, loaded.kind, loaded.module)
-        self._rows = loaded.rows if config.max_batch_size else ANY_ROWS
+        self.patterns = self._intake.patterns
+        module = optimization.apply(config, loaded)
+        self._compiled = compilation.apply(config, loaded.kind, module)
+        self._module = self._compiled or module
+        self._artifact = artifact
+        self.rows = buckets.plan(config, loaded.rows, fixed=compilation.static(config))
         self._runtime = surroundings
         self._names = tuple(spec.name for spec in config.outputs)
         self._verify = outputs.verifiers(config)
         # The result's structure is known once forward() has returned one.
         self._outputs: results.Outputs | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a new shape may cost a compilation."""
+        return self._compiled is not None
+
+    def example(self) -> Item:
+        """Valid inputs that lie beside the model; empty where none do."""
+        return examples.find(self.config, self._artifact) or {}
+
+    @contextlib.contextmanager
+    def preparing(self) -> Iterator[None]:
+        """The calls within may compile; once they are done, nothing is compiled any more."""
+        if self._compiled is None:
+            yield
+            return
+        bundle = compile_cache.at(self.config, self._artifact, self._runtime.device)
+        with contextlib.nullcontext() if bundle is None else bundle.used():
+            yield
+        self._module = self._compiled.seal()
 
     def run(self, items: Sequence[Item]) -> list[Outcome]:
         """One outcome for each item, in their order."""
@@ -80,11 +125,11 @@ class Engine:
 
     def _call(self, group: Group, columns: Sequence[Value]) -> Sequence[Value]:
         """The model's outputs for a batch, in as many calls as the model needs."""
-        if self._rows.free:
-            rows = columns[0].shape[0] if columns and columns[0].ndim else 0
+        rows = columns[0].shape[0] if columns and columns[0].ndim else 0
+        if self.rows.take(rows):
             return self._call_once(group, columns, rows)
         pieces = []
-        for piece, present in batching.fit(columns, self._rows):
+        for piece, present in batching.fit(columns, self.rows):
             made = self._call_once(group, piece, piece[0].shape[0])
             pieces.append([value[:present] for value in made])
         return batching.join(pieces)

@@ -9,12 +9,14 @@ BackendError
 │   ├── WeightsError        the weights do not fit the module
 │   ├── BindingError        names in the config that forward() does not have
 │   ├── PlatformError       this process lacks what the model needs: a GPU, a matching numpy
+│   ├── CompileError        torch.compile failed, and the config insists on it
 │   └── WarmupError         the first calls, before READY, failed
 ├── InputError              a request is wrong: the client's fault
 ├── ForwardError            forward() raised
 ├── OutputError             forward() returned what the config contradicts
 ├── InstallError            a backend folder cannot be written
-├── ServerError             a tritonserver cannot be found or started
+├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
+├── BenchError              what is to be measured contradicts itself, or gave no figures
 └── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
 
 A sentence names the model, what was found, what was expected, and what to do. What a client reads
@@ -121,6 +123,17 @@ class PlatformError(LoadError):
     pass
 
 
+class CompileError(LoadError):
+    def __init__(self, model: str, reason: str) -> None:
+        super().__init__(
+            model,
+            f"torch.compile failed: {reason}",
+            expected="a compiled model: COMPILE_REQUIRED or fullgraph is set",
+            cure='Install what the compiler lacks, or set COMPILE_REQUIRED to "false" to serve the'
+            " model eagerly.",
+        )
+
+
 class WarmupError(LoadError):
     pass
 
@@ -143,6 +156,10 @@ class InstallError(BackendError):
 
 
 class ServerError(BackendError):
+    pass
+
+
+class BenchError(BackendError):
     pass
 
 

@@ -36,6 +36,9 @@ class Group:
 class Intake:
     """What a model's items must be, and how they are passed.
 
+    Attributes:
+        patterns: the inputs that are left out together; none first.
+
     Raises:
         BindingError: the config's inputs do not bind.
     """
@@ -60,8 +63,9 @@ class Intake:
             getattr(torch, dtypes.from_triton(cast).torch or "") if cast else None
         )
         optional = frozenset(self._names) - frozenset(self._required)
+        self.patterns: tuple[frozenset[str], ...] = (frozenset(), *_patterns(sorted(optional)))
         # At load: a pattern that cannot be passed must not wait for its first request.
-        for pattern in _patterns(sorted(optional)):
+        for pattern in self.patterns[1:]:
             self._bound(pattern)
 
     @property

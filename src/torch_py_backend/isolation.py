@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,10 +123,37 @@ def _child(task: str, *, quiet: bool = False) -> Iterator[_Child]:
 def _end(child: subprocess.Popen[bytes]) -> int | None:
     """The child's exit code; None: it still ran, and was ended with all that it started."""
     code = child.poll()
+    # Of one that has ended, the number may be another's by now.
+    started = _started_by(child.pid) if code is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
+    _kill(started)
     child.wait()
     return code
+
+
+def _started_by(ancestor: int) -> list[int]:
+    """Also those that have left the process group; asked while their parents live.
+
+    By hand: the Python of a server that the backend is installed for need not have psutil.
+    """
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            _, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
+            children.setdefault(int(parent), []).append(int(stat.parent.name))
+    found, waiting = [], [ancestor]
+    while waiting:
+        started = children.get(waiting.pop(), [])
+        found += started
+        waiting += started
+    return found
+
+
+def _kill(processes: Iterable[int]) -> None:
+    for one in processes:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(one, signal.SIGKILL)
 
 
 def _died(code: int | None, seconds: float) -> str:
@@ -161,5 +188,7 @@ def answer() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()
+    if os.getpid() == child:
+        _kill(_started_by(child))
     # Threads that a model has started do not keep the answer waiting.
     os._exit(0)

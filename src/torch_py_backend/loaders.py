@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -29,15 +28,22 @@ class Loaded:
         kind: what it was loaded from.
         module: what is called with the inputs.
         signature: what it takes.
-        weights: its parameters and buffers.
+        owner: what holds its parameters and buffers; None: it has none, or they are not at hand.
         rows: how many rows one call takes.
     """
 
     kind: Kind
     module: Callable[..., Any]
     signature: Signature
-    weights: Sequence[Tensor]
+    owner: nn.Module | None = None
     rows: Rows = ANY_ROWS
+
+    @property
+    def weights(self) -> Iterator[Tensor]:
+        """Its parameters and buffers."""
+        if self.owner is not None:
+            yield from self.owner.parameters()
+            yield from self.owner.buffers()
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
@@ -73,7 +79,7 @@ def _load_torchscript(
     _warn_unused(config, "model_class", "model_kwargs", "weights")
     # Called through the module, forward() runs its hooks.
     called = module if config.options.method is None else method
-    return Loaded(artifact.kind, called, signatures.of_schema(method.schema), _tensors(module))
+    return Loaded(artifact.kind, called, signatures.of_schema(method.schema), module)
 
 
 def _warn_unused(config: ModelConfig, *fields: str) -> None:
@@ -125,8 +131,8 @@ def _serve(
         raise SourceError(
             config.name, f"the arguments of what is served cannot be told: {error}"
         ) from error
-    tensors = _tensors(built) if isinstance(built, nn.Module) else ()
-    return Loaded(artifact.kind, called, signature, tensors)
+    owner = built if isinstance(built, nn.Module) else None
+    return Loaded(artifact.kind, called, signature, owner)
 
 
 def _method(config: ModelConfig, built: Any) -> Callable[..., Any]:
@@ -162,7 +168,7 @@ def _load_exported(artifact: Artifact, config: ModelConfig, device: torch.device
     _refuse_method(artifact, config)
     _warn_unused(config, "model_class", "model_kwargs", "weights")
     program = programs.load_exported(config, artifact.path, device)
-    return Loaded(artifact.kind, program.module, program.signature, program.weights, program.rows)
+    return Loaded(artifact.kind, program.module, program.signature, program.owner, program.rows)
 
 
 def _load_aoti(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
@@ -192,7 +198,7 @@ def _load_aoti(artifact: Artifact, config: ModelConfig, device: torch.device | N
             raise
         log.warning("%s %s is served instead.", error, artifact.fallback.path.name)
         return load(artifact.fallback, config, device)
-    return Loaded(artifact.kind, program.module, program.signature, program.weights, program.rows)
+    return Loaded(artifact.kind, program.module, program.signature, program.owner, program.rows)
 
 
 def _refuse_method(artifact: Artifact, config: ModelConfig) -> None:
@@ -202,11 +208,6 @@ def _refuse_method(artifact: Artifact, config: ModelConfig) -> None:
             f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
             cure="It holds one method, the one that was exported; take METHOD out.",
         )
-
-
-def _tensors(module: nn.Module) -> Sequence[Tensor]:
-    held: Iterable[Tensor] = chain(module.parameters(), module.buffers())
-    return tuple(held)
 
 
 _LOADERS: Mapping[Kind, Callable[[Artifact, ModelConfig, torch.device | None], Loaded]] = {

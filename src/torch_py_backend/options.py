@@ -38,6 +38,11 @@ def _positive(text: str) -> int:
     return number
 
 
+def _count(text: str) -> int | None:
+    number = int(text)
+    return number if number > 0 else None
+
+
 def _text(text: str) -> str:
     if not text.strip():
         raise ValueError(text)
@@ -71,11 +76,60 @@ def _floating(text: str) -> str:
     return name
 
 
+OPTIMIZATIONS = ("freeze", "channels_last", "bf16", "fp16", "cuda_graphs")
+
+
+def _optimizations(text: str) -> tuple[str, ...]:
+    names = tuple(sorted({name.strip().lower() for name in text.split(",")}))
+    if names == ("none",):
+        return ()
+    if names != ("auto",) and not set(names) <= set(OPTIMIZATIONS):
+        raise ValueError(text)
+    return names
+
+
+def _buckets(text: str) -> tuple[int, ...] | None:
+    wished = text.strip().lower()
+    if wished in ("auto", "none"):
+        return None if wished == "auto" else ()
+    return tuple(sorted({_positive(size) for size in text.split(",")}))
+
+
+_PAD_KEYS = {"value", "side", "multiple_of", "mask", "outputs"}
+
+
+def _pad(text: str) -> dict[str, dict[str, Any]]:
+    wished = _json_object(text)
+    for how in wished.values():
+        if not isinstance(how, dict) or not how.keys() <= _PAD_KEYS:
+            raise TypeError(text)
+        if how.get("side", "right") not in ("left", "right"):
+            raise ValueError(text)
+        if not isinstance(how.get("value", 0), bool | int | float):
+            raise TypeError(text)
+        if not isinstance(how.get("multiple_of", 1), int) or how.get("multiple_of", 1) < 1:
+            raise ValueError(text)
+        if not isinstance(how.get("mask", ""), str):
+            raise TypeError(text)
+        outputs = how.get("outputs", [])
+        if not isinstance(outputs, list) or not all(isinstance(name, str) for name in outputs):
+            raise TypeError(text)
+    return wished
+
+
 BOOLEAN = Parser("true, on, 1, false, off or 0", _boolean)
 POSITIVE = Parser("an integer of at least 1", _positive)
+COUNT = Parser("an integer; 0 or less leaves it unset", _count)
 TEXT = Parser("a name", _text)
 FLOATING = Parser("FP16, BF16, FP32 or FP64", _floating)
 JSON_OBJECT = Parser("a JSON object", _json_object)
+OPTIMIZE = Parser(f"none, auto, or some of {', '.join(OPTIMIZATIONS)}", _optimizations)
+BUCKETS = Parser("auto, none, or row counts such as 1,2,4,8", _buckets)
+PAD = Parser(
+    "a JSON object of inputs, each with some of value (a number), side (left or right),"
+    " multiple_of (an integer of at least 1), mask (an input's name), outputs (names)",
+    _pad,
+)
 COMPILE_PARAMETERS = Parser(
     f"a JSON object with keys among {', '.join(_COMPILE_KEYS)}", _compile_parameters
 )
@@ -127,20 +181,47 @@ class Options:
     )
     num_threads: int | None = _option(
         POSITIVE,
-        "Intra-op threads of each instance. Unset: OMP_NUM_THREADS, else the cores this process"
-        " may use, divided by the model's instances.",
+        "Intra-op threads of each instance. Unset, or INTRA_OP_THREAD_COUNT of 0 or less:"
+        " OMP_NUM_THREADS, else the cores this process may use, divided by the model's instances.",
         also=("INTRA_OP_THREAD_COUNT",),
     )
     num_interop_threads: int | None = _option(
         POSITIVE,
-        "Inter-op threads of each instance. Unset: the cores this process may use, divided by"
-        " the model's instances.",
+        "Inter-op threads of each instance. Unset, or INTER_OP_THREAD_COUNT of 0 or less: the"
+        " cores this process may use, divided by the model's instances.",
         also=("INTER_OP_THREAD_COUNT",),
     )
     torch_compile_optional_parameters: dict[str, Any] | None = _option(
         COMPILE_PARAMETERS,
         "Compile the model with these arguments of `torch.compile`; `{}` takes its defaults."
         " Unset: eager.",
+    )
+    compile_cache_dir: str | None = _option(
+        TEXT,
+        "Where what torch.compile made is kept for the next start; `none` keeps nothing. Unset:"
+        " the folder compile_cache in the model's folder, where it can be written.",
+    )
+    compile_required: bool = _option(
+        BOOLEAN,
+        "Fail the load where the model cannot be compiled, rather than serve it eagerly.",
+        default=False,
+    )
+    optimize: tuple[str, ...] = _option(
+        OPTIMIZE,
+        "`freeze`: constant weights, for TorchScript and compiled modules; `channels_last`: that"
+        " memory format for convolutions; `bf16`, `fp16`: autocast; `cuda_graphs`: one graph for"
+        " each bucket, on a GPU; `auto`: what `torch-py-backend tune` found on such a machine.",
+        default=(),
+    )
+    batch_buckets: tuple[int, ...] | None = _option(
+        BUCKETS,
+        "Row counts that batches are padded to. Unset, or `auto`: powers of two where shapes are"
+        " fixed (`dynamic: false`, CUDA graphs), none elsewhere.",
+    )
+    pad: dict[str, dict[str, Any]] | None = _option(
+        PAD,
+        "Inputs whose dims of -1 are padded, so that requests of different lengths share a call:"
+        ' `{"ids": {"value": 0, "side": "right", "multiple_of": 8, "mask": "attention_mask"}}`.',
     )
     inference_mode: bool = _option(
         BOOLEAN, "Run under `torch.inference_mode`; false: under `torch.no_grad`.", default=True
@@ -190,6 +271,11 @@ class Options:
         TEXT, "Triton's own: a packed Python environment for this model."
     )
 
+    @property
+    def autocast(self) -> str | None:
+        """The type that OPTIMIZE computes in, `bf16` or `fp16`; None: as the model is."""
+        return next((name for name in ("bf16", "fp16") if name in self.optimize), None)
+
 
 @dataclass(frozen=True, slots=True)
 class OptionRow:
@@ -218,6 +304,8 @@ class OptionRow:
 
 
 TABLE = tuple(OptionRow.of(entry) for entry in fields(Options))
+# LibTorch's backend sets only numbers above 0, and takes others for its default.
+_LIBTORCHS = {"INTRA_OP_THREAD_COUNT": COUNT, "INTER_OP_THREAD_COUNT": COUNT}
 # Triton's own spelling of a boolean for this one key is yes/no, and Triton reads it itself.
 _YES_NO = {"yes": "true", "no": "false"}
 
@@ -233,6 +321,8 @@ def parse(model: str, parameters: Mapping[str, Mapping[str, str]]) -> Options:
             _warn_unknown(model, key, list(rows))
             continue
         value = _value(model, row, key, entry.get("string_value", ""))
+        if value is None:
+            continue
         if row.inert and value:
             log.warning("model '%s': the parameter %s has no effect: %s.", model, key, row.inert)
         if row.field in values and values[row.field] != value:
@@ -254,13 +344,14 @@ def parse(model: str, parameters: Mapping[str, Mapping[str, str]]) -> Options:
 def _value(model: str, row: OptionRow, key: str, text: str) -> Any:
     if key == "FORCE_CPU_ONLY_INPUT_TENSORS":
         text = _YES_NO.get(text.lower(), text)
+    parser = _LIBTORCHS.get(key, row.parser)
     try:
-        return row.parser.parse(text)
+        return parser.parse(text)
     except json.JSONDecodeError as error:
-        problem = f"{row.parser.accepted} (JSON says: {error})"
+        problem = f"{parser.accepted} (JSON says: {error})"
         raise OptionError(model, key, text, problem) from None
     except (ValueError, KeyError, TypeError):
-        raise OptionError(model, key, text, row.parser.accepted) from None
+        raise OptionError(model, key, text, parser.accepted) from None
 
 
 def _warn_unknown(model: str, key: str, known: list[str]) -> None:

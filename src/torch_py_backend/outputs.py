@@ -30,7 +30,11 @@ def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
     if spec.dtype.torch is None:
         return _Strings(expected).verify
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-    return _Tensors(expected, dtype, cast=config.options.cast_outputs).verify
+    # What autocast leaves in its own type was the config's before.
+    cast = config.options.cast_outputs or (
+        config.options.autocast is not None and dtype.is_floating_point
+    )
+    return _Tensors(expected, dtype, cast=cast).verify
 
 
 def plain(model: str, name: str, part: Any) -> Value:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import logging
 import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._inductor import aoti_load_package
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
@@ -31,7 +34,7 @@ class Program:
 
     module: Callable[..., Any]
     signature: Signature
-    weights: Sequence[Tensor]
+    owner: nn.Module | None
     rows: Rows
 
 
@@ -51,10 +54,7 @@ def load_exported(config: ModelConfig, path: Path, device: torch.device | None) 
     spec: Any = program.call_spec.in_spec
     signature = signatures.of_tree(spec, _constants(program), _positional_names(module))
     _refuse_numbers(config, path, program, signature)
-    weights = (*program.parameters(), *program.buffers())
-    return Program(
-        module, signature, weights, _rows(program) if config.max_batch_size else ANY_ROWS
-    )
+    return Program(module, signature, module, _rows(program) if config.max_batch_size else ANY_ROWS)
 
 
 def _refuse_numbers(
@@ -243,7 +243,8 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
     os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
     index = device.index if device is not None and device.type == "cuda" else -1
     try:
-        loader = aoti_load_package(str(path), device_index=index).loader
+        with _errors_only(_TORCHS_OWN):  # it warns of what `misfit` has judged
+            loader = aoti_load_package(str(path), device_index=index).loader
         in_spec, out_spec = (pytree.treespec_loads(text) for text in loader.get_call_spec())
     except Exception as error:  # a foreign or damaged package raises nearly anything
         raise ArtifactError(
@@ -260,12 +261,16 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
     named = signatures.of_tree(in_spec, {})
     # The leaves themselves are the arguments: no tree is built to be taken apart again.
     signature = Signature(named.arguments, named.leaves, lambda columns: (columns, {}))
-    return Program(run, signature, (), _probe(config, signature, run))
+    return Program(run, signature, None, _probe(config, signature, run))
 
 
+_TORCHS_OWN = logging.getLogger("torch.export.pt2_archive._package")
 _AT_LEAST = re.compile(r"at 0, expected (?:it )?to be >= (\d+)")
 _AT_MOST = re.compile(r"at 0, expected (?:it )?to be <= (\d+)")
 _EXACTLY = re.compile(r"unmatched dim value at 0, expected: (\d+)")
+_STRIDE = re.compile(r"unmatched stride value at 0")
+# More rows than any package states as its limit, in a tensor that holds one.
+_ENDLESS = 1 << 31
 
 
 def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -> Rows:
@@ -276,22 +281,79 @@ def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -
     """
     if not config.max_batch_size or len(config.inputs) != len(signature.leaves or ()):
         return ANY_ROWS  # binding will say what is wrong
-    one = _refusal(config, signature, run, rows=1)
+    inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)
+
+    def refusal(rows: int) -> str:
+        item = samples.item(config, rows)
+        return _refusal(lambda: inputs.call(run, [item[name] for name in inputs.names]))
+
+    one = refusal(1)
     exactly = _EXACTLY.search(one)
     if exactly:
         return Rows(int(exactly[1]), int(exactly[1]))
     least = _AT_LEAST.search(one)
-    most = _AT_MOST.search(_refusal(config, signature, run, rows=config.max_batch_size))
+    most = _AT_MOST.search(refusal(config.max_batch_size))
     return Rows(int(least[1]) if least else 1, int(most[1]) if most else None)
 
 
-def _refusal(config: ModelConfig, signature: Signature, run: Callable[..., Any], rows: int) -> str:
-    """What the package says of so many rows; empty where it takes them."""
-    item = samples.item(config, rows)
-    inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)
+def most_rows(call: Callable[[Sequence[Any]], Any], columns: Sequence[Tensor]) -> int | None:
+    """How many rows a package takes at most; None: any number, or it does not say.
+
+    It is asked with rows that share one row's memory. A package that checks strides refuses those
+    after it has checked their number, so it is never run; another is not asked.
+    """
+    # With memory for each row all the same: this question may be answered without checks.
+    doubled = [torch.cat([column, column]) for column in columns]
+    shared = [column[:1].expand(column.shape) for column in doubled]
+    if not _STRIDE.search(_refusal(lambda: call(shared))):
+        return None
+    endless = [column[:1].expand(_ENDLESS, *column.shape[1:]) for column in columns]
+    most = _AT_MOST.search(_refusal(lambda: call(endless)))
+    return int(most[1]) if most else None
+
+
+def _refusal(ask: Callable[[], Any]) -> str:
+    """What a package says of its inputs; empty where it takes them."""
+    with tempfile.TemporaryFile() as kept:
+        with _standard_error_to(kept.fileno()):
+            said = _said(ask)
+        if not any(known.search(said) for known in (_AT_LEAST, _AT_MOST, _EXACTLY, _STRIDE)):
+            kept.seek(0)
+            for line in kept:
+                os.write(2, line)
+    return said
+
+
+def _said(ask: Callable[[], Any]) -> str:
     try:
         with torch.inference_mode():
-            inputs.call(run, [item[name] for name in inputs.names])
+            ask()
     except RuntimeError as error:
         return str(error)
     return ""
+
+
+@contextlib.contextmanager
+def _standard_error_to(descriptor: int) -> Iterator[None]:
+    """AOTInductor's runtime prints what it raises, and knows nothing of Python's streams."""
+    try:
+        before = os.dup(2)
+    except OSError:  # it is closed: nothing is heard anyway
+        yield
+        return
+    os.dup2(descriptor, 2)
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+@contextlib.contextmanager
+def _errors_only(logger: logging.Logger) -> Iterator[None]:
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

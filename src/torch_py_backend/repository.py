@@ -16,9 +16,18 @@ def models(path: Path) -> list[Path]:
 
 def _is_model(folder: Path) -> bool:
     try:
-        return (folder / "config.pbtxt").is_file() or bool(versions(folder))
+        return _has_config(folder) or any(_is_version(folder / name) for name in versions(folder))
     except PermissionError:
         return True  # to be reported, not passed over
+
+
+def _has_config(folder: Path) -> bool:
+    return (folder / "config.pbtxt").is_file()
+
+
+def _is_version(folder: Path) -> bool:
+    """Whether a folder named by a number is a version, and not a model of that name."""
+    return not _has_config(folder) and not versions(folder)
 
 
 def versions(folder: Path) -> list[str]:

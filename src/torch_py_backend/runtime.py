@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,6 +16,8 @@ from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.options import Options
 from torch_py_backend.threads import Threads
+
+_Guard: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +31,7 @@ class Runtime:
     """
 
     device: torch.device
-    guard: Callable[[], AbstractContextManager[Any]]
+    guard: _Guard
     clean: Callable[[], None] | None
 
     def to_device(self, columns: Sequence[Value]) -> Sequence[Value]:
@@ -108,8 +110,10 @@ def surround(options: Options, device: torch.device | None, weights: Iterable[Te
     if device is None:
         first = next(iter(weights), None)
         device = torch.device("cpu") if first is None else first.device
-    mode = torch.inference_mode if options.inference_mode else torch.no_grad
+    mode: _Guard = torch.inference_mode if options.inference_mode else torch.no_grad
     on_gpu = device.type == "cuda"
+    if options.autocast is not None:
+        mode = _in_precision(device, _AUTOCAST[options.autocast], mode)
     return Runtime(
         device=device,
         guard=_on_own_stream(device, mode) if on_gpu else mode,
@@ -117,9 +121,19 @@ def surround(options: Options, device: torch.device | None, weights: Iterable[Te
     )
 
 
-def _on_own_stream(
-    device: torch.device, mode: Callable[[], AbstractContextManager[Any]]
-) -> Callable[[], AbstractContextManager[Any]]:
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _in_precision(device: torch.device, dtype: torch.dtype, mode: _Guard) -> _Guard:
+    @contextlib.contextmanager
+    def guard() -> Iterator[None]:
+        with mode(), torch.autocast(device.type, dtype):
+            yield
+
+    return guard
+
+
+def _on_own_stream(device: torch.device, mode: _Guard) -> _Guard:
     # The weights were copied on the default stream, which ours does not wait for.
     torch.cuda.synchronize(device)
     stream = torch.cuda.Stream(device)

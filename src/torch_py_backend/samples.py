@@ -2,33 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import numpy as np
 import torch
+from torch import Tensor
 
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.config import ModelConfig, TensorSpec
 
+# Sizes for dimensions of -1: above 1, which torch.compile takes for a constant, and two, so that
+# it learns that they vary.
+_VARIABLE, _SHRUNK = 8, 6
+_NOTHING: Mapping[str, Value] = {}
+
 
 def item(
-    config: ModelConfig, rows: int | None, variable: int = 1, *, optional: bool = True
+    config: ModelConfig,
+    rows: int | None,
+    *,
+    shrunk: bool = False,
+    without: Collection[str] = (),
+    example: Mapping[str, Value] = _NOTHING,
 ) -> Item:
     """One item.
 
     Args:
         config: the model's config.
         rows: the size of the batch dimension; None: the model has none.
-        variable: the size of dimensions of -1.
-        optional: also the inputs that may be left out.
+        shrunk: with a quarter less in dimensions of -1.
+        without: inputs to leave out.
+        example: valid values by name, with a batch dimension where the model has one; they are
+            repeated to make up the rows. Other inputs get made-up values.
     """
     generator = torch.Generator().manual_seed(0)
     return {
-        spec.name: _value(spec, rows, variable, generator)
+        spec.name: _from_example(spec, rows, example[spec.name], shrunk=shrunk)
+        if spec.name in example
+        else _made_up(spec, rows, _SHRUNK if shrunk else _VARIABLE, generator)
         for spec in config.inputs
-        if optional or not spec.optional
+        if spec.name not in without
     }
 
 
-def _value(spec: TensorSpec, rows: int | None, variable: int, generator: torch.Generator) -> Value:
+def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:
+    """Whether an example is a value of this input, of at least one row."""
+    dims = (-1, *spec.dims) if config.max_batch_size else spec.dims
+    dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None
+    return (
+        dtype == spec.dtype.torch
+        and len(value.shape) == len(dims)
+        and all(
+            wanted in (-1, size) and size > 0
+            for size, wanted in zip(value.shape, dims, strict=True)
+        )
+    )
+
+
+def _from_example(spec: TensorSpec, rows: int | None, value: Value, *, shrunk: bool) -> Value:
+    if rows is not None:
+        value = value[np.arange(rows) % value.shape[0]]
+    if shrunk:
+        for axis, dim in enumerate(spec.dims, value.ndim - len(spec.dims)):
+            size = max(1, value.shape[axis] * _SHRUNK // _VARIABLE)
+            value = value[(slice(None),) * axis + (slice(size),)] if dim == -1 else value
+    return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def _made_up(
+    spec: TensorSpec, rows: int | None, variable: int, generator: torch.Generator
+) -> Value:
     dims = [variable if dim == -1 else dim for dim in spec.dims]
     shape = dims if rows is None else [rows, *dims]
     if spec.dtype.torch is None:

@@ -9,33 +9,40 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import safetensors
-import safetensors.torch
 import torch
 from torch import Tensor
 
-from torch_py_backend import artifacts, config, dtypes, loaders, outputs, programs, results, sources
+from torch_py_backend import (
+    artifacts,
+    config,
+    dtypes,
+    examples,
+    loaders,
+    outputs,
+    programs,
+    results,
+)
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Item, Value
+from torch_py_backend.binding import bind_inputs
 from torch_py_backend.config import ModelConfig, TensorSpec
 from torch_py_backend.errors import (
-    ArtifactError,
     ConfigError,
     ForwardError,
     LoadError,
     SourceError,
-    brief,
 )
 from torch_py_backend.intake import Intake
 from torch_py_backend.loaders import Loaded
 
 log = logging.getLogger(__name__)
 
-EXAMPLES = "example_inputs"
 # Shapes and types without values: a forward() on it computes nothing.
 _META = torch.device("meta")
 # What a model gets that takes any number of rows, and says no number itself.
 _MAX_BATCH_SIZE = 8
+# Beyond it, a number that a program states is no measure of what fits, but stands for "any".
+_LARGEST = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +85,12 @@ def of_model(settings: ModelConfig) -> Schema:
         return _of_program(settings, programs.describe_exported(settings, artifact.path))
     if artifact.kind is not Kind.AOTI:  # compiled code reads memory, which meta tensors lack
         try:
-            return _of_examples(settings, artifact, _META)
+            return _of_example(settings, artifact, _META)
         except LoadError:
             raise
         except Exception as error:  # what depends on values, or on the device
             log.debug("model '%s' does not run on meta tensors: %s", settings.name, error)
-    return _of_examples(settings, artifact, torch.device("cpu"))
+    return _of_example(settings, artifact, torch.device("cpu"))
 
 
 # --- exported programs -------------------------------------------------------------------------
@@ -91,15 +98,18 @@ def of_model(settings: ModelConfig) -> Schema:
 
 def _of_program(settings: ModelConfig, described: programs.Described) -> Schema:
     """Types and sizes stand in the program; a size that is not fixed is -1."""
-    most = described.rows.most or _MAX_BATCH_SIZE
     sizes = [dims[:1] for _, _, dims in (*described.inputs, *described.outputs)]
     # A fixed size of dimension 0 may be a batch, or anything else.
     batched = bool(sizes) and all(size == (-1,) for size in sizes)
     return Schema(
         tuple(_spec(settings, *one, batched=batched) for one in described.inputs),
         tuple(_spec(settings, *one, batched=batched) for one in described.outputs),
-        min(most, _MAX_BATCH_SIZE) if batched else 0,
+        _batch_size(described.rows.most) if batched else 0,
     )
+
+
+def _batch_size(most: int | None) -> int:
+    return _MAX_BATCH_SIZE if most is None or most > _LARGEST else most
 
 
 def _spec(
@@ -124,77 +134,41 @@ def _dtype(settings: ModelConfig, name: str, dtype: torch.dtype) -> dtypes.DType
 # --- by example ------------------------------------------------------------------------------
 
 
-def find_examples(settings: ModelConfig, artifact: Artifact) -> Item | None:
-    """Example inputs by name: a file beside the model, or a function in model.py; None: neither.
+def _example(settings: ModelConfig, artifact: Artifact) -> Item:
+    found = examples.find(settings, artifact)
+    if found is None:
+        raise ConfigError(
+            settings.name,
+            f"config.pbtxt lists no inputs or no outputs, and {artifact.kind.value} does not tell"
+            " its shapes",
+            expected=f"{examples.NAME}.safetensors in the version folder, or a function"
+            f" {examples.NAME}() in model.py that returns a dict of tensors by input name",
+            cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
+        )
+    return found
+
+
+def _of_example(settings: ModelConfig, artifact: Artifact, device: torch.device) -> Schema:
+    """Run once with the example and once with twice their rows: what grows is the batch.
 
     Raises:
-        LoadError: they are there, and are nothing that a model can be given.
-    """
-    path = settings.version_folder / f"{EXAMPLES}.safetensors"
-    if path.is_file():
-        try:
-            return dict(safetensors.torch.load_file(path))
-        except (safetensors.SafetensorError, OSError) as error:
-            raise ArtifactError(
-                settings.name,
-                f"{path.name} is no valid safetensors: {brief(error)}",
-                cure="Write it with safetensors.torch.save_file.",
-            ) from error
-    if artifact.kind is Kind.MODULE:
-        made = sources.example_inputs(settings.name, artifact.path, EXAMPLES)
-        if made is not None:
-            return {name: _value(settings, name, value) for name, value in made.items()}
-    return None
-
-
-def _examples(settings: ModelConfig, artifact: Artifact) -> Item:
-    found = find_examples(settings, artifact)
-    if found is not None:
-        return found
-    raise ConfigError(
-        settings.name,
-        f"config.pbtxt lists no inputs or no outputs, and {artifact.kind.value} does not tell its"
-        " shapes",
-        expected=f"{EXAMPLES}.safetensors in the version folder, or a function {EXAMPLES}() in"
-        " model.py that returns a dict of tensors by input name",
-        cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
-    )
-
-
-def _value(settings: ModelConfig, name: str, value: Any) -> Value:
-    if isinstance(value, Tensor):
-        return value
-    array = np.asarray(value, dtype=np.object_)
-    if all(isinstance(one, str | bytes) for one in array.flat):
-        return array
-    raise SourceError(
-        settings.name,
-        f"{EXAMPLES}() gives a {type(value).__name__} for '{name}'",
-        expected="a tensor, or a list of strings",
-    )
-
-
-def _of_examples(settings: ModelConfig, artifact: Artifact, device: torch.device) -> Schema:
-    """Run once with the examples and once with twice their rows: what grows is the batch.
-
-    Raises:
-        ForwardError: forward() fails with the examples; on meta tensors, with twice their rows too.
+        ForwardError: forward() fails with the example; on meta tensors, with twice their rows too.
     """
     loaded = loaders.load(artifact, settings, device)
-    examples = _examples(settings, artifact)
+    example = _example(settings, artifact)
     whole = dataclasses.replace(
         settings,
         max_batch_size=0,
-        inputs=tuple(_example_spec(settings, name, value) for name, value in examples.items()),
+        inputs=tuple(_example_spec(settings, name, value) for name, value in example.items()),
     )
-    once = _run(whole, loaded, examples, device)
-    rows = {value.shape[:1] for value in examples.values()}
+    once = _run(whole, loaded, example, device)
+    rows = {value.shape[:1] for value in example.values()}
     if len(rows) == 1 and rows != {()}:
         (size,) = rows
-        twice = _run_doubled(whole, loaded, examples, device)
+        twice = _run_doubled(whole, loaded, example, device)
         if twice is not None and _grew(once, twice, size[0]):
-            return _schema(settings, loaded, examples, once, batched=True)
-    return _schema(settings, loaded, examples, once, batched=False)
+            return _schema(settings, loaded, example, once, batched=True)
+    return _schema(settings, loaded, example, once, batched=False)
 
 
 def _example_spec(settings: ModelConfig, name: str, value: Value) -> TensorSpec:
@@ -208,12 +182,12 @@ def _kind(settings: ModelConfig, name: str, value: Value) -> dtypes.DType:
 
 
 def _run(
-    settings: ModelConfig, loaded: Loaded, examples: Item, device: torch.device
+    settings: ModelConfig, loaded: Loaded, example: Item, device: torch.device
 ) -> dict[str, Value]:
     """Every output by name, as arrays and tensors."""
     intake = Intake(settings, loaded.signature)
-    (group,) = intake.group([(0, examples)])
-    columns = [examples[name] for name in group.inputs.names]
+    (group,) = intake.group([(0, example)])
+    columns = [example[name] for name in group.inputs.names]
     try:
         passed = intake.convert(group.inputs, columns)  # numbers need values
         with torch.inference_mode(), device:
@@ -230,20 +204,20 @@ def _run(
 
 
 def _run_doubled(
-    settings: ModelConfig, loaded: Loaded, examples: Item, device: torch.device
+    settings: ModelConfig, loaded: Loaded, example: Item, device: torch.device
 ) -> dict[str, Value] | None:
     doubled: Item = {
         name: torch.cat([value, value])
         if isinstance(value, Tensor)
         else np.concatenate([value, value])
-        for name, value in examples.items()
+        for name, value in example.items()
     }
     try:
         return _run(settings, loaded, doubled, device)
     except ForwardError:
         if device is _META:
             raise
-        return None  # it takes the rows of the examples and no others
+        return None  # it takes the rows of the example and no others
 
 
 def _grew(once: Mapping[str, Value], twice: Mapping[str, Value], rows: int) -> bool:
@@ -258,17 +232,24 @@ def _grew(once: Mapping[str, Value], twice: Mapping[str, Value], rows: int) -> b
 def _schema(
     settings: ModelConfig,
     loaded: Loaded,
-    examples: Item,
+    example: Item,
     made: Mapping[str, Value],
     *,
     batched: bool,
 ) -> Schema:
-    most = loaded.rows.most or _MAX_BATCH_SIZE
     return Schema(
-        tuple(_tensor(settings, name, value, batched=batched) for name, value in examples.items()),
+        tuple(_tensor(settings, name, value, batched=batched) for name, value in example.items()),
         tuple(_tensor(settings, name, value, batched=batched) for name, value in made.items()),
-        min(most, _MAX_BATCH_SIZE) if batched else 0,
+        _batch_size(_most_rows(settings, loaded, example)) if batched else 0,
     )
+
+
+def _most_rows(settings: ModelConfig, loaded: Loaded, examples: Item) -> int | None:
+    if loaded.kind is not Kind.AOTI:
+        return loaded.rows.most
+    inputs = bind_inputs(settings.name, list(examples), loaded.signature)
+    columns = [value for name in inputs.names if isinstance(value := examples[name], Tensor)]
+    return programs.most_rows(lambda leaves: inputs.call(loaded.module, leaves), columns)
 
 
 def _tensor(settings: ModelConfig, name: str, value: Value, *, batched: bool) -> TensorSpec:

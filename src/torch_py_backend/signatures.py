@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections.abc
+import functools
 import inspect
+import sys
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, Union, get_args, get_origin
+from collections.abc import Callable, Iterator, Sequence
+from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_origin
 
 from torch.utils import _pytree as pytree
 
@@ -31,19 +33,32 @@ def of_function(function: Callable[..., Any]) -> Signature:
     Raises:
         TypeError, ValueError: Python cannot tell it.
     """
-    scope = getattr(inspect.unwrap(function), "__globals__", {})
+    scope = _scope(function)
     parameters = inspect.signature(function).parameters.values()
     return Signature(tuple(_argument(one, _resolved(one.annotation, scope)) for one in parameters))
 
 
+def _scope(function: Callable[..., Any]) -> dict[str, Any]:
+    """The names that a function's annotations may use."""
+    function = inspect.unwrap(function)
+    while isinstance(function, functools.partial):
+        function = inspect.unwrap(function.func)
+    if not hasattr(function, "__globals__"):  # an object with a __call__
+        function = type(function).__call__
+    scope: dict[str, Any] = getattr(function, "__globals__", {})
+    return scope
+
+
 def _resolved(annotation: Any, scope: dict[str, Any]) -> Any:
     """What `from __future__ import annotations` has left as text."""
-    if not isinstance(annotation, str):
-        return annotation
-    try:
-        return eval(annotation, scope)  # noqa: S307  the model's own code, which runs anyway
-    except Exception:  # what only a type checker can resolve
-        return annotation
+    for _ in range(2):  # it may have been written in quotes, too
+        if not isinstance(annotation, str):
+            break
+        try:
+            annotation = eval(annotation, scope)  # noqa: S307  the model's own code runs anyway
+        except Exception:  # what only a type checker can resolve
+            break
+    return annotation
 
 
 def _argument(parameter: inspect.Parameter, annotation: Any) -> Argument:
@@ -57,16 +72,67 @@ def _argument(parameter: inspect.Parameter, annotation: Any) -> Argument:
         text=str(parameter),
         nullable=nullable,
         unnamed=parameter.kind is inspect.Parameter.POSITIONAL_ONLY,
+        keys=() if passing in _REST else _keys(kind),
     )
 
 
 def _without_none(annotation: Any) -> tuple[bool, Any]:
-    """Whether None is allowed, and the one other type of an Optional."""
-    if get_origin(annotation) not in (Union, types.UnionType):
-        return False, annotation
-    others = [one for one in get_args(annotation) if one is not types.NoneType]
-    nullable = len(others) < len(get_args(annotation))
-    return nullable, others[0] if len(others) == 1 else Any
+    """Whether None is allowed, and the one other type that there is."""
+    kinds = list(_alternatives(annotation))
+    others = [kind for kind in kinds if kind is not types.NoneType]
+    alike = others and all(kind == others[0] for kind in others)
+    return len(others) < len(kinds), others[0] if alike else Any
+
+
+# What says something about a key of a TypedDict, and not about its value.
+_QUALIFIERS = ("Required", "NotRequired", "ReadOnly")
+
+
+def _alternatives(annotation: Any) -> Iterator[Any]:
+    """The types of what may be passed: unions and literals taken apart, remarks left away."""
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        for one in get_args(annotation):
+            yield from _alternatives(one)
+    elif origin is Literal:
+        yield from map(type, get_args(annotation))
+    elif origin is Annotated or _name(origin) in _QUALIFIERS:
+        yield from _alternatives(get_args(annotation)[0])
+    else:
+        yield annotation
+
+
+def _name(form: Any) -> str:
+    """A special form's name, be it typing's or typing_extensions'."""
+    return str(form).rpartition(".")[2]
+
+
+def _keys(annotation: Any) -> tuple[Argument, ...]:
+    """The keys of a TypedDict."""
+    if not _is_typed_dict(annotation):
+        return ()
+    hints = annotation.__annotations__
+    return tuple(_key_argument(annotation, name, _key_hint(hints[name])) for name in hints)
+
+
+def _key_hint(hint: Any) -> Any:
+    """What a TypedDict has kept as text, resolved where it was written."""
+    if not isinstance(hint, ForwardRef):
+        return hint
+    module = sys.modules.get(str(hint.__forward_module__))
+    return _resolved(hint.__forward_arg__, vars(module) if module is not None else {})
+
+
+def _is_typed_dict(annotation: Any) -> bool:
+    return isinstance(annotation, type) and hasattr(annotation, "__required_keys__")
+
+
+def _key_argument(owner: Any, name: str, hint: Any) -> Argument:
+    nullable, kind = _without_none(hint)
+    # Where annotations are text, Python itself does not notice a qualifier.
+    qualified = {"Required": True, "NotRequired": False}.get(_name(get_origin(hint)))
+    required = name in owner.__required_keys__ if qualified is None else qualified
+    return Argument(name, required, Passing.KEYWORD, _takes(kind), text=name, nullable=nullable)
 
 
 _SCALARS = {int: Takes.INT, float: Takes.FLOAT, bool: Takes.BOOL, str: Takes.STR}
@@ -77,10 +143,10 @@ _SEQUENCES = (list, collections.abc.Sequence, collections.abc.Iterable)
 def _takes(annotation: Any) -> Takes:
     if isinstance(annotation, str):  # could not be resolved
         return _takes_text(annotation)
-    if annotation in _SCALARS:
+    if isinstance(annotation, type) and annotation in _SCALARS:
         return _SCALARS[annotation]
     origin = get_origin(annotation) or annotation
-    if origin in _MAPPINGS:
+    if origin in _MAPPINGS or _is_typed_dict(origin):
         return Takes.DICT
     if origin is tuple:
         return Takes.TUPLE
@@ -116,6 +182,7 @@ def of_schema(schema: Any) -> Signature:
 
 _SCHEMA_TYPES = {
     "Tensor[]": Takes.LIST,
+    "Tensor?[]": Takes.LIST,
     "int": Takes.INT,
     "float": Takes.FLOAT,
     "bool": Takes.BOOL,

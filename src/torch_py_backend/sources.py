@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 def import_source(model: str, path: Path) -> ModuleType:
     """Run a model's source file as a module of its own; files beside it can be imported."""
-    name = f"torch_py_backend_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise SourceError(model, f"{path.name} is no Python source", expected="a .py file")
@@ -36,8 +36,13 @@ def import_source(model: str, path: Path) -> ModuleType:
         with _importing_from(path.parent):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
+        del sys.modules[name]
         raise SourceError(model, f"{path.name} fails at {_place(error, path)}") from error
     return module
+
+
+def _module_name(path: Path) -> str:
+    return f"torch_py_backend_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
 
 
 @contextlib.contextmanager
@@ -120,7 +125,9 @@ def example_inputs(model: str, path: Path, name: str) -> Mapping[str, Any] | Non
     Raises:
         SourceError: it fails, or returns something else than a dict.
     """
-    function = getattr(import_source(model, path), name, None)
+    # What a file does when it is run, it may not bear twice.
+    source = sys.modules.get(_module_name(path)) or import_source(model, path)
+    function = getattr(source, name, None)
     if function is None:
         return None
     try:

@@ -25,9 +25,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torch_py_backend import artifacts, config, engine, samples, schema, threads, warmup
+from torch_py_backend import artifacts, config, engine, examples, samples, threads, warmup
 from torch_py_backend.batching import Item, Value
-from torch_py_backend.config import ModelConfig, TensorSpec
+from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
     ArtifactError,
@@ -41,8 +41,6 @@ from torch_py_backend.errors import (
 
 # A call that takes longer than the time it was given is still made as often as this.
 _FEWEST_CALLS = 3
-# Sizes for dimensions of -1 in made-up inputs.
-_VARIABLE = 8
 _POLL_S = 0.001
 _INPUTS = "inputs.safetensors"
 
@@ -88,12 +86,12 @@ def _find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
     if inputs is not None:
         return _of_file(settings, Path(inputs)), Path(inputs).name
     torch.manual_seed(0)
-    found = schema.find_examples(settings, artifacts.find(settings))
+    found = examples.find(settings, artifacts.find(settings))
     if found is not None:
-        _refuse_misfit(settings, found, schema.EXAMPLES)
-        return found, schema.EXAMPLES
+        _refuse_misfit(settings, found, examples.NAME)
+        return found, examples.NAME
     rows = settings.max_batch_size or None
-    return samples.item(settings, rows, _VARIABLE), "made-up values"
+    return samples.item(settings, rows), "made-up values"
 
 
 def _of_file(settings: ModelConfig, path: Path) -> Item:
@@ -120,8 +118,8 @@ def _refuse_misfit(settings: ModelConfig, item: Item, source: str) -> None:
             expected=f"the inputs {', '.join(sorted(specs))}",
         )
     for name, value in item.items():
-        if not _fits(settings, specs[name], value):
-            kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
+        if not samples.fits(settings, specs[name], value):
+            kind = str(value.dtype).removeprefix("torch.")
             rows = "one row at least of " if settings.max_batch_size else ""
             raise ConfigError(
                 settings.name,
@@ -130,27 +128,11 @@ def _refuse_misfit(settings: ModelConfig, item: Item, source: str) -> None:
             )
 
 
-def _fits(settings: ModelConfig, spec: TensorSpec, value: Value) -> bool:
-    kind = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None
-    shape = value.shape
-    if settings.max_batch_size:
-        if not shape or shape[0] == 0:
-            return False
-        shape = shape[1:]
-    return kind == spec.dtype.torch and _match(shape, spec.dims)
-
-
-def _match(shape: Sequence[int], dims: Sequence[int]) -> bool:
-    return len(shape) == len(dims) and all(
-        dim in (-1, size) for size, dim in zip(shape, dims, strict=True)
-    )
-
-
 def _tile(settings: ModelConfig, item: Item, rows: int) -> Item:
     """As many rows as asked for, the item's own over and over."""
-    if not settings.max_batch_size:
-        return item
-    return {name: value[np.arange(rows) % value.shape[0]] for name, value in item.items()}
+    absent = {spec.name for spec in settings.inputs} - item.keys()
+    count = rows if settings.max_batch_size else None
+    return samples.item(settings, count, without=absent, example=item)
 
 
 def _run(made: Engine, item: Item) -> dict[str, Value]:

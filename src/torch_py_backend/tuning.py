@@ -199,10 +199,16 @@ class Tuning:
 
     def _measure(self, folder: str, candidate: Candidate) -> None:
         # What is served today is measured as it is, with settings that have no effect, too.
-        watched = [] if candidate.title == AS_CONFIGURED else sorted(candidate.runtime)
+        as_is = candidate.title == AS_CONFIGURED
+        watched = [] if as_is else sorted(candidate.runtime)
+        settings = dict(candidate.parameters) | {
+            # What losers have compiled is no burden of the model's folder.
+            "COMPILE_CACHE_DIR": str(Path(folder) / "compiled"),
+            **({} if as_is else {"COMPILE_REQUIRED": "true"}),
+        }
         given = [
             {
-                "arguments": self.plan.arguments(candidate.parameters, candidate.instances, number),
+                "arguments": self.plan.arguments(settings, candidate.instances, number),
                 "folder": folder,
                 "seconds": self.plan.seconds,
                 "watched": watched,

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Sequence
 
-from torch_py_backend import compilation, samples
+from torch_py_backend import buckets, compilation, examples, samples
 from torch_py_backend.batching import Item
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import BackendError, LoadError, WarmupError
 
+log = logging.getLogger(__name__)
+
 # TorchScript's profiling executor optimises at the third call of a shape.
 _REPEATS = 3
-# Sizes for dimensions of -1: two, so that torch.compile learns that they vary; above 1, which it
-# would take for a constant.
-_VARIABLE = (8, 6)
+# A model with one graph for many row counts meets all up to here before READY, and beyond it
+# powers of two.
+_EVERY = 32
 
 
 def run(engine: Engine) -> None:
@@ -25,11 +28,12 @@ def run(engine: Engine) -> None:
         LoadError: binding the outputs to forward()'s result failed.
         WarmupError: forward() failed, or its result contradicts the config.
     """
-    for item in batches(engine.config):
-        for _ in range(_REPEATS):
-            (outcome,) = engine.run([item])
-            if isinstance(outcome, BackendError):
-                raise _refusal(engine.config, item, outcome)
+    with engine.preparing():
+        for item in batches(engine):
+            for _ in range(_REPEATS):
+                (outcome,) = engine.run([item])
+                if isinstance(outcome, BackendError):
+                    raise _refusal(engine.config, item, outcome)
 
 
 def _refusal(config: ModelConfig, item: Item, error: BackendError) -> LoadError:
@@ -39,30 +43,56 @@ def _refusal(config: ModelConfig, item: Item, error: BackendError) -> LoadError:
     return WarmupError(
         config.name,
         f"the warm-up with {tried} failed: {error}",
-        cure="Correct the model or its config; if it cannot take made-up values (ones, random"
-        ' numbers below 1, the string "text"), set the parameter WARMUP to "false".',
+        cure="Correct the model or its config. If it cannot take made-up values (ones, random"
+        ' numbers below 1, the string "text"), put valid ones beside it'
+        f' ({examples.NAME}.safetensors), or set the parameter WARMUP to "false".',
     )
 
 
-def batches(config: ModelConfig) -> Iterator[Item]:
+def batches(engine: Engine) -> Iterator[Item]:
     """One item for every batch that may need preparation of its own."""
+    config = engine.config
+    example = _fitting(config, engine.example())
     varies = any(-1 in spec.dims for spec in config.inputs)
-    may_lack = any(spec.optional for spec in config.inputs)
-    for rows, size, optional in itertools.product(
-        _row_counts(config), _VARIABLE if varies else (1,), (True, False) if may_lack else (True,)
+    for rows, shrunk, without in itertools.product(
+        _row_counts(engine), (False, True) if varies else (False,), engine.patterns
     ):
-        yield samples.item(config, rows, size, optional=optional)
+        item = samples.item(config, rows, shrunk=shrunk, without=without, example=example)
+        if item or rows is None:  # without an input there is no row count
+            yield item
 
 
-def _row_counts(config: ModelConfig) -> Sequence[int | None]:
-    largest = config.max_batch_size
+def _fitting(config: ModelConfig, example: Item) -> Item:
+    """The examples that the config's inputs can have."""
+    found = {}
+    for spec in config.inputs:
+        value = example.get(spec.name)
+        if value is None:
+            continue
+        if samples.fits(config, spec, value):
+            found[spec.name] = value
+        else:
+            log.warning(
+                "model '%s': the example of input '%s' is %s %s, and config.pbtxt has %s; the"
+                " warm-up makes one up.",
+                config.name,
+                spec.name,
+                str(value.dtype).removeprefix("torch."),
+                list(value.shape),
+                spec,
+            )
+    return found
+
+
+def _row_counts(engine: Engine) -> Sequence[int | None]:
+    largest = engine.config.max_batch_size
     if largest == 0:
         return [None]
-    if compilation.requested(config) and _one_graph_each(config):
-        return list(range(largest, 0, -1))
-    # torch.compile makes the batch dimension dynamic at the second size, and 1 is special to it.
+    if engine.rows.buckets:
+        return engine.rows.buckets[::-1]
+    if engine.compiles:
+        # A graph for all row counts may have a guard that only some of them pass.
+        every = largest if compilation.static(engine.config) else min(largest, _EVERY)
+        counts = {*range(1, every + 1), *buckets.powers_of_two(largest)}
+        return sorted(counts, reverse=True)
     return sorted({largest, max(1, largest - 1), 1}, reverse=True)
-
-
-def _one_graph_each(config: ModelConfig) -> bool:
-    return (config.options.torch_compile_optional_parameters or {}).get("dynamic") is False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -123,19 +122,22 @@ def _torch_load(path: Path) -> Any:
 
 
 def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
-    """The shards that an index names: Hugging Face's `model.safetensors.index.json`."""
+    """The shards that an index names, as one."""
     try:
-        files = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    except (ValueError, LookupError, AttributeError, TypeError) as error:
+        files = contents.shards(index)
+    except contents.NO_INDEX as error:
         raise ArtifactError(
             config.name,
             f"the weights {index.name} are no index of safetensors: {brief(error)}",
             expected="a JSON object with a weight_map from keys to files",
         ) from error
+    # Where the index is a link, its shards may be links to what lies beside it.
+    folders = (config.folder.resolve(), index.resolve().parent)
     state: dict[str, Tensor] = {}
     for name in files:
-        path = index.parent / str(name)
-        if not path.resolve().is_relative_to(config.folder.resolve()) or not path.is_file():
+        path = index.parent / name
+        inside = any(path.resolve().is_relative_to(folder) for folder in folders)
+        if not inside or not path.is_file():
             raise ArtifactError(
                 config.name,
                 f"the weights {index.name} name {name}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -38,6 +39,7 @@ def check(
 
 def _report(folder: Path, timeout: float) -> dict[str, Any]:
     notes = list(examination.folder(folder))
+    end = time.monotonic() + timeout
     try:
         document = pbtxt.read(folder)
         if _is_anothers(document):
@@ -52,10 +54,13 @@ def _report(folder: Path, timeout: float) -> dict[str, Any]:
         filled = completion.needed(document)
         if filled:
             given = pbtxt.arguments(folder, version, document)
-            completion.complete(given, document)
+            completion.complete(given, document, timeout)
         given = pbtxt.arguments(folder, version, document)
         report: dict[str, Any] = isolation.run(
-            folder.name, "torch_py_backend.inspection:inspect", {"arguments": given}, timeout
+            folder.name,
+            "torch_py_backend.inspection:inspect",
+            {"arguments": given},
+            max(0.0, round(end - time.monotonic(), 1)),
         )
     except BackendError as error:
         return {"model": folder.name, "error": str(error), "notes": notes}

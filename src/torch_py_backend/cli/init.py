@@ -14,9 +14,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from torch_py_backend import completion, contents, isolation, pbtxt
+from torch_py_backend import companions, completion, contents, isolation, pbtxt
 from torch_py_backend.contents import Content
-from torch_py_backend.errors import ArtifactError, BackendError, InstallError, LoadError
+from torch_py_backend.errors import ArtifactError, BackendError, InstallError, LoadError, shown
 
 _SERVED = {
     Content.TORCHSCRIPT: "model.pt",
@@ -58,14 +58,16 @@ def init(
         console.print(f"  {line}")
 
 
-def _make(folder: Path, kind: str, files: Mapping[Path, str], *, link: bool) -> list[str]:
+def _make(folder: Path, kind: str, files: Mapping[str, Path], *, link: bool) -> list[str]:
     version = folder / "1"
     version.mkdir(parents=True)
-    for source, served in files.items():
+    for served, source in files.items():
+        place = version / served
+        place.parent.mkdir(parents=True, exist_ok=True)
         if link:
-            (version / served).symlink_to(source)
+            place.symlink_to(source)
         else:
-            shutil.copyfile(source, version / served)
+            shutil.copyfile(source, place)
     document = pbtxt.read(folder)
     try:
         completion.complete(pbtxt.arguments(folder, "1", document), document)
@@ -75,8 +77,10 @@ def _make(folder: Path, kind: str, files: Mapping[Path, str], *, link: bool) -> 
         told = f"inputs and outputs: to be written by you ({error})"
     (folder / "config.pbtxt").write_text(_config(folder.name, kind, document), encoding="utf-8")
     batch = document["max_batch_size"] or "0: the model has no batch dimension that can be told"
+    others = list(files)[1:]
     return [
-        f"{next(iter(files)).name} is {kind}",
+        f"{next(iter(files.values())).name} is {kind}",
+        *([f"with {shown(others)}"] if others else []),
         told,
         f"max_batch_size {batch}",
         *_checked(folder),
@@ -98,24 +102,12 @@ def _checked(folder: Path) -> Sequence[str]:
     return ["loads and runs; next: torch-py-backend serve"]
 
 
-def _files(model: str, model_file: Path) -> tuple[str, dict[Path, str]]:
-    """What is served, and which files go where."""
+def _files(model: str, model_file: Path) -> tuple[str, dict[str, Path]]:
+    """What is served, and which files go where; the first is the model."""
     beside = model_file.with_name("example_inputs.safetensors")
-    extra = {beside: beside.name} if beside.is_file() else {}
+    extra = {beside.name: beside} if beside.is_file() else {}
     if model_file.suffix == ".py":
-        weights = [
-            path
-            for suffix in (".safetensors", ".pt", ".pth")
-            if (path := model_file.with_suffix(suffix)).is_file()
-        ]
-        if len(weights) > 1:
-            raise ArtifactError(
-                model,
-                f"{' and '.join(path.name for path in weights)} lie beside {model_file.name}",
-                expected="one file of weights",
-            )
-        named = {path: f"model{path.suffix}" for path in weights}
-        return "Python source and weights", {model_file: "model.py", **named, **extra}
+        return "Python source and weights", companions.of_source(model, model_file) | extra
     found = contents.describe(model_file)
     if found not in _SERVED:
         raise ArtifactError(
@@ -124,7 +116,7 @@ def _files(model: str, model_file: Path) -> tuple[str, dict[Path, str]]:
             expected="TorchScript, a torch.export program, an AOTInductor package or Python source",
             cure=contents.cure(found, model_file),
         )
-    return found.value, {model_file: _SERVED[found], **extra}
+    return found.value, {_SERVED[found]: model_file} | extra
 
 
 def _config(name: str, kind: str, document: Mapping[str, Any]) -> str:

@@ -1,0 +1,174 @@
+"""What torch.compile made, kept on disk: the next start loads it instead of compiling.
+
+PyTorch's portable bundle (`torch.compiler.save_cache_artifacts`), in a file of our own form: a
+line of JSON that says what it is for, with the payload's hash, then the payload. Loading a bundle
+runs compiled code from it: the folder must be as trusted as the model's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_py_backend.artifacts import Artifact
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import PlatformError, brief
+
+log = logging.getLogger(__name__)
+
+_FOLDER = "compile_cache"
+# Options that change what is compiled.
+_COMPILED = ("torch_compile_optional_parameters", "optimize", "batch_buckets", "pad", "method")
+
+
+def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle | None:
+    """The bundle of a model on a device; None: nothing is to be kept, or cannot be.
+
+    Raises:
+        PlatformError: COMPILE_CACHE_DIR cannot be written.
+    """
+    wished = config.options.compile_cache_dir
+    if wished is not None and wished.lower() == "none":
+        return None
+    folder = config.folder / _FOLDER if wished is None else Path(wished).expanduser()
+    facts = _facts(config, artifact, device)
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    bundle = Bundle(config.name, folder / f"{config.name}-{digest[:16]}.bundle", facts)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if wished is not None:
+            raise PlatformError(
+                config.name,
+                f"COMPILE_CACHE_DIR is '{wished}', which cannot be written: {brief(error)}",
+                cure='Name another folder, or "none".',
+            ) from error
+        if not bundle.path.is_file():
+            log.info("model '%s': %s cannot be written: nothing is kept.", config.name, folder)
+            return None
+    return bundle
+
+
+def _facts(config: ModelConfig, artifact: Artifact, device: torch.device) -> Mapping[str, Any]:
+    """What a bundle depends on."""
+    return {
+        "model": _hash(config, artifact),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "rows": config.max_batch_size,
+        "inputs": [str(spec) for spec in config.inputs],
+        "options": {key: repr(getattr(config.options, key)) for key in _COMPILED},
+    }
+
+
+def _processor() -> str:
+    """What inductor's kernels for the CPU are made for."""
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _hash(config: ModelConfig, artifact: Artifact) -> str:
+    """Of the code, with its name; of weights, which compiled code does not hold, the size."""
+    found = hashlib.sha256()
+    files = {*config.version_folder.glob("**/*.py"), artifact.path, artifact.weights}
+    for path in sorted(file for file in files if file is not None and file.is_file()):
+        found.update(f"{path.name} {path.stat().st_size}".encode())
+        if path is not artifact.weights:
+            with path.open("rb") as file:
+                for piece in iter(lambda: file.read(1 << 20), b""):  # noqa: B023  called here
+                    found.update(piece)
+    return found.hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Bundle:
+    """One bundle on disk.
+
+    Attributes:
+        model: the model's name.
+        path: the file.
+        facts: what it is for.
+    """
+
+    model: str
+    path: Path
+    facts: Mapping[str, Any]
+
+    @contextlib.contextmanager
+    def used(self) -> Iterator[None]:
+        """Compile within: with what is kept; else the first of several instances keeps it.
+
+        The others wait for the first, and then load what it has kept.
+        """
+        if self._load():
+            yield
+            return
+        with _locked(self.path.with_suffix(".lock")):
+            found = self._load()
+            yield
+            if not found:
+                self._save()
+
+    def _load(self) -> bool:
+        try:
+            line, _, payload = self.path.read_bytes().partition(b"\n")
+        except OSError:
+            return False
+        try:
+            header = json.loads(line)
+            if header["facts"] != self.facts:
+                raise ValueError("it is for another model, torch, device or config")
+            if header["sha256"] != hashlib.sha256(payload).hexdigest():
+                raise ValueError("it is damaged")
+            if torch.compiler.load_cache_artifacts(payload) is None:
+                raise ValueError("torch does not take it")
+        except Exception as error:  # whatever a file of this name may hold
+            log.warning("model '%s': %s is ignored: %s.", self.model, self.path.name, brief(error))
+            return False
+        return True
+
+    def _save(self) -> None:
+        made = torch.compiler.save_cache_artifacts()
+        if made is None:  # a backend that keeps nothing
+            return
+        payload, _ = made
+        header = {"facts": self.facts, "sha256": hashlib.sha256(payload).hexdigest()}
+        try:
+            with tempfile.NamedTemporaryFile(
+                dir=self.path.parent, prefix=f".{self.path.name}", delete=False
+            ) as file:
+                file.write(json.dumps(header).encode() + b"\n" + payload)
+            Path(file.name).replace(self.path)
+        except OSError as error:  # a full disk: the model serves all the same
+            log.warning(
+                "model '%s': %s cannot be kept: %s.", self.model, self.path.name, brief(error)
+            )
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """While no other process has it; the kernel takes it back from one that dies."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError:  # read-only
+        yield
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

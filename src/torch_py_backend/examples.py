@@ -1,0 +1,56 @@
+"""Example inputs that lie beside a model: what it is described by, warmed up and tuned with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from torch_py_backend import sources
+from torch_py_backend.artifacts import Artifact, Kind
+from torch_py_backend.batching import Item, Value
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import ArtifactError, SourceError, brief
+
+NAME = "example_inputs"
+
+
+def find(config: ModelConfig, artifact: Artifact) -> Item | None:
+    """Example inputs by name: of a file beside the model, or a function in model.py; None: neither.
+
+    Raises:
+        ArtifactError: the file is damaged.
+        SourceError: the function fails, or returns something else.
+    """
+    path = config.version_folder / f"{NAME}.safetensors"
+    if path.is_file():
+        try:
+            return dict(safetensors.torch.load_file(path))
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ArtifactError(
+                config.name,
+                f"{path.name} is no valid safetensors: {brief(error)}",
+                cure="Write it with safetensors.torch.save_file.",
+            ) from error
+    if artifact.kind is not Kind.MODULE:
+        return None
+    made = sources.example_inputs(config.name, artifact.path, NAME)
+    if made is None:
+        return None
+    return {name: _value(config, name, value) for name, value in made.items()}
+
+
+def _value(config: ModelConfig, name: str, value: Any) -> Value:
+    if isinstance(value, Tensor):
+        return value
+    array = np.asarray(value, dtype=np.object_)
+    if all(isinstance(one, str | bytes) for one in array.flat):
+        return array
+    raise SourceError(
+        config.name,
+        f"{NAME}() gives a {type(value).__name__} for '{name}'",
+        expected="a tensor, or a list of strings",
+    )

@@ -1,0 +1,249 @@
+"""What torch.compile made is kept, found again, and ignored where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+import torch
+
+from torch_py_backend import compile_cache
+from torch_py_backend.artifacts import Artifact, Kind
+from torch_py_backend.compile_cache import Bundle
+from torch_py_backend.errors import PlatformError
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    weights = build.write(tmp_path, "model.safetensors", b"0123")
+    return Artifact(Kind.MODULE, build.write(tmp_path, "model.py", "x = 1\n"), weights)
+
+
+@pytest.fixture(autouse=True)
+def torch_cache(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What was loaded; torch's own part is played by a few bytes."""
+    loaded: list[bytes] = []
+
+    def load(payload: bytes) -> object:
+        loaded.append(payload)
+        return loaded
+
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", load)
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"kernels\n", None))
+    return loaded
+
+
+def bundle(folder: Path, artifact: Artifact, **options: Any) -> Bundle:
+    found = compile_cache.at(build.config(folder, **options), artifact, CPU)
+    assert found is not None
+    return found
+
+
+def test_first_start_keeps_what_it_compiled(
+    tmp_path: Path, artifact: Artifact, torch_cache: list[bytes]
+) -> None:
+    """The first start writes one file beside the model, the second loads it and writes nothing."""
+    first = bundle(tmp_path, artifact)
+    with first.used():
+        assert not first.path.exists()
+    written = first.path.stat().st_mtime_ns
+    assert torch_cache == []
+
+    second = bundle(tmp_path, artifact)
+    with second.used():
+        assert torch_cache == [b"kernels\n"]
+
+    assert second.path.stat().st_mtime_ns == written
+    assert {one.suffix for one in (tmp_path / "compile_cache").iterdir()} == {".bundle", ".lock"}
+
+
+def test_failed_start_keeps_nothing(tmp_path: Path, artifact: Artifact) -> None:
+    """A warm-up that fails leaves no bundle of half a model, and frees the lock."""
+    found = bundle(tmp_path, artifact)
+
+    with pytest.raises(ZeroDivisionError), found.used():
+        _ = 1 / 0
+
+    assert not found.path.exists()
+    with found.used():
+        pass
+    assert found.path.exists()
+
+
+_OTHERS: list[Any] = [
+    pytest.param(lambda folder: build.write(folder, "model.py", "x = 2\n"), {}, id="source"),
+    pytest.param(lambda folder: build.write(folder, "layers.py", ""), {}, id="helper"),
+    pytest.param(lambda folder: build.write(folder, "model.safetensors", b"01"), {}, id="weights"),
+    pytest.param(lambda folder: None, {"optimize": ("freeze",)}, id="OPTIMIZE"),
+    pytest.param(lambda folder: None, {"max_batch_size": 4}, id="max_batch_size"),
+    pytest.param(
+        lambda folder: None, {"torch_compile_optional_parameters": {"mode": "default"}}, id="mode"
+    ),
+    pytest.param(lambda folder: None, {"inputs": (build.spec("x", dims=(5,)),)}, id="inputs"),
+]
+
+
+@pytest.mark.parametrize(("change", "options"), _OTHERS)
+def test_other_model_has_another_bundle(
+    tmp_path: Path, artifact: Artifact, change: Callable[[Path], Any], options: dict[str, Any]
+) -> None:
+    """What changes the compiled code changes the file's name."""
+    before = bundle(tmp_path, artifact).path
+
+    change(tmp_path)
+
+    assert bundle(tmp_path, artifact, **options).path != before
+
+
+def test_other_torch_has_another_bundle(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new torch compiles anew."""
+    before = bundle(tmp_path, artifact).path
+
+    monkeypatch.setattr(torch, "__version__", "99.0")
+
+    assert bundle(tmp_path, artifact).path != before
+
+
+@pytest.mark.parametrize("option", [{}, {"num_threads": 3}, {"warmup": False}], ids=str)
+def test_what_does_not_matter_keeps_the_bundle(
+    tmp_path: Path, artifact: Artifact, option: dict[str, Any]
+) -> None:
+    """Options that have nothing to do with compiled code find the same file."""
+    assert bundle(tmp_path, artifact, **option).path == bundle(tmp_path, artifact).path
+
+
+def _foreign(content: bytes) -> bytes:
+    line, _, payload = content.partition(b"\n")
+    header = json.loads(line)
+    header["facts"]["torch"] = "1.0"
+    return json.dumps(header).encode() + b"\n" + payload
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        pytest.param(lambda content: b"", "is ignored", id="empty"),
+        pytest.param(lambda content: content[:-1], "it is damaged", id="cut"),
+        pytest.param(lambda content: content[:-1] + b"!", "it is damaged", id="changed"),
+        pytest.param(lambda content: b"\x00" * 100, "is ignored", id="zeros"),
+        pytest.param(lambda content: b"[]\n", "is ignored", id="other JSON"),
+        pytest.param(_foreign, "it is for another model, torch", id="foreign"),
+    ],
+)
+def test_damaged_bundle_is_made_anew(
+    tmp_path: Path,
+    artifact: Artifact,
+    torch_cache: list[bytes],
+    damage: Callable[[bytes], bytes],
+    says: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing of a bundle that does not fit reaches torch; a sound one takes its place."""
+    found = bundle(tmp_path, artifact)
+    with found.used():
+        pass
+    sound = found.path.read_bytes()
+    found.path.write_bytes(damage(sound))
+
+    with found.used():
+        assert torch_cache == []
+
+    assert says in caplog.text
+    assert found.path.read_bytes() == sound
+
+
+def test_torch_may_refuse_a_bundle(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever torch raises on a bundle, the model is compiled instead."""
+    found = bundle(tmp_path, artifact)
+    with found.used():
+        pass
+
+    def refuse(payload: bytes) -> None:
+        raise KeyError("version")
+
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", refuse)
+    with found.used():
+        pass
+
+
+def test_backend_that_keeps_nothing(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch has nothing to save, no file is written."""
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
+    found = bundle(tmp_path, artifact)
+
+    with found.used():
+        pass
+
+    assert not found.path.exists()
+
+
+@pytest.mark.parametrize("value", ["none", "NONE"])
+def test_nothing_is_kept_when_told_so(tmp_path: Path, artifact: Artifact, value: str) -> None:
+    """COMPILE_CACHE_DIR none leaves the model's folder alone."""
+    config = build.config(tmp_path, compile_cache_dir=value)
+
+    assert compile_cache.at(config, artifact, CPU) is None
+    assert [one.name for one in tmp_path.iterdir()] == ["1"]
+
+
+def test_named_folder_is_used(tmp_path: Path, artifact: Artifact) -> None:
+    """COMPILE_CACHE_DIR is made where it is not there yet."""
+    found = bundle(tmp_path, artifact, compile_cache_dir=str(tmp_path / "a" / "b"))
+
+    assert found.path.parent == tmp_path / "a" / "b"
+
+
+def test_named_folder_that_cannot_be_written(tmp_path: Path, artifact: Artifact) -> None:
+    """A folder that the user named and that cannot be made is an error with its cure."""
+    (tmp_path / "file").touch()
+    config = build.config(tmp_path, compile_cache_dir=str(tmp_path / "file" / "cache"))
+
+    with pytest.raises(PlatformError, match=r"COMPILE_CACHE_DIR is .* cannot be written"):
+        compile_cache.at(config, artifact, CPU)
+
+
+def test_folder_beside_the_model_that_cannot_be_written(tmp_path: Path, artifact: Artifact) -> None:
+    """A read-only repository serves all the same, and keeps nothing."""
+    (tmp_path / "compile_cache").touch()
+
+    assert compile_cache.at(build.config(tmp_path), artifact, CPU) is None
+
+
+def _compile(folder: Path, artifact: Artifact, barrier: Any, compiled: Any) -> None:
+    found = bundle(folder, artifact)
+    barrier.wait()
+    with found.used():
+        if not found.path.exists():
+            with compiled.get_lock():
+                compiled.value += 1
+
+
+def test_one_of_several_instances_compiles(tmp_path: Path, artifact: Artifact) -> None:
+    """Of instances that start together one compiles; the others wait for it, and load."""
+    context = multiprocessing.get_context("fork")
+    barrier, compiled = context.Barrier(4), context.Value("i", 0)
+    processes = [
+        context.Process(target=_compile, args=(tmp_path, artifact, barrier, compiled))
+        for _ in range(4)
+    ]
+
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert compiled.value == 1
