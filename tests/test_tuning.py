@@ -141,6 +141,15 @@ def test_arguments(tmp_path: Path) -> None:
     assert given["model_instance_name"] == "digits_0_1"
 
 
+def test_compilers_may_not_give_up(tmp_path: Path, children: _Children) -> None:
+    """A candidate that fell back to eager would be another; its cache is not the model's."""
+    Tuning(_plan(tmp_path, allowed=Allowed(quick=True), rounds=1), _quiet).run()
+    current, *others = (settings for settings, _ in children.calls)
+    assert "COMPILE_REQUIRED" not in current
+    assert all(one["COMPILE_REQUIRED"] == "true" for one in others)
+    assert not any(one["COMPILE_CACHE_DIR"].startswith(str(tmp_path)) for one in (current, *others))
+
+
 def test_current(tmp_path: Path) -> None:
     """What is served today is a candidate, under the parameters' own names."""
     current = _plan(tmp_path).current()

@@ -80,10 +80,11 @@ class _Child:
     def give(self, arguments: Mapping[str, Any]) -> None:
         """Hand over the arguments, and do not wait."""
         stdin = self.process.stdin
-        with contextlib.suppress(BrokenPipeError):  # it died: `result` says how
+        # A child that died does not read: `result` says how it died.
+        with contextlib.suppress(BrokenPipeError):
             if stdin is not None:
-                stdin.write(json.dumps(arguments).encode())
-                stdin.close()
+                with stdin:
+                    stdin.write(json.dumps(arguments).encode())
 
     def failed(self) -> bool:
         """Whether it has ended without a result."""
