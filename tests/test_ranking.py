@@ -93,12 +93,21 @@ _SLOW_AND_QUICK = [_row("throughput", 5.0, 100.0), _row("latency", 1.0, 50.0)]
         ),
         pytest.param(
             [
-                _row("better", 1, 120, optimize="freeze", throughput_spread=0.2),
+                _row("better", 1, 108, optimize="freeze", throughput_spread=0.2),
                 _row("simpler", 1, 100),
             ],
             Prefer.THROUGHPUT,
             "simpler",
             id="within-its-spread",
+        ),
+        pytest.param(
+            [
+                _row("better", 1, 120, optimize="freeze"),
+                _row("simpler", 1, 100, throughput_spread=0.9),
+            ],
+            Prefer.THROUGHPUT,
+            "better",
+            id="a-disturbed-round",
         ),
         pytest.param(
             [_row("b", 1, 100), _row("a", 1, 101)], Prefer.THROUGHPUT, "a", id="equally-simple"

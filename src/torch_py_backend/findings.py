@@ -141,6 +141,8 @@ def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: 
             xytext=(10, -14 if number % 2 else 8),
             textcoords="offset points",
             fontsize="small",
+            bbox={"facecolor": "white", "alpha": 0.7, "linewidth": 0, "pad": 1},
+            zorder=5,
         )
     axes.set_title(title)
     axes.set_xlabel("latency of one row, ms (median)")
@@ -148,6 +150,8 @@ def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: 
     # Candidates differ by factors, and the slowest must not squeeze the others together.
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_major_formatter("{x:,g}")
     axes.margins(x=0.3, y=0.15)
     axes.grid(which="both", alpha=0.2)
     if axes.collections:  # else there is nothing to explain, which matplotlib warns about

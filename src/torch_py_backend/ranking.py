@@ -10,8 +10,9 @@ from typing import Any
 
 from torch_py_backend.candidates import Candidate
 
-# Below this a difference is none, whatever the spread of a few rounds says.
-_NOISE = 0.03
+# Below the first a difference is none, whatever the spread of a few rounds says; above the second
+# it is one, for a single disturbed round makes a spread as wide as one likes.
+_NOISE, _MOST_NOISE = 0.03, 0.1
 
 
 class Prefer(enum.Enum):
@@ -125,9 +126,13 @@ def choose(rows: Sequence[Row], max_error: float, prefer: Prefer) -> Row | None:
     close = [
         one
         for one in ranked
-        if (found := merit(one))[0] >= most * (1 - max(_NOISE, spread, found[1]))
+        if (found := merit(one))[0] >= most * (1 - _noise(max(spread, found[1])))
     ]
     return min(close, key=lambda one: (one.candidate.complexity, -merit(one)[0]))
+
+
+def _noise(spread: float) -> float:
+    return min(max(_NOISE, spread), _MOST_NOISE)
 
 
 def _merit(prefer: Prefer) -> Callable[[Row], tuple[float, float]]:
