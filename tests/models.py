@@ -278,6 +278,26 @@ def echo(**inputs: Tensor) -> dict[str, Tensor]:
     return inputs
 
 
+class Tokens(nn.Module):
+    """Each token with its place among those that count, and how many there are."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        places = mask.cumsum(1) * mask
+        return {"y": ids * 100 + places, "count": mask.sum(1, keepdim=True)}
+
+
+class Convolution(nn.Module):
+    """Whole numbers in, whole numbers out: exact in any layout and in bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 3, 3, padding=1, bias=False)
+        nn.init.constant_(self.convolution.weight, 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.convolution(x))
+
+
 def total(x: Tensor) -> Tensor:
     """A scalar for each row."""
     return x.sum(dim=1)

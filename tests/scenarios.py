@@ -629,6 +629,98 @@ OPTIONS = (
 
 _GOOD = Call({"x": abs(_X)}, {"y": abs(_X)})
 
+
+def _tokens(rows: int, length: int) -> Call:
+    ids = np.arange(1, rows * length + 1).reshape(rows, length)
+    places = np.tile(np.arange(1, length + 1), (rows, 1))
+    counts = np.full((rows, 1), length)
+    return Call({"ids": ids}, {"y": ids * 100 + places, "count": counts})
+
+
+def tokens(pad: str, more: str = "") -> str:
+    """The config of models.Tokens: padded, with a mask that requests leave out."""
+    escaped = pad.replace('"', '\\"')
+    return (
+        'backend: "pytorch_py"\nmax_batch_size: 8\n'
+        + tensor("input", "ids", [-1], "INT64", "allow_ragged_batch: true")
+        + tensor("input", "mask", [-1], "INT64", "allow_ragged_batch: true optional: true")
+        + tensor("output", "y", [-1], "INT64")
+        + tensor("output", "count", [1], "INT64")
+        + f'parameters {{ key: "PAD" value {{ string_value: "{escaped}" }} }}\n'
+        + "instance_group [{ kind: KIND_CPU count: 1 }]\n"
+        + more
+    )
+
+
+def _convolution(**parameters: str) -> str:
+    return config({"x": [2, 4, 4]}, {"y": [3, 4, 4]}, parameters=parameters)
+
+
+def _convolved(rows: int) -> Call:
+    x = np.arange(rows * 32).reshape(rows, 2, 4, 4).astype(np.float32) % 7
+    return Call({"x": x}, {"y": eager(models.Convolution(), x=x)})
+
+
+_CONVOLVED = tuple(_convolved(rows) for rows in (1, 3, 8))
+
+_NO_COMPILER = '{"options": {"cpp.cxx": ["no-such-compiler"]}}'
+
+RUNTIMES = (
+    Scenario(
+        "frozen_script",
+        script(models.Convolution()),
+        _convolution(OPTIMIZE="freeze"),
+        _CONVOLVED,
+    ),
+    Scenario(
+        "channels_last",
+        script(models.Convolution()),
+        _convolution(OPTIMIZE="channels_last"),
+        _CONVOLVED,
+    ),
+    Scenario(
+        "autocast",
+        both(python(models.Convolution), safe(models.Convolution().state_dict())),
+        _convolution(OPTIMIZE="bf16,channels_last"),
+        _CONVOLVED,
+    ),
+    Scenario(
+        "frozen_graph",
+        both(python(models.Convolution), safe(models.Convolution().state_dict())),
+        _convolution(
+            OPTIMIZE="freeze,bf16", TORCH_COMPILE_OPTIONAL_PARAMETERS='{"dynamic": false}'
+        ),
+        _CONVOLVED,
+    ),
+    Scenario(
+        "buckets",
+        python(models.Negate),
+        x_to_y(4, BATCH_BUCKETS="2,4"),
+        tuple(Call({"x": floats(n, 4)}, {"y": -floats(n, 4)}) for n in (1, 2, 3, 7, 8)),
+    ),
+    Scenario(
+        "padded",
+        python(models.Tokens),
+        tokens('{"ids": {"value": 9, "multiple_of": 4, "mask": "mask"}}'),
+        (_tokens(1, 3), _tokens(2, 4), _tokens(1, 9)),
+    ),
+    Scenario(
+        "padded_left",
+        python(models.Tokens),
+        tokens('{"ids": {"side": "left", "multiple_of": 4, "mask": "mask"}}'),
+        (_tokens(1, 3), _tokens(2, 4), _tokens(1, 9)),
+    ),
+    Scenario(
+        "compiler_missing",
+        python(models.Negate),
+        x_to_y(
+            4, TORCH_COMPILE_OPTIONAL_PARAMETERS='{"options": {"cpp.cxx": ["no-such-compiler"]}}'
+        ),
+        (_NEGATED,),
+        logs=("cannot be compiled and runs eagerly",),
+    ),
+)
+
 REQUEST_ERRORS = (
     Scenario(
         "raises",
@@ -688,6 +780,47 @@ _NOTHING: Writer = lambda folder: None  # noqa: E731
 _SCRIPTED = torch.jit.script(models.Negate())
 
 LOAD_ERRORS = (
+    refused(
+        "bucket_above_batch",
+        python(models.Negate),
+        x_to_y(4, BATCH_BUCKETS="4,16"),
+        "BATCH_BUCKETS holds 16, and max_batch_size is 8",
+    ),
+    refused(
+        "graphs_on_cpu",
+        python(models.Negate),
+        x_to_y(4, OPTIMIZE="cuda_graphs"),
+        "OPTIMIZE asks for cuda_graphs, and the instance is KIND_CPU",
+    ),
+    refused(
+        "freeze_eager",
+        python(models.Negate),
+        x_to_y(4, OPTIMIZE="freeze"),
+        "OPTIMIZE asks for freeze",
+        "Set TORCH_COMPILE_OPTIONAL_PARAMETERS, too",
+    ),
+    refused(
+        "pad_fixed",
+        python(models.Negate),
+        x_to_y(4, PAD='{"x": {}}'),
+        "PAD names 'x', whose dims are fixed",
+    ),
+    refused(
+        "compiler_required",
+        python(models.Negate),
+        x_to_y(
+            4,
+            COMPILE_REQUIRED="true",
+            TORCH_COMPILE_OPTIONAL_PARAMETERS=_NO_COMPILER,
+        ),
+        "torch.compile failed",
+    ),
+    refused(
+        "cache_unwritable",
+        python(models.Negate),
+        x_to_y(4, COMPILE_CACHE_DIR="/proc/cache", TORCH_COMPILE_OPTIONAL_PARAMETERS="{}"),
+        "COMPILE_CACHE_DIR is '/proc/cache', which cannot be written",
+    ),
     refused("no_files", _NOTHING, _X_TO_Y, "holds no files", "expected model.py or model.pt"),
     refused(
         "missing_named",
@@ -875,6 +1008,7 @@ TABLE = (
     *TYPES,
     *CALLS,
     *OPTIONS,
+    *RUNTIMES,
     *REQUEST_ERRORS,
     *LOAD_ERRORS,
 )

@@ -244,3 +244,39 @@ def test_no_model_file_is_named_by_default() -> None:
 def test_spec_reads_like_the_config() -> None:
     """In messages an input looks as it does in config.pbtxt."""
     assert str(build.spec("image", "UINT8", (3, -1))) == "image UINT8 [3, -1]"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "document", "says"),
+    [
+        pytest.param({"OPTIMIZE": "bf16,fp16"}, {}, "bf16 and fp16", id="two types"),
+        pytest.param({"OPTIMIZE": "cuda_graphs"}, {}, "the instance is KIND_CPU", id="CPU"),
+        pytest.param(
+            {"BATCH_BUCKETS": "4,16"}, {}, "holds 16, and max_batch_size is 8", id="bucket"
+        ),
+        pytest.param(
+            {"BATCH_BUCKETS": "4"}, {"max_batch_size": 0}, "max_batch_size is 0", id="no batch"
+        ),
+        pytest.param(
+            {"PAD": '{"x": {}}'}, {"max_batch_size": 0}, "PAD is set, and max_batch_size", id="PAD"
+        ),
+    ],
+)
+def test_options_that_contradict_the_config(
+    parameters: dict[str, str], document: dict[str, Any], says: str
+) -> None:
+    """Options that cannot hold together fail the load, and not the completion of a config."""
+    written = {key: {"string_value": value} for key, value in parameters.items()}
+    arguments = build.arguments(parameters=written, **document)
+
+    with pytest.raises(ConfigError, match=says):
+        config.parse(arguments)
+    config.parse(arguments, complete=False)
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_input_may_be_ragged(ragged: bool) -> None:
+    """Whether Triton batches different shapes is known of each input."""
+    found = parsed(input=[tensor(allow_ragged_batch=ragged)])
+
+    assert [spec.ragged for spec in found.inputs] == [ragged]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from torch_py_backend import batching, signatures
 from torch_py_backend.batching import Item
-from torch_py_backend.config import TensorSpec
+from torch_py_backend.config import ModelConfig, TensorSpec
 from torch_py_backend.errors import BindingError, InputError
 from torch_py_backend.intake import Intake
 
@@ -42,7 +42,7 @@ def received(made: Intake, forward: Callable[..., Any], *items: Item) -> list[An
 
 def positions(made: Intake, *items: Item) -> list[list[int]]:
     """Which items share a call."""
-    return [group.positions for group in made.group(list(enumerate(items)))]
+    return [list(group.positions) for group in made.group(list(enumerate(items)))]
 
 
 def texts(*rows: Any) -> Any:
@@ -530,3 +530,52 @@ def test_places_are_told_by_input() -> None:
     made = passing(forward, *(build.spec(name) for name in names))
 
     assert made.places == {"x": "x", "scale": "scale", "ARGS[1][key]": "extra[key]"}
+
+
+# --- the short way -----------------------------------------------------------------------------
+
+
+def shortcut(settings: ModelConfig, *items: Item) -> bool:
+    """Whether the items were found to share a call without a look at each of their shapes."""
+    signature = signatures.of_function(lambda x, n=None: x)
+    group = Intake(settings, signature).whole(items)
+    assert group is None or list(group.positions) == list(range(len(items)))
+    return group is not None
+
+
+TWO = (build.spec("x"), build.spec("n"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "short"),
+    [
+        pytest.param(build.config(inputs=TWO), True, id="fixed dims"),
+        pytest.param(build.config(inputs=TWO, max_batch_size=0), False, id="no batches"),
+        pytest.param(
+            build.config(inputs=(build.spec("x", dims=(-1,)), TWO[1])), False, id="variable dims"
+        ),
+        pytest.param(
+            build.config(inputs=TWO, force_cpu_only_input_tensors=False), False, id="two devices"
+        ),
+    ],
+)
+def test_items_that_the_config_makes_alike(settings: ModelConfig, short: bool) -> None:
+    """Where Triton has compared all shapes, they are not compared again."""
+    items: list[Item] = [{"x": torch.zeros(rows, 4), "n": torch.zeros(rows, 4)} for rows in (1, 2)]
+
+    assert shortcut(settings, *items) is short
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        pytest.param({"x": torch.zeros(2, 4)}, id="an input is missing"),
+        pytest.param({"x": torch.zeros(2, 4), "n": torch.zeros(3, 4)}, id="rows differ"),
+    ],
+)
+def test_items_that_need_a_closer_look(item: Item) -> None:
+    """One item that is not whole takes the long way for all."""
+    sound: Item = {"x": torch.zeros(2, 4), "n": torch.zeros(2, 4)}
+    optional = dataclasses.replace(TWO[1], optional=True)
+
+    assert not shortcut(build.config(inputs=(TWO[0], optional)), sound, item)

@@ -392,3 +392,89 @@ def test_parameter_without_a_value_is_refused() -> None:
     """A parameter that has no string_value is treated as an empty one."""
     with pytest.raises(OptionError, match="the parameter WARMUP is ''"):
         options.parse(build.MODEL, {"WARMUP": {}})
+
+
+# --- runtimes, buckets, padding ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("none", ()),
+        ("auto", ("auto",)),
+        ("freeze", ("freeze",)),
+        (" Channels_Last , BF16 ", ("bf16", "channels_last")),
+        ("freeze,freeze", ("freeze",)),
+        ("cuda_graphs,fp16", ("cuda_graphs", "fp16")),
+    ],
+)
+def test_optimize_is_a_list_of_names(text: str, value: tuple[str, ...]) -> None:
+    """Optimizations are named in any order and spelling, each once."""
+    assert parsed(OPTIMIZE=text).optimize == value
+
+
+@pytest.mark.parametrize("text", ["", "fast", "freeze bf16", "auto,freeze", "none,freeze", "true"])
+def test_other_optimizations_are_refused(text: str) -> None:
+    """What OPTIMIZE does not know is told with what it does."""
+    with pytest.raises(OptionError, match="expected none, auto, or some of freeze, channels_last"):
+        parsed(OPTIMIZE=text)
+
+
+@pytest.mark.parametrize(
+    ("optimize", "autocast"), [("none", None), ("bf16,freeze", "bf16"), ("fp16", "fp16")]
+)
+def test_precision_of_autocast(optimize: str, autocast: str | None) -> None:
+    """Of the optimizations, two are types to compute in."""
+    assert parsed(OPTIMIZE=optimize).autocast == autocast
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("auto", None),
+        ("NONE", ()),
+        ("4", (4,)),
+        ("8, 1,4", (1, 4, 8)),
+        ("2,2", (2,)),
+    ],
+)
+def test_buckets_are_row_counts(text: str, value: tuple[int, ...] | None) -> None:
+    """Buckets are sorted, each once."""
+    assert parsed(BATCH_BUCKETS=text).batch_buckets == value
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "1,,2", "1.5", "[1, 2]", "auto,4", "many"])
+def test_wrong_buckets_are_refused(text: str) -> None:
+    """Anything but row counts of at least one is refused."""
+    with pytest.raises(OptionError, match="expected auto, none, or row counts such as"):
+        parsed(BATCH_BUCKETS=text)
+
+
+def test_pad_is_an_object_of_inputs() -> None:
+    """PAD is handed on as it is."""
+    how = {"value": 0, "side": "left", "multiple_of": 8, "mask": "mask", "outputs": ["y"]}
+
+    assert parsed(PAD=json.dumps({"ids": how, "x": {}})).pad == {"ids": how, "x": {}}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ids",
+        "[]",
+        '{"ids": 0}',
+        '{"ids": {"fill": 0}}',
+        '{"ids": {"value": "0"}}',
+        '{"ids": {"side": "top"}}',
+        '{"ids": {"multiple_of": 0}}',
+        '{"ids": {"multiple_of": 1.5}}',
+        '{"ids": {"multiple_of": "8"}}',
+        '{"ids": {"mask": 1}}',
+        '{"ids": {"outputs": "y"}}',
+        '{"ids": {"outputs": [1]}}',
+    ],
+)
+def test_wrong_pad_is_refused(text: str) -> None:
+    """What PAD may say of an input is told where it says something else."""
+    with pytest.raises(OptionError, match="expected a JSON object of inputs, each with some of"):
+        parsed(PAD=text)

@@ -40,6 +40,17 @@ def test_item_has_the_configs_shapes(
     assert shapes(samples.item(config, rows, shrunk=shrunk)) == found
 
 
+@pytest.mark.parametrize(("shrunk", "size"), [(False, 32), (True, 16)])
+def test_sizes_are_those_that_padding_makes(shrunk: bool, size: int) -> None:
+    """Where lengths are rounded up, the samples' are rounded already, and still differ."""
+    config = build.config(
+        inputs=(build.spec("x", dims=(-1,)), build.spec("m", "INT64", (-1,))),
+        pad={"x": {"multiple_of": 16}},
+    )
+
+    assert shapes(samples.item(config, 1, shrunk=shrunk)) == {"x": (1, size), "m": (1, size)}
+
+
 @pytest.mark.parametrize("name", TENSOR_TYPES)
 def test_item_has_the_configs_type(name: str) -> None:
     """A sample of every type can be made: floats between 0 and 1, whole numbers of 1."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -19,6 +20,11 @@ Value: TypeAlias = "Tensor | Strings"
 Item: TypeAlias = "dict[str, Value]"
 # One request's result or its error.
 Outcome: TypeAlias = "dict[str, Value] | BackendError"
+
+
+# Makes one value of those of several items.
+Gather: TypeAlias = "Callable[[list[Any]], Value]"
+_NO_PADS: Mapping[str, Gather] = MappingProxyType({})
 
 
 class Batch(NamedTuple):
@@ -64,13 +70,22 @@ class Rows(NamedTuple):
 ANY_ROWS = Rows()
 
 
-def gather(items: Sequence[Item], names: Sequence[str]) -> Batch:
-    """The items' values, concatenated on dimension 0. One item is passed on without a copy."""
-    if len(items) == 1:
+def gather(
+    items: Sequence[Item], names: Sequence[str], pads: Mapping[str, Gather] = _NO_PADS
+) -> Batch:
+    """The items' values, concatenated on dimension 0. One item is passed on without a copy.
+
+    Args:
+        items: items that agree in everything but their rows, and what is padded.
+        names: the values, in the order asked for.
+        pads: what gathers those that are padded.
+    """
+    if len(items) == 1 and not pads:
         columns = [items[0][name] for name in names]
         return Batch(columns, columns[0].shape[:1] if columns else ())
     sizes = [item[names[0]].shape[0] for item in items]
-    return Batch([_concatenate([item[name] for item in items]) for name in names], sizes)
+    join: Gather = _concatenate
+    return Batch([pads.get(name, join)([item[name] for item in items]) for name in names], sizes)
 
 
 def _concatenate(values: list[Any]) -> Value:

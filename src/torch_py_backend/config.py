@@ -23,12 +23,14 @@ class TensorSpec:
         dims: its shape as the model sees it (after Triton's `reshape`), without the batch
             dimension; -1 is any size.
         optional: a request may leave it out.
+        ragged: Triton batches requests that differ in its shape.
     """
 
     name: str
     dtype: dtypes.DType
     dims: tuple[int, ...]
     optional: bool = False
+    ragged: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype.triton} [{', '.join(map(str, self.dims))}]"
@@ -188,7 +190,9 @@ def _spec(model: str, role: str, entry: Mapping[str, Any]) -> TensorSpec:
     # Triton reshapes before the backend sees an input and after it made an output.
     reshape = entry.get("reshape")
     dims = entry["dims"] if reshape is None else reshape.get("shape", [])
-    return TensorSpec(name, dtype, tuple(dims), bool(entry.get("optional")))
+    return TensorSpec(
+        name, dtype, tuple(dims), bool(entry.get("optional")), bool(entry.get("allow_ragged_batch"))
+    )
 
 
 def _for_python_runtime(document: Mapping[str, Any]) -> bool:

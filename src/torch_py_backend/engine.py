@@ -24,11 +24,12 @@ from torch_py_backend import (
     runtime,
 )
 from torch_py_backend.artifacts import Artifact
-from torch_py_backend.batching import Item, Outcome, Value
+from torch_py_backend.batching import Batch, Item, Outcome, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import BackendError, ForwardError, OutputError
 from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
+from torch_py_backend.padding import Padding
 from torch_py_backend.threads import Threads
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,11 @@ class Engine:
         self.config = config
         self.kind = loaded.kind
         self.signature = str(loaded.signature)
-        self._intake = Intake(config, loaded.signature)
+        self._padding = Padding(config) if config.options.pad else None
+        self._pads = (
+            {name: pad.gather for name, pad in self._padding.pads.items()} if self._padding else {}
+        )
+        self._intake = Intake(config, loaded.signature, self._padding)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
         module = optimization.apply(config, loaded)
@@ -95,8 +100,15 @@ class Engine:
             yield
         self._module = self._compiled.seal()
 
-    def run(self, items: Sequence[Item]) -> list[Outcome]:
+    def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         """One outcome for each item, in their order."""
+        whole = self._intake.whole(items)
+        outcomes = self._run_group(whole) if whole is not None else self._run_groups(items)
+        if self._runtime.clean is not None:
+            self._runtime.clean()
+        return outcomes
+
+    def _run_groups(self, items: Sequence[Item]) -> list[Outcome]:
         outcomes: list[Any] = [self._intake.admit(item) for item in items]
         sound = [
             (position, item)
@@ -106,22 +118,27 @@ class Engine:
         for group in self._intake.group(sound):
             for position, outcome in zip(group.positions, self._run_group(group), strict=True):
                 outcomes[position] = outcome
-        if self._runtime.clean is not None:
-            self._runtime.clean()
         return outcomes
 
     def _run_group(self, group: Group) -> Sequence[Outcome]:
         try:
             with self._runtime.guard():
-                batch = batching.gather(group.items, group.inputs.names)
+                batch = batching.gather(group.items, group.inputs.names, self._pads)
                 made = self._call(group, self._runtime.to_device(batch.columns))
                 made = self._runtime.to_host(made)
-            return batching.scatter(made, self._names, batch.sizes)
+            return self._scatter(group, batch, made)
         except BackendError as error:
             return [error] * len(group.items)
         except (Exception, SystemExit) as error:
             log.exception("model '%s': forward() failed", self.config.name)
             return [ForwardError(self.config.name, error)] * len(group.items)
+
+    def _scatter(self, group: Group, batch: Batch, made: Sequence[Value]) -> Sequence[Outcome]:
+        outcomes = batching.scatter(made, self._names, batch.sizes)
+        if self._padding is not None:
+            seen = zip(group.inputs.names, batch.columns, strict=True)
+            self._padding.cut(outcomes, group.items, {name: one.shape for name, one in seen})
+        return outcomes
 
     def _call(self, group: Group, columns: Sequence[Value]) -> Sequence[Value]:
         """The model's outputs for a batch, in as many calls as the model needs."""

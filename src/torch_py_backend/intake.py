@@ -16,6 +16,7 @@ from torch_py_backend.batching import Item, Strings, Value
 from torch_py_backend.binding import Inputs, Signature, Takes, bind_inputs
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import BindingError, InputError
+from torch_py_backend.padding import Pad, Padding
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +30,8 @@ class Group:
     """
 
     inputs: Inputs
-    items: list[Item]
-    positions: list[int]
+    items: Sequence[Item]
+    positions: Sequence[int]
 
 
 class Intake:
@@ -43,7 +44,12 @@ class Intake:
         BindingError: the config's inputs do not bind.
     """
 
-    def __init__(self, config: ModelConfig, signature: Signature) -> None:
+    def __init__(
+        self, config: ModelConfig, signature: Signature, padding: Padding | None = None
+    ) -> None:
+        self._padding = padding
+        self._pads: Mapping[str, Pad] = padding.pads if padding else {}
+        made = frozenset(padding.masks if padding else ())
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
@@ -56,13 +62,21 @@ class Intake:
             if takes.scalar or takes in _LISTS
         }
         _check_types(config, self._special)
+        # Triton has compared dims that are fixed: items that have all inputs can share a call.
+        self._uniform = (
+            self._batched
+            and not self._special
+            and padding is None
+            and config.options.force_cpu_only_input_tensors
+            and all(spec.dtype.torch and -1 not in spec.dims for spec in config.inputs)
+        )
         self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
         self._partial: dict[frozenset[str], Inputs] = {}
         cast = config.options.cast_inputs
         self._cast: torch.dtype | None = (
             getattr(torch, dtypes.from_triton(cast).torch or "") if cast else None
         )
-        optional = frozenset(self._names) - frozenset(self._required)
+        optional = frozenset(self._names) - frozenset(self._required) - made
         self.patterns: tuple[frozenset[str], ...] = (frozenset(), *_patterns(sorted(optional)))
         # At load: a pattern that cannot be passed must not wait for its first request.
         for pattern in self.patterns[1:]:
@@ -73,12 +87,29 @@ class Intake:
         """Where each input goes: an argument, or a path in the call tree."""
         return dict(zip(self._whole.names, self._whole.places, strict=True))
 
+    def whole(self, items: Sequence[Item]) -> Group | None:
+        """All items as they are, where the config says that they can share a call; else None.
+
+        What `admit` and `group` would find, in a fraction of the time.
+        """
+        if not self._uniform:
+            return None
+        inputs = len(self._names)
+        for item in items:
+            if len(item) != inputs:
+                return None
+            if inputs > 1 and len({value.shape[0] for value in item.values()}) > 1:
+                return None
+        return Group(self._whole, items, range(len(items)))
+
     def admit(self, item: Item) -> Item | InputError:
         """The item with its strings decoded, or what is wrong with it before it meets others."""
         rows = -1
         for name in self._required:
             if name not in item:
                 return InputError(self._model, f"the request lacks the input '{name}'")
+        if self._padding is not None:
+            item = self._padding.fill(item)
         if self._batched and not item:
             return InputError(self._model, "the request leaves out every input, and with them rows")
         for value in item.values() if self._batched else ():
@@ -118,28 +149,29 @@ class Intake:
         """Items that can share a call: same inputs, shapes but for the rows, device, scalars."""
         if not self._batched or len(items) <= 1:
             return [Group(self._inputs(item), [item], [position]) for position, item in items]
-        groups: dict[Any, Group] = {}
+        groups: dict[Any, list[tuple[int, Item]]] = {}
         for position, item in items:
-            key = self._key(item)
-            found = groups.get(key)
-            if found is None:
-                found = groups[key] = Group(self._inputs(item), [], [])
-            found.items.append(item)
-            found.positions.append(position)
-        return list(groups.values())
+            groups.setdefault(self._key(item), []).append((position, item))
+        return [
+            Group(self._inputs(found[0][1]), [item for _, item in found], [at for at, _ in found])
+            for found in groups.values()
+        ]
 
     def _key(self, item: Item) -> tuple[object, ...]:
         names = self._names if len(item) == len(self._names) else sorted(item)
-        shapes = [
-            (value.shape[1:], value.device) if isinstance(value, Tensor) else value.shape[1:]
-            for value in [item[name] for name in names]
-        ]
+        shapes = [self._common(name, item[name]) for name in names]
         scalars = [
             _flat(item[name])[0]
             for name, takes in self._special.items()
             if takes.scalar and name in item
         ]
         return (len(item), *names, *shapes, *scalars)
+
+    def _common(self, name: str, value: Value) -> object:
+        """What values of an input that share a batch agree in."""
+        pad = self._pads.get(name)
+        shape = value.shape[1:] if pad is None else pad.fixed(value.shape)
+        return (shape, value.device) if isinstance(value, Tensor) else shape
 
     def _inputs(self, item: Item) -> Inputs:
         if len(item) == len(self._names):

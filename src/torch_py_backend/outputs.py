@@ -34,7 +34,10 @@ def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
     cast = config.options.cast_outputs or (
         config.options.autocast is not None and dtype.is_floating_point
     )
-    return _Tensors(expected, dtype, cast=cast).verify
+    start = int(batched)
+    # Compared first: most outputs have dims that are fixed. One axis at least, for the rows.
+    fixed = dims[start:] if len(dims) > start else None
+    return _Tensors(expected, dtype, cast, start, fixed).verify
 
 
 def plain(model: str, name: str, part: Any) -> Value:
@@ -60,8 +63,6 @@ class _Expected:
     batched: bool
 
     def fits(self, shape: tuple[int, ...]) -> bool:
-        if shape == self.dims:
-            return True
         return len(shape) == len(self.dims) and all(
             wanted in (-1, size) for size, wanted in zip(shape, self.dims, strict=True)
         )
@@ -93,18 +94,20 @@ class _Tensors:
     expected: _Expected
     dtype: torch.dtype
     cast: bool
+    start: int
+    fixed: tuple[int, ...] | None
 
     def verify(self, part: Any, rows: int) -> Tensor:
         if not isinstance(part, Tensor):
             part = self._from_number(part)
         if self.cast and part.dtype is not self.dtype:
             part = part.to(self.dtype)
-        shape = part.shape
         if part.dtype is not self.dtype:
             raise self._mismatch(part)
         if part.layout is not torch.strided:
             raise self.expected.mismatch(f"{part.layout}", "a dense tensor")
-        if not self.expected.fits(shape):
+        shape = part.shape
+        if shape[self.start :] != self.fixed and not self.expected.fits(shape):
             if not self.expected.lacks_ones(shape):
                 raise self._mismatch(part)
             part = part.reshape(*shape, *(1,) * (len(self.expected.dims) - len(shape)))

@@ -39,10 +39,19 @@ def item(
     return {
         spec.name: _from_example(spec, rows, example[spec.name], shrunk=shrunk)
         if spec.name in example
-        else _made_up(spec, rows, _SHRUNK if shrunk else _VARIABLE, generator)
+        else _made_up(spec, rows, _variable(config, shrunk=shrunk), generator)
         for spec in config.inputs
         if spec.name not in without
     }
+
+
+def _variable(config: ModelConfig, *, shrunk: bool) -> int:
+    """The size for dimensions of -1: two that differ also where they are rounded up."""
+    pads = (config.options.pad or {}).values()
+    multiple: int = max((how.get("multiple_of", 1) for how in pads), default=1)
+    if multiple > 1:
+        return multiple if shrunk else 2 * multiple
+    return _SHRUNK if shrunk else _VARIABLE
 
 
 def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:

@@ -1,0 +1,204 @@
+"""PAD: inputs of different lengths share a batch; outputs get their own lengths back."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching import Item, Value
+from torch_py_backend.config import ModelConfig, TensorSpec
+from torch_py_backend.errors import ConfigError, shown
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Pad:
+    """How one input is padded.
+
+    Attributes:
+        axes: the axes that are, the batch being axis 0.
+        value: what is put there.
+        left: whether before the values, else behind them.
+        multiple_of: what lengths are rounded up to.
+    """
+
+    axes: tuple[int, ...]
+    value: float
+    left: bool
+    multiple_of: int
+
+    def target(self, values: Sequence[Tensor]) -> list[int]:
+        """The shape, less the batch, that holds each of the values."""
+        longest = list(values[0].shape)
+        for axis in self.axes:
+            size = max(value.shape[axis] for value in values)
+            longest[axis] = -(-size // self.multiple_of) * self.multiple_of
+        return longest[1:]
+
+    def fixed(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """What values that share a batch have in common of a shape."""
+        return tuple(size for axis, size in enumerate(shape) if axis and axis not in self.axes)
+
+    def gather(self, values: Sequence[Tensor]) -> Tensor:
+        """The values in one tensor; a single one that fits as it is, is not copied."""
+        target = self.target(values)
+        if all(list(value.shape[1:]) == target for value in values):
+            return values[0] if len(values) == 1 else torch.cat(list(values))
+        first = values[0]
+        rows = sum(value.shape[0] for value in values)
+        gathered = torch.full((rows, *target), self.value, dtype=first.dtype, device=first.device)
+        start = 0
+        for value in values:
+            stop = start + value.shape[0]
+            gathered[self._place(slice(start, stop), value, target)] = value
+            start = stop
+        return gathered
+
+    def _place(self, rows: slice, value: Tensor, target: Sequence[int]) -> tuple[slice, ...]:
+        sizes = zip(value.shape[1:], target, strict=True)
+        left = self.left
+        return (
+            rows,
+            *(slice(whole - size, whole) if left else slice(size) for size, whole in sizes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """An output's axis that is as long as an input's."""
+
+    output: str
+    axis: int
+    input: str
+    input_axis: int
+    left: bool
+
+
+class Padding:
+    """What PAD says of a model.
+
+    Attributes:
+        pads: by input; masks are among them.
+        masks: inputs that are made, where a request leaves them out, and what they are the mask of.
+
+    Raises:
+        ConfigError: PAD does not fit the inputs and outputs.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._specs = {spec.name: spec for spec in config.inputs}
+        self.pads: dict[str, Pad] = {}
+        self.masks: dict[str, str] = {}
+        wished = config.options.pad or {}
+        for name, how in wished.items():
+            self.pads[name] = self._pad(config, name, how)
+        for name, how in wished.items():
+            if "mask" in how:
+                self._add_mask(config, name, how["mask"])
+        self._cuts = tuple(self._find_cuts(config, wished))
+
+    def _pad(self, config: ModelConfig, name: str, how: Mapping[str, Any]) -> Pad:
+        spec = self._specs.get(name)
+        if spec is None:
+            raise _refusal(config, f"'{name}', which is no input", shown(self._specs))
+        if spec.dtype.torch is None:
+            raise _refusal(config, f"'{name}', which holds strings", "inputs of numbers")
+        axes = tuple(_free_axes(spec))
+        if not axes:
+            raise _refusal(config, f"'{name}', whose dims are fixed", "inputs with dims of -1")
+        value = how.get("value", 0)
+        dtype: torch.dtype = getattr(torch, spec.dtype.torch)
+        if not (dtype.is_floating_point or float(value).is_integer()):
+            raise _refusal(
+                config, f"the value {value} for '{name}'", f"one that {spec.dtype.triton} can hold"
+            )
+        if not spec.ragged:
+            log.warning(
+                "model '%s': PAD names '%s', and Triton batches no requests that differ in its"
+                " length. Write allow_ragged_batch: true into that input.",
+                config.name,
+                name,
+            )
+        left = how.get("side", "right") == "left"
+        return Pad(axes, value, left, how.get("multiple_of", 1))
+
+    def _add_mask(self, config: ModelConfig, name: str, mask: str) -> None:
+        spec, pad = self._specs.get(mask), self.pads[name]
+        if spec is None or mask == name or spec.dtype.torch is None:
+            raise _refusal(config, f"the mask '{mask}'", f"another of {shown(self._specs)}")
+        if len(spec.dims) != len(pad.axes) or set(spec.dims) != {-1}:
+            raise _refusal(
+                config,
+                f"the mask '{mask}' of dims {list(spec.dims)}",
+                f"dims of {[-1] * len(pad.axes)}, as many as '{name}' has of -1",
+            )
+        axes = tuple(range(1, len(pad.axes) + 1))
+        self.pads[mask] = Pad(axes, 0, pad.left, pad.multiple_of)
+        if spec.optional:
+            self.masks[mask] = name
+
+    def _find_cuts(self, config: ModelConfig, wished: Mapping[str, Any]) -> Iterator[_Cut]:
+        outputs = {spec.name: spec for spec in config.outputs}
+        named = {output: name for name, how in wished.items() for output in how.get("outputs", ())}
+        for output in named:
+            if output not in outputs or -1 not in outputs[output].dims:
+                raise _refusal(config, f"the output '{output}'", "outputs with dims of -1")
+        for output, spec in outputs.items():
+            axes = list(_free_axes(spec))
+            if output in named:
+                name = named[output]
+                for axis, input_axis in zip(axes, self.pads[name].axes, strict=False):
+                    yield _Cut(output, axis, name, input_axis, self.pads[name].left)
+                continue
+            for axis in axes:
+                followed = [one for one in wished if axis in self.pads[one].axes]
+                if followed:
+                    left = self.pads[followed[0]].left
+                    yield _Cut(output, axis, followed[0], axis, left)
+
+    def fill(self, item: Item) -> Item:
+        """The item with the masks that its request left out."""
+        for mask, name in self.masks.items():
+            of = item.get(name)
+            if mask not in item and isinstance(of, Tensor):
+                shape = [of.shape[0], *(of.shape[axis] for axis in self.pads[name].axes)]
+                dtype: torch.dtype = getattr(torch, str(self._specs[mask].dtype.torch))
+                item = item | {mask: torch.ones(shape, dtype=dtype, device=of.device)}
+        return item
+
+    def cut(
+        self, outcomes: Sequence[dict[str, Value]], items: Sequence[Item], shapes: Mapping[str, Any]
+    ) -> None:
+        """Give outputs the lengths of their own items.
+
+        Args:
+            outcomes: what each item gets; changed in place.
+            items: the items.
+            shapes: those of the padded inputs, as the model saw them.
+        """
+        for cut in self._cuts:
+            if cut.input not in shapes:
+                continue
+            whole = shapes[cut.input][cut.input_axis]
+            for outcome, item in zip(outcomes, items, strict=True):
+                value, size = outcome[cut.output], item[cut.input].shape[cut.input_axis]
+                # What is not as long as the padded input, has another length for other reasons.
+                if size == whole or value.shape[cut.axis] != whole:
+                    continue
+                kept = slice(whole - size, whole) if cut.left else slice(0, size)
+                part = value[(slice(None),) * cut.axis + (kept,)]
+                outcome[cut.output] = part.contiguous() if isinstance(part, Tensor) else part
+
+
+def _free_axes(spec: TensorSpec) -> Iterator[int]:
+    return (axis for axis, dim in enumerate(spec.dims, 1) if dim == -1)
+
+
+def _refusal(config: ModelConfig, found: str, expected: str) -> ConfigError:
+    return ConfigError(config.name, f"PAD names {found}", expected=expected)
