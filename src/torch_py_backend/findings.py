@@ -115,6 +115,7 @@ def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: 
         TuneError: it cannot be written.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415  slow, and not everywhere
+    from matplotlib.ticker import LogFormatter  # noqa: PLC0415
 
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.add_subplot()
@@ -150,8 +151,9 @@ def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: 
     # Candidates differ by factors, and the slowest must not squeeze the others together.
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_major_formatter("{x:,g}")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter("{x:,g}")
+        axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))  # no powers of ten
     axes.margins(x=0.3, y=0.15)
     axes.grid(which="both", alpha=0.2)
     if axes.collections:  # else there is nothing to explain, which matplotlib warns about
