@@ -165,6 +165,16 @@ def forks_apart(note):
         other = subprocess.Popen(["sleep", "600"])
         Path(note).write_text(f"{os.getpid()} {other.pid}")
     time.sleep(600)
+
+
+def meets(folder, number, fails):
+    if number in fails:
+        raise ConfigError("digits", f"number {number} fails")
+    Path(folder, str(number)).touch()
+    while len(os.listdir(folder)) < 3:
+        time.sleep(0.01)
+    print("met")
+    return number
 """
 
 
@@ -364,3 +374,51 @@ def _ends(pid: int) -> bool:
             return True
         time.sleep(0.05)
     return False
+
+
+# --- together --------------------------------------------------------------------------------
+
+
+def _meet(folder: Path, fails: list[int], seconds: float = 60) -> list[Any]:
+    (folder / "met").mkdir()
+    given = [
+        {"folder": str(folder / "met"), "number": number, "fails": fails} for number in range(3)
+    ]
+    return isolation.run_together("digits", "tasks:meets", given, seconds)
+
+
+def test_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Children run at the same time, answer in order, and print nothing."""
+    assert _meet(tmp_path, []) == [0, 1, 2]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("fails", [[0], [1], [2]])
+def test_together_one_fails(tmp_path: Path, fails: list[int]) -> None:
+    """The error is that of the child that failed, not of those that wait for it."""
+    with pytest.raises(LoadError, match=f"number {fails[0]} fails"):
+        _meet(tmp_path, fails)
+    assert not psutil.Process().children()
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("crashes", "signal SIGSEGV"),
+        ("exits_at_once", "exit code 7"),
+        ("ignores_signals", "longer than 1 seconds"),
+    ],
+)
+def test_together_without_an_answer(task: str, says: str) -> None:
+    """A crash and a hang are errors here, too, and nothing is left behind."""
+    with pytest.raises(LoadError, match=says):
+        isolation.run_together("digits", f"tasks:{task}", [{}, {}], 1 if "longer" in says else 60)
+    assert not psutil.Process().children()
+
+
+def test_together_larger_than_a_pipe() -> None:
+    """Large arguments reach every child, and one that never reads them is no obstacle."""
+    value = "x" * 1_000_000
+    assert isolation.run_together("digits", "tasks:echo", [{"value": value}] * 2, 60) == [value] * 2
+    with pytest.raises(LoadError):
+        isolation.run_together("digits", "nowhere:nothing", [{"value": value}] * 2, 60)

@@ -16,7 +16,8 @@ BackendError
 ├── OutputError             forward() returned what the config contradicts
 ├── InstallError            a backend folder cannot be written
 ├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
-└── BenchError              what is to be measured contradicts itself, or gave no figures
+├── BenchError              what is to be measured contradicts itself, or gave no figures
+└── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
 
 A sentence names the model, what was found, what was expected, and what to do. What a client reads
 (InputError, ForwardError, OutputError) holds no path of the server.
@@ -159,6 +160,10 @@ class ServerError(BackendError):
 
 
 class BenchError(BackendError):
+    pass
+
+
+class TuneError(BackendError):
     pass
 
 

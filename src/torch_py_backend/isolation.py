@@ -15,8 +15,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ _START = (
     " from torch_py_backend import isolation; isolation.answer()"
 )
 
+# How often children that run together are looked at.
+_POLL_S = 0.02
+
 
 def run(model: str, task: str, arguments: Mapping[str, Any], seconds: float) -> Any:
     """What `module:function` of this package returns for JSON arguments, run in a child.
@@ -35,25 +40,85 @@ def run(model: str, task: str, arguments: Mapping[str, Any], seconds: float) -> 
     Raises:
         LoadError: the function raised, the child died, or the time is over.
     """
+    with _child(task) as child:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.process.communicate(json.dumps(arguments).encode(), timeout=seconds)
+        return child.result(model, seconds)
+
+
+def run_together(
+    model: str, task: str, arguments: Sequence[Mapping[str, Any]], seconds: float
+) -> list[Any]:
+    """As `run`, in as many children at the same time as there are arguments, without their output.
+
+    Raises:
+        LoadError: one of them failed; the others, which may wait for it, are ended.
+    """
+    until = time.monotonic() + seconds
+    with contextlib.ExitStack() as stack:
+        children = [stack.enter_context(_child(task, quiet=True)) for _ in arguments]
+        for child, given in zip(children, arguments, strict=True):
+            child.give(given)
+        while time.monotonic() < until:
+            ended = [child for child in children if child.process.poll() is not None]
+            if len(ended) == len(children) or any(child.failed() for child in ended):
+                break
+            time.sleep(_POLL_S)
+        # First what failed by itself, then who waited for it.
+        for child in sorted(children, key=lambda one: not one.failed()):
+            child.result(model, seconds)
+        return [child.result(model, seconds) for child in children]
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """A process that runs a task, and the file in which it leaves its answer."""
+
+    process: subprocess.Popen[bytes]
+    answer: Path
+
+    def give(self, arguments: Mapping[str, Any]) -> None:
+        """Hand over the arguments, and do not wait."""
+        stdin = self.process.stdin
+        # A child that died does not read: `result` says how it died.
+        with contextlib.suppress(BrokenPipeError):
+            if stdin is not None:
+                with stdin:
+                    stdin.write(json.dumps(arguments).encode())
+
+    def failed(self) -> bool:
+        """Whether it has ended without a result."""
+        if self.process.poll() is None:
+            return False
+        return not self.answer.is_file() or "error" in json.loads(self.answer.read_bytes())
+
+    def result(self, model: str, seconds: float) -> Any:
+        """What the task returned; a child that still runs is ended."""
+        code = _end(self.process)
+        if not self.answer.is_file():
+            raise LoadError(model, _died(code, seconds), cure="The server's log may say more.")
+        told = json.loads(self.answer.read_bytes())
+        if "error" in told:
+            raise LoadError.told(told["error"])
+        return told["result"]
+
+
+@contextlib.contextmanager
+def _child(task: str, *, quiet: bool = False) -> Iterator[_Child]:
     with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
         answer = Path(folder) / "answer.json"
-        child = subprocess.Popen(  # noqa: S603  this Python, this package
+        process = subprocess.Popen(  # noqa: S603  this Python, this package
             [sys.executable, "-c", _START, str(Path(__file__).parents[1]), task, str(answer)],
             stdin=subprocess.PIPE,
-            stdout=2,  # what a model prints must not mix with what a command prints
+            # What a model prints must not mix with what a command prints.
+            stdout=subprocess.DEVNULL if quiet else 2,
+            stderr=subprocess.DEVNULL if quiet else None,
             start_new_session=True,
         )
         try:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.communicate(json.dumps(arguments).encode(), timeout=seconds)
+            yield _Child(process, answer)
         finally:
-            code = _end(child)
-        if not answer.is_file():
-            raise LoadError(model, _died(code, seconds), cure="The server's log may say more.")
-        told = json.loads(answer.read_bytes())
-    if "error" in told:
-        raise LoadError.told(told["error"])
-    return told["result"]
+            _end(process)
 
 
 def _end(child: subprocess.Popen[bytes]) -> int | None:

@@ -20,16 +20,8 @@ def read(folder: Path) -> dict[str, Any]:
         ConfigError: the file is no config.pbtxt.
         PlatformError: Triton's protobuf is not installed.
     """
-    protobuf, text_format, json_format = _protobuf(folder.name)
-    path = folder / "config.pbtxt"
-    message = protobuf.ModelConfig()
-    if path.is_file():
-        try:
-            text_format.Parse(path.read_text(encoding="utf-8"), message)
-        except (text_format.ParseError, UnicodeDecodeError, OSError) as error:
-            raise ConfigError(
-                folder.name, f"config.pbtxt cannot be read: {error}", cure="Correct that line."
-            ) from None
+    message = parse(folder.name, text(folder))
+    _, _, json_format = _protobuf(folder.name)
     message.name = message.name or folder.name
     document: dict[str, Any] = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
@@ -42,6 +34,41 @@ def read(folder: Path) -> dict[str, Any]:
     groups = document["instance_group"] or [dict(_ONE_INSTANCE)]
     document["instance_group"] = [group | {"count": group["count"] or 1} for group in groups]
     return document
+
+
+def text(folder: Path) -> str:
+    """config.pbtxt as it is written; empty where there is none.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    path = folder / "config.pbtxt"
+    if not path.is_file():
+        return ""
+    try:
+        return path.read_bytes().decode("utf-8")  # line ends as they are
+    except (UnicodeDecodeError, OSError) as error:
+        raise _unreadable(folder.name, error) from None
+
+
+def parse(model: str, written: str) -> Any:
+    """Triton's message `ModelConfig` for the text of a config.pbtxt.
+
+    Raises:
+        ConfigError: the text is no config.pbtxt.
+        PlatformError: Triton's protobuf is not installed.
+    """
+    protobuf, text_format, _ = _protobuf(model)
+    message = protobuf.ModelConfig()
+    try:
+        text_format.Parse(written, message)
+    except text_format.ParseError as error:
+        raise _unreadable(model, error) from None
+    return message
+
+
+def _unreadable(model: str, error: Exception) -> ConfigError:
+    return ConfigError(model, f"config.pbtxt cannot be read: {error}", cure="Correct that line.")
 
 
 def arguments(folder: Path, version: str, document: Mapping[str, Any]) -> dict[str, str]:

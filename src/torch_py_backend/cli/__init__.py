@@ -13,6 +13,7 @@ from torch_py_backend.cli.check import check
 from torch_py_backend.cli.init import init
 from torch_py_backend.cli.install import install
 from torch_py_backend.cli.serve import serve
+from torch_py_backend.cli.tune import tune
 from torch_py_backend.errors import BackendError
 
 commands = typer.Typer(
@@ -26,6 +27,7 @@ commands.command()(init)
 commands.command()(check)
 commands.command()(install)
 commands.command()(bench)
+commands.command()(tune)
 
 
 def app() -> None:

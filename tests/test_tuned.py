@@ -1,0 +1,122 @@
+"""What tuning found, machine by machine, in a file that is whole or not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_py_backend import tuned
+from torch_py_backend.errors import ConfigError, TuneError
+
+_X86 = """processor\t: 0
+model name\t: A Processor @ 2.0GHz
+flags\t\t: fpu avx2 amx_bf16 fma sse2 avx512f
+
+processor\t: 1
+model name\t: Another
+"""
+_ARM = "processor\t: 0\nFeatures\t: fp asimd sve2 crc32\n"
+
+
+def _entry(processor: str, **parameters: str) -> dict[str, Any]:
+    chosen = {"parameters": parameters, "instances": 1} if parameters else None
+    return {"machine": {"processor": processor}, "chosen": chosen}
+
+
+@pytest.mark.parametrize(
+    ("text", "instructions"),
+    [(_X86, ["amx_bf16", "avx2", "avx512f", "fma"]), (_ARM, ["asimd", "sve2"]), ("", [])],
+    ids=["x86", "arm", "nothing"],
+)
+def test_machine(tmp_path: Path, text: str, instructions: list[str]) -> None:
+    """A machine is told by what kernels are chosen by; what /proc lacks is left out."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(text)
+    gpu = tmp_path / "gpus" / "0000:01:00.0" / "information"
+    gpu.parent.mkdir(parents=True)
+    gpu.write_text("Model: \t\t A GPU\nIRQ: 1\n")
+    found = tuned.machine(cpuinfo, tmp_path / "gpus")
+    assert found["instructions"] == instructions
+    assert found["gpus"] == ["A GPU"]
+    assert found["cores"] >= 1
+    assert found["processor"]
+
+
+def test_fingerprint() -> None:
+    """Machines that are alike have one fingerprint, others have others."""
+    here = tuned.machine()
+    assert tuned.fingerprint(here) == tuned.fingerprint(dict(reversed(here.items())))
+    assert tuned.fingerprint(here) != tuned.fingerprint(here | {"cores": 999})
+
+
+def test_machines_side_by_side(tmp_path: Path) -> None:
+    """Each machine reads its own choice; a new run replaces only its own."""
+    tuned.keep(tmp_path, _entry("one", OPTIMIZE="freeze"))
+    tuned.keep(tmp_path, _entry("two", NUM_THREADS="2"))
+    tuned.keep(tmp_path, _entry("one", NUM_THREADS="4"))
+    tuned.keep(tmp_path, _entry("three"))
+    one, two, three = (tuned.fingerprint({"processor": name}) for name in ("one", "two", "three"))
+    assert tuned.chosen(tmp_path, one) == {"NUM_THREADS": "4"}
+    assert tuned.chosen(tmp_path, two) == {"NUM_THREADS": "2"}
+    assert tuned.chosen(tmp_path, three) is None
+    assert tuned.chosen(tmp_path, "unknown") is None
+    assert tuned.chosen(tmp_path / "nowhere", one) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"machines": []}', '{"machines": {"a": 1}}']
+)
+def test_damaged(tmp_path: Path, text: str) -> None:
+    """A tuned.json that tune did not write is refused, and not overwritten."""
+    (tmp_path / tuned.FILE).write_text(text)
+    with pytest.raises(ConfigError, match=r"tuned.json cannot be read.*Remove it"):
+        tuned.chosen(tmp_path, "a")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        tuned.keep(tmp_path, _entry("one"))
+    assert (tmp_path / tuned.FILE).read_text() == text
+
+
+def test_replace(tmp_path: Path) -> None:
+    """A file keeps its rights, a link stays a link, and nothing else is left behind."""
+    target = tmp_path / "target"
+    target.write_text("old")
+    target.chmod(0o600)
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    tuned.replace(link, b"new")
+    assert target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+
+
+def test_replace_fails_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be written leaves the old file, and no part of the new one."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "a").write_text("old")
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(TuneError, match=r"cannot write .*/a: No space left on device\."):
+        tuned.replace(tmp_path / "a", b"new")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_unwritable(tmp_path: Path) -> None:
+    """A folder that cannot be written is found before the measuring; a missing one is made."""
+    tuned.refuse_unwritable(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(TuneError, match=r"cannot write into .*/file/x"):
+        tuned.refuse_unwritable(tmp_path / "file" / "x")
+
+
+def test_json_is_strict(tmp_path: Path) -> None:
+    """Other programs read the file, too."""
+    tuned.keep(tmp_path, _entry("one", A="b"))
+    text = (tmp_path / tuned.FILE).read_text()
+    assert json.loads(text)["machines"]
