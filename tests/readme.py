@@ -35,7 +35,7 @@ def table_in_readme() -> str:
 
 def _row(row: OptionRow) -> str:
     keys = ", ".join(f"`{key}`" for key in (row.key, *row.also))
-    default = "unset" if row.default is None else f"`{str(row.default).lower()}`"
+    default = {None: "unset", (): "`none`"}.get(row.default, f"`{str(row.default).lower()}`")
     return f"| {keys} | {row.parser.accepted} | {default} | {row.doc} |"
 
 

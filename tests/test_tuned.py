@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import build
 import pytest
 
 from torch_py_backend import tuned
@@ -120,3 +121,51 @@ def test_json_is_strict(tmp_path: Path) -> None:
     tuned.keep(tmp_path, _entry("one", A="b"))
     text = (tmp_path / tuned.FILE).read_text()
     assert json.loads(text)["machines"]
+
+
+# --- OPTIMIZE: "auto" ----------------------------------------------------------------------------
+
+
+def _here(folder: Path, **parameters: str) -> None:
+    entry = {"machine": tuned.machine(), "chosen": {"parameters": parameters, "instances": 1}}
+    tuned.keep(folder, entry)
+
+
+def test_auto_takes_the_choice_of_this_machine(tmp_path: Path) -> None:
+    """What was chosen here holds; what config.pbtxt says itself stays."""
+    _here(tmp_path, OPTIMIZE="freeze,bf16", NUM_THREADS="3", BATCH_BUCKETS="4")
+    settings = build.config(tmp_path, optimize=("auto",), num_threads=1)
+
+    found = tuned.apply(settings).options
+
+    assert found.optimize == ("bf16", "freeze")
+    assert found.batch_buckets == (4,)
+    assert found.num_threads == 1
+
+
+def test_auto_on_a_machine_that_was_not_tuned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a choice nothing is optimized, and the log says what to do."""
+    tuned.keep(tmp_path, _entry("another", OPTIMIZE="freeze"))
+
+    found = tuned.apply(build.config(tmp_path, optimize=("auto",))).options
+
+    assert found.optimize == ()
+    assert "Run torch-py-backend tune here" in caplog.text
+
+
+def test_other_values_are_left_alone(tmp_path: Path) -> None:
+    """tuned.json counts for nothing where OPTIMIZE is not auto."""
+    _here(tmp_path, OPTIMIZE="freeze")
+    settings = build.config(tmp_path, optimize=("channels_last",))
+
+    assert tuned.apply(settings) is settings
+
+
+def test_choice_that_contradicts_the_config(tmp_path: Path) -> None:
+    """A choice that no longer fits the config is refused like one that is written there."""
+    _here(tmp_path, BATCH_BUCKETS="16")
+
+    with pytest.raises(ConfigError, match="BATCH_BUCKETS holds 16"):
+        tuned.apply(build.config(tmp_path, optimize=("auto",), max_batch_size=8))

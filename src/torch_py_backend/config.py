@@ -103,12 +103,16 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         options=options.parse(name, document.get("parameters", {})),
     )
     if complete:
-        _refuse_contradictions(parsed)
+        refuse_contradictions(parsed)
     return parsed
 
 
-def _refuse_contradictions(config: ModelConfig) -> None:
-    """Options that do not go with each other, or with the rest of the config."""
+def refuse_contradictions(config: ModelConfig) -> None:
+    """Refuse options that do not go with each other, or with the rest of the config.
+
+    Raises:
+        ConfigError: two of them contradict each other.
+    """
     wished, most = config.options, config.max_batch_size
     largest = max(wished.batch_buckets or (0,))
     contradictions = (

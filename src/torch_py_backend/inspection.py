@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from torch_py_backend import artifacts, config, engine, threads, warmup
+from torch_py_backend import artifacts, config, engine, threads, tuned, warmup
 from torch_py_backend.options import TABLE
 
 
@@ -37,7 +37,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     logger = logging.getLogger("torch_py_backend")
     logger.addHandler(collector)
     logger.propagate = False
-    settings = config.parse(arguments)
+    settings = tuned.apply(config.parse(arguments))
     share = threads.budget(settings)
     made = engine.build(settings, share)
     if settings.options.warmup:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import logging
 import os
 import re
 import tempfile
@@ -12,8 +14,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend import threads
+from torch_py_backend import config, options, threads
+from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import ConfigError, TuneError
+
+log = logging.getLogger(__name__)
 
 FILE = "tuned.json"
 _CPUINFO = Path("/proc/cpuinfo")
@@ -60,6 +65,37 @@ def chosen(model_folder: Path, fingerprint: str) -> dict[str, str] | None:
     entry = _read(model_folder / FILE).get(fingerprint, {})
     choice = entry.get("chosen")
     return None if choice is None else dict(choice["parameters"])
+
+
+def apply(settings: ModelConfig) -> ModelConfig:
+    """A config with `OPTIMIZE: "auto"`, with what was chosen for this machine in its place.
+
+    What config.pbtxt says of other options stays.
+
+    Raises:
+        ConfigError: tuned.json is damaged, or its choice contradicts the config.
+    """
+    if settings.options.optimize != ("auto",):
+        return settings
+    parameters = chosen(settings.folder, fingerprint(machine()))
+    if parameters is None:
+        log.warning(
+            "model '%s': OPTIMIZE is auto, and %s has no choice for a machine like this one;"
+            " nothing is optimized. Run torch-py-backend tune here.",
+            settings.name,
+            FILE,
+        )
+        parameters = {}
+    found = options.parse(
+        settings.name, {key: {"string_value": value} for key, value in parameters.items()}
+    )
+    taken: dict[str, Any] = {"optimize": found.optimize}
+    for row in options.TABLE:
+        if row.field != "optimize" and getattr(settings.options, row.field) == row.default:
+            taken[row.field] = getattr(found, row.field)
+    made = dataclasses.replace(settings, options=dataclasses.replace(settings.options, **taken))
+    config.refuse_contradictions(made)
+    return made
 
 
 def keep(folder: Path, entry: Mapping[str, Any]) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import completion, config, threads
+from torch_py_backend import completion, config, threads, tuned
 from torch_py_backend.adapter import logs
 from torch_py_backend.errors import BackendError, PlatformError
 
@@ -57,7 +57,7 @@ class TritonPythonModel:
         return auto_complete_model_config
 
     def _start(self, args: Mapping[str, str]) -> None:
-        settings = config.parse(args)
+        settings = tuned.apply(config.parse(args))
         share = threads.budget(settings)
         threads.reserve(share)
         # torch reads its environment when it is imported: not before this line.
