@@ -56,6 +56,29 @@ def test_runs_on_its_device_and_stream(tmp_path: Path, process: None) -> None:
     assert tensor.as_numpy().tolist() == [[1.0, 1.0]]
 
 
+@pytest.mark.parametrize("rows", [1, 2, 3, 8])
+def test_graphs_give_what_the_model_gives(tmp_path: Path, process: None, rows: int) -> None:
+    """A replayed graph answers each batch with its own values, also one that fills a bucket."""
+    scenario = scenarios.Scenario(
+        "captured",
+        scenarios.both(
+            scenarios.python(models.Affine), scenarios.safe(scenarios.affine().state_dict())
+        ),
+        scenarios.config({"x": [4]}, {"y": [3]}, parameters={"OPTIMIZE": "cuda_graphs"}),
+    )
+    model = TritonPythonModel()
+    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
+    model.initialize(arguments | {"model_instance_kind": "GPU"})
+    document = json.loads(arguments["model_config"])
+    for seed in range(3):
+        x = scenarios.floats(rows, 4, seed=seed)
+        (response,) = model.execute([fake_triton.request({"x": x}, document)])
+        assert response.error() is None, response.error().message()
+        (tensor,) = response.output_tensors()
+        expected = scenarios.eager(scenarios.affine(), x=x)
+        np.testing.assert_allclose(tensor.as_numpy(), expected, rtol=1e-3, atol=1e-4)
+
+
 class Where(torch.nn.Module):
     """1, 1 when its input is on the GPU and the stream is not the default one."""
 

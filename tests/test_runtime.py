@@ -180,7 +180,7 @@ def test_cpu_tensors_are_not_touched() -> None:
     columns = [torch.ones(2)]
 
     assert surroundings.to_device(columns) is columns
-    assert surroundings.to_host(columns) is columns
+    assert surroundings.to_host(columns, columns) is columns
 
 
 def test_tensors_are_moved_to_another_device() -> None:

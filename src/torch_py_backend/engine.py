@@ -27,6 +27,7 @@ from torch_py_backend.artifacts import Artifact
 from torch_py_backend.batching import Batch, Item, Outcome, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import BackendError, ForwardError, OutputError
+from torch_py_backend.graphs import Graphs
 from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.padding import Padding
@@ -71,9 +72,14 @@ class Engine:
         self.patterns = self._intake.patterns
         module = optimization.apply(config, loaded)
         self._compiled = compilation.apply(config, loaded.kind, module)
+        self._eager = module
         self._module = self._compiled or module
+        captured = "cuda_graphs" in config.options.optimize
+        self._graphs = Graphs(config.name, self._module) if captured else None
+        self._module = self._graphs or self._module
         self._artifact = artifact
-        self.rows = buckets.plan(config, loaded.rows, fixed=compilation.static(config))
+        fixed = compilation.static(config) or captured
+        self.rows = buckets.plan(config, loaded.rows, fixed=fixed)
         self._runtime = surroundings
         self._names = tuple(spec.name for spec in config.outputs)
         self._verify = outputs.verifiers(config)
@@ -94,11 +100,13 @@ class Engine:
         """The calls within may compile; once they are done, nothing is compiled any more."""
         if self._compiled is None:
             yield
-            return
-        bundle = compile_cache.at(self.config, self._artifact, self._runtime.device)
-        with contextlib.nullcontext() if bundle is None else bundle.used():
-            yield
-        self._module = self._compiled.seal()
+            sealed = self._eager
+        else:
+            bundle = compile_cache.at(self.config, self._artifact, self._runtime.device)
+            with contextlib.nullcontext() if bundle is None else bundle.used():
+                yield
+            sealed = self._compiled.seal()
+        self._module = sealed if self._graphs is None else self._graphs.seal(sealed)
 
     def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         """One outcome for each item, in their order."""
@@ -125,7 +133,7 @@ class Engine:
             with self._runtime.guard():
                 batch = batching.gather(group.items, group.inputs.names, self._pads)
                 made = self._call(group, self._runtime.to_device(batch.columns))
-                made = self._runtime.to_host(made)
+                made = self._runtime.to_host(made, batch.columns)
             return self._scatter(group, batch, made)
         except BackendError as error:
             return [error] * len(group.items)

@@ -39,15 +39,41 @@ class Runtime:
         if self.device.type == "cpu":
             return columns
         return [
-            column.to(self.device, non_blocking=True) if isinstance(column, Tensor) else column
+            _sent(column, self.device)
+            if isinstance(column, Tensor) and column.device != self.device
+            else column
             for column in columns
         ]
 
-    def to_host(self, outputs: Sequence[Value]) -> Sequence[Value]:
-        """The outputs in host memory, with the device's work on them done."""
+    def to_host(self, outputs: Sequence[Value], inputs: Sequence[Value]) -> Sequence[Value]:
+        """The outputs, with the device's work on them done.
+
+        Args:
+            outputs: what the model made.
+            inputs: what the requests brought; where all came from the GPU, outputs stay there.
+        """
         if self.device.type == "cpu":
             return outputs
-        return [output.cpu() if isinstance(output, Tensor) else output for output in outputs]
+        tensors = [one for one in inputs if isinstance(one, Tensor)]
+        if not tensors or not all(one.is_cuda for one in tensors):
+            outputs = [_fetched(one) if isinstance(one, Tensor) else one for one in outputs]
+        # One wait for all copies. What stays is handed over without a stream, too.
+        torch.cuda.current_stream(self.device).synchronize()
+        return outputs
+
+
+def _sent(column: Tensor, device: torch.device) -> Tensor:
+    """From pinned memory a copy is asynchronous; torch keeps that memory until it is done."""
+    if device.type == "cuda" and column.device.type == "cpu":
+        column = column.pin_memory()
+    return column.to(device, non_blocking=True)
+
+
+def _fetched(output: Tensor) -> Tensor:
+    if not output.is_cuda:
+        return output
+    pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+    return pinned.copy_(output, non_blocking=True)
 
 
 def placement(config: ModelConfig) -> torch.device | None:

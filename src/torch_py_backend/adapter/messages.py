@@ -47,6 +47,8 @@ def write(outcome: Outcome) -> Any:
 def _write_tensor(name: str, tensor: Value) -> Any:
     if not isinstance(tensor, Tensor):
         return pb_utils.Tensor(name, tensor)
+    if tensor.is_cuda:
+        return pb_utils.Tensor.from_dlpack(name, tensor)
     if tensor.dtype is torch.bfloat16 or tensor.nbytes < _SMALL_BYTES:
         return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
     return pb_utils.Tensor(name, tensor.numpy())
