@@ -124,7 +124,7 @@ def test_a_server_that_was_not_started(tmp_path: Path) -> None:
 
 def test_states_of_models() -> None:
     """Triton's index as plain data; what is not READY carries a reason."""
-    ready = server._state({"name": "a", "version": "1", "state": "READY"})
+    ready = server.state({"name": "a", "version": "1", "state": "READY"})
     assert ready == ModelState("a", "1", True, "")
-    failed = server._state({"name": "b", "state": "UNAVAILABLE", "reason": "because"})
+    failed = server.state({"name": "b", "state": "UNAVAILABLE", "reason": "because"})
     assert failed == ModelState("b", "", False, "because")

@@ -14,7 +14,8 @@ BackendError
 ├── ForwardError            forward() raised
 ├── OutputError             forward() returned what the config contradicts
 ├── InstallError            a backend folder cannot be written
-└── ServerError             a tritonserver cannot be found or started
+├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
+└── BenchError              what is to be measured contradicts itself, or gave no figures
 
 A sentence names the model, what was found, what was expected, and what to do. What a client reads
 (InputError, ForwardError, OutputError) holds no path of the server.
@@ -142,6 +143,10 @@ class InstallError(BackendError):
 
 
 class ServerError(BackendError):
+    pass
+
+
+class BenchError(BackendError):
     pass
 
 

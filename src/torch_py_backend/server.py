@@ -17,7 +17,7 @@ import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -300,7 +300,7 @@ class Server:
             f"http://{self.http_address}/v2/repository/index", data=b"{}", method="POST"
         )
         with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310  http, local
-            return [_state(entry) for entry in json.load(response)]
+            return [state(entry) for entry in json.load(response)]
 
     def stop(self) -> None:
         """End the server, its instances and their shared memory. Calling it twice is no error."""
@@ -330,7 +330,8 @@ class Server:
         self.stop()
 
 
-def _state(entry: dict[str, str]) -> ModelState:
+def state(entry: Mapping[str, str]) -> ModelState:
+    """An entry of the repository's index."""
     ready = entry.get("state") == "READY"
     return ModelState(entry["name"], entry.get("version", ""), ready, entry.get("reason", ""))
 

@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from torch_py_backend.cli.bench import bench
 from torch_py_backend.cli.check import check
 from torch_py_backend.cli.init import init
 from torch_py_backend.cli.install import install
@@ -24,6 +25,7 @@ commands.command()(serve)
 commands.command()(init)
 commands.command()(check)
 commands.command()(install)
+commands.command()(bench)
 
 
 def app() -> None:
