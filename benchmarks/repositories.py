@@ -1,4 +1,4 @@
-"""Model repositories for Triton: a model as a user of ours writes it, and the no-op floor."""
+"""Model repositories for Triton: a model as a user of ours writes it, the floor, and a clock."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import safetensors.torch
 from benchmarks import models
 from benchmarks.models import MAX_BATCH_SIZE, MODELS, Parameter
 
-_HERE = Path(__file__).parent
+_SERVED = Path(__file__).parent / "served"
 _CONFIG = """\
 backend: "{backend}"
 max_batch_size: {max_batch_size}
@@ -25,29 +25,47 @@ output [
 ]
 instance_group [{{ kind: KIND_CPU count: 1 }}]
 """
-_MODEL_CLASS = 'parameters {{ key: "MODEL_CLASS" value {{ string_value: "{name}" }} }}\n'
+_PARAMETER = 'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
 
 
 def write(name: str, repository: Path) -> None:
     """A model of the comparison, served by our backend under its own name."""
-    model = MODELS[name]
     version = _version(repository / name)
-    module = model.build()
-    shutil.copy(Path(models.__file__), version / "model.py")
-    if module.state_dict():
-        safetensors.torch.save_model(module, str(version / "model.safetensors"))
-    chosen = _MODEL_CLASS.format(name=type(module).__name__)
+    shutil.copy(models.__file__, version / "model.py")
+    chosen = _parameter("MODEL_CLASS", _fill(name, version))
     (repository / name / "config.pbtxt").write_text(_config("pytorch_py", name) + chosen)
 
 
 def write_floor(name: str, repository: Path) -> str:
-    """The floor with the same inputs, outputs and batching; returns the name it is served under."""
+    """The floor with the same inputs, outputs and batching; returns what it is served under."""
     served = f"{name}_floor"
     version = _version(repository / served)
-    shutil.copy(_HERE / "floor.py", version / "model.py")
+    shutil.copy(_SERVED / "floor.py", version / "model.py")
     np.save(version / "answer.npy", MODELS[name].expected()[None].numpy())
     (repository / served / "config.pbtxt").write_text(_config("python", name))
     return served
+
+
+def write_clocked(name: str, repository: Path, clock: Path) -> None:
+    """Our backend on the clock; when the instance ends, it writes to the file `clock`."""
+    version = _version(repository / name)
+    shutil.copy(_SERVED / "clock.py", version / "model.py")
+    shutil.copy(models.__file__, version / "network.py")
+    chosen = _parameter("MODEL_FACTORY", f"network:{_fill(name, version)}")
+    chosen += _parameter("CLOCK_FILE", str(clock))
+    (repository / name / "config.pbtxt").write_text(_config("python", name) + chosen)
+
+
+def _fill(name: str, version: Path) -> str:
+    """The weights into a version folder; returns the name of the model's class."""
+    module = MODELS[name].build()
+    if module.state_dict():
+        safetensors.torch.save_model(module, str(version / "model.safetensors"))
+    return type(module).__name__
+
+
+def _parameter(key: str, value: str) -> str:
+    return _PARAMETER.format(key=key, value=value)
 
 
 def _version(folder: Path) -> Path:

@@ -18,11 +18,15 @@ import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Make the response that every request gets."""
-        output = json.loads(args["model_config"])["output"][0]["name"]
+        """Make a response for each place in a batch: one that is sent twice crashes Triton."""
+        config = json.loads(args["model_config"])
+        output = config["output"][0]["name"]
         answer = np.load(Path(__file__).with_name("answer.npy"))
-        self._response = pb_utils.InferenceResponse([pb_utils.Tensor(output, answer)])
+        self._responses = [
+            pb_utils.InferenceResponse([pb_utils.Tensor(output, answer.copy())])
+            for _ in range(config["max_batch_size"])
+        ]
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """The response, as often as there are requests."""
-        return [self._response] * len(requests)
+        """As many responses as there are requests."""
+        return self._responses[: len(requests)]
