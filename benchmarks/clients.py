@@ -68,7 +68,8 @@ def _triton_answer(endpoint: Endpoint, model: Model) -> npt.NDArray[Any]:
     with contextlib.closing(module.InferenceServerClient(endpoint.host)) as connection:
         result = connection.infer(endpoint.served, inputs)
     rows: npt.NDArray[Any] = result.as_numpy(model.output.name)
-    return rows[0]
+    row: npt.NDArray[Any] = rows[0]
+    return row
 
 
 def _payload(model: Model) -> Payload:
@@ -82,7 +83,7 @@ def _post_answer(endpoint: Endpoint, model: Model) -> npt.NDArray[Any]:
     with urllib.request.urlopen(request, timeout=60) as response:  # noqa: S310  http, local
         content: bytes = response.read()
     if endpoint.protocol == "json":
-        return np.asarray(json.loads(content)[0], wire.NUMPY_TYPES[model.output.dtype])
+        return np.array(json.loads(content)[0], wire.NUMPY_TYPES[model.output.dtype])
     return wire.answer(model, content)
 
 

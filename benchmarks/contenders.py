@@ -45,7 +45,6 @@ class Peer:
         protocol: the best that it offers, as `clients.Endpoint` has it.
         path: what is posted to, with the model's name in braces; for Triton's protocols the name.
         words: how it is configured, and over what it is asked.
-        counts: whether it has Triton's statistics.
     """
 
     title: str
@@ -53,7 +52,6 @@ class Peer:
     protocol: str
     path: str
     words: str
-    counts: bool = False
 
 
 PEERS = {
@@ -63,7 +61,6 @@ PEERS = {
         "grpc",
         "{model}",
         "a function with `@batch`, `DynamicBatcher()`; gRPC",
-        counts=True,
     ),
     "litserve": Peer(
         "LitServe",
@@ -130,13 +127,17 @@ def started(name: str, model: str) -> Iterator[Endpoint]:
     """
     peer, python = PEERS[name], environment(name)
     port = free_port()
-    endpoint = Endpoint(
-        model, peer.protocol, f"127.0.0.1:{port}", peer.path.format(model=model), peer.counts
-    )
-    command = [python, "-m", f"benchmarks.peers.{name}", "--model", model, "--port", str(port)]
+    endpoint = Endpoint(model, peer.protocol, f"127.0.0.1:{port}", peer.path.format(model=model))
+    command = [str(python), "-m", f"benchmarks.peers.{name}"]
+    command += ["--model", model, "--port", str(port)]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(  # noqa: S603  the environment made above
-            command, cwd=ROOT, env=_variables(python), stdout=log, stderr=log, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=_variables(python),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
         )
         try:
             _wait(peer, process, endpoint)
@@ -152,7 +153,11 @@ def started(name: str, model: str) -> Iterator[Endpoint]:
 def _variables(python: Path) -> dict[str, str]:
     """This process' environment, less what leads to this Python."""
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
-    return os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "VIRTUAL_ENV": str(python.parents[1])}
+    return os.environ | {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "VIRTUAL_ENV": str(python.parents[1]),
+    }
 
 
 def _wait(peer: Peer, process: subprocess.Popen[bytes], endpoint: Endpoint) -> None:

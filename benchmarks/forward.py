@@ -98,6 +98,8 @@ def cost(
     """What the clocks say, by request: each one of a batch waits for the whole batch.
 
     Args:
+        model: the model's name.
+        concurrency: the requests outstanding.
         clock: by requests in a call: calls, seconds in `execute`, seconds in `forward`.
         request: Triton's mean time for a request, in seconds.
     """
@@ -112,8 +114,7 @@ def cost(
 def table(costs: Sequence[Cost]) -> str:
     """As Markdown."""
     lines = [
-        "| model | concurrency | batch | whole request, ms | bare forward, ms |"
-        " around it, ms | share of the request |",
+        "| model | concurrency | batch | request, ms | forward, ms | around it, ms | share |",
         "|---|---|---|---|---|---|---|",
     ]
     lines += [

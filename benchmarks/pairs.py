@@ -79,9 +79,7 @@ async def measure(
             )
 
 
-async def _turn(
-    send: Send, counted: Statistics | None, concurrency: int, seconds: float
-) -> Turn:
+async def _turn(send: Send, counted: Statistics | None, concurrency: int, seconds: float) -> Turn:
     before = await counted() if counted else {}
     result = await load.run(send, Closed(concurrency), seconds)
     if result.errors or result.unanswered.size or not result.latencies.size:

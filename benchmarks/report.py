@@ -27,7 +27,7 @@ _COLUMNS = (
 FLOOR_SHARE = 0.95
 FORWARD_SHARE = 0.05
 PEER_MULTIPLE = 2.0
-_PEER_MODEL, _PEER_CONCURRENCY = "mlp", 32
+_PEERS_AT = ("mlp", 32)
 
 
 @dataclass(frozen=True)
@@ -105,11 +105,12 @@ Written by `{report.command}`; the figures hold for that machine and day.{ended}
 
 Two servers at a time are up and are loaded in turn, A B A B …, after their answers were compared
 with eager PyTorch. "ours ÷ other" is the ratio of the throughputs within a pair: the median of the
-pairs, and in brackets the least and the most. The other figures are medians of the turns. All
-servers form batches of at most {MAX_BATCH_SIZE}, run one instance (worker, replica) with the same number of
-threads, and are asked by one asyncio client in a closed loop, with one row a request: ours over
-gRPC, the others over the best that they offer. "client's core" is the share of a core that this
-client used for ours and for the other; near 1 it is the client that sets the figures."""
+pairs, and in brackets the least and the most. The other figures are medians of the turns.
+
+All servers form batches of at most {MAX_BATCH_SIZE} and run one instance (worker, replica) with
+the same number of threads. One asyncio client asks them in a closed loop, with one row a request:
+ours over gRPC, the others over the best that they offer. "client's core" is the share of a core
+that it used for ours and for the other; near 1 it is the client that sets the figures."""
 
 
 def _throughput(rows: Sequence[Row]) -> str:
@@ -131,8 +132,7 @@ def _cells(row: Row) -> Sequence[str]:
         _latencies(row.ours),
         _latencies(row.other),
         f"{_batches(row.ours)} / {_batches(row.other)}",
-        f"{_middle([one.busy for one in row.ours]):.2f} / "
-        f"{_middle([one.busy for one in row.other]):.2f}",
+        f"{_busy(row.ours)} / {_busy(row.other)}",
     )
 
 
@@ -150,6 +150,10 @@ def _batches(turns: Sequence[Turn]) -> str:
     return f"{_middle(told):.1f}" if told else "?"
 
 
+def _busy(turns: Sequence[Turn]) -> str:
+    return f"{_middle([one.busy for one in turns]):.2f}"
+
+
 def _middle(values: list[float]) -> float:
     return spread(values).median
 
@@ -159,21 +163,21 @@ def _forward(costs: Sequence[Cost]) -> str:
 ## Around the forward
 
 Two clocks in the instance itself: around `execute`, which is all that our backend does for a batch
-(reading, gathering, binding, scattering, writing), and around the model's forward. "whole request"
-is Triton's own figure, the wait in the queue included.
+(reading, gathering, binding, scattering, writing), and around the model's forward. "request" is
+Triton's own figure, the wait in the queue included.
 
 {forward.table(costs)}"""
 
 
 def _targets(report: Report) -> list[Sequence[str]]:
     """What is promised and can be told from what was measured."""
-    found = []
+    found: list[Sequence[str]] = []
     for row in report.rows:
         ratio = row.ratio.median
         if row.against == FLOOR and row.model == "add":
             promise = f"add: at least {FLOOR_SHARE} of the floor at concurrency {row.concurrency}"
             found.append((promise, f"{ratio:.2f}", _met(ratio >= FLOOR_SHARE)))
-        if row.against in PEERS and (row.model, row.concurrency) == (_PEER_MODEL, _PEER_CONCURRENCY):
+        if row.against in PEERS and (row.model, row.concurrency) == _PEERS_AT:
             ours, other = (_middle([one.p99 for one in turns]) for turns in (row.ours, row.other))
             promise = (
                 f"{row.model}: at least {PEER_MULTIPLE:g} x {_TITLES[row.against]} at concurrency"

@@ -1,7 +1,8 @@
 """Our backend against the no-op floor, and against what else serves PyTorch models from PyPI.
 
-    python -m benchmarks.serving [--models add,mlp] [--against floor,pytriton] [--concurrency 1,8,32]
-                                 [--seconds 5] [--pairs 5] [--threads 1] [--output docs/benchmarks.md]
+    python -m benchmarks.serving --output docs/benchmarks.md
+        [--models add,mlp] [--against floor,pytriton] [--concurrency 1,8,32]
+        [--seconds 5] [--pairs 5] [--threads 1]
 
 Answers are compared with eager PyTorch first; then both sides are loaded in turn. What a peer needs
 is installed at first use. Ctrl-C ends the run and keeps what was measured.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import datetime
+import datetime as dt
 import importlib.metadata
 import json
 import os
@@ -144,6 +145,7 @@ def _against(
             for concurrency in settings.concurrency:
                 found.costs.append(forward.measure(model, concurrency, settings.seconds))
         return
+    other: contextlib.AbstractContextManager[Endpoint]
     if against in PEERS:
         found.versions[against] = contenders.version(against)
         other = contenders.started(against, model)
@@ -168,7 +170,7 @@ async def _measure(
     advance: Callable[[], None],
 ) -> None:
     async for pair in pairs.measure(ours, other, concurrency, settings.seconds, settings.pairs):
-        done.append(pair)  # noqa: PERF401  an interrupt must find those that are done
+        done.append(pair)
         advance()
 
 
@@ -180,9 +182,9 @@ def _facts(settings: Settings) -> dict[str, str]:
         for name in ("torch-py-backend", "torch", "numpy", "tritonclient", "aiohttp")
     }
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
         "machine": f"{_processor()}, {psutil.cpu_count()} cores, {memory:.0f} GiB",
-        "system": f"{platform.system()} {platform.release()}",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "Python": platform.python_version(),
         **versions,
         "OMP_NUM_THREADS": str(settings.threads),
@@ -199,7 +201,7 @@ def _processor() -> str:
 
 
 def _triton_version(address: str) -> str:
-    with urllib.request.urlopen(f"http://{address}/v2", timeout=10) as response:  # noqa: S310  local
+    with urllib.request.urlopen(f"http://{address}/v2", timeout=10) as response:
         version: str = json.load(response)["version"]
         return version
 

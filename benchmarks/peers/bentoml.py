@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import bentoml
-import numpy as np
 import numpy.typing as npt
 import torch
 from bentoml.validators import DType
@@ -35,10 +34,8 @@ class Service:
     def __init__(self) -> None:
         self._module = _MODEL.build()
 
-    @bentoml.api(
-        batchable=True, max_batch_size=MAX_BATCH_SIZE, max_latency_ms=_MAX_LATENCY_MS
-    )
-    def predict(self, rows: Annotated[np.ndarray, DType(_DTYPE)]) -> np.ndarray:
+    @bentoml.api(batchable=True, max_batch_size=MAX_BATCH_SIZE, max_latency_ms=_MAX_LATENCY_MS)
+    def predict(self, rows: Annotated[npt.NDArray[Any], DType(_DTYPE)]) -> npt.NDArray[Any]:
         columns, start = [], 0
         for one in _MODEL.inputs:
             end = start + math.prod(one.dims)

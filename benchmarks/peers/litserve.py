@@ -3,8 +3,6 @@
 https://lightning.ai/docs/litserve/features/batching
 """
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import litserve
@@ -13,7 +11,8 @@ from fastapi import Body, Response
 from benchmarks.models import MAX_BATCH_SIZE
 from benchmarks.peers import wire
 
-# LitServe gives FastAPI the annotation of `decode_request`: the body as it came, no JSON.
+# LitServe gives FastAPI the annotation of `decode_request`: the body as it came, no JSON. Hence
+# no `from __future__ import annotations` here: it would make a string of it.
 Bytes = Annotated[bytes, Body(media_type="application/octet-stream")]
 
 
@@ -25,20 +24,14 @@ class Api(litserve.LitAPI):
     def setup(self, device: str) -> None:
         self._forward = wire.Forward(self._model)
 
+    def decode_request(self, request: Bytes) -> bytes:
+        return request
+
     def predict(self, bodies: list[bytes]) -> list[bytes]:
         return self._forward(bodies)
 
     def encode_response(self, output: bytes) -> Response:
         return Response(output, media_type="application/octet-stream")
-
-
-def _decode(self: Api, request: bytes) -> bytes:
-    return request
-
-
-# Not a string, which `from __future__ import annotations` would make of it.
-_decode.__annotations__["request"] = Bytes
-Api.decode_request = _decode
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ https://docs.ray.io/en/latest/serve/advanced-guides/dyn-req-batch.html
 from __future__ import annotations
 
 import signal
+from typing import Any
 
 import ray
 from ray import serve
@@ -39,7 +40,8 @@ def main() -> None:
     arguments = wire.arguments()
     ray.init(include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": arguments.port})
-    serve.run(Deployment.bind(arguments.model), route_prefix="/predict")
+    deployment: Any = Deployment  # the decorator made more of it than a class
+    serve.run(deployment.bind(arguments.model), route_prefix="/predict")
     try:
         signal.sigwait({signal.SIGTERM, signal.SIGINT})
     finally:

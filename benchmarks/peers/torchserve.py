@@ -66,11 +66,12 @@ def main() -> None:
 
 def _archive(model: str, folder: Path) -> None:
     """A model archive with this file as its handler."""
-    import subprocess  # noqa: PLC0415, S404  not in the handler's process
+    import subprocess  # noqa: PLC0415  not in the handler's process
 
     archiver = Path(sys.executable).with_name("torch-model-archiver")
-    command = [archiver, "--model-name", model, "--version", "1.0", "--handler", __file__]
-    subprocess.run([*command, "--export-path", folder], check=True)  # noqa: S603
+    options = ["--model-name", model, "--version", "1.0", "--handler", __file__]
+    command = [str(archiver), *options, "--export-path", str(folder)]
+    subprocess.run(command, check=True)  # noqa: S603  the environment's own
 
 
 if __name__ == "__main__":

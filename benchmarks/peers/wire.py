@@ -11,6 +11,7 @@ import math
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +22,7 @@ from benchmarks.models import MODELS, Model
 
 # How long a server waits for a batch to fill, where it forms none without waiting.
 MAX_DELAY_SECONDS = 0.001
-NUMPY_TYPES = {"FP32": np.dtype(np.float32), "INT64": np.dtype(np.int64)}
+NUMPY_TYPES: dict[str, np.dtype[Any]] = {"FP32": np.dtype(np.float32), "INT64": np.dtype(np.int64)}
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def body(model: Model) -> bytes:
     return b"".join(tensor.numpy().tobytes() for tensor in model.example())
 
 
-def answer(model: Model, content: bytes) -> npt.NDArray[np.generic]:
+def answer(model: Model, content: bytes) -> npt.NDArray[Any]:
     """A response as an array."""
     return np.frombuffer(content, NUMPY_TYPES[model.output.dtype]).reshape(model.output.dims)
 
