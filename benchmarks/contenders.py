@@ -1,7 +1,8 @@
 """What our backend is compared with: how each is served, started, and stopped.
 
 A peer has a virtual environment of its own in the user's cache folder, made at first use from
-`peers/requirements-<name>.txt` under `constraints.txt`, and made anew when one of them changes.
+`peers/requirements-<name>.txt` under `constraints.txt`, and made anew when one of them changes. Its
+log lies beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import psutil
@@ -25,7 +27,7 @@ import psutil
 from benchmarks import clients
 from benchmarks.clients import Endpoint
 from benchmarks.models import MODELS
-from torch_py_backend.errors import BenchError
+from torch_py_backend.errors import BenchError, brief
 from torch_py_backend.server import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -130,11 +132,11 @@ def started(name: str, model: str) -> Iterator[Endpoint]:
     endpoint = Endpoint(model, peer.protocol, f"127.0.0.1:{port}", peer.path.format(model=model))
     command = [str(python), "-m", f"benchmarks.peers.{name}"]
     command += ["--model", model, "--port", str(port)]
-    with tempfile.TemporaryFile() as log:
+    with _kept_log(name) as log, tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
         process = subprocess.Popen(  # noqa: S603  the environment made above
             command,
             cwd=ROOT,
-            env=_variables(python),
+            env=_variables(python, scratch),
             stdout=log,
             stderr=log,
             start_new_session=True,
@@ -142,21 +144,23 @@ def started(name: str, model: str) -> Iterator[Endpoint]:
         try:
             _wait(peer, process, endpoint)
             yield endpoint
-        except BenchError as error:
-            log.seek(0)
-            tail = log.read().decode(errors="replace").splitlines()[-20:]
-            raise BenchError("\n".join([str(error), *tail])) from None
         finally:
             _stop(process)
 
 
-def _variables(python: Path) -> dict[str, str]:
-    """This process' environment, less what leads to this Python."""
+def _kept_log(name: str) -> BinaryIO:
+    """What the peer says, beside its environment: too long for a report."""
+    return (_cache() / f"{name}.log").open("wb")
+
+
+def _variables(python: Path, scratch: str) -> dict[str, str]:
+    """This process' environment, but the peer's Python first, and its files where they go away."""
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
     return os.environ | {
         "PATH": path,
         "PYTHONPATH": str(ROOT),
         "VIRTUAL_ENV": str(python.parents[1]),
+        "TMPDIR": scratch,
     }
 
 
@@ -164,7 +168,9 @@ def _wait(peer: Peer, process: subprocess.Popen[bytes], endpoint: Endpoint) -> N
     deadline = time.monotonic() + _START_SECONDS
     while True:
         if process.poll() is not None:
-            raise BenchError(f"{peer.title} ended with exit code {process.returncode}; it said:")
+            raise BenchError(
+                f"{peer.title} ended with exit code {process.returncode}; its log says why."
+            )
         try:
             check(endpoint)
         except BenchError:
@@ -172,7 +178,7 @@ def _wait(peer: Peer, process: subprocess.Popen[bytes], endpoint: Endpoint) -> N
         except Exception as error:  # each client has its own way to say that nobody listens yet
             if time.monotonic() > deadline:
                 raise BenchError(
-                    f"{peer.title} did not answer within {_START_SECONDS} s ({error}); it said:"
+                    f"{peer.title} did not answer within {_START_SECONDS} s: {brief(error)}."
                 ) from None
             time.sleep(_POLL_SECONDS)
         else:
@@ -181,19 +187,28 @@ def _wait(peer: Peer, process: subprocess.Popen[bytes], endpoint: Endpoint) -> N
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
     """As Ctrl-C in a terminal stops it; then what is left of it."""
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)
+    family = _family(process.pid)
+    _signal_group(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_SECONDS)
-    except (psutil.NoSuchProcess, ProcessLookupError):
-        family = []
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    for one in family:
+    _signal_group(process.pid, signal.SIGKILL)
+    for one in family:  # some have left the group
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
+    process.wait()
     psutil.wait_procs(family, timeout=_STOP_SECONDS)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+        return found
+    return []
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
 
 
 def environment(name: str) -> Path:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.forward [--model mlp] [--concurrency 1,8,32] [--seconds 5]
 
-The instance itself keeps two clocks, around `execute` and around `forward` (`served/clock.py`);
+The instance itself keeps the clocks (`served/clock.py`);
 Triton's statistics tell how long whole requests took, their wait in the queue included.
 """
 
@@ -28,6 +28,10 @@ from torch_py_backend.load import Closed
 from torch_py_backend.server import Server
 
 _LOAD_SECONDS = 120
+_COLUMNS = (
+    "model", "concurrency", "batch",
+    "request, ms", "forward, ms", "engine, ms", "messages, ms", "share",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,8 @@ class Cost:
         batch: mean requests in a call.
         request: Triton's whole time for a request.
         forward: bare forward of the batch that the request was in.
-        around: what our `execute` took beside that.
+        engine: what the engine took beside that: it gathers, binds, checks, scatters.
+        messages: what `execute` took beside the engine: requests read, responses made.
     """
 
     model: str
@@ -46,12 +51,13 @@ class Cost:
     batch: float
     request: float
     forward: float
-    around: float
+    engine: float
+    messages: float
 
     @property
     def share(self) -> float:
         """What we take of a whole request."""
-        return self.around / self.request
+        return (self.engine + self.messages) / self.request
 
 
 def measure(model: str, concurrency: int, seconds: float) -> Cost:
@@ -93,33 +99,44 @@ def _mean_request(document: Mapping[str, Any]) -> float:
 
 
 def cost(
-    model: str, concurrency: int, clock: Mapping[str, Sequence[float]], request: float
+    model: str, concurrency: int, clock: Mapping[str, Mapping[str, float]], request: float
 ) -> Cost:
     """What the clocks say, by request: each one of a batch waits for the whole batch.
 
     Args:
         model: the model's name.
         concurrency: the requests outstanding.
-        clock: by requests in a call: calls, seconds in `execute`, seconds in `forward`.
+        clock: by requests in a call: calls, and the seconds of all of them on each clock.
         request: Triton's mean time for a request, in seconds.
     """
     rows = {int(size): spent for size, spent in clock.items()}
-    requests = sum(size * calls for size, (calls, _, _) in rows.items())
-    calls = sum(calls for calls, _, _ in rows.values())
-    executed = sum(size * seconds for size, (_, seconds, _) in rows.items()) / requests
-    forward = sum(size * seconds for size, (_, _, seconds) in rows.items()) / requests
-    return Cost(model, concurrency, requests / calls, request, forward, executed - forward)
+    calls = sum(spent["calls"] for spent in rows.values())
+    requests = sum(size * spent["calls"] for size, spent in rows.items())
+    execute, engine, forward = (
+        sum(size * spent[name] for size, spent in rows.items()) / requests
+        for name in ("execute", "engine", "forward")
+    )
+    return Cost(
+        model,
+        concurrency,
+        batch=requests / calls,
+        request=request,
+        forward=forward,
+        engine=engine - forward,
+        messages=execute - engine,
+    )
 
 
 def table(costs: Sequence[Cost]) -> str:
     """As Markdown."""
     lines = [
-        "| model | concurrency | batch | request, ms | forward, ms | around it, ms | share |",
-        "|---|---|---|---|---|---|---|",
+        f"| {' | '.join(_COLUMNS)} |",
+        f"|{'---|' * len(_COLUMNS)}",
     ]
     lines += [
         f"| {one.model} | {one.concurrency} | {one.batch:.1f} | {one.request * 1e3:.3f} |"
-        f" {one.forward * 1e3:.3f} | {one.around * 1e3:.3f} | {one.share:.1%} |"
+        f" {one.forward * 1e3:.3f} | {one.engine * 1e3:.3f} | {one.messages * 1e3:.3f} |"
+        f" {one.share:.1%} |"
         for one in costs
     ]
     return "\n".join(lines)

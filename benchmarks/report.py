@@ -110,7 +110,9 @@ pairs, and in brackets the least and the most. The other figures are medians of 
 All servers form batches of at most {MAX_BATCH_SIZE} and run one instance (worker, replica) with
 the same number of threads. One asyncio client asks them in a closed loop, with one row a request:
 ours over gRPC, the others over the best that they offer. "client's core" is the share of a core
-that it used for ours and for the other; near 1 it is the client that sets the figures."""
+that it used for ours and for the other; near 1 it is the client that sets the figures. What a
+server does while the other one is loaded stays in the figures: LitServe and Ray Serve use an
+eighth of a core when nobody asks them."""
 
 
 def _throughput(rows: Sequence[Row]) -> str:
@@ -162,9 +164,10 @@ def _forward(costs: Sequence[Cost]) -> str:
     return f"""\
 ## Around the forward
 
-Two clocks in the instance itself: around `execute`, which is all that our backend does for a batch
-(reading, gathering, binding, scattering, writing), and around the model's forward. "request" is
-Triton's own figure, the wait in the queue included.
+Clocks in the instance itself: around `execute`, which is all that our backend does for a batch;
+around the engine, which gathers, binds, checks and scatters; and around the model's forward.
+"engine" and "messages" are without what is inside of them; "share" is what the two take of
+"request", Triton's own figure for a whole request, the wait in the queue included.
 
 {forward.table(costs)}"""
 

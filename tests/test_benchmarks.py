@@ -133,19 +133,22 @@ def test_clocked_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     instance.finalize()
     clock = json.loads((tmp_path / "clock.json").read_text())
     assert clock.keys() == {"3"}
-    calls, executed, inside = clock["3"]
-    assert calls == 1
-    assert executed > inside > 0
+    assert clock["3"]["calls"] == 1
+    assert clock["3"]["execute"] > clock["3"]["engine"] > clock["3"]["forward"] > 0
 
 
 def test_cost_is_told_by_request() -> None:
     """Each request of a batch waits for all of it: large batches weigh by their requests."""
-    clock = {"1": [2, 0.4, 0.2], "3": [2, 1.2, 0.6]}
+    clock = {
+        "1": {"calls": 2, "execute": 0.4, "engine": 0.3, "forward": 0.2},
+        "3": {"calls": 2, "execute": 1.4, "engine": 1.2, "forward": 0.6},
+    }
     found = forward.cost("mlp", 8, clock, request=1.0)
     assert found.batch == pytest.approx(2.0)
     assert found.forward == pytest.approx((1 * 0.2 + 3 * 0.6) / 8)
-    assert found.around == pytest.approx((1 * 0.2 + 3 * 0.6) / 8)
-    assert found.share == pytest.approx(found.around)
+    assert found.engine == pytest.approx((1 * 0.1 + 3 * 0.6) / 8)
+    assert found.messages == pytest.approx((1 * 0.1 + 3 * 0.2) / 8)
+    assert found.share == pytest.approx(found.engine + found.messages)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -292,7 +295,7 @@ def test_markdown() -> None:
             facts={"machine": "a box"},
             versions={"litserve": "0.2"},
             rows=[_row("mlp", "litserve", 32, [2.0, 4.0, 3.0], p99=0.008)],
-            costs=[forward.Cost("mlp", 8, 4.0, 0.010, 0.003, 0.0002)],
+            costs=[forward.Cost("mlp", 8, 4.0, 0.010, 0.003, 0.0001, 0.0002)],
             missing={("mlp", "ray"): "it ended\nwith a | in its log"},
         )
     )
@@ -301,7 +304,7 @@ def test_markdown() -> None:
         "| mlp | LitServe | 32 | **3.00** (2.00..4.00) | 150 | 50 | 1.00 / 2.00 | 4.00 / 8.00 |"
         " 4.0 / ? | 0.50 / 0.25 |"
     ) in document
-    assert "| mlp | 8 | 4.0 | 10.000 | 3.000 | 0.200 | 2.0% |" in document
+    assert "| mlp | 8 | 4.0 | 10.000 | 3.000 | 0.100 | 0.200 | 3.0% |" in document
     assert "| mlp | ray | it ended<br>with a \\| in its log |" in document
     assert f"| LitServe | 0.2 | {PEERS['litserve'].words} |" in document
     assert "interrupted" not in document
@@ -328,11 +331,11 @@ def test_targets(row: Row, met: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("around", "met"), [(0.0005, "yes"), (0.00051, "**no**")], ids=["kept", "missed"]
+    ("messages", "met"), [(0.0002, "yes"), (0.0004, "**no**")], ids=["kept", "missed"]
 )
-def test_target_around_forward(around: float, met: str) -> None:
+def test_target_around_forward(messages: float, met: str) -> None:
     """Five percent of a request, and no more."""
-    cost = forward.Cost("mlp", 1, 1.0, 0.010, 0.003, around)
+    cost = forward.Cost("mlp", 1, 1.0, 0.010, 0.003, 0.0002, messages)
     assert f"% | {met} |" in report.markdown(Report("", {}, costs=[cost]))
 
 

@@ -12,9 +12,10 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import bentoml
+import numpy as np
 import numpy.typing as npt
 import torch
 from bentoml.validators import DType
@@ -27,6 +28,9 @@ VARIABLE = "BENCHMARK_MODEL"
 _MODEL = MODELS[os.environ.get(VARIABLE, "add")]
 _DTYPE = wire.NUMPY_TYPES[_MODEL.inputs[0].dtype].name
 _MAX_LATENCY_MS = 60_000
+# BentoML knows an array without its type arguments only.
+Array: TypeAlias = np.ndarray  # type: ignore[type-arg]
+Rows: TypeAlias = Annotated[Array, DType(_DTYPE)]
 
 
 @bentoml.service(workers=1, logging={"access": {"enabled": False}})
@@ -35,7 +39,7 @@ class Service:
         self._module = _MODEL.build()
 
     @bentoml.api(batchable=True, max_batch_size=MAX_BATCH_SIZE, max_latency_ms=_MAX_LATENCY_MS)
-    def predict(self, rows: Annotated[npt.NDArray[Any], DType(_DTYPE)]) -> npt.NDArray[Any]:
+    def predict(self, rows: Rows) -> Array:
         columns, start = [], 0
         for one in _MODEL.inputs:
             end = start + math.prod(one.dims)

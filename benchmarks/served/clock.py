@@ -1,7 +1,7 @@
-"""Our backend with a clock around `execute` and one around `forward`, in the instance itself.
+"""Our backend with clocks around `execute`, the engine's `run`, and `forward`, in the instance.
 
-A Python-based backend model whose TritonPythonModel is ours. Both clocks tick in the same process
-at the same calls, so what the machine does at that moment is in both. It is copied into a
+A Python-based backend model whose TritonPythonModel is ours. The clocks tick in the same process
+at the same calls, so what the machine does at that moment is in all of them. It is copied into a
 repository as `model.py`, the network as `network.py`; when it ends, it writes what it counted.
 """
 
@@ -31,31 +31,33 @@ class TritonPythonModel(adapter.TritonPythonModel):
 
         named = parameters["MODEL_FACTORY"]["string_value"].partition(":")[2]
         chosen = getattr(network, named)
-        chosen.forward = self._on_clock(chosen.forward)
-        self._forward = 0.0
+        chosen.forward = self._on_clock("forward", chosen.forward)
+        self._seconds = {"forward": 0.0, "engine": 0.0}
         super().initialize(args)
-        # By the number of requests: calls, seconds in execute, seconds in forward.
-        self._spent: dict[int, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
+        self._engine.run = self._on_clock("engine", self._engine.run)
+        # By the number of requests: calls, and the seconds of all of them on each clock.
+        self._spent: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
-    def _on_clock(self, forward: Any) -> Any:
-        @functools.wraps(forward)  # its signature is what inputs are bound to
+    def _on_clock(self, name: str, function: Any) -> Any:
+        @functools.wraps(function)  # forward's signature is what inputs are bound to
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
-            result = forward(*args, **kwargs)
-            self._forward += time.perf_counter() - start
+            result = function(*args, **kwargs)
+            self._seconds[name] += time.perf_counter() - start
             return result
 
         return timed
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response for each request, on the clock."""
-        self._forward = 0.0
+        self._seconds = dict.fromkeys(self._seconds, 0.0)
         start = time.perf_counter()
         responses = super().execute(requests)
+        self._seconds["execute"] = time.perf_counter() - start
         spent = self._spent[len(requests)]
-        spent[0] += 1
-        spent[1] += time.perf_counter() - start
-        spent[2] += self._forward
+        spent["calls"] += 1
+        for name, seconds in self._seconds.items():
+            spent[name] += seconds
         return responses
 
     def finalize(self) -> None:
