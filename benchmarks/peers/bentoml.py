@@ -12,7 +12,7 @@ import math
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 import bentoml
 import numpy as np
@@ -28,9 +28,6 @@ VARIABLE = "BENCHMARK_MODEL"
 _MODEL = MODELS[os.environ.get(VARIABLE, "add")]
 _DTYPE = wire.NUMPY_TYPES[_MODEL.inputs[0].dtype].name
 _MAX_LATENCY_MS = 60_000
-# BentoML knows an array without its type arguments only.
-Array: TypeAlias = np.ndarray  # type: ignore[type-arg]
-Rows: TypeAlias = Annotated[Array, DType(_DTYPE)]
 
 
 @bentoml.service(workers=1, logging={"access": {"enabled": False}})
@@ -39,7 +36,10 @@ class Service:
         self._module = _MODEL.build()
 
     @bentoml.api(batchable=True, max_batch_size=MAX_BATCH_SIZE, max_latency_ms=_MAX_LATENCY_MS)
-    def predict(self, rows: Rows) -> Array:
+    def predict(  # BentoML knows an array without its type arguments only
+        self,
+        rows: Annotated[np.ndarray, DType(_DTYPE)],  # type: ignore[type-arg]
+    ) -> np.ndarray:  # type: ignore[type-arg]
         columns, start = [], 0
         for one in _MODEL.inputs:
             end = start + math.prod(one.dims)

@@ -34,7 +34,8 @@ class TritonPythonModel(adapter.TritonPythonModel):
         chosen.forward = self._on_clock("forward", chosen.forward)
         self._seconds = {"forward": 0.0, "engine": 0.0}
         super().initialize(args)
-        self._engine.run = self._on_clock("engine", self._engine.run)
+        engine: Any = self._engine
+        engine.run = self._on_clock("engine", engine.run)
         # By the number of requests: calls, and the seconds of all of them on each clock.
         self._spent: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
 
