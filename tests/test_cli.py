@@ -74,6 +74,22 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
             ["check", "/no/[extra]/[/x]"],
             "/no/[extra]/[/x] is not a folder",
         ),
+        (["bench", "/no/such/models", "m"], "'/no/such/models' is neither a folder nor an address"),
+        (["bench", "localhost:8001", "m"], "grpc://host:port or http://host:port"),
+        (["bench", "ftp://localhost:8001", "m"], "grpc://host:port or http://host:port"),
+        (["bench", ".", "m"], "has no model 'm'; its models: "),
+        (["bench", ".", "m", "--rate=1", "--concurrency=1"], "are both given"),
+        (["bench", ".", "m", "--rate=0"], "--rate is '0'; expected numbers above 0"),
+        (["bench", ".", "m", "--rate=nan"], "--rate is 'nan'"),
+        (["bench", ".", "m", "--concurrency=1,,2"], "--concurrency is '1,,2'; expected integers"),
+        (["bench", ".", "m", "--concurrency=1.5"], "--concurrency is '1.5'"),
+        (["bench", ".", "m", "--duration=0"], "--duration is 0; expected more than 0 seconds"),
+        (["bench", ".", "m", "--warmup=-1"], "--warmup is -1; expected 0 or more seconds"),
+        (["bench", ".", "m", "--protocol=tcp"], "--protocol is 'tcp'; expected grpc or http"),
+        (["bench", "http://h:1", "m", "--protocol=grpc"], "--protocol is grpc, and http://h:1"),
+        (["bench", ".", "m", "--json=/no/such/a.json"], "cannot write /no/such/a.json: No such"),
+        (["bench", ".", "m", "--json=/"], "cannot write /: it is a folder"),
+        (["bench", ".", "m", "--plot=a.gif"], "expected a name that ends in .png or .html"),
     ],
     ids=[
         "repository",
@@ -84,6 +100,22 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
         "init-nothing",
         "init-a-folder",
         "brackets",
+        "bench-nothing",
+        "bench-no-scheme",
+        "bench-other-scheme",
+        "bench-model",
+        "bench-two-loads",
+        "bench-no-rate",
+        "bench-rate-nan",
+        "bench-concurrency-gap",
+        "bench-half-concurrency",
+        "bench-duration",
+        "bench-warmup",
+        "bench-protocol",
+        "bench-two-protocols",
+        "bench-json",
+        "bench-json-folder",
+        "bench-plot",
     ],
 )
 def test_refusals(arguments: list[str], says: str) -> None:
@@ -99,7 +131,7 @@ def test_help_names_the_commands() -> None:
     """Help lists every command."""
     done = _run("--help")
     assert done.returncode == 0
-    for command in ("serve", "init", "check", "install"):
+    for command in ("serve", "init", "check", "install", "bench"):
         assert f" {command} " in done.stdout
 
 

@@ -43,10 +43,10 @@ def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Measurement:
 
     Both protocols' answers will do: gRPC leaves zeros out and writes large numbers as strings.
     """
-    start, end = _totals(before), _totals(after)
-    changed = {key: end[key] - start[key] for key in end}
+    changed = _totals(after)
+    changed.subtract(_totals(before))
     batches = {
-        key[1]: count for key, count in sorted(changed.items()) if key[0] == "batch" and count
+        key[1]: count for key, count in sorted(changed.items()) if key[0] == "batch" and count > 0
     }
     return Measurement(
         requests=changed["success", "count"],
@@ -54,7 +54,7 @@ def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Measurement:
         stages={
             stage: changed[stage, "ns"] / changed[stage, "count"] / 1e9
             for stage in STAGES
-            if changed[stage, "count"]
+            if changed[stage, "count"] > 0
         },
         batches=batches,
     )

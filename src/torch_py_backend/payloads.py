@@ -16,8 +16,12 @@ import safetensors
 from numpy.typing import NDArray
 
 from torch_py_backend import dtypes
-from torch_py_backend.errors import BenchError
+from torch_py_backend.errors import BenchError, shown
 
+_JSON_SHAPES = (
+    '{"inputs": [{"name", "shape", "datatype", "data"}]} as Triton reads it,'
+    ' or {"data": [{name: values}]} as perf_analyzer does'
+)
 EXAMPLE = "example_inputs.safetensors"
 _SAFETENSORS = {
     "BOOL": "BOOL", "F16": "FP16", "BF16": "BF16", "F32": "FP32", "F64": "FP64",
@@ -106,9 +110,8 @@ def made_up(target: Model, rows: int | None, seed: int = 0) -> list[Payload]:
     Dimensions of -1 become 1, optional inputs are sent too.
     """
     random = np.random.default_rng(seed)
-    batch = [_rows(target, 1 if rows is None else rows)] if target.max_batch_size else []
-    if rows is not None and not batch:
-        _rows(target, rows)  # refuses
+    unbatched = rows is None and not target.max_batch_size
+    batch = [] if unbatched else [_rows(target, 1 if rows is None else rows)]
     return [
         {
             one.name: _invented(one.datatype, [*batch, *(abs(dim) for dim in one.dims)], random)
@@ -154,7 +157,9 @@ def read(path: Path, target: Model, rows: int | None) -> list[Payload]:
         found = reader(content, target)
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, TypeError, KeyError, AttributeError, safetensors.SafetensorError) as error:
+    except (TypeError, AttributeError, IndexError) as error:
+        raise BenchError(f"cannot understand {path}: expected {_JSON_SHAPES}.") from error
+    except (ValueError, KeyError, safetensors.SafetensorError) as error:
         raise BenchError(f"cannot understand {path}: {_said(error)}.") from error
     if not found:
         raise BenchError(f"{path} holds no inputs.")
@@ -168,7 +173,7 @@ def read(path: Path, target: Model, rows: int | None) -> list[Payload]:
 
 def _said(error: Exception) -> str:
     if isinstance(error, KeyError):
-        return f"it has no {error}"
+        return f"{error} is missing, or is no input of the model"
     return str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
 
 
@@ -189,7 +194,7 @@ def _from_safetensors(content: bytes, _target: Model) -> list[Payload]:
 def _from_json(content: bytes, target: Model) -> list[Payload]:
     document = json.loads(content)
     if not isinstance(document, dict) or not {"inputs", "data"} & document.keys():
-        raise ValueError('expected {"inputs": [...]} (Triton) or {"data": [...]} (perf_analyzer)')
+        raise ValueError(f"expected {_JSON_SHAPES}")
     if "inputs" in document:
         return [
             {
@@ -270,8 +275,8 @@ def _check(path: Path, payload: Payload, target: Model) -> None:
     missing = [one.name for one in target.inputs if not one.optional and one.name not in payload]
     if unknown or missing:
         raise BenchError(
-            f"{path} holds {', '.join(sorted(payload)) or 'nothing'}; model '{target.name}' takes"
-            f" {', '.join(known)}."
+            f"{path} holds {shown(sorted(payload)) or 'nothing'}; model '{target.name}' takes"
+            f" {shown(known)}."
         )
     for name, tensor in payload.items():
         _check_tensor(path, known[name], tensor, target)

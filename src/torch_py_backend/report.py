@@ -28,6 +28,8 @@ _SHARES = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
 _STAGE_LABELS = dict(zip(STAGES, ("queue", "input", "infer", "output"), strict=True))
 # Above this share of a core, the client is likely to be what limits the figures.
 _BUSY = 0.85
+# An open load whose answers take this much longer than its requests were due is an overload.
+_LATE = 1.2
 _MILLI = 1e3
 _DPI = 120
 _COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00")  # told apart by colour-blind readers too
@@ -122,16 +124,17 @@ def table(report: Report) -> Table:
     made = Table(
         title=_title(report),
         title_justify="left",
-        caption="p50 to max: latency in ms; queue to output: Triton's mean for a request in ms",
+        caption="p50 to max: latency; queue to output: means of Triton's own; all in ms",
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         show_edge=False,
         padding=0,
     )
-    # Narrow enough for 80 columns.
+    # Wider columns begin a group; all together fit into 80 characters.
     headings = (report.kind, "req/s", *_SHARES, *_STAGE_LABELS.values(), "rows/call")
     for heading in headings:
-        made.add_column(heading, justify="right", no_wrap=True)
+        width = {"p50": 6, "queue": 6, "rows/call": 11}.get(heading)
+        made.add_column(heading, justify="right", no_wrap=True, min_width=width)
     for point in report.points:
         stages = point.server.stages
         made.add_row(
@@ -178,6 +181,11 @@ def notes(report: Report) -> list[str]:
             told.append(
                 f"{named(point.load)}: {result.unanswered.size} of {total} requests had no answer"
                 " when the measurement ended; they count with their age."
+            )
+        if isinstance(point.load, Open) and result.seconds > report.seconds * _LATE:
+            told.append(
+                f"{named(point.load)}: the server did not keep up; what was due in"
+                f" {report.seconds:g} s took {result.seconds:.1f} s."
             )
         if result.busy > _BUSY:
             told.append(
@@ -276,9 +284,12 @@ def _draw_throughput(axes: Axes, report: Report) -> None:
     heights = [point.result.throughput for point in report.points]
     bars = axes.bar(range(len(heights)), heights, width=0.6, color=_COLOURS[0])
     axes.bar_label(bars, [f"{height:,.0f}" for height in heights], padding=2)
+    axes.margins(y=0.1)
 
 
 def _draw_latencies(axes: Axes, report: Report) -> None:
+    from matplotlib.ticker import LogFormatter  # noqa: PLC0415  in an extra
+
     axes.set_title("latency in ms")
     found = [_latencies(point) for point in report.points]
     for share, colour in zip(_SHARES, _COLOURS, strict=True):
@@ -286,8 +297,9 @@ def _draw_latencies(axes: Axes, report: Report) -> None:
         axes.plot(range(len(values)), values, marker="o", label=share, color=colour)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))  # no powers of ten
     axes.grid(axis="y", which="both", alpha=0.25)
-    axes.legend(frameon=False)
+    _legend(axes)
 
 
 def _draw_split(axes: Axes, report: Report) -> None:
@@ -302,4 +314,9 @@ def _draw_split(axes: Axes, report: Report) -> None:
     labels: Sequence[str] = [_batches(point) for point in report.points]
     axes.bar_label(bars, labels, padding=2)
     axes.margins(y=0.12)
-    axes.legend(frameon=False)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    """Below the axes, where it hides nothing."""
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=4, frameon=False)

@@ -29,12 +29,14 @@ from torch_py_backend.server import Server
 from torch_py_backend.sweep import Point
 
 _CONCURRENCY = "1,8,32"
+_MOST = 100_000  # of either load: beyond what one client can do
 _LOG_LINES = 10
+_TABLE_WIDTH = 100
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-class _Stopped(Exception):  # noqa: N818  no error: the user's wish
-    """SIGTERM or Ctrl-C."""
+class _Stopped(KeyboardInterrupt):
+    """SIGTERM or Ctrl-C. asyncio lets nothing else through from within a task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +102,11 @@ def bench(
             _measure(plan, address, folder, measured, stderr)
     except _Stopped:
         measured.interrupted = True
-        stderr.print("stopped")
     finally:
         if measured.points:
             _tell(measured.report(), json_path, outputs, stderr)
+        elif measured.interrupted:
+            stderr.print("stopped before anything was measured")
     raise typer.Exit(1 if measured.interrupted else 0)
 
 
@@ -126,9 +129,11 @@ def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
         found = [kind(part) for part in text.split(",")]
     except ValueError:
         found = []
-    if not found or not all(0 < one < float("inf") for one in found):
-        noun = "integers of at least 1" if kind is int else "numbers above 0"
-        raise BenchError(f"{option} is '{text}'; expected {noun}, separated by commas.")
+    if not found or not all(0 < one <= _MOST for one in found):
+        noun = "integers above 0," if kind is int else "numbers above 0,"
+        raise BenchError(
+            f"{option} is '{text}'; expected {noun} up to {_MOST}, separated by commas."
+        )
     return found
 
 
@@ -249,8 +254,10 @@ def _measure(
     try:
         loop.run_until_complete(_sweep(plan, address, folder, measured, stderr))
     finally:
-        loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()
+        # A signal that comes now must not interrupt the stopping of the server.
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
 
 
 async def _sweep(
@@ -288,7 +295,13 @@ async def _points(
     send = asked.sender(plan.model, chosen)
     # Drawn once a second, in a thread: what it takes from the requests is not seen in a p99.
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=stderr, transient=True, refresh_per_second=1) as progress:
+    with Progress(
+        *columns,
+        console=stderr,
+        transient=True,
+        refresh_per_second=1,
+        disable=not stderr.is_terminal,
+    ) as progress:
         task = progress.add_task("", total=len(plan.loads))
         for number, shape in enumerate(plan.loads, start=1):
             progress.update(
@@ -353,7 +366,9 @@ def _tell(measured: Report, json_path: str, outputs: Sequence[_Output], stderr: 
     if json_path == "-":
         typer.echo(_json(measured), nl=False)
     else:
-        Console(highlight=False, emoji=False).print(report.table(measured))
+        console = Console(highlight=False, emoji=False)
+        console.width = max(console.width, _TABLE_WIDTH)  # a wrapped line beats a figure cut off
+        console.print(report.table(measured))
     for note in report.notes(measured):
         stderr.print(f"[yellow]note[/] {escape(note)}")
     for path, make in outputs:

@@ -1,0 +1,224 @@
+"""`torch-py-backend bench` on a real server: counts and fields, never times."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import models
+import numpy as np
+import psutil
+import pytest
+import safetensors.numpy
+import scenarios
+from scenarios import Scenario
+
+from torch_py_backend.server import Server
+
+_BENCH = "from torch_py_backend.cli import app; app()"
+_SHORT = ("--duration=0.3", "--warmup=0.1")
+_RAISES = """
+def raises(x):
+    raise ValueError("never")
+"""
+
+
+def _command(*arguments: str) -> list[str]:
+    return [sys.executable, "-c", _BENCH, "bench", *arguments]
+
+
+def _bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        _command(*arguments), capture_output=True, text=True, check=False, timeout=200
+    )
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that negates, one that fails, one that does not load, one with an example."""
+    folder = tmp_path_factory.mktemp("bench") / "repository"
+    batched = scenarios.x_to_y(WARMUP="false")
+    unbatched = scenarios.config({"x": [4]}, {"y": [4]}, max_batch_size=0)
+    negate = scenarios.python(models.Negate)
+    for scenario in (
+        Scenario("negate", negate, batched),
+        Scenario("single", negate, unbatched),
+        Scenario("raises", scenarios.text(_RAISES), batched),
+        Scenario("broken", scenarios.text("def"), batched),
+        Scenario("example", negate, batched),
+    ):
+        scenario.lay_out(folder)
+    example = {"x": np.ones((3, 4), dtype=np.float32)}
+    safetensors.numpy.save_file(example, folder / "example/1/example_inputs.safetensors")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log_path = tmp_path_factory.mktemp("log") / "server.log"
+    with (
+        log_path.open("wb") as log,
+        Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
+    ):
+        server.wait_loaded(timeout=120)
+        yield server
+
+
+def _url(server: Server, protocol: str) -> str:
+    host = server.http_address if protocol == "http" else server.grpc_address
+    return f"{protocol}://{host}"
+
+
+def _document(done: subprocess.CompletedProcess[str]) -> Any:
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+@pytest.mark.parametrize(
+    ("load", "kind", "amounts"),
+    [("--concurrency=1,3", "concurrency", [1, 3]), ("--rate=50,100", "rate", [50, 100])],
+    ids=["closed", "open"],
+)
+def test_counts_agree_with_triton(
+    protocol: str, load: str, kind: str, amounts: list[int], server: Server
+) -> None:
+    """Triton saw exactly the requests that were measured, and the rows in them."""
+    done = _bench(_url(server, protocol), "negate", load, "--rows=2", "--json=-", *_SHORT)
+    document = _document(done)
+    assert document["server"] == _url(server, protocol)
+    assert (document["inputs"], document["rows_per_request"]) == ("made up", 2)
+    assert [point[kind] for point in document["points"]] == amounts
+    for point in document["points"]:
+        triton = point["triton"]
+        assert point["answered"] == triton["requests"] > 0
+        assert (point["failed"], point["unanswered"], triton["failures"]) == (0, 0, 0)
+        rows = sum(int(size) * count for size, count in triton["batches"].items())
+        assert rows == 2 * point["answered"]
+        assert sum(triton["batches"].values()) == triton["calls"]
+        assert set(triton["per_request_ms"]) == {
+            "queue",
+            "compute_input",
+            "compute_infer",
+            "compute_output",
+        }
+        assert point["latency_ms"]["p50"] <= point["latency_ms"]["max"]
+
+
+def test_a_model_without_a_batch_dimension(server: Server) -> None:
+    """Requests are sent as the config says, and count as one row."""
+    done = _bench(_url(server, "http"), "single", "--concurrency=1", "--json=-", *_SHORT)
+    (point,) = _document(done)["points"]
+    assert point["triton"]["batches"] == {"1": point["answered"]}
+
+
+def test_a_file_of_inputs(server: Server, tmp_path: Path) -> None:
+    """Requests of a file are sent in turn."""
+    path = tmp_path / "inputs.json"
+    path.write_text(json.dumps({"data": [{"x": [0, 1, 2, 3]}, {"x": [4, 5, 6, 7]}]}))
+    url = _url(server, "grpc")
+    done = _bench(
+        url, "negate", "--concurrency=1", f"--inputs={path}", "--rows=2", "--json=-", *_SHORT
+    )
+    document = _document(done)
+    assert document["inputs"] == str(path)
+    assert list(document["points"][0]["triton"]["batches"]) == ["2"]
+
+
+def test_a_repository(repository: Path, tmp_path: Path) -> None:
+    """A server is started and stopped; the model's example is sent; all outputs are written."""
+    done = _bench(
+        str(repository), "example", "--concurrency=1,2", "--protocol=http", *_SHORT,
+        f"--json={tmp_path / 'a.json'}", f"--plot={tmp_path / 'a.png'}",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "example on http://127.0.0.1:" in done.stdout
+    assert "3 rows in a request" in done.stdout
+    document = json.loads((tmp_path / "a.json").read_text())
+    assert document["inputs"] == "example_inputs.safetensors"
+    assert len(document["points"]) == 2
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a.json", "a.png"]
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (
+            "raises",
+            "requests failed; the first: model 'raises': forward() raised ValueError: never",
+        ),
+        ("broken", "model 'broken' is not ready on the server: "),
+        ("nothing", "no model 'nothing'; its models: broken, example, negate, raises, single."),
+    ],
+)
+@pytest.mark.parametrize("protocol", ["grpc", "http", ""])
+def test_models_that_cannot_be_measured(
+    protocol: str, model: str, says: str, server: Server, repository: Path, tmp_path: Path
+) -> None:
+    """One sentence, exit code 1, and no file; on a running server and on one of our own."""
+    where = _url(server, protocol) if protocol else str(repository)
+    done = _bench(where, model, f"--json={tmp_path / 'a.json'}", *_SHORT)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_keeps_what_was_measured(
+    number: signal.Signals, repository: Path, tmp_path: Path
+) -> None:
+    """Stopping early prints and writes the points so far, and leaves no server behind."""
+    process = subprocess.Popen(
+        _command(
+            str(repository), "negate", "--concurrency=1,2", "--duration=60", "--warmup=0",
+            f"--json={tmp_path / 'a.json'}",
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
+    try:
+        family = _when_loaded(process.pid)
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=100)
+        assert process.returncode == 1
+        assert "negate on grpc://" in stdout
+        assert "Interrupted" in stderr
+        document = json.loads((tmp_path / "a.json").read_text())
+        assert document["interrupted"] is True
+        assert [point["concurrency"] for point in document["points"]] == [1]
+        assert [one for one in family if one.is_running()] == []
+    finally:
+        process.kill()
+
+
+def _when_loaded(pid: int) -> list[psutil.Process]:
+    """The processes of the server, a moment after the client connected to it."""
+    process = psutil.Process(pid)
+    deadline = time.monotonic() + 100
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        family: list[psutil.Process] = process.children(recursive=True)
+        ports = [int(one) for one in re.findall(r"--grpc-port=(\d+)", _arguments(family))]
+        connections = process.net_connections(kind="tcp")
+        if any(one.raddr and one.raddr.port in ports for one in connections):
+            time.sleep(3)
+            return family
+    raise AssertionError("the load did not begin")
+
+
+def _arguments(family: list[psutil.Process]) -> str:
+    return " ".join(word for one in family if one.is_running() for word in one.cmdline())
