@@ -184,6 +184,7 @@ def _facts(settings: Settings) -> dict[str, str]:
     return {
         "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
         "machine": f"{_processor()}, {psutil.cpu_count()} cores, {memory:.0f} GiB",
+        "load before the run": f"{os.getloadavg()[0]:.1f}",
         "system": f"{platform.system()} {platform.release().partition('-')[0]}",
         "Python": platform.python_version(),
         **versions,
