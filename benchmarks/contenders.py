@@ -1,0 +1,251 @@
+"""What our backend is compared with: how each is served, started, and stopped.
+
+A peer has a virtual environment of its own in the user's cache folder, made at first use from
+`peers/requirements-<name>.txt` under `constraints.txt`, and made anew when one of them changes. Its
+log lies beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import psutil
+
+from benchmarks import clients
+from benchmarks.clients import Endpoint
+from benchmarks.models import MODELS
+from torch_py_backend.errors import BenchError, brief
+from torch_py_backend.server import free_port
+
+ROOT = Path(__file__).parents[1]
+_PEERS = Path(__file__).parent / "peers"
+_START_SECONDS = 180
+_STOP_SECONDS = 20
+_POLL_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Another server.
+
+    Attributes:
+        title: its name as it writes it.
+        package: what it is called on PyPI.
+        protocol: the best that it offers, as `clients.Endpoint` has it.
+        path: what is posted to, with the model's name in braces; for Triton's protocols the name.
+        words: how it is configured, and over what it is asked.
+    """
+
+    title: str
+    package: str
+    protocol: str
+    path: str
+    words: str
+
+
+PEERS = {
+    "pytriton": Peer(
+        "PyTriton",
+        "nvidia-pytriton",
+        "grpc",
+        "{model}",
+        "a function with `@batch`, `DynamicBatcher()`; gRPC",
+    ),
+    "litserve": Peer(
+        "LitServe",
+        "litserve",
+        "bytes",
+        "predict",
+        "`max_batch_size`, `batch_timeout` of 1 ms, `fast_queue`, one worker; HTTP, raw bytes",
+    ),
+    "bentoml": Peer(
+        "BentoML",
+        "bentoml",
+        "json",
+        "predict",
+        "a batchable API, one worker, no access log; HTTP, JSON, in which BentoML carries arrays",
+    ),
+    "ray": Peer(
+        "Ray Serve",
+        "ray",
+        "bytes",
+        "predict",
+        "`serve.batch` waiting 1 ms, one replica; HTTP, raw bytes",
+    ),
+    "mlserver": Peer(
+        "MLServer",
+        "mlserver",
+        "grpc",
+        "{model}",
+        "a custom runtime, adaptive batching waiting 1 ms, one worker; gRPC",
+    ),
+    "torchserve": Peer(
+        "TorchServe",
+        "torchserve",
+        "bytes",
+        "predictions/{model}",
+        "a handler, `batchSize`, `maxBatchDelay` of 1 ms, one worker; HTTP, raw bytes",
+    ),
+}
+
+
+def check(endpoint: Endpoint) -> None:
+    """Compare one answer with eager PyTorch.
+
+    Raises:
+        BenchError: it is wrong.
+    """
+    model = MODELS[endpoint.model]
+    came, expected = clients.answer(endpoint), model.expected().numpy()
+    if came.shape != expected.shape or not np.allclose(
+        came, expected, rtol=model.tolerance, atol=model.tolerance
+    ):
+        raise BenchError(
+            f"{endpoint.served} at {endpoint.host} answers {came.flatten()[:4]}… of shape"
+            f" {came.shape}; expected {expected.flatten()[:4]}… of shape {expected.shape},"
+            " as eager PyTorch says."
+        )
+
+
+@contextlib.contextmanager
+def started(name: str, model: str) -> Iterator[Endpoint]:
+    """A peer that serves a model and answers it as eager PyTorch does.
+
+    Raises:
+        BenchError: it cannot be installed, does not start, or answers wrongly.
+    """
+    peer, python = PEERS[name], environment(name)
+    port = free_port()
+    endpoint = Endpoint(model, peer.protocol, f"127.0.0.1:{port}", peer.path.format(model=model))
+    command = [str(python), "-m", f"benchmarks.peers.{name}"]
+    command += ["--model", model, "--port", str(port)]
+    with _kept_log(name) as log, tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+        process = subprocess.Popen(  # noqa: S603  the environment made above
+            command,
+            cwd=ROOT,
+            env=_variables(python, scratch),
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        try:
+            _wait(peer, process, endpoint)
+            yield endpoint
+        finally:
+            _stop(process)
+
+
+def _kept_log(name: str) -> BinaryIO:
+    """What the peer says, beside its environment: too long for a report."""
+    return (_cache() / f"{name}.log").open("wb")
+
+
+def _variables(python: Path, scratch: str) -> dict[str, str]:
+    """This process' environment, but the peer's Python first, and its files where they go away."""
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
+    return os.environ | {
+        "PATH": path,
+        "PYTHONPATH": str(ROOT),
+        "VIRTUAL_ENV": str(python.parents[1]),
+        "TMPDIR": scratch,
+    }
+
+
+def _wait(peer: Peer, process: subprocess.Popen[bytes], endpoint: Endpoint) -> None:
+    deadline = time.monotonic() + _START_SECONDS
+    while True:
+        if process.poll() is not None:
+            raise BenchError(
+                f"{peer.title} ended with exit code {process.returncode}; its log says why."
+            )
+        try:
+            check(endpoint)
+        except BenchError:
+            raise
+        except Exception as error:  # each client has its own way to say that nobody listens yet
+            if time.monotonic() > deadline:
+                raise BenchError(
+                    f"{peer.title} did not answer within {_START_SECONDS} s: {brief(error)}."
+                ) from None
+            time.sleep(_POLL_SECONDS)
+        else:
+            return
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """As Ctrl-C in a terminal stops it; then what is left of it."""
+    family = _family(process.pid)
+    _signal_group(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_STOP_SECONDS)
+    _signal_group(process.pid, signal.SIGKILL)
+    for one in family:  # some have left the group
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.kill()
+    process.wait()
+    psutil.wait_procs(family, timeout=_STOP_SECONDS)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
+        return found
+    return []
+
+
+def _signal_group(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def environment(name: str) -> Path:
+    """The Python of a peer's virtual environment, which is made where it is missing or outdated.
+
+    Raises:
+        BenchError: pip cannot install what it needs.
+    """
+    requirements = _PEERS / f"requirements-{name}.txt"
+    constraints = ROOT / "constraints.txt"
+    folder = _cache() / name
+    python, stamp = folder / "bin" / "python", folder / "requirements.sha256"
+    wished = hashlib.sha256(requirements.read_bytes() + constraints.read_bytes()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == wished:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    options = ["--quiet", "--constraint", str(constraints), "--requirement", str(requirements)]
+    try:
+        subprocess.run([sys.executable, "-m", "venv", folder], check=True)  # noqa: S603  this Python
+        subprocess.run([python, "-m", "pip", "install", *options], check=True)  # noqa: S603  its pip
+    except subprocess.CalledProcessError as error:
+        raise BenchError(
+            f"the environment of {PEERS[name].title} cannot be made: {error}; pip says why."
+        ) from None
+    stamp.write_text(wished)
+    return python
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "torch-py-backend" / "benchmarks"
+
+
+def version(name: str) -> str:
+    """What is installed of a peer."""
+    code = f"from importlib.metadata import version; print(version('{PEERS[name].package}'))"
+    done = subprocess.run(  # noqa: S603  the environment's Python
+        [environment(name), "-c", code], capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()

@@ -1,0 +1,158 @@
+"""What our backend costs around the model's forward: reading, gathering, binding, scattering.
+
+    python -m benchmarks.forward [--model mlp] [--concurrency 1,8,32] [--seconds 5]
+
+The instance itself keeps the clocks (`served/clock.py`);
+Triton's statistics tell how long whole requests took, their wait in the queue included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import clients, repositories
+from benchmarks.clients import Endpoint
+from benchmarks.contenders import check
+from benchmarks.models import MODELS
+from torch_py_backend import load
+from torch_py_backend.errors import BenchError
+from torch_py_backend.load import Closed
+from torch_py_backend.server import Server
+
+_LOAD_SECONDS = 120
+_COLUMNS = (
+    "model", "concurrency", "batch",
+    "request, ms", "forward, ms", "engine, ms", "messages, ms", "share",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Where the time of a request went, in seconds; means over requests.
+
+    Attributes:
+        batch: mean requests in a call.
+        request: Triton's whole time for a request.
+        forward: bare forward of the batch that the request was in.
+        engine: what the engine took beside that: it gathers, binds, checks, scatters.
+        messages: what `execute` took beside the engine: requests read, responses made.
+    """
+
+    model: str
+    concurrency: int
+    batch: float
+    request: float
+    forward: float
+    engine: float
+    messages: float
+
+    @property
+    def share(self) -> float:
+        """What we take of a whole request."""
+        return (self.engine + self.messages) / self.request
+
+
+def measure(model: str, concurrency: int, seconds: float) -> Cost:
+    """Serve a model on the clock and load it.
+
+    Raises:
+        BenchError: it is not served, or a request failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+        folder = Path(scratch)
+        repository, clock = folder / "repository", folder / "clock.json"
+        repositories.write_clocked(model, repository, clock)
+        with (
+            (folder / "server.log").open("wb") as log,
+            Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
+        ):
+            for state in server.wait_loaded(timeout=_LOAD_SECONDS):
+                if not state.ready:
+                    raise BenchError(f"{state.name} was not loaded: {state.reason}")
+            endpoint = Endpoint(model, "grpc", server.grpc_address, model, counts=True)
+            check(endpoint)
+            request = asyncio.run(_load(endpoint, concurrency, seconds))
+        return cost(model, concurrency, json.loads(clock.read_text()), request)
+
+
+async def _load(endpoint: Endpoint, concurrency: int, seconds: float) -> float:
+    """Triton's mean time for a request, in seconds."""
+    async with clients.connected(endpoint) as (send, statistics):
+        assert statistics is not None  # noqa: S101  it is a tritonserver
+        result = await load.run(send, Closed(concurrency), seconds)
+        if result.errors or not result.latencies.size:
+            raise BenchError(f"{result.errors} requests failed: {result.first_error}")
+        return _mean_request(await statistics())
+
+
+def _mean_request(document: Mapping[str, Any]) -> float:
+    done = document["model_stats"][0]["inference_stats"]["success"]
+    return int(done["ns"]) / int(done["count"]) / 1e9
+
+
+def cost(
+    model: str, concurrency: int, clock: Mapping[str, Mapping[str, float]], request: float
+) -> Cost:
+    """What the clocks say, by request: each one of a batch waits for the whole batch.
+
+    Args:
+        model: the model's name.
+        concurrency: the requests outstanding.
+        clock: by requests in a call: calls, and the seconds of all of them on each clock.
+        request: Triton's mean time for a request, in seconds.
+    """
+    rows = {int(size): spent for size, spent in clock.items()}
+    calls = sum(spent["calls"] for spent in rows.values())
+    requests = sum(size * spent["calls"] for size, spent in rows.items())
+    execute, engine, forward = (
+        sum(size * spent[name] for size, spent in rows.items()) / requests
+        for name in ("execute", "engine", "forward")
+    )
+    return Cost(
+        model,
+        concurrency,
+        batch=requests / calls,
+        request=request,
+        forward=forward,
+        engine=engine - forward,
+        messages=execute - engine,
+    )
+
+
+def table(costs: Sequence[Cost]) -> str:
+    """As Markdown."""
+    lines = [
+        f"| {' | '.join(_COLUMNS)} |",
+        f"|{'---|' * len(_COLUMNS)}",
+    ]
+    lines += [
+        f"| {one.model} | {one.concurrency} | {one.batch:.1f} | {one.request * 1e3:.3f} |"
+        f" {one.forward * 1e3:.3f} | {one.engine * 1e3:.3f} | {one.messages * 1e3:.3f} |"
+        f" {one.share:.1%} |"
+        for one in costs
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", default="mlp", choices=MODELS)
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--seconds", default=5.0, type=float)
+    arguments = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    levels = [int(level) for level in arguments.concurrency.split(",")]
+    costs = [measure(arguments.model, level, arguments.seconds) for level in levels]
+    print(table(costs))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Two servers measured in turn, A B A B …, and the ratio of the two within each pair.
+
+Machines drift by tens of percent within minutes; two turns next to each other see the same machine.
+Both servers stay up, and one is loaded at a time.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+
+from benchmarks import clients
+from benchmarks.clients import Endpoint, Statistics
+from torch_py_backend import load, measurement
+from torch_py_backend.errors import BenchError
+from torch_py_backend.load import Closed, Send
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One load on one server. Latencies are in seconds.
+
+    Attributes:
+        throughput: answers a second.
+        batch: mean requests in a call of the model; None where the server does not tell.
+        busy: the share of a core that the client used.
+    """
+
+    throughput: float
+    p50: float
+    p99: float
+    batch: float | None
+    busy: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A turn of ours and the turn of the other that followed it."""
+
+    ours: Turn
+    other: Turn
+
+    @property
+    def ratio(self) -> float:
+        """Our throughput as a multiple of the other's."""
+        return self.ours.throughput / self.other.throughput
+
+
+@dataclass(frozen=True)
+class Spread:
+    """The middle of several values, and how far they reach."""
+
+    median: float
+    least: float
+    most: float
+
+
+def spread(values: list[float]) -> Spread:
+    """Of at least one value."""
+    return Spread(statistics.median(values), min(values), max(values))
+
+
+async def measure(
+    ours: Endpoint, other: Endpoint, concurrency: int, seconds: float, pairs: int
+) -> AsyncIterator[Pair]:
+    """The pairs as they are done; each server is warmed up for one turn first.
+
+    Raises:
+        BenchError: a request failed.
+    """
+    async with clients.connected(ours) as first, clients.connected(other) as second:
+        for connection in (first, second):
+            await _turn(*connection, concurrency, seconds)
+        for _ in range(pairs):
+            yield Pair(
+                await _turn(*first, concurrency, seconds),
+                await _turn(*second, concurrency, seconds),
+            )
+
+
+async def _turn(send: Send, counted: Statistics | None, concurrency: int, seconds: float) -> Turn:
+    before = await counted() if counted else {}
+    result = await load.run(send, Closed(concurrency), seconds)
+    if result.errors or result.unanswered.size or not result.latencies.size:
+        raise BenchError(
+            f"{result.errors} requests failed and {result.unanswered.size} had no answer:"
+            f" {result.first_error or 'no error was told'}"
+        )
+    batch = None
+    if counted:
+        done = measurement.between(before, await counted())
+        batch = done.rows / done.calls
+    p50, p99 = result.percentiles(50, 99)
+    return Turn(result.throughput, p50, p99, batch, result.busy)

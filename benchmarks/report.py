@@ -1,0 +1,216 @@
+"""What was measured, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks import forward
+from benchmarks.contenders import PEERS
+from benchmarks.forward import Cost
+from benchmarks.models import MAX_BATCH_SIZE, MODELS
+from benchmarks.pairs import Pair, Spread, Turn, spread
+
+FLOOR, HTTP, FORWARD = "floor", "http", "forward"
+_OURSELVES = {FLOOR: "no-op floor", HTTP: "ours over HTTP"}
+_TITLES = _OURSELVES | {name: peer.title for name, peer in PEERS.items()}
+_SERVED = {
+    FLOOR: "a Python-based backend model that returns a ready-made response; the same server, gRPC",
+    HTTP: "our backend once more, in the same server, asked over HTTP",
+} | {name: peer.words for name, peer in PEERS.items()}
+_COLUMNS = (
+    "model", "against", "concurrency", "ours ÷ other", "ours, /s", "other, /s",
+    "ours, p50 / p99 ms", "other, p50 / p99 ms", "batch, ours / other", "client's core",
+)  # fmt: skip
+
+# What is promised, of the median of the pairs.
+FLOOR_SHARE = 0.95
+FORWARD_SHARE = 0.05
+PEER_MULTIPLE = 2.0
+_PEERS_AT = ("mlp", 32)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model, against one other, at one concurrency."""
+
+    model: str
+    against: str
+    concurrency: int
+    pairs: tuple[Pair, ...]
+
+    @property
+    def ratio(self) -> Spread:
+        """Our throughput as a multiple of the other's."""
+        return spread([pair.ratio for pair in self.pairs])
+
+    @property
+    def ours(self) -> list[Turn]:
+        """Our turns."""
+        return [pair.ours for pair in self.pairs]
+
+    @property
+    def other(self) -> list[Turn]:
+        """The other's turns."""
+        return [pair.other for pair in self.pairs]
+
+
+@dataclass
+class Report:
+    """All that one run of the command found.
+
+    Attributes:
+        command: what produced it.
+        facts: what the machine is and what the versions are, by name.
+        versions: of the peers, by their names here.
+        missing: why something was not measured, by model and contender.
+        interrupted: whether the run was ended before its time.
+    """
+
+    command: str
+    facts: dict[str, str]
+    versions: dict[str, str] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    costs: list[Cost] = field(default_factory=list)
+    missing: dict[tuple[str, str], str] = field(default_factory=dict)
+    interrupted: bool = False
+
+
+def markdown(report: Report) -> str:
+    """The whole document."""
+    parts = [_head(report)]
+    if report.rows:
+        parts.append(_throughput(report.rows))
+    if report.costs:
+        parts.append(_forward(report.costs))
+    if targets := _targets(report):
+        parts.append("## Targets\n\n" + _table(("target", "measured", "met"), targets))
+    if served := _served(report):
+        parts.append("## How each is served\n\n" + _table(("", "version", "how"), served))
+    if report.missing:
+        lines = [(model, name, _line(why)) for (model, name), why in report.missing.items()]
+        parts.append("## Not measured\n\n" + _table(("model", "against", "why"), lines))
+    return "\n\n".join(parts) + "\n"
+
+
+def _head(report: Report) -> str:
+    """What this is, and where it was measured."""
+    ended = "\n\nThe run was interrupted; what it had measured is below." * report.interrupted
+    return f"""\
+# Benchmarks
+
+Written by `{report.command}`; the figures hold for that machine and day.{ended}
+
+{_table(("", ""), list(report.facts.items()))}
+
+Two servers at a time are up and are loaded in turn, A B A B …, after their answers were compared
+with eager PyTorch. "ours ÷ other" is the ratio of the throughputs within a pair: the median of the
+pairs, and in brackets the least and the most. The other figures are medians of the turns.
+
+All servers form batches of at most {MAX_BATCH_SIZE} and run one instance (worker, replica) with
+the same number of threads. One asyncio client asks them in a closed loop, with one row a request:
+ours over gRPC, the others over the best that they offer. "client's core" is the share of a core
+that it used for ours and for the other; near 1 it is the client that sets the figures. What a
+server does while the other one is loaded stays in the figures: LitServe and Ray Serve use an
+eighth of a core when nobody asks them."""
+
+
+def _throughput(rows: Sequence[Row]) -> str:
+    words = "\n".join(
+        f"- `{name}`: {MODELS[name].words}" for name in dict.fromkeys(row.model for row in rows)
+    )
+    return f"## Throughput\n\n{words}\n\n" + _table(_COLUMNS, [_cells(row) for row in rows])
+
+
+def _cells(row: Row) -> Sequence[str]:
+    ratio = row.ratio
+    return (
+        row.model,
+        _TITLES[row.against],
+        str(row.concurrency),
+        f"**{ratio.median:.2f}** ({ratio.least:.2f}..{ratio.most:.2f})",
+        _throughputs(row.ours),
+        _throughputs(row.other),
+        _latencies(row.ours),
+        _latencies(row.other),
+        f"{_batches(row.ours)} / {_batches(row.other)}",
+        f"{_busy(row.ours)} / {_busy(row.other)}",
+    )
+
+
+def _throughputs(turns: Sequence[Turn]) -> str:
+    return f"{_middle([one.throughput for one in turns]):,.0f}"
+
+
+def _latencies(turns: Sequence[Turn]) -> str:
+    p50, p99 = _middle([one.p50 for one in turns]), _middle([one.p99 for one in turns])
+    return f"{p50 * 1e3:.2f} / {p99 * 1e3:.2f}"
+
+
+def _batches(turns: Sequence[Turn]) -> str:
+    told = [one.batch for one in turns if one.batch is not None]
+    return f"{_middle(told):.1f}" if told else "?"
+
+
+def _busy(turns: Sequence[Turn]) -> str:
+    return f"{_middle([one.busy for one in turns]):.2f}"
+
+
+def _middle(values: list[float]) -> float:
+    return spread(values).median
+
+
+def _forward(costs: Sequence[Cost]) -> str:
+    return f"""\
+## Around the forward
+
+Clocks in the instance itself: around `execute`, which is all that our backend does for a batch;
+around the engine, which gathers, binds, checks and scatters; and around the model's forward.
+"engine" and "messages" are without what is inside of them; "share" is what the two take of
+"request", Triton's own figure for a whole request, the wait in the queue included.
+
+{forward.table(costs)}"""
+
+
+def _targets(report: Report) -> list[Sequence[str]]:
+    """What is promised and can be told from what was measured."""
+    found: list[Sequence[str]] = []
+    for row in report.rows:
+        ratio = row.ratio.median
+        if row.against == FLOOR and row.model == "add":
+            promise = f"add: at least {FLOOR_SHARE} of the floor at concurrency {row.concurrency}"
+            found.append((promise, f"{ratio:.2f}", _met(ratio >= FLOOR_SHARE)))
+        if row.against in PEERS and (row.model, row.concurrency) == _PEERS_AT:
+            ours, other = (_middle([one.p99 for one in turns]) for turns in (row.ours, row.other))
+            promise = (
+                f"{row.model}: at least {PEER_MULTIPLE:g} x {_TITLES[row.against]} at concurrency"
+                f" {row.concurrency}, p99 no worse"
+            )
+            figures = f"{ratio:.2f} x; p99 {ours * 1e3:.2f} against {other * 1e3:.2f} ms"
+            found.append((promise, figures, _met(ratio >= PEER_MULTIPLE and ours <= other)))
+    for cost in report.costs:
+        promise = (
+            f"{cost.model}: at most {FORWARD_SHARE:.0%} of a request around the forward"
+            f" at concurrency {cost.concurrency}"
+        )
+        found.append((promise, f"{cost.share:.1%}", _met(cost.share <= FORWARD_SHARE)))
+    return found
+
+
+def _met(kept: bool) -> str:  # noqa: FBT001  one word for it
+    return "yes" if kept else "**no**"
+
+
+def _served(report: Report) -> list[Sequence[str]]:
+    named = dict.fromkeys(row.against for row in report.rows)
+    return [(_TITLES[one], report.versions.get(one, ""), _SERVED[one]) for one in named]
+
+
+def _line(text: str) -> str:
+    """Several lines as one cell."""
+    return "<br>".join(line.replace("|", "\\|") for line in text.splitlines())
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -1,0 +1,91 @@
+"""Model repositories for Triton: a model as a user of ours writes it, the floor, and a clock."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import safetensors.torch
+
+from benchmarks import models
+from benchmarks.models import MAX_BATCH_SIZE, MODELS, Parameter
+
+_SERVED = Path(__file__).parent / "served"
+_CONFIG = """\
+backend: "{backend}"
+max_batch_size: {max_batch_size}
+dynamic_batching {{ }}
+input [
+{inputs}
+]
+output [
+{output}
+]
+instance_group [{{ kind: KIND_CPU count: 1 }}]
+"""
+_PARAMETER = 'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\n'
+
+
+def write(name: str, repository: Path) -> None:
+    """A model of the comparison, served by our backend under its own name."""
+    version = _version(repository / name)
+    shutil.copy(models.__file__, version / "model.py")
+    chosen = _parameter("MODEL_CLASS", _fill(name, version))
+    (repository / name / "config.pbtxt").write_text(_config("pytorch_py", name) + chosen)
+
+
+def write_floor(name: str, repository: Path) -> str:
+    """The floor with the same inputs, outputs and batching; returns what it is served under."""
+    served = f"{name}_floor"
+    version = _version(repository / served)
+    shutil.copy(_SERVED / "floor.py", version / "model.py")
+    np.save(version / "answer.npy", MODELS[name].expected()[None].numpy())
+    (repository / served / "config.pbtxt").write_text(_config("python", name))
+    return served
+
+
+def write_clocked(name: str, repository: Path, clock: Path) -> None:
+    """Our backend on the clock; when the instance ends, it writes to the file `clock`."""
+    version = _version(repository / name)
+    shutil.copy(_SERVED / "clock.py", version / "model.py")
+    shutil.copy(models.__file__, version / "network.py")
+    chosen = _parameter("MODEL_FACTORY", f"network:{_fill(name, version)}")
+    chosen += _parameter("CLOCK_FILE", str(clock))
+    (repository / name / "config.pbtxt").write_text(_config("python", name) + chosen)
+
+
+def _fill(name: str, version: Path) -> str:
+    """The weights into a version folder; returns the name of the model's class."""
+    module = MODELS[name].build()
+    if module.state_dict():
+        safetensors.torch.save_model(module, str(version / "model.safetensors"))
+    return type(module).__name__
+
+
+def _parameter(key: str, value: str) -> str:
+    return _PARAMETER.format(key=key, value=value)
+
+
+def _version(folder: Path) -> Path:
+    version = folder / "1"
+    version.mkdir(parents=True)
+    return version
+
+
+def _config(backend: str, name: str) -> str:
+    model = MODELS[name]
+    return _CONFIG.format(
+        backend=backend,
+        max_batch_size=MAX_BATCH_SIZE,
+        inputs=_tensors(model.inputs),
+        output=_tensors([model.output]),
+    )
+
+
+def _tensors(parameters: Sequence[Parameter]) -> str:
+    return ",\n".join(
+        f'  {{ name: "{one.name}" data_type: TYPE_{one.dtype} dims: {list(one.dims)} }}'
+        for one in parameters
+    )

@@ -1,0 +1,264 @@
+"""Our backend against the no-op floor, and against what else serves PyTorch models from PyPI.
+
+    python -m benchmarks.serving --output docs/benchmarks.md
+        [--models add,mlp] [--against floor,pytriton] [--concurrency 1,8,32]
+        [--seconds 5] [--pairs 5] [--threads 1]
+
+Answers are compared with eager PyTorch first; then both sides are loaded in turn. What a peer needs
+is installed at first use. Ctrl-C ends the run and keeps what was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import datetime as dt
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.progress import Progress
+
+from benchmarks import contenders, forward, pairs, report, repositories
+from benchmarks.clients import Endpoint
+from benchmarks.contenders import PEERS
+from benchmarks.models import MODELS
+from benchmarks.pairs import Pair
+from benchmarks.report import FLOOR, FORWARD, HTTP, Report, Row
+from torch_py_backend.errors import BackendError, BenchError
+from torch_py_backend.server import Server
+
+_AGAINST = (FLOOR, HTTP, FORWARD, *PEERS)
+# The model that the clocks around the forward are promised for.
+_CLOCKED = "mlp"
+_LOAD_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line says."""
+
+    models: tuple[str, ...]
+    against: tuple[str, ...]
+    concurrency: tuple[int, ...]
+    seconds: float
+    pairs: int
+    threads: int
+    output: Path | None
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One tritonserver with our model and the floor."""
+
+    grpc: Endpoint
+    http: Endpoint
+    floor: Endpoint
+    version: str
+
+
+def main(words: Sequence[str]) -> int:
+    """Measure what the command line says; 1 if nothing could be measured."""
+    settings = _settings(words)
+    # Every server reads it, ours too.
+    os.environ["OMP_NUM_THREADS"] = str(settings.threads)
+    found = Report(" ".join(["python -m benchmarks.serving", *words]), _facts(settings))
+    with Progress(console=Console(stderr=True)) as progress:
+        try:
+            _run(settings, found, progress)
+        except KeyboardInterrupt:
+            found.interrupted = True
+    document = report.markdown(found)
+    if settings.output is None:
+        print(document, end="")
+    else:
+        settings.output.write_text(document, encoding="utf-8")
+    return 0 if found.rows or found.costs else 1
+
+
+def _run(settings: Settings, found: Report, progress: Progress) -> None:
+    """Fill the report; what fails is noted in it and ends nothing else."""
+    each = settings.pairs * len(settings.concurrency)
+    task = progress.add_task("", total=each * len(settings.models) * len(settings.against))
+    done = 0
+    for model in settings.models:
+        with _serving(model) as ours:
+            found.facts["tritonserver"] = ours.version
+            for against in settings.against:
+                progress.update(task, description=f"{model} against {against}", completed=done)
+                try:
+                    _against(model, against, ours, settings, found, lambda: progress.advance(task))
+                except BackendError as error:
+                    found.missing[model, against] = str(error)
+                done += each
+    progress.update(task, completed=done)
+
+
+@contextlib.contextmanager
+def _serving(model: str) -> Iterator[Ours]:
+    """Our model and the floor in a tritonserver, both answering as eager PyTorch does."""
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+        folder = Path(scratch)
+        repositories.write(model, folder / "repository")
+        floor = repositories.write_floor(model, folder / "repository")
+        with (
+            (folder / "server.log").open("wb") as log,
+            Server(
+                folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log
+            ) as server,
+        ):
+            for state in server.wait_loaded(timeout=_LOAD_SECONDS):
+                if not state.ready:
+                    raise BenchError(f"{state.name} was not loaded: {state.reason}")
+            ours = Ours(
+                Endpoint(model, "grpc", server.grpc_address, model, counts=True),
+                Endpoint(model, "http", server.http_address, model, counts=True),
+                Endpoint(model, "grpc", server.grpc_address, floor, counts=True),
+                _triton_version(server.http_address),
+            )
+            for endpoint in (ours.grpc, ours.http, ours.floor):
+                contenders.check(endpoint)
+            yield ours
+
+
+def _against(
+    model: str,
+    against: str,
+    ours: Ours,
+    settings: Settings,
+    found: Report,
+    advance: Callable[[], None],
+) -> None:
+    """Measure one contender at every concurrency."""
+    if against == FORWARD:
+        if model == _CLOCKED:
+            for concurrency in settings.concurrency:
+                found.costs.append(forward.measure(model, concurrency, settings.seconds))
+        return
+    other: contextlib.AbstractContextManager[Endpoint]
+    if against in PEERS:
+        found.versions[against] = contenders.version(against)
+        other = contenders.started(against, model)
+    else:
+        other = contextlib.nullcontext({FLOOR: ours.floor, HTTP: ours.http}[against])
+    with other as endpoint:
+        for concurrency in settings.concurrency:
+            done: list[Pair] = []
+            try:
+                asyncio.run(_measure(ours.grpc, endpoint, concurrency, settings, done, advance))
+            finally:
+                if done:
+                    found.rows.append(Row(model, against, concurrency, tuple(done)))
+
+
+async def _measure(
+    ours: Endpoint,
+    other: Endpoint,
+    concurrency: int,
+    settings: Settings,
+    done: list[Pair],
+    advance: Callable[[], None],
+) -> None:
+    async for pair in pairs.measure(ours, other, concurrency, settings.seconds, settings.pairs):
+        done.append(pair)
+        advance()
+
+
+def _facts(settings: Settings) -> dict[str, str]:
+    """The machine, the versions and the settings."""
+    memory = psutil.virtual_memory().total / 2**30
+    versions = {
+        name: importlib.metadata.version(name)
+        for name in ("torch-py-backend", "torch", "numpy", "tritonclient", "aiohttp")
+    }
+    return {
+        "date": dt.datetime.now(dt.timezone.utc).date().isoformat(),
+        "machine": f"{_processor()}, {psutil.cpu_count()} cores, {memory:.0f} GiB",
+        "load before the run": f"{os.getloadavg()[0]:.1f}",
+        "system": f"{platform.system()} {platform.release().partition('-')[0]}",
+        "Python": platform.python_version(),
+        **versions,
+        "OMP_NUM_THREADS": str(settings.threads),
+        "turns": f"{settings.pairs} pairs of {settings.seconds:g} s each, after one to warm up",
+    }
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == "model name":
+            return value.strip()
+    return platform.machine()
+
+
+def _triton_version(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/v2", timeout=10) as response:
+        version: str = json.load(response)["version"]
+        return version
+
+
+def _settings(words: Sequence[str]) -> Settings:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.serving")
+    add = parser.add_argument
+    add("--models", type=_names(MODELS), default=tuple(MODELS), help=", ".join(MODELS))
+    add("--against", type=_names(_AGAINST), default=_AGAINST, help=", ".join(_AGAINST))
+    add("--concurrency", type=_counts, default=(1, 8, 32), help="requests outstanding")
+    add("--seconds", type=_seconds, default=5.0, help="of one turn")
+    add("--pairs", type=_count, default=5, help="turns of each side")
+    add("--threads", type=_count, default=1, help="OMP_NUM_THREADS of every server")
+    add("--output", type=_file, help="the Markdown file to write; unset: print it")
+    return Settings(**vars(parser.parse_args(words)))
+
+
+def _names(known: Collection[str]) -> Callable[[str], tuple[str, ...]]:
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(text.split(",")))
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(
+                f"'{', '.join(unknown)}' is not known; expected some of {', '.join(known)}"
+            )
+        return names
+
+    return parse
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    return tuple(_count(part) for part in text.split(","))
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number above 0")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
+    return seconds
+
+
+def _file(text: str) -> Path:
+    """A run takes long: a file that cannot be written is told before it."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"'{text}' is no file that can be written")
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

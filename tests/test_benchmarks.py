@@ -1,0 +1,407 @@
+"""The comparisons in `benchmarks/`: what is served is what is compared, and what is written."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import contextlib
+import json
+import sys
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from aiohttp import web
+
+from benchmarks import contenders, forward, pairs, report, repositories, serving
+from benchmarks.clients import Endpoint
+from benchmarks.contenders import PEERS
+from benchmarks.models import MAX_BATCH_SIZE, MODELS, Model, Parameter
+from benchmarks.pairs import Pair, Turn
+from benchmarks.peers import wire
+from benchmarks.report import Report, Row
+from torch_py_backend import completion, config, engine, pbtxt, threads
+from torch_py_backend.errors import BenchError, ServerError
+
+_PEERS = Path(contenders.__file__).parent / "peers"
+_TURN = Turn(throughput=100.0, p50=0.001, p99=0.002, batch=4.0, busy=0.5)
+
+
+@pytest.fixture(params=MODELS)
+def name(request: pytest.FixtureRequest) -> str:
+    """A model of the comparison."""
+    found: str = request.param
+    return found
+
+
+def test_models_are_the_same_everywhere(name: str) -> None:
+    """Weights, example and answer do not depend on who builds them, or on torch's own seed."""
+    model = MODELS[name]
+    torch.manual_seed(1)
+    first, example, expected = model.build(), model.example(), model.expected()
+    torch.manual_seed(2)
+    second = model.build()
+    assert first.state_dict().keys() == second.state_dict().keys()
+    for key, tensor in first.state_dict().items():
+        assert torch.equal(tensor, second.state_dict()[key]), key
+    assert all(map(torch.equal, example, model.example()))
+    assert torch.equal(expected, model.expected())
+
+
+def test_models_leave_the_seed_alone() -> None:
+    """Building a model does not change the random numbers of who builds it."""
+    torch.manual_seed(3)
+    wanted = torch.rand(2)
+    torch.manual_seed(3)
+    MODELS["mlp"].build()
+    assert torch.equal(torch.rand(2), wanted)
+
+
+def test_models_answer_what_they_say(name: str) -> None:
+    """Inputs and the output have the names, types and dims that every server is told."""
+    model = MODELS[name]
+    for parameter, tensor in zip(model.inputs, model.example(), strict=True):
+        assert tuple(tensor.shape) == parameter.dims
+        assert tensor.numpy().dtype == wire.NUMPY_TYPES[parameter.dtype]
+    assert tuple(model.expected().shape) == model.output.dims
+
+
+def test_models_answer_differently() -> None:
+    """An answer that ignores its input would pass every check of a server."""
+    for name in ("add", "mlp", "resnet18", "transformer"):
+        expected = MODELS[name].expected()
+        assert not torch.allclose(expected, expected[0].expand_as(expected)), name
+
+
+@pytest.mark.usefixtures("process")
+def test_repository_loads_and_equals_eager(name: str, tmp_path: Path) -> None:
+    """Our repository is complete, loads without a server, and answers a batch as eager PyTorch."""
+    repositories.write(name, tmp_path)
+    document = pbtxt.read(tmp_path / name)
+    assert not completion.needed(document)
+    assert document["max_batch_size"] == MAX_BATCH_SIZE
+    assert "dynamic_batching" in document
+    settings = config.parse(pbtxt.arguments(tmp_path / name, "1", document))
+    made = engine.build(settings, threads.Threads(1, 1))
+    model = MODELS[name]
+    named = zip(model.inputs, model.example(), strict=True)
+    item: Any = {one.name: tensor[None] for one, tensor in named}
+    for outcome in made.run([item, item]):
+        assert not isinstance(outcome, Exception)
+        torch.testing.assert_close(
+            outcome[model.output.name][0],
+            model.expected(),
+            rtol=model.tolerance,
+            atol=model.tolerance,
+        )
+
+
+def test_floor_has_the_same_config(name: str, tmp_path: Path) -> None:
+    """The floor differs from our model in who serves it, and in nothing that clients see."""
+    repositories.write(name, tmp_path)
+    floor = repositories.write_floor(name, tmp_path)
+    ours, its = pbtxt.read(tmp_path / name), pbtxt.read(tmp_path / floor)
+    assert its["backend"] == "python"
+    for key in ("input", "output", "max_batch_size", "dynamic_batching", "instance_group"):
+        assert ours[key] == its[key], key
+    answer = np.load(tmp_path / floor / "1" / "answer.npy")
+    assert np.array_equal(answer[0], MODELS[name].expected().numpy())
+
+
+@pytest.mark.usefixtures("process")
+def test_clocked_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clocks count what was called, and the model answers as it does without them."""
+    import fake_triton
+
+    repositories.write_clocked("mlp", tmp_path, tmp_path / "clock.json")
+    version = tmp_path / "mlp" / "1"
+    monkeypatch.syspath_prepend(str(version))
+    monkeypatch.delitem(sys.modules, "network", raising=False)
+    source = (version / "model.py").read_text()
+    served: dict[str, Any] = {"__file__": str(version / "model.py"), "__name__": "served"}
+    exec(compile(source, "model.py", "exec"), served)
+    instance = served["TritonPythonModel"]()
+    document = pbtxt.read(tmp_path / "mlp")
+    instance.initialize(pbtxt.arguments(tmp_path / "mlp", "1", document))
+    model = MODELS["mlp"]
+    features = fake_triton.Tensor("features", model.example()[0][None].numpy())
+    responses = instance.execute([fake_triton.InferenceRequest([features])] * 3)
+    assert len(responses) == 3
+    instance.finalize()
+    clock = json.loads((tmp_path / "clock.json").read_text())
+    assert clock.keys() == {"3"}
+    assert clock["3"]["calls"] == 1
+    assert clock["3"]["execute"] > clock["3"]["engine"] > clock["3"]["forward"] > 0
+
+
+def test_cost_is_told_by_request() -> None:
+    """Each request of a batch waits for all of it: large batches weigh by their requests."""
+    clock = {
+        "1": {"calls": 2, "execute": 0.4, "engine": 0.3, "forward": 0.2},
+        "3": {"calls": 2, "execute": 1.4, "engine": 1.2, "forward": 0.6},
+    }
+    found = forward.cost("mlp", 8, clock, request=1.0)
+    assert found.batch == pytest.approx(2.0)
+    assert found.forward == pytest.approx((1 * 0.2 + 3 * 0.6) / 8)
+    assert found.engine == pytest.approx((1 * 0.1 + 3 * 0.6) / 8)
+    assert found.messages == pytest.approx((1 * 0.1 + 3 * 0.2) / 8)
+    assert found.share == pytest.approx(found.engine + found.messages)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_wire_answers_bodies(name: str, rows: int) -> None:
+    """Bytes in, bytes out: what the peers over HTTP do equals eager PyTorch, in any batch."""
+    model = MODELS[name]
+    answers = wire.Forward(name)([wire.body(model)] * rows)
+    assert len(answers) == rows
+    for content in answers:
+        np.testing.assert_allclose(
+            wire.answer(model, content),
+            model.expected().numpy(),
+            rtol=model.tolerance,
+            atol=model.tolerance,
+        )
+
+
+def test_wire_keeps_inputs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each request's inputs are taken from its own body, by their types."""
+
+    class Pick(torch.nn.Module):
+        def forward(self, values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+            return values.gather(1, index)
+
+    inputs = (Parameter("values", "FP32", (2,)), Parameter("index", "INT64", (1,)))
+    pick = Model(Pick, inputs, Parameter("picked", "FP32", (1,)), 0.0, "")
+    monkeypatch.setitem(MODELS, "pick", pick)
+    bodies = [
+        np.array([1, 2], np.float32).tobytes() + np.array([1], np.int64).tobytes(),
+        np.array([3, 4], np.float32).tobytes() + np.array([0], np.int64).tobytes(),
+    ]
+    answers = [wire.answer(pick, one).item() for one in wire.Forward("pick")(bodies)]
+    assert answers == [2.0, 3.0]
+
+
+@pytest.mark.parametrize("peer", PEERS)
+def test_each_peer_is_complete(peer: str) -> None:
+    """A peer has a script that parses, and requirements that pin what it is."""
+    script = (_PEERS / f"{peer}.py").read_text()
+    assert ast.get_docstring(ast.parse(script))
+    pinned = (_PEERS / f"requirements-{peer}.txt").read_text()
+    assert f"{PEERS[peer].package}==" in pinned.replace("[serve]", "")
+
+
+def test_no_peer_is_forgotten() -> None:
+    """Each requirements file belongs to a peer of the table."""
+    files = {one.stem.removeprefix("requirements-") for one in _PEERS.glob("requirements-*.txt")}
+    assert files == set(PEERS)
+
+
+@contextlib.asynccontextmanager
+async def _http_server(answer: bytes, status: int = 200) -> AsyncIterator[str]:
+    async def handle(_: web.Request) -> web.Response:
+        return web.Response(body=answer, status=status)
+
+    application = web.Application()
+    application.router.add_post("/predict", handle)
+    runner = web.AppRunner(application)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield "{}:{}".format(*runner.addresses[0][:2])
+    finally:
+        await runner.cleanup()
+
+
+def _right(protocol: str) -> bytes:
+    expected = MODELS["add"].expected().numpy()
+    return expected.tobytes() if protocol == "bytes" else json.dumps([expected.tolist()]).encode()
+
+
+@pytest.mark.parametrize("protocol", ["bytes", "json"])
+def test_check_takes_what_eager_says(protocol: str) -> None:
+    """A right answer passes, over each way in which a peer may answer."""
+
+    async def run() -> None:
+        async with _http_server(_right(protocol)) as host:
+            endpoint = Endpoint("add", protocol, host, "predict")
+            await asyncio.to_thread(contenders.check, endpoint)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        pytest.param(np.zeros(16, np.float32).tobytes(), id="zeros"),
+        pytest.param(np.full(16, np.nan, np.float32).tobytes(), id="nan"),
+    ],
+)
+def test_check_refuses_a_wrong_answer(answer: bytes) -> None:
+    """A fast wrong answer is not a result."""
+
+    async def run() -> None:
+        async with _http_server(answer) as host:
+            endpoint = Endpoint("add", "bytes", host, "predict")
+            with pytest.raises(BenchError, match="as eager PyTorch says"):
+                await asyncio.to_thread(contenders.check, endpoint)
+
+    asyncio.run(run())
+
+
+def test_pairs_alternate_and_count() -> None:
+    """So many pairs as asked for, each with answers of both sides."""
+
+    async def run() -> list[Pair]:
+        async with _http_server(_right("bytes")) as host:
+            endpoint = Endpoint("add", "bytes", host, "predict")
+            return [pair async for pair in pairs.measure(endpoint, endpoint, 2, 0.05, 3)]
+
+    found = asyncio.run(run())
+    assert len(found) == 3
+    assert all(pair.ratio > 0 and pair.ours.batch is None for pair in found)
+
+
+def test_pairs_refuse_failed_requests() -> None:
+    """A throughput of refusals is none."""
+
+    async def run() -> None:
+        async with _http_server(b"too much", status=503) as host:
+            endpoint = Endpoint("add", "bytes", host, "predict")
+            async for _ in pairs.measure(endpoint, endpoint, 1, 0.05, 1):
+                pass
+
+    with pytest.raises(BenchError, match=r"503.*too much"):
+        asyncio.run(run())
+
+
+def _row(model: str, against: str, concurrency: int, ratios: list[float], p99: float) -> Row:
+    other = Turn(throughput=50.0, p50=0.004, p99=p99, batch=None, busy=0.25)
+    made = tuple(
+        Pair(Turn(50.0 * ratio, _TURN.p50, _TURN.p99, _TURN.batch, _TURN.busy), other)
+        for ratio in ratios
+    )
+    return Row(model, against, concurrency, made)
+
+
+def test_markdown() -> None:
+    """Medians, spreads, versions and reasons stand where a reader looks for them."""
+    document = report.markdown(
+        Report(
+            command="python -m benchmarks.serving",
+            facts={"machine": "a box"},
+            versions={"litserve": "0.2"},
+            rows=[_row("mlp", "litserve", 32, [2.0, 4.0, 3.0], p99=0.008)],
+            costs=[forward.Cost("mlp", 8, 4.0, 0.010, 0.003, 0.0001, 0.0002)],
+            missing={("mlp", "ray"): "it ended\nwith a | in its log"},
+        )
+    )
+    assert "| machine | a box |" in document
+    assert (
+        "| mlp | LitServe | 32 | **3.00** (2.00..4.00) | 150 | 50 | 1.00 / 2.00 | 4.00 / 8.00 |"
+        " 4.0 / ? | 0.50 / 0.25 |"
+    ) in document
+    assert "| mlp | 8 | 4.0 | 10.000 | 3.000 | 0.100 | 0.200 | 3.0% |" in document
+    assert "| mlp | ray | it ended<br>with a \\| in its log |" in document
+    assert f"| LitServe | 0.2 | {PEERS['litserve'].words} |" in document
+    assert "interrupted" not in document
+
+
+@pytest.mark.parametrize(
+    ("row", "met"),
+    [
+        pytest.param(_row("add", "floor", 1, [0.95], 1.0), "yes", id="floor"),
+        pytest.param(_row("add", "floor", 1, [0.94], 1.0), "**no**", id="below the floor"),
+        pytest.param(_row("mlp", "ray", 32, [2.0], 0.002), "yes", id="peer"),
+        pytest.param(_row("mlp", "ray", 32, [1.9], 0.002), "**no**", id="too slow"),
+        pytest.param(_row("mlp", "ray", 32, [9.0], 0.001), "**no**", id="worse p99"),
+        pytest.param(_row("mlp", "ray", 8, [9.0], 0.002), None, id="another concurrency"),
+        pytest.param(_row("mlp", "floor", 32, [0.1], 0.002), None, id="another model"),
+    ],
+)
+def test_targets(row: Row, met: str | None) -> None:
+    """What is promised is judged by the figures, and what is not promised is not judged."""
+    document = report.markdown(Report("", {}, rows=[row]))
+    assert ("## Targets" in document) == (met is not None)
+    if met is not None:
+        assert document.partition("## Targets")[2].splitlines()[4].endswith(f"| {met} |")
+
+
+@pytest.mark.parametrize(
+    ("messages", "met"), [(0.0002, "yes"), (0.0004, "**no**")], ids=["kept", "missed"]
+)
+def test_target_around_forward(messages: float, met: str) -> None:
+    """Five percent of a request, and no more."""
+    cost = forward.Cost("mlp", 1, 1.0, 0.010, 0.003, 0.0002, messages)
+    assert f"% | {met} |" in report.markdown(Report("", {}, costs=[cost]))
+
+
+def test_markdown_of_an_interrupted_run() -> None:
+    """A run that was ended early says so, and is a whole document also if it is empty."""
+    assert "interrupted" in report.markdown(Report("", {}, interrupted=True))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--models", "bert"], "'bert' is not known; expected some of add"),
+        (["--against", "floor,nginx"], "'nginx' is not known; expected some of floor"),
+        (["--concurrency", "1,none"], "'none' is no whole number above 0"),
+        (["--pairs", "0"], "'0' is no whole number above 0"),
+        (["--seconds", "nan"], "'nan' is no number above 0"),
+        (["--seconds", "-1"], "'-1' is no number above 0"),
+        (["--output", "/nowhere/benchmarks.md"], "is no file that can be written"),
+    ],
+)
+def test_bad_settings(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """A word that cannot be meant is refused before anything is started, with what is known."""
+    with pytest.raises(SystemExit) as end:
+        serving.main(words)
+    assert end.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def _no_server(_: str) -> Iterator[serving.Ours]:
+    there = Endpoint("add", "grpc", "127.0.0.1:1", "add")
+    yield serving.Ours(there, there, there, "2.0")
+
+
+def test_what_fails_is_noted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A contender that fails costs its own rows only; a run without any is an error."""
+
+    def fail(model: str, against: str, *_: object) -> None:
+        raise ServerError(f"{against} did not want {model}.")
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(serving, "_serving", _no_server)
+    monkeypatch.setattr(serving, "_against", fail)
+    assert serving.main(["--models", "add", "--against", "floor,ray"]) == 1
+    printed = capsys.readouterr().out
+    assert "| add | floor | floor did not want add. |" in printed
+    assert "| add | ray | ray did not want add. |" in printed
+
+
+def test_interrupt_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ctrl-C in the second contender leaves the first one's row in the file."""
+
+    def once(
+        model: str, against: str, ours: object, settings: object, found: Report, advance: object
+    ) -> None:
+        if found.rows:
+            raise KeyboardInterrupt
+        found.rows.append(_row(model, against, 1, [1.0], 0.002))
+
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(serving, "_serving", _no_server)
+    monkeypatch.setattr(serving, "_against", once)
+    output = tmp_path / "benchmarks.md"
+    assert serving.main(["--against", "floor,ray", "--output", str(output)]) == 0
+    document = output.read_text()
+    assert "| add | no-op floor | 1 |" in document
+    assert "interrupted" in document
