@@ -18,20 +18,25 @@ def item(rows: int, start: float = 0.0, width: int = 2) -> dict[str, Any]:
     return {"x": x, "n": torch.full((rows, 1), start, dtype=torch.int64)}
 
 
+@pytest.mark.parametrize("arrays", [False, True], ids=["tensors", "arrays"])
 @pytest.mark.parametrize("sizes", [[1, 1], [3, 1, 2], [2, 0, 1], [0, 0], [0, 5]], ids=str)
-def test_what_is_gathered_is_scattered(sizes: list[int]) -> None:
-    """Each item gets back the rows that it brought, and no other's."""
+def test_what_is_gathered_is_scattered(sizes: list[int], arrays: bool) -> None:
+    """Each item gets back the rows that it brought, and no other's; columns are tensors."""
     items: list[Item] = [item(rows, start=100.0 * position) for position, rows in enumerate(sizes)]
+    if arrays:
+        items = [{name: np.asarray(value) for name, value in one.items()} for one in items]
 
     batch = batching.gather(items, ["n", "x"])
     outcomes = batching.scatter(batch.columns, ["n", "x"], batch.sizes)
 
     assert list(batch.sizes) == sizes
+    assert all(isinstance(column, Tensor) for column in batch.columns)
     assert [column.shape for column in batch.columns] == [(sum(sizes), 1), (sum(sizes), 2)]
     assert len(outcomes) == len(items)
     for outcome, sent in zip(outcomes, items, strict=True):
         for name in ("x", "n"):
-            torch.testing.assert_close(outcome[name], sent[name], rtol=0, atol=0)
+            assert np.array_equal(outcome[name], sent[name])
+            assert str(outcome[name].dtype).endswith(str(sent[name].dtype).rpartition(".")[2])
 
 
 @pytest.mark.parametrize("rows", [0, 1, 4])
@@ -76,15 +81,18 @@ def test_gathered_columns_are_new_memory() -> None:
     assert torch.equal(items[0]["x"], item(1)["x"])
 
 
-def test_scattered_rows_are_contiguous_views() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "offsets"), [(torch.float32, [0, 8, 32]), (torch.bfloat16, [0, 4, 16])]
+)
+def test_scattered_rows_are_contiguous_views(dtype: torch.dtype, offsets: list[int]) -> None:
     """Splitting copies nothing, and every part can be sent as it lies in memory."""
-    output = torch.arange(12.0).reshape(6, 2)
+    output = torch.arange(12.0).reshape(6, 2).to(dtype)
 
     outcomes = batching.scatter([output], ["y"], [1, 3, 2])
 
-    parts: list[Any] = [outcome["y"] for outcome in outcomes]
+    parts = [torch.as_tensor(outcome["y"]) for outcome in outcomes]
     assert all(part.is_contiguous() for part in parts)
-    assert [part.data_ptr() - output.data_ptr() for part in parts] == [0, 8, 32]
+    assert [part.data_ptr() - output.data_ptr() for part in parts] == offsets
 
 
 # --- strings ---------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def test_one_call_for_a_batch() -> None:
     assert [call.shape for call in model.calls] == [(6, 4)]
     for item, outcome in zip(sent, outcomes, strict=True):
         assert isinstance(outcome, dict)
-        assert torch.equal(cast("Tensor", outcome["y"]), item["x"])
+        assert torch.equal(torch.as_tensor(outcome["y"]), item["x"])
 
 
 def test_one_item_is_not_copied() -> None:
@@ -84,7 +84,7 @@ def test_shapes_are_called_apart() -> None:
     assert sorted(call.shape for call in model.calls) == [(1, 5), (3, 4)]
     for item, outcome in zip(sent, outcomes, strict=True):
         assert isinstance(outcome, dict)
-        assert torch.equal(cast("Tensor", outcome["y"]), item["x"])
+        assert torch.equal(torch.as_tensor(outcome["y"]), item["x"])
 
 
 def test_unbatched_items_are_called_one_by_one() -> None:
@@ -174,7 +174,7 @@ def test_rows_that_a_program_takes(rows: Rows, sizes: tuple[int, ...], calls: li
     assert [call.shape[0] for call in model.calls] == calls
     for item, outcome in zip(sent, outcomes, strict=True):
         assert isinstance(outcome, dict)
-        assert torch.equal(cast("Tensor", outcome["y"]), item["x"] * 2)
+        assert torch.equal(torch.as_tensor(outcome["y"]), item["x"] * 2)
 
 
 def whole(

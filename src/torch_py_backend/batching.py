@@ -13,9 +13,12 @@ from torch import Tensor
 
 from torch_py_backend.errors import BackendError
 
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 # A column of strings: an array of objects.
 Strings: TypeAlias = "np.ndarray[Any, np.dtype[np.object_]]"
-Value: TypeAlias = "Tensor | Strings"
+# In an item or an outcome numbers may be arrays, too: those are quicker to make, to join and to
+# take apart. In a batch numbers are tensors.
+Value: TypeAlias = "Tensor | Array"
 # One request's tensors by name, as the client sent them.
 Item: TypeAlias = "dict[str, Value]"
 # One request's result or its error.
@@ -81,18 +84,24 @@ def gather(
         pads: what gathers those that are padded.
     """
     if len(items) == 1 and not pads:
-        columns = [items[0][name] for name in names]
+        columns = [to_column(items[0][name]) for name in names]
         return Batch(columns, columns[0].shape[:1] if columns else ())
     sizes = [item[names[0]].shape[0] for item in items]
     join: Gather = _concatenate
     return Batch([pads.get(name, join)([item[name] for item in items]) for name in names], sizes)
 
 
+def to_column(value: Value) -> Value:
+    """An item's value as batches have it: numbers as a tensor, which shares their memory."""
+    if isinstance(value, Tensor) or value.dtype.hasobject:
+        return value
+    return torch.from_numpy(value)
+
+
 def _concatenate(values: list[Any]) -> Value:
     if isinstance(values[0], Tensor):
         return torch.cat(values)
-    strings: Strings = np.concatenate(values)
-    return strings
+    return to_column(np.concatenate(values))
 
 
 def fit(columns: Sequence[Value], rows: Rows) -> Iterator[tuple[Sequence[Value], int]]:
@@ -129,11 +138,17 @@ def scatter(
     """Each item's rows of each output: views, contiguous because the outputs are."""
     if len(sizes) <= 1:
         return [dict(zip(names, outputs, strict=True))]
-    split = [_split(output, list(sizes)) for output in outputs]
+    split = [_split(output, sizes) for output in outputs]
     return [dict(zip(names, rows, strict=True)) for rows in zip(*split, strict=True)]
 
 
-def _split(output: Value, sizes: list[int]) -> Sequence[Value]:
+def _split(output: Value, sizes: Sequence[int]) -> Sequence[Value]:
     if isinstance(output, Tensor):
-        return output.split_with_sizes(sizes)
-    return np.split(output, np.cumsum(sizes)[:-1])
+        if output.is_cuda or output.dtype is torch.bfloat16:  # neither is numpy's
+            return output.split_with_sizes(list(sizes))
+        output = output.numpy()
+    parts, start = [], 0
+    for size in sizes:
+        parts.append(output[start : start + size])
+        start += size
+    return parts

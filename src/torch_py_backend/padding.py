@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import Item, Value
+from torch_py_backend.batching import Item, Value, to_column
 from torch_py_backend.config import ModelConfig, TensorSpec
 from torch_py_backend.errors import ConfigError, shown
 
@@ -45,8 +45,9 @@ class Pad:
         """What values that share a batch have in common of a shape."""
         return tuple(size for axis, size in enumerate(shape) if axis and axis not in self.axes)
 
-    def gather(self, values: Sequence[Tensor]) -> Tensor:
-        """The values in one tensor; a single one that fits as it is, is not copied."""
+    def gather(self, items: Sequence[Value]) -> Tensor:
+        """The items' values in one tensor; a single one that fits as it is, is not copied."""
+        values: list[Any] = [to_column(value) for value in items]
         target = self.target(values)
         if all(list(value.shape[1:]) == target for value in values):
             return values[0] if len(values) == 1 else torch.cat(list(values))
@@ -166,10 +167,11 @@ class Padding:
         """The item with the masks that its request left out."""
         for mask, name in self.masks.items():
             of = item.get(name)
-            if mask not in item and isinstance(of, Tensor):
+            if mask not in item and of is not None:
                 shape = [of.shape[0], *(of.shape[axis] for axis in self.pads[name].axes)]
                 dtype: torch.dtype = getattr(torch, str(self._specs[mask].dtype.torch))
-                item = item | {mask: torch.ones(shape, dtype=dtype, device=of.device)}
+                device = of.device if isinstance(of, Tensor) else None
+                item = item | {mask: torch.ones(shape, dtype=dtype, device=device)}
         return item
 
     def cut(
@@ -193,7 +195,8 @@ class Padding:
                     continue
                 kept = slice(whole - size, whole) if cut.left else slice(0, size)
                 part = value[(slice(None),) * cut.axis + (kept,)]
-                outcome[cut.output] = part.contiguous() if isinstance(part, Tensor) else part
+                whole_part = part.contiguous() if isinstance(part, Tensor) else part.copy()
+                outcome[cut.output] = whole_part
 
 
 def _free_axes(spec: TensorSpec) -> Iterator[int]:

@@ -17,10 +17,12 @@ from torch_py_backend.errors import BackendError
 
 # Below this size a DLPack capsule is cheaper to hand over than a numpy array, above it dearer.
 _SMALL_BYTES = 4096
+# What numpy hands over as a capsule: no bools, no strings.
+_NUMBERS = "iuf"
 
 
 def read(request: Any) -> Item:
-    """A request's tensors by name, in host memory of their own or on the GPU."""
+    """A request's tensors by name: arrays in host memory of their own, or tensors on the GPU."""
     return {tensor.name(): _read_tensor(tensor) for tensor in request.inputs()}
 
 
@@ -28,11 +30,11 @@ def _read_tensor(tensor: Any) -> Value:
     if not tensor.is_cpu():
         return dlpack.from_dlpack(tensor)
     try:
-        array = tensor.as_numpy()
-        return array if array.dtype.hasobject else torch.from_numpy(array)
+        array: Value = tensor.as_numpy()
     except pb_utils.TritonModelException:  # BF16, which numpy lacks
         # The memory is Triton's, unaligned, and gone when execute() returns.
-        return dlpack.from_dlpack(tensor.to_dlpack()).clone()
+        array = dlpack.from_dlpack(tensor.to_dlpack()).clone()
+    return array
 
 
 def write(outcome: Outcome) -> Any:
@@ -44,11 +46,13 @@ def write(outcome: Outcome) -> Any:
     return pb_utils.InferenceResponse(tensors)
 
 
-def _write_tensor(name: str, tensor: Value) -> Any:
-    if not isinstance(tensor, Tensor):
-        return pb_utils.Tensor(name, tensor)
-    if tensor.is_cuda:
-        return pb_utils.Tensor.from_dlpack(name, tensor)
-    if tensor.dtype is torch.bfloat16 or tensor.nbytes < _SMALL_BYTES:
-        return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
-    return pb_utils.Tensor(name, tensor.numpy())
+def _write_tensor(name: str, value: Value) -> Any:
+    if isinstance(value, Tensor):
+        if value.is_cuda:
+            return pb_utils.Tensor.from_dlpack(name, value)
+        if value.dtype is torch.bfloat16 or value.nbytes < _SMALL_BYTES:
+            return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(value))  # type: ignore[attr-defined]
+        value = value.numpy()
+    elif value.dtype.kind in _NUMBERS and value.nbytes < _SMALL_BYTES:
+        return pb_utils.Tensor.from_dlpack(name, value.__dlpack__())
+    return pb_utils.Tensor(name, value)
