@@ -52,6 +52,33 @@ class Logger:
         cls.lines.append(("error", text))
 
 
+class Metric:
+    def __init__(self, labels: dict[str, str]) -> None:
+        self.labels, self._value = labels, 0.0
+
+    def increment(self, value: float) -> None:
+        if value < 0:
+            raise TritonModelException("a counter only grows")
+        self._value += value
+
+    def value(self) -> float:
+        return self._value
+
+
+class MetricFamily:
+    COUNTER, GAUGE = range(2)
+    made: ClassVar[dict[str, list[Metric]]] = {}
+
+    def __init__(self, name: str, description: str, kind: int) -> None:
+        if not description or kind not in (self.COUNTER, self.GAUGE):
+            raise TritonModelException(f"MetricFamily({name!r})")
+        self._metrics = self.made.setdefault(name, [])
+
+    def Metric(self, labels: dict[str, str]) -> Metric:  # noqa: N802  Triton's name
+        self._metrics.append(Metric(labels))
+        return self._metrics[-1]
+
+
 class Tensor:
     """Holds numpy memory, or torch memory that came through DLPack."""
 

@@ -150,3 +150,46 @@ print(torch.get_num_threads())
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     ).stdout
     assert printed.split() == ["3", "3", "3"]
+
+
+# --- metrics -------------------------------------------------------------------------------------
+
+
+def _counted() -> dict[str, list[float]]:
+    return {
+        name.removeprefix("pytorch_py_").removesuffix("_total"): [one.value() for one in made]
+        for name, made in fake_triton.MetricFamily.made.items()
+    }
+
+
+def test_filling_is_counted(tmp_path: Path, process: None) -> None:
+    """Rows that fill a bucket are told at once, later ones when the instance ends; not warm-ups."""
+    model = _model(tmp_path, _named("buckets"))
+
+    model.execute(_requests(scenarios.floats(3, 4)))
+    first = _counted()
+    model.execute(_requests(scenarios.floats(7, 4)))
+    model.finalize()
+
+    assert first == {"rows": [4], "filled_rows": [1], "values": [0], "padded_values": [0]}
+    assert _counted() == {"rows": [12], "filled_rows": [2], "values": [0], "padded_values": [0]}
+
+
+def test_padding_is_counted(tmp_path: Path, process: None) -> None:
+    """Values that are only padding are told beside all values of the padded inputs."""
+    model = _model(tmp_path, _named("padded"))
+    document = {"input": [{"name": "ids", "dims": [-1]}]}
+
+    model.execute([fake_triton.request({"ids": np.ones((2, 3), dtype=np.int64)}, document)])
+
+    # Ids and mask, each [2, 4] instead of [2, 3].
+    assert _counted() == {"rows": [2], "filled_rows": [0], "values": [16], "padded_values": [4]}
+
+
+def test_model_without_filling_has_no_metrics(tmp_path: Path, process: None) -> None:
+    """Where nothing is filled up, nothing is counted that costs time."""
+    model = _model(tmp_path, _named("function"))
+    model.execute(_requests(scenarios.floats(3, 4)))
+    model.finalize()
+
+    assert fake_triton.MetricFamily.made == {}

@@ -16,8 +16,7 @@ from torch_py_backend.errors import BackendError
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 # A column of strings: an array of objects.
 Strings: TypeAlias = "np.ndarray[Any, np.dtype[np.object_]]"
-# In an item or an outcome numbers may be arrays, too: those are quicker to make, to join and to
-# take apart. In a batch numbers are tensors.
+# In an item numbers may be arrays, too: those are quicker to come by. In a batch they are tensors.
 Value: TypeAlias = "Tensor | Array"
 # One request's tensors by name, as the client sent them.
 Item: TypeAlias = "dict[str, Value]"
@@ -144,11 +143,5 @@ def scatter(
 
 def _split(output: Value, sizes: Sequence[int]) -> Sequence[Value]:
     if isinstance(output, Tensor):
-        if output.is_cuda or output.dtype is torch.bfloat16:  # neither is numpy's
-            return output.split_with_sizes(list(sizes))
-        output = output.numpy()
-    parts, start = [], 0
-    for size in sizes:
-        parts.append(output[start : start + size])
-        start += size
-    return parts
+        return output.split_with_sizes(list(sizes))
+    return np.split(output, np.cumsum(sizes)[:-1])

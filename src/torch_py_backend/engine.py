@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch_py_backend import (
 from torch_py_backend.artifacts import Artifact
 from torch_py_backend.batching import Batch, Item, Outcome, Value
 from torch_py_backend.config import ModelConfig
+from torch_py_backend.counts import Counts
 from torch_py_backend.errors import BackendError, ForwardError, OutputError
 from torch_py_backend.graphs import Graphs
 from torch_py_backend.intake import Group, Intake
@@ -81,10 +83,16 @@ class Engine:
         fixed = compilation.static(config) or captured
         self.rows = buckets.plan(config, loaded.rows, fixed=fixed)
         self._runtime = surroundings
+        self.counts = Counts()
         self._names = tuple(spec.name for spec in config.outputs)
         self._verify = outputs.verifiers(config)
         # The result's structure is known once forward() has returned one.
         self._outputs: results.Outputs | None = None
+
+    @property
+    def fills(self) -> bool:
+        """Whether batches are filled up or padded."""
+        return self._padding is not None or bool(self.rows.buckets) or self.rows.least > 1
 
     @property
     def compiles(self) -> bool:
@@ -132,6 +140,8 @@ class Engine:
         try:
             with self._runtime.guard():
                 batch = batching.gather(group.items, group.inputs.names, self._pads)
+                if self._padding is not None:
+                    self._count_padding(group, batch)
                 made = self._call(group, self._runtime.to_device(batch.columns))
                 made = self._runtime.to_host(made, batch.columns)
             return self._scatter(group, batch, made)
@@ -148,6 +158,14 @@ class Engine:
             self._padding.cut(outcomes, group.items, {name: one.shape for name, one in seen})
         return outcomes
 
+    def _count_padding(self, group: Group, batch: Batch) -> None:
+        for name, column in zip(group.inputs.names, batch.columns, strict=True):
+            if name in self._pads:
+                values = math.prod(column.shape)
+                self.counts.values += values
+                sent = sum(math.prod(item[name].shape) for item in group.items)
+                self.counts.padded_values += values - sent
+
     def _call(self, group: Group, columns: Sequence[Value]) -> Sequence[Value]:
         """The model's outputs for a batch, in as many calls as the model needs."""
         rows = columns[0].shape[0] if columns and columns[0].ndim else 0
@@ -156,11 +174,13 @@ class Engine:
         pieces = []
         for piece, present in batching.fit(columns, self.rows):
             made = self._call_once(group, piece, piece[0].shape[0])
+            self.counts.filled_rows += piece[0].shape[0] - present
             pieces.append([value[:present] for value in made])
         return batching.join(pieces)
 
     def _call_once(self, group: Group, columns: Sequence[Value], rows: int) -> Sequence[Value]:
         passed = self._intake.convert(group.inputs, columns)
+        self.counts.rows += rows
         result = group.inputs.call(self._module, passed)
         return self._take(result, rows)
 

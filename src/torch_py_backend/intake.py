@@ -92,7 +92,7 @@ class Intake:
 
         What `admit` and `group` would find, in a fraction of the time.
         """
-        if not self._uniform:
+        if not self._uniform or not items:
             return None
         inputs = len(self._names)
         for item in items:

@@ -195,8 +195,7 @@ class Padding:
                     continue
                 kept = slice(whole - size, whole) if cut.left else slice(0, size)
                 part = value[(slice(None),) * cut.axis + (kept,)]
-                whole_part = part.contiguous() if isinstance(part, Tensor) else part.copy()
-                outcome[cut.output] = whole_part
+                outcome[cut.output] = part.contiguous() if isinstance(part, Tensor) else part
 
 
 def _free_axes(spec: TensorSpec) -> Iterator[int]:

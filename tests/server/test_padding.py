@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,6 +42,14 @@ def test_lengths_share_a_batch_and_come_back(tmp_path: Path, side: str) -> None:
             list(pool.map(lambda number: _ask(client, number), range(_REQUESTS)))
         (statistics,) = client.get_inference_statistics("padded").model_stats
         client.close()
+        with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as answer:
+            metrics = answer.read().decode()
+    # What was counted within the last second is told later.
+    for name in ("rows", "values", "padded_values"):
+        (value,) = re.findall(
+            rf'pytorch_py_{name}_total{{model="padded",version="1"}} (\S+)', metrics
+        )
+        assert float(value) > 0
     assert statistics.inference_count == _REQUESTS
     # One length a batch would need about as many executions as requests.
     assert statistics.execution_count < _REQUESTS / 2

@@ -17,7 +17,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import completion, config, threads, tuned
-from torch_py_backend.adapter import logs
+from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.errors import BackendError, PlatformError
 
 
@@ -74,11 +74,23 @@ class TritonPythonModel:
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
+        # Only what can be wasted is counted.
+        self._publisher = (
+            metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
+        )
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response for each request, in their order."""
         items = [self._messages.read(request) for request in requests]
-        return [self._messages.write(outcome) for outcome in self._engine.run(items)]
+        responses = [self._messages.write(outcome) for outcome in self._engine.run(items)]
+        if self._publisher is not None:
+            self._publisher.tell()
+        return responses
+
+    def finalize(self) -> None:
+        """Called before a healthy instance ends."""
+        if self._publisher is not None:
+            self._publisher.tell_all()
 
 
 def _arguments(document: Mapping[str, Any]) -> dict[str, str]:

@@ -17,8 +17,6 @@ from torch_py_backend.errors import BackendError
 
 # Below this size a DLPack capsule is cheaper to hand over than a numpy array, above it dearer.
 _SMALL_BYTES = 4096
-# What numpy hands over as a capsule: no bools, no strings.
-_NUMBERS = "iuf"
 
 
 def read(request: Any) -> Item:
@@ -47,12 +45,11 @@ def write(outcome: Outcome) -> Any:
 
 
 def _write_tensor(name: str, value: Value) -> Any:
-    if isinstance(value, Tensor):
-        if value.is_cuda:
-            return pb_utils.Tensor.from_dlpack(name, value)
-        if value.dtype is torch.bfloat16 or value.nbytes < _SMALL_BYTES:
-            return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(value))  # type: ignore[attr-defined]
-        value = value.numpy()
-    elif value.dtype.kind in _NUMBERS and value.nbytes < _SMALL_BYTES:
-        return pb_utils.Tensor.from_dlpack(name, value.__dlpack__())
-    return pb_utils.Tensor(name, value)
+    if not isinstance(value, Tensor):
+        return pb_utils.Tensor(name, value)
+    if value.is_cuda:
+        return pb_utils.Tensor.from_dlpack(name, value)
+    if value.dtype is torch.bfloat16 or value.nbytes < _SMALL_BYTES:
+        # Of torch's making: a capsule of numpy's, which Triton renames, brings the process down.
+        return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(value))  # type: ignore[attr-defined]
+    return pb_utils.Tensor(name, value.numpy())

@@ -1,0 +1,50 @@
+"""Counts become Triton's metrics, now and then: each change crosses to the server process."""
+
+from __future__ import annotations
+
+import time
+
+import triton_python_backend_utils as pb_utils
+
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.counts import DOCS, Counts
+
+_SECONDS = 1.0
+
+
+class Publisher:
+    """Counters of one instance; an instance adds to those of its model's others."""
+
+    def __init__(self, config: ModelConfig, counts: Counts) -> None:
+        labels = {"model": config.name, "version": config.version}
+        # A metric lives as long as its family does.
+        self._families = {
+            name: pb_utils.MetricFamily(
+                name=f"pytorch_py_{name}_total",
+                description=doc,
+                kind=pb_utils.MetricFamily.COUNTER,
+            )
+            for name, doc in DOCS.items()
+        }
+        self._metrics = {
+            name: family.Metric(labels=labels) for name, family in self._families.items()
+        }
+        self._counts = counts
+        # The warm-up is not the clients' doing.
+        self._sent = {name: getattr(counts, name) for name in DOCS}
+        self._due = time.monotonic()
+
+    def tell(self) -> None:
+        """Send what was counted since the last time, at most once a second."""
+        now = time.monotonic()
+        if now >= self._due:
+            self._due = now + _SECONDS
+            self.tell_all()
+
+    def tell_all(self) -> None:
+        """Send what was counted since the last time."""
+        for name, metric in self._metrics.items():
+            count = getattr(self._counts, name)
+            if count != self._sent[name]:
+                metric.increment(count - self._sent[name])
+                self._sent[name] = count
