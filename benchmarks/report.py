@@ -11,11 +11,13 @@ from benchmarks.forward import Cost
 from benchmarks.models import MAX_BATCH_SIZE, MODELS
 from benchmarks.pairs import Pair, Spread, Turn, spread
 
-FLOOR, HTTP, FORWARD = "floor", "http", "forward"
-_OURSELVES = {FLOOR: "no-op floor", HTTP: "ours over HTTP"}
+FLOOR, PLAIN, HTTP, FORWARD = "floor", "plain", "http", "forward"
+_OURSELVES = {FLOOR: "no-op floor", PLAIN: "written by hand", HTTP: "ours over HTTP"}
 _TITLES = _OURSELVES | {name: peer.title for name, peer in PEERS.items()}
 _SERVED = {
     FLOOR: "a Python-based backend model that returns a ready-made response; the same server, gRPC",
+    PLAIN: "a Python-based backend model for this network alone, that checks nothing; the same"
+    " server, gRPC",
     HTTP: "our backend once more, in the same server, asked over HTTP",
 } | {name: peer.words for name, peer in PEERS.items()}
 _COLUMNS = (

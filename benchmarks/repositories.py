@@ -46,6 +46,17 @@ def write_floor(name: str, repository: Path) -> str:
     return served
 
 
+def write_plain(name: str, repository: Path) -> str:
+    """A backend written by hand for this model; returns what it is served under."""
+    served = f"{name}_plain"
+    version = _version(repository / served)
+    shutil.copy(_SERVED / "plain.py", version / "model.py")
+    shutil.copy(models.__file__, version / "network.py")
+    chosen = _parameter("MODEL_CLASS", _fill(name, version))
+    (repository / served / "config.pbtxt").write_text(_config("python", name) + chosen)
+    return served
+
+
 def write_clocked(name: str, repository: Path, clock: Path) -> None:
     """Our backend on the clock; when the instance ends, it writes to the file `clock`."""
     version = _version(repository / name)

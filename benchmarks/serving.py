@@ -21,7 +21,7 @@ import platform
 import sys
 import tempfile
 import urllib.request
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,11 +34,11 @@ from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
 from benchmarks.models import MODELS
 from benchmarks.pairs import Pair
-from benchmarks.report import FLOOR, FORWARD, HTTP, Report, Row
+from benchmarks.report import FLOOR, FORWARD, HTTP, PLAIN, Report, Row
 from torch_py_backend.errors import BackendError, BenchError
 from torch_py_backend.server import Server
 
-_AGAINST = (FLOOR, HTTP, FORWARD, *PEERS)
+_AGAINST = (FLOOR, PLAIN, HTTP, FORWARD, *PEERS)
 # The model that the clocks around the forward are promised for.
 _CLOCKED = "mlp"
 _LOAD_SECONDS = 120
@@ -59,11 +59,10 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ours:
-    """One tritonserver with our model and the floor."""
+    """One tritonserver with our model, over both protocols, and what else it serves."""
 
     grpc: Endpoint
-    http: Endpoint
-    floor: Endpoint
+    others: Mapping[str, Endpoint]
     version: str
 
 
@@ -106,11 +105,12 @@ def _run(settings: Settings, found: Report, progress: Progress) -> None:
 
 @contextlib.contextmanager
 def _serving(model: str) -> Iterator[Ours]:
-    """Our model and the floor in a tritonserver, both answering as eager PyTorch does."""
+    """Our model, the floor and one by hand in a tritonserver, answering as eager PyTorch does."""
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
         folder = Path(scratch)
         repositories.write(model, folder / "repository")
         floor = repositories.write_floor(model, folder / "repository")
+        plain = repositories.write_plain(model, folder / "repository")
         with (
             (folder / "server.log").open("wb") as log,
             Server(
@@ -122,11 +122,14 @@ def _serving(model: str) -> Iterator[Ours]:
                     raise BenchError(f"{state.name} was not loaded: {state.reason}")
             ours = Ours(
                 Endpoint(model, "grpc", server.grpc_address, model, counts=True),
-                Endpoint(model, "http", server.http_address, model, counts=True),
-                Endpoint(model, "grpc", server.grpc_address, floor, counts=True),
+                {
+                    HTTP: Endpoint(model, "http", server.http_address, model, counts=True),
+                    FLOOR: Endpoint(model, "grpc", server.grpc_address, floor, counts=True),
+                    PLAIN: Endpoint(model, "grpc", server.grpc_address, plain, counts=True),
+                },
                 _triton_version(server.http_address),
             )
-            for endpoint in (ours.grpc, ours.http, ours.floor):
+            for endpoint in (ours.grpc, *ours.others.values()):
                 contenders.check(endpoint)
             yield ours
 
@@ -150,7 +153,7 @@ def _against(
         found.versions[against] = contenders.version(against)
         other = contenders.started(against, model)
     else:
-        other = contextlib.nullcontext({FLOOR: ours.floor, HTTP: ours.http}[against])
+        other = contextlib.nullcontext(ours.others[against])
     with other as endpoint:
         for concurrency in settings.concurrency:
             done: list[Pair] = []

@@ -92,21 +92,24 @@ def test_repository_loads_and_equals_eager(name: str, tmp_path: Path) -> None:
     for outcome in made.run([item, item]):
         assert not isinstance(outcome, Exception)
         torch.testing.assert_close(
-            outcome[model.output.name][0],
+            torch.as_tensor(outcome[model.output.name][0]),
             model.expected(),
             rtol=model.tolerance,
             atol=model.tolerance,
         )
 
 
-def test_floor_has_the_same_config(name: str, tmp_path: Path) -> None:
-    """The floor differs from our model in who serves it, and in nothing that clients see."""
+def test_others_in_the_server_have_the_same_config(name: str, tmp_path: Path) -> None:
+    """They differ from our model in who serves them, and in nothing that clients see."""
     repositories.write(name, tmp_path)
     floor = repositories.write_floor(name, tmp_path)
-    ours, its = pbtxt.read(tmp_path / name), pbtxt.read(tmp_path / floor)
-    assert its["backend"] == "python"
-    for key in ("input", "output", "max_batch_size", "dynamic_batching", "instance_group"):
-        assert ours[key] == its[key], key
+    plain = repositories.write_plain(name, tmp_path)
+    ours = pbtxt.read(tmp_path / name)
+    for other in (floor, plain):
+        its = pbtxt.read(tmp_path / other)
+        assert its["backend"] == "python"
+        for key in ("input", "output", "max_batch_size", "dynamic_batching", "instance_group"):
+            assert ours[key] == its[key], key
     answer = np.load(tmp_path / floor / "1" / "answer.npy")
     assert np.array_equal(answer[0], MODELS[name].expected().numpy())
 
@@ -367,7 +370,7 @@ def test_bad_settings(words: list[str], says: str, capsys: pytest.CaptureFixture
 @contextlib.contextmanager
 def _no_server(_: str) -> Iterator[serving.Ours]:
     there = Endpoint("add", "grpc", "127.0.0.1:1", "add")
-    yield serving.Ours(there, there, there, "2.0")
+    yield serving.Ours(there, {"floor": there, "plain": there, "http": there}, "2.0")
 
 
 def test_what_fails_is_noted(
