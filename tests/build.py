@@ -58,7 +58,7 @@ def arguments(**document: Any) -> dict[str, str]:
         "name": MODEL,
         "platform": "",
         "backend": "pytorch_py",
-        "runtime": "",
+        "runtime": "model.py",
         "version_policy": {"latest": {"num_versions": 1}},
         "max_batch_size": 8,
         "input": [_tensor("x")],

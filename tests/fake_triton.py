@@ -205,6 +205,7 @@ def arguments(folder: Path, version: str = "1") -> dict[str, str]:
     text = (folder / "config.pbtxt").read_text()
     message = text_format.Parse(text, model_config_pb2.ModelConfig())
     message.name = folder.name
+    message.runtime = "model.py"  # Triton's own addition, whatever the config says
     if not message.instance_group:
         message.instance_group.add(kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
     for group in message.instance_group:

@@ -66,14 +66,13 @@ def test_arguments_of_initialize_become_a_config() -> None:
     ("document", "expected"),
     [
         ({}, False),
-        ({"runtime": "model.py"}, True),
+        ({"runtime": "model.py"}, False),
         ({"platform": "pytorch"}, True),
-        ({"platform": "pytorch_libtorch"}, False),
-        ({"runtime": "libtriton_pytorch.so"}, False),
+        ({"backend": "pytorch", "runtime": "model.py"}, True),
     ],
 )
 def test_python_runtime_is_recognised(document: dict[str, str], expected: bool) -> None:
-    """Both ways to ask for Triton's Python runtime are known; its C++ runtime is another."""
+    """Both ways to ask for Triton's Python runtime are known; our own name is another."""
     assert config.parse(build.arguments(**document)).python_runtime is expected
 
 

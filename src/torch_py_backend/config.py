@@ -200,9 +200,11 @@ def _spec(model: str, role: str, entry: Mapping[str, Any]) -> TensorSpec:
 
 
 def _for_python_runtime(document: Mapping[str, Any]) -> bool:
-    """`runtime: "model.py"` is one way to ask for it, `platform: "pytorch"` the other."""
-    runtime: str = document.get("runtime", "")
-    return runtime.endswith(".py") or document.get("platform") == "pytorch"
+    """Whether another name than ours asks for a model.py.
+
+    `runtime` says nothing: Triton writes "model.py" there for every Python-based backend.
+    """
+    return document.get("backend") == "pytorch" or document.get("platform") == "pytorch"
 
 
 def _instances(document: Mapping[str, Any]) -> int:
