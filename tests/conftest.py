@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import locale
 import logging
 import os
@@ -50,6 +51,8 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
         (list(package.handlers), package.propagate, package.level),
     )
     yield
+    gc.collect()  # a model that was not ended leaves inference mode when it goes
+    assert not torch.is_inference_mode_enabled()
     environment, language, threads, cudnn, fuser, path, logger = before
     os.environ.clear()
     os.environ.update(environment)

@@ -63,4 +63,5 @@ class TritonPythonModel(adapter.TritonPythonModel):
 
     def finalize(self) -> None:
         """Leave what was counted."""
+        super().finalize()
         self._file.write_text(json.dumps(self._spent))

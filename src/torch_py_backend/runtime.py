@@ -136,7 +136,7 @@ def surround(options: Options, device: torch.device | None, weights: Iterable[Te
     if device is None:
         first = next(iter(weights), None)
         device = torch.device("cpu") if first is None else first.device
-    mode: _Guard = torch.inference_mode if options.inference_mode else torch.no_grad
+    mode: _Guard = _inference_mode if options.inference_mode else torch.no_grad
     on_gpu = device.type == "cuda"
     if options.autocast is not None:
         mode = _in_precision(device, _AUTOCAST[options.autocast], mode)
@@ -145,6 +145,14 @@ def surround(options: Options, device: torch.device | None, weights: Iterable[Te
         guard=_on_own_stream(device, mode) if on_gpu else mode,
         clean=torch.cuda.empty_cache if options.enable_cache_cleaning and on_gpu else None,
     )
+
+
+_ENTERED = contextlib.nullcontext()
+
+
+def _inference_mode() -> AbstractContextManager[Any]:
+    """Nothing for a thread that is in it already: to enter costs as much as a small model."""
+    return _ENTERED if torch.is_inference_mode_enabled() else torch.inference_mode()
 
 
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}

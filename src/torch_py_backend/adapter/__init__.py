@@ -7,6 +7,7 @@ when an instance starts: Triton also imports this module to complete a config, w
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import locale
@@ -62,6 +63,8 @@ class TritonPythonModel:
         share = threads.budget(settings)
         threads.reserve(share)
         # torch reads its environment when it is imported: not before this line.
+        import torch  # noqa: PLC0415
+
         from torch_py_backend import engine, warmup  # noqa: PLC0415
         from torch_py_backend.adapter import messages  # noqa: PLC0415
 
@@ -70,6 +73,10 @@ class TritonPythonModel:
         self._messages = messages
         if settings.options.warmup:
             warmup.run(self._engine)
+        # Triton calls this thread and no other: entered once, it need not be for each batch.
+        self._modes = contextlib.ExitStack()
+        if settings.options.inference_mode:
+            self._modes.enter_context(torch.inference_mode())
         # torch and the model are hundreds of thousands of objects, and they stay: a collection
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
@@ -89,6 +96,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Called before a healthy instance ends."""
+        self._modes.close()
         if self._publisher is not None:
             self._publisher.tell_all()
 
