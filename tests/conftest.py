@@ -7,7 +7,7 @@ import locale
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import fake_triton
 import pytest
@@ -15,6 +15,8 @@ import torch
 
 # The adapter imports Triton's utilities, which exist only inside Triton's stub.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton)
+
+from torch_py_backend.adapter import TritonPythonModel  # noqa: E402  after the fake
 
 
 @pytest.fixture
@@ -40,6 +42,15 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     monkeypatch.setattr(
         torch, "set_num_interop_threads", lambda count: interop.update(threads=count)
     )
+    # As Triton, which ends every model that was started.
+    started: list[TritonPythonModel] = []
+    start = TritonPythonModel.initialize
+
+    def initialize(model: TritonPythonModel, args: Mapping[str, str]) -> None:
+        started.append(model)
+        start(model, args)
+
+    monkeypatch.setattr(TritonPythonModel, "initialize", initialize)
     package = logging.getLogger("torch_py_backend")
     before = (
         dict(os.environ),
@@ -51,8 +62,9 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
         (list(package.handlers), package.propagate, package.level),
     )
     yield
-    gc.collect()  # a model that was not ended leaves inference mode when it goes
-    assert not torch.is_inference_mode_enabled()
+    for model in started:
+        model.leave()
+    gc.unfreeze()
     environment, language, threads, cudnn, fuser, path, logger = before
     os.environ.clear()
     os.environ.update(environment)

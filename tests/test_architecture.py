@@ -63,3 +63,11 @@ def test_without_torch(room: str) -> None:
     code = f"import sys, torch_py_backend.{room}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("room", ["engine", "warmup", "schema", "inspection"])
+def test_without_the_compiler(room: str) -> None:
+    """Inductor takes a second to import: only models that are compiled wait for it."""
+    code = f"import sys, torch_py_backend.{room}; print('torch._inductor' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

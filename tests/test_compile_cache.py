@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -66,6 +67,27 @@ def test_first_start_keeps_what_it_compiled(
 
     assert second.path.stat().st_mtime_ns == written
     assert {one.suffix for one in (tmp_path / "compile_cache").iterdir()} == {".bundle", ".lock"}
+
+
+def test_libraries_of_the_cpu_are_kept(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What inductor built goes with the bundle, and another machine finds it in its place."""
+    found = bundle(tmp_path, artifact)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
+    with found.used():
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        (folder / "ab").mkdir(parents=True)
+        (folder / "ab" / "kernel.so").write_bytes(b"code")
+        (folder / "ab" / "kernel.cpp").write_bytes(b"source")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "first")
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second"))
+    with found.used():
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        kept = {path.name: path.read_bytes() for path in folder.glob("*/*")}
+
+    assert kept == {"kernel.so": b"code"}
 
 
 def test_failed_start_keeps_nothing(tmp_path: Path, artifact: Artifact) -> None:
@@ -270,8 +292,21 @@ print(json.dumps({"y": outcome["y"].tolist(), **counters["inductor"]}))
 """
 
 
+# The compiler, noting what it is asked to build.
+_COMPILER = """#!/bin/sh
+case "$*" in *.cpp*) echo "$*" >> "{log}";; esac
+exec {compiler} "$@"
+"""
+
+
 def _start(folder: Path, torch_cache_folder: Path) -> dict[str, Any]:
     """Load and warm up in a process of its own, whose torch has a cache of its own."""
+    compiler = torch_cache_folder / "bin" / "g++"
+    compiler.parent.mkdir(parents=True)
+    log = torch_cache_folder / "built"
+    log.touch()
+    compiler.write_text(_COMPILER.format(log=log, compiler=shutil.which("g++")))
+    compiler.chmod(0o755)
     arguments = build.arguments(
         output=[{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}],
         parameters={
@@ -282,14 +317,24 @@ def _start(folder: Path, torch_cache_folder: Path) -> dict[str, Any]:
     arguments["model_repository"] = str(folder)
     result = subprocess.run(
         [sys.executable, "-c", _START, json.dumps(arguments)],
-        env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(torch_cache_folder)},
+        env={
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(torch_cache_folder),
+            "PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}",
+        },
         capture_output=True,
         text=True,
         check=False,
     )
     assert result.returncode == 0, result.stderr
     found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
-    return found
+    # What inductor builds for itself, to find out about the processor, is not the model's.
+    built = [line for line in log.read_text().splitlines() if _of_the_model(line)]
+    return found | {"built": len(built)}
+
+
+def _of_the_model(line: str) -> bool:
+    return f"/{build.MODEL}-" in line
 
 
 @pytest.mark.slow
@@ -305,4 +350,6 @@ def test_warm_start_compiles_nothing(tmp_path: Path) -> None:
     assert "fxgraph_cache_hit" not in cold
     assert "fxgraph_cache_miss" not in warm
     assert warm["fxgraph_cache_hit"] == cold["fxgraph_cache_miss"]
+    assert cold["built"] > 0
+    assert warm["built"] == 0
     assert warm["y"] == cold["y"]

@@ -453,7 +453,9 @@ class Opened:
 
 
 def aoti(folder: Path, monkeypatch: pytest.MonkeyPatch, loader: Loader, rows: int = 8) -> Program:
-    monkeypatch.setattr(programs, "aoti_load_package", lambda path, device_index: Opened(loader))
+    monkeypatch.setattr(
+        torch._inductor, "aoti_load_package", lambda path, device_index: Opened(loader)
+    )
     settings = config(folder, "arg0", "a", "b", rows=rows)
     return programs.load_aoti(settings, folder / "model.pt2", CPU)
 
@@ -561,7 +563,7 @@ def test_torch_does_not_judge_the_machine_again(
         torchs.error("something else")
         return Opened(Loader())
 
-    monkeypatch.setattr(programs, "aoti_load_package", load)
+    monkeypatch.setattr(torch._inductor, "aoti_load_package", load)
     try:
         programs.load_aoti(config(tmp_path, "arg0", "a", "b"), tmp_path / "model.pt2", CPU)
     finally:

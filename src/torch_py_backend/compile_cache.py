@@ -1,8 +1,9 @@
 """What torch.compile made, kept on disk: the next start loads it instead of compiling.
 
-PyTorch's portable bundle (`torch.compiler.save_cache_artifacts`), in a file of our own form: a
-line of JSON that says what it is for, with the payload's hash, then the payload. Loading a bundle
-runs compiled code from it: the folder must be as trusted as the model's own.
+A bundle is a line of JSON that says what it is for, with the payload's hash, then the payload: a
+zip of PyTorch's own portable bundle (`torch.compiler.save_cache_artifacts`) and of the libraries
+that inductor built for the CPU, which PyTorch's leaves out. Loading it runs compiled code from it:
+the folder must be as trusted as the model's own.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import contextlib
 import dataclasses
 import fcntl
 import hashlib
+import io
 import json
 import logging
 import os
 import platform
 import tempfile
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,16 +117,17 @@ class Bundle:
 
         The others wait for the first, and then load what it has kept.
         """
-        if self._load():
-            yield
-            return
-        with _locked(self.path.with_suffix(".lock")):
-            found = self._load()
-            yield
-            if not found:
-                self._save()
+        with _own_cache(self.path.stem) as cache:
+            if self._load(cache):
+                yield
+                return
+            with _locked(self.path.with_suffix(".lock")):
+                found = self._load(cache)
+                yield
+                if not found:
+                    self._save(cache)
 
-    def _load(self) -> bool:
+    def _load(self, cache: Path) -> bool:
         try:
             line, _, payload = self.path.read_bytes().partition(b"\n")
         except OSError:
@@ -134,18 +138,17 @@ class Bundle:
                 raise ValueError("it is for another model, torch, device or config")
             if header["sha256"] != hashlib.sha256(payload).hexdigest():
                 raise ValueError("it is damaged")
-            if torch.compiler.load_cache_artifacts(payload) is None:
-                raise ValueError("torch does not take it")
+            _unpack(payload, cache)
         except Exception as error:  # whatever a file of this name may hold
             log.warning("model '%s': %s is ignored: %s.", self.model, self.path.name, brief(error))
             return False
         return True
 
-    def _save(self) -> None:
+    def _save(self, cache: Path) -> None:
         made = torch.compiler.save_cache_artifacts()
         if made is None:  # a backend that keeps nothing
             return
-        payload, _ = made
+        payload = _pack(made[0], cache)
         header = {"facts": self.facts, "sha256": hashlib.sha256(payload).hexdigest()}
         try:
             with tempfile.NamedTemporaryFile(
@@ -157,6 +160,49 @@ class Bundle:
             log.warning(
                 "model '%s': %s cannot be kept: %s.", self.model, self.path.name, brief(error)
             )
+
+
+_TORCHS = "torch.bundle"
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@contextlib.contextmanager
+def _own_cache(name: str) -> Iterator[Path]:
+    """Inductor's folder for this model alone: what lies there afterwards, is the model's."""
+    # Importing inductor takes a second, and whoever compiles nothing need not wait for it.
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
+
+    before = os.environ.get(_VARIABLE)
+    cache = Path(before or default_cache_dir()) / name
+    os.environ[_VARIABLE] = str(cache)
+    try:
+        yield cache
+    finally:
+        if before is None:
+            del os.environ[_VARIABLE]
+        else:
+            os.environ[_VARIABLE] = before
+
+
+def _pack(made: bytes, cache: Path) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr(_TORCHS, made)
+        for library in sorted(cache.glob("**/*.so")):
+            archive.write(library, library.relative_to(cache).as_posix())
+    return buffer.getvalue()
+
+
+def _unpack(payload: bytes, cache: Path) -> None:
+    with zipfile.ZipFile(io.BytesIO(payload)) as archive:
+        for name in archive.namelist():
+            library = cache / name
+            # Another instance may be using the one that is there.
+            if name != _TORCHS and not library.exists():
+                archive.extract(name, cache)  # which leads no name out of the folder
+                library.chmod(0o755)
+        if torch.compiler.load_cache_artifacts(archive.read(_TORCHS)) is None:
+            raise ValueError("torch does not take it")
 
 
 @contextlib.contextmanager

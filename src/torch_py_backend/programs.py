@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._inductor import aoti_load_package
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
@@ -239,6 +238,9 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
     Raises:
         ArtifactError: this torch cannot load it.
     """
+    # A second that other kinds need not wait for.
+    from torch._inductor import aoti_load_package  # noqa: PLC0415
+
     # Without it, a wrong shape is not noticed: the program reads past the memory of its inputs.
     os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
     index = device.index if device is not None and device.type == "cuda" else -1

@@ -111,6 +111,7 @@ def test_a_second_signal_leaves_nothing_either(repository: Path) -> None:
         assert _regions(prefix) == []
     finally:
         process.kill()
+        process.wait()
 
 
 def test_a_server_that_ends_is_told(repository: Path) -> None:

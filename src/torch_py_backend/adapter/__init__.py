@@ -32,6 +32,7 @@ class TritonPythonModel:
             args: Triton's arguments, all strings; `model_config` is JSON.
         """
         logs.install()
+        self._modes = contextlib.ExitStack()
         # Triton's stub runs in the C locale; torch.compile reads its templates as UTF-8.
         locale.setlocale(locale.LC_ALL, "C.UTF-8")
         try:
@@ -74,7 +75,6 @@ class TritonPythonModel:
         if settings.options.warmup:
             warmup.run(self._engine)
         # Triton calls this thread and no other: entered once, it need not be for each batch.
-        self._modes = contextlib.ExitStack()
         if settings.options.inference_mode:
             self._modes.enter_context(torch.inference_mode())
         # torch and the model are hundreds of thousands of objects, and they stay: a collection
@@ -96,9 +96,13 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Called before a healthy instance ends."""
-        self._modes.close()
+        self.leave()
         if self._publisher is not None:
             self._publisher.tell_all()
+
+    def leave(self) -> None:
+        """Leave what `initialize` entered; to call it twice, or after a failure, is no error."""
+        self._modes.close()
 
 
 def _arguments(document: Mapping[str, Any]) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import subprocess
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -14,6 +16,7 @@ from rich.markup import escape
 from torch_py_backend.server import ModelState, Server
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_POLL_SECONDS = 0.5
 
 
 class _Stopped(Exception):  # noqa: N818  no error: the user's wish
@@ -55,7 +58,7 @@ def serve(
                 f"serving on http://{server.http_address} and grpc://{server.grpc_address};"
                 f" metrics on http://{server.metrics_address}/metrics; Ctrl-C stops"
             )
-            code = server.process.wait()
+            code = _wait(server.process)
     except _Stopped:
         console.print("stopped")
     finally:
@@ -68,6 +71,20 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     raise _Stopped
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """The server's exit code.
+
+    Raises:
+        _Stopped: a signal came, also one whose exception got lost. Python drops what is raised
+            inside a destructor, or while another signal's exception is on its way.
+    """
+    while True:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+            raise _Stopped
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.wait(_POLL_SECONDS)
 
 
 def _line(state: ModelState) -> str:
