@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,61 @@ def test_libraries_of_the_cpu_are_kept(
         kept = {path.name: path.read_bytes() for path in folder.glob("*/*")}
 
     assert kept == {"kernel.so": b"code"}
+
+
+def test_library_of_a_killed_start_is_replaced(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a library that an earlier start left behind is not what the model runs."""
+    found = bundle(tmp_path, artifact)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    with found.used():
+        library = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "ab" / "kernel.so"
+        library.parent.mkdir(parents=True)
+        library.write_bytes(b"whole")
+    library.write_bytes(b"wh")
+
+    with found.used():
+        assert library.read_bytes() == b"whole"
+
+    assert [path.name for path in library.parent.iterdir()] == ["kernel.so"]
+
+
+@pytest.mark.parametrize("name", ["../../outside.so", "/outside.so"])
+def test_library_that_leads_out_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A bundle writes nowhere but into its own folder."""
+    target = str(tmp_path / "outside.so") if name.startswith("/") else name
+    payload = io.BytesIO()
+    with zipfile.ZipFile(payload, "w") as archive:
+        archive.writestr("torch.bundle", b"")
+        archive.writestr(target, b"code")
+
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        compile_cache._unpack(payload.getvalue(), tmp_path / "a" / "b")
+
+    assert not list(tmp_path.glob("**/outside.so"))
+
+
+def test_full_disk_leaves_nothing_behind(
+    tmp_path: Path,
+    artifact: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A bundle that cannot be written costs a line in the log, and no half of a file."""
+    found = bundle(tmp_path, artifact)
+
+    def full(_: Path, __: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with found.used():
+        pass
+
+    assert "No space left on device" in caplog.text
+    assert [one.suffix for one in (tmp_path / "compile_cache").iterdir()] == [".lock"]
 
 
 def test_failed_start_keeps_nothing(tmp_path: Path, artifact: Artifact) -> None:

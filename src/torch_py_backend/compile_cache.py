@@ -151,11 +151,7 @@ class Bundle:
         payload = _pack(made[0], cache)
         header = {"facts": self.facts, "sha256": hashlib.sha256(payload).hexdigest()}
         try:
-            with tempfile.NamedTemporaryFile(
-                dir=self.path.parent, prefix=f".{self.path.name}", delete=False
-            ) as file:
-                file.write(json.dumps(header).encode() + b"\n" + payload)
-            Path(file.name).replace(self.path)
+            _write(self.path, json.dumps(header).encode() + b"\n" + payload)
         except OSError as error:  # a full disk: the model serves all the same
             log.warning(
                 "model '%s': %s cannot be kept: %s.", self.model, self.path.name, brief(error)
@@ -184,6 +180,19 @@ def _own_cache(name: str) -> Iterator[Path]:
             os.environ[_VARIABLE] = before
 
 
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all, whoever reads it meanwhile and whatever becomes of this process."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
+        scratch = Path(file.name)
+        try:
+            file.write(content)
+            file.flush()
+            scratch.replace(path)
+        except BaseException:
+            scratch.unlink(missing_ok=True)
+            raise
+
+
 def _pack(made: bytes, cache: Path) -> bytes:
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -195,11 +204,16 @@ def _pack(made: bytes, cache: Path) -> bytes:
 
 def _unpack(payload: bytes, cache: Path) -> None:
     with zipfile.ZipFile(io.BytesIO(payload)) as archive:
-        for name in archive.namelist():
-            library = cache / name
-            # Another instance may be using the one that is there.
-            if name != _TORCHS and not library.exists():
-                archive.extract(name, cache)  # which leads no name out of the folder
+        for entry in archive.infolist():
+            if entry.filename == _TORCHS:
+                continue
+            library = (cache / entry.filename).resolve()
+            if not library.is_relative_to(cache.resolve()):
+                raise ValueError(f"it holds {entry.filename}, which leads out of its folder")
+            # One that is whole may be in use; a start that was killed may have left another.
+            if not library.is_file() or library.stat().st_size != entry.file_size:
+                library.parent.mkdir(parents=True, exist_ok=True)
+                _write(library, archive.read(entry))
                 library.chmod(0o755)
         if torch.compiler.load_cache_artifacts(archive.read(_TORCHS)) is None:
             raise ValueError("torch does not take it")
