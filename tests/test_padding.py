@@ -193,6 +193,8 @@ def test_strings_are_cut_too() -> None:
         pytest.param({"text": {}}, "'text', which holds strings", id="strings"),
         pytest.param({"fixed": {}}, "'fixed', whose dims are fixed", id="fixed"),
         pytest.param({"ids": {"value": 0.5}}, "the value 0.5 for 'ids'", id="value"),
+        pytest.param({"bytes": {"value": 300}}, "the value 300 for 'bytes'", id="too large"),
+        pytest.param({"bytes": {"value": -1}}, "the value -1 for 'bytes'", id="too small"),
         pytest.param({"ids": {"mask": "nope"}}, "the mask 'nope'", id="no mask"),
         pytest.param({"ids": {"mask": "ids"}}, "the mask 'ids'", id="its own mask"),
         pytest.param({"ids": {"mask": "fixed"}}, r"the mask 'fixed' of dims \[4\]", id="mask dims"),
@@ -202,7 +204,7 @@ def test_strings_are_cut_too() -> None:
 )
 def test_pad_that_does_not_fit(pad: dict[str, Any], says: str) -> None:
     """PAD must name what the config has, with what can be padded."""
-    inputs = (IDS, MASK, spec("text", "BYTES"), spec("fixed", dims=(4,)))
+    inputs = (IDS, MASK, spec("text", "BYTES"), spec("fixed", dims=(4,)), spec("bytes", "UINT8"))
 
     with pytest.raises(ConfigError, match=f"PAD names {says}"):
         padding(inputs, (spec("y", dims=(4,)),), **pad)

@@ -115,7 +115,7 @@ class Padding:
             raise _refusal(config, f"'{name}', whose dims are fixed", "inputs with dims of -1")
         value = how.get("value", 0)
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-        if not (dtype.is_floating_point or float(value).is_integer()):
+        if not _holds(dtype, value):
             raise _refusal(
                 config, f"the value {value} for '{name}'", f"one that {spec.dtype.triton} can hold"
             )
@@ -196,6 +196,15 @@ class Padding:
                 kept = slice(whole - size, whole) if cut.left else slice(0, size)
                 part = value[(slice(None),) * cut.axis + (kept,)]
                 outcome[cut.output] = part.contiguous() if isinstance(part, Tensor) else part
+
+
+def _holds(dtype: torch.dtype, value: float) -> bool:
+    """Whether a type has this value: found out at load, not by the first batch of two lengths."""
+    try:
+        held = torch.full((), value, dtype=dtype).item()
+    except (RuntimeError, OverflowError):
+        return False
+    return dtype.is_floating_point or held == value
 
 
 def _free_axes(spec: TensorSpec) -> Iterator[int]:
