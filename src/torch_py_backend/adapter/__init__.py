@@ -69,12 +69,12 @@ class TritonPythonModel:
         # torch reads its environment when it is imported: not before this line.
         import torch  # noqa: PLC0415
 
-        from torch_py_backend import engine, warmup, watching  # noqa: PLC0415
+        from torch_py_backend import engine, warmup, weight_files  # noqa: PLC0415
         from torch_py_backend.adapter import messages  # noqa: PLC0415
 
         _check_numpy(settings.name)
         self._engine = engine.build(settings, share)
-        self._watch = watching.Watch(self._engine)
+        self._watch = weight_files.Watch(self._engine)
         self._messages = messages
         if settings.options.warmup:
             warmup.run(self._engine)

@@ -13,11 +13,11 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend import artifacts, engine, mapping, sharing, watching
+from torch_py_backend import artifacts, engine, mapping, sharing, weight_files
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.threads import Threads
-from torch_py_backend.watching import Watch
+from torch_py_backend.weight_files import Watch
 
 SOURCE = """
 import torch
@@ -76,7 +76,7 @@ KINDS = [
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watching, "_POLL_S", 0.02)
+    monkeypatch.setattr(weight_files, "_POLL_S", 0.02)
 
 
 @pytest.fixture
@@ -399,5 +399,5 @@ def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[Watc
     write(2)
     until(lambda: watch.digest != before and torch.equal(answer(made), Net(2)(X)))
     assert len(watch.digest) == 12
-    assert len(watching.files(artifacts.find(made.config))) == 3
+    assert len(weight_files.files(artifacts.find(made.config))) == 3
     assert mapping.find(made.loaded.weights).shared
