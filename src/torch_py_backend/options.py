@@ -294,6 +294,11 @@ class Options:
         "Seconds that trying the model may take when config.pbtxt leaves out inputs or outputs.",
         default=120,
     )
+    execution_timeout_ms: int | None = _option(
+        POSITIVE,
+        "Milliseconds that one call of the model may take. Where `torch-py-backend serve` watches,"
+        " an instance that takes longer is ended, and the model loaded again. Unset: no limit.",
+    )
     warmup: bool = _option(
         BOOLEAN,
         "Run sample batches before READY, so that no request pays for what a first call costs.",
