@@ -61,6 +61,9 @@ class Metric:
             raise TritonModelException("a counter only grows")
         self._value += value
 
+    def set(self, value: float) -> None:
+        self._value = value
+
     def value(self) -> float:
         return self._value
 
@@ -128,11 +131,19 @@ class Tensor:
 
 
 class InferenceRequest:
-    def __init__(self, inputs: list[Tensor]) -> None:
-        self._inputs = inputs
+    def __init__(
+        self, inputs: list[Tensor], request_id: str = "", *, cancelled: bool = False
+    ) -> None:
+        self._inputs, self._request_id, self._cancelled = inputs, request_id, cancelled
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
+
+    def request_id(self) -> str:
+        return self._request_id
+
+    def is_cancelled(self) -> bool:
+        return self._cancelled
 
 
 class InferenceResponse:

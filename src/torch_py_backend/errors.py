@@ -14,6 +14,7 @@ BackendError
 ├── InputError              a request is wrong: the client's fault
 ├── ForwardError            forward() raised
 ├── OutputError             forward() returned what the config contradicts
+├── InternalError           the backend itself failed
 ├── UnavailableError        the instance cannot answer, and another one might
 │   └── OutOfMemoryError    not even one row of a request fits in memory
 ├── CancelledError          a request was cancelled before it was run
@@ -152,6 +153,13 @@ class ForwardError(ModelError):
 
 class OutputError(ModelError):
     pass
+
+
+class InternalError(ModelError):
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            model, "the backend failed in a way that it does not know; the server's log has more"
+        )
 
 
 class UnavailableError(ModelError):

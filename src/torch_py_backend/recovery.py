@@ -58,6 +58,7 @@ class Recovery:
             of the run. For the caller to tell and to clear.
         fatal: what every request is to be told, once the process is beyond help.
         capacity: the row counts that calls are kept to.
+        begins: called before each try but the first: the model is given time for every one.
 
     Args:
         model: the model's name.
@@ -81,6 +82,7 @@ class Recovery:
         self.reports: dict[tuple[str, str], list[int]] = {}
         self.fatal: UnavailableError | None = None
         self.capacity = Capacity(rows or batching.ANY_ROWS)
+        self.begins: Callable[[], None] = _nothing
         self._model = model
         self._attempt = attempt
         self._batched = rows is not None
@@ -179,6 +181,7 @@ class Recovery:
         return dict(zip(names, joined, strict=True))
 
     def _try(self, group: Group) -> Sequence[Outcome] | Failure:
+        self.begins()
         try:
             return self._attempt(group)
         except KeyboardInterrupt:
@@ -247,6 +250,9 @@ class Recovery:
     def report(self, error: BackendError, text: str, positions: Sequence[int]) -> None:
         """Note what failed; what is the same for several items is told once."""
         self.reports.setdefault((str(error), text), []).extend(positions)
+
+
+def _nothing() -> None: ...
 
 
 def _shape(group: Group) -> tuple[tuple[int, ...], ...]:

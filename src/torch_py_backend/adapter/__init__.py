@@ -11,6 +11,9 @@ import contextlib
 import gc
 import json
 import locale
+import logging
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,13 @@ import triton_python_backend_utils as pb_utils
 from torch_py_backend import completion, config, threads, tuned, vitals
 from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.errors import BackendError, PlatformError
+
+log = logging.getLogger(__name__)
+
+# Of an instance that exits for ON_FATAL: how long its last responses may take to be sent, and its
+# exit code, that of an internal software error.
+_SECONDS_TO_ANSWER = 1.0
+_POISONED = os.EX_SOFTWARE
 
 
 class TritonPythonModel:
@@ -74,11 +84,13 @@ class TritonPythonModel:
         import torch  # noqa: PLC0415
 
         from torch_py_backend import engine, warmup  # noqa: PLC0415
-        from torch_py_backend.adapter import messages  # noqa: PLC0415
+        from torch_py_backend.adapter import answering  # noqa: PLC0415
 
         _check_numpy(settings.name)
         self._engine = engine.build(settings, share)
-        self._messages = messages
+        self._engine.recovery.begins = self._vitals.busy
+        self._settings = settings
+        self._answering = answering.Answering(self._engine, self._end)
         if settings.options.warmup:
             warmup.run(self._engine)
         # Triton calls this thread and no other: entered once, it need not be for each batch.
@@ -89,6 +101,7 @@ class TritonPythonModel:
         gc.collect()
         gc.freeze()
         # Only what can be wasted is counted.
+        self._health = metrics.Health(settings)
         self._publisher = (
             metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
         )
@@ -97,13 +110,33 @@ class TritonPythonModel:
         """One response for each request, in their order."""
         self._vitals.busy()
         try:
-            items = [self._messages.read(request) for request in requests]
-            responses = [self._messages.write(outcome) for outcome in self._engine.run(items)]
+            responses = self._answering.answer(requests)
             if self._publisher is not None:
                 self._publisher.tell()
         finally:
             self._vitals.idle()
         return responses
+
+    def is_ready(self) -> bool:
+        """Whether requests can be answered; servers from 26.03 on ask."""
+        return self._engine.recovery.fatal is None
+
+    def _end(self, reason: str) -> None:
+        """The process cannot compute any more: tell it to everyone who can help."""
+        self._vitals.poisoned(reason)
+        self._health.poisoned()
+        leaves = self._settings.options.on_fatal == "exit"
+        log.error(
+            "model '%s': instance %s is poisoned and %s.",
+            self._settings.name,
+            self._settings.instance,
+            "exits" if leaves else "refuses all requests until the model is loaded anew",
+        )
+        if leaves:
+            # Triton sends this batch's responses after execute() has returned.
+            last = threading.Timer(_SECONDS_TO_ANSWER, os._exit, (_POISONED,))
+            last.daemon = True
+            last.start()
 
     def finalize(self) -> None:
         """Called before a healthy instance ends."""
