@@ -196,7 +196,9 @@ def completed(model: Any, given: dict[str, str]) -> dict[str, str]:
     return given | {"model_config": json.dumps(config.as_dict())}
 
 
-def request(inputs: dict[str, Any], document: dict[str, Any]) -> InferenceRequest:
+def request(
+    inputs: dict[str, Any], document: dict[str, Any], request_id: str = ""
+) -> InferenceRequest:
     """A request from numpy arrays, reshaped as Triton does; torch tensors stand for BF16."""
     specs = {spec["name"]: spec for spec in document["input"]}
     tensors = []
@@ -208,7 +210,7 @@ def request(inputs: dict[str, Any], document: dict[str, Any]) -> InferenceReques
             tensors.append(Tensor.from_dlpack(name, value.clone()))
         else:
             tensors.append(Tensor(name, value.copy()))
-    return InferenceRequest(tensors)
+    return InferenceRequest(tensors, request_id)
 
 
 def arguments(folder: Path, version: str = "1") -> dict[str, str]:

@@ -211,6 +211,11 @@ _SHOWN = 8
 _LONGEST = 500
 # Absolute folders before a name; not what follows a letter (1/2/3, ../a/b) or is an address.
 _PATH = re.compile(r"((?<=file://)|(?<![\w./])(?<!:/))/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
+# The same in quotes, where folders may have blanks.
+_QUOTED_PATH = re.compile(r"""(['"])/(?:[^'"]*/)+(?=[^'"/]+\1)""")
+# Where an object lies in memory, and other machines' names in numbers.
+_MEMORY_ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
+_NETWORK_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 _TORCHSCRIPT = "TorchScript interpreter"
 
 
@@ -224,12 +229,18 @@ def shown(names: Iterable[str]) -> str:
 def brief(error: BaseException) -> str:
     """What an exception says, in one line that may leave the server.
 
-    No traceback, no folder of the server, at most `_LONGEST` characters.
+    No traceback, no folder or address of the server, at most `_LONGEST` characters, all of them
+    printable: what cannot be sent would fail the whole batch.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except Exception:  # of a class of the model's own
+        lines = []
     # TorchScript's message is a traceback; what was raised stands in its last line.
     said = lines[-1] if lines and _TORCHSCRIPT in lines[0] else " ".join(lines[:1])
-    text = _PATH.sub("", said)
+    text = _PATH.sub("", _QUOTED_PATH.sub(r"\1", said))
+    text = _NETWORK_ADDRESS.sub("(address)", _MEMORY_ADDRESS.sub("", text))
+    text = "".join(one if one.isprintable() else "?" for one in text)
     kind = type(error).__name__
     if text.startswith(f"{kind}:") or not text:
         return (text or kind)[:_LONGEST]

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch_py_backend import batching, faults
 from torch_py_backend.batching import Item, Outcome, Rows, Value
-from torch_py_backend.capacity import Capacity
+from torch_py_backend.capacity import Capacity, Limit
 from torch_py_backend.errors import (
     BackendError,
     ForwardError,
@@ -97,7 +97,7 @@ class Recovery:
         shape, sizes = _shape(group), _sizes(group)
         most = self.capacity.most(shape) if self._batched else None
         if most is not None and sum(sizes) > most:
-            return self._in_parts(group, shape, sizes)
+            return self._in_parts(group, shape, sizes, self.capacity.remembered(shape))
         result = self._try(group)
         if isinstance(result, Failure):
             return self.settle(group, result)
@@ -111,8 +111,9 @@ class Recovery:
         """
         if self.fatal is None and failure.memory and self._batched:
             shape, sizes = _shape(group), _sizes(group)
+            before = self.capacity.remembered(shape)
             if self._limit(shape, sum(sizes)) and self._repeats():
-                return self._in_parts(group, shape, sizes)
+                return self._in_parts(group, shape, sizes, before)
         final = failure.memory or failure.repeats or self.fatal is not None
         if final or len(group.items) == 1 or not self._repeats():
             return self._refuse(group, failure)
@@ -136,11 +137,21 @@ class Recovery:
                 (found[place],) = self.settle(_regrouped(group, [members[place]]), result)
         return found
 
-    def _in_parts(self, group: Group, shape: Hashable, sizes: Sequence[int]) -> list[Outcome]:
-        """The outcomes of a group that is called with as many rows at a time as fit in memory."""
+    def _in_parts(
+        self, group: Group, shape: Hashable, sizes: Sequence[int], before: Limit | None
+    ) -> list[Outcome]:
+        """The outcomes of a group that is called with as many rows at a time as fit in memory.
+
+        Args:
+            group: the group.
+            shape: what its limit is remembered by.
+            sizes: the rows of its items.
+            before: what was remembered before this group.
+        """
         pending = deque((place, 0, size) for place, size in enumerate(sizes))
         pieces: list[list[Any]] = [[] for _ in sizes]
         refused: dict[int, BackendError] = {}
+        hopeless = False
         while pending:
             parts = list(_take(pending, self.capacity.most(shape)))
             some = _of_parts(group, parts)
@@ -150,6 +161,7 @@ class Recovery:
                     pending.extendleft(reversed(parts))
                     continue
                 result = self._refuse(some, result)
+                hopeless = True
             elif isinstance(result, Failure):
                 result = self.settle(some, result)
             for (place, _, _), outcome in zip(parts, result, strict=True):
@@ -157,7 +169,9 @@ class Recovery:
                     refused[place] = outcome
                 else:
                     pieces[place].append(outcome)
-        if not refused:
+        if hopeless:
+            self.capacity.restore(shape, before)
+        elif not refused:
             self.capacity.fitted(shape, sum(sizes))
         return [
             refused[place] if place in refused else self._join(found)
