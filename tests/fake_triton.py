@@ -20,13 +20,21 @@ class TritonModelException(Exception):  # noqa: N818  Triton's name
     pass
 
 
+def _passed(text: str) -> str:
+    """Text on its way into C++, where it is UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise TypeError("incompatible function arguments") from None
+    return text
+
+
 class TritonError:
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS = range(7)
     CANCELLED = 7
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
-        if not isinstance(message, str):
-            raise TypeError("message")
+        _passed(message)
         self._message, self._code = message, code
 
     def message(self) -> str:
@@ -41,15 +49,15 @@ class Logger:
 
     @classmethod
     def log_info(cls, text: str) -> None:
-        cls.lines.append(("info", text))
+        cls.lines.append(("info", _passed(text)))
 
     @classmethod
     def log_warn(cls, text: str) -> None:
-        cls.lines.append(("warn", text))
+        cls.lines.append(("warn", _passed(text)))
 
     @classmethod
     def log_error(cls, text: str) -> None:
-        cls.lines.append(("error", text))
+        cls.lines.append(("error", _passed(text)))
 
 
 class Metric:

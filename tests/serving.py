@@ -30,7 +30,6 @@ TABLES = {
     "scenarios": tuple(one for one in scenarios.TABLE if not one.load_error),
     "refused": tuple(one for one in scenarios.TABLE if one.load_error),
     "kinds": kinds.TABLE,
-    "poison": scenarios.POISON,
     "function": tuple(one for one in scenarios.TABLE if one.name == "function"),
 }
 

@@ -267,7 +267,8 @@ def test_only_cancelled_requests(tmp_path: Path, process: None) -> None:
     before = model._engine.counts.rows
     sent = [request(2, cancelled=True)] * 2
 
-    assert check(sent, model.execute(sent)) == [TritonError.CANCELLED] * 2
+    for _ in range(3):  # what was not run says nothing of how long the next one takes
+        assert check(sent, model.execute(sent)) == [TritonError.CANCELLED] * 2
     assert model._engine.counts.rows == before
 
 

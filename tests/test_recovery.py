@@ -162,8 +162,9 @@ def test_answers_are_those_of_smaller_batches() -> None:
         bad(x)
         return torch.nn.functional.gelu(layer(x))
 
-    sent = [{"x": torch.rand(1, 64)} for _ in range(8)]
-    sent[5]["x"][0, 0] = BAD
+    x = torch.rand(8, 1, 64)
+    x[5, 0, 0] = BAD
+    sent: list[Item] = [{"x": row} for row in x]
     outcomes: Sequence[Any] = engine(model).run(sent)
 
     for group in (slice(0, 4), slice(6, 8), slice(4, 5)):

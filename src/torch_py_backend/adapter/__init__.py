@@ -88,11 +88,12 @@ class TritonPythonModel:
 
         _check_numpy(settings.name)
         self._engine = engine.build(settings, share)
-        self._engine.recovery.begins = self._vitals.busy
         self._settings = settings
         self._answering = answering.Answering(self._engine, self._end)
         if settings.options.warmup:
             warmup.run(self._engine)
+        # Not before: loading may take as long as it wants.
+        self._engine.recovery.begins = self._vitals.busy
         # Triton calls this thread and no other: entered once, it need not be for each batch.
         if settings.options.inference_mode:
             self._modes.enter_context(torch.inference_mode())
@@ -100,8 +101,8 @@ class TritonPythonModel:
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
-        # Only what can be wasted is counted.
         self._health = metrics.Health(settings)
+        # Only what can be wasted is counted.
         self._publisher = (
             metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
         )

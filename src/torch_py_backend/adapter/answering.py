@@ -51,13 +51,9 @@ class Answering:
         fatal = self._engine.recovery.fatal
         if fatal is not None:  # not even the requests are read: their tensors may be on the device
             return [messages.write(fatal) for _ in requests]
-        began = time.perf_counter()
         if self._took > len(requests) * _WORTH_ASKING:
-            responses = self._answer_wanted(requests)
-        else:
-            responses = self._answer_all(requests)
-        self._took = time.perf_counter() - began
-        return responses
+            return self._answer_wanted(requests)
+        return self._answer_all(requests)
 
     def _answer_wanted(self, requests: Sequence[Any]) -> list[Any]:
         """The cancelled ones are not run: requests wait in Triton while a batch is run."""
@@ -79,6 +75,7 @@ class Answering:
         ]
 
     def _answer_all(self, requests: Sequence[Any]) -> list[Any]:
+        began = time.perf_counter()
         try:
             items = [messages.read(request) for request in requests]
         except Exception:
@@ -90,6 +87,8 @@ class Answering:
             responses = [self._write(place, outcome) for place, outcome in enumerate(outcomes)]
         if self._engine.recovery.reports:
             self._tell(requests)
+        # Not of a batch that was cancelled as a whole: it says nothing of the next one.
+        self._took = time.perf_counter() - began
         return responses
 
     def _run(self, items: Sequence[Item]) -> Sequence[Outcome]:
