@@ -496,8 +496,12 @@ _TRITON_S = re.compile(r"^load failed for model '.*?': version \d+ is at UNAVAIL
 
 def sentence(reason: str) -> str:
     """Triton's reason as one line that may leave the server: no trace, no folder, no dot."""
-    said = brief(Exception(_TRITON_S.sub("", reason.split("\n\nAt:", maxsplit=1)[0])))
-    return said.removeprefix("Exception: ").removeprefix("Internal: ").rstrip(".; ")
+    said = _TRITON_S.sub("", reason.partition("\n\nAt:")[0]).strip()
+    if not said:
+        return "no reason is told"
+    return (
+        brief(Exception(said)).removeprefix("Exception: ").removeprefix("Internal: ").rstrip(".; ")
+    )
 
 
 def _times(count: int) -> str:
