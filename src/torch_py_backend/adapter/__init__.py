@@ -66,10 +66,13 @@ class TritonPythonModel:
         document = auto_complete_model_config.as_dict()
         if completion.needed(document):
             logs.install()
+            told = vitals.completing(document["name"])
             try:
                 completion.complete(_arguments(document), document)
             except BackendError as error:
                 raise pb_utils.TritonModelException(str(error)) from error
+            finally:
+                told.ended()
             auto_complete_model_config.set_max_batch_size(document["max_batch_size"])
             if document["max_batch_size"] and "sequence_batching" not in document:
                 auto_complete_model_config.set_dynamic_batching()
