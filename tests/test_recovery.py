@@ -188,6 +188,21 @@ def test_results_that_depend_on_a_request(wrong: str) -> None:
     assert check(sent, engine(model).run(sent), OutputError) == [2]
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+def test_results_that_cannot_even_be_looked_at() -> None:
+    """A tensor that raises when it is asked for its shape is an error of the output."""
+
+    def model(x: Tensor) -> Any:
+        odd = bool((x == BAD).any())
+        return torch.nested.nested_tensor([x[0], x[0, :1]]) if odd else x * 2
+
+    sent = items([1.0, BAD, 3.0])
+    outcomes = engine(model).run(sent)
+
+    assert check(sent, outcomes, OutputError) == [1]
+    assert "the outputs cannot be read" in str(outcomes[1])
+
+
 def test_config_that_does_not_bind_is_tried_once() -> None:
     """No request can help that the config names what forward() does not return."""
     model = Model()
