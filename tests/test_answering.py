@@ -349,7 +349,7 @@ def test_a_poisoned_instance(
     assert not model.is_ready()
     assert gauge() == [1]
     assert "device-side assert triggered" in responses[0].error().message()
-    assert told.reasons == [responses[0].error().message()]
+    assert told.reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
     assert len(errors()) == 2
     assert "Traceback" in errors()[0]
     assert errors()[1] == (

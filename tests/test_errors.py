@@ -102,11 +102,9 @@ def test_code_tells_whose_fault_it_is(kind: type[BackendError], code: str) -> No
 
 def test_fatal_error_says_what_to_do() -> None:
     """What every request is told names the cause and the cure."""
-    cause = RuntimeError("CUDA error: device-side assert triggered\nCompile with ...")
-    assert str(UnavailableError.fatal(build.MODEL, cause)) == (
+    assert str(UnavailableError.fatal(build.MODEL, "RuntimeError: it broke")) == (
         "model 'digits': this instance met a fatal error and answers no requests any more"
-        " (RuntimeError: CUDA error: device-side assert triggered). It must be replaced: load the"
-        " model anew."
+        " (RuntimeError: it broke). It must be replaced: load the model anew."
     )
 
 

@@ -166,11 +166,11 @@ class UnavailableError(ModelError):
     code = "UNAVAILABLE"
 
     @classmethod
-    def fatal(cls, model: str, error: BaseException) -> UnavailableError:
+    def fatal(cls, model: str, reason: str) -> UnavailableError:
         """What every request is told, once an error has made the process useless."""
         return cls(
             model,
-            f"this instance met a fatal error and answers no requests any more ({brief(error)})",
+            f"this instance met a fatal error and answers no requests any more ({reason})",
             cure="It must be replaced: load the model anew.",
         )
 

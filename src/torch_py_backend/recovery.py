@@ -19,6 +19,7 @@ from torch_py_backend.errors import (
     OutOfMemoryError,
     OutputError,
     UnavailableError,
+    brief,
 )
 from torch_py_backend.intake import Group
 from torch_py_backend.narrowing import narrow
@@ -57,6 +58,7 @@ class Recovery:
         reports: of what failed: a sentence and a traceback, and the places of the items among all
             of the run. For the caller to tell and to clear.
         fatal: what every request is to be told, once the process is beyond help.
+        reason: what `fatal` is for, in a few words.
         capacity: the row counts that calls are kept to.
         begins: called before each try but the first: the model is given time for every one.
 
@@ -81,6 +83,7 @@ class Recovery:
     ) -> None:
         self.reports: dict[tuple[str, str], list[int]] = {}
         self.fatal: UnavailableError | None = None
+        self.reason = ""
         self.capacity = Capacity(rows or batching.ANY_ROWS)
         self.begins: Callable[[], None] = _nothing
         self._model = model
@@ -219,7 +222,8 @@ class Recovery:
     ) -> Failure:
         if dead is not None:
             if self.fatal is None:
-                self.fatal = UnavailableError.fatal(self._model, dead)
+                self.reason = brief(dead)
+                self.fatal = UnavailableError.fatal(self._model, self.reason)
             return Failure(self.fatal, text, repeats=True)
         if memory:
             return Failure(OutOfMemoryError(self._model, error), text, memory=True)

@@ -154,7 +154,7 @@ class Answering:
                 len(reports) - _MOST_TOLD,
             )
         if recovery.fatal is not None:
-            self._end(str(recovery.fatal))
+            self._end(recovery.reason)
 
 
 def _names(requests: Iterable[Any]) -> str:
