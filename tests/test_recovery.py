@@ -322,6 +322,23 @@ def test_what_the_log_is_told() -> None:
         assert "During handling" not in text
 
 
+def test_endless_recursion() -> None:
+    """A traceback of a thousand frames is told by its last ones."""
+
+    def even(x: Tensor) -> None:
+        odd(x)
+
+    def odd(x: Tensor) -> None:
+        even(x)
+
+    made = engine(Model(even))
+    made.run(items([1.0]))
+
+    (((sentence, text), _),) = made.recovery.reports.items()
+    assert "RecursionError" in sentence
+    assert len(text.splitlines()) < 300
+
+
 def test_every_try_has_its_time() -> None:
     """What watches the time of a call is told of each second try."""
     model = Model(bad)
@@ -417,8 +434,8 @@ def test_no_batch_dimension() -> None:
 
     assert [type(outcome) for outcome in outcomes] == [OutOfMemoryError] * 2
     assert str(outcomes[0]) == (
-        "model 'digits': the request does not fit in memory (OutOfMemoryError: CUDA out of memory."
-        " Tried to allocate 2.00 GiB.). Try again later, or send less."
+        "model 'digits': the request does not fit in memory, not even a row at a time. Try again"
+        " later, or send less."
     )
     assert model.calls == [4, 4]
 

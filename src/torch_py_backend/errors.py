@@ -176,10 +176,12 @@ class UnavailableError(ModelError):
 
 
 class OutOfMemoryError(UnavailableError):
-    def __init__(self, model: str, error: BaseException) -> None:
+    """Without what torch says of it: who else uses how much of the server's memory."""
+
+    def __init__(self, model: str) -> None:
         super().__init__(
             model,
-            f"the request does not fit in memory ({brief(error)})",
+            "the request does not fit in memory, not even a row at a time",
             cure="Try again later, or send less.",
         )
 

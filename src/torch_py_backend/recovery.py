@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # Calls that narrowing one batch down may take: enough for every batch of up to 64 items.
 _CALLS = 128
+# Of a traceback the innermost frames are told: an endless recursion has a thousand.
+_FRAMES = -64
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +210,7 @@ class Recovery:
 
     def judge(self, error: BaseException) -> Failure:
         """Read all that is needed from an exception, and let go of it."""
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = "".join(traceback.format_exception(error, limit=_FRAMES)).rstrip()
         memory = faults.out_of_memory(error)
         dead = self._dead(error)
         failure = self._named(error, memory=memory, dead=dead, text=text)
@@ -226,7 +228,7 @@ class Recovery:
                 self.fatal = UnavailableError.fatal(self._model, self.reason)
             return Failure(self.fatal, text, repeats=True)
         if memory:
-            return Failure(OutOfMemoryError(self._model, error), text, memory=True)
+            return Failure(OutOfMemoryError(self._model), text, memory=True)
         if isinstance(error, BackendError):
             # What the config and the model disagree in, no item can help.
             return Failure(error, repeats=isinstance(error, LoadError))

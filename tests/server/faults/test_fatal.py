@@ -7,6 +7,7 @@ import re
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,26 @@ class Breaks(torch.nn.Module):
         return x * 2
 
 
+class Hungry(torch.nn.Module):
+    """Needs 400 MB for each row, in a process that may take no more than 1.5 GB beside what it has.
+
+    A row above 100 needs more than there is.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        import resource
+        from pathlib import Path
+
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        limit = pages * resource.getpagesize() + 1_500_000_000
+        resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        copies = 10_000_000_000 if bool((x > 100).any()) else 25_000_000
+        return x * 2 + x.repeat(1, copies)[:, :4] * 0
+
+
 class Counts(torch.nn.Module):
     """Takes long, and answers how many rows it has seen."""
 
@@ -57,6 +78,12 @@ class Counts(torch.nn.Module):
 _TABLE = (
     scenarios.Scenario("stays", scenarios.python(Breaks), scenarios.x_to_y(4)),
     scenarios.Scenario("exits", scenarios.python(Breaks), scenarios.x_to_y(4, ON_FATAL="exit")),
+    scenarios.Scenario(
+        "hungry",
+        scenarios.python(Hungry),
+        scenarios.x_to_y(4, WARMUP="false")
+        + "dynamic_batching { max_queue_delay_microseconds: 500000 }\n",
+    ),
     scenarios.Scenario("well", scenarios.python(models.Negate), scenarios.x_to_y(4)),
     scenarios.Scenario("counts", scenarios.python(Counts), scenarios.x_to_y(4, WARMUP="false")),
 )
@@ -145,6 +172,23 @@ def _stubs(server: Server) -> list[psutil.Process]:
         for one in psutil.Process(server.process.pid).children(recursive=True)
         if "python_backend_stub" in one.name() and one.status() != psutil.STATUS_ZOMBIE
     ]
+
+
+def test_a_process_that_may_take_no_more_memory(running: tuple[Server, Any, Path]) -> None:
+    """Its batches are run in smaller calls; only a request that never fits is refused with 503."""
+    _, client, log = running
+    sent = [1.0, 2.0, 3.0, 400.0, 5.0, 6.0, 7.0, 8.0]
+    with ThreadPoolExecutor(len(sent)) as pool:
+        calls = [pool.submit(_ask, client, "hungry", value) for value in sent]
+    for value, call in zip(sent, calls, strict=True):
+        if value < 100:
+            assert (call.result() == 2 * value).all()
+        else:
+            refusal = call.exception()
+            assert isinstance(refusal, InferenceServerException)
+            assert "UNAVAILABLE" in refusal.status()
+            assert "does not fit in memory" in refusal.message()
+    assert "model 'hungry': memory ran out with" in log.read_text(errors="replace")
 
 
 def test_requests_that_nobody_waits_for(running: tuple[Server, Any, Path]) -> None:
