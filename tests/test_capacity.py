@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import pytest
 
@@ -100,6 +101,39 @@ def test_limit_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == sorted(seen, key=lambda most: most or 99)
     assert {4, 8, 16} <= set(seen)
     assert not made.limits
+
+
+_ROWS = [
+    Rows(1, 32),
+    Rows(1, None),
+    Rows(4, 8),
+    Rows(4, None),
+    Rows(4, 8, (4, 8)),
+    Rows(3, 32, (3, 7, 32)),
+    Rows(1, 32, (1, 2, 4, 8, 16, 32)),
+]
+
+
+@pytest.mark.parametrize("rows", _ROWS, ids=str)
+def test_memory_that_comes_and_goes(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fits at the moment, each failure makes the next call smaller, down to the least."""
+    monkeypatch.setattr(capacity, "_PATIENCE", 2)
+    random = Random(0)
+    made = Capacity(rows)
+    for _ in range(3000):
+        size, fits = random.randint(1, 32), random.randint(0, 40)
+        called = 10_000
+        while True:
+            most = made.most(SHAPE)
+            now = rows.filled(min(size, most or size, rows.most or size))
+            assert now < called
+            if now <= fits:
+                made.fitted(SHAPE, size)
+                break
+            called = now
+            if made.failed(SHAPE, min(size, most or size)) is None:
+                assert now == rows.filled(1)
+                break
 
 
 def test_small_batches_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from random import Random
 from typing import Any
 
 import build
@@ -586,6 +587,64 @@ def test_memory_of_the_cpu() -> None:
     assert 1 <= int(done.stdout) <= 3
 
 
+_KINDS = [
+    (ANY_ROWS, {}),
+    (Rows(4, 8), {}),
+    (ANY_ROWS, {"batch_buckets": (2, 8, 32)}),
+    (ANY_ROWS, {"pad": {"x": {"multiple_of": 4}}}),
+    (ANY_ROWS, {"check_finite": True}),
+]
+
+
+@pytest.mark.parametrize(("rows", "overrides"), _KINDS)
+def test_everything_at_once(
+    rows: Rows, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad values, rows that never fit and memory that comes and goes: no answer is ever wrong."""
+    monkeypatch.setattr(capacity, "_PATIENCE", 2)
+    random = Random(1)
+    fits = [32]
+    kinds: dict[float, type[BackendError]] = {BAD: ForwardError, -8.0: OutOfMemoryError}
+
+    def judge(x: Tensor) -> None:
+        above(max(fits[0], rows.least))(x)
+        if bool((x == -8).any()):
+            raise MemoryError
+        bad(x)
+
+    x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
+    made = engine(Model(judge), rows, inputs=(x,), **overrides)
+    for _ in range(150):
+        fits[0] = random.choice([2, 3, 9, 32, 32])
+        sent = [
+            *(
+                item
+                for _ in range(random.randint(1, 6))
+                for item in items([random.random()], random.randint(1, 5), random.choice([3, 4]))
+            )
+        ]
+        wrong = {
+            place: random.choice(list(kinds)) for place in range(len(sent)) if random.random() < 0.2
+        }
+        for place, value in wrong.items():
+            x_of = np.asarray(sent[place]["x"])
+            x_of[random.randrange(len(x_of)), 1] = value
+        outcomes = made.run(sent)
+
+        fixed = rows.least > 1 or "batch_buckets" in overrides
+        for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
+            if isinstance(outcome, BackendError):
+                # Fixed calls that do not fit, or that share their least rows, fail together.
+                assert place in wrong or (fixed and isinstance(outcome, OutOfMemoryError))
+                assert place not in wrong or type(outcome) in (
+                    kinds[wrong[place]],
+                    OutOfMemoryError,
+                )
+            else:
+                assert place not in wrong
+                np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(item["x"]))
+
+
 # --- beyond help -----------------------------------------------------------------------------
 
 
@@ -654,6 +713,22 @@ def test_device_that_breaks_at_a_second_try(monkeypatch: pytest.MonkeyPatch) -> 
 
     assert check(sent, made.run(sent), UnavailableError) == [2, 3]
     assert model.calls == [4, 2, 2]
+
+
+def test_device_that_breaks_while_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch that is run in pieces, those after the fatal one are not run."""
+    device = Device(tells=True)
+    monkeypatch.setattr(runtime, "probe", device.probe)
+
+    def judge(x: Tensor) -> None:
+        above(2)(x)
+        device.judge(x)
+
+    model = Model(judge)
+    sent = items([1.0, 2.0, BAD, 4.0, 5.0, 6.0, 7.0, 8.0])
+
+    assert check(sent, engine(model).run(sent), UnavailableError) == [2, 3, 4, 5, 6, 7]
+    assert model.calls == [8, 4, 2, 2]
 
 
 def test_cache_of_a_broken_device_is_left_alone(

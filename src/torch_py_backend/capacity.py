@@ -66,7 +66,8 @@ class Capacity:
         limit = self.limits.get(shape)
         if limit is None or rows <= limit.safe:
             return
-        called = min(rows, limit.most)
+        # What was called, filling included: a limit that is no row count of a call would not limit.
+        called = self._called(min(rows, limit.most))
         if called > limit.safe:
             limit.safe, limit.good = called, 0
             if self._rows.most is not None and called >= self._rows.most:

@@ -200,6 +200,8 @@ class Recovery:
         return dict(zip(names, joined, strict=True))
 
     def _try(self, group: Group) -> Sequence[Outcome] | Failure:
+        if self.fatal is not None:
+            return Failure(self.fatal, repeats=True)
         self.begins()
         try:
             return self._attempt(group)
