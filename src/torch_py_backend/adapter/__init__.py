@@ -11,18 +11,25 @@ import contextlib
 import gc
 import json
 import locale
+import logging
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import completion, config, threads, tuned
+from torch_py_backend import completion, config, threads, tuned, vitals
 from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.errors import BackendError, PlatformError
 
-if TYPE_CHECKING:
-    from torch_py_backend.batching import Item
+log = logging.getLogger(__name__)
+
+# Of an instance that exits for ON_FATAL: how long its last responses may take to be sent, and its
+# exit code, that of an internal software error.
+_SECONDS_TO_ANSWER = 1.0
+_POISONED = os.EX_SOFTWARE
 
 
 class TritonPythonModel:
@@ -36,12 +43,18 @@ class TritonPythonModel:
         """
         logs.install()
         self._modes = contextlib.ExitStack()
+        self._vitals: vitals.Vitals = vitals.Untold()
         # Triton's stub runs in the C locale; torch.compile reads its templates as UTF-8.
         locale.setlocale(locale.LC_ALL, "C.UTF-8")
         try:
             self._start(args)
-        except BackendError as error:
-            raise pb_utils.TritonModelException(str(error)) from error
+        except BaseException as error:
+            # A refusal, which Triton reports: nobody died.
+            self._vitals.ended()
+            if isinstance(error, BackendError):
+                raise pb_utils.TritonModelException(str(error)) from error
+            raise
+        self._vitals.ready()
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
@@ -53,10 +66,13 @@ class TritonPythonModel:
         document = auto_complete_model_config.as_dict()
         if completion.needed(document):
             logs.install()
+            told = vitals.completing(document["name"])
             try:
                 completion.complete(_arguments(document), document)
             except BackendError as error:
                 raise pb_utils.TritonModelException(str(error)) from error
+            finally:
+                told.ended()
             auto_complete_model_config.set_max_batch_size(document["max_batch_size"])
             if document["max_batch_size"] and "sequence_batching" not in document:
                 auto_complete_model_config.set_dynamic_batching()
@@ -64,20 +80,26 @@ class TritonPythonModel:
 
     def _start(self, args: Mapping[str, str]) -> None:
         settings = tuned.apply(config.parse(args))
+        self._vitals = vitals.start(settings)
         share = threads.budget(settings)
         threads.reserve(share)
         # torch reads its environment when it is imported: not before this line.
         import torch  # noqa: PLC0415
 
         from torch_py_backend import engine, warmup, weight_files  # noqa: PLC0415
-        from torch_py_backend.adapter import messages  # noqa: PLC0415
+        from torch_py_backend.adapter import answering  # noqa: PLC0415
 
         _check_numpy(settings.name)
         self._engine = engine.build(settings, share)
+        self._settings = settings
         self._watch = weight_files.Watch(self._engine)
-        self._messages = messages
+        watched = settings.options.watch_weights
+        weights = answering.Weights(self._watch, settings) if watched else None
+        self._answering = answering.Answering(self._engine, self._end, weights)
         if settings.options.warmup:
             warmup.run(self._engine)
+        # Not before: loading may take as long as it wants.
+        self._engine.recovery.begins = self._vitals.busy
         # Triton calls this thread and no other: entered once, it need not be for each batch.
         if settings.options.inference_mode:
             self._modes.enter_context(torch.inference_mode())
@@ -85,10 +107,7 @@ class TritonPythonModel:
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
-        self._weights = None
-        if settings.options.watch_weights:
-            self._weights = metrics.WeightsInForce(settings)
-            self._tells_weights = messages.takes_parameters()
+        self._health = metrics.Health(settings)
         # Only what can be wasted is counted.
         self._publisher = (
             metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
@@ -96,28 +115,39 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response for each request, in their order."""
-        items = [self._messages.read(request) for request in requests]
-        if self._weights is None:
-            responses = [self._messages.write(outcome) for outcome in self._engine.run(items)]
-        else:
-            responses = self._run_labelled(items, self._weights)
-        if self._publisher is not None:
-            self._publisher.tell()
+        self._vitals.busy()
+        try:
+            responses = self._answering.answer(requests)
+            if self._publisher is not None:
+                self._publisher.tell()
+        finally:
+            self._vitals.idle()
         return responses
 
-    def _run_labelled(self, items: Sequence[Item], weights: metrics.WeightsInForce) -> list[Any]:
-        """Run, and tell with which weights: no others are swapped in meanwhile."""
-        with self._engine.turn:
-            outcomes = self._engine.run(items)
-            digest = self._watch.digest
-        weights.tell(digest)
-        if not self._tells_weights:
-            return [self._messages.write(outcome) for outcome in outcomes]
-        parameters = {"weights": digest}
-        return [self._messages.write_with_parameters(one, parameters) for one in outcomes]
+    def is_ready(self) -> bool:
+        """Whether requests can be answered; servers from 26.03 on ask."""
+        return self._engine.recovery.fatal is None
+
+    def _end(self, reason: str) -> None:
+        """The process cannot compute any more: tell it to everyone who can help."""
+        self._vitals.poisoned(reason)
+        self._health.poisoned()
+        leaves = self._settings.options.on_fatal == "exit"
+        log.error(
+            "model '%s': instance %s is poisoned and %s.",
+            self._settings.name,
+            self._settings.instance,
+            "exits" if leaves else "refuses all requests until the model is loaded anew",
+        )
+        if leaves:
+            # Triton sends this batch's responses after execute() has returned.
+            last = threading.Timer(_SECONDS_TO_ANSWER, os._exit, (_POISONED,))
+            last.daemon = True
+            last.start()
 
     def finalize(self) -> None:
         """Called before a healthy instance ends."""
+        self._vitals.ended()
         self.leave()
         self._watch.close()
         if self._publisher is not None:

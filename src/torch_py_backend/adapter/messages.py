@@ -18,6 +18,7 @@ from torch_py_backend.errors import BackendError
 
 # Below this size a DLPack capsule is cheaper to hand over than a numpy array, above it dearer.
 _SMALL_BYTES = 4096
+_LONGEST_ID = 64
 
 
 def read(request: Any) -> Item:
@@ -51,6 +52,12 @@ def takes_parameters() -> bool:
     except TypeError:
         return False
     return True
+
+
+def request_id(request: Any) -> str:
+    """What the client calls its request, fit for a log: one short line, whatever was sent."""
+    name: str = request.request_id()
+    return "".join(one if one.isprintable() else "?" for one in name[:_LONGEST_ID])
 
 
 def write(outcome: Outcome) -> Any:
