@@ -159,11 +159,14 @@ def _is_program(name: str) -> bool:
 
 def aoti_metadata(path: Path) -> dict[str, str]:
     """What an AOTInductor package says that it was built for; empty where it does not say."""
-    with _Bounded(path) as bounded, zipfile.ZipFile(bounded) as archive:
-        for name in archive.namelist():
-            if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
-                with archive.open(name) as file:
-                    return _json_object(file.read(_METADATA_BYTES))
+    try:
+        with _Bounded(path) as bounded, zipfile.ZipFile(bounded) as archive:
+            for name in archive.namelist():
+                if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
+                    with archive.open(name) as file:
+                        return _texts(file.read(_METADATA_BYTES))
+    except Exception:  # it is damaged, which loading it will say
+        return {}
     return {}
 
 
@@ -184,12 +187,14 @@ def shards(index: Path) -> list[str]:
     return sorted(names)
 
 
-def _json_object(text: bytes) -> dict[str, str]:
+def _texts(written: bytes) -> dict[str, str]:
+    """The texts of a JSON object, by their names."""
     try:
-        document = json.loads(text)
+        document = json.loads(written)
     except (ValueError, RecursionError):
         return {}
-    return document if isinstance(document, dict) else {}
+    entries = document.items() if isinstance(document, dict) else ()
+    return {name: value for name, value in entries if isinstance(value, str)}
 
 
 def _describe_pickle(pickled: bytes) -> Content:
