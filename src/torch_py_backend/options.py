@@ -198,8 +198,8 @@ class Options:
     )
     compile_cache_dir: str | None = _option(
         TEXT,
-        "Where what torch.compile made is kept for the next start; `none` keeps nothing. Unset:"
-        " the folder compile_cache in the model's folder, where it can be written.",
+        "Where what torch.compile made is kept for the next start: a folder in the model's own, or"
+        " an absolute path; `none` keeps nothing. Unset: compile_cache, where it can be written.",
     )
     compile_required: bool = _option(
         BOOLEAN,
