@@ -227,7 +227,8 @@ def document(inputs: Mapping[str, Any], *, binary: bool) -> tuple[dict[str, Any]
     """The JSON of an HTTP request, and the binary data behind it."""
     entries, tail = [], b""
     for name, value in inputs.items():
-        entry = {"name": name, "datatype": _datatype(value), "shape": list(value.shape)}
+        entry: dict[str, Any] = {"name": name, "datatype": _datatype(value)}
+        entry["shape"] = list(value.shape)
         if binary:
             data = _raw(value)
             entry["parameters"] = {"binary_data_size": len(data)}

@@ -119,7 +119,7 @@ def _odd_data(head: dict[str, Any], random: Random) -> None:
     entry.pop("parameters", None)
     data = entry.get("data") or [1.0]
     count = len(data)
-    odd = ([None], ["x"], [1e400], [{}], [True], [10**30])
+    odd: tuple[list[Any], ...] = ([None], ["x"], [1e400], [{}], [True], [10**30])
     entry["data"] = _pick(
         random,
         [data[:-1], [*data, *data], [data], [[data], data], data[0], None, "text"]
@@ -262,7 +262,8 @@ def _of_headers(served: Served, random: Random) -> Malformed:
 def http(served: Served, random: Random) -> Malformed:
     """One malformed request over HTTP."""
     kinds = (_of_document, _of_document, _of_document, _of_bytes, _of_headers)
-    return _pick(random, kinds)(served, random)
+    made: Malformed = _pick(random, kinds)(served, random)
+    return made
 
 
 # --- gRPC --------------------------------------------------------------------------------------

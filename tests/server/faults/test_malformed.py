@@ -100,8 +100,8 @@ async def _storm(server: Server) -> collections.Counter[tuple[int | str, str]]:
             answers.update((one.status, one.text) for one in came[:_BAD_PER_WAVE])
             assert server.process.poll() is None, f"the server died in wave {wave}"
     finally:
-        for client in (*https, *grpcs):
-            await client.close()
+        await asyncio.gather(*(client.close() for client in https))
+        await asyncio.gather(*(client.close() for client in grpcs))
     return answers
 
 
