@@ -1,7 +1,7 @@
 """A server under full load, with cancellations, loads and unloads.
 
-Kills are not among them yet: where an instance dies under load with cancellations, an unload by hand
-did not end on 24.10. They belong here once `serve` heals.
+Kills are not among them yet: where an instance dies under load with cancellations, an unload by
+hand did not end on 24.10. They belong here once `serve` heals.
 
 Every answer is right or a clear error, every request is accounted for, and nothing grows. The short
 form runs with the tests; `make soak` (SOAK_SECONDS) takes twenty minutes.
