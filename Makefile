@@ -2,9 +2,11 @@
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
+FUZZ_SECONDS ?= 60
+SOAK_SECONDS ?= 1200
 BIN := $(VENV)/bin
 
-.PHONY: demo serve test lint types clean
+.PHONY: demo serve test fuzz soak lint types clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,6 +21,15 @@ serve: $(VENV)/installed
 
 test: lint types
 	$(BIN)/pytest
+
+# Every parser of what others wrote, a minute each; FUZZ_SECONDS changes that.
+fuzz: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[fuzz]'
+	$(BIN)/python tests/fuzz.py --seconds $(FUZZ_SECONDS)
+
+# A real server under full load for twenty minutes, with loads, unloads and cancellations.
+soak: $(VENV)/installed
+	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest tests/server/faults/test_soak.py -s --timeout 7200
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator, Mapping
 
 import fake_triton
+import hypothesis
 import pytest
 import torch
 
@@ -17,6 +18,12 @@ import torch
 sys.modules.setdefault("triton_python_backend_utils", fake_triton)
 
 from torch_py_backend.adapter import TritonPythonModel  # noqa: E402  after the fake
+
+# The same examples in every run, no time limit of its own: pytest's ends what hangs.
+hypothesis.settings.register_profile(
+    "suite", derandomize=True, deadline=None, database=None, max_examples=150
+)
+hypothesis.settings.load_profile("suite")
 
 
 @pytest.fixture

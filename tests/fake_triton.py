@@ -112,6 +112,16 @@ class Tensor:
         tensor = torch.utils.dlpack.from_dlpack(capsule)
         if not tensor.is_contiguous():
             raise AssertionError("the real stub would send the wrong bytes")
+        stride = 1
+        for axis in range(tensor.ndim - 1, 0, -1):  # also of what holds nothing
+            if tensor.stride(axis) != stride:
+                raise TritonModelException("DLPack tensor is not contiguous.")
+            stride *= tensor.shape[axis]
+        return cls.sent(name, tensor)
+
+    @classmethod
+    def sent(cls, name: str, tensor: torch.Tensor) -> Tensor:
+        """A tensor of a request: Triton's own, whose strides nobody asks for."""
         made = cls.__new__(cls)
         made._name, made._array, made._torch = name, None, tensor
         return made
@@ -215,7 +225,7 @@ def request(
             batch = value.shape[: len(value.shape) - len(specs[name]["dims"])]
             value = value.reshape(batch + tuple(specs[name]["reshape"]["shape"]))  # noqa: PLW2901
         if isinstance(value, torch.Tensor):
-            tensors.append(Tensor.from_dlpack(name, value.clone()))
+            tensors.append(Tensor.sent(name, value.clone()))
         else:
             tensors.append(Tensor(name, value.copy()))
     return InferenceRequest(tensors, request_id)

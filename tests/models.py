@@ -326,3 +326,11 @@ class Convolution(nn.Module):
 def total(x: Tensor) -> Tensor:
     """A scalar for each row."""
     return x.sum(dim=1)
+
+
+class Mixed(nn.Module):
+    """A tensor, and values of every other kind, none of which is wrong."""
+
+    def forward(self, x: Tensor, power: int, factor: float, negative: bool, unit: str) -> Tensor:
+        result = x * factor + power % 7 + len(unit)
+        return -result if negative else result

@@ -338,6 +338,17 @@ BATCHES = (
         (Call({"x": floats(2, 0)}, {"y": floats(2, 0)}), _NEGATED),
     ),
     Scenario(
+        "zero_size_as_it_came",
+        python(models.echo),
+        config({"x": [-1, -1]}, {"x": [-1, -1]})
+        + tensor("input", "b", [-1, -1], "BF16")
+        + tensor("output", "b", [-1, -1], "BF16"),
+        tuple(
+            Call(*[{"x": floats(*shape), "b": torch.ones(shape, dtype=torch.bfloat16)}] * 2)
+            for shape in ((1, 0, 3), (2, 3, 0), (1, 0, 0), (1, 2, 3))
+        ),
+    ),
+    Scenario(
         "strided_outputs",
         python(models.Strided),
         config({"x": [4]}, {"a": [4], "b": [4], "c": [4]}),

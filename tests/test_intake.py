@@ -17,6 +17,7 @@ from torch_py_backend.batching import Item
 from torch_py_backend.config import ModelConfig, TensorSpec
 from torch_py_backend.errors import BindingError, InputError
 from torch_py_backend.intake import Intake
+from torch_py_backend.padding import Padding
 
 
 def optional(spec: TensorSpec) -> TensorSpec:
@@ -98,6 +99,30 @@ def test_wrong_item_is_the_clients_fault(item: Item, said: str) -> None:
     assert isinstance(found, InputError)
     assert found.code == "INVALID_ARG"
     assert str(found).startswith(f"model 'digits': {said}")
+
+
+@pytest.mark.parametrize("shape", [(4,), (), (1, 4, 1)], ids=str)
+@pytest.mark.parametrize("specs", [(X,), (dataclasses.replace(X, dims=(-1,)),)], ids=["4", "-1"])
+def test_item_without_rows(specs: tuple[TensorSpec], shape: tuple[int, ...]) -> None:
+    """Triton takes the first dimension from a request that says 0 rows: it meets no other item."""
+    made = passing(one, *specs)
+    item: Item = {"x": np.ones(shape, dtype=np.float32)}
+
+    refused = made.admit(item)
+
+    assert isinstance(refused, InputError)
+    assert f"input 'x' has the shape {list(shape)} and no rows" in str(refused)
+    assert made.whole([{"x": torch.ones(2, 4)}, item]) is None
+
+
+def test_padded_item_without_rows() -> None:
+    """It is refused before a mask is made for it."""
+    specs = [dataclasses.replace(build.spec(name, "INT64", (-1,)), ragged=True) for name in "xn"]
+    specs[1] = optional(specs[1])
+    config = build.config(inputs=tuple(specs), pad={"x": {"mask": "n"}})
+    made = Intake(config, signatures.of_function(pair), Padding(config))
+
+    assert isinstance(made.admit({"x": np.ones(3, dtype=np.int64)}), InputError)
 
 
 def test_rows_do_not_count_without_a_batch() -> None:

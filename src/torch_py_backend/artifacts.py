@@ -12,7 +12,7 @@ from pathlib import Path
 from torch_py_backend import contents
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.contents import Content
-from torch_py_backend.errors import ArtifactError, ConfigError
+from torch_py_backend.errors import ArtifactError, ConfigError, brief
 
 
 class Kind(enum.Enum):
@@ -86,7 +86,10 @@ def _refuse_fallback(config: ModelConfig, kind: Kind) -> None:
 def _describe(config: ModelConfig, path: Path) -> Artifact:
     if path.suffix == ".py":
         return _with_weights(config, Kind.MODULE, path, path.stem)
-    found = contents.describe(path)
+    try:
+        found = contents.describe(path)
+    except OSError as error:
+        raise ArtifactError(config.name, f"{path.name} cannot be read: {brief(error)}") from error
     source = path.with_suffix(".py")
     if found is Content.STATE_DICT and source.is_file():
         return _with_weights(config, Kind.MODULE, source, source.stem)
@@ -104,6 +107,8 @@ def _describe(config: ModelConfig, path: Path) -> Artifact:
 def _model_file(config: ModelConfig) -> Path:
     folder = config.version_folder
     names = _candidates(config.default_model_filename)
+    if names[0] not in _DEFAULTS:  # what is looked for anyway may be a link to a store of models
+        _refuse_outside(config, "default_model_filename", names[0])
     for name in names:
         if (folder / name).is_file():
             return folder / name
@@ -135,11 +140,8 @@ def _with_weights(config: ModelConfig, kind: Kind, path: Path, stem: str) -> Art
 
 def _inside(config: ModelConfig, option: str, name: str) -> Path:
     """The file that an option names: in the version folder, and no way out of the model's."""
+    _refuse_outside(config, option, name)
     path = config.version_folder / name
-    if not path.resolve().is_relative_to(config.folder.resolve()):
-        raise ConfigError(
-            config.name, f"{option} is '{name}'", expected="a file in the model's own folder"
-        )
     if not path.is_file():
         raise ArtifactError(
             config.name,
@@ -147,6 +149,21 @@ def _inside(config: ModelConfig, option: str, name: str) -> Path:
             cure="Correct the name in config.pbtxt.",
         )
     return path
+
+
+def _refuse_outside(config: ModelConfig, option: str, name: str) -> None:
+    """A name that leads out of the model's folder, by itself or by a link, or that is no name."""
+    try:
+        path = (config.version_folder / name).resolve()
+        path.is_file()  # raises what asking for it later would
+        folders = (config.folder.resolve(), config.version_folder.resolve())
+        inside = any(path.is_relative_to(folder) for folder in folders)
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
+        inside = False
+    if not inside:
+        raise ConfigError(
+            config.name, f"{option} is '{name}'", expected="a file in the model's own folder"
+        )
 
 
 def _weights_in(config: ModelConfig, folder: Path, stem: str) -> Path | None:

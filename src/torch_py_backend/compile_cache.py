@@ -3,7 +3,7 @@
 A bundle is a line of JSON that says what it is for, with the payload's hash, then the payload: a
 zip of PyTorch's own portable bundle (`torch.compiler.save_cache_artifacts`) and of the libraries
 that inductor built for the CPU, which PyTorch's leaves out. Loading it runs compiled code from it:
-the folder must be as trusted as the model's own.
+it is loaded only where nobody but this user could have written it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from typing import Any
 
 import torch
 
+from torch_py_backend import ownership
 from torch_py_backend.artifacts import Artifact
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import PlatformError, brief
+from torch_py_backend.errors import ConfigError, PlatformError, brief
 
 log = logging.getLogger(__name__)
 
@@ -40,17 +41,28 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
     """The bundle of a model on a device; None: nothing is to be kept, or cannot be.
 
     Raises:
+        ConfigError: COMPILE_CACHE_DIR leads out of the model's folder.
         PlatformError: COMPILE_CACHE_DIR cannot be written.
     """
+    _settle()
     wished = config.options.compile_cache_dir
     if wished is not None and wished.lower() == "none":
         return None
-    folder = config.folder / _FOLDER if wished is None else Path(wished).expanduser()
+    folder = config.folder / _FOLDER if wished is None else _named(config, wished)
     facts = _facts(config, artifact, device)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     bundle = Bundle(config.name, folder / f"{config.name}-{digest[:16]}.bundle", facts)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        reason = ownership.make(folder)
+        if reason:
+            log.warning(
+                "model '%s': %s is ignored, and nothing is kept there: %s. Only its owner may"
+                " write a folder that code is loaded from.",
+                config.name,
+                folder,
+                reason,
+            )
+            return None
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
@@ -64,6 +76,23 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
             log.info("model '%s': %s cannot be written: nothing is kept.", config.name, folder)
             return None
     return bundle
+
+
+def _named(config: ModelConfig, wished: str) -> Path:
+    """COMPILE_CACHE_DIR: a folder of the model's, or anywhere by an absolute path."""
+    try:
+        named = Path(wished).expanduser()
+        folder = (config.folder / named).resolve()
+        leaves = not named.is_absolute() and not folder.is_relative_to(config.folder.resolve())
+    except (OSError, ValueError, RuntimeError):  # a NUL, a user that is unknown, links in a circle
+        leaves = True
+    if leaves:
+        raise ConfigError(
+            config.name,
+            f"COMPILE_CACHE_DIR is '{wished}'",
+            expected="a folder in the model's own, or an absolute path",
+        )
+    return folder
 
 
 def _facts(config: ModelConfig, artifact: Artifact, device: torch.device) -> Mapping[str, Any]:
@@ -118,21 +147,20 @@ class Bundle:
         The others wait for the first, and then load what it has kept.
         """
         with _own_cache(self.path.stem) as cache:
-            if self._load(cache):
+            if self._load(cache, logging.DEBUG):  # what is wrong with it, is told below
                 yield
                 return
             with _locked(self.path.with_suffix(".lock")):
-                found = self._load(cache)
+                found = self._load(cache, logging.WARNING)
                 yield
                 if not found:
                     self._save(cache)
 
-    def _load(self, cache: Path) -> bool:
-        try:
-            line, _, payload = self.path.read_bytes().partition(b"\n")
-        except OSError:
+    def _load(self, cache: Path, level: int) -> bool:
+        if not self.path.is_file():
             return False
         try:
+            line, _, payload = ownership.read(self.path).partition(b"\n")
             header = json.loads(line)
             if header["facts"] != self.facts:
                 raise ValueError("it is for another model, torch, device or config")
@@ -140,7 +168,9 @@ class Bundle:
                 raise ValueError("it is damaged")
             _unpack(payload, cache)
         except Exception as error:  # whatever a file of this name may hold
-            log.warning("model '%s': %s is ignored: %s.", self.model, self.path.name, brief(error))
+            log.log(
+                level, "model '%s': %s is ignored: %s.", self.model, self.path.name, brief(error)
+            )
             return False
         return True
 
@@ -162,22 +192,29 @@ _TORCHS = "torch.bundle"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
+def _settle() -> None:
+    """Give inductor a folder that is this user's alone: its own has a name that anyone may take."""
+    named, reason = os.environ.get(_VARIABLE), ""
+    try:
+        reason = ownership.make(Path(named)) if named else ""
+    except OSError as error:
+        reason = brief(error)
+    if reason:
+        log.warning("%s, %s, is not used: %s.", _VARIABLE, named, reason)
+    if reason or not named:
+        os.environ[_VARIABLE] = str(ownership.of_user())
+
+
 @contextlib.contextmanager
 def _own_cache(name: str) -> Iterator[Path]:
     """Inductor's folder for this model alone: what lies there afterwards, is the model's."""
-    # Importing inductor takes a second, and whoever compiles nothing need not wait for it.
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir  # noqa: PLC0415
-
-    before = os.environ.get(_VARIABLE)
-    cache = Path(before or default_cache_dir()) / name
+    before = os.environ[_VARIABLE]
+    cache = Path(before) / name
     os.environ[_VARIABLE] = str(cache)
     try:
         yield cache
     finally:
-        if before is None:
-            del os.environ[_VARIABLE]
-        else:
-            os.environ[_VARIABLE] = before
+        os.environ[_VARIABLE] = before
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -214,7 +251,7 @@ def _unpack(payload: bytes, cache: Path) -> None:
             if not library.is_file() or library.stat().st_size != entry.file_size:
                 library.parent.mkdir(parents=True, exist_ok=True)
                 _write(library, archive.read(entry))
-                library.chmod(0o755)
+                library.chmod(0o700)
         if torch.compiler.load_cache_artifacts(archive.read(_TORCHS)) is None:
             raise ValueError("torch does not take it")
 
@@ -223,7 +260,7 @@ def _unpack(payload: bytes, cache: Path) -> None:
 def _locked(path: Path) -> Iterator[None]:
     """While no other process has it; the kernel takes it back from one that dies."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError:  # read-only
         yield
         return

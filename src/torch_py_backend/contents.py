@@ -16,6 +16,8 @@ from pathlib import Path
 # Enough of a pickle to meet the classes that it names; a bound against absurd files.
 _PICKLE_BYTES = 1 << 20
 _METADATA_BYTES = 1 << 16
+# A zip's list of members: 100,000 tensors have less. It is read at once, and becomes objects.
+_LISTED_BYTES = 1 << 24
 
 
 class Content(enum.Enum):
@@ -35,6 +37,8 @@ class Content(enum.Enum):
     NUMPY = "a numpy array"
     EMPTY = "empty"
     TRUNCATED = "a truncated or damaged zip archive"
+    CROWDED = "a zip archive whose list of members is longer than any model's"
+    REPACKED = "a zip archive with compressed members, which torch.save never writes"
     UNKNOWN = "not a file that torch.save, torch.jit.save or torch.export.save wrote"
 
 
@@ -57,6 +61,7 @@ _CURES = {
     Content.HTML: "Download it again; the page may say why that failed.",
     Content.GIT_LFS: "Fetch the file with `git lfs pull`.",
     Content.COMPRESSED: "Unpack it, and put the model file itself here.",
+    Content.REPACKED: "Load it with torch.load and write it again with torch.save.",
 }
 
 # What a file begins with.
@@ -83,10 +88,25 @@ def describe(path: Path) -> Content:
     if not head.startswith(b"PK"):
         return _describe_head(path, head)
     try:
-        with zipfile.ZipFile(path) as archive:
+        with _Bounded(path) as bounded, zipfile.ZipFile(bounded) as archive:
             return _describe_archive(archive)
+    except _CrowdedError:
+        return Content.CROWDED
     except Exception:  # zipfile, zlib, lzma and bz2 have each errors of their own
         return Content.TRUNCATED
+
+
+class _CrowdedError(Exception):
+    """A zip's list of members is absurd."""
+
+
+class _Bounded(io.FileIO):
+    """A file that is read in pieces of a bounded size: a zip itself says how long its list is."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > _LISTED_BYTES:
+            raise _CrowdedError
+        return super().read(size) or b""
 
 
 def _describe_head(path: Path, head: bytes) -> Content:
@@ -115,9 +135,17 @@ def _describe_archive(archive: zipfile.ZipFile) -> Content:
         return Content.TORCHSCRIPT
     if any(name.endswith(("keras_metadata.pb", "model.weights.h5")) for name in members):
         return Content.TENSORFLOW
-    pickles = [name for name in members if name.endswith("data.pkl")]
+    return _describe_saved(archive)
+
+
+def _describe_saved(archive: zipfile.ZipFile) -> Content:
+    """What torch.save wrote."""
+    pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
     if not pickles:
         return Content.UNKNOWN
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+        # Its tensors are mapped from the file as they lie there; and it could inflate to anything.
+        return Content.REPACKED
     with archive.open(pickles[0]) as file:
         return _describe_pickle(file.read(_PICKLE_BYTES))
 
@@ -131,23 +159,27 @@ def _is_program(name: str) -> bool:
 
 def aoti_metadata(path: Path) -> dict[str, str]:
     """What an AOTInductor package says that it was built for; empty where it does not say."""
-    with zipfile.ZipFile(path) as archive:
-        for name in archive.namelist():
-            if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
-                with archive.open(name) as file:
-                    return _json_object(file.read(_METADATA_BYTES))
+    try:
+        with _Bounded(path) as bounded, zipfile.ZipFile(bounded) as archive:
+            for name in archive.namelist():
+                if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
+                    with archive.open(name) as file:
+                        return _texts(file.read(_METADATA_BYTES))
+    except Exception:  # it is damaged, which loading it will say
+        return {}
     return {}
 
 
 # What `shards` raises for a file that is no index.
-NO_INDEX = (ValueError, LookupError, AttributeError, TypeError)
+NO_INDEX = (ValueError, LookupError, AttributeError, TypeError, RecursionError)
 
 
 def shards(index: Path) -> list[str]:
     """The files that Hugging Face's `model.safetensors.index.json` names.
 
     Raises:
-        ValueError, LookupError, AttributeError, TypeError: it is no such index (`NO_INDEX`).
+        ValueError, LookupError, AttributeError, TypeError, RecursionError: it is no such index
+            (`NO_INDEX`).
     """
     names = set(json.loads(index.read_bytes())["weight_map"].values())
     if not all(isinstance(name, str) for name in names):
@@ -155,12 +187,14 @@ def shards(index: Path) -> list[str]:
     return sorted(names)
 
 
-def _json_object(text: bytes) -> dict[str, str]:
+def _texts(written: bytes) -> dict[str, str]:
+    """The texts of a JSON object, by their names."""
     try:
-        document = json.loads(text)
-    except ValueError:
+        document = json.loads(written)
+    except (ValueError, RecursionError):
         return {}
-    return document if isinstance(document, dict) else {}
+    entries = document.items() if isinstance(document, dict) else ()
+    return {name: value for name, value in entries if isinstance(value, str)}
 
 
 def _describe_pickle(pickled: bytes) -> Content:

@@ -53,6 +53,8 @@ class Intake:
         self._signature = signature
         self._names = [spec.name for spec in config.inputs]
         self._required = [spec.name for spec in config.inputs if not spec.optional]
+        self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
+        self._first = (self._names[0], self._axes[self._names[0]])
         self._whole = bind_inputs(config.name, self._names, signature)
         self._special = {
             name: takes
@@ -93,8 +95,10 @@ class Intake:
         if not self._uniform or not items:
             return None
         inputs = len(self._names)
+        name, axes = self._first
         for item in items:
-            if len(item) != inputs:
+            # Of a request that says it has no rows, Triton makes one without that dimension.
+            if len(item) != inputs or item[name].ndim != axes:
                 return None
             if inputs > 1 and len({value.shape[0] for value in item.values()}) > 1:
                 return None
@@ -106,6 +110,8 @@ class Intake:
         for name in self._required:
             if name not in item:
                 return InputError(self._model, f"the request lacks the input '{name}'")
+        if self._batched and (rowless := self._rowless(item)):
+            return rowless
         if self._padding is not None:
             item = self._padding.fill(item)
         if self._batched and not item:
@@ -133,6 +139,17 @@ class Intake:
             except BindingError as error:  # a pattern too rare to have been tried at load
                 return InputError(self._model, f"the request lacks inputs: {error}")
         return self._admit_special(item) if self._special or self._strings else item
+
+    def _rowless(self, item: Item) -> InputError | None:
+        """What is wrong with an item of which Triton has taken the first dimension."""
+        for name, value in item.items():
+            if value.ndim != self._axes[name]:
+                return InputError(
+                    self._model,
+                    f"input '{name}' has the shape {list(value.shape)} and no rows",
+                    expected=f"{self._axes[name]} dimensions, the first of at least 1",
+                )
+        return None
 
     def _admit_special(self, item: Item) -> Item | InputError:
         admitted = dict(item)

@@ -217,8 +217,8 @@ class Options:
     )
     compile_cache_dir: str | None = _option(
         TEXT,
-        "Where what torch.compile made is kept for the next start; `none` keeps nothing. Unset:"
-        " the folder compile_cache in the model's folder, where it can be written.",
+        "Where what torch.compile made is kept for the next start: a folder in the model's own, or"
+        " an absolute path; `none` keeps nothing. Unset: compile_cache, where it can be written.",
     )
     compile_required: bool = _option(
         BOOLEAN,
@@ -357,8 +357,13 @@ _LIBTORCHS = {"INTRA_OP_THREAD_COUNT": COUNT, "INTER_OP_THREAD_COUNT": COUNT}
 _YES_NO = {"yes": "true", "no": "false"}
 
 
-def parse(model: str, parameters: Mapping[str, Mapping[str, str]]) -> Options:
-    """Triton's `parameters` as Options; an unknown key is warned about."""
+def parse(model: str, parameters: Mapping[str, Any]) -> Options:
+    """Triton's `parameters` as Options; an unknown key is warned about.
+
+    Raises:
+        OptionError: a value is not accepted.
+        ConfigError: two parameters contradict each other.
+    """
     values: dict[str, Any] = {}
     source: dict[str, str] = {}
     rows = {key: row for row in TABLE for key in (row.key, *row.also)}
@@ -367,7 +372,7 @@ def parse(model: str, parameters: Mapping[str, Mapping[str, str]]) -> Options:
         if row is None:
             _warn_unknown(model, key, list(rows))
             continue
-        value = _value(model, row, key, entry.get("string_value", ""))
+        value = _value(model, row, key, _string(model, row, key, entry))
         if value is None:
             continue
         if row.inert and value:
@@ -388,6 +393,14 @@ def parse(model: str, parameters: Mapping[str, Mapping[str, str]]) -> Options:
     return Options(**values)
 
 
+def _string(model: str, row: OptionRow, key: str, entry: Any) -> str:
+    """Triton's own entries are always strings; what is read from other files may be anything."""
+    text = entry.get("string_value", "") if isinstance(entry, Mapping) else entry
+    if not isinstance(text, str) or text is entry:
+        raise OptionError(model, key, str(entry), f"a string_value with {row.parser.accepted}")
+    return text
+
+
 def _value(model: str, row: OptionRow, key: str, text: str) -> Any:
     if key == "FORCE_CPU_ONLY_INPUT_TENSORS":
         text = _YES_NO.get(text.lower(), text)
@@ -397,7 +410,7 @@ def _value(model: str, row: OptionRow, key: str, text: str) -> Any:
     except json.JSONDecodeError as error:
         problem = f"{parser.accepted} (JSON says: {error})"
         raise OptionError(model, key, text, problem) from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise OptionError(model, key, text, parser.accepted) from None
 
 

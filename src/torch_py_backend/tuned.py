@@ -64,7 +64,10 @@ def chosen(model_folder: Path, fingerprint: str) -> dict[str, str] | None:
     """
     entry = _read(model_folder / FILE).get(fingerprint, {})
     choice = entry.get("chosen")
-    return None if choice is None else dict(choice["parameters"])
+    try:
+        return None if choice is None else dict(choice["parameters"])
+    except (LookupError, ValueError, TypeError) as error:
+        raise _unreadable(model_folder.name, error) from None
 
 
 def apply(settings: ModelConfig) -> ModelConfig:
@@ -162,10 +165,14 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         machines = json.loads(path.read_bytes())["machines"]
         return {name: dict(entry) for name, entry in machines.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(
-            path.parent.name,
-            f"{FILE} cannot be read: {type(error).__name__}: {error}",
-            expected="what `torch-py-backend tune` writes",
-            cure="Remove it, and tune again.",
-        ) from None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _unreadable(path.parent.name, error) from None
+
+
+def _unreadable(model: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        model,
+        f"{FILE} cannot be read: {type(error).__name__}: {error}",
+        expected="what `torch-py-backend tune` writes",
+        cure="Remove it, and tune again.",
+    )

@@ -106,7 +106,12 @@ def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
         return _read_safetensors(config, path)
     if path.suffix == ".json":
         return _read_shards(config, path)
-    found = contents.describe(path)
+    try:
+        found = contents.describe(path)
+    except OSError as error:
+        raise ArtifactError(
+            config.name, f"the weights {path.name} cannot be read: {brief(error)}"
+        ) from error
     if found is not Content.STATE_DICT:
         raise ArtifactError(
             config.name,
@@ -162,8 +167,12 @@ def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name in files:
         path = index.parent / name
-        inside = any(path.resolve().is_relative_to(folder) for folder in folders)
-        if not inside or not path.is_file():
+        try:
+            inside = any(path.resolve().is_relative_to(folder) for folder in folders)
+            there = inside and path.is_file()
+        except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
+            there = False
+        if not there:
             raise ArtifactError(
                 config.name,
                 f"the weights {index.name} name {name}",

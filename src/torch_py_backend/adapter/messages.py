@@ -5,6 +5,7 @@ Imported when an instance starts, not before: it needs torch, and Triton's utili
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -74,7 +75,15 @@ def _write_tensor(name: str, value: Value) -> Any:
         return pb_utils.Tensor(name, value)
     if value.is_cuda:
         return pb_utils.Tensor.from_dlpack(name, value)
+    if not value.numel():
+        value = _laid_out(value)
     if value.dtype is torch.bfloat16 or value.nbytes < _SMALL_BYTES:
         # Of torch's making: a capsule of numpy's, which Triton renames, brings the process down.
         return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(value))  # type: ignore[attr-defined]
     return pb_utils.Tensor(name, value.numpy())
+
+
+def _laid_out(empty: Tensor) -> Tensor:
+    """A tensor that holds nothing, with the strides that Triton expects even of that."""
+    strides = [math.prod(empty.shape[axis + 1 :]) for axis in range(empty.ndim)]
+    return empty.as_strided(empty.shape, strides)

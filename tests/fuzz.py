@@ -1,0 +1,70 @@
+"""Fuzzing with atheris, led by coverage: `python tests/fuzz.py [--seconds N] [TARGET ...]`.
+
+Each target of fuzzing.py runs in a process of its own, one after another. What breaks one is kept
+in `fuzz/` under the working directory; a run starts from what was found there before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+_HERE = Path(__file__).parent
+_HANGS_S = 20
+_MEMORY_MB = 1024
+# Whose branches are worth reaching.
+_LED_BY = ["torch_py_backend", "zipfile", "pickletools", "json"]
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Fuzz the targets; how many of them broke."""
+    import fuzzing
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(fuzzing.TARGETS))
+    parser.add_argument("--seconds", type=int, default=60, help="for each target")
+    chosen = parser.parse_args(arguments)
+    broken = []
+    for name in chosen.targets or fuzzing.TARGETS:
+        corpus = Path("fuzz") / name
+        corpus.mkdir(parents=True, exist_ok=True)
+        for number, seed in enumerate(fuzzing.SEEDS):
+            (corpus / f"seed{number}").write_bytes(seed)
+        limits = [f"-max_total_time={chosen.seconds}", f"-timeout={_HANGS_S}"]
+        limits += [f"-rss_limit_mb={_MEMORY_MB}", f"-artifact_prefix=fuzz/{name}-"]
+        command = [sys.executable, __file__, "--one", name, str(corpus), *limits]
+        print(f"--- {name}", flush=True)
+        if subprocess.run(command, check=False).returncode:
+            broken.append(name)
+    print(f"broken: {', '.join(broken) or 'none'}")
+    return len(broken)
+
+
+def one(name: str, arguments: Sequence[str]) -> None:
+    """One target, until its time is over or it breaks."""
+    import atheris
+
+    with atheris.instrument_imports(include=_LED_BY):
+        import fuzzing
+
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:
+
+        def test(data: bytes) -> None:
+            fuzzing.TARGETS[name](Path(folder), data)
+
+        atheris.Setup([sys.argv[0], *arguments], test)
+        atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(_HERE))
+    if sys.argv[1:2] == ["--one"]:
+        one(sys.argv[2], sys.argv[3:])
+    else:
+        sys.exit(main(sys.argv[1:]))

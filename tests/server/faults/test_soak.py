@@ -1,0 +1,294 @@
+"""A server under full load, with cancellations, loads and unloads.
+
+Kills are not among them yet: where an instance dies under load with cancellations, an unload by
+hand did not end on 24.10. They belong here once `serve` heals.
+
+Every answer is right or a clear error, every request is accounted for, and nothing grows. The short
+form runs with the tests; `make soak` (SOAK_SECONDS) takes twenty minutes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import os
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import hostile
+import numpy as np
+import psutil
+import pytest
+from hostile import SERVED, Answer, Grpc, Http
+
+from torch_py_backend.server import Server
+
+_SECONDS = float(os.environ.get("SOAK_SECONDS", "100"))
+_CLIENTS = 6  # of each protocol
+_SAMPLE_S = 0.5
+# Between two cycles of unload and load.
+_PAUSE_S = 4.0
+_CANCELLED = 0.03
+# The slowest that may be under way at the end: a load.
+_GRACE_S = 60.0
+
+_RELOADED = hostile.affine("reloaded")
+_STEADY = tuple(one for one in SERVED if one.name in {"affine", "mixed", "padded", "blobs"})
+_ALL = (*_STEADY, _RELOADED)
+# What a model may say while it is taken away.
+_CLEAR = (
+    "is not ready",  # Triton: unloading, or not loaded yet
+    "unknown model",
+    "is not found",
+    "unloaded",
+    "no available versions",
+)
+
+
+@dataclass
+class Counts:
+    """What became of the requests to one model."""
+
+    sent: int = 0
+    right: int = 0
+    cancelled: int = 0
+    refused: collections.Counter[str] = field(default_factory=collections.Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def accounted(self) -> int:
+        return self.right + self.cancelled + sum(self.refused.values()) + len(self.wrong)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    for served in _ALL:
+        served.scenario.lay_out(tmp_path / "repository")
+    with (
+        (tmp_path / "server.log").open("wb") as log,
+        Server(
+            tmp_path / "repository",
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            arguments=["--model-control-mode=explicit", "--load-model=*"],
+            log=log,
+        ) as server,
+    ):
+        for state in server.wait_loaded(timeout=540):
+            assert state.ready, state.reason
+        yield server
+
+
+@pytest.mark.slow
+def test_soak(server: Server) -> None:
+    """Nothing is answered wrongly, lost, or kept for longer than it is needed."""
+    counts, samples, disturbed = asyncio.run(_soak(server, _SECONDS))
+
+    for served in _ALL:
+        told = counts[served.name]
+        print(f"{served.name}: sent {told.sent}, right {told.right}, cancelled {told.cancelled},"
+              f" refused {sum(told.refused.values())} {dict(told.refused)}")  # fmt: skip
+        assert not told.wrong, told.wrong[:3]
+        assert told.sent == told.accounted
+        assert told.right
+        assert all(any(part in text for part in _CLEAR) for text in told.refused), told.refused
+    print(f"unloads and loads: {disturbed['reloaded']}")
+    assert disturbed["reloaded"]
+    for served in _STEADY:  # whose instances nobody touched
+        assert not counts[served.name].refused
+    _assert_flat(samples)
+
+
+# --- load --------------------------------------------------------------------------------------
+
+
+async def _soak(
+    server: Server, seconds: float
+) -> tuple[dict[str, Counts], list[Sample], collections.Counter[str]]:
+    counts = {served.name: Counts() for served in _ALL}
+    samples: list[Sample] = []
+    disturbed: collections.Counter[str] = collections.Counter()
+    over = asyncio.Event()
+    control = _Control(server)
+    clients: list[Http | Grpc] = [Http(server.http_address) for _ in range(_CLIENTS)]
+    clients += [Grpc(server.grpc_address) for _ in range(_CLIENTS)]
+    tasks = [
+        *(_ask(client, number, counts, over) for number, client in enumerate(clients)),
+        _sample(server, samples, over),
+        _disturb(lambda: control.heal(_RELOADED.name), "reloaded", disturbed, over),
+    ]
+    running = [asyncio.create_task(task) for task in tasks]
+    # Whoever fails ends it for all.
+    await asyncio.wait(running, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    over.set()
+    _, hanging = await asyncio.wait(running, timeout=_GRACE_S)
+    assert not hanging, [str(task.get_stack()[-1:]) for task in hanging]
+    await asyncio.gather(*running)
+    return counts, samples, disturbed
+
+
+async def _ask(
+    client: Http | Grpc, number: int, counts: dict[str, Counts], over: asyncio.Event
+) -> None:
+    """Requests one after another; some are cancelled on their way, or their connection closed."""
+    random = np.random.default_rng(number)
+    while not over.is_set():
+        served = _ALL[int(random.integers(len(_ALL)))]
+        call, told = served.call(random), counts[served.name]
+        told.sent += 1
+        asked = asyncio.ensure_future(client.infer(served.name, call.inputs))
+        await _answered(asked, call, told, random)
+    await client.close()
+
+
+async def _answered(asked: asyncio.Future[Answer], call: Any, told: Counts, random: Any) -> None:
+    if random.random() < _CANCELLED:
+        await asyncio.sleep(float(random.random()) * 0.003)
+        asked.cancel()
+    try:
+        answer = await asked
+    except asyncio.CancelledError:
+        told.cancelled += 1
+        return
+    if hostile.right(call, answer):
+        told.right += 1
+    elif answer.good:
+        told.wrong.append(f"{call} {answer}")
+    else:
+        # Without what differs from one to the next.
+        text = answer.text.replace("[request id: <id_unknown>] ", "")
+        told.refused[f"{answer.status} {text[:90]}"] += 1
+
+
+# --- what happens meanwhile --------------------------------------------------------------------
+
+
+async def _disturb(
+    once: Callable[[], Any], name: str, disturbed: collections.Counter[str], over: asyncio.Event
+) -> None:
+    while not over.is_set():
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(over.wait(), _PAUSE_S)
+            return
+        await once()
+        disturbed[name] += 1
+
+
+class _Control:
+    """A model taken through unload and load, as an operator would do it by hand."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    async def heal(self, model: str) -> None:
+        client = Http(self._server.http_address)
+        for step, ready in (("unload", False), ("load", True)):
+            path = f"/v2/repository/models/{model}/{step}"
+            answer = await client.send(hostile.post(path, b"{}"))
+            assert answer.good, answer
+            while await self._ready(model) is not ready:  # noqa: ASYNC110  nobody tells
+                await asyncio.sleep(0.05)
+        await client.close()
+
+    async def _ready(self, model: str) -> bool:
+        states = await asyncio.to_thread(self._server.models)
+        (found,) = [one for one in states if one.name == model]
+        if not found.ready and "unloaded" not in found.reason:
+            return True  # still unloading: in between
+        return found.ready
+
+
+# --- what must not grow ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One look at the processes that live throughout.
+
+    Attributes:
+        memory: MiB of each process that are its own, by its number.
+        files: open files of each process.
+        regions: how many regions of shared memory there are.
+        shared: their MiB.
+    """
+
+    memory: dict[int, float]
+    files: dict[int, int]
+    regions: int
+    shared: float
+
+
+def _stubs(server: Server) -> list[psutil.Process]:
+    found = []
+    for one in psutil.Process(server.process.pid).children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if "triton_python_backend_stub" in one.name() or "stub" in " ".join(one.cmdline()[:1]):
+                found.append(one)
+    return found
+
+
+async def _sample(server: Server, samples: list[Sample], over: asyncio.Event) -> None:
+    names = tuple(f"{one.name}_0_" for one in _STEADY)
+    watched = [psutil.Process(server.process.pid)]
+    watched += [
+        one for one in _stubs(server) if any(name in " ".join(one.cmdline()) for name in names)
+    ]
+    while not over.is_set():
+        samples.append(_look(watched, _prefix(server)))
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(over.wait(), _SAMPLE_S)
+
+
+def _look(watched: Sequence[psutil.Process], prefix: str) -> Sample:
+    regions = list(Path("/dev/shm").glob(f"{prefix}*"))
+    return Sample(
+        {one.pid: one.memory_full_info().uss / 2**20 for one in watched},
+        {one.pid: one.num_fds() for one in watched},
+        len(regions),
+        sum(_size(one) for one in regions) / 2**20,
+    )
+
+
+def _prefix(server: Server) -> str:
+    (option,) = [one for one in server.process.args if "shm-region-prefix-name=" in str(one)]  # type: ignore[union-attr]
+    return str(option).rpartition("=")[2]
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:  # its instance has just ended
+        return 0
+
+
+def _assert_flat(samples: Sequence[Sample]) -> None:
+    """The last quarter needs what the second one needed.
+
+    Medians, for a sample may fall into a load. Allowed on top: for memory 8 % and 16 MiB, what
+    allocators keep of a burst; for files as many as there are clients, for a connection may be
+    opened anew; for regions the instances that are loaded again at that moment.
+    """
+    quarter = len(samples) // 4
+    early, late = samples[quarter : 2 * quarter], samples[-quarter:]
+
+    def medians(look: Callable[[Sample], float]) -> tuple[float, float]:
+        return statistics.median(map(look, early)), statistics.median(map(look, late))
+
+    for pid in samples[0].memory:
+        before, after = medians(lambda one, pid=pid: one.memory[pid])  # type: ignore[misc]
+        print(f"process {pid}: {before:.0f} MiB, later {after:.0f} MiB")
+        assert after <= before * 1.08 + 16
+        before, after = medians(lambda one, pid=pid: one.files[pid])  # type: ignore[misc]
+        print(f"process {pid}: {before:.0f} files, later {after:.0f}")
+        assert after <= before + 2 * _CLIENTS
+    before, after = medians(lambda one: one.regions)
+    print(f"{before:.0f} regions, later {after:.0f}")
+    assert after <= before + 3
+    before, after = medians(lambda one: one.shared)
+    print(f"{before:.0f} MiB of shared memory, later {after:.0f} MiB")
+    assert after <= before * 1.08 + 4

@@ -1,0 +1,348 @@
+"""Properties that hold for whatever is made up: of configs, of binding and of batching.
+
+Deterministic and bounded (see the profile in conftest.py): a failure is found again by running the
+test again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import build
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+from torch_py_backend import (
+    artifacts,
+    batching,
+    binding,
+    config,
+    dtypes,
+    options,
+    runtime,
+    signatures,
+    tuned,
+)
+from torch_py_backend.artifacts import Artifact, Kind
+from torch_py_backend.batching import ANY_ROWS, Rows
+from torch_py_backend.binding import Argument, Passing, Signature, Takes
+from torch_py_backend.engine import Engine
+from torch_py_backend.errors import LoadError
+from torch_py_backend.loaders import Loaded
+from torch_py_backend.options import Options
+
+Answer = TypeVar("Answer")
+
+
+def _asked(call: Callable[[], Answer]) -> Answer | LoadError:
+    """What a call returns, or its refusal; nothing else may be raised."""
+    try:
+        return call()
+    except LoadError as error:
+        return error
+
+
+# --- config and options ------------------------------------------------------------------------
+
+_SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=20)
+JSON = st.recursive(
+    _SCALARS,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
+    max_leaves=12,
+)
+_WORDS = st.sampled_from(
+    ["true", "false", "none", "auto", "0", "-1", "2", "1,2,4", "FP16", "bf16", "freeze,bf16"]
+) | st.sampled_from(["a.b:c", "../x", "/etc/passwd", "{}", "[]", "nan", "1e999", "\0"])
+_PADS = st.dictionaries(
+    st.sampled_from(["x", "y", "ids"]),
+    st.dictionaries(st.sampled_from(["value", "side", "multiple_of", "mask", "outputs"]), JSON),
+)
+_TEXTS = (
+    st.text(max_size=40)
+    | _WORDS
+    | JSON.map(json.dumps)
+    | _PADS.map(json.dumps)
+    | st.integers(1, 3).map(lambda power: "[" * 10 ** (power + 2))  # deeper than any parser
+)
+_KEYS = st.sampled_from([key for row in options.TABLE for key in (row.key, *row.also)])
+_ENTRIES = st.builds(lambda text: {"string_value": text}, _TEXTS)
+
+
+@given(st.dictionaries(_KEYS | st.text(max_size=20), _ENTRIES | JSON, max_size=4))
+def test_parameters_are_parsed_or_refused(parameters: dict[str, Any]) -> None:
+    """Whatever stands in `parameters`, it becomes options or a sentence about the parameter."""
+    found = _asked(lambda: options.parse("m", parameters))
+
+    assert isinstance(found, Options) or str(found).startswith(
+        ("model 'm': the parameter", "model 'm': MODEL_CLASS and MODEL_FACTORY")
+    )
+
+
+_NAMES = st.sampled_from(["x", "y", "INPUT__0", "ARGS[0]"]) | st.text(max_size=8)
+_DIMS = st.lists(st.integers(-1, 2**40), max_size=4)
+_TENSORS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "name": _NAMES,
+            "data_type": st.sampled_from([one.config for one in dtypes.TABLE] + ["TYPE_INVALID"]),
+            "dims": _DIMS,
+        },
+        optional={
+            "reshape": st.fixed_dictionaries({}, optional={"shape": _DIMS}),
+            "optional": st.booleans(),
+            "allow_ragged_batch": st.booleans(),
+        },
+    ),
+    max_size=3,
+)
+_DOCUMENTS = st.fixed_dictionaries(
+    {
+        "max_batch_size": st.integers(0, 2**31 - 1),
+        "input": _TENSORS,
+        "output": _TENSORS,
+        "default_model_filename": _TEXTS | st.just(""),
+        "parameters": st.dictionaries(_KEYS, _ENTRIES, max_size=3),
+    },
+    optional={
+        "batch_input": st.lists(st.just({}), max_size=1),
+        "sequence_batching": st.just({}) | st.just({"direct": {}}),
+        "model_transaction_policy": st.fixed_dictionaries({"decoupled": st.booleans()}),
+    },
+)
+
+
+@given(_DOCUMENTS)
+def test_config_is_parsed_or_refused(document: dict[str, Any]) -> None:
+    """A config of Triton's is read, and its model looked for, or refused with a sentence."""
+    with tempfile.TemporaryDirectory() as folder:
+        told = build.arguments(**document) | {"model_repository": folder}
+        found = _asked(lambda: artifacts.find(config.parse(told)))
+
+    # Of an empty folder nothing can be served but what a package has.
+    assert isinstance(found, Artifact) == (getattr(found, "kind", None) is Kind.FACTORY)
+    assert isinstance(found, Artifact) or "'digits'" in str(found)
+
+
+@given(JSON | st.fixed_dictionaries({"machines": st.dictionaries(st.just("here"), JSON)}), _TEXTS)
+def test_what_tune_keeps_is_read_or_refused(document: Any, text: str) -> None:
+    """A tuned.json of any content gives parameters, none, or a sentence that says so."""
+    with tempfile.TemporaryDirectory() as folder:
+        for content in (json.dumps(document), text):
+            (Path(folder) / tuned.FILE).write_text(content, encoding="utf-8", errors="replace")
+            found = _asked(lambda: tuned.chosen(Path(folder), "here"))
+            assert found is None or isinstance(found, dict) or "tuned.json" in str(found)
+
+
+# --- binding -----------------------------------------------------------------------------------
+
+# A tree's leaves stand for tensors; a key of digits would be a number in a path.
+_KEY = st.text("abcdefghijklmnop_", min_size=1, max_size=4)
+_TREES = st.recursive(
+    st.just(None),
+    lambda inner: (
+        st.lists(inner, min_size=1, max_size=3)
+        | st.dictionaries(_KEY, inner, min_size=1, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+def _numbered(trees: Sequence[Any]) -> tuple[list[Any], list[str]]:
+    """The trees with the paths of their leaves as leaves, and these paths."""
+    paths: list[str] = []
+
+    def visit(tree: Any, path: str) -> Any:
+        if isinstance(tree, list):
+            return [visit(one, f"{path}[{index}]") for index, one in enumerate(tree)]
+        if isinstance(tree, dict):
+            return {key: visit(one, f"{path}[{key}]") for key, one in tree.items()}
+        paths.append(path)
+        return path
+
+    return [visit(tree, f"ARGS[{index}]") for index, tree in enumerate(trees)], paths
+
+
+def _called(inputs: binding.Inputs) -> tuple[Any, Any]:
+    """What a module is called with, where each column is its own name."""
+    made: tuple[Any, Any] = inputs.call(lambda *args, **kwargs: (args, kwargs), inputs.names)
+    return made
+
+
+@given(st.lists(_TREES, min_size=1, max_size=4), st.randoms(use_true_random=False))
+def test_paths_feed_their_leaves(trees: list[Any], random: Any) -> None:
+    """For any call tree and any order of the config, each leaf gets the input of its path."""
+    expected, paths = _numbered(trees)
+    arguments = tuple(
+        Argument(f"argument{index}", True, Passing.POSITIONAL, Takes.TENSOR, "")
+        for index in range(len(trees))
+    )
+    random.shuffle(paths)
+
+    args, kwargs = _called(binding.bind_inputs("m", paths, Signature(arguments)))
+
+    assert list(args) == expected
+    assert kwargs == {}
+
+
+@given(
+    st.lists(_TREES, max_size=3),
+    st.dictionaries(_KEY, _TREES, max_size=3),
+    st.randoms(use_true_random=False),
+    st.booleans(),
+)
+def test_programs_get_their_own_tree(
+    trees: list[Any], keywords: dict[str, Any], random: Any, numbers: bool
+) -> None:
+    """An exported program gets each leaf where it was exported, by path or by number."""
+    leaf = object()
+    tree: Any = pytree.tree_map(
+        lambda _: leaf, (tuple(trees), keywords), is_leaf=lambda node: node is None
+    )
+    flat, spec = pytree.tree_flatten(tree)
+    if not flat:
+        return
+    signature = signatures.of_tree(spec, {})
+    leaves = list(signature.leaves or ())
+    names = [f"INPUT__{index}" for index in range(len(leaves))] if numbers else leaves
+    order = random.sample(names, len(names))
+
+    args, kwargs = _called(binding.bind_inputs("m", order, signature))
+
+    expected = pytree.tree_unflatten(names, spec)
+    assert (tuple(args), dict(kwargs)) == expected
+
+
+@given(st.lists(_NAMES, min_size=1, max_size=5), st.integers(1, 4), st.booleans())
+def test_any_names_bind_or_are_refused(names: list[str], count: int, rest: bool) -> None:
+    """Names of any spelling feed forward() once each, or the load fails with a sentence."""
+    arguments = [
+        Argument(f"a{index}", index == 0, Passing.POSITIONAL, Takes.TENSOR, f"a{index}")
+        for index in range(count)
+    ]
+    if rest:
+        arguments.append(Argument("more", False, Passing.REST, Takes.TENSOR, "*more"))
+    found = _asked(lambda: binding.bind_inputs("m", names, Signature(tuple(arguments))))
+    if isinstance(found, LoadError):
+        assert str(found).startswith("model 'm'")
+    else:
+        assert sorted(pytree.tree_leaves(_called(found))) == sorted(names)
+
+
+# --- batching ----------------------------------------------------------------------------------
+
+_NUMBERS = [one for one in dtypes.TABLE if one.numpy not in (None, "object")]
+
+
+@st.composite
+def _rows(draw: st.DrawFn) -> Rows:
+    """What a model takes: any rows, so many and no others, or buckets."""
+    buckets = sorted(draw(st.sets(st.integers(1, 16), max_size=4)))
+    if buckets:
+        return Rows(buckets[0], buckets[-1], tuple(buckets))
+    least = draw(st.integers(1, 5))
+    return Rows(least, draw(st.none() | st.integers(least, 12)))
+
+
+def _value(shape: Sequence[int], kind: dtypes.DType, start: int) -> Any:
+    """Values that are told from each other, as far as their type can."""
+    count = math.prod(shape)
+    if kind.triton == "BYTES":
+        texts = np.empty(count, dtype=np.object_)
+        texts[:] = [f"{start + index}".encode() for index in range(count)]
+        return texts.reshape(shape)
+    return (np.arange(start, start + count) % 251).astype(kind.numpy).reshape(shape)
+
+
+@given(
+    st.lists(st.integers(1, 5), min_size=1, max_size=6),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.sampled_from([*_NUMBERS, dtypes.from_triton("BYTES")]),
+    _rows(),
+    st.booleans(),
+)
+def test_rows_return_to_their_items(
+    sizes: list[int], shape: list[int], kind: dtypes.DType, rows: Rows, tensors: bool
+) -> None:
+    """Gathered, fitted to the model's rows, joined and scattered, each item has its own again."""
+    sent = [_value((size, *shape), kind, 7 * index) for index, size in enumerate(sizes)]
+    if tensors and kind.triton != "BYTES":
+        sent = [torch.from_numpy(value) for value in sent]
+    batch = batching.gather([{"x": value} for value in sent], ["x"])
+    pieces = []
+    for piece, present in batching.fit(batch.columns, rows):
+        assert rows.take(piece[0].shape[0])
+        pieces.append([column[:present] for column in piece])
+
+    outcomes = batching.scatter(batching.join(pieces), ["y"], batch.sizes)
+
+    for value, outcome in zip(sent, outcomes, strict=True):
+        assert np.array_equal(np.asarray(outcome["y"]), np.asarray(value))
+
+
+def _identity(ids: Any, mask: Any) -> dict[str, Any]:
+    return {"y": ids, "kept": mask}
+
+
+_ARGUMENTS = tuple(
+    Argument(name, True, Passing.POSITIONAL, Takes.TENSOR, name) for name in ("ids", "mask")
+)
+
+
+def _padded_engine(pad: Mapping[str, Any], rows: Rows, *, mask: bool) -> Engine:
+    """A model that returns what it gets, with PAD."""
+    ids = build.spec("ids", "INT64", (-1,))
+    inputs = (ids, build.spec("mask", "INT64", (-1,)))
+    settings = build.config(
+        inputs=tuple(
+            config.TensorSpec(one.name, one.dtype, one.dims, one.name == "mask" and mask, True)
+            for one in inputs
+        ),
+        outputs=(build.spec("y", "INT64", (-1,)), build.spec("kept", "INT64", (-1,))),
+        max_batch_size=16,
+        pad={"ids": {**pad, "mask": "mask"}},
+    )
+    loaded = Loaded(Kind.MODULE, _identity, Signature(_ARGUMENTS), None, rows)
+    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    return Engine(settings, loaded, surroundings, build.artifact())
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 3), st.integers(0, 9), st.booleans()), min_size=1, max_size=6
+    ),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "value": st.integers(-3, 3),
+            "side": st.sampled_from(["left", "right"]),
+            "multiple_of": st.integers(1, 8),
+        },
+    ),
+    st.sampled_from([ANY_ROWS, Rows(4, 4), Rows(2, None)]),
+)
+def test_padded_items_get_their_own_back(
+    shapes: list[tuple[int, int, bool]], pad: dict[str, Any], rows: Rows
+) -> None:
+    """Items of any lengths share a batch, with and without a mask, and get their own lengths."""
+    made = _padded_engine(pad, rows, mask=True)
+    items: list[batching.Item] = []
+    for number, (count, length, masked) in enumerate(shapes):
+        ids = np.arange(count * length, dtype=np.int64).reshape(count, length) + 100 * number
+        items.append({"ids": ids, **({"mask": ids % 2} if masked else {})})
+
+    outcomes = made.run(items)
+
+    for item, outcome in zip(items, outcomes, strict=True):
+        assert isinstance(outcome, dict), outcome
+        assert np.array_equal(np.asarray(outcome["y"]), item["ids"])
+        assert np.array_equal(
+            np.asarray(outcome["kept"]), item.get("mask", np.ones_like(item["ids"]))
+        )

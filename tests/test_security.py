@@ -1,0 +1,383 @@
+"""What a file or a parameter of a model must not be able to do: docs/security.md, as tests."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import stat
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import build
+import models
+import pytest
+import safetensors.torch
+import torch
+
+from torch_py_backend import artifacts, compile_cache, engine, examples, options, threads
+from torch_py_backend.artifacts import Artifact, Kind
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, OptionError
+
+CPU = torch.device("cpu")
+
+
+# --- no code from weights ----------------------------------------------------------------------
+
+
+class _Code:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def _saved(mark: Path, path: Path) -> None:
+    torch.save({"weight": torch.ones(3), "extra": _Code(mark)}, path)
+
+
+def _saved_before_1_6(mark: Path, path: Path) -> None:
+    torch.save({"extra": _Code(mark)}, path, _use_new_zipfile_serialization=False)
+
+
+def _hidden(mark: Path, path: Path) -> None:
+    """The names of what is called are put together on the pickle's stack, out of sight."""
+    # PROTO 2; MARK, 'posix mkdir' in the oldest of all spellings, the argument, REDUCE, STOP.
+    pickled = b"\x80\x02cposix\nmkdir\n(V" + str(mark).encode() + b"\ntR."
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model/data.pkl", pickled)
+        archive.writestr("model/version", "3\n")
+        archive.writestr("model/byteorder", "little")
+
+
+def _behind_the_bound(mark: Path, path: Path) -> None:
+    """What is called stands behind the part of the pickle that is looked at."""
+    names = {f"key{number}": "x" * 64 for number in range(20_000)}
+    torch.save({**names, "extra": _Code(mark)}, path)
+
+
+def _plain_pickle(mark: Path, path: Path) -> None:
+    path.write_bytes(pickle.dumps({"extra": _Code(mark)}, protocol=4))
+
+
+_PICKLES = [_saved, _saved_before_1_6, _hidden, _behind_the_bound, _plain_pickle]
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pth"])
+@pytest.mark.parametrize("write", _PICKLES)
+def test_weights_run_no_code(
+    tmp_path: Path, process: None, write: Callable[[Path, Path], None], name: str
+) -> None:
+    """Weights that would call something when they are unpickled are refused, and call nothing."""
+    mark = tmp_path / "mark"
+    build.write(tmp_path, "model.py", models.source(models.Affine))
+    write(mark, tmp_path / "1" / name)
+    config = build.config(tmp_path, weights=name)
+
+    with pytest.raises(LoadError):
+        engine.build(config, threads.budget(config))
+
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("write", _PICKLES)
+def test_model_file_runs_no_code_of_a_pickle(
+    tmp_path: Path, process: None, write: Callable[[Path, Path], None]
+) -> None:
+    """A pickle in the model's own place is told by its name, not loaded."""
+    mark = tmp_path / "mark"
+    write(mark, build.write(tmp_path, "model.pt", b""))
+    config = build.config(tmp_path)
+
+    with pytest.raises(LoadError):
+        engine.build(config, threads.budget(config))
+
+    assert not mark.exists()
+
+
+def test_repacked_weights_are_refused(tmp_path: Path, process: None) -> None:
+    """Members that were compressed would be mapped as they lie there, as wrong numbers."""
+    build.write(tmp_path, "model.py", models.source(models.Affine))
+    torch.save(models.Affine().state_dict(), tmp_path / "sound.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "sound.pt") as sound,
+        zipfile.ZipFile(tmp_path / "1" / "model.pt", "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in sound.namelist():
+            packed.writestr(name, sound.read(name))
+    config = build.config(tmp_path)
+
+    with pytest.raises(ArtifactError, match="compressed members"):
+        engine.build(config, threads.budget(config))
+
+
+@pytest.mark.parametrize("damage", [b"", b"PK\x03\x04", b"\x80\x02cposix\nmkdir\n(V/x\ntR."])
+def test_example_inputs_are_data(tmp_path: Path, damage: bytes) -> None:
+    """Example inputs are safetensors and nothing else."""
+    path = build.write(tmp_path, "example_inputs.safetensors", damage)
+
+    with pytest.raises(ArtifactError, match="no valid safetensors"):
+        examples.find(build.config(tmp_path), Artifact(Kind.TORCHSCRIPT, path))
+
+
+# --- options are data --------------------------------------------------------------------------
+
+_CODE = "__import__('os').mkdir('{mark}')"
+
+
+@pytest.mark.parametrize("row", options.TABLE, ids=lambda row: row.key)
+def test_options_are_not_evaluated(tmp_path: Path, row: options.OptionRow) -> None:
+    """Python in a parameter's value is a text, or refused."""
+    mark = tmp_path / "mark"
+    code = _CODE.format(mark=mark)
+    for text in (code, json.dumps({"x": code}), f"[{code}]"):
+        with contextlib.suppress(OptionError):
+            options.parse("m", {row.key: {"string_value": text}})
+
+    assert not mark.exists()
+
+
+# --- paths stay in the model's folder ----------------------------------------------------------
+
+
+def _source(config: ModelConfig) -> None:
+    build.write(config.folder, "model.py", "class Net: ...\n")
+
+
+def _aoti(config: ModelConfig) -> None:
+    with zipfile.ZipFile(build.write(config.folder, "model.pt2", b""), "w") as archive:
+        archive.writestr("model/data/aotinductor/model/wrapper.cpp", b"")
+
+
+_LAID_OUT: dict[str, Callable[[ModelConfig], None]] = {
+    "weights": _source,
+    "fallback": _aoti,
+    "default_model_filename": _source,
+}
+_LONG = "a" * 300
+_WAYS_OUT = [
+    "../../secret.pt",
+    "{outside}/secret.pt",
+    "link.pt",
+    "folder/secret.pt",
+    "circle.pt",
+    "nul\0.pt",
+    f"{_LONG}.pt",
+    "/dev/zero",
+    "/proc/self/environ",
+]
+
+
+@pytest.mark.parametrize("name", _WAYS_OUT)
+@pytest.mark.parametrize("option", _LAID_OUT)
+def test_no_option_leads_out_of_the_folder(tmp_path: Path, option: str, name: str) -> None:
+    """Neither a path nor a link that an option names opens another file than the model's."""
+    folder = tmp_path / "digits"
+    config = build.config(folder, **{option: name.format(outside=tmp_path)})
+    _LAID_OUT[option](config)
+    torch.save({}, tmp_path / "secret.pt")
+    (folder / "1" / "link.pt").symlink_to(tmp_path / "secret.pt")
+    (folder / "1" / "folder").symlink_to(tmp_path)
+    (folder / "1" / "circle.pt").symlink_to("circle.pt")
+
+    with pytest.raises(ConfigError, match="expected a file in the model's own folder"):
+        artifacts.find(config)
+
+
+@pytest.mark.parametrize("name", ["model.pt", None])
+def test_what_is_looked_for_anyway_may_be_a_link(tmp_path: Path, name: str | None) -> None:
+    """A store of models that repositories link to is served; no option chose the file."""
+    folder = tmp_path / "digits"
+    torch.jit.script(models.Negate()).save(tmp_path / "store.pt")
+    (folder / "1").mkdir(parents=True)
+    (folder / "1" / "model.pt").symlink_to(tmp_path / "store.pt")
+
+    found = artifacts.find(build.config(folder, default_model_filename=name))
+
+    assert found.kind is Kind.TORCHSCRIPT
+
+
+def test_version_that_is_a_link(tmp_path: Path) -> None:
+    """Where Triton is led to a version by a link, the files there are the model's own."""
+    folder, release = tmp_path / "digits", tmp_path / "release5"
+    build.write(tmp_path, "model.py", "class Net: ...\n").parent.rename(release)
+    safetensors.torch.save_file({}, release / "best.safetensors")
+    folder.mkdir()
+    (folder / "1").symlink_to(release)
+
+    found = artifacts.find(build.config(folder, weights="best.safetensors"))
+
+    assert found.weights == folder / "1" / "best.safetensors"
+
+
+@pytest.mark.parametrize(
+    "shard", ["../../secret.safetensors", "{outside}/secret.safetensors", "link", "a\0", _LONG]
+)
+def test_no_shard_leads_out_of_the_folder(tmp_path: Path, process: None, shard: str) -> None:
+    """An index of weights names files beside it, and no others."""
+    folder = tmp_path / "digits"
+    build.write(folder, "model.py", models.source(models.Affine))
+    safetensors.torch.save_file(models.Affine().state_dict(), tmp_path / "secret.safetensors")
+    (folder / "1" / "link").symlink_to(tmp_path / "secret.safetensors")
+    index = {"weight_map": {"linear.weight": shard.format(outside=tmp_path)}}
+    build.write(folder, "model.safetensors.index.json", json.dumps(index))
+    config = build.config(folder)
+
+    with pytest.raises(ArtifactError, match="expected a file beside the index"):
+        engine.build(config, threads.budget(config))
+
+
+# --- what is compiled is this user's alone -----------------------------------------------------
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What torch was given to load; the temporary folder is the test's own."""
+    loaded: list[bytes] = []
+
+    def load(payload: bytes) -> object:
+        loaded.append(payload)
+        return loaded
+
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", load)
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"kernels", None))
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    return loaded
+
+
+def _start(folder: Path, **wished: Any) -> compile_cache.Bundle | None:
+    """One start of a model that is compiled, with a library of inductor's."""
+    artifact = Artifact(Kind.MODULE, build.write(folder, "model.py", "x = 1\n"))
+    bundle = compile_cache.at(build.config(folder, **wished), artifact, CPU)
+    if bundle is not None:
+        with bundle.used():
+            cache = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+            cache.mkdir(parents=True, exist_ok=True)
+            (cache / "kernel.so").write_bytes(b"code")
+    return bundle
+
+
+def _mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_compiled_code_is_private(tmp_path: Path, compiled: list[bytes]) -> None:
+    """The bundle, its lock and inductor's folder are for this user only, whatever the umask."""
+    before = os.umask(0)
+    try:
+        bundle = _start(tmp_path)
+    finally:
+        os.umask(before)
+
+    assert bundle is not None
+    assert _mode(bundle.path.parent) == 0o700
+    assert {_mode(path) for path in bundle.path.parent.iterdir()} == {0o600}
+    (scratch,) = (tmp_path / "tmp").iterdir()
+    assert _mode(scratch) == 0o700
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(scratch)
+
+
+def _others_may_write(bundle: Path) -> None:
+    bundle.chmod(0o666)
+
+
+def _anothers(bundle: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give a file away")
+    os.chown(bundle, 12345, -1)
+
+
+def _behind_a_link(bundle: Path) -> None:
+    bundle.rename(bundle.with_suffix(".moved"))
+    bundle.symlink_to(bundle.with_suffix(".moved"))
+
+
+@pytest.mark.parametrize("change", [_others_may_write, _anothers, _behind_a_link])
+def test_bundle_that_others_could_have_written(
+    tmp_path: Path,
+    compiled: list[bytes],
+    change: Callable[[Path], None],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing of it reaches torch or the disk; what this start compiled takes its place."""
+    bundle = _start(tmp_path)
+    assert bundle is not None
+    change(bundle.path)
+    for library in (tmp_path / "tmp").glob("**/*.so"):
+        library.unlink()
+
+    with bundle.used():
+        assert compiled == []
+        assert not list((tmp_path / "tmp").glob("**/*.so"))
+
+    assert caplog.text.count("is ignored") == 1
+    assert _mode(bundle.path) == 0o600
+    with bundle.used():
+        assert compiled == [b"kernels"]
+
+
+def test_folder_that_others_may_write(
+    tmp_path: Path, compiled: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is loaded from it or kept in it, and one line says why."""
+    assert _start(tmp_path) is not None
+    (tmp_path / "compile_cache").chmod(0o777)
+    kept = set((tmp_path / "compile_cache").iterdir())
+
+    assert _start(tmp_path) is None
+
+    assert compiled == []
+    assert set((tmp_path / "compile_cache").iterdir()) == kept
+    assert caplog.text.count("others may write to it (mode 777)") == 1
+
+
+@pytest.mark.parametrize("wished", ["none", None])
+def test_inductor_s_folder_of_another_user(
+    tmp_path: Path,
+    compiled: list[bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    wished: str | None,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A folder for libraries that others may write is replaced, with and without a bundle."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    shared.chmod(0o777)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared))
+
+    _start(tmp_path, compile_cache_dir=wished)
+
+    assert "is not used: others may write to it" in caplog.text
+    assert Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).parent == tmp_path / "tmp"
+    assert not list(shared.iterdir())
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "a\0", "~nobody of this name/x", "link"])
+def test_cache_that_leads_out_of_the_folder(
+    tmp_path: Path, compiled: list[bytes], name: str
+) -> None:
+    """A relative COMPILE_CACHE_DIR stays in the model's folder."""
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    (folder / "link").symlink_to(tmp_path)
+
+    with pytest.raises(ConfigError, match="COMPILE_CACHE_DIR"):
+        _start(folder, compile_cache_dir=name)
+
+
+def test_cache_of_a_relative_name(tmp_path: Path, compiled: list[bytes]) -> None:
+    """It lies in the model's folder, wherever the server was started."""
+    bundle = _start(tmp_path, compile_cache_dir="cache")
+
+    assert bundle is not None
+    assert bundle.path.parent == tmp_path / "cache"
