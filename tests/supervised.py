@@ -21,6 +21,9 @@ import psutil
 import tritonclient.grpc
 import tritonclient.http
 
+from torch_py_backend import leftovers, vitals
+from torch_py_backend.vitals import State
+
 _SERVE = "from torch_py_backend.cli import app; app()"
 _PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
 _SERVING = re.compile(
@@ -75,6 +78,17 @@ class Supervised:
                 words = one.cmdline()
                 if "_backend_stub" in words[0] and f"/{model}/" in words[1]:
                     found.append(one)
+        return found
+
+    def told(self, model: str, state: State) -> list[psutil.Process]:
+        """The processes of a model that tell they are in this state."""
+        found = []
+        folder = Path(self.triton().environ()[leftovers.VARIABLE])
+        for path in vitals.files(folder):
+            with contextlib.suppress(psutil.Error, OSError, ValueError):
+                reader = vitals.Reader(path)
+                if reader.identity.model == model and reader.sign().state is state:
+                    found.append(psutil.Process(reader.identity.pid))
         return found
 
     def ask(self, path: str) -> tuple[int, dict[str, Any]]:

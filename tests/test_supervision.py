@@ -96,6 +96,9 @@ class House:
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
+    def wake(self) -> None:
+        """Nobody sleeps in a test."""
+
     def alive(self, model: str) -> set[int]:
         return {self.pids[model]} if model in self.pids else set()
 
@@ -180,11 +183,6 @@ def test_instances_that_live_end_first() -> None:
     """A model's other instances give their memory back before new ones take theirs."""
     house = _serving("a")
     house.die("a")
-    house.step()
-    house.calls.clear()
-    house = _serving("a")
-    house.die("a")
-    house.pids["a"] = 7
     taken = house.unload
 
     def unload(model: str) -> None:
@@ -203,7 +201,7 @@ def test_instances_that_do_not_end_do_not_block() -> None:
     """After a while the model is loaded all the same."""
     house = _serving("a")
     house.die("a")
-    house.supervisor._watch = dataclasses.replace(_Stays(house))  # type: ignore[assignment]
+    house.supervisor._watch = _Stays(house)
     house.step()
     assert "load a" not in house.calls
     house.until(house.now + 11)
@@ -221,6 +219,9 @@ class _Stays:
 
     def wait(self, seconds: float) -> None:
         self.house.wait(seconds)
+
+    def wake(self) -> None:
+        self.house.wake()
 
     def alive(self, model: str) -> set[int]:
         return {5}
@@ -284,7 +285,7 @@ def test_a_healing_load_that_is_refused_is_tried_again() -> None:
     house = _serving("a")
     house.die("a")
     house.refusals["a"] = ServerError("out of memory")
-    house.step(2)
+    house.step(3)
     assert [kind for kind, _ in house.told()] == ["DOWN", "DOWN"]
     house.refusals.clear()
     house.until(house.now + 3)

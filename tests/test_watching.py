@@ -182,3 +182,11 @@ def test_files_that_are_none(watch: Watch, tmp_path: Path) -> None:
     (tmp_path / "1.vitals").write_bytes(b"?")
     (tmp_path / "2.vitals").mkdir()
     assert watch.look() == []
+
+
+def test_a_wait_can_be_ended(watch: Watch) -> None:
+    """Whoever has news wakes the watcher, once."""
+    watch.wake()
+    watch.wake()
+    watch.wait(1000)
+    watch.wait(0.001)

@@ -8,6 +8,7 @@ not healed, what they load is watched.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import time
@@ -79,6 +80,8 @@ class Watch(Protocol):
     def look(self) -> list[Fall]: ...
 
     def wait(self, seconds: float) -> None: ...
+
+    def wake(self) -> None: ...
 
     def alive(self, model: str) -> set[int]: ...
 
@@ -200,12 +203,13 @@ class Supervisor:
     def step(self) -> None:
         """Wait a little, see what happened, and do what is due."""
         self._watch.wait(_LOOK_S)
-        falls = self._watch.look()
-        problem = self._ask(now=bool(falls))
+        falls, done = self._watch.look(), self._ended()
+        # Asked afterwards: what Triton said before a load or unload ended is no news.
+        problem = self._ask(now=bool(falls or done))
         for fall in falls:
             self._take_fall(fall)
-        while not self._done.empty():
-            self._take_done(self._done.get())
+        for one in done:
+            self._take_done(one)
         if not problem:
             for name in sorted(self._views.keys() | self._models.keys()):
                 self._compare(name)
@@ -217,7 +221,7 @@ class Supervisor:
 
     def _ask(self, *, now: bool) -> str:
         """Take Triton's states if it is time; why they cannot be had."""
-        if now or self._clock() >= self._index_due or not self._done.empty():
+        if now or self._clock() >= self._index_due:
             try:
                 self._views = views(self._index())
             except OSError:
@@ -380,7 +384,7 @@ class Supervisor:
             pass
         except ServerError as failure:
             error = failure
-        self._done.put(_Done(name, work, error))
+        self._end(_Done(name, work, error))
 
     def _unload(self, name: str, work: _Work) -> None:
         """Runs in a thread of its own."""
@@ -395,7 +399,20 @@ class Supervisor:
             pass
         except ServerError as failure:
             error = failure
-        self._done.put(_Done(name, work, error))
+        self._end(_Done(name, work, error))
+
+    def _ended(self) -> list[_Done]:
+        """The threads that have ended."""
+        done = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                done.append(self._done.get_nowait())
+        return done
+
+    def _end(self, done: _Done) -> None:
+        """The last thing that a thread does."""
+        self._done.put(done)
+        self._watch.wake()
 
     def _take_done(self, done: _Done) -> None:
         name, model = done.model, self._models[done.model]
