@@ -115,8 +115,8 @@ def _measure(serve: psutil.Process, address: str, rounds: int) -> str:
         rows.append(f"| {count} | {rounds} | {' | '.join(figures)} |")
     other.end()
     summary = (
-        f"Seconds: median (least to most). Of {other.answers:,} requests to another model meanwhile,"
-        f" {other.failures} failed. {os.cpu_count()} cores."
+        f"Seconds: median (least to most). Of {other.answers:,} requests to another model"
+        f" meanwhile, {other.failures} failed. {os.cpu_count()} cores."
     )
     return "\n".join(
         (

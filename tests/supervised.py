@@ -111,8 +111,13 @@ class Supervised:
     def end(self) -> None:
         """SIGTERM, and wait."""
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
+        self.process.wait(120)
+
+    def close(self) -> None:
+        """Read the rest of what it says."""
+        assert self.process.stdout is not None
         self._reader.join(60)
+        self.process.stdout.close()
 
 
 def _infer(module: Any, client: Any, model: str, value: float, **how: Any) -> list[float]:
@@ -182,6 +187,7 @@ def serve(repository: Path, *arguments: str, **variables: str) -> Iterator[Super
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         process.wait()
+        served.close()
 
 
 def until(what: Callable[[], Any], served: Supervised) -> Any:

@@ -292,6 +292,25 @@ def test_a_healing_load_that_is_refused_is_tried_again() -> None:
     assert house.told() == [("READY", "a 1")]
 
 
+def test_an_unload_that_fails() -> None:
+    """Triton would not load what it calls READY, dead as it is: it is unloaded first, or fails."""
+    house = _serving("a", restarts=2)
+    house.die("a")
+    unload, refused = house.unload, ServerError("no")
+
+    def refuse(model: str) -> None:
+        raise refused
+
+    house.unload = refuse  # type: ignore[method-assign]
+    house.step(3)
+    assert house.why_not().keys() == {"a"}
+    assert "load a" not in house.calls
+    house.unload = unload  # type: ignore[method-assign]
+    house.until(house.now + 3)
+    assert house.calls == ["unload a", "load a"]
+    assert house.why_not() == {}
+
+
 def test_users_may_unload_and_load() -> None:
     """What a user unloads is not healed and not missed; what a user loads is watched."""
     house = _serving("a", "b")

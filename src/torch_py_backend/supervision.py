@@ -177,7 +177,8 @@ class Supervisor:
         spawn: Callable[[Callable[[], None]], None],
     ) -> None:
         self._index, self._watch, self._control = index, watch, control
-        self._plan, self._tell, self._clock, self._spawn = plan, tell, clock, spawn
+        self._plan, self._announce, self._clock, self._spawn = plan, tell, clock, spawn
+        self._events: list[Event] = []
         self._models: dict[str, _Model] = {}
         self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
         self._index_due = 0.0
@@ -216,6 +217,10 @@ class Supervisor:
         self._start_due()
         self._end_overdue()
         self._publish(problem)
+        # Whoever reads of a death, and asks, must not be told what was before.
+        events, self._events = self._events, []
+        for event in events:
+            self._announce(event)
 
     # --- what Triton says ----------------------------------------------------------------------
 
@@ -242,12 +247,14 @@ class Supervisor:
         if phase is Phase.SERVING and not ready:
             if view is None or view.unloaded:
                 model.recovery.released()
-                self._tell(Event(Kind.RELEASED, name, "unloaded by somebody; not loaded again"))
+                self._events.append(
+                    Event(Kind.RELEASED, name, "unloaded by somebody; not loaded again")
+                )
             elif view.reason:
                 self._refuse(name, view.reason)
         elif phase is not Phase.SERVING and ready and self._renewed(name):
             model.recovery.served(self._clock())
-            self._tell(Event(Kind.READY, self._label(name), "loaded by somebody"))
+            self._events.append(Event(Kind.READY, self._label(name), "loaded by somebody"))
 
     def _adopt(self, name: str, view: _View | None) -> None:
         """A model that we did not load."""
@@ -256,7 +263,7 @@ class Supervisor:
         model = self._models[name] = _Model(Recovery(self._plan.restarts), first=False)
         if view.ready:
             model.recovery.served(self._clock())
-            self._tell(Event(Kind.READY, self._label(name)))
+            self._events.append(Event(Kind.READY, self._label(name)))
         elif not view.unloaded:
             self._refuse(name, view.reason)
         else:
@@ -296,7 +303,7 @@ class Supervisor:
         view = self._views.get(name)
         if (
             view is not None
-            and view.ready
+            and not view.unloaded
             and model.recovery.phase
             in (
                 Phase.SERVING,
@@ -314,7 +321,9 @@ class Supervisor:
         model.processes, model.fell = self._watch.alive(name), reason
         if self._control is None:
             model.recovery.refused(reason)
-            self._tell(Event(Kind.GIVEN_UP, name, f"{reason}; Triton alone controls its models"))
+            self._events.append(
+                Event(Kind.GIVEN_UP, name, f"{reason}; Triton alone controls its models")
+            )
             return
         model.recovery.fell(now, reason)
         self._tell_down(name)
@@ -324,7 +333,9 @@ class Supervisor:
         recovery = self._models[name].recovery
         if recovery.phase is Phase.GIVEN_UP:
             text = f"{recovery.reason}; loaded again {_times(recovery.attempts)} in vain"
-            self._tell(Event(Kind.GIVEN_UP, name, f"{text}, stays down until somebody loads it"))
+            self._events.append(
+                Event(Kind.GIVEN_UP, name, f"{text}, stays down until somebody loads it")
+            )
             return
         wait = recovery.due - self._clock()
         when = "now" if wait <= 0 else f"in {wait:.0f} s"
@@ -335,7 +346,7 @@ class Supervisor:
 
     def _refuse(self, name: str, reason: str) -> None:
         self._models[name].recovery.refused(sentence(reason))
-        self._tell(Event(Kind.FAILED, self._label(name), reason))
+        self._events.append(Event(Kind.FAILED, self._label(name), reason))
 
     def _abandon(self, name: str, reason: str) -> None:
         """A load that Triton will never end."""
@@ -344,7 +355,7 @@ class Supervisor:
         model.fell, model.processes = reason, self._watch.alive(name)
         text = f"{reason}; Triton waits for it for ever: only a new server can load it"
         model.recovery.refused(text)
-        self._tell(Event(Kind.GIVEN_UP, name, text))
+        self._events.append(Event(Kind.GIVEN_UP, name, text))
 
     # --- loading and unloading -----------------------------------------------------------------
 
@@ -364,17 +375,21 @@ class Supervisor:
         model = self._models[name]
         model.processes, model.fell = self._watch.alive(name), ""
         work = model.work = _Work(loads=True, started=self._clock())
-        self._spawn(lambda: self._load(name, work, sorted(model.dependents)))
+        again = model.recovery.attempts > 0
+        self._spawn(lambda: self._load(name, work, sorted(model.dependents), again=again))
 
     def _start_unload(self, name: str) -> None:
         work = self._models[name].work = _Work(loads=False, started=self._clock())
         self._spawn(lambda: self._unload(name, work))
 
-    def _load(self, name: str, work: _Work, dependents: Sequence[str]) -> None:
+    def _load(self, name: str, work: _Work, dependents: Sequence[str], *, again: bool) -> None:
         """Runs in a thread of its own."""
         assert self._control is not None  # noqa: S101  nothing is loaded without
         error = None
         try:
+            # To load what Triton calls READY does nothing: not even if all its instances are dead.
+            if again and name in _ready(self._index()):
+                self._control.unload(name)
             self._control.load(name, self._plan.load_seconds + _FAILING_S)
             # Triton loads ensembles again when the last of their models is there; most of the time.
             for dependent in dependents:
@@ -387,7 +402,7 @@ class Supervisor:
         self._end(_Done(name, work, error))
 
     def _unload(self, name: str, work: _Work) -> None:
-        """Runs in a thread of its own."""
+        """Runs in a thread of its own. If it fails, the load after it will try once more."""
         assert self._control is not None  # noqa: S101  nothing is unloaded without
         error = None
         try:
@@ -433,6 +448,7 @@ class Supervisor:
         elif done.error is None:
             self._bring_down(name, reason)
         elif died or not first:
+            model.processes, model.fell = self._watch.alive(name), reason
             model.recovery.fell(self._clock(), reason)
             self._tell_down(name)
         else:
@@ -446,7 +462,7 @@ class Supervisor:
             self._models[dependent].recovery.served(now)
         model.dependents.clear()
         text = "" if first else f"serves again after {now - model.down_since:.1f} s"
-        self._tell(Event(Kind.READY, self._label(name), text))
+        self._events.append(Event(Kind.READY, self._label(name), text))
 
     def _end_overdue(self) -> None:
         """Loads that take too long fail once their processes are ended."""
