@@ -247,14 +247,12 @@ class Supervisor:
         if phase is Phase.SERVING and not ready:
             if view is None or view.unloaded:
                 model.recovery.released()
-                self._events.append(
-                    Event(Kind.RELEASED, name, "unloaded by somebody; not loaded again")
-                )
+                self._tell(Kind.RELEASED, name, "unloaded by somebody; not loaded again")
             elif view.reason:
                 self._refuse(name, view.reason)
         elif phase is not Phase.SERVING and ready and self._renewed(name):
             model.recovery.served(self._clock())
-            self._events.append(Event(Kind.READY, self._label(name), "loaded by somebody"))
+            self._tell(Kind.READY, self._label(name), "loaded by somebody")
 
     def _adopt(self, name: str, view: _View | None) -> None:
         """A model that we did not load."""
@@ -263,7 +261,7 @@ class Supervisor:
         model = self._models[name] = _Model(Recovery(self._plan.restarts), first=False)
         if view.ready:
             model.recovery.served(self._clock())
-            self._events.append(Event(Kind.READY, self._label(name)))
+            self._tell(Kind.READY, self._label(name))
         elif not view.unloaded:
             self._refuse(name, view.reason)
         else:
@@ -321,32 +319,29 @@ class Supervisor:
         model.processes, model.fell = self._watch.alive(name), reason
         if self._control is None:
             model.recovery.refused(reason)
-            self._events.append(
-                Event(Kind.GIVEN_UP, name, f"{reason}; Triton alone controls its models")
-            )
+            self._tell(Kind.GIVEN_UP, name, f"{reason}; Triton alone controls its models")
             return
         model.recovery.fell(now, reason)
         self._tell_down(name)
         self._start_unload(name)
 
+    def _tell(self, kind: Kind, model: str, text: str = "") -> None:
+        self._events.append(Event(kind, model, text))
+
     def _tell_down(self, name: str) -> None:
         recovery = self._models[name].recovery
         if recovery.phase is Phase.GIVEN_UP:
             text = f"{recovery.reason}; loaded again {_times(recovery.attempts)} in vain"
-            self._events.append(
-                Event(Kind.GIVEN_UP, name, f"{text}, stays down until somebody loads it")
-            )
+            self._tell(Kind.GIVEN_UP, name, f"{text}, stays down until somebody loads it")
             return
         wait = recovery.due - self._clock()
         when = "now" if wait <= 0 else f"in {wait:.0f} s"
         attempt = f"attempt {recovery.attempts} of {recovery.restarts}"
-        self._tell(
-            Event(Kind.DOWN, name, f"{recovery.reason}; loading it again {when} ({attempt})")
-        )
+        self._tell(Kind.DOWN, name, f"{recovery.reason}; loading it again {when} ({attempt})")
 
     def _refuse(self, name: str, reason: str) -> None:
         self._models[name].recovery.refused(sentence(reason))
-        self._events.append(Event(Kind.FAILED, self._label(name), reason))
+        self._tell(Kind.FAILED, self._label(name), reason)
 
     def _abandon(self, name: str, reason: str) -> None:
         """A load that Triton will never end."""
@@ -355,7 +350,7 @@ class Supervisor:
         model.fell, model.processes = reason, self._watch.alive(name)
         text = f"{reason}; Triton waits for it for ever: only a new server can load it"
         model.recovery.refused(text)
-        self._events.append(Event(Kind.GIVEN_UP, name, text))
+        self._tell(Kind.GIVEN_UP, name, text)
 
     # --- loading and unloading -----------------------------------------------------------------
 
@@ -462,7 +457,7 @@ class Supervisor:
             self._models[dependent].recovery.served(now)
         model.dependents.clear()
         text = "" if first else f"serves again after {now - model.down_since:.1f} s"
-        self._events.append(Event(Kind.READY, self._label(name), text))
+        self._tell(Kind.READY, self._label(name), text)
 
     def _end_overdue(self) -> None:
         """Loads that take too long fail once their processes are ended."""
