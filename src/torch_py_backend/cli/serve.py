@@ -165,12 +165,13 @@ def _supervise(
 
 def _reap_orphans(server: int) -> None:
     """As the first process of a container: take the exit codes that nobody else will take."""
-    while os.getpid() == 1:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        # The server's own is waited for elsewhere.
-        if ended is None or ended.si_pid == server:
-            return
-        os.waitpid(ended.si_pid, os.WNOHANG)
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while os.getpid() == 1:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            # The server's own is waited for elsewhere.
+            if ended is None or ended.si_pid == server:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _spawn(work: Callable[[], None]) -> None:
