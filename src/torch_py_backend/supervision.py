@@ -22,7 +22,7 @@ from torch_py_backend.errors import ServerError, brief
 from torch_py_backend.healing import Phase, Recovery
 from torch_py_backend.server import ModelState
 from torch_py_backend.vitals import State
-from torch_py_backend.watching import Fall
+from torch_py_backend.instances import Fall
 
 _LOOK_S = 0.2
 _INDEX_S = 0.5
@@ -75,7 +75,7 @@ class Control(Protocol):
 
 
 class Watch(Protocol):
-    """Who is seen of a server: see `watching.Watch`."""
+    """Who is seen of a server: see `instances.Watch`."""
 
     def look(self) -> list[Fall]: ...
 
