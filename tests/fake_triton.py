@@ -61,6 +61,9 @@ class Metric:
             raise TritonModelException("a counter only grows")
         self._value += value
 
+    def set(self, value: float) -> None:
+        self._value = value
+
     def value(self) -> float:
         return self._value
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import locale
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import fake_triton
@@ -193,3 +195,54 @@ def test_model_without_filling_has_no_metrics(tmp_path: Path, process: None) -> 
     model.finalize()
 
     assert fake_triton.MetricFamily.made == {}
+
+
+class _Response(fake_triton.InferenceResponse):
+    """As of 25.02."""
+
+    def __init__(
+        self,
+        output_tensors: list[fake_triton.Tensor] | None = None,
+        error: fake_triton.TritonError | None = None,
+        parameters: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(output_tensors, error)
+        self.parameters = parameters
+
+
+def _watched(folder: Path) -> tuple[TritonPythonModel, Path]:
+    scenario = _named("module_pt")
+    repository = scenario.lay_out(folder)
+    config = repository / "config.pbtxt"
+    text = config.read_text()
+    key = 'parameters { key: "WATCH_WEIGHTS" value { string_value: "true" } }\n'
+    config.write_text(text + key)
+    model = TritonPythonModel()
+    model.initialize(fake_triton.arguments(repository))
+    return model, repository / "1"
+
+
+@pytest.mark.parametrize("newer", [False, True], ids=["24.10", "25.02"])
+def test_answers_and_metrics_tell_the_weights_in_force(
+    newer: bool, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digits of the file's SHA-256: a metric's label, and a parameter where the server has some."""
+    from torch_py_backend.adapter import messages
+
+    if newer:
+        monkeypatch.setattr(fake_triton, "InferenceResponse", _Response)
+    monkeypatch.setattr(fake_triton.MetricFamily, "made", {})
+    assert messages.takes_parameters() is newer
+    model, folder = _watched(tmp_path)
+    (path,) = folder.glob("model.pt*")
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    while not model._watch.digest:
+        time.sleep(0.01)
+    bad = fake_triton.InferenceRequest([])
+    good, refused = model.execute([*_requests(scenarios.floats(1, 4)), bad])
+    model.finalize()
+    (metric,) = fake_triton.MetricFamily.made["pytorch_py_weights_info"]
+    assert metric.labels["weights"] == digest
+    assert metric.value() == 1
+    assert refused.error() is not None
+    assert getattr(good, "parameters", None) == ({"weights": digest} if newer else None)

@@ -369,16 +369,15 @@ def test_foreign_key_is_warned_about_without_a_guess(caplog: pytest.LogCaptureFi
     assert caplog.messages == ["model 'digits': the parameter OUR_TEAM is unknown and ignored."]
 
 
-@pytest.mark.parametrize("key", ["ENABLE_NVFUSER", "ENABLE_WEIGHT_SHARING"])
 @pytest.mark.parametrize("wished", [True, False], ids=["on", "off"])
 def test_option_without_effect_is_warned_about(
-    wished: bool, key: str, caplog: pytest.LogCaptureFixture
+    wished: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An option of LibTorch's that does nothing here is accepted; who switches it on is told."""
-    parsed(**{key: str(wished)})
+    parsed(ENABLE_NVFUSER=str(wished))
 
-    told = [f"model 'digits': the parameter {key} has no effect" in one for one in caplog.messages]
-    assert told == [True] * wished
+    warning = "model 'digits': the parameter ENABLE_NVFUSER has no effect"
+    assert [warning in one for one in caplog.messages] == [True] * wished
 
 
 def test_known_keys_are_not_warned_about(caplog: pytest.LogCaptureFixture) -> None:

@@ -46,7 +46,7 @@ def constructed(folder: Path, source: str | bytes, **options: Any) -> Any:
     """What is served of a source in version 1, with these options."""
     path = build.write(folder, "model.py", source)
     imported = sources.import_source(build.MODEL, path)
-    return sources.construct(build.config(folder, **options), path, imported)
+    return sources.construct(build.config(folder, **options), path, imported, filled=False)
 
 
 # --- what is served --------------------------------------------------------------------------
@@ -532,7 +532,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def built(folder: Path, factory: str, **options: Any) -> sources.Built:
     folder.mkdir(exist_ok=True)
-    return sources.construct_from_package(build.config(folder, model_factory=factory, **options))
+    settings = build.config(folder, model_factory=factory, **options)
+    return sources.construct_from_package(settings, filled=False)
 
 
 def test_class_of_a_package_is_built(package: str, tmp_path: Path) -> None:

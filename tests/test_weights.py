@@ -121,11 +121,16 @@ def artifact(folder: Path, name: str | None) -> Artifact:
 
 
 def filled(
-    folder: Path, module: nn.Module, state: Any, write: Writer = zipped, name: str = "model.pt"
+    folder: Path,
+    module: nn.Module,
+    state: Any,
+    write: Writer = zipped,
+    name: str = "model.pt",
+    **options: Any,
 ) -> nn.Module:
     """The module with the state in it, by way of a file."""
     write(state, build.write(folder, name, ""))
-    weights.fill(build.config(folder), artifact(folder, name), module)
+    weights.fill(build.config(folder, **options), artifact(folder, name), module)
     return module.eval()
 
 
@@ -279,8 +284,8 @@ def test_any_mapping_is_a_state_dict(state: Callable[[State], State], tmp_path: 
 
 @pytest.mark.parametrize(("write", "name"), FORMATS)
 def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: Path) -> None:
-    """A file that is written over in place does not change a model that was loaded from it."""
-    module = filled(tmp_path, Net(), STATE, write, name)
+    """A file that is written over in place does not change a model that has copied from it."""
+    module = filled(tmp_path, Net(), STATE, write, name, enable_weight_sharing=False)
     path = tmp_path / "1" / name
     with path.open("r+b") as file:
         file.write(bytes(path.stat().st_size))

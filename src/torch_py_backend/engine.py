@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import threading
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch_py_backend import (
     artifacts,
@@ -23,6 +24,7 @@ from torch_py_backend import (
     outputs,
     results,
     runtime,
+    sharing,
 )
 from torch_py_backend.artifacts import Artifact
 from torch_py_backend.batching import Batch, Item, Outcome, Value
@@ -34,6 +36,9 @@ from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.padding import Padding
 from torch_py_backend.threads import Threads
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +68,11 @@ class Engine:
         artifact: Artifact,
     ) -> None:
         self.config = config
+        self.artifact = artifact
+        self.loaded = loaded
+        # Taken for each run; who changes the model meanwhile waits for it. Who runs may hold it
+        # already, to tell what the model was like then.
+        self.turn = threading.RLock()
         self.kind = loaded.kind
         self.signature = str(loaded.signature)
         self._padding = Padding(config) if config.options.pad else None
@@ -73,13 +83,13 @@ class Engine:
         self.places = self._intake.places
         self.patterns = self._intake.patterns
         module = optimization.apply(config, loaded)
+        self.sharing = sharing.settle(config, artifact, loaded)
         self._compiled = compilation.apply(config, loaded.kind, module)
         self._eager = module
         self._module = self._compiled or module
         captured = "cuda_graphs" in config.options.optimize
         self._graphs = Graphs(config.name, self._module) if captured else None
         self._module = self._graphs or self._module
-        self._artifact = artifact
         fixed = compilation.static(config) or captured
         self.rows = buckets.plan(config, loaded.rows, fixed=fixed)
         self._runtime = surroundings
@@ -95,13 +105,18 @@ class Engine:
         return self._padding is not None or bool(self.rows.buckets) or self.rows.least > 1
 
     @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._runtime.device
+
+    @property
     def compiles(self) -> bool:
         """Whether a new shape may cost a compilation."""
         return self._compiled is not None
 
     def example(self) -> Item:
         """Valid inputs that lie beside the model; empty where none do."""
-        return examples.find(self.config, self._artifact) or {}
+        return examples.find(self.config, self.artifact) or {}
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
@@ -110,7 +125,7 @@ class Engine:
             yield
             sealed = self._eager
         else:
-            bundle = compile_cache.at(self.config, self._artifact, self._runtime.device)
+            bundle = compile_cache.at(self.config, self.artifact, self._runtime.device)
             with contextlib.nullcontext() if bundle is None else bundle.used():
                 yield
             sealed = self._compiled.seal()
@@ -118,10 +133,11 @@ class Engine:
 
     def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         """One outcome for each item, in their order."""
-        whole = self._intake.whole(items)
-        outcomes = self._run_group(whole) if whole is not None else self._run_groups(items)
-        if self._runtime.clean is not None:
-            self._runtime.clean()
+        with self.turn:
+            whole = self._intake.whole(items)
+            outcomes = self._run_group(whole) if whole is not None else self._run_groups(items)
+            if self._runtime.clean is not None:
+                self._runtime.clean()
         return outcomes
 
     def _run_groups(self, items: Sequence[Item]) -> list[Outcome]:

@@ -28,7 +28,8 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
         arguments: what Triton passes to `initialize`.
 
     Returns:
-        artifact, signature, inputs, outputs, max_batch_size, options in force, warnings: as JSON.
+        artifact, weights, signature, inputs, outputs, max_batch_size, options in force, warnings:
+        as JSON.
 
     Raises:
         LoadError: it cannot be served; the message says why.
@@ -47,6 +48,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
         artifact = artifact.fallback  # the package was built for another machine
     return {
         "artifact": f"{artifact.path.name}: {artifact.kind.value}",
+        "weights": str(made.sharing),
         "signature": made.signature,
         "inputs": [f"{spec} → {made.places[spec.name]}" for spec in settings.inputs],
         "outputs": [str(spec) for spec in settings.outputs],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend import programs, signatures, sources, weights
+from torch_py_backend import mapping, programs, signatures, sources, weights
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import ANY_ROWS, Rows
 from torch_py_backend.binding import Signature
@@ -68,6 +68,8 @@ def _load_torchscript(
             cure="Write it again with torch.jit.save under this version of torch.",
         ) from error
     module.eval()
+    if config.options.enable_weight_sharing is not False:
+        mapping.share((*module.parameters(), *module.buffers()), artifact.path)
     name = config.options.method or "forward"
     method: Any = getattr(module, name, None)
     if not hasattr(method, "schema"):
@@ -94,13 +96,14 @@ def _warn_unused(config: ModelConfig, *fields: str) -> None:
 
 def _load_module(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
     source = sources.import_source(config.name, artifact.path)
-    built = sources.construct(config, artifact.path, source)
+    filled = artifact.weights is not None
+    built = sources.construct(config, artifact.path, source, filled=filled)
     return _serve(artifact, config, device, built, has_weights=artifact.weightless)
 
 
 def _load_factory(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
-    built, filled = sources.construct_from_package(config)
-    has_weights = filled or artifact.weightless
+    built, complete = sources.construct_from_package(config, filled=artifact.weights is not None)
+    has_weights = complete or artifact.weightless
     return _serve(artifact, config, device, built, has_weights=has_weights)
 
 

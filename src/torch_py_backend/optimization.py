@@ -23,10 +23,7 @@ def apply(config: ModelConfig, loaded: Loaded) -> Callable[..., Any]:
     wished, kind = config.options.optimize, loaded.kind
     if wished and kind is Kind.AOTI:
         raise _refusal(config, wished, kind, "The package is compiled already; take OPTIMIZE out.")
-    if "channels_last" in wished:
-        if loaded.owner is None:
-            raise _refusal(config, ("channels_last",), kind, "A function has no weights.")
-        loaded.owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    lay_out(config, loaded)
     if "freeze" in wished:
         if kind is Kind.TORCHSCRIPT:
             return _frozen(config, loaded.owner)
@@ -38,6 +35,19 @@ def apply(config: ModelConfig, loaded: Loaded) -> Callable[..., Any]:
                 "Set TORCH_COMPILE_OPTIONAL_PARAMETERS, too: what is frozen is its graph.",
             )
     return loaded.module
+
+
+def lay_out(config: ModelConfig, loaded: Loaded) -> None:
+    """Put the weights into the memory format that OPTIMIZE names, if it names one.
+
+    Raises:
+        ConfigError: there are no weights.
+    """
+    if "channels_last" not in config.options.optimize:
+        return
+    if loaded.owner is None:
+        raise _refusal(config, ("channels_last",), loaded.kind, "A function has no weights.")
+    loaded.owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
 def _frozen(config: ModelConfig, module: Any) -> Callable[..., Any]:

@@ -249,8 +249,13 @@ class Options:
     )
     enable_weight_sharing: bool | None = _option(
         BOOLEAN,
-        "Accepted, without effect yet.",
-        inert="instances do not share weights yet",
+        "One copy of the weights for all instances. Unset: on the CPU, where it is possible; true:"
+        " a model that cannot share them is not loaded; false: each instance copies them.",
+    )
+    watch_weights: bool = _option(
+        BOOLEAN,
+        "Watch the file of weights, and swap in what replaces it, without a reload.",
+        default=False,
     )
     auto_complete_timeout_s: int = _option(
         POSITIVE,

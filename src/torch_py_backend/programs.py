@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
-from torch_py_backend import binding, contents, results, samples, signatures
+from torch_py_backend import binding, contents, mapping, results, samples, signatures
 from torch_py_backend.batching import ANY_ROWS, Rows
 from torch_py_backend.binding import Signature
 from torch_py_backend.config import ModelConfig
@@ -47,6 +47,8 @@ def load_exported(config: ModelConfig, path: Path, device: torch.device | None) 
         ArtifactError: this torch cannot load it.
     """
     program = _read_exported(config, path)
+    if config.options.enable_weight_sharing is not False:
+        _share(program, path)
     if device is not None:
         program = move_to_device_pass(program, device)
     module = program.module()
@@ -54,6 +56,16 @@ def load_exported(config: ModelConfig, path: Path, device: torch.device | None) 
     signature = signatures.of_tree(spec, _constants(program), _positional_names(module))
     _refuse_numbers(config, path, program, signature)
     return Program(module, signature, module, _rows(program) if config.max_batch_size else ANY_ROWS)
+
+
+def _share(program: torch.export.ExportedProgram, path: Path) -> None:
+    tables: tuple[dict[str, Any], ...] = (program.state_dict, program.constants)
+    for table in tables:
+        # As they were read, they are views, whose bases would go on holding the old memory.
+        table.update({name: one.data for name, one in table.items() if type(one) is Tensor})
+    mapping.share(
+        (value for table in tables for value in table.values() if isinstance(value, Tensor)), path
+    )
 
 
 def _refuse_numbers(

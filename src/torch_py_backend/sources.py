@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from torch_py_backend import initialization
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import SourceError, brief, shown
 
@@ -25,11 +26,19 @@ log = logging.getLogger(__name__)
 
 
 def import_source(model: str, path: Path) -> ModuleType:
-    """Run a model's source file as a module of its own; files beside it can be imported."""
+    """Run a model's source file as a module of its own; files beside it can be imported.
+
+    A file that has been run, and is the same since, is not run again: it may not bear that.
+    """
     name = _module_name(path)
+    state = _state(path)
+    known = sys.modules.get(name)
+    if known is not None and known.__spec__ is not None and known.__spec__.loader_state == state:
+        return known
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise SourceError(model, f"{path.name} is no Python source", expected="a .py file")
+    spec.loader_state = state
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -39,6 +48,14 @@ def import_source(model: str, path: Path) -> ModuleType:
         del sys.modules[name]
         raise SourceError(model, f"{path.name} fails at {_place(error, path)}") from error
     return module
+
+
+def _state(path: Path) -> tuple[int, int]:
+    try:
+        about = path.stat()
+    except OSError:  # the loader will say so
+        return (0, 0)
+    return (about.st_mtime_ns, about.st_size)
 
 
 def _module_name(path: Path) -> str:
@@ -77,7 +94,7 @@ class Built(NamedTuple):
     has_weights: bool
 
 
-def construct_from_package(config: ModelConfig) -> Built:
+def construct_from_package(config: ModelConfig, *, filled: bool) -> Built:
     """What `MODEL_FACTORY: "package.module:callable"` builds.
 
     A class with `from_pretrained` (transformers' and its likes) is given the folder that holds a
@@ -104,7 +121,7 @@ def construct_from_package(config: ModelConfig) -> Built:
             return Built(
                 pretrained(str(folder), local_files_only=True, **keywords), has_weights=True
             )
-        return Built(chosen(**keywords), has_weights=False)
+        return Built(_call(chosen, keywords, filled=filled), has_weights=False)
     except (Exception, SystemExit) as error:
         raise SourceError(
             config.name,
@@ -125,9 +142,7 @@ def example_inputs(model: str, path: Path, name: str) -> Mapping[str, Any] | Non
     Raises:
         SourceError: it fails, or returns something else than a dict.
     """
-    # What a file does when it is run, it may not bear twice.
-    source = sys.modules.get(_module_name(path)) or import_source(model, path)
-    function = getattr(source, name, None)
+    function = getattr(import_source(model, path), name, None)
     if function is None:
         return None
     try:
@@ -145,8 +160,15 @@ def example_inputs(model: str, path: Path, name: str) -> Mapping[str, Any] | Non
     return made
 
 
-def construct(config: ModelConfig, path: Path, source: ModuleType) -> Any:
-    """What is called with the inputs: a module, built, or a function."""
+def construct(config: ModelConfig, path: Path, source: ModuleType, *, filled: bool) -> Any:
+    """What is called with the inputs: a module, built, or a function.
+
+    Args:
+        config: the model's config.
+        path: its source.
+        source: that source, imported.
+        filled: whether a file of weights will fill the module, whose random ones none will see.
+    """
     chosen = _choose(config, path, source)
     is_factory = config.options.model_factory is not None
     if not isinstance(chosen, type) and not is_factory:
@@ -166,11 +188,18 @@ def construct(config: ModelConfig, path: Path, source: ModuleType) -> Any:
                 cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
             ) from None
     try:
-        return chosen(**keywords)
+        return _call(chosen, keywords, filled=filled)
     except (Exception, SystemExit) as error:
         raise SourceError(
             config.name, f"{name}() in {path.name} fails at {_place(error, path)}"
         ) from error
+
+
+def _call(chosen: Callable[..., Any], keywords: Mapping[str, Any], *, filled: bool) -> Any:
+    def build() -> Any:
+        return chosen(**keywords)
+
+    return initialization.unfilled(build) if filled else build()
 
 
 def _refuse_arguments(config: ModelConfig, path: Path, chosen: Any) -> None:

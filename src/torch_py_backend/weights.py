@@ -1,7 +1,13 @@
-"""Weights beside a module's source: read without running code, compared, put into the module."""
+"""Weights beside a module's source: read without running code, compared, put into the module.
+
+Files are mapped, and where the module takes a weight as it is, the weight stays in the file: see
+`mapping`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_py_backend import contents
+from torch_py_backend import contents, mapping
 from torch_py_backend.artifacts import Artifact
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.contents import Content
@@ -46,7 +52,8 @@ def fill(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
     try:
         # Modules may translate old names and add what old files lack, so they judge the keys.
         # Copied, not assigned: a module may hold its parameters in other places, too.
-        judged = module.load_state_dict(state, strict=False)
+        with _sharing(config, artifact.weights, state):
+            judged = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise ArtifactError(
             config.name, f"the weights {file} do not fit {type(module).__name__}: {brief(error)}"
@@ -54,6 +61,27 @@ def fill(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
     missing = _without_twins(judged.missing_keys, own, state)
     if missing or judged.unexpected_keys:
         raise WeightsError(config.name, file, missing=missing, unexpected=judged.unexpected_keys)
+
+
+def _sharing(
+    config: ModelConfig, path: Path, state: Mapping[str, Tensor]
+) -> contextlib.AbstractContextManager[Any]:
+    if config.options.enable_weight_sharing is False or unmappable(path):
+        return contextlib.nullcontext()
+    return mapping.Adopting(state.values())
+
+
+def unmappable(path: Path) -> str:
+    """Why the tensors of a file cannot be used where they lie; empty where they can."""
+    if path.suffix in (".safetensors", ".json"):
+        return ""
+    with path.open("rb") as file:
+        if file.read(2) != b"PK":
+            return f"{path.name} is no zip archive: torch older than 1.6 wrote it"
+    with zipfile.ZipFile(path) as archive:
+        if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
+            return f"the entries of {path.name} are compressed"
+    return ""
 
 
 def _without_twins(
@@ -115,10 +143,8 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def _torch_load(path: Path) -> Any:
-    # Files older than torch 1.6 are no zip archives and cannot be mapped.
-    with path.open("rb") as file:
-        mapped = file.read(2) == b"PK"
-    return torch.load(path, map_location="cpu", mmap=mapped, weights_only=True)
+    # Compressed entries would be mapped as they lie, and taken for values.
+    return torch.load(path, map_location="cpu", mmap=not unmappable(path), weights_only=True)
 
 
 def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:

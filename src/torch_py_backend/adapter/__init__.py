@@ -13,13 +13,16 @@ import json
 import locale
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import completion, config, threads, tuned, vitals
 from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.errors import BackendError, PlatformError
+
+if TYPE_CHECKING:
+    from torch_py_backend.batching import Item
 
 
 class TritonPythonModel:
@@ -70,11 +73,12 @@ class TritonPythonModel:
         # torch reads its environment when it is imported: not before this line.
         import torch  # noqa: PLC0415
 
-        from torch_py_backend import engine, warmup  # noqa: PLC0415
+        from torch_py_backend import engine, warmup, watching  # noqa: PLC0415
         from torch_py_backend.adapter import messages  # noqa: PLC0415
 
         _check_numpy(settings.name)
         self._engine = engine.build(settings, share)
+        self._watch = watching.Watch(self._engine)
         self._messages = messages
         if settings.options.warmup:
             warmup.run(self._engine)
@@ -85,6 +89,10 @@ class TritonPythonModel:
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
+        self._weights = None
+        if settings.options.watch_weights:
+            self._weights = metrics.WeightsInForce(settings)
+            self._tells_weights = messages.takes_parameters()
         # Only what can be wasted is counted.
         self._publisher = (
             metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
@@ -95,17 +103,32 @@ class TritonPythonModel:
         self._vitals.busy()
         try:
             items = [self._messages.read(request) for request in requests]
-            responses = [self._messages.write(outcome) for outcome in self._engine.run(items)]
+            if self._weights is None:
+                responses = [self._messages.write(outcome) for outcome in self._engine.run(items)]
+            else:
+                responses = self._run_labelled(items, self._weights)
             if self._publisher is not None:
                 self._publisher.tell()
         finally:
             self._vitals.idle()
         return responses
 
+    def _run_labelled(self, items: Sequence[Item], weights: metrics.WeightsInForce) -> list[Any]:
+        """Run, and tell with which weights: no others are swapped in meanwhile."""
+        with self._engine.turn:
+            outcomes = self._engine.run(items)
+            digest = self._watch.digest
+        weights.tell(digest)
+        if not self._tells_weights:
+            return [self._messages.write(outcome) for outcome in outcomes]
+        parameters = {"weights": digest}
+        return [self._messages.write_with_parameters(one, parameters) for one in outcomes]
+
     def finalize(self) -> None:
         """Called before a healthy instance ends."""
         self._vitals.ended()
         self.leave()
+        self._watch.close()
         if self._publisher is not None:
             self._publisher.tell_all()
 

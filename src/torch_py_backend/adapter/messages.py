@@ -5,6 +5,7 @@ Imported when an instance starts, not before: it needs torch, and Triton's utili
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -33,6 +34,23 @@ def _read_tensor(tensor: Any) -> Value:
         # The memory is Triton's, unaligned, and gone when execute() returns.
         array = dlpack.from_dlpack(tensor.to_dlpack()).clone()
     return array
+
+
+def write_with_parameters(outcome: Outcome, parameters: Mapping[str, str]) -> Any:
+    """As `write`, and a result comes with parameters for the client."""
+    if isinstance(outcome, BackendError):
+        return write(outcome)
+    tensors = [_write_tensor(name, value) for name, value in outcome.items()]
+    return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
+
+
+def takes_parameters() -> bool:
+    """Whether this server's responses can have parameters: 25.02 and later."""
+    try:
+        pb_utils.InferenceResponse([], parameters={})
+    except TypeError:
+        return False
+    return True
 
 
 def write(outcome: Outcome) -> Any:

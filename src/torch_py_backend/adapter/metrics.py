@@ -1,8 +1,9 @@
-"""Counts become Triton's metrics, now and then: each change crosses to the server process."""
+"""What Triton's metrics tell of an instance: counts, now and then, and the weights in force."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
@@ -48,3 +49,24 @@ class Publisher:
             if count != self._sent[name]:
                 metric.increment(count - self._sent[name])
                 self._sent[name] = count
+
+
+class WeightsInForce:
+    """A gauge of 1, whose label `weights` tells which weights an instance's model has."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._labels = {"model": config.name, "version": config.version}
+        self._family = pb_utils.MetricFamily(
+            name="pytorch_py_weights_info",
+            description="1 for the weights in force, told by the label: digits of their SHA-256",
+            kind=pb_utils.MetricFamily.GAUGE,
+        )
+        self._told = ""
+        self._metric: Any = None
+
+    def tell(self, digest: str) -> None:
+        """Tell what changed; the old label goes with its metric."""
+        if digest != self._told:
+            self._told = digest
+            self._metric = self._family.Metric(labels={**self._labels, "weights": digest})
+            self._metric.set(1)

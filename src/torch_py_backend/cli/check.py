@@ -97,6 +97,7 @@ def _print_model(console: Console, report: Mapping[str, Any]) -> None:
         console.print(f"[green]OK[/]      {escape(report['model'])} {report['version']}")
         for label, value in (
             ("artifact", report["artifact"]),
+            ("weights", report["weights"]),
             ("takes", report["signature"]),
             ("inputs", ", ".join(report["inputs"])),
             ("outputs", ", ".join(report["outputs"])),

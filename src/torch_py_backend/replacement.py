@@ -1,0 +1,138 @@
+"""New weights for a model that serves: read beside the old ones, compared, put in their place."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from torch_py_backend import loaders, mapping, optimization
+from torch_py_backend.artifacts import Artifact, Kind
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import ArtifactError, ConfigError, WeightsError
+from torch_py_backend.loaders import Loaded
+
+
+def refuse_impossible(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> None:
+    """Refuse WATCH_WEIGHTS for a model whose weights cannot be replaced alone.
+
+    Raises:
+        ConfigError: it is such a model.
+    """
+    own = weights(loaded)
+    causes = (
+        (loaded.kind is Kind.AOTI, "an AOTInductor package keeps its weights to itself"),
+        (not own, "the model has no weights outside of its code"),
+        ("freeze" in config.options.optimize, "OPTIMIZE's freeze makes them constants of a graph"),
+        (
+            loaded.kind in (Kind.MODULE, Kind.FACTORY) and artifact.weights is None,
+            "no file of weights lies beside the model",
+        ),
+        (
+            loaded.kind is Kind.TORCHSCRIPT and _strays(artifact, own),
+            f"{artifact.path.name} holds tensors that are no parameters or buffers",
+        ),
+    )
+    for holds, cause in causes:
+        if holds:
+            raise ConfigError(
+                config.name, f"WATCH_WEIGHTS is set, and {cause}", cure="Take WATCH_WEIGHTS out."
+            )
+
+
+def _strays(artifact: Artifact, own: Mapping[str, Tensor]) -> bool:
+    storages = {mapping.storage_id(tensor) for tensor in own.values() if tensor.numel()}
+    with zipfile.ZipFile(artifact.path) as archive:
+        records = [one for one in archive.infolist() if _is_weight(one.filename) and one.file_size]
+    return len(records) > len(storages)
+
+
+def weights(loaded: Loaded) -> dict[str, Tensor]:
+    """A model's weights as its file names them; the model's own tensors, not copies."""
+    return {} if loaded.owner is None else dict(loaded.owner.state_dict(keep_vars=True))
+
+
+def read(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Loaded:
+    """What lies in the files now, loaded on the CPU beside the model that is serving.
+
+    Raises:
+        LoadError: it cannot be loaded.
+        WeightsError: it has other names, shapes or types than the model that is serving.
+    """
+    fresh = loaders.load(artifact, config, torch.device("cpu"))
+    optimization.lay_out(config, fresh)
+    old, new = weights(loaded), weights(fresh)
+    shapes = [
+        f"{name} {_described(new[name])} instead of {_described(tensor)}"
+        for name, tensor in old.items()
+        if name in new and _described(new[name]) != _described(tensor)
+    ]
+    missing = [name for name in old if name not in new]
+    unexpected = [name for name in new if name not in old]
+    if missing or unexpected or shapes:
+        file = (artifact.weights or artifact.path).name
+        raise WeightsError(config.name, file, missing=missing, unexpected=unexpected, shapes=shapes)
+    return fresh
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+def put(loaded: Loaded, fresh: Loaded) -> None:
+    """Give the model the fresh weights; between two batches, and after `read` has compared them.
+
+    On the CPU they stay where they lie, and the memory of the old ones is given back. On a device,
+    and where something else holds a view of a weight, they are copied into the old one's place.
+    """
+    new = weights(fresh)
+    with torch.no_grad():
+        for name, tensor in weights(loaded).items():
+            if tensor.device.type == "cpu" and mapping.is_alone(tensor):
+                mapping.place(tensor, new[name])
+            else:
+                tensor.copy_(new[name])
+
+
+def code(artifact: Artifact) -> dict[str, int]:
+    """What of an archive is not weights, by checksums; a change of that is no change of weights."""
+    if artifact.kind not in (Kind.TORCHSCRIPT, Kind.EXPORTED):
+        return {}
+    with zipfile.ZipFile(artifact.path) as archive:
+        return {
+            member.filename.partition("/")[2]: member.CRC
+            for member in archive.infolist()
+            if not _is_weight(member.filename) and not _is_incidental(member.filename)
+        }
+
+
+def refuse_other_code(config: ModelConfig, artifact: Artifact, known: Mapping[str, int]) -> None:
+    """Refuse an archive whose code is another one: it needs a reload.
+
+    Raises:
+        ArtifactError: it is.
+    """
+    now = code(artifact)
+    changed = sorted(name for name in {*known, *now} if known.get(name) != now.get(name))
+    if changed:
+        raise ArtifactError(
+            config.name,
+            f"{artifact.path.name} differs in more than its weights: {', '.join(changed[:3])}",
+            cure="Load the model again.",
+        )
+
+
+def _is_weight(member: str) -> bool:
+    folder, _, name = member.partition("/")[2].rpartition("/")
+    return (folder == "data" and name.isdigit()) or (
+        folder == "data/weights" and not name.endswith(".json")
+    )
+
+
+_INCIDENTAL = (".debug_pkl", "/version", "/byteorder", "/serialization_id", "/archive_format")
+
+
+def _is_incidental(member: str) -> bool:
+    return member.endswith(_INCIDENTAL) or "/data/sample_inputs/" in member

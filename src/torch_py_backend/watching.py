@@ -1,0 +1,141 @@
+"""The files of a model's weights while it serves: guarded, and watched for new ones."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from torch_py_backend import contents, replacement, sharing
+from torch_py_backend.artifacts import Artifact
+from torch_py_backend.errors import BackendError
+from torch_py_backend.guarding import Guard
+
+if TYPE_CHECKING:
+    from torch_py_backend.engine import Engine
+
+log = logging.getLogger(__name__)
+
+# A file is taken when two looks in a row see the same.
+_POLL_S = 0.5
+_DIGITS = 12
+# Bytes read at a time.
+_PART = 1 << 20
+
+
+class Watch:
+    """Keeps the weights of one instance as their files are, until it is closed.
+
+    Mapped files are guarded against being written over in place. With WATCH_WEIGHTS, a file that
+    replaces the old one is read, compared, and swapped in between two batches; one that does not
+    fit is refused, and the old weights stay.
+
+    Attributes:
+        digest: the first 12 digits of the SHA-256 of the weights in force, as `sha256sum` tells it
+            (of several files: of their digests, in the order of their names); empty without
+            WATCH_WEIGHTS, and until it is known.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.digest = ""
+        self._engine = engine
+        self._guard = self._guarded()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        if engine.config.options.watch_weights:
+            replacement.refuse_impossible(engine.config, engine.artifact, engine.loaded)
+            self._thread = threading.Thread(target=self._run, name="watching", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Let the files go; to call it twice is no error."""
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._guard is not None:
+            self._guard.close()
+
+    def _guarded(self) -> Guard | None:
+        ranges = sharing.mapped(self._engine.loaded).ranges
+        name = self._engine.config.name
+        return Guard(name, files(self._engine.artifact), ranges) if ranges else None
+
+    def _run(self) -> None:
+        artifact = self._engine.artifact
+        code = replacement.code(artifact)
+        known = seen = _identity(artifact)
+        self.digest = _digest(artifact)
+        while not self._ended.wait(_POLL_S):
+            now = _identity(artifact)
+            settled, seen = now == seen, now
+            # While a file is gone, somebody is about to replace it.
+            if settled and now and now != known:
+                known = now
+                self._take(code)
+
+    def _take(self, code: Mapping[str, int]) -> None:
+        refusal = self._swap(code)
+        if refusal is not None:
+            log.error("The new weights are refused, and the old ones stay: %s", refusal)
+            return
+        before, self._guard = self._guard, self._guarded()
+        if before is not None:
+            before.close()
+        name = self._engine.config.name
+        log.info("model '%s': now with the weights of digest %s.", name, self.digest)
+
+    def _swap(self, code: Mapping[str, int]) -> Exception | None:
+        """Why the new weights cannot be taken; None: they are in force."""
+        config, artifact = self._engine.config, self._engine.artifact
+        try:
+            before = _identity(artifact)
+            replacement.refuse_other_code(config, artifact, code)
+            fresh = replacement.read(config, artifact, self._engine.loaded)
+            digest = _digest(artifact)
+            if _identity(artifact) != before:
+                return OSError("the file changed again while it was read.")
+        except (BackendError, OSError) as error:
+            return error
+        with self._engine.turn:
+            replacement.put(self._engine.loaded, fresh)
+            if self._engine.device.type == "cuda":
+                torch.cuda.synchronize(self._engine.device)
+            self.digest = digest
+        return None
+
+
+def files(artifact: Artifact) -> list[Path]:
+    """The files that hold a model's weights."""
+    path = artifact.weights or artifact.path
+    if path.suffix == ".json":
+        return [path, *(path.parent / name for name in contents.shards(path))]
+    return [path]
+
+
+def _identity(artifact: Artifact) -> list[tuple[int, int, int]]:
+    """What changes when a file is replaced or written; empty while one is not there."""
+    try:
+        found = [path.stat() for path in files(artifact)]
+    except (OSError, *contents.NO_INDEX):
+        return []
+    return [(one.st_ino, one.st_mtime_ns, one.st_size) for one in found]
+
+
+def _digest(artifact: Artifact) -> str:
+    digests = [_sha256(path) for path in files(artifact)]
+    if len(digests) > 1:
+        return hashlib.sha256(b"".join(digests)).hexdigest()[:_DIGITS]
+    return digests[0].hex()[:_DIGITS]
+
+
+def _sha256(path: Path) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while part := file.read(_PART):
+            digest.update(part)
+    return digest.digest()

@@ -1,0 +1,180 @@
+"""Weights of a real server's instances: in memory once, replaced while it serves, given back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import safetensors.torch
+import torch
+import tritonclient.grpc
+
+from torch_py_backend.server import Server
+
+_WIDTH = 2048
+_INSTANCES = 2
+_X = np.ones((1, _WIDTH), np.float32)
+_OPTIONS = f"""\
+max_batch_size: 8
+input [{{ name: "x" data_type: TYPE_FP32 dims: [{_WIDTH}] }}]
+output [{{ name: "y" data_type: TYPE_FP32 dims: [{_WIDTH}] }}]
+instance_group [{{ kind: KIND_CPU count: {_INSTANCES} }}]
+parameters {{ key: "WATCH_WEIGHTS" value {{ string_value: "true" }} }}
+"""
+_SOURCE = f"""
+from torch import nn
+
+class Wide(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear({_WIDTH}, {_WIDTH})
+
+    def forward(self, x):
+        return self.linear(x)
+"""
+
+
+def _write(path: Path, value: float) -> None:
+    """Weights that make of ones `value`, in one step."""
+    state = {
+        "linear.weight": torch.zeros(_WIDTH, _WIDTH),
+        "linear.bias": torch.full((_WIDTH,), value),
+    }
+    scratch = path.with_name("next")
+    safetensors.torch.save_file(state, scratch)
+    scratch.replace(path)
+
+
+class Served:
+    """A server with the model, its client, and what the kernel knows of its instances."""
+
+    def __init__(self, server: Server, path: Path, log: Path) -> None:
+        self.server, self.path, self.log = server, path, log
+        self.client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
+
+    def answer(self) -> float:
+        tensor = tritonclient.grpc.InferInput("x", list(_X.shape), "FP32")
+        tensor.set_data_from_numpy(_X)
+        result = self.client.infer("wide", [tensor]).as_numpy("y")
+        assert len(set(result.flat)) == 1, "weights of two files"
+        return float(result.flat[0])
+
+    def instances(self) -> list[psutil.Process]:
+        """Processes of the model that live; Triton reaps the others when it likes to."""
+        family = psutil.Process(self.server.process.pid).children(recursive=True)
+        return [one for one in family if one.status() != psutil.STATUS_ZOMBIE]
+
+    def mapped(self, pid: int) -> dict[str, int]:
+        """What smaps says of the file in one process, in bytes, summed over its mappings."""
+        found: dict[str, int] = {}
+        inside = False
+        for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+            words = line.split()
+            if "-" in words[0] and not words[0].endswith(":"):
+                inside = line.endswith(str(self.path))
+            elif inside and words[-1] == "kB":
+                key = words[0].rstrip(":")
+                found[key] = found.get(key, 0) + int(words[1]) * 1024
+        return found
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    folder = tmp_path / "repository" / "wide"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n' + _OPTIONS)
+    (folder / "1" / "model.py").write_text(_SOURCE)
+    path = folder / "1" / "model.safetensors"
+    _write(path, 1)
+    log_path = tmp_path / "server.log"
+    with (
+        log_path.open("wb") as log,
+        Server(
+            tmp_path / "repository",
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            log=log,
+            arguments=["--model-control-mode=explicit", "--load-model=wide"],
+        ) as server,
+    ):
+        (state,) = server.wait_loaded(timeout=540)
+        assert state.ready, log_path.read_text(errors="replace")
+        made = Served(server, path, log_path)
+        yield made
+        made.client.close()
+
+
+def until(happened: Callable[[], Any]) -> None:
+    """Wait for what a server does by itself; four minutes are a failure."""
+    end = time.monotonic() + 240
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_instances_have_the_weights_once(served: Served) -> None:
+    """Their shares of the file add up to its size, and none has a page of its own."""
+    for _ in range(4 * _INSTANCES):
+        assert served.answer() == 1
+    size = served.path.stat().st_size
+    shares = [served.mapped(one.pid) for one in served.instances()]
+    assert len(shares) == _INSTANCES
+    assert sum(share["Pss"] for share in shares) <= 1.1 * size
+    assert all(share["Rss"] >= 0.9 * size for share in shares)
+    assert all(share["Private_Dirty"] == 0 for share in shares)
+
+
+def test_new_weights_under_load(served: Served) -> None:
+    """Every answer is of one file, the last file wins in every instance, none fails."""
+    seen: list[float] = []
+    ended = threading.Event()
+
+    def ask() -> None:
+        while not ended.is_set():
+            seen.append(served.answer())
+
+    asking = [threading.Thread(target=ask) for _ in range(4)]
+    for one in asking:
+        one.start()
+    for value in (2.0, 3.0):
+        _write(served.path, value)
+        until(lambda value=value: seen[-20:] == [value] * 20)  # type: ignore[misc]
+    ended.set()
+    for one in asking:
+        one.join()
+    assert set(seen) == {1.0, 2.0, 3.0}
+    until(lambda: all(served.mapped(one.pid) for one in served.instances()))
+    log = served.log.read_text(errors="replace")
+    assert log.count("now with the weights of digest") == 2 * _INSTANCES
+
+
+def test_a_file_that_is_written_over_in_place_harms_nobody(served: Served) -> None:
+    """It is cut short, and written anew: old answers until it is whole, and then new ones."""
+    _write(served.path.with_name("other"), 2)
+    content = served.path.with_name("other").read_bytes()
+    with served.path.open("wb") as file:
+        file.write(content[: len(content) // 2])
+        file.flush()
+        assert [served.answer() for _ in range(8)] == [1] * 8
+        file.write(content[len(content) // 2 :])
+    until(lambda: [served.answer() for _ in range(8)] == [2] * 8)
+
+
+def test_unload_gives_everything_back(served: Served) -> None:
+    """No process, no shared memory, no mapping of the file is left; and it can be loaded again."""
+    regions = set(Path("/dev/shm").iterdir())
+    for _ in range(2):
+        served.client.unload_model("wide")
+        until(lambda: not served.instances())
+        assert not {one for one in regions if "wide" in one.name and one.exists()}
+        served.client.load_model("wide")
+        assert served.answer() == 1
+        assert len(served.instances()) == _INSTANCES
+    assert len(set(Path("/dev/shm").iterdir())) <= len(regions)
