@@ -14,8 +14,8 @@ import pytest
 from processes import ended, instance
 
 from torch_py_backend import instances
-from torch_py_backend.vitals import Identity, State, Told
 from torch_py_backend.instances import Fall, Watch
+from torch_py_backend.vitals import Identity, State, Told
 
 
 @pytest.fixture(params=["pidfd", "polling"])

@@ -9,10 +9,10 @@ import pytest
 
 from torch_py_backend.control import TooLongError
 from torch_py_backend.errors import ServerError
+from torch_py_backend.instances import Fall
 from torch_py_backend.server import ModelState
 from torch_py_backend.supervision import Event, Kind, Plan, Supervisor, sentence, views
 from torch_py_backend.vitals import Identity, State
-from torch_py_backend.instances import Fall
 
 _READY, _GONE = "READY", "UNLOADED"
 

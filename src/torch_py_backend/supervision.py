@@ -20,9 +20,9 @@ from typing import Protocol
 from torch_py_backend.control import TooLongError
 from torch_py_backend.errors import ServerError, brief
 from torch_py_backend.healing import Phase, Recovery
+from torch_py_backend.instances import Fall
 from torch_py_backend.server import ModelState
 from torch_py_backend.vitals import State
-from torch_py_backend.instances import Fall
 
 _LOOK_S = 0.2
 _INDEX_S = 0.5

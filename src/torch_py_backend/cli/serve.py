@@ -19,10 +19,10 @@ from rich.markup import escape
 
 from torch_py_backend import restrictions
 from torch_py_backend.control import Control
+from torch_py_backend.instances import Watch
 from torch_py_backend.readiness import Readiness
 from torch_py_backend.server import Server
 from torch_py_backend.supervision import Event, Kind, Plan, Supervisor
-from torch_py_backend.instances import Watch
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SECRET = "TORCH_PY_BACKEND_ADMIN_KEY"  # noqa: S105  the name of the variable
