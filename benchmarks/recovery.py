@@ -183,7 +183,9 @@ def _instances(serve: psutil.Process, name: str) -> list[psutil.Process]:
     found = []
     for one in serve.children(recursive=True):
         with contextlib.suppress(psutil.Error):
-            if "_backend_stub" in one.cmdline()[0] and f"/{name}/" in one.cmdline()[1]:
+            # A process that is about to end has none.
+            words = " ".join(one.cmdline()[:2])
+            if "_backend_stub " in words and f"/{name}/" in words:
                 found.append(one)
     return found
 
@@ -202,7 +204,7 @@ class _Other:
     def __init__(self, address: str) -> None:
         self.answers = self.failures = 0
         self._address, self._stop = address, threading.Event()
-        self._thread = threading.Thread(target=self._run)
+        self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -75,8 +75,9 @@ class Supervised:
         found = []
         for one in self.triton().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                words = one.cmdline()
-                if "_backend_stub" in words[0] and f"/{model}/" in words[1]:
+                # A process that is about to end has none.
+                words = " ".join(one.cmdline()[:2])
+                if "_backend_stub " in words and f"/{model}/" in words:
                     found.append(one)
         return found
 
