@@ -21,6 +21,9 @@ import psutil
 import tritonclient.grpc
 import tritonclient.http
 
+from torch_py_backend import leftovers, vitals
+from torch_py_backend.vitals import State
+
 _SERVE = "from torch_py_backend.cli import app; app()"
 _PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
 _SERVING = re.compile(
@@ -72,9 +75,21 @@ class Supervised:
         found = []
         for one in self.triton().children(recursive=True):
             with contextlib.suppress(psutil.Error):
-                words = one.cmdline()
-                if "_backend_stub" in words[0] and f"/{model}/" in words[1]:
+                # A process that is about to end has none.
+                words = " ".join(one.cmdline()[:2])
+                if "_backend_stub " in words and f"/{model}/" in words:
                     found.append(one)
+        return found
+
+    def told(self, model: str, state: State) -> list[psutil.Process]:
+        """The processes of a model that tell they are in this state."""
+        found = []
+        folder = Path(self.triton().environ()[leftovers.VARIABLE])
+        for path in vitals.files(folder):
+            with contextlib.suppress(psutil.Error, OSError, ValueError):
+                reader = vitals.Reader(path)
+                if reader.identity.model == model and reader.sign().state is state:
+                    found.append(psutil.Process(reader.identity.pid))
         return found
 
     def ask(self, path: str) -> tuple[int, dict[str, Any]]:
@@ -97,8 +112,13 @@ class Supervised:
     def end(self) -> None:
         """SIGTERM, and wait."""
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(60)
+        self.process.wait(120)
+
+    def close(self) -> None:
+        """Read the rest of what it says."""
+        assert self.process.stdout is not None
         self._reader.join(60)
+        self.process.stdout.close()
 
 
 def _infer(module: Any, client: Any, model: str, value: float, **how: Any) -> list[float]:
@@ -168,6 +188,7 @@ def serve(repository: Path, *arguments: str, **variables: str) -> Iterator[Super
             with contextlib.suppress(psutil.NoSuchProcess):
                 one.kill()
         process.wait()
+        served.close()
 
 
 def until(what: Callable[[], Any], served: Supervised) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -18,10 +20,14 @@ import safetensors.torch
 import scenarios
 import torch
 import typer
+from rich.console import Console
 
-from torch_py_backend import completion, examination, isolation, pbtxt
+from torch_py_backend import completion, examination, isolation, pbtxt, restrictions
 from torch_py_backend.cli.check import check
+from torch_py_backend.supervision import Event, Kind
 
+# `cli.serve` is the command; what stands beside it is in the module of the same name.
+serve = importlib.import_module("torch_py_backend.cli.serve")
 _APP = "from torch_py_backend.cli import app; app()"
 
 
@@ -612,3 +618,72 @@ def example_inputs():
     for role in ("input", "output"):
         assert [one["dims"] for one in document[role]] == [[4], [3], [1]]
         assert [one.get("reshape") for one in document[role]] == [None, None, {"shape": []}]
+
+
+_ARGUMENTS = ["--load-model=a", "--log-verbose", "1", "--load-model", "b", "--load-models=c"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "rest"),
+    [
+        ([], [], []),
+        (_ARGUMENTS, ["a", "b"], ["--log-verbose", "1", "--load-models=c"]),
+        (["--load-model"], [""], []),
+        (["--load-model", "--load-model", "x"], ["--load-model", "x"], ["x"]),
+    ],
+)
+def test_arguments_for_tritonserver(
+    arguments: list[str], values: list[str], rest: list[str]
+) -> None:
+    """What serve takes over from tritonserver is found in both spellings, and taken out."""
+    assert serve._values(arguments, "load-model") == values
+    assert serve._without(arguments, "load-model") == rest
+
+
+@pytest.mark.parametrize(
+    ("event", "line"),
+    [
+        (Event(Kind.READY, "m 1"), "[green]READY[/]   m 1"),
+        (Event(Kind.GIVEN_UP, "m", "died"), "[bold red]GIVEN UP[/] m: died"),
+        (
+            Event(Kind.FAILED, "m 1", "no [/] in it\n\nAt:\n  /srv/x.py(3): f\n"),
+            r"[red]FAILED[/]  m 1: no \[/] in it",
+        ),
+    ],
+)
+def test_lines_of_serve(event: Event, line: str) -> None:
+    """One line an event; what Triton adds about places in Python stands in its log."""
+    assert serve._line(event) == line
+
+
+@pytest.mark.parametrize(
+    ("address", "arguments", "warns"),
+    [
+        ("127.0.0.1", [], False),
+        ("0.0.0.0", [], True),
+        ("0.0.0.0", ["--http-restricted-api=trace:k=v"], True),
+        ("0.0.0.0", restrictions.arguments("trace", "k", "v"), False),
+    ],
+)
+def test_open_to_everybody(
+    address: str, arguments: list[str], warns: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Who listens to others without restrictions is told what they may do."""
+    serve._warn(Console(width=300), address, arguments)
+    assert ("may load and unload models" in capsys.readouterr().out) == warns
+
+
+def test_orphans_in_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As process 1 it takes the exit codes of those whose parents died, and not the server's."""
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    server = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "1000")
+    orphan = os.spawnlp(os.P_NOWAIT, "true", "true")
+    os.waitid(os.P_PID, orphan, os.WEXITED | os.WNOWAIT)
+    serve._reap_orphans(server)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(orphan, 0)
+    os.kill(server, signal.SIGKILL)
+    os.waitid(os.P_PID, server, os.WEXITED | os.WNOWAIT)
+    serve._reap_orphans(server)
+    assert os.waitpid(server, 0) == (server, signal.SIGKILL)
+    serve._reap_orphans(server)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -422,3 +425,29 @@ def test_together_larger_than_a_pipe() -> None:
     assert isolation.run_together("digits", "tasks:echo", [{"value": value}] * 2, 60) == [value] * 2
     with pytest.raises(LoadError):
         isolation.run_together("digits", "nowhere:nothing", [{"value": value}] * 2, 60)
+
+
+def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    """Who waits for a child may be killed: what the model does there ends, too."""
+    task = "tasks:sleeps_for_ever"
+    (tmp_path / "tasks.py").write_text(
+        "import os, sys, time\n"
+        "def sleeps_for_ever(path):\n"
+        "    open(path, 'w').write(str(os.getpid()))\n"
+        "    time.sleep(1000)\n"
+    )
+    code = (
+        "import sys; from torch_py_backend import isolation;"
+        f" isolation.run('m', {task!r}, {{'path': sys.argv[1]}}, 900)"
+    )
+    told = tmp_path / "pid"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(told)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    ) as parent:
+        while not (told.is_file() and told.read_text()):
+            assert parent.poll() is None
+            time.sleep(0.02)
+        child = psutil.Process(int(told.read_text()))
+        parent.kill()
+    child.wait(60)

@@ -79,6 +79,17 @@ def test_an_owner_cleans_up(shared: Path) -> None:
     assert not own.owned.folder.exists()
 
 
+def test_shared_memory_that_cannot_be_written(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an error, and no folder stays behind."""
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    with pytest.raises(FileNotFoundError):
+        Ownership()
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
 def test_the_folder_is_private() -> None:
     """What decides which process is ended, only the owner may write."""
     own = Ownership()

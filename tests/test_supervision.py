@@ -9,10 +9,10 @@ import pytest
 
 from torch_py_backend.control import TooLongError
 from torch_py_backend.errors import ServerError
+from torch_py_backend.instances import Fall
 from torch_py_backend.server import ModelState
 from torch_py_backend.supervision import Event, Kind, Plan, Supervisor, sentence, views
 from torch_py_backend.vitals import Identity, State
-from torch_py_backend.watching import Fall
 
 _READY, _GONE = "READY", "UNLOADED"
 
@@ -95,6 +95,9 @@ class House:
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
+
+    def wake(self) -> None:
+        """Nobody sleeps in a test."""
 
     def alive(self, model: str) -> set[int]:
         return {self.pids[model]} if model in self.pids else set()
@@ -180,11 +183,6 @@ def test_instances_that_live_end_first() -> None:
     """A model's other instances give their memory back before new ones take theirs."""
     house = _serving("a")
     house.die("a")
-    house.step()
-    house.calls.clear()
-    house = _serving("a")
-    house.die("a")
-    house.pids["a"] = 7
     taken = house.unload
 
     def unload(model: str) -> None:
@@ -203,7 +201,7 @@ def test_instances_that_do_not_end_do_not_block() -> None:
     """After a while the model is loaded all the same."""
     house = _serving("a")
     house.die("a")
-    house.supervisor._watch = dataclasses.replace(_Stays(house))  # type: ignore[assignment]
+    house.supervisor._watch = _Stays(house)
     house.step()
     assert "load a" not in house.calls
     house.until(house.now + 11)
@@ -221,6 +219,9 @@ class _Stays:
 
     def wait(self, seconds: float) -> None:
         self.house.wait(seconds)
+
+    def wake(self) -> None:
+        self.house.wake()
 
     def alive(self, model: str) -> set[int]:
         return {5}
@@ -284,11 +285,30 @@ def test_a_healing_load_that_is_refused_is_tried_again() -> None:
     house = _serving("a")
     house.die("a")
     house.refusals["a"] = ServerError("out of memory")
-    house.step(2)
+    house.step(3)
     assert [kind for kind, _ in house.told()] == ["DOWN", "DOWN"]
     house.refusals.clear()
     house.until(house.now + 3)
     assert house.told() == [("READY", "a 1")]
+
+
+def test_an_unload_that_fails() -> None:
+    """Triton would not load what it calls READY, dead as it is: it is unloaded first, or fails."""
+    house = _serving("a", restarts=2)
+    house.die("a")
+    unload, refused = house.unload, ServerError("no")
+
+    def refuse(model: str) -> None:
+        raise refused
+
+    house.unload = refuse  # type: ignore[method-assign]
+    house.step(3)
+    assert house.why_not().keys() == {"a"}
+    assert "load a" not in house.calls
+    house.unload = unload  # type: ignore[method-assign]
+    house.until(house.now + 3)
+    assert house.calls == ["unload a", "load a"]
+    assert house.why_not() == {}
 
 
 def test_users_may_unload_and_load() -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 # Enough of a pickle to meet the classes that it names; a bound against absurd files.
 _PICKLE_BYTES = 1 << 20
 _METADATA_BYTES = 1 << 16
+_INFLATION = 100
 # A zip's list of members: 100,000 tensors have less. It is read at once, and becomes objects.
 _LISTED_BYTES = 1 << 24
 
@@ -38,7 +39,7 @@ class Content(enum.Enum):
     EMPTY = "empty"
     TRUNCATED = "a truncated or damaged zip archive"
     CROWDED = "a zip archive whose list of members is longer than any model's"
-    REPACKED = "a zip archive with compressed members, which torch.save never writes"
+    BOMB = "a zip archive that inflates to a hundred times its size"
     UNKNOWN = "not a file that torch.save, torch.jit.save or torch.export.save wrote"
 
 
@@ -61,7 +62,7 @@ _CURES = {
     Content.HTML: "Download it again; the page may say why that failed.",
     Content.GIT_LFS: "Fetch the file with `git lfs pull`.",
     Content.COMPRESSED: "Unpack it, and put the model file itself here.",
-    Content.REPACKED: "Load it with torch.load and write it again with torch.save.",
+    Content.BOMB: "Load it with torch.load and write it again with torch.save.",
 }
 
 # What a file begins with.
@@ -143,9 +144,12 @@ def _describe_saved(archive: zipfile.ZipFile) -> Content:
     pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
     if not pickles:
         return Content.UNKNOWN
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-        # Its tensors are mapped from the file as they lie there; and it could inflate to anything.
-        return Content.REPACKED
+    entries = archive.infolist()
+    # torch.save compresses nothing; tools that pack its files again do, to half their size or so.
+    if sum(one.file_size for one in entries) > _INFLATION * sum(
+        one.compress_size for one in entries
+    ):
+        return Content.BOMB
     with archive.open(pickles[0]) as file:
         return _describe_pickle(file.read(_PICKLE_BYTES))
 

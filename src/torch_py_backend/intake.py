@@ -106,17 +106,34 @@ class Intake:
 
     def admit(self, item: Item) -> Item | InputError:
         """The item with its strings decoded, or what is wrong with it before it meets others."""
-        rows = -1
         for name in self._required:
             if name not in item:
                 return InputError(self._model, f"the request lacks the input '{name}'")
-        if self._batched and (rowless := self._rowless(item)):
-            return rowless
+        misfit = self._misfit(item)
+        if misfit is not None:
+            return misfit
         if self._padding is not None:
             item = self._padding.fill(item)
+        if len(item) < len(self._names):
+            try:
+                self._inputs(item)
+            except BindingError as error:  # a pattern too rare to have been tried at load
+                return InputError(self._model, f"the request lacks inputs: {error}")
+        return self._admit_special(item) if self._special or self._strings else item
+
+    def _misfit(self, item: Item) -> InputError | None:
+        """What is wrong with the shapes of an item's inputs, among each other."""
         if self._batched and not item:
             return InputError(self._model, "the request leaves out every input, and with them rows")
-        for value in item.values() if self._batched else ():
+        rows = -1
+        for name, value in item.items() if self._batched else ():
+            # Of a request that says it has no rows, Triton makes one without that dimension.
+            if value.ndim != self._axes[name]:
+                return InputError(
+                    self._model,
+                    f"input '{name}' has the shape {list(value.shape)} and no rows",
+                    expected=f"{self._axes[name]} dimensions, the first of at least 1",
+                )
             if rows not in (-1, value.shape[0]):
                 return InputError(
                     self._model,
@@ -125,31 +142,15 @@ class Intake:
                 )
             rows = value.shape[0]
         mismatch = self._padding.mismatch(item) if self._padding is not None else None
-        if mismatch is not None:
-            mask, name = mismatch
-            return InputError(
-                self._model,
-                f"input '{mask}' is {list(item[mask].shape)}, and '{name}', which it is the mask"
-                f" of, {list(item[name].shape)}",
-                expected="a mask as long as its input",
-            )
-        if len(item) < len(self._names):
-            try:
-                self._inputs(item)
-            except BindingError as error:  # a pattern too rare to have been tried at load
-                return InputError(self._model, f"the request lacks inputs: {error}")
-        return self._admit_special(item) if self._special or self._strings else item
-
-    def _rowless(self, item: Item) -> InputError | None:
-        """What is wrong with an item of which Triton has taken the first dimension."""
-        for name, value in item.items():
-            if value.ndim != self._axes[name]:
-                return InputError(
-                    self._model,
-                    f"input '{name}' has the shape {list(value.shape)} and no rows",
-                    expected=f"{self._axes[name]} dimensions, the first of at least 1",
-                )
-        return None
+        if mismatch is None:
+            return None
+        mask, name = mismatch
+        return InputError(
+            self._model,
+            f"input '{mask}' is {list(item[mask].shape)}, and '{name}', which it is the mask of,"
+            f" {list(item[name].shape)}",
+            expected="a mask as long as its input",
+        )
 
     def _admit_special(self, item: Item) -> Item | InputError:
         admitted = dict(item)

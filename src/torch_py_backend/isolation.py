@@ -7,6 +7,7 @@ whole server, would wait for ever.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib
 import json
 import locale
@@ -30,6 +31,8 @@ _START = (
     " from torch_py_backend import isolation; isolation.answer()"
 )
 
+# Of <linux/prctl.h>.
+_PR_SET_PDEATHSIG = 1
 # How often children that run together are looked at.
 _POLL_S = 0.02
 
@@ -166,10 +169,16 @@ def _died(code: int | None, seconds: float) -> str:
     return f"trying the model ended the process with exit code {code}"
 
 
+def _end_with_parent() -> None:
+    """Be killed when the process dies that waits for us: what a model does may take for ever."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def answer() -> None:
     """The child: run the task that the arguments name, and write down what it returned."""
     _, _, task, path = sys.argv
     child = os.getpid()
+    _end_with_parent()
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
     arguments = json.load(sys.stdin)
     module, _, function = task.partition(":")

@@ -70,6 +70,9 @@ class Ownership:
     """What belongs to this process's server, for as long as this process lives.
 
     A lock says so, which ends with the process: process ids say nothing across containers.
+
+    Raises:
+        OSError: there is no room in /dev/shm, or it cannot be written.
     """
 
     def __init__(self) -> None:
@@ -77,15 +80,19 @@ class Ownership:
             f"{_NAME}{uuid.uuid4().hex[:12]}_", Path(tempfile.mkdtemp(prefix=_FOLDER))
         )
         self.owned.vitals.mkdir(mode=0o700)
-        self._file = os.open(
-            SHARED_MEMORY / f"{self.owned.prefix}{_OWNER}",
-            os.O_RDWR | os.O_CREAT | os.O_EXCL,
-            0o600,
-        )
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._file = -1
+        try:
+            self._claim(SHARED_MEMORY / f"{self.owned.prefix}{_OWNER}")
+        except BaseException:
+            self.end()
+            raise
+
+    def _claim(self, path: Path) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         # First the lock: a file without contents tells a sweep nothing to remove.
         fcntl.flock(self._file, fcntl.LOCK_EX)
         os.write(self._file, os.fsencode(self.owned.folder))
-        self._guard: subprocess.Popen[bytes] | None = None
 
     def guard(self) -> None:
         """Start the process that cleans up when this one dies."""

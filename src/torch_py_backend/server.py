@@ -257,7 +257,12 @@ class Server:
         """
         values = environment(self._triton)
         leftovers.sweep()
-        self._ownership = Ownership()
+        try:
+            self._ownership = Ownership()
+        except OSError as error:
+            raise ServerError(
+                f"cannot write to {leftovers.SHARED_MEMORY}, as Triton must: {error.strerror}."
+            ) from None
         owned = self._ownership.owned
         values[leftovers.VARIABLE] = str(owned.vitals)
         try:

@@ -8,6 +8,7 @@ not healed, what they load is watched.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import time
@@ -19,9 +20,9 @@ from typing import Protocol
 from torch_py_backend.control import TooLongError
 from torch_py_backend.errors import ServerError, brief
 from torch_py_backend.healing import Phase, Recovery
+from torch_py_backend.instances import Fall
 from torch_py_backend.server import ModelState
 from torch_py_backend.vitals import State
-from torch_py_backend.watching import Fall
 
 _LOOK_S = 0.2
 _INDEX_S = 0.5
@@ -74,11 +75,13 @@ class Control(Protocol):
 
 
 class Watch(Protocol):
-    """Who is seen of a server: see `watching.Watch`."""
+    """Who is seen of a server: see `instances.Watch`."""
 
     def look(self) -> list[Fall]: ...
 
     def wait(self, seconds: float) -> None: ...
+
+    def wake(self) -> None: ...
 
     def alive(self, model: str) -> set[int]: ...
 
@@ -174,7 +177,8 @@ class Supervisor:
         spawn: Callable[[Callable[[], None]], None],
     ) -> None:
         self._index, self._watch, self._control = index, watch, control
-        self._plan, self._tell, self._clock, self._spawn = plan, tell, clock, spawn
+        self._plan, self._announce, self._clock, self._spawn = plan, tell, clock, spawn
+        self._events: list[Event] = []
         self._models: dict[str, _Model] = {}
         self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
         self._index_due = 0.0
@@ -200,24 +204,29 @@ class Supervisor:
     def step(self) -> None:
         """Wait a little, see what happened, and do what is due."""
         self._watch.wait(_LOOK_S)
-        falls = self._watch.look()
-        problem = self._ask(now=bool(falls))
+        falls, done = self._watch.look(), self._ended()
+        # Asked afterwards: what Triton said before a load or unload ended is no news.
+        problem = self._ask(now=bool(falls or done))
         for fall in falls:
             self._take_fall(fall)
-        while not self._done.empty():
-            self._take_done(self._done.get())
+        for one in done:
+            self._take_done(one)
         if not problem:
             for name in sorted(self._views.keys() | self._models.keys()):
                 self._compare(name)
         self._start_due()
         self._end_overdue()
         self._publish(problem)
+        # Whoever reads of a death, and asks, must not be told what was before.
+        events, self._events = self._events, []
+        for event in events:
+            self._announce(event)
 
     # --- what Triton says ----------------------------------------------------------------------
 
     def _ask(self, *, now: bool) -> str:
         """Take Triton's states if it is time; why they cannot be had."""
-        if now or self._clock() >= self._index_due or not self._done.empty():
+        if now or self._clock() >= self._index_due:
             try:
                 self._views = views(self._index())
             except OSError:
@@ -238,12 +247,12 @@ class Supervisor:
         if phase is Phase.SERVING and not ready:
             if view is None or view.unloaded:
                 model.recovery.released()
-                self._tell(Event(Kind.RELEASED, name, "unloaded by somebody; not loaded again"))
+                self._tell(Kind.RELEASED, name, "unloaded by somebody; not loaded again")
             elif view.reason:
                 self._refuse(name, view.reason)
         elif phase is not Phase.SERVING and ready and self._renewed(name):
             model.recovery.served(self._clock())
-            self._tell(Event(Kind.READY, self._label(name), "loaded by somebody"))
+            self._tell(Kind.READY, self._label(name), "loaded by somebody")
 
     def _adopt(self, name: str, view: _View | None) -> None:
         """A model that we did not load."""
@@ -252,7 +261,7 @@ class Supervisor:
         model = self._models[name] = _Model(Recovery(self._plan.restarts), first=False)
         if view.ready:
             model.recovery.served(self._clock())
-            self._tell(Event(Kind.READY, self._label(name)))
+            self._tell(Kind.READY, self._label(name))
         elif not view.unloaded:
             self._refuse(name, view.reason)
         else:
@@ -292,7 +301,7 @@ class Supervisor:
         view = self._views.get(name)
         if (
             view is not None
-            and view.ready
+            and not view.unloaded
             and model.recovery.phase
             in (
                 Phase.SERVING,
@@ -310,28 +319,29 @@ class Supervisor:
         model.processes, model.fell = self._watch.alive(name), reason
         if self._control is None:
             model.recovery.refused(reason)
-            self._tell(Event(Kind.GIVEN_UP, name, f"{reason}; Triton alone controls its models"))
+            self._tell(Kind.GIVEN_UP, name, f"{reason}; Triton alone controls its models")
             return
         model.recovery.fell(now, reason)
         self._tell_down(name)
         self._start_unload(name)
 
+    def _tell(self, kind: Kind, model: str, text: str = "") -> None:
+        self._events.append(Event(kind, model, text))
+
     def _tell_down(self, name: str) -> None:
         recovery = self._models[name].recovery
         if recovery.phase is Phase.GIVEN_UP:
             text = f"{recovery.reason}; loaded again {_times(recovery.attempts)} in vain"
-            self._tell(Event(Kind.GIVEN_UP, name, f"{text}, stays down until somebody loads it"))
+            self._tell(Kind.GIVEN_UP, name, f"{text}, stays down until somebody loads it")
             return
         wait = recovery.due - self._clock()
         when = "now" if wait <= 0 else f"in {wait:.0f} s"
         attempt = f"attempt {recovery.attempts} of {recovery.restarts}"
-        self._tell(
-            Event(Kind.DOWN, name, f"{recovery.reason}; loading it again {when} ({attempt})")
-        )
+        self._tell(Kind.DOWN, name, f"{recovery.reason}; loading it again {when} ({attempt})")
 
     def _refuse(self, name: str, reason: str) -> None:
         self._models[name].recovery.refused(sentence(reason))
-        self._tell(Event(Kind.FAILED, self._label(name), reason))
+        self._tell(Kind.FAILED, self._label(name), reason)
 
     def _abandon(self, name: str, reason: str) -> None:
         """A load that Triton will never end."""
@@ -340,7 +350,7 @@ class Supervisor:
         model.fell, model.processes = reason, self._watch.alive(name)
         text = f"{reason}; Triton waits for it for ever: only a new server can load it"
         model.recovery.refused(text)
-        self._tell(Event(Kind.GIVEN_UP, name, text))
+        self._tell(Kind.GIVEN_UP, name, text)
 
     # --- loading and unloading -----------------------------------------------------------------
 
@@ -360,17 +370,21 @@ class Supervisor:
         model = self._models[name]
         model.processes, model.fell = self._watch.alive(name), ""
         work = model.work = _Work(loads=True, started=self._clock())
-        self._spawn(lambda: self._load(name, work, sorted(model.dependents)))
+        again = model.recovery.attempts > 0
+        self._spawn(lambda: self._load(name, work, sorted(model.dependents), again=again))
 
     def _start_unload(self, name: str) -> None:
         work = self._models[name].work = _Work(loads=False, started=self._clock())
         self._spawn(lambda: self._unload(name, work))
 
-    def _load(self, name: str, work: _Work, dependents: Sequence[str]) -> None:
+    def _load(self, name: str, work: _Work, dependents: Sequence[str], *, again: bool) -> None:
         """Runs in a thread of its own."""
         assert self._control is not None  # noqa: S101  nothing is loaded without
         error = None
         try:
+            # To load what Triton calls READY does nothing: not even if all its instances are dead.
+            if again and name in _ready(self._index()):
+                self._control.unload(name)
             self._control.load(name, self._plan.load_seconds + _FAILING_S)
             # Triton loads ensembles again when the last of their models is there; most of the time.
             for dependent in dependents:
@@ -380,10 +394,10 @@ class Supervisor:
             pass
         except ServerError as failure:
             error = failure
-        self._done.put(_Done(name, work, error))
+        self._end(_Done(name, work, error))
 
     def _unload(self, name: str, work: _Work) -> None:
-        """Runs in a thread of its own."""
+        """Runs in a thread of its own. If it fails, the load after it will try once more."""
         assert self._control is not None  # noqa: S101  nothing is unloaded without
         error = None
         try:
@@ -395,7 +409,20 @@ class Supervisor:
             pass
         except ServerError as failure:
             error = failure
-        self._done.put(_Done(name, work, error))
+        self._end(_Done(name, work, error))
+
+    def _ended(self) -> list[_Done]:
+        """The threads that have ended."""
+        done = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                done.append(self._done.get_nowait())
+        return done
+
+    def _end(self, done: _Done) -> None:
+        """The last thing that a thread does."""
+        self._done.put(done)
+        self._watch.wake()
 
     def _take_done(self, done: _Done) -> None:
         name, model = done.model, self._models[done.model]
@@ -416,6 +443,7 @@ class Supervisor:
         elif done.error is None:
             self._bring_down(name, reason)
         elif died or not first:
+            model.processes, model.fell = self._watch.alive(name), reason
             model.recovery.fell(self._clock(), reason)
             self._tell_down(name)
         else:
@@ -429,7 +457,7 @@ class Supervisor:
             self._models[dependent].recovery.served(now)
         model.dependents.clear()
         text = "" if first else f"serves again after {now - model.down_since:.1f} s"
-        self._tell(Event(Kind.READY, self._label(name), text))
+        self._tell(Kind.READY, self._label(name), text)
 
     def _end_overdue(self) -> None:
         """Loads that take too long fail once their processes are ended."""

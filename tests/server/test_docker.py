@@ -138,8 +138,10 @@ def test_compose_builds_our_image_with_shared_memory_and_the_examples() -> None:
     source, target, mode = volume.split(":")
     assert (folder / source).resolve() == EXAMPLES
     assert (target, mode) == ("/models", "ro")
-    assert f"--model-repository={target}" in json.loads(texts("CMD")[0])
-    assert [port.split(":")[-1] for port in service["ports"]] == ["8000", "8001", "8002"]
+    assert json.loads(texts("CMD")[0])[:3] == ["torch-py-backend", "serve", target]
+    ports = ["8000", "8001", "8002", "8003"]
+    assert [port.split(":")[-1] for port in service["ports"]] == ports
+    assert texts("EXPOSE") == [" ".join(ports)]
 
 
 # --- the image, built and run in a scratch tree ----------------------------------------------
@@ -238,14 +240,26 @@ def copy(text: str) -> None:
             shutil.copy2(source, target)
 
 
-@contextmanager
-def stock_server(image: Image, ports: Sequence[int]) -> Iterator[subprocess.Popen[bytes]]:
+def entry_point(ports: Sequence[int]) -> list[str]:
     """The image's CMD, on free ports and with the examples mounted where compose has them."""
-    command = json.loads(texts("CMD")[0])
-    command = [word.replace("/models", str(EXAMPLES)) for word in command]
+    command = [word.replace("/models", str(EXAMPLES)) for word in json.loads(texts("CMD")[0])]
+    services = zip(("http", "grpc", "metrics", "health"), ports, strict=True)
+    # The last one counts.
+    return [*command, "--address=127.0.0.1", *(f"--{name}-port={port}" for name, port in services)]
+
+
+def stock_server(image: Image, ports: Sequence[int]) -> list[str]:
+    """Triton's own command, which finds the backend in its directory."""
+    command = ["tritonserver", f"--model-repository={EXAMPLES}"]
     command.append(image.place("--backend-directory=/opt/tritonserver/backends"))
-    for service, port in zip(("http", "grpc", "metrics"), ports, strict=True):
+    for service, port in zip(("http", "grpc", "metrics"), ports, strict=False):
         command += [f"--{service}-address=127.0.0.1", f"--{service}-port={port}"]
+    return command
+
+
+@contextmanager
+def running(image: Image, command: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The command as the image would run it."""
     with (image.root / "server.log").open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -271,13 +285,13 @@ def stop(process: subprocess.Popen[bytes]) -> None:
             os.killpg(process.pid, signal.SIGKILL)
 
 
-def healthy(image: Image, port: int) -> bool:
-    return image.run([word.replace("8000", str(port)) for word in healthcheck()]).returncode == 0
+def healthy(image: Image, command: Sequence[str]) -> bool:
+    return image.run(command).returncode == 0
 
 
-def wait_healthy(image: Image, process: subprocess.Popen[bytes], port: int) -> None:
+def wait_healthy(image: Image, process: subprocess.Popen[bytes], command: Sequence[str]) -> None:
     deadline = time.monotonic() + LONGEST_START
-    while not healthy(image, port):
+    while not healthy(image, command):
         log = (image.root / "server.log").read_text(encoding="utf-8", errors="replace")
         assert process.poll() is None, log
         assert time.monotonic() < deadline, log
@@ -289,17 +303,34 @@ def wait_healthy(image: Image, process: subprocess.Popen[bytes], port: int) -> N
 def test_built_image_serves_the_examples(image: Image) -> None:
     installed = image.run(["python3", "-m", "pip", "show", "--files", "torch-py-backend"])
     assert f"Location: {image.root}" in installed.stdout
+    ports = [server.free_port() for _ in range(4)]
+    probe = [word.replace("8003", str(ports[3])) for word in healthcheck()]
+    with running(image, entry_point(ports)) as process:
+        wait_healthy(image, process, probe)
+        check_answers(ports[1])
+    assert not healthy(image, probe)
+
+
+@pytest.mark.server
+@pytest.mark.slow
+def test_built_image_s_own_server_finds_the_backend(image: Image) -> None:
     # Without the installed package there is only the copy in the backend's folder to be served by.
     image.run(["python3", "-m", "pip", "uninstall", "--yes", "torch-py-backend"])
     assert image.run(["python3", "-c", "import torch"]).returncode == 0
     assert "No module" in image.run(["python3", "-c", "import torch_py_backend"]).stdout
 
     ports = [server.free_port() for _ in range(3)]
-    with stock_server(image, ports) as process:
-        wait_healthy(image, process, ports[0])
-        first = np.arange(16, dtype=np.float32).reshape(1, 16)
-        total, difference = add_and_subtract(ports[1], first, np.full_like(first, 3))
-    assert not healthy(image, ports[0])
+    ready = f"http://127.0.0.1:{ports[0]}/v2/health/ready"
+    probe = [*healthcheck()[:2], f"import urllib.request as u; u.urlopen({ready!r}, timeout=5)"]
+    with running(image, stock_server(image, ports)) as process:
+        wait_healthy(image, process, probe)
+        check_answers(ports[1])
+    assert not healthy(image, probe)
+
+
+def check_answers(port: int) -> None:
+    first = np.arange(16, dtype=np.float32).reshape(1, 16)
+    total, difference = add_and_subtract(port, first, np.full_like(first, 3))
     np.testing.assert_array_equal(total, first + 3)
     np.testing.assert_array_equal(difference, first - 3)
 

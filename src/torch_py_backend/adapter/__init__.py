@@ -64,18 +64,12 @@ class TritonPythonModel:
         child process. A config that is complete costs no import of torch.
         """
         document = auto_complete_model_config.as_dict()
-        if completion.needed(document):
-            logs.install()
-            told = vitals.completing(document["name"])
-            try:
-                completion.complete(_arguments(document), document)
-            except BackendError as error:
-                raise pb_utils.TritonModelException(str(error)) from error
-            finally:
-                told.ended()
-            auto_complete_model_config.set_max_batch_size(document["max_batch_size"])
-            if document["max_batch_size"] and "sequence_batching" not in document:
-                auto_complete_model_config.set_dynamic_batching()
+        told = vitals.completing(document["name"])
+        try:
+            if completion.needed(document):
+                _complete(auto_complete_model_config, document)
+        finally:
+            told.ended()
         return auto_complete_model_config
 
     def _start(self, args: Mapping[str, str]) -> None:
@@ -156,6 +150,17 @@ class TritonPythonModel:
     def leave(self) -> None:
         """Leave what `initialize` entered; to call it twice, or after a failure, is no error."""
         self._modes.close()
+
+
+def _complete(completed: Any, document: dict[str, Any]) -> None:
+    logs.install()
+    try:
+        completion.complete(_arguments(document), document)
+    except BackendError as error:
+        raise pb_utils.TritonModelException(str(error)) from error
+    completed.set_max_batch_size(document["max_batch_size"])
+    if document["max_batch_size"] and "sequence_batching" not in document:
+        completed.set_dynamic_batching()
 
 
 def _arguments(document: Mapping[str, Any]) -> dict[str, str]:

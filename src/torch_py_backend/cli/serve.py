@@ -19,10 +19,10 @@ from rich.markup import escape
 
 from torch_py_backend import restrictions
 from torch_py_backend.control import Control
+from torch_py_backend.instances import Watch
 from torch_py_backend.readiness import Readiness
 from torch_py_backend.server import Server
 from torch_py_backend.supervision import Event, Kind, Plan, Supervisor
-from torch_py_backend.watching import Watch
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SECRET = "TORCH_PY_BACKEND_ADMIN_KEY"  # noqa: S105  the name of the variable
@@ -165,12 +165,13 @@ def _supervise(
 
 def _reap_orphans(server: int) -> None:
     """As the first process of a container: take the exit codes that nobody else will take."""
-    while os.getpid() == 1:
-        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        # The server's own is waited for elsewhere.
-        if ended is None or ended.si_pid == server:
-            return
-        os.waitpid(ended.si_pid, os.WNOHANG)
+    with contextlib.suppress(ChildProcessError):  # there are none
+        while os.getpid() == 1:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            # The server's own is waited for elsewhere.
+            if ended is None or ended.si_pid == server:
+                return
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _spawn(work: Callable[[], None]) -> None:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from processes import ended, instance
 
-from torch_py_backend import watching
+from torch_py_backend import instances
+from torch_py_backend.instances import Fall, Watch
 from torch_py_backend.vitals import Identity, State, Told
-from torch_py_backend.watching import Fall, Watch
 
 
 @pytest.fixture(params=["pidfd", "polling"])
@@ -119,7 +119,7 @@ def test_one_that_is_poisoned(
     watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is told at once, may send what it has, and is ended then."""
-    monkeypatch.setattr(watching, "_GRACE_S", 0.2)
+    monkeypatch.setattr(instances, "_GRACE_S", 0.2)
     with instance(tmp_path, "told.ready(); told.poisoned('illegal address')") as process:
         assert _until(watch).reason == "instance m_0_0 cannot compute any more: illegal address"
         while watch.alive("m"):
@@ -158,7 +158,7 @@ def test_strangers_are_never_killed(
     what: str, watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file that names a process which our server did not start, leads to no kill."""
-    monkeypatch.setattr(watching, "_GRACE_S", 0.0)
+    monkeypatch.setattr(instances, "_GRACE_S", 0.0)
     with instance(tmp_path, what, limit=1, mark=False) as process:
         time.sleep(0.05)
         assert len(watch.look()) == 1
@@ -182,3 +182,11 @@ def test_files_that_are_none(watch: Watch, tmp_path: Path) -> None:
     (tmp_path / "1.vitals").write_bytes(b"?")
     (tmp_path / "2.vitals").mkdir()
     assert watch.look() == []
+
+
+def test_a_wait_can_be_ended(watch: Watch) -> None:
+    """Whoever has news wakes the watcher, once."""
+    watch.wake()
+    watch.wake()
+    watch.wait(1000)
+    watch.wait(0.001)

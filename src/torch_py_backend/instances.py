@@ -44,10 +44,18 @@ class Watch:
         self._folder = folder
         self._instances: dict[Path, _Instance] = {}
         self._poll = select.poll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._poll.register(self._bell, select.POLLIN)
 
     def wait(self, seconds: float) -> None:
-        """Wait until a process ends, at most so long."""
+        """Wait until a process ends or somebody wakes us, at most so long."""
         self._poll.poll(seconds * 1000)
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._bell)
+
+    def wake(self) -> None:
+        """End the wait, or the next one; in any thread."""
+        os.eventfd_write(self._bell, 1)
 
     def look(self) -> list[Fall]:
         """Who fell since the last look. Who hangs, or is poisoned for a while, is ended."""
@@ -96,6 +104,7 @@ class Watch:
         """Watch no more."""
         for path in list(self._instances):
             self._forget(path)
+        os.close(self._bell)
 
 
 class _Instance:

@@ -1,0 +1,230 @@
+"""How long a model is away after kill -9 of its instance, beyond the time that its load takes.
+
+    python -m benchmarks.recovery [--rounds 10] [--output docs/reliability.md]
+
+One server, run by `torch-py-backend serve`. In turn: the model is unloaded and loaded through
+Triton's API and the load is timed; and its instance is killed, and requests are sent until one is
+answered. Another model is under constant requests meanwhile, whose failures are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import psutil
+import tritonclient.grpc
+from rich.console import Console
+from tritonclient.utils import InferenceServerException
+
+_CODE = """\
+from torch import Tensor, nn
+
+
+class Negative(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return -x
+"""
+_CONFIG = """\
+backend: "pytorch_py"
+max_batch_size: 8
+input [{{ name: "x" data_type: TYPE_FP32 dims: [ 4 ] }}]
+output [{{ name: "y" data_type: TYPE_FP32 dims: [ 4 ] }}]
+instance_group [{{ kind: KIND_CPU count: {count} }}]
+"""
+# Name, and how many instances.
+_VICTIMS = {"one": 1, "two": 2}
+_OTHER = "other"
+_SERVE = "from torch_py_backend.cli import app; app()"
+_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
+_SERVING = re.compile(r"serving on \S+ and grpc://(\S+);")
+_MARKS = ("<!-- recovery: made by python -m benchmarks.recovery -->", "<!-- end of recovery -->")
+_LONGEST_S = 120.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--output", type=Path, help="a file whose table is replaced, or appended")
+    wished = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, _server(Path(folder)) as (process, address):
+        text = _measure(psutil.Process(process.pid), address, wished.rounds)
+    print(text)
+    if wished.output is not None:
+        _write(wished.output, text)
+
+
+@contextlib.contextmanager
+def _server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    for name, count in {**_VICTIMS, _OTHER: 1}.items():
+        version = folder / name / "1"
+        version.mkdir(parents=True)
+        (version / "model.py").write_text(_CODE)
+        (folder / name / "config.pbtxt").write_text(_CONFIG.format(count=count))
+    # More kills than a model should ever need.
+    command = [sys.executable, "-c", _SERVE, "serve", str(folder), *_PORTS, "--restarts=100000"]
+    process = subprocess.Popen(  # noqa: S603  this Python, this package
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        yield process, _address(process)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(_LONGEST_S)
+
+
+def _address(process: subprocess.Popen[str]) -> str:
+    """Where the server listens, once its models are loaded; what else it says goes nowhere."""
+    assert process.stdout is not None  # noqa: S101
+    for line in process.stdout:
+        match = _SERVING.search(line)
+        if match:
+            threading.Thread(target=process.stdout.read, daemon=True).start()
+            return match[1]
+    raise SystemExit("the server did not start")
+
+
+def _measure(serve: psutil.Process, address: str, rounds: int) -> str:
+    other = _Other(address)
+    rows = []
+    for name, count in _VICTIMS.items():
+        loads, recoveries = [], []
+        with (
+            Console(stderr=True).status(name),
+            tritonclient.grpc.InferenceServerClient(address) as client,
+        ):
+            for _ in range(rounds):
+                loads.append(_load(client, name, serve))
+                recoveries.append(_recovery(client, name, serve))
+                _sound()
+        beyond = [away - load for away, load in zip(recoveries, loads, strict=True)]
+        figures = [_figure(one) for one in (loads, recoveries, beyond)]
+        rows.append(f"| {count} | {rounds} | {' | '.join(figures)} |")
+    other.end()
+    summary = (
+        f"Seconds: median (least to most). Of {other.answers:,} requests to another model"
+        f" meanwhile, {other.failures} failed. {os.cpu_count()} cores."
+    )
+    return "\n".join(
+        (
+            "| instances | kills | load | kill -9 to first good answer | beyond the load |",
+            "|---|---|---|---|---|",
+            *rows,
+            "",
+            summary,
+        )
+    )
+
+
+def _figure(seconds: list[float]) -> str:
+    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
+
+
+def _sound() -> None:
+    """Let the machine come to rest."""
+    time.sleep(1.0)
+
+
+def _load(
+    client: tritonclient.grpc.InferenceServerClient, name: str, serve: psutil.Process
+) -> float:
+    client.unload_model(name)
+    _until(lambda: not _instances(serve, name))
+    # `serve` notices that this was a user's wish.
+    time.sleep(1.0)
+    start = time.monotonic()
+    client.load_model(name)
+    _ask(client, name)
+    taken = time.monotonic() - start
+    _until(lambda: len(_instances(serve, name)) == _VICTIMS[name])
+    time.sleep(1.0)
+    return taken
+
+
+def _recovery(
+    client: tritonclient.grpc.InferenceServerClient, name: str, serve: psutil.Process
+) -> float:
+    old = _instances(serve, name)
+    start = time.monotonic()
+    old[0].kill()
+    # Of two instances one still lives and answers for a moment: what counts is that both are new.
+    _until(lambda: _answers(client, name) and not {*old} & {*_instances(serve, name)})
+    return time.monotonic() - start
+
+
+def _answers(client: tritonclient.grpc.InferenceServerClient, name: str) -> bool:
+    with contextlib.suppress(InferenceServerException):
+        _ask(client, name)
+        return True
+    return False
+
+
+def _ask(client: tritonclient.grpc.InferenceServerClient, name: str) -> None:
+    tensor = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.ones((1, 4), dtype=np.float32))
+    if client.infer(name, [tensor]).as_numpy("y").tolist() != [[-1.0] * 4]:
+        raise SystemExit("a wrong answer")
+
+
+def _instances(serve: psutil.Process, name: str) -> list[psutil.Process]:
+    found = []
+    for one in serve.children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            # A process that is about to end has none.
+            words = " ".join(one.cmdline()[:2])
+            if "_backend_stub " in words and f"/{name}/" in words:
+                found.append(one)
+    return found
+
+
+def _until(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + _LONGEST_S
+    while not what():
+        if time.monotonic() > deadline:
+            raise SystemExit("the server did not heal")
+        time.sleep(0.01)
+
+
+class _Other:
+    """Another model under constant requests."""
+
+    def __init__(self, address: str) -> None:
+        self.answers = self.failures = 0
+        self._address, self._stop = address, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with tritonclient.grpc.InferenceServerClient(self._address) as client:
+            for _ in itertools.takewhile(lambda _: not self._stop.wait(0.01), itertools.count()):
+                self.failures += not _answers(client, _OTHER)
+                self.answers += 1
+
+    def end(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+
+def _write(path: Path, table: str) -> None:
+    """Put the table between its marks."""
+    before, _, rest = path.read_text(encoding="utf-8").partition(_MARKS[0])
+    after = rest.partition(_MARKS[1])[2]
+    marked = "\n".join((_MARKS[0], table, _MARKS[1]))
+    path.write_text(f"{before.rstrip()}\n\n{marked}\n{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
