@@ -19,6 +19,7 @@ from torch_py_backend import (
     compile_cache,
     examples,
     loaders,
+    loading,
     optimization,
     outputs,
     results,
@@ -47,9 +48,12 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     runtime.settle(config.options, threads)
     device = runtime.placement(config)
     artifact = artifacts.find(config)
-    loaded = loaders.load(artifact, config, device)
-    surroundings = runtime.surround(config.options, device, loaded.weights)
-    return Engine(config, loaded, surroundings, artifact)
+    # What allocates for all the model's life happens here. The warm-up, which may compile for
+    # minutes and whose memory the files' sizes do not tell, keeps nobody waiting.
+    with loading.turn(config, loading.claim(config, artifact), runtime.free_memory(device)):
+        loaded = loaders.load(artifact, config, device)
+        surroundings = runtime.surround(config.options, device, loaded.weights)
+        return Engine(config, loaded, surroundings, artifact)
 
 
 class Engine:

@@ -252,6 +252,11 @@ class Options:
         "Accepted, without effect yet.",
         inert="instances do not share weights yet",
     )
+    parallel_loads: int | None = _option(
+        POSITIVE,
+        "How many instances of this server may load at once, as far as memory bears it. Unset: the"
+        " cores this process may use.",
+    )
     auto_complete_timeout_s: int = _option(
         POSITIVE,
         "Seconds that trying the model may take when config.pbtxt leaves out inputs or outputs.",
