@@ -68,6 +68,22 @@ class Rows(NamedTuple):
             return False
         return rows == 0 or self.filled(rows) == rows
 
+    def below(self, rows: int) -> int | None:
+        """The next smaller call, about half of one of so many rows; None: there is none."""
+        half = rows // 2
+        if self.buckets:
+            smaller = [size for size in self.buckets if size < rows]
+            return max(
+                (size for size in smaller if size <= half), default=min(smaller, default=None)
+            )
+        return max(self.least, half) if self.least < rows else None
+
+    def above(self, rows: int) -> int:
+        """The next larger call, at most twice as many rows where no bucket says otherwise."""
+        if self.buckets:
+            return next((size for size in self.buckets if size > rows), rows)
+        return 2 * rows if self.most is None else min(2 * rows, self.most)
+
 
 ANY_ROWS = Rows()
 

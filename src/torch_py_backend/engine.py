@@ -6,7 +6,6 @@ Inside the engine an error is a value: each item gets a result or the error that
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -29,14 +28,14 @@ from torch_py_backend.artifacts import Artifact
 from torch_py_backend.batching import Batch, Item, Outcome, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.counts import Counts
-from torch_py_backend.errors import BackendError, ForwardError, OutputError
+from torch_py_backend.errors import BackendError, OutputError, brief
 from torch_py_backend.graphs import Graphs
 from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.padding import Padding
+from torch_py_backend.purity import Purity
+from torch_py_backend.recovery import Recovery
 from torch_py_backend.threads import Threads
-
-log = logging.getLogger(__name__)
 
 
 def build(config: ModelConfig, threads: Threads) -> Engine:
@@ -90,6 +89,18 @@ class Engine:
         self.counts = Counts()
         self._names = tuple(spec.name for spec in config.outputs)
         self._verify = outputs.verifiers(config)
+        self._finite = outputs.Finite(config) if config.options.check_finite else None
+        self.purity = Purity(loaded.owner)
+        self.recovery = Recovery(
+            config.name,
+            self._attempt,
+            rows=self.rows if config.max_batch_size else None,
+            repeats=self._repeats,
+            free=runtime.free,
+            probe=runtime.probe,
+        )
+        # Empty, as long as memory has never run out.
+        self._limits = self.recovery.capacity.limits
         # The result's structure is known once forward() has returned one.
         self._outputs: results.Outputs | None = None
 
@@ -119,12 +130,18 @@ class Engine:
                 yield
             sealed = self._compiled.seal()
         self._module = sealed if self._graphs is None else self._graphs.seal(sealed)
+        self.purity.settle()
+
+    def _repeats(self) -> bool:
+        """Whether the model may be called again with what it has seen."""
+        wished = self.config.options.retry_failed_batch
+        return not self.purity.broken() if wished is None else wished
 
     def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         """One outcome for each item, in their order."""
         whole = self._intake.whole(items)
         outcomes = self._run_group(whole) if whole is not None else self._run_groups(items)
-        if self._runtime.clean is not None:
+        if self._runtime.clean is not None and self.recovery.fatal is None:
             self._runtime.clean()
         return outcomes
 
@@ -141,19 +158,38 @@ class Engine:
         return outcomes
 
     def _run_group(self, group: Group) -> Sequence[Outcome]:
+        if self._limits or self.recovery.fatal is not None:
+            return self.recovery.run(group)
         try:
-            with self._runtime.guard():
-                batch = batching.gather(group.items, group.inputs.names, self._pads)
-                if self._padding is not None:
-                    self._count_padding(group, batch)
-                made = self._call(group, self._runtime.to_device(batch.columns))
-                made = self._runtime.to_host(made, batch.columns)
-            return self._scatter(group, batch, made)
-        except BackendError as error:
-            return [error] * len(group.items)
-        except (Exception, SystemExit) as error:
-            log.exception("model '%s': forward() failed", self.config.name)
-            return [ForwardError(self.config.name, error)] * len(group.items)
+            return self._attempt(group)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            failure = self.recovery.judge(error)
+        return self.recovery.settle(group, failure)
+
+    def _attempt(self, group: Group) -> Sequence[Outcome]:
+        """The outcomes of a group that is run as it is; raises whatever the model raises."""
+        with self._runtime.guard():
+            batch = batching.gather(group.items, group.inputs.names, self._pads)
+            if self._padding is not None:
+                self._count_padding(group, batch)
+            made = self._call(group, self._runtime.to_device(batch.columns))
+            made = self._runtime.to_host(made, batch.columns)
+        outcomes = self._scatter(group, batch, made)
+        if self._finite is not None and not self._finite.holds(made):
+            return [
+                self._checked(self._finite, *one)
+                for one in zip(outcomes, group.positions, strict=True)
+            ]
+        return outcomes
+
+    def _checked(self, finite: outputs.Finite, outcome: Outcome, position: int) -> Outcome:
+        refusal = None if isinstance(outcome, BackendError) else finite.refusal(outcome)
+        if refusal is None:
+            return outcome
+        self.recovery.report(refusal, "", [position])
+        return refusal
 
     def _scatter(self, group: Group, batch: Batch, made: Sequence[Value]) -> Sequence[Outcome]:
         outcomes = batching.scatter(made, self._names, batch.sizes)
@@ -200,4 +236,13 @@ class Engine:
                 f"forward() returned a {type(result).__name__} unlike its first result",
                 expected=f"the outputs {', '.join(self._names)}",
             ) from None
-        return [verify(part, rows) for verify, part in zip(self._verify, parts, strict=True)]
+        try:
+            return [verify(part, rows) for verify, part in zip(self._verify, parts, strict=True)]
+        except BackendError:
+            raise
+        except Exception as error:  # of a tensor that is like no other: nested, faked, foreign
+            raise OutputError(
+                self.config.name,
+                f"the outputs cannot be read: {brief(error)}",
+                expected="dense tensors",
+            ) from error

@@ -14,13 +14,16 @@ BackendError
 ├── InputError              a request is wrong: the client's fault
 ├── ForwardError            forward() raised
 ├── OutputError             forward() returned what the config contradicts
+├── UnavailableError        the instance cannot answer, and another one might
+│   └── OutOfMemoryError    not even one row of a request fits in memory
+├── CancelledError          a request was cancelled before it was run
 ├── InstallError            a backend folder cannot be written
 ├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
 ├── BenchError              what is to be measured contradicts itself, or gave no figures
 └── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
 
 A sentence names the model, what was found, what was expected, and what to do. What a client reads
-(InputError, ForwardError, OutputError) holds no path of the server.
+(InputError, ForwardError, OutputError, UnavailableError) holds no path of the server.
 """
 
 from __future__ import annotations
@@ -149,6 +152,35 @@ class ForwardError(ModelError):
 
 class OutputError(ModelError):
     pass
+
+
+class UnavailableError(ModelError):
+    code = "UNAVAILABLE"
+
+    @classmethod
+    def fatal(cls, model: str, error: BaseException) -> UnavailableError:
+        """What every request is told, once an error has made the process useless."""
+        return cls(
+            model,
+            f"this instance met a fatal error and answers no requests any more ({brief(error)})",
+            cure="It must be replaced: load the model anew.",
+        )
+
+
+class OutOfMemoryError(UnavailableError):
+    def __init__(self, model: str, error: BaseException) -> None:
+        super().__init__(
+            model,
+            f"the request does not fit in memory ({brief(error)})",
+            cure="Try again later, or send less.",
+        )
+
+
+class CancelledError(ModelError):
+    code = "CANCELLED"
+
+    def __init__(self, model: str) -> None:
+        super().__init__(model, "the request was cancelled before it was run")
 
 
 class InstallError(BackendError):

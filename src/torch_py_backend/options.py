@@ -38,6 +38,23 @@ def _positive(text: str) -> int:
     return number
 
 
+def _fraction(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise ValueError(text)
+    return number
+
+
+FATAL_ACTIONS = ("exit", "stay")
+
+
+def _fatal_action(text: str) -> str:
+    action = text.strip().lower()
+    if action not in FATAL_ACTIONS:
+        raise ValueError(text)
+    return action
+
+
 def _count(text: str) -> int | None:
     number = int(text)
     return number if number > 0 else None
@@ -119,12 +136,14 @@ def _pad(text: str) -> dict[str, dict[str, Any]]:
 
 BOOLEAN = Parser("true, on, 1, false, off or 0", _boolean)
 POSITIVE = Parser("an integer of at least 1", _positive)
+FRACTION = Parser("a number above 0, at most 1", _fraction)
 COUNT = Parser("an integer; 0 or less leaves it unset", _count)
 TEXT = Parser("a name", _text)
 FLOATING = Parser("FP16, BF16, FP32 or FP64", _floating)
 JSON_OBJECT = Parser("a JSON object", _json_object)
 OPTIMIZE = Parser(f"none, auto, or some of {', '.join(OPTIMIZATIONS)}", _optimizations)
 BUCKETS = Parser("auto, none, or row counts such as 1,2,4,8", _buckets)
+FATAL_ACTION = Parser(" or ".join(FATAL_ACTIONS), _fatal_action)
 PAD = Parser(
     "a JSON object of inputs, each with some of value (a number), side (left or right),"
     " multiple_of (an integer of at least 1), mask (an input's name), outputs (names)",
@@ -244,6 +263,9 @@ class Options:
         inert="PyTorch no longer has nvFuser",
     )
     disable_cudnn: bool = _option(BOOLEAN, "Switch cuDNN off for this instance.", default=False)
+    cuda_memory_fraction: float | None = _option(
+        FRACTION, "The share of the GPU's memory that this instance may take. Unset: all of it."
+    )
     enable_cache_cleaning: bool = _option(
         BOOLEAN, "Empty the CUDA cache after each execution.", default=False
     )
@@ -256,11 +278,30 @@ class Options:
         POSITIVE,
         "How many instances of this server may load at once, as far as memory bears it. Unset: the"
         " cores this process may use.",
+    retry_failed_batch: bool | None = _option(
+        BOOLEAN,
+        "Call the model again with parts of a batch that failed, so that only the requests at fault"
+        " do; `false` for a model with side effects. Unset: true, as long as it was not seen to"
+        " change its buffers or its inputs.",
+    )
+    check_finite: bool = _option(
+        BOOLEAN, "Refuse requests whose outputs hold NaN or infinity.", default=False
+    )
+    on_fatal: str = _option(
+        FATAL_ACTION,
+        "What an instance does whose device cannot be used any more: `stay` and refuse each request"
+        " with 503, or `exit`.",
+        default="stay",
     )
     auto_complete_timeout_s: int = _option(
         POSITIVE,
         "Seconds that trying the model may take when config.pbtxt leaves out inputs or outputs.",
         default=120,
+    )
+    execution_timeout_ms: int | None = _option(
+        POSITIVE,
+        "Milliseconds that one call of the model may take. Where `torch-py-backend serve` watches,"
+        " an instance that takes longer is ended, and the model loaded again. Unset: no limit.",
     )
     warmup: bool = _option(
         BOOLEAN,

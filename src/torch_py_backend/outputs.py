@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -38,6 +38,37 @@ def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
     # Compared first: most outputs have dims that are fixed. One axis at least, for the rows.
     fixed = dims[start:] if len(dims) > start else None
     return _Tensors(expected, dtype, cast, start, fixed).verify
+
+
+class Finite:
+    """CHECK_FINITE: refuses the items whose outputs hold NaN or infinity."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._model = config.name
+        self._places = [
+            (place, spec.name)
+            for place, spec in enumerate(config.outputs)
+            if spec.dtype.torch and getattr(torch, spec.dtype.torch).is_floating_point
+        ]
+
+    def holds(self, made: Sequence[Value]) -> bool:
+        """Whether a whole batch of outputs is finite."""
+        return all(_finite(made[place]) for place, _ in self._places)
+
+    def refusal(self, outcome: Mapping[str, Value]) -> OutputError | None:
+        """What is wrong with one item's outputs."""
+        for _, name in self._places:
+            if not _finite(outcome[name]):
+                return OutputError(
+                    self._model,
+                    f"output '{name}' holds NaN or infinity",
+                    expected="finite values: CHECK_FINITE is set",
+                )
+        return None
+
+
+def _finite(value: Value) -> bool:
+    return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 
 def plain(model: str, name: str, part: Any) -> Value:
@@ -100,12 +131,10 @@ class _Tensors:
     def verify(self, part: Any, rows: int) -> Tensor:
         if not isinstance(part, Tensor):
             part = self._from_number(part)
-        if self.cast and part.dtype is not self.dtype:
-            part = part.to(self.dtype)
         if part.dtype is not self.dtype:
-            raise self._mismatch(part)
-        if part.layout is not torch.strided:
-            raise self.expected.mismatch(f"{part.layout}", "a dense tensor")
+            part = self._cast(part)
+        if part.layout is not torch.strided or part.is_meta:
+            raise self.expected.mismatch(_form(part), "a dense tensor with values")
         shape = part.shape
         if shape[self.start :] != self.fixed and not self.expected.fits(shape):
             if not self.expected.lacks_ones(shape):
@@ -118,6 +147,12 @@ class _Tensors:
             part = part.detach().resolve_neg()
         contiguous: Tensor = part.contiguous()
         return contiguous
+
+    def _cast(self, part: Tensor) -> Tensor:
+        odd = part.is_complex() or part.is_quantized or part.is_nested
+        if self.cast and not odd and part.layout is torch.strided:
+            return part.to(self.dtype)
+        raise self._mismatch(part)
 
     def _from_number(self, part: Any) -> Tensor:
         """A Python number, where the model has no batch dimension."""
@@ -143,13 +178,21 @@ class _Tensors:
         raise self.expected.mismatch(f"the number {number}", _short(self.dtype))
 
     def _mismatch(self, part: Tensor) -> OutputError:
-        return self.expected.mismatch(
-            f"{_short(part.dtype)} {list(part.shape)}", _short(self.dtype)
-        )
+        return self.expected.mismatch(_form(part), _short(self.dtype))
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _form(part: Tensor) -> str:
+    """What a tensor is, for people."""
+    if part.is_nested:  # has no shape to be told
+        return f"a nested tensor of {_short(part.dtype)}"
+    kind = f"{_short(part.dtype)} {list(part.shape)}"
+    if part.layout is not torch.strided:
+        return f"a tensor of layout {_short(part.layout)}, {kind}"
+    return f"a tensor on the device meta, {kind}" if part.is_meta else kind
+
+
+def _short(of: torch.dtype | torch.layout) -> str:
+    return str(of).removeprefix("torch.")
 
 
 @dataclass(frozen=True, slots=True)

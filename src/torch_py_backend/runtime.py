@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.options import Options
 from torch_py_backend.threads import Threads
+
+log = logging.getLogger(__name__)
 
 _Guard: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
@@ -62,6 +65,28 @@ class Runtime:
         return outputs
 
 
+def free() -> None:
+    """Give back what torch keeps of a GPU's memory without using it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def probe() -> None:
+    """Use the GPUs that this process uses; on the CPU nothing can break and live on.
+
+    Raises:
+        RuntimeError: one of them cannot be used any more: what has spoilt a CUDA context, every later
+            call tells.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    current = torch.cuda.current_device()
+    for index in range(torch.cuda.device_count()):
+        # To touch a device that is not in use would take memory of it.
+        if index == current or torch.cuda.memory_reserved(index):
+            torch.cuda.synchronize(index)
+
+
 def _sent(column: Tensor, device: torch.device) -> Tensor:
     """From pinned memory a copy is asynchronous; torch keeps that memory until it is done."""
     if device.type == "cuda" and column.device.type == "cpu":
@@ -82,6 +107,13 @@ def placement(config: ModelConfig) -> torch.device | None:
     Raises:
         PlatformError: the config asks for a GPU that this process does not see.
     """
+    fraction = config.options.cuda_memory_fraction
+    if fraction is not None and config.kind != "GPU":
+        log.warning(
+            "model '%s': the parameter CUDA_MEMORY_FRACTION has no effect on KIND_%s.",
+            config.name,
+            config.kind,
+        )
     if config.kind == "MODEL":
         return None
     if config.kind != "GPU":
@@ -96,6 +128,8 @@ def placement(config: ModelConfig) -> torch.device | None:
         )
     device = torch.device("cuda", config.device_id)
     torch.cuda.set_device(device)
+    if fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
     return device
 
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 
-from torch_py_backend import buckets, compilation, examples, samples
+from torch_py_backend import buckets, compilation, examples, purity, samples
 from torch_py_backend.batching import Item
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
@@ -30,10 +30,20 @@ def run(engine: Engine) -> None:
     """
     with engine.preparing():
         for item in batches(engine):
+            before = purity.copied(item)
             for _ in range(_REPEATS):
                 (outcome,) = engine.run([item])
                 if isinstance(outcome, BackendError):
+                    _tell(engine)
                     raise _refusal(engine.config, item, outcome)
+            engine.purity.compare(before, item)
+
+
+def _tell(engine: Engine) -> None:
+    """Leave the traceback to the server's log: the refusal has one sentence."""
+    for sentence, text in engine.recovery.reports:
+        log.error("%s\n%s", sentence, text)
+    engine.recovery.reports.clear()
 
 
 def _refusal(config: ModelConfig, item: Item, error: BackendError) -> LoadError:

@@ -17,7 +17,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import completion, config, threads, tuned
+from torch_py_backend import completion, config, threads, tuned, vitals
 from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.errors import BackendError, PlatformError
 
@@ -33,12 +33,18 @@ class TritonPythonModel:
         """
         logs.install()
         self._modes = contextlib.ExitStack()
+        self._vitals: vitals.Vitals = vitals.Untold()
         # Triton's stub runs in the C locale; torch.compile reads its templates as UTF-8.
         locale.setlocale(locale.LC_ALL, "C.UTF-8")
         try:
             self._start(args)
-        except BackendError as error:
-            raise pb_utils.TritonModelException(str(error)) from error
+        except BaseException as error:
+            # A refusal, which Triton reports: nobody died.
+            self._vitals.ended()
+            if isinstance(error, BackendError):
+                raise pb_utils.TritonModelException(str(error)) from error
+            raise
+        self._vitals.ready()
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
@@ -61,6 +67,7 @@ class TritonPythonModel:
 
     def _start(self, args: Mapping[str, str]) -> None:
         settings = tuned.apply(config.parse(args))
+        self._vitals = vitals.start(settings)
         share = threads.budget(settings)
         threads.reserve(share)
         # torch reads its environment when it is imported: not before this line.
@@ -88,14 +95,19 @@ class TritonPythonModel:
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response for each request, in their order."""
-        items = [self._messages.read(request) for request in requests]
-        responses = [self._messages.write(outcome) for outcome in self._engine.run(items)]
-        if self._publisher is not None:
-            self._publisher.tell()
+        self._vitals.busy()
+        try:
+            items = [self._messages.read(request) for request in requests]
+            responses = [self._messages.write(outcome) for outcome in self._engine.run(items)]
+            if self._publisher is not None:
+                self._publisher.tell()
+        finally:
+            self._vitals.idle()
         return responses
 
     def finalize(self) -> None:
         """Called before a healthy instance ends."""
+        self._vitals.ended()
         self.leave()
         if self._publisher is not None:
             self._publisher.tell_all()

@@ -1,0 +1,291 @@
+"""What becomes of a batch that failed: narrowed down, run in smaller calls, or refused."""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch_py_backend import batching, faults
+from torch_py_backend.batching import Item, Outcome, Rows, Value
+from torch_py_backend.capacity import Capacity
+from torch_py_backend.errors import (
+    BackendError,
+    ForwardError,
+    LoadError,
+    OutOfMemoryError,
+    OutputError,
+    UnavailableError,
+)
+from torch_py_backend.intake import Group
+from torch_py_backend.narrowing import narrow
+
+log = logging.getLogger(__name__)
+
+# Calls that narrowing one batch down may take: enough for every batch of up to 64 items.
+_CALLS = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a call failed, without the frames that would keep its memory.
+
+    Attributes:
+        error: what clients are told.
+        text: the traceback of what was raised; empty where there is nothing to be seen in it.
+        memory: memory ran out.
+        repeats: every item would fail of it.
+    """
+
+    error: BackendError
+    text: str = ""
+    memory: bool = False
+    repeats: bool = False
+
+
+# A stretch of an item's rows: its place in the group, its first row and the one after its last.
+_Part: TypeAlias = "tuple[int, int, int]"
+
+
+class Recovery:
+    """One model's second tries.
+
+    Attributes:
+        reports: of what failed: a sentence and a traceback, and the places of the items among all
+            of the run. For the caller to tell and to clear.
+        fatal: what every request is to be told, once the process is beyond help.
+        capacity: the row counts that calls are kept to.
+
+    Args:
+        model: the model's name.
+        attempt: runs a group, and raises.
+        rows: the row counts that the model takes; None: it has no batch dimension.
+        repeats: whether the model may be called again with what it has seen.
+        free: gives back memory that nothing uses.
+        probe: uses the device, and raises where that cannot be done any more.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        attempt: Callable[[Group], Sequence[Outcome]],
+        *,
+        rows: Rows | None,
+        repeats: Callable[[], bool],
+        free: Callable[[], None],
+        probe: Callable[[], None],
+    ) -> None:
+        self.reports: dict[tuple[str, str], list[int]] = {}
+        self.fatal: UnavailableError | None = None
+        self.capacity = Capacity(rows or batching.ANY_ROWS)
+        self._model = model
+        self._attempt = attempt
+        self._batched = rows is not None
+        self._repeats = repeats
+        self._free = free
+        self._probe = probe
+
+    def run(self, group: Group) -> Sequence[Outcome]:
+        """The outcomes of a group whose shape memory may not suffice for."""
+        if self.fatal is not None:
+            return [self.fatal] * len(group.items)
+        shape, sizes = _shape(group), _sizes(group)
+        most = self.capacity.most(shape) if self._batched else None
+        if most is not None and sum(sizes) > most:
+            return self._in_parts(group, shape, sizes)
+        result = self._try(group)
+        if isinstance(result, Failure):
+            return self.settle(group, result)
+        self.capacity.fitted(shape, sum(sizes))
+        return result
+
+    def settle(self, group: Group, failure: Failure) -> Sequence[Outcome]:
+        """The outcomes of a group that failed.
+
+        Not to be called where the exception is being handled: the next one would carry it along.
+        """
+        if self.fatal is None and failure.memory and self._batched:
+            shape, sizes = _shape(group), _sizes(group)
+            if self._limit(shape, sum(sizes)) and self._repeats():
+                return self._in_parts(group, shape, sizes)
+        final = failure.memory or failure.repeats or self.fatal is not None
+        if final or len(group.items) == 1 or not self._repeats():
+            return self._refuse(group, failure)
+        return self._narrow(group, failure)
+
+    def _narrow(self, group: Group, failure: Failure) -> Sequence[Outcome]:
+        members = list(zip(group.items, group.positions, strict=True))
+
+        def attempt(some: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
+            return self._try(_regrouped(group, some))
+
+        found: list[Any] = narrow(
+            members,
+            attempt,
+            failure,
+            calls=_CALLS,
+            hopeless=lambda: self.fatal is not None,
+        )
+        for place, result in enumerate(found):
+            if isinstance(result, Failure):
+                (found[place],) = self.settle(_regrouped(group, [members[place]]), result)
+        return found
+
+    def _in_parts(self, group: Group, shape: Hashable, sizes: Sequence[int]) -> list[Outcome]:
+        """The outcomes of a group that is called with as many rows at a time as fit in memory."""
+        pending = deque((place, 0, size) for place, size in enumerate(sizes))
+        pieces: list[list[Any]] = [[] for _ in sizes]
+        refused: dict[int, BackendError] = {}
+        while pending:
+            parts = list(_take(pending, self.capacity.most(shape)))
+            some = _of_parts(group, parts)
+            result = self._try(some)
+            if isinstance(result, Failure) and result.memory and self.fatal is None:
+                if self._limit(shape, sum(last - first for _, first, last in parts)):
+                    pending.extendleft(reversed(parts))
+                    continue
+                result = self._refuse(some, result)
+            elif isinstance(result, Failure):
+                result = self.settle(some, result)
+            for (place, _, _), outcome in zip(parts, result, strict=True):
+                if isinstance(outcome, BackendError):
+                    refused[place] = outcome
+                else:
+                    pieces[place].append(outcome)
+        if not refused:
+            self.capacity.fitted(shape, sum(sizes))
+        return [
+            refused[place] if place in refused else self._join(found)
+            for place, found in enumerate(pieces)
+        ]
+
+    def _join(self, pieces: Sequence[dict[str, Value]]) -> Outcome:
+        """One item's outputs, of the calls that it took."""
+        if len(pieces) == 1:
+            return pieces[0]
+        names = tuple(pieces[0])
+        try:
+            joined = batching.join([[piece[name] for name in names] for piece in pieces])
+        except (RuntimeError, ValueError):
+            return OutputError(
+                self._model,
+                "forward() returned other shapes for other rows of one request, which does not fit"
+                " in memory as a whole",
+                expected="outputs that can be joined",
+            )
+        return dict(zip(names, joined, strict=True))
+
+    def _try(self, group: Group) -> Sequence[Outcome] | Failure:
+        try:
+            return self._attempt(group)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            return self.judge(error)
+
+    def judge(self, error: BaseException) -> Failure:
+        """Read all that is needed from an exception, and let go of it."""
+        text = "".join(traceback.format_exception(error)).rstrip()
+        memory = faults.out_of_memory(error)
+        dead = self._dead(error)
+        failure = self._named(error, memory=memory, dead=dead, text=text)
+        faults.release(error)
+        if memory and dead is None:
+            self._free()
+        return failure
+
+    def _named(
+        self, error: BaseException, *, memory: bool, dead: BaseException | None, text: str
+    ) -> Failure:
+        if dead is not None:
+            if self.fatal is None:
+                self.fatal = UnavailableError.fatal(self._model, dead)
+            return Failure(self.fatal, text, repeats=True)
+        if memory:
+            return Failure(OutOfMemoryError(self._model, error), text, memory=True)
+        if isinstance(error, BackendError):
+            # What the config and the model disagree in, no item can help.
+            return Failure(error, repeats=isinstance(error, LoadError))
+        return Failure(ForwardError(self._model, error), text)
+
+    def _dead(self, error: BaseException) -> BaseException | None:
+        """What has made the device useless to this process, if anything has.
+
+        Not all runtimes pass on what CUDA said (AOTInductor does not), so the device is asked.
+        """
+        if faults.is_sticky(error):
+            return error
+        try:
+            self._probe()
+        except Exception as found:  # whatever a device that is gone makes torch raise
+            return found
+        return None
+
+    def _limit(self, shape: Hashable, rows: int) -> bool:
+        """Whether there are smaller calls than one of so many rows; they are remembered."""
+        less = self.capacity.failed(shape, rows)
+        if less is None:
+            return False
+        log.warning(
+            "model '%s': memory ran out with %d rows of the shapes %s; they are called with at most"
+            " %d for a while.",
+            self._model,
+            rows,
+            shape,
+            less,
+        )
+        return True
+
+    def _refuse(self, group: Group, failure: Failure) -> list[Outcome]:
+        error = failure.error if self.fatal is None else self.fatal
+        self.report(error, failure.text, group.positions)
+        return [error] * len(group.items)
+
+    def report(self, error: BackendError, text: str, positions: Sequence[int]) -> None:
+        """Note what failed; what is the same for several items is told once."""
+        self.reports.setdefault((str(error), text), []).extend(positions)
+
+
+def _shape(group: Group) -> tuple[tuple[int, ...], ...]:
+    """What memory depends on beside rows: the inputs' shapes, each as long as its longest."""
+    return tuple(
+        tuple(map(max, zip(*(item[name].shape[1:] for item in group.items), strict=True)))
+        for name in group.inputs.names
+    )
+
+
+def _sizes(group: Group) -> list[int]:
+    """The rows of each item; 0 where there is no input to tell them."""
+    names = group.inputs.names
+    return [item[names[0]].shape[0] if names else 0 for item in group.items]
+
+
+def _regrouped(group: Group, some: Sequence[tuple[Item, int]]) -> Group:
+    return Group(group.inputs, [item for item, _ in some], [position for _, position in some])
+
+
+def _take(pending: deque[_Part], most: int | None) -> Iterator[_Part]:
+    """Parts of at most so many rows together, taken from the left; at least one."""
+    room = most
+    while pending and (room is None or room > 0 or pending[0][1] == pending[0][2]):
+        place, first, last = pending.popleft()
+        if room is not None:
+            stop = min(last, first + room)
+            if stop < last:
+                pending.appendleft((place, stop, last))
+            last = stop
+            room -= last - first
+        yield place, first, last
+
+
+def _of_parts(group: Group, parts: Sequence[_Part]) -> Group:
+    items, positions = [], []
+    for place, first, last in parts:
+        item = group.items[place]
+        whole = all(value.shape[0] == last - first for value in item.values())
+        items.append(item if whole else {key: value[first:last] for key, value in item.items()})
+        positions.append(group.positions[place])
+    return Group(group.inputs, items, positions)
