@@ -278,6 +278,7 @@ class Options:
         POSITIVE,
         "How many instances of this server may load at once, as far as memory bears it. Unset: the"
         " cores this process may use.",
+    )
     retry_failed_batch: bool | None = _option(
         BOOLEAN,
         "Call the model again with parts of a batch that failed, so that only the requests at fault"
