@@ -262,22 +262,21 @@ def test_nowhere_to_meet(
 
 
 @pytest.mark.parametrize(
-    ("kind", "optimize", "expected"),
+    ("on_gpu", "optimize", "expected"),
     [
-        ("CPU", (), Claim(4 * _MIB)),
-        ("CPU", ("freeze",), Claim(8 * _MIB)),
-        ("CPU", ("bf16", "channels_last"), Claim(4 * _MIB)),
-        ("GPU", (), Claim(4 * _MIB, 4 * _MIB, 1)),
-        ("GPU", ("freeze",), Claim(4 * _MIB, 8 * _MIB, 1)),
-        ("MODEL", (), Claim(4 * _MIB)),
+        (False, (), Claim(4 * _MIB)),
+        (False, ("freeze",), Claim(8 * _MIB)),
+        (False, ("bf16", "channels_last"), Claim(4 * _MIB)),
+        (True, (), Claim(4 * _MIB, 4 * _MIB, 1)),
+        (True, ("freeze",), Claim(4 * _MIB, 8 * _MIB, 1)),
     ],
 )
-def test_claims(kind: str, optimize: tuple[str, ...], expected: Claim, tmp_path: Path) -> None:
+def test_claims(on_gpu: bool, optimize: tuple[str, ...], expected: Claim, tmp_path: Path) -> None:
     """The files' size, once or twice, where the model goes; and a constant."""
     path = build.write(tmp_path, "model.py", b"x" * _MIB)
     weights = build.write(tmp_path, "model.pt", b"x" * 3 * _MIB)
-    settings = build.config(tmp_path, kind=kind, device_id=1, optimize=optimize)
-    made = loading.claim(settings, Artifact(Kind.MODULE, path, weights))
+    settings = build.config(tmp_path, device_id=1, optimize=optimize)
+    made = loading.claim(settings, Artifact(Kind.MODULE, path, weights), on_gpu=on_gpu)
     constant = loading._CONSTANT
     device = expected.device + constant if expected.gpu is not None else 0
     assert made == Claim(expected.host + constant, device, expected.gpu)

@@ -369,7 +369,7 @@ def test_foreign_key_is_warned_about_without_a_guess(caplog: pytest.LogCaptureFi
     assert caplog.messages == ["model 'digits': the parameter OUR_TEAM is unknown and ignored."]
 
 
-@pytest.mark.parametrize("key", ["ENABLE_NVFUSER", "ENABLE_WEIGHT_SHARING"])
+@pytest.mark.parametrize("key", ["ENABLE_NVFUSER"])
 @pytest.mark.parametrize("wished", [True, False], ids=["on", "off"])
 def test_option_without_effect_is_warned_about(
     wished: bool, key: str, caplog: pytest.LogCaptureFixture

@@ -50,7 +50,7 @@ class Claim:
     gpu: int | None = None
 
 
-def claim(config: ModelConfig, artifact: Artifact) -> Claim:
+def claim(config: ModelConfig, artifact: Artifact, *, on_gpu: bool) -> Claim:
     """What loading an artifact takes at its height.
 
     That is the size of its files once, whatever its kind (measured with 256 MB on a CPU: modules
@@ -60,7 +60,7 @@ def claim(config: ModelConfig, artifact: Artifact) -> Claim:
     size = sum(path.stat().st_size for path in artifact.files())
     copies = 2 if "freeze" in config.options.optimize else 1
     needed = copies * size + _CONSTANT
-    if config.kind != "GPU":
+    if not on_gpu:
         return Claim(needed)
     return Claim(size + _CONSTANT, needed, config.device_id)
 

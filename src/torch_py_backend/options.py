@@ -271,8 +271,8 @@ class Options:
     )
     enable_weight_sharing: bool | None = _option(
         BOOLEAN,
-        "Accepted, without effect yet.",
-        inert="instances do not share weights yet",
+        "On a GPU, `true`: one copy of the weights for all instances that are on it; an error where"
+        " that cannot be.",
     )
     parallel_loads: int | None = _option(
         POSITIVE,

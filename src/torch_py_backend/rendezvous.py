@@ -53,8 +53,7 @@ class Rendezvous:
 
     def __init__(self, path: Path, held: int) -> None:
         self.path = path
-        self._held: int | None = held
-        _inherited.add(held)
+        self._held: int | None = keep(held)
 
     def folder(self, name: str) -> Path:
         """A folder within."""
@@ -86,12 +85,17 @@ def lock(path: Path) -> int | None:
     if not _alone(descriptor):
         os.close(descriptor)
         return None
+    return keep(descriptor)
+
+
+def keep(descriptor: int) -> int:
+    """The descriptor, which is closed in children that the model forks: until `release`."""
     _inherited.add(descriptor)
     return descriptor
 
 
 def release(descriptor: int) -> None:
-    """Give back a lock."""
+    """Close what was kept; a lock is given back."""
     _inherited.discard(descriptor)
     os.close(descriptor)
 
@@ -105,7 +109,7 @@ def _alone(descriptor: int) -> bool:
     return True
 
 
-# A child that the model forks would hold the locks on, after this process has died.
+# A child that the model forks would hold locks and connections on, after this process has died.
 _inherited: set[int] = set()
 
 

@@ -78,6 +78,7 @@ class TritonPythonModel:
 
         _check_numpy(settings.name)
         self._engine = engine.build(settings, share)
+        self._modes.callback(self._engine.leave)
         self._messages = messages
         if settings.options.warmup:
             warmup.run(self._engine)
