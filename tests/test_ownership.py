@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -247,7 +248,7 @@ def test_who_waits_long_says_for_whom(
     owner = ownership.join(tmp_path, "digits_0_0")
     assert isinstance(owner, Owner)
     waits = iter([owner.leave])
-    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: next(waits)())
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(waits)())
     with caplog.at_level("INFO"):
         ownership.join(tmp_path, "digits_0_1").leave()
     assert caplog.messages == ["'digits_0_1' waits until 'digits_0_0' has loaded the weights."]

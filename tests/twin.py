@@ -39,8 +39,7 @@ class Twin:
         path, _, size = block.rpartition(":")
         if not Path(path).exists():
             raise NotShared(f"{path} is gone")
-        storage = torch.UntypedStorage.from_file(path, shared=True, nbytes=int(size))
-        return torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+        return torch.from_file(path, shared=True, size=int(size), dtype=torch.uint8)
 
     def settle(self) -> None: ...
 

@@ -112,7 +112,7 @@ def start(
     """
     reason = refusal(config, artifact.kind)
     if reason or device is None:
-        raise _refused(config, reason)
+        raise refused(config, reason)
     return Shared(config, artifact, CudaMemory(device), afresh)
 
 
@@ -153,6 +153,11 @@ class Shared:
         """Whether this instance owns the weights, and needs them on the device."""
         return isinstance(self._part, Owner)
 
+    @property
+    def present(self) -> bool:
+        """Whether the weights are in their places."""
+        return self._part is not None
+
     def hold(self, module: nn.Module | None, kind: Kind) -> None:
         """Share a module's weights from now on.
 
@@ -165,7 +170,7 @@ class Shared:
         """
         reason = refusal(self._config, kind)
         if reason or module is None or not named(module):
-            raise _refused(self._config, reason or "the model has none that are at hand")
+            raise refused(self._config, reason or "the model has none that are at hand")
         with self.lock:
             self._unplaced, self._places = module, named(module)
             self._facts = _facts(self._places)
@@ -251,7 +256,7 @@ class Shared:
                 }
             )
         except NotShared as error:
-            raise _refused(self._config, str(error)) from error
+            raise refused(self._config, str(error)) from error
         log.info("model '%s': '%s' owns the weights.", self._config.name, self._config.instance)
 
     def _map(self, part: Sharer) -> bool:
@@ -262,7 +267,7 @@ class Shared:
             self._put(_views(offered, self._memory))
         except NotShared as error:
             if part.alive():
-                raise _refused(self._config, str(error)) from error
+                raise refused(self._config, str(error)) from error
             return False
         self._memory.settle()
         self._memory.trim()
@@ -283,13 +288,12 @@ class Shared:
             self._places, self._unplaced = named(self._unplaced), None
         # What was placed before; and weights of RNNs, which a module that is moved makes a copy of.
         for name, weight in weights.items():
-            if self._places[name].data_ptr() != weight.data_ptr():
-                self._places[name].data = weight
+            self._places[name].data = weight
 
     def _compare(self, facts: Facts, whose: str) -> None:
         other = {name for name in facts.keys() | self._facts if _differ(name, facts, self._facts)}
         if other:
-            raise _refused(
+            raise refused(
                 self._config,
                 f"{whose} and '{self._config.instance}' disagree about {shown(sorted(other))}",
             )
@@ -321,7 +325,8 @@ class Shared:
         )
 
 
-def _refused(config: ModelConfig, reason: str) -> ConfigError:
+def refused(config: ModelConfig, reason: str) -> ConfigError:
+    """What the config is told that insists on sharing."""
     return ConfigError(
         config.name,
         f"ENABLE_WEIGHT_SHARING is true, and the weights cannot be shared: {reason}",

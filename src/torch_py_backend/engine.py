@@ -32,7 +32,7 @@ from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Batch, Item, Outcome, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.counts import Counts
-from torch_py_backend.errors import BackendError, OutputError, brief
+from torch_py_backend.errors import BackendError, OutputError, UnavailableError, brief
 from torch_py_backend.graphs import Graphs
 from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
@@ -183,6 +183,10 @@ class Engine:
             sealed = self._compiled.seal()
         self._prepares = False
         self._module = sealed if self._graphs is None else self._graphs.seal(sealed)
+        if self._shared is not None and self.purity.writes_buffers():
+            raise device_sharing.refused(
+                self.config, "the model writes to its buffers, which would be the others' as well"
+            )
         self.purity.settle()
 
     def _repeats(self) -> bool:
@@ -211,10 +215,13 @@ class Engine:
 
     def _run_once(
         self, shared: device_sharing.Shared, items: Sequence[Item]
-    ) -> tuple[Sequence[Outcome], BackendError | None]:
+    ) -> tuple[Sequence[Outcome], UnavailableError | None]:
+        present = shared.present
         refusal = shared.ready()
         if refusal is not None:
             return (), refusal
+        if not present:  # they are elsewhere now
+            self.purity.settle()
         outcomes = self._run(items)
         return outcomes, shared.lost()
 
