@@ -20,13 +20,21 @@ class TritonModelException(Exception):  # noqa: N818  Triton's name
     pass
 
 
+def _passed(text: str) -> str:
+    """Text on its way into C++, where it is UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise TypeError("incompatible function arguments") from None
+    return text
+
+
 class TritonError:
     UNKNOWN, INTERNAL, NOT_FOUND, INVALID_ARG, UNAVAILABLE, UNSUPPORTED, ALREADY_EXISTS = range(7)
     CANCELLED = 7
 
     def __init__(self, message: str, code: int = INTERNAL) -> None:
-        if not isinstance(message, str):
-            raise TypeError("message")
+        _passed(message)
         self._message, self._code = message, code
 
     def message(self) -> str:
@@ -41,15 +49,15 @@ class Logger:
 
     @classmethod
     def log_info(cls, text: str) -> None:
-        cls.lines.append(("info", text))
+        cls.lines.append(("info", _passed(text)))
 
     @classmethod
     def log_warn(cls, text: str) -> None:
-        cls.lines.append(("warn", text))
+        cls.lines.append(("warn", _passed(text)))
 
     @classmethod
     def log_error(cls, text: str) -> None:
-        cls.lines.append(("error", text))
+        cls.lines.append(("error", _passed(text)))
 
 
 class Metric:
@@ -60,6 +68,9 @@ class Metric:
         if value < 0:
             raise TritonModelException("a counter only grows")
         self._value += value
+
+    def set(self, value: float) -> None:
+        self._value = value
 
     def value(self) -> float:
         return self._value
@@ -128,11 +139,19 @@ class Tensor:
 
 
 class InferenceRequest:
-    def __init__(self, inputs: list[Tensor]) -> None:
-        self._inputs = inputs
+    def __init__(
+        self, inputs: list[Tensor], request_id: str = "", *, cancelled: bool = False
+    ) -> None:
+        self._inputs, self._request_id, self._cancelled = inputs, request_id, cancelled
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
+
+    def request_id(self) -> str:
+        return self._request_id
+
+    def is_cancelled(self) -> bool:
+        return self._cancelled
 
 
 class InferenceResponse:
@@ -185,7 +204,9 @@ def completed(model: Any, given: dict[str, str]) -> dict[str, str]:
     return given | {"model_config": json.dumps(config.as_dict())}
 
 
-def request(inputs: dict[str, Any], document: dict[str, Any]) -> InferenceRequest:
+def request(
+    inputs: dict[str, Any], document: dict[str, Any], request_id: str = ""
+) -> InferenceRequest:
     """A request from numpy arrays, reshaped as Triton does; torch tensors stand for BF16."""
     specs = {spec["name"]: spec for spec in document["input"]}
     tensors = []
@@ -197,7 +218,7 @@ def request(inputs: dict[str, Any], document: dict[str, Any]) -> InferenceReques
             tensors.append(Tensor.from_dlpack(name, value.clone()))
         else:
             tensors.append(Tensor(name, value.copy()))
-    return InferenceRequest(tensors)
+    return InferenceRequest(tensors, request_id)
 
 
 def arguments(folder: Path, version: str = "1") -> dict[str, str]:

@@ -128,6 +128,31 @@ class Exits(nn.Module):
         return x
 
 
+class Judge(nn.Module):
+    """Takes offence at some values, each in its own way; messages hold what must not leave."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for value in x.flatten().tolist():
+            if value == -1:
+                raise ValueError(f"bad value in {__file__}, {object()} of 10.1.2.3:8000")
+            if value == -2:
+                raise SystemExit(3)
+            if value == -3:
+                raise RuntimeError("bad \ud800\x00 character")
+            if value == -4:
+                return x[:-1]
+            if value == -5:
+                return torch.empty(10**15)
+            if value == -6:
+                return x.to("meta")
+        return x * 2
+
+
+class Divides(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 1 / x
+
+
 class WrongWhenNegative(nn.Module):
     """Returns what the config contradicts when the first value is negative."""
 

@@ -27,7 +27,7 @@ class Refused:
 
     status: int
     says: tuple[str, ...]
-    hides: tuple[str, ...] = ("/srv", "/tmp", "Traceback", "site-packages")
+    hides: tuple[str, ...] = ("/srv", "/tmp", "Traceback", "site-packages", " at 0x", "10.1.2.3")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,7 @@ class Scenario:
         calls: requests and their answers.
         load_error: what the refusal to load must say; empty: the model loads.
         logs: what the server's log must hold.
+        batches: requests that are sent at once, as many as fit in one batch together.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Scenario:
     calls: tuple[Call, ...] = ()
     load_error: tuple[str, ...] = ()
     logs: tuple[str, ...] = field(default=())
+    batches: tuple[tuple[Call, ...], ...] = ()
 
     def lay_out(self, repository: Path) -> Path:
         """Write the model folder into a repository."""
@@ -772,6 +774,105 @@ REQUEST_ERRORS = (
 )
 
 
+# --- batches of which some requests are bad ---------------------------------------------------
+
+_BATCH = 32
+# Requests that are sent at once are to be one batch.
+_TOGETHER = "dynamic_batching { max_queue_delay_microseconds: 200000 }\n"
+
+
+def _row(value: float) -> np.ndarray[Any, Any]:
+    return np.full((1, 4), value, dtype=np.float32)
+
+
+def _judged(value: float, status: int, *says: str) -> Call:
+    return Call({"x": _row(value)}, Refused(status, ("model 'poison'", *says)))
+
+
+_POISONS = (
+    _judged(-1, 500, "ValueError: bad value in model.py"),
+    _judged(-2, 500, "SystemExit: 3"),
+    _judged(-3, 500, "RuntimeError: bad ?? character"),
+    _judged(-4, 500, "output 'y' has 0 rows for a batch of 1"),
+    _judged(-5, 503, "the request does not fit in memory"),
+    _judged(-6, 500, "output 'y' is a tensor on the device meta"),
+)
+
+
+def _poisoned(count: int) -> tuple[Call, ...]:
+    """A batch of 32 with so many bad requests, spread, of all kinds in turn."""
+    step = _BATCH // count
+    return tuple(
+        _POISONS[place // step % len(_POISONS)]
+        if place % step == step // 2
+        else Call({"x": _row(place)}, {"y": 2 * _row(place)})
+        for place in range(_BATCH)
+    )
+
+
+POISON = (
+    Scenario(
+        "poison",
+        python(models.Judge),
+        config({"x": [4]}, {"y": [4]}, max_batch_size=_BATCH, more=_TOGETHER),
+        _POISONS,
+        logs=("Traceback (most recent call last)", "bad value in", "requests poison-"),
+        batches=tuple(_poisoned(count) for count in (1, 2, 16)),
+    ),
+    Scenario(
+        "poison_in_buckets",
+        python(models.Raises),
+        config(
+            {"x": [4]},
+            {"y": [4]},
+            max_batch_size=_BATCH,
+            more=_TOGETHER,
+            parameters={"BATCH_BUCKETS": "1,4,16,32"},
+        ),
+        batches=(
+            tuple(
+                Call({"x": _row(-1)}, Refused(500, ("ValueError: negative value, see readme.txt",)))
+                if place in (3, 17)
+                else Call({"x": _row(place)}, {"y": _row(place)})
+                for place in range(_BATCH)
+            ),
+        ),
+    ),
+    Scenario(
+        "not_finite",
+        python(models.Divides),
+        config(
+            {"x": [4]},
+            {"y": [4]},
+            more=_TOGETHER,
+            parameters={"CHECK_FINITE": "true"},
+        ),
+        batches=(
+            (
+                Call({"x": _row(2)}, {"y": _row(0.5)}),
+                Call({"x": _row(0)}, Refused(500, ("output 'y' holds NaN or infinity",))),
+                Call({"x": _row(4)}, {"y": _row(0.25)}),
+            ),
+        ),
+    ),
+    Scenario(
+        "masks_of_other_sizes",
+        python(models.Tokens),
+        tokens('{"ids": {"mask": "mask"}}', _TOGETHER),
+        batches=(
+            (
+                _tokens(1, 3),
+                Call(
+                    {"ids": np.ones((1, 3), np.int64), "mask": np.ones((1, 9), np.int64)},
+                    Refused(400, ("input 'mask' is [1, 9]", "'ids'", "as long as its input")),
+                ),
+                _tokens(2, 5),
+            ),
+        ),
+    ),
+)
+
+
 def refused(name: str, write: Writer, text: str, *says: str) -> Scenario:
     return Scenario(name, write, text, load_error=(f"model '{name}'", *says))
 
@@ -780,6 +881,18 @@ _NOTHING: Writer = lambda folder: None  # noqa: E731
 _SCRIPTED = torch.jit.script(models.Negate())
 
 LOAD_ERRORS = (
+    refused(
+        "fatal_action",
+        python(models.Negate),
+        x_to_y(4, ON_FATAL="panic"),
+        "the parameter ON_FATAL is 'panic'; expected exit or stay",
+    ),
+    refused(
+        "memory_fraction",
+        python(models.Negate),
+        x_to_y(4, CUDA_MEMORY_FRACTION="1.5"),
+        "the parameter CUDA_MEMORY_FRACTION is '1.5'; expected a number above 0, at most 1",
+    ),
     refused(
         "bucket_above_batch",
         python(models.Negate),
@@ -1010,5 +1123,6 @@ TABLE = (
     *OPTIONS,
     *RUNTIMES,
     *REQUEST_ERRORS,
+    *POISON,
     *LOAD_ERRORS,
 )

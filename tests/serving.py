@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import queue
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,11 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from torch_py_backend.server import ModelState, Server
 
+_GRPC = {
+    400: "INVALID_ARGUMENT",
+    500: "INTERNAL",
+    503: "UNAVAILABLE",
+}
 # What one server serves together: all at once would not fit a small machine's memory.
 TABLES = {
     "scenarios": tuple(one for one in scenarios.TABLE if not one.load_error),
@@ -46,29 +53,62 @@ class Serving:
         if isinstance(call.expected, Refused):
             with pytest.raises(InferenceServerException) as refusal:
                 self.infer(protocol, name, call.inputs, [])
-            message = refusal.value.message()
-            assert all(part in message for part in call.expected.says), message
-            assert not any(part in message for part in call.expected.hides), message
-            assert str(call.expected.status) in refusal.value.status() or protocol == "grpc"
+            _check_refusal(refusal.value, call.expected, protocol)
             return
         result = self.infer(protocol, name, call.inputs, list(call.expected))
-        for output, expected in call.expected.items():
-            came, wanted = result.as_numpy(output), to_numpy(expected)
-            assert came.dtype == wanted.dtype
-            assert came.shape == wanted.shape
-            assert_close(came, wanted)
+        _check_result(result, call.expected)
+
+    def check_together(self, name: str, batch: Sequence[Call]) -> None:
+        """Requests that are sent at once, each with an id: each has what the table has for it."""
+        answers: list[queue.SimpleQueue[tuple[Any, Any]]] = []
+        for place, call in enumerate(batch):
+            answers.append(queue.SimpleQueue())
+            self.grpc.async_infer(
+                name,
+                _inputs(tritonclient.grpc, call.inputs),
+                lambda result, error, answer=answers[-1]: answer.put((result, error)),
+                request_id=f"{name}-{place}",
+            )
+        for call, answer in zip(batch, answers, strict=True):
+            result, error = answer.get(timeout=120)
+            if isinstance(call.expected, Refused):
+                assert error is not None
+                _check_refusal(error, call.expected, "grpc")
+            else:
+                assert error is None, error
+                _check_result(result, call.expected)
 
     def infer(self, protocol: str, name: str, inputs: dict[str, Any], outputs: list[str]) -> Any:
         """One request over `http` or `grpc`; torch tensors are sent as BF16."""
         module = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
-        sent = []
-        for key, value in inputs.items():
-            array = to_numpy(value)
-            tensor = module.InferInput(key, list(array.shape), np_to_triton_dtype(array.dtype))
-            tensor.set_data_from_numpy(array)
-            sent.append(tensor)
         wanted = [module.InferRequestedOutput(one) for one in outputs]
-        return getattr(self, protocol).infer(name, sent, outputs=wanted)
+        return getattr(self, protocol).infer(name, _inputs(module, inputs), outputs=wanted)
+
+
+def _check_refusal(error: InferenceServerException, expected: Refused, protocol: str) -> None:
+    message = error.message()
+    assert all(part in message for part in expected.says), message
+    assert not any(part in message for part in expected.hides), message
+    status = str(expected.status) if protocol == "http" else _GRPC[expected.status]
+    assert status in error.status()
+
+
+def _check_result(result: Any, expected: dict[str, Any]) -> None:
+    for output, value in expected.items():
+        came, wanted = result.as_numpy(output), to_numpy(value)
+        assert came.dtype == wanted.dtype
+        assert came.shape == wanted.shape
+        assert_close(came, wanted)
+
+
+def _inputs(module: Any, inputs: dict[str, Any]) -> list[Any]:
+    sent = []
+    for key, value in inputs.items():
+        array = to_numpy(value)
+        tensor = module.InferInput(key, list(array.shape), np_to_triton_dtype(array.dtype))
+        tensor.set_data_from_numpy(array)
+        sent.append(tensor)
+    return sent
 
 
 def to_numpy(value: Any) -> Any:

@@ -8,12 +8,16 @@ import torch
 from torch_py_backend import errors
 from torch_py_backend.errors import (
     BackendError,
+    CancelledError,
     ForwardError,
     InputError,
+    InternalError,
     LoadError,
     ModelError,
     OptionError,
+    OutOfMemoryError,
     OutputError,
+    UnavailableError,
     WeightsError,
     brief,
     shown,
@@ -30,6 +34,15 @@ TRITON_CODES = {
     "ALREADY_EXISTS",
     "CANCELLED",
 }
+
+
+class SpeechlessError(Exception):
+    """Whose text cannot be had."""
+
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
 CLASSES = [
     one
     for _, one in inspect.getmembers(errors, inspect.isclass)
@@ -76,11 +89,23 @@ def test_code_is_one_that_triton_has(kind: type[BackendError]) -> None:
         pytest.param(InputError, "INVALID_ARG", id="the client's fault"),
         pytest.param(ForwardError, "INTERNAL", id="the model's fault"),
         pytest.param(OutputError, "INTERNAL", id="the result's fault"),
+        pytest.param(InternalError, "INTERNAL", id="our fault"),
+        pytest.param(UnavailableError, "UNAVAILABLE", id="the process' fault"),
+        pytest.param(OutOfMemoryError, "UNAVAILABLE", id="too little memory"),
+        pytest.param(CancelledError, "CANCELLED", id="nobody's fault"),
     ],
 )
 def test_code_tells_whose_fault_it_is(kind: type[BackendError], code: str) -> None:
-    """Only a wrong request is blamed on the client."""
+    """Only a wrong request is blamed on the client, and what another try may cure is said so."""
     assert kind.code == code
+
+
+def test_fatal_error_says_what_to_do() -> None:
+    """What every request is told names the cause and the cure."""
+    assert str(UnavailableError.fatal(build.MODEL, "RuntimeError: it broke")) == (
+        "model 'digits': this instance met a fatal error and answers no requests any more"
+        " (RuntimeError: it broke). It must be replaced: load the model anew."
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,11 +236,49 @@ def test_shown_cuts_long_lists(count: int, text: str) -> None:
             id="address",
         ),
         pytest.param(SystemExit(3), "SystemExit: 3", id="SystemExit"),
+        pytest.param(
+            ValueError("'/srv/my models/a.pt' and \"/srv/b c/d.pt\""),
+            "ValueError: 'a.pt' and \"d.pt\"",
+            id="blanks in paths",
+        ),
+        pytest.param(
+            ValueError('File "/srv/models/model.py", line 3'),
+            'ValueError: File "model.py", line 3',
+            id="a traceback's line",
+        ),
+        pytest.param(
+            ValueError("no <Thing object at 0x7f5fe7f604a0>"),
+            "ValueError: no <Thing object>",
+            id="memory address",
+        ),
+        pytest.param(
+            ValueError("fault, address 0x7F5FE7F60000 read"),
+            "ValueError: fault, address read",
+            id="bare memory address",
+        ),
+        pytest.param(ValueError("mask is 0xff"), "ValueError: mask is 0xff", id="a number"),
+        pytest.param(
+            ConnectionError("no answer from 10.1.2.3:8080, 10.1.2.4"),
+            "ConnectionError: no answer from (address), (address)",
+            id="network address",
+        ),
+        pytest.param(ValueError("torch 2.13.0"), "ValueError: torch 2.13.0", id="a version"),
+        pytest.param(ValueError("a\x00b\x1b[31m"), "ValueError: a?b?[31m", id="control characters"),
+        pytest.param(ValueError("bad \udcff"), "ValueError: bad ?", id="a lone surrogate"),
+        pytest.param(ValueError("Größe 3, 大"), "ValueError: Größe 3, 大", id="other alphabets"),
+        pytest.param(SpeechlessError(), "SpeechlessError", id="without a working text"),
     ],
 )
 def test_brief_is_one_line_without_the_servers_folders(error: BaseException, text: str) -> None:
     """What a client reads is one line: the kind, its text, and no folder of the server."""
     assert brief(error) == text
+
+
+def test_brief_can_be_sent() -> None:
+    """Whatever a model puts into an exception, the line is UTF-8."""
+    text = "".join(map(chr, range(0x3000))) + "\ud800"
+
+    assert brief(ValueError(text.replace("\n", ""))).encode()
 
 
 def test_brief_has_a_bound() -> None:

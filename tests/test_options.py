@@ -478,3 +478,47 @@ def test_wrong_pad_is_refused(text: str) -> None:
     """What PAD may say of an input is told where it says something else."""
     with pytest.raises(OptionError, match="expected a JSON object of inputs, each with some of"):
         parsed(PAD=text)
+
+
+# --- faults -------------------------------------------------------------------------------------
+
+
+def test_faults_by_default() -> None:
+    """Unset, a batch is tried again, values are not looked at, and an instance stays to say why."""
+    plain = parsed()
+
+    assert plain.retry_failed_batch is None
+    assert plain.check_finite is False
+    assert plain.on_fatal == "stay"
+    assert plain.cuda_memory_fraction is None
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("RETRY_FAILED_BATCH", "false", False),
+        ("RETRY_FAILED_BATCH", "true", True),
+        ("CHECK_FINITE", "on", True),
+        ("ON_FATAL", "exit", "exit"),
+        ("ON_FATAL", " Stay ", "stay"),
+        ("CUDA_MEMORY_FRACTION", "0.5", 0.5),
+        ("CUDA_MEMORY_FRACTION", "1", 1.0),
+    ],
+)
+def test_faults_as_wished(key: str, text: str, value: Any) -> None:
+    """Each is read from its key."""
+    assert getattr(parsed(**{key: text}), key.lower()) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        *(("CUDA_MEMORY_FRACTION", text) for text in ("0", "-0.5", "1.01", "nan", "half", "")),
+        *(("ON_FATAL", text) for text in ("", "restart", "exit,stay")),
+        ("RETRY_FAILED_BATCH", "auto"),
+    ],
+)
+def test_faults_that_are_not_accepted(key: str, text: str) -> None:
+    """Anything else fails the load with what is accepted."""
+    with pytest.raises(OptionError, match=f"the parameter {key} is '{text}'; expected"):
+        parsed(**{key: text})

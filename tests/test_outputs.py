@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import build
@@ -231,6 +232,73 @@ def test_number_for_a_larger_shape_is_refused() -> None:
 def test_number_that_its_type_cannot_hold_is_refused(part: float, dtype: str) -> None:
     """A number that would become another one is an error of the output, not a wrong answer."""
     refusal(part, dtype, (1,), max_batch_size=0)
+
+
+# --- tensors that are like no others ----------------------------------------------------------
+
+_FLAT = torch.ones(3, 2)
+_ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "sparse": (_FLAT.to_sparse, "a tensor of layout sparse_coo, float32 [3, 2]"),
+    "sparse rows": (_FLAT.to_sparse_csr, "a tensor of layout sparse_csr, float32 [3, 2]"),
+    "meta": (lambda: _FLAT.to("meta"), "a tensor on the device meta, float32 [3, 2]"),
+    "complex": (lambda: _FLAT.to(torch.complex64), "complex64 [3, 2]"),
+    "quantised": (
+        lambda: torch.quantize_per_tensor(_FLAT, 0.1, 0, torch.quint8),
+        "quint8 [3, 2]",
+    ),
+    "nested": (
+        lambda: torch.nested.nested_tensor([_FLAT, _FLAT]).double(),
+        "a nested tensor of float64",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("make", "form"), _ODD.values(), ids=_ODD)
+@pytest.mark.parametrize("cast", [False, True])
+def test_tensors_that_cannot_be_sent(make: Callable[[], Tensor], form: str, cast: bool) -> None:
+    """A tensor whose memory is not its values is told by its name, and is not cast in silence."""
+    assert f"is {form}" in refusal(make(), cast_outputs=cast)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_eight_bits_are_refused_or_cast(cast: bool) -> None:
+    """Triton has no float8; CAST_OUTPUTS makes it what the config says."""
+    part = _FLAT.to(torch.float8_e4m3fn)
+    if not cast:
+        assert "is float8_e4m3fn [3, 2]" in refusal(part)
+        return
+
+    found = verified(part, cast_outputs=True)
+
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, _FLAT)
+
+
+def test_finite() -> None:
+    """Only what can be NaN is looked at, and the first output that is, is named."""
+    specs = (build.spec("n", "INT64"), build.spec("a"), build.spec("b"), build.spec("s", "BYTES"))
+    made = outputs.Finite(build.config(outputs=specs))
+    words = np.array([["a"]], dtype=np.object_)
+    good, bad = torch.ones(1, 1), torch.tensor([[torch.inf]])
+    whole: list[Value] = [torch.ones(1, 1, dtype=torch.int64), good, bad, words]
+
+    assert not made.holds(whole)
+    assert made.holds([*whole[:2], good, words])
+    assert made.refusal({"n": whole[0], "a": good, "b": good, "s": words}) is None
+    assert "output 'b' holds NaN or infinity" in str(
+        made.refusal({"n": whole[0], "a": good, "b": bad, "s": words})
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_finite_in_every_type(dtype: torch.dtype) -> None:
+    """Half precision overflows first: it is looked at as well."""
+    kind = {torch.float16: "FP16", torch.bfloat16: "BF16", torch.float64: "FP64"}[dtype]
+    made = outputs.Finite(build.config(outputs=(build.spec("y", kind),)))
+
+    assert made.holds([torch.ones(2, dtype=dtype)])
+    assert not made.holds([torch.full((2,), torch.nan, dtype=dtype)])
 
 
 # --- memory ----------------------------------------------------------------------------------

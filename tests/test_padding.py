@@ -96,6 +96,26 @@ def test_mask_is_left_alone(item: dict[str, Any]) -> None:
     assert padding((IDS, MASK), ids={"mask": "mask"}).fill(item) is item
 
 
+@pytest.mark.parametrize(
+    ("shapes", "found"),
+    [
+        pytest.param({"ids": (2, 3), "mask": (2, 3)}, None, id="alike"),
+        pytest.param({"ids": (2, 3), "mask": (2, 4)}, ("mask", "ids"), id="longer"),
+        pytest.param({"ids": (2, 3), "mask": (2, 1)}, ("mask", "ids"), id="shorter"),
+        pytest.param({"ids": (2, 3)}, None, id="left out"),
+        pytest.param({"mask": (2, 3)}, None, id="nothing to mask"),
+    ],
+)
+@pytest.mark.parametrize("optional", [True, False])
+def test_mask_of_another_size(
+    shapes: dict[str, tuple[int, ...]], found: tuple[str, str] | None, optional: bool
+) -> None:
+    """A mask that a request brings must be as long as what it masks."""
+    made = padding((IDS, spec("mask", optional=optional)), ids={"mask": "mask"})
+
+    assert made.mismatch({name: torch.ones(shape) for name, shape in shapes.items()}) == found
+
+
 def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
     """Whatever the values are padded with, the mask says that it is none of them."""
     made = padding((IDS, MASK), ids={"value": 7, "side": "left", "multiple_of": 4, "mask": "mask"})

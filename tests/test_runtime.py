@@ -231,3 +231,79 @@ def test_guard_is_left_when_the_model_fails() -> None:
         fail()
 
     assert not torch.is_inference_mode_enabled()
+
+
+# --- devices that break, or are full ---------------------------------------------------------
+
+
+def _gpus(monkeypatch: pytest.MonkeyPatch, reserved: dict[int, int], current: int) -> list[Any]:
+    """A process that sees as many GPUs as are listed. What is done to them."""
+    done: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(reserved))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda index: reserved[index])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(("set", device)))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: done.append(("probe", index)))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("free"))
+    monkeypatch.setattr(
+        torch.cuda,
+        "set_per_process_memory_fraction",
+        lambda share, device: done.append((share, device)),
+    )
+    return done
+
+
+def test_probe_asks_only_devices_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To touch another GPU would take memory there."""
+    done = _gpus(monkeypatch, {0: 0, 1: 0, 2: 5}, current=1)
+    runtime.probe()
+
+    assert done == [("probe", 1), ("probe", 2)]
+
+
+def test_probe_tells_what_the_device_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that is gone raises at every call."""
+    _gpus(monkeypatch, {0: 0}, current=0)
+
+    def gone(index: int) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", gone)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        runtime.probe()
+
+
+def test_processes_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where CUDA was never used, it is not used to look for faults either."""
+    done = _gpus(monkeypatch, {0: 0}, current=0)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    runtime.probe()
+    runtime.free()
+
+    assert done == []
+
+
+def test_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that torch keeps without using it is given back."""
+    done = _gpus(monkeypatch, {0: 0}, current=0)
+    runtime.free()
+
+    assert done == ["free"]
+
+
+def test_memory_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_MEMORY_FRACTION holds for the instance's own GPU."""
+    done = _gpus(monkeypatch, {0: 0, 1: 0}, current=0)
+    device = runtime.placement(build.config(kind="GPU", device_id=1, cuda_memory_fraction=0.25))
+
+    assert done == [("set", device), (0.25, device)]
+
+
+@pytest.mark.parametrize("kind", ["CPU", "MODEL"])
+def test_memory_fraction_without_a_gpu(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Where there is no GPU to share, the parameter is told to have no effect."""
+    runtime.placement(build.config(kind=kind, cuda_memory_fraction=0.25))
+
+    assert f"CUDA_MEMORY_FRACTION has no effect on KIND_{kind}" in caplog.text

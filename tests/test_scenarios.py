@@ -43,6 +43,15 @@ def test_scenario(scenario: Scenario, tmp_path: Path, process: None) -> None:
     together = model.execute([fake_triton.request(call.inputs, document) for call in good])
     for call, response in zip(good, together, strict=True):
         _check(call, response)
+    for batch in scenario.batches:
+        responses = model.execute(
+            [
+                fake_triton.request(call.inputs, document, f"{scenario.name}-{place}")
+                for place, call in enumerate(batch)
+            ]
+        )
+        for call, response in zip(batch, responses, strict=True):
+            _check(call, response)
     log = "\n".join(text for _, text in fake_triton.Logger.lines)
     for part in scenario.logs:
         assert part in log

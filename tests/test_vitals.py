@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from torch_py_backend import config, vitals
+from torch_py_backend import config, leftovers, vitals
 from torch_py_backend.vitals import Reader, State
 
 
@@ -39,7 +39,7 @@ def _config(**parameters: str) -> config.ModelConfig:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that somebody watches."""
-    monkeypatch.setenv(vitals.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(leftovers.VARIABLE, str(tmp_path))
     return tmp_path
 
 
@@ -51,7 +51,7 @@ def _only(folder: Path) -> Reader:
 @pytest.mark.parametrize("value", ["", "/no/such/folder"])
 def test_nobody_watches(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a folder to tell it in, telling is free and leaves nothing."""
-    monkeypatch.setenv(vitals.VARIABLE, value)
+    monkeypatch.setenv(leftovers.VARIABLE, value)
     monkeypatch.chdir(tmp_path)
     told = vitals.start(_config())
     told.busy()
@@ -75,6 +75,15 @@ def test_the_file_is_private(folder: Path) -> None:
     vitals.start(_config())
     (path,) = folder.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_config_being_completed(folder: Path) -> None:
+    """The process that completes a config is seen, too: Triton would wait for it for ever."""
+    told = vitals.completing("m")
+    assert _only(folder).identity.model == "m"
+    assert _only(folder).sign().state is State.COMPLETING
+    told.ended()
+    assert vitals.files(folder) == []
 
 
 def test_states_follow_the_calls(folder: Path) -> None:

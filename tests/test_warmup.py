@@ -38,6 +38,30 @@ def shapes(config: ModelConfig) -> list[list[int]]:
     return [list(item["x"].shape) for item in batches(config)]
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_models_that_write_into_their_inputs_are_noticed(writes: bool) -> None:
+    """A model that computes in its inputs must not be given them a second time."""
+    made = engine(build.config(), lambda x: x.add_(1) if writes else x + 1)
+
+    warmup.run(made)
+
+    assert made.purity.broken() == writes
+
+
+def test_what_the_warm_up_reports_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure is told to the log, with its traceback, and to nobody later."""
+
+    def forward(x: Tensor) -> Tensor:
+        raise ValueError("no")
+
+    made = engine(build.config(), forward)
+    with pytest.raises(WarmupError):
+        warmup.run(made)
+
+    assert "Traceback" in caplog.text
+    assert not made.recovery.reports
+
+
 @pytest.fixture(autouse=True)
 def restored(dynamo: None) -> None:
     """Compiled models change torch's limits."""

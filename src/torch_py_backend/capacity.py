@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch_py_backend.batching import Rows
 
@@ -16,7 +16,7 @@ _MOST_PATIENCE = 16_384
 
 
 @dataclass(slots=True)
-class _Limit:
+class Limit:
     """Of one shape: `safe` rows went well, up to `most` are tried."""
 
     safe: int
@@ -36,7 +36,7 @@ class Capacity:
     """
 
     def __init__(self, rows: Rows) -> None:
-        self.limits: dict[Hashable, _Limit] = {}
+        self.limits: dict[Hashable, Limit] = {}
         self._rows = rows
 
     def most(self, shape: Hashable) -> int | None:
@@ -58,7 +58,7 @@ class Capacity:
         if limit is None and len(self.limits) >= _SHAPES:
             del self.limits[next(iter(self.limits))]
         patience = _PATIENCE if limit is None else limit.patience
-        self.limits[shape] = _Limit(less, less, patience)
+        self.limits[shape] = Limit(less, less, patience)
         return less
 
     def fitted(self, shape: Hashable, rows: int) -> None:
@@ -75,6 +75,18 @@ class Capacity:
         limit.good += 1
         if limit.good >= limit.patience:
             limit.most, limit.good = self._rows.above(limit.safe), 0
+
+    def remembered(self, shape: Hashable) -> Limit | None:
+        """What is known of a shape, to be restored."""
+        limit = self.limits.get(shape)
+        return None if limit is None else replace(limit)
+
+    def restore(self, shape: Hashable, limit: Limit | None) -> None:
+        """Forget what was learnt since: it was one request that does not fit at all."""
+        if limit is None:
+            self.limits.pop(shape, None)
+        else:
+            self.limits[shape] = limit
 
     def _called(self, rows: int) -> int:
         """The rows of the call that a batch of so many became."""

@@ -14,6 +14,7 @@ BackendError
 ├── InputError              a request is wrong: the client's fault
 ├── ForwardError            forward() raised
 ├── OutputError             forward() returned what the config contradicts
+├── InternalError           the backend itself failed
 ├── UnavailableError        the instance cannot answer, and another one might
 │   └── OutOfMemoryError    not even one row of a request fits in memory
 ├── CancelledError          a request was cancelled before it was run
@@ -154,24 +155,33 @@ class OutputError(ModelError):
     pass
 
 
+class InternalError(ModelError):
+    def __init__(self, model: str) -> None:
+        super().__init__(
+            model, "the backend failed in a way that it does not know; the server's log has more"
+        )
+
+
 class UnavailableError(ModelError):
     code = "UNAVAILABLE"
 
     @classmethod
-    def fatal(cls, model: str, error: BaseException) -> UnavailableError:
+    def fatal(cls, model: str, reason: str) -> UnavailableError:
         """What every request is told, once an error has made the process useless."""
         return cls(
             model,
-            f"this instance met a fatal error and answers no requests any more ({brief(error)})",
+            f"this instance met a fatal error and answers no requests any more ({reason})",
             cure="It must be replaced: load the model anew.",
         )
 
 
 class OutOfMemoryError(UnavailableError):
-    def __init__(self, model: str, error: BaseException) -> None:
+    """Without what torch says of it: who else uses how much of the server's memory."""
+
+    def __init__(self, model: str) -> None:
         super().__init__(
             model,
-            f"the request does not fit in memory ({brief(error)})",
+            "the request does not fit in memory, not even a row at a time",
             cure="Try again later, or send less.",
         )
 
@@ -203,6 +213,11 @@ _SHOWN = 8
 _LONGEST = 500
 # Absolute folders before a name; not what follows a letter (1/2/3, ../a/b) or is an address.
 _PATH = re.compile(r"((?<=file://)|(?<![\w./])(?<!:/))/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
+# The same in quotes, where folders may have blanks.
+_QUOTED_PATH = re.compile(r"""(['"])/(?:[^'"]*/)+(?=[^'"/]+\1)""")
+# Where an object lies in memory, and other machines' names in numbers.
+_MEMORY_ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
+_NETWORK_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 _TORCHSCRIPT = "TorchScript interpreter"
 
 
@@ -216,12 +231,18 @@ def shown(names: Iterable[str]) -> str:
 def brief(error: BaseException) -> str:
     """What an exception says, in one line that may leave the server.
 
-    No traceback, no folder of the server, at most `_LONGEST` characters.
+    No traceback, no folder or address of the server, at most `_LONGEST` characters, all of them
+    printable: what cannot be sent would fail the whole batch.
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    try:
+        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    except Exception:  # of a class of the model's own
+        lines = []
     # TorchScript's message is a traceback; what was raised stands in its last line.
     said = lines[-1] if lines and _TORCHSCRIPT in lines[0] else " ".join(lines[:1])
-    text = _PATH.sub("", said)
+    text = _PATH.sub("", _QUOTED_PATH.sub(r"\1", said))
+    text = _NETWORK_ADDRESS.sub("(address)", _MEMORY_ADDRESS.sub("", text))
+    text = "".join(one if one.isprintable() else "?" for one in text)
     kind = type(error).__name__
     if text.startswith(f"{kind}:") or not text:
         return (text or kind)[:_LONGEST]

@@ -118,6 +118,15 @@ class Intake:
                     expected="the same number of rows in each",
                 )
             rows = value.shape[0]
+        mismatch = self._padding.mismatch(item) if self._padding is not None else None
+        if mismatch is not None:
+            mask, name = mismatch
+            return InputError(
+                self._model,
+                f"input '{mask}' is {list(item[mask].shape)}, and '{name}', which it is the mask"
+                f" of, {list(item[name].shape)}",
+                expected="a mask as long as its input",
+            )
         if len(item) < len(self._names):
             try:
                 self._inputs(item)

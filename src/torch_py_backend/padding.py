@@ -102,6 +102,8 @@ class Padding:
         for name, how in wished.items():
             if "mask" in how:
                 self._add_mask(config, name, how["mask"])
+        # All masks, those that requests must bring included.
+        self._masked = {how["mask"]: name for name, how in wished.items() if "mask" in how}
         self._cuts = tuple(self._find_cuts(config, wished))
 
     def _pad(self, config: ModelConfig, name: str, how: Mapping[str, Any]) -> Pad:
@@ -173,6 +175,19 @@ class Padding:
                 device = of.device if isinstance(of, Tensor) else None
                 item = item | {mask: torch.ones(shape, dtype=dtype, device=device)}
         return item
+
+    def mismatch(self, item: Item) -> tuple[str, str] | None:
+        """A mask and its input, where a request brought them in different sizes.
+
+        In a batch both are padded to the longest: the model would not notice.
+        """
+        for mask, name in self._masked.items():
+            if mask in item and name in item:
+                whole = item[name].shape
+                masked = (whole[0], *(whole[axis] for axis in self.pads[name].axes))
+                if tuple(item[mask].shape) != masked:
+                    return mask, name
+        return None
 
     def cut(
         self, outcomes: Sequence[dict[str, Value]], items: Sequence[Item], shapes: Mapping[str, Any]

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from torch_py_backend import batching, faults
 from torch_py_backend.batching import Item, Outcome, Rows, Value
-from torch_py_backend.capacity import Capacity
+from torch_py_backend.capacity import Capacity, Limit
 from torch_py_backend.errors import (
     BackendError,
     ForwardError,
@@ -19,6 +19,7 @@ from torch_py_backend.errors import (
     OutOfMemoryError,
     OutputError,
     UnavailableError,
+    brief,
 )
 from torch_py_backend.intake import Group
 from torch_py_backend.narrowing import narrow
@@ -27,6 +28,8 @@ log = logging.getLogger(__name__)
 
 # Calls that narrowing one batch down may take: enough for every batch of up to 64 items.
 _CALLS = 128
+# Of a traceback the innermost frames are told: an endless recursion has a thousand.
+_FRAMES = -64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,9 @@ class Recovery:
         reports: of what failed: a sentence and a traceback, and the places of the items among all
             of the run. For the caller to tell and to clear.
         fatal: what every request is to be told, once the process is beyond help.
+        reason: what `fatal` is for, in a few words.
         capacity: the row counts that calls are kept to.
+        begins: called before each try but the first: the model is given time for every one.
 
     Args:
         model: the model's name.
@@ -80,7 +85,9 @@ class Recovery:
     ) -> None:
         self.reports: dict[tuple[str, str], list[int]] = {}
         self.fatal: UnavailableError | None = None
+        self.reason = ""
         self.capacity = Capacity(rows or batching.ANY_ROWS)
+        self.begins: Callable[[], None] = _nothing
         self._model = model
         self._attempt = attempt
         self._batched = rows is not None
@@ -95,7 +102,7 @@ class Recovery:
         shape, sizes = _shape(group), _sizes(group)
         most = self.capacity.most(shape) if self._batched else None
         if most is not None and sum(sizes) > most:
-            return self._in_parts(group, shape, sizes)
+            return self._in_parts(group, shape, sizes, self.capacity.remembered(shape))
         result = self._try(group)
         if isinstance(result, Failure):
             return self.settle(group, result)
@@ -109,8 +116,9 @@ class Recovery:
         """
         if self.fatal is None and failure.memory and self._batched:
             shape, sizes = _shape(group), _sizes(group)
+            before = self.capacity.remembered(shape)
             if self._limit(shape, sum(sizes)) and self._repeats():
-                return self._in_parts(group, shape, sizes)
+                return self._in_parts(group, shape, sizes, before)
         final = failure.memory or failure.repeats or self.fatal is not None
         if final or len(group.items) == 1 or not self._repeats():
             return self._refuse(group, failure)
@@ -134,11 +142,21 @@ class Recovery:
                 (found[place],) = self.settle(_regrouped(group, [members[place]]), result)
         return found
 
-    def _in_parts(self, group: Group, shape: Hashable, sizes: Sequence[int]) -> list[Outcome]:
-        """The outcomes of a group that is called with as many rows at a time as fit in memory."""
+    def _in_parts(
+        self, group: Group, shape: Hashable, sizes: Sequence[int], before: Limit | None
+    ) -> list[Outcome]:
+        """The outcomes of a group that is called with as many rows at a time as fit in memory.
+
+        Args:
+            group: the group.
+            shape: what its limit is remembered by.
+            sizes: the rows of its items.
+            before: what was remembered before this group.
+        """
         pending = deque((place, 0, size) for place, size in enumerate(sizes))
         pieces: list[list[Any]] = [[] for _ in sizes]
         refused: dict[int, BackendError] = {}
+        hopeless = False
         while pending:
             parts = list(_take(pending, self.capacity.most(shape)))
             some = _of_parts(group, parts)
@@ -148,6 +166,7 @@ class Recovery:
                     pending.extendleft(reversed(parts))
                     continue
                 result = self._refuse(some, result)
+                hopeless = True
             elif isinstance(result, Failure):
                 result = self.settle(some, result)
             for (place, _, _), outcome in zip(parts, result, strict=True):
@@ -155,7 +174,9 @@ class Recovery:
                     refused[place] = outcome
                 else:
                     pieces[place].append(outcome)
-        if not refused:
+        if hopeless:
+            self.capacity.restore(shape, before)
+        elif not refused:
             self.capacity.fitted(shape, sum(sizes))
         return [
             refused[place] if place in refused else self._join(found)
@@ -179,6 +200,7 @@ class Recovery:
         return dict(zip(names, joined, strict=True))
 
     def _try(self, group: Group) -> Sequence[Outcome] | Failure:
+        self.begins()
         try:
             return self._attempt(group)
         except KeyboardInterrupt:
@@ -188,7 +210,7 @@ class Recovery:
 
     def judge(self, error: BaseException) -> Failure:
         """Read all that is needed from an exception, and let go of it."""
-        text = "".join(traceback.format_exception(error)).rstrip()
+        text = "".join(traceback.format_exception(error, limit=_FRAMES)).rstrip()
         memory = faults.out_of_memory(error)
         dead = self._dead(error)
         failure = self._named(error, memory=memory, dead=dead, text=text)
@@ -202,10 +224,11 @@ class Recovery:
     ) -> Failure:
         if dead is not None:
             if self.fatal is None:
-                self.fatal = UnavailableError.fatal(self._model, dead)
+                self.reason = brief(dead)
+                self.fatal = UnavailableError.fatal(self._model, self.reason)
             return Failure(self.fatal, text, repeats=True)
         if memory:
-            return Failure(OutOfMemoryError(self._model, error), text, memory=True)
+            return Failure(OutOfMemoryError(self._model), text, memory=True)
         if isinstance(error, BackendError):
             # What the config and the model disagree in, no item can help.
             return Failure(error, repeats=isinstance(error, LoadError))
@@ -247,6 +270,9 @@ class Recovery:
     def report(self, error: BackendError, text: str, positions: Sequence[int]) -> None:
         """Note what failed; what is the same for several items is told once."""
         self.reports.setdefault((str(error), text), []).extend(positions)
+
+
+def _nothing() -> None: ...
 
 
 def _shape(group: Group) -> tuple[tuple[int, ...], ...]:

@@ -75,8 +75,8 @@ def probe() -> None:
     """Use the GPUs that this process uses; on the CPU nothing can break and live on.
 
     Raises:
-        RuntimeError: one of them cannot be used any more: what has spoilt a CUDA context, every later
-            call tells.
+        RuntimeError: one of them cannot be used any more: what has spoilt a CUDA context is told by
+            every later call.
     """
     if not torch.cuda.is_initialized():
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.util
 import json
 import os
@@ -12,11 +13,9 @@ import socket
 import subprocess
 import sys
 import sysconfig
-import tempfile
 import time
 import urllib.error
 import urllib.request
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,19 +24,20 @@ from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
-from torch_py_backend import installation
+from torch_py_backend import installation, leftovers, restrictions
 from torch_py_backend.errors import ServerError
+from torch_py_backend.leftovers import Owned, Ownership
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 NGC = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
-_SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton keeps its regions
 # Triton waits this long for models in use, then leaves; a little later we end what is left.
 _EXIT_SECONDS = 30
 _GRACE_SECONDS = 5
 _POLL_SECONDS = 0.05
+_ANSWER_SECONDS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,16 @@ class Triton:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """What the server says of one version of a model; `reason` when it is not ready."""
+    """What the server says of one version of a model; `reason` when it is not ready.
+
+    `unloaded`: it was taken out of service, or is being.
+    """
 
     name: str
     version: str
     ready: bool
     reason: str
+    unloaded: bool = False
 
 
 def find(executable: Path | None = None) -> Triton:
@@ -203,9 +207,8 @@ class Server:
         self._triton = find(executable)
         self._arguments = tuple(arguments)
         self._log = log
-        # Regions of shared memory bear this prefix, so that ours can be told from others'.
-        self._prefix = f"torch_py_backend_{uuid.uuid4().hex[:12]}_"
-        self._scratch: Path | None = None
+        self.keys = restrictions.keys(arguments)
+        self._ownership: Ownership | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -225,6 +228,17 @@ class Server:
         return "127.0.0.1" if self._address == "0.0.0.0" else self._address  # noqa: S104
 
     @property
+    def vitals(self) -> Path:
+        """Where the instances of the running server tell how they are.
+
+        Raises:
+            ServerError: it was not started.
+        """
+        if self._ownership is None:
+            raise ServerError("the server was not started; call start() first.")
+        return self._ownership.owned.vitals
+
+    @property
     def process(self) -> subprocess.Popen[bytes]:
         """The running tritonserver.
 
@@ -242,16 +256,19 @@ class Server:
             ServerError: the environment does not fit; the message says why.
         """
         values = environment(self._triton)
-        self._scratch = Path(tempfile.mkdtemp(prefix="torch-py-backend-"))
+        leftovers.sweep()
+        self._ownership = Ownership()
+        owned = self._ownership.owned
+        values[leftovers.VARIABLE] = str(owned.vitals)
         try:
-            backends = self._scratch / "backends"
-            lay_out(self._triton, backends)
+            self._ownership.guard()
+            lay_out(self._triton, owned.backends)
             # Its own session: Ctrl-C reaches us, and we stop it in order. Its own folder: Triton's
             # stub imports a model.py from where it was started before it finds the backend's.
             self._process = subprocess.Popen(  # noqa: S603  the executable found above
-                self._command(backends),
+                self._command(owned),
                 env=values,
-                cwd=self._scratch,
+                cwd=owned.folder,
                 stdout=self._log,
                 stderr=self._log,
                 start_new_session=True,
@@ -260,12 +277,13 @@ class Server:
             self.stop()
             raise
 
-    def _command(self, backends: Path) -> list[str]:
+    def _command(self, owned: Owned) -> list[str]:
         command = [
             str(self._triton.executable),
             f"--model-repository={self._repository}",
-            f"--backend-directory={backends}",
-            f"--backend-config=python,shm-region-prefix-name={self._prefix}",
+            f"--backend-directory={owned.backends}",
+            # Regions of shared memory bear this prefix, so that ours can be told from others'.
+            f"--backend-config=python,shm-region-prefix-name={owned.prefix}",
             f"--exit-timeout-secs={_EXIT_SECONDS}",
             # One model that does not load must not take the others with it.
             "--exit-on-error=false",
@@ -296,11 +314,22 @@ class Server:
 
     def models(self) -> list[ModelState]:
         """The models of the repository, as the server sees them now."""
-        request = urllib.request.Request(
-            f"http://{self.http_address}/v2/repository/index", data=b"{}", method="POST"
-        )
-        with urllib.request.urlopen(request, timeout=10) as response:  # noqa: S310  http, local
+        with self._ask("repository/index", b"{}") as response:
             return [state(entry) for entry in json.load(response)]
+
+    def lives(self) -> bool:
+        """Whether the server answers that it lives."""
+        if self._process is None or self._process.poll() is not None:
+            return False
+        with contextlib.suppress(OSError, http.client.HTTPException), self._ask("health/live"):
+            return True
+        return False
+
+    def _ask(self, what: str, data: bytes | None = None) -> Any:
+        request = urllib.request.Request(
+            f"http://{self.http_address}/v2/{what}", data=data, headers=dict(self.keys.http)
+        )
+        return urllib.request.urlopen(request, timeout=_ANSWER_SECONDS)  # noqa: S310
 
     def stop(self) -> None:
         """End the server, its instances and their shared memory. Calling it twice is no error."""
@@ -308,14 +337,9 @@ class Server:
         if process is not None:
             with _interrupts_deferred():
                 _end(process)
-        self._clean()
-
-    def _clean(self) -> None:
-        for region in _SHARED_MEMORY.glob(f"{self._prefix}*"):
-            region.unlink(missing_ok=True)
-        if self._scratch is not None:
-            shutil.rmtree(self._scratch, ignore_errors=True)
-            self._scratch = None
+        ownership, self._ownership = self._ownership, None
+        if ownership is not None:
+            ownership.end()
 
     def __enter__(self) -> Self:
         self.start()
@@ -332,8 +356,11 @@ class Server:
 
 def state(entry: Mapping[str, str]) -> ModelState:
     """An entry of the repository's index."""
-    ready = entry.get("state") == "READY"
-    return ModelState(entry["name"], entry.get("version", ""), ready, entry.get("reason", ""))
+    told, reason = entry.get("state"), entry.get("reason", "")
+    unloaded = told == "UNLOADING" or reason == "unloaded"
+    return ModelState(
+        entry["name"], entry.get("version", ""), told == "READY", reason, unloaded=unloaded
+    )
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

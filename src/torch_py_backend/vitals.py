@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Protocol
 
 from torch_py_backend.config import ModelConfig
+from torch_py_backend.leftovers import VARIABLE
 
-VARIABLE = "TORCH_PY_BACKEND_VITALS"
 SUFFIX = ".vitals"
 _SIZE = mmap.PAGESIZE
 _STATE_BITS = 3
@@ -38,6 +38,7 @@ class State(IntEnum):
     IDLE = 2
     BUSY = 3
     POISONED = 4
+    COMPLETING = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,19 +110,28 @@ class Untold:
 
 def start(config: ModelConfig) -> Vitals:
     """Tell from now on how this process is, if somebody watches."""
+    limit = config.options.execution_timeout_ms
+    return _tell(
+        Identity(os.getpid(), config.name, config.version, config.instance, limit), State.LOADING
+    )
+
+
+def completing(model: str) -> Vitals:
+    """As `start`, for the process that completes a model's config and ends then."""
+    return _tell(Identity(os.getpid(), model, "", "", None), State.COMPLETING)
+
+
+def _tell(identity: Identity, state: State) -> Vitals:
     folder = os.environ.get(VARIABLE)
     if not folder or not Path(folder).is_dir():
         return Untold()
-    limit = config.options.execution_timeout_ms
-    return Told(
-        Path(folder), Identity(os.getpid(), config.name, config.version, config.instance, limit)
-    )
+    return Told(Path(folder), identity, state)
 
 
 class Told:
     """The vitals of an instance that is watched."""
 
-    def __init__(self, folder: Path, identity: Identity) -> None:
+    def __init__(self, folder: Path, identity: Identity, state: State) -> None:
         self._path = folder / f"{identity.pid}{SUFFIX}"
         text = json.dumps(asdict(identity), ensure_ascii=False).encode()
         # Made under another name: what the watcher sees is complete. mkstemp: 0600, and new.
@@ -133,7 +143,7 @@ class Told:
         # One aligned word is read and written at once: its two halves never disagree.
         self._word = memoryview(self._map).cast("Q")
         self._poisoned = False
-        self._tell(State.LOADING)
+        self._tell(state)
         Path(part).rename(self._path)
 
     def ready(self) -> None:

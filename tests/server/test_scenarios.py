@@ -25,6 +25,8 @@ def test_answers(scenario: Scenario, protocol: str, serving: Serving) -> None:
     assert state.ready, state.reason
     for call in scenario.calls:
         serving.check(protocol, scenario.name, call)
+    for batch in scenario.batches:
+        serving.check_together(scenario.name, batch)
     for part in scenario.logs:
         assert part in serving.log
 

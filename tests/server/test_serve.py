@@ -21,7 +21,7 @@ import tritonclient.http
 from torch_py_backend.server import Server
 
 _SERVE = "from torch_py_backend.cli import app; app()"
-_PORTS = ["--http-port=0", "--grpc-port=0", "--metrics-port=0"]
+_PORTS = ["--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0"]
 _SERVING = re.compile(rb"serving on http://(\S+) and grpc://(\S+); metrics on http://(\S+)/metrics")
 
 

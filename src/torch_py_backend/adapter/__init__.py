@@ -11,6 +11,9 @@ import contextlib
 import gc
 import json
 import locale
+import logging
+import os
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,13 @@ import triton_python_backend_utils as pb_utils
 from torch_py_backend import completion, config, threads, tuned, vitals
 from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.errors import BackendError, PlatformError
+
+log = logging.getLogger(__name__)
+
+# Of an instance that exits for ON_FATAL: how long its last responses may take to be sent, and its
+# exit code, that of an internal software error.
+_SECONDS_TO_ANSWER = 1.0
+_POISONED = os.EX_SOFTWARE
 
 
 class TritonPythonModel:
@@ -56,10 +66,13 @@ class TritonPythonModel:
         document = auto_complete_model_config.as_dict()
         if completion.needed(document):
             logs.install()
+            told = vitals.completing(document["name"])
             try:
                 completion.complete(_arguments(document), document)
             except BackendError as error:
                 raise pb_utils.TritonModelException(str(error)) from error
+            finally:
+                told.ended()
             auto_complete_model_config.set_max_batch_size(document["max_batch_size"])
             if document["max_batch_size"] and "sequence_batching" not in document:
                 auto_complete_model_config.set_dynamic_batching()
@@ -74,14 +87,17 @@ class TritonPythonModel:
         import torch  # noqa: PLC0415
 
         from torch_py_backend import engine, warmup  # noqa: PLC0415
-        from torch_py_backend.adapter import messages  # noqa: PLC0415
+        from torch_py_backend.adapter import answering  # noqa: PLC0415
 
         _check_numpy(settings.name)
         self._engine = engine.build(settings, share)
         self._modes.callback(self._engine.leave)
-        self._messages = messages
+        self._settings = settings
+        self._answering = answering.Answering(self._engine, self._end)
         if settings.options.warmup:
             warmup.run(self._engine)
+        # Not before: loading may take as long as it wants.
+        self._engine.recovery.begins = self._vitals.busy
         # Triton calls this thread and no other: entered once, it need not be for each batch.
         if settings.options.inference_mode:
             self._modes.enter_context(torch.inference_mode())
@@ -89,6 +105,7 @@ class TritonPythonModel:
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
+        self._health = metrics.Health(settings)
         # Only what can be wasted is counted.
         self._publisher = (
             metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
@@ -98,13 +115,33 @@ class TritonPythonModel:
         """One response for each request, in their order."""
         self._vitals.busy()
         try:
-            items = [self._messages.read(request) for request in requests]
-            responses = [self._messages.write(outcome) for outcome in self._engine.run(items)]
+            responses = self._answering.answer(requests)
             if self._publisher is not None:
                 self._publisher.tell()
         finally:
             self._vitals.idle()
         return responses
+
+    def is_ready(self) -> bool:
+        """Whether requests can be answered; servers from 26.03 on ask."""
+        return self._engine.recovery.fatal is None
+
+    def _end(self, reason: str) -> None:
+        """The process cannot compute any more: tell it to everyone who can help."""
+        self._vitals.poisoned(reason)
+        self._health.poisoned()
+        leaves = self._settings.options.on_fatal == "exit"
+        log.error(
+            "model '%s': instance %s is poisoned and %s.",
+            self._settings.name,
+            self._settings.instance,
+            "exits" if leaves else "refuses all requests until the model is loaded anew",
+        )
+        if leaves:
+            # Triton sends this batch's responses after execute() has returned.
+            last = threading.Timer(_SECONDS_TO_ANSWER, os._exit, (_POISONED,))
+            last.daemon = True
+            last.start()
 
     def finalize(self) -> None:
         """Called before a healthy instance ends."""

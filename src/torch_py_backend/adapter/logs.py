@@ -12,12 +12,14 @@ class LogHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         logger = pb_utils.Logger
+        # Triton's logger raises for what is no UTF-8, which an exception's text may hold.
+        text = self.format(record).encode(errors="replace").decode()
         if record.levelno >= logging.ERROR:
-            logger.log_error(self.format(record))
+            logger.log_error(text)
         elif record.levelno >= logging.WARNING:
-            logger.log_warn(self.format(record))
+            logger.log_warn(text)
         else:
-            logger.log_info(self.format(record))
+            logger.log_info(text)
 
 
 def install() -> None:

@@ -17,6 +17,7 @@ from torch_py_backend.errors import BackendError
 
 # Below this size a DLPack capsule is cheaper to hand over than a numpy array, above it dearer.
 _SMALL_BYTES = 4096
+_LONGEST_ID = 64
 
 
 def read(request: Any) -> Item:
@@ -33,6 +34,12 @@ def _read_tensor(tensor: Any) -> Value:
         # The memory is Triton's, unaligned, and gone when execute() returns.
         array = dlpack.from_dlpack(tensor.to_dlpack()).clone()
     return array
+
+
+def request_id(request: Any) -> str:
+    """What the client calls its request, fit for a log: one short line, whatever was sent."""
+    name: str = request.request_id()
+    return "".join(one if one.isprintable() else "?" for one in name[:_LONGEST_ID])
 
 
 def write(outcome: Outcome) -> Any:

@@ -48,3 +48,21 @@ class Publisher:
             if count != self._sent[name]:
                 metric.increment(count - self._sent[name])
                 self._sent[name] = count
+
+
+class Health:
+    """A gauge of one instance: whether it is beyond help."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._family = pb_utils.MetricFamily(
+            name="pytorch_py_poisoned",
+            description="1 for an instance that met a fatal error and answers no requests any more",
+            kind=pb_utils.MetricFamily.GAUGE,
+        )
+        labels = {"model": config.name, "version": config.version, "instance": config.instance}
+        self._metric = self._family.Metric(labels=labels)
+        # An instance that exited has left its own behind.
+        self._metric.set(0)
+
+    def poisoned(self) -> None:
+        self._metric.set(1)

@@ -1,10 +1,14 @@
-"""`torch-py-backend serve`: a repository on a real tritonserver, in the foreground."""
+"""`torch-py-backend serve`: a repository on a real tritonserver, and kept serving there."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
+import os
+import secrets
 import signal
-import subprocess
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -13,10 +17,24 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from torch_py_backend.server import ModelState, Server
+from torch_py_backend import restrictions
+from torch_py_backend.control import Control
+from torch_py_backend.readiness import Readiness
+from torch_py_backend.server import Server
+from torch_py_backend.supervision import Event, Kind, Plan, Supervisor
+from torch_py_backend.watching import Watch
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_POLL_SECONDS = 0.5
+_SECRET = "TORCH_PY_BACKEND_ADMIN_KEY"  # noqa: S105  the name of the variable
+_KEY = "admin-key"
+_LOCAL = ("127.0.0.1", "localhost", "::1")
+_COLOURS = {
+    Kind.READY: "green",
+    Kind.FAILED: "red",
+    Kind.DOWN: "yellow",
+    Kind.GIVEN_UP: "bold red",
+    Kind.RELEASED: "cyan",
+}
 
 
 class _Stopped(Exception):  # noqa: N818  no error: the user's wish
@@ -28,7 +46,29 @@ def serve(
     http_port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8002,
+    health_port: Annotated[
+        int, typer.Option(help="Of /live, /ready and /ready/MODEL; 0 takes a free port.")
+    ] = 8003,
     address: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    restarts: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="How often a model that died is loaded again, until it has served for a minute.",
+        ),
+    ] = 8,
+    load_timeout: Annotated[
+        float, typer.Option(min=1, help="Seconds that loading a model may take.")
+    ] = 1800,
+    restrict: Annotated[
+        str,
+        typer.Option(
+            metavar="APIS",
+            help="Endpoints of Triton's that ask for the key in the environment variable"
+            f" {_SECRET}, over HTTP in the header {_KEY}: such as"
+            " model-repository,shared-memory,trace,logging. Without the variable nobody has it.",
+        ),
+    ] = "",
     tritonserver: Annotated[
         Path | None, typer.Option(help="The tritonserver to use; by default one is searched for.")
     ] = None,
@@ -36,8 +76,19 @@ def serve(
         list[str] | None, typer.Argument(help="After --: arguments for tritonserver itself.")
     ] = None,
 ) -> None:
-    """Serve a model repository until Ctrl-C or SIGTERM."""
+    """Serve a model repository until Ctrl-C or SIGTERM; load again what dies."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
+    given = list(arguments or ())
+    if restrict:
+        secret = os.environ.get(_SECRET) or secrets.token_urlsafe()
+        given = [*restrictions.arguments(restrict, _KEY, secret), *given]
+    mode = (_values(given, "model-control-mode") or ["explicit"])[-1]
+    given = _without(given, "model-control-mode")
+    wanted: list[str] = []
+    if mode == "explicit":
+        # We load them: Triton itself listens only when all of them are there.
+        wanted = [name for name in _values(given, "load-model") if name != "*"]
+        given = _without(given, "load-model")
     server = Server(
         repository,
         http_port=http_port,
@@ -45,25 +96,117 @@ def serve(
         metrics_port=metrics_port,
         address=address,
         executable=tritonserver,
-        arguments=arguments or (),
+        arguments=[f"--model-control-mode={mode}", *given],
     )
     for number in _SIGNALS:
         signal.signal(number, _stop)
     code = 0
     try:
-        with server:
-            for state in server.wait_loaded():
-                console.print(_line(state))
-            console.print(
-                f"serving on http://{server.http_address} and grpc://{server.grpc_address};"
-                f" metrics on http://{server.metrics_address}/metrics; Ctrl-C stops"
+        server.start()
+        with contextlib.closing(Control(server.grpc_address, server.keys)) as control:
+            supervisor = Supervisor(
+                server.models,
+                Watch(server.vitals),
+                control if mode == "explicit" else None,
+                Plan(restarts, load_timeout),
+                lambda event: console.print(_line(event)),
+                spawn=_spawn,
             )
-            code = _wait(server.process)
+            readiness = Readiness(address, health_port, supervisor, server.lives)
+            with readiness:
+                try:
+                    _warn(console, address, given)
+                    code = _supervise(console, server, supervisor, readiness, wanted)
+                finally:
+                    # In this order: a load balancer looks elsewhere while requests finish.
+                    readiness.stopping()
+                    server.stop()
     except _Stopped:
         console.print("stopped")
     finally:
         server.stop()  # also when a signal came while it was being started
     raise typer.Exit(code)
+
+
+def _supervise(
+    console: Console,
+    server: Server,
+    supervisor: Supervisor,
+    readiness: Readiness,
+    wanted: Sequence[str],
+) -> int:
+    """Watch over the models until the server ends; the exit code.
+
+    Raises:
+        _Stopped: a signal came, also one whose exception got lost. Python drops what is raised
+            inside a destructor, or while another signal's exception is on its way.
+    """
+    states = server.wait_loaded()
+    if supervisor.heals:
+        supervisor.load(wanted or sorted({state.name for state in states}))
+    announced = False
+    while server.process.poll() is None:
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
+            raise _Stopped
+        supervisor.step()
+        _reap_orphans(server.process.pid)
+        if supervisor.settled and not announced:
+            announced = True
+            console.print(
+                f"serving on http://{server.http_address} and grpc://{server.grpc_address};"
+                f" metrics on http://{server.metrics_address}/metrics,"
+                f" readiness on http://{readiness.address}/ready; Ctrl-C stops"
+            )
+    code: int = server.process.returncode
+    how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
+    console.print(f"[red]tritonserver ended {how}[/]; its log says why. Nothing of it is left.")
+    return code if code >= 0 else 128 - code
+
+
+def _reap_orphans(server: int) -> None:
+    """As the first process of a container: take the exit codes that nobody else will take."""
+    while os.getpid() == 1:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        # The server's own is waited for elsewhere.
+        if ended is None or ended.si_pid == server:
+            return
+        os.waitpid(ended.si_pid, os.WNOHANG)
+
+
+def _spawn(work: Callable[[], None]) -> None:
+    # A load that Triton never ends must not keep this process from ending.
+    threading.Thread(target=work, daemon=True).start()
+
+
+def _warn(console: Console, address: str, arguments: Sequence[str]) -> None:
+    restricted = restrictions.keys(arguments)
+    if address not in _LOCAL and not (restricted.http and restricted.grpc):
+        console.print(
+            f"[yellow]note[/]    whoever reaches {address} may load and unload models:"
+            " Triton asks for no password. --restrict closes endpoints"
+        )
+
+
+def _values(arguments: Sequence[str], name: str) -> list[str]:
+    """The values of an argument of tritonserver's, which may be repeated."""
+    found = []
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        if argument == f"--{name}":
+            found.append(following)
+        if argument.startswith(f"--{name}="):
+            found.append(argument.partition("=")[2])
+    return found
+
+
+def _without(arguments: Sequence[str], name: str) -> list[str]:
+    """The arguments, without one of tritonserver's and its values."""
+    kept: list[str] = []
+    skip = False
+    for argument in arguments:
+        if not skip and argument != f"--{name}" and not argument.startswith(f"--{name}="):
+            kept.append(argument)
+        skip = not skip and argument == f"--{name}"
+    return kept
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
@@ -73,24 +216,9 @@ def _stop(_number: int, _frame: FrameType | None) -> None:
     raise _Stopped
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
-    """The server's exit code.
-
-    Raises:
-        _Stopped: a signal came, also one whose exception got lost. Python drops what is raised
-            inside a destructor, or while another signal's exception is on its way.
-    """
-    while True:
-        if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
-            raise _Stopped
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.wait(_POLL_SECONDS)
-
-
-def _line(state: ModelState) -> str:
-    label = escape(f"{state.name} {state.version}".strip())
-    if state.ready:
-        return f"[green]READY[/]   {label}"
+def _line(event: Event) -> str:
     # Triton appends the places in Python where the sentence was raised; its log has them too.
-    reason = state.reason.split("\n\nAt:")[0].strip()
-    return f"[red]FAILED[/]  {label}: {escape(reason)}"
+    text = event.text.split("\n\nAt:")[0].strip()
+    label = f"[{_COLOURS[event.kind]}]{event.kind.value}[/]"
+    padding = " " * max(1, 8 - len(event.kind.value))
+    return f"{label}{padding}{escape(event.model)}" + (f": {escape(text)}" if text else "")

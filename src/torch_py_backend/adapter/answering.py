@@ -1,0 +1,167 @@
+"""A batch of requests becomes their responses; what is wrong with one harms no other.
+
+Imported when an instance starts, not before: it needs torch, and Triton's utilities complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from torch_py_backend.adapter import messages
+from torch_py_backend.batching import Item, Outcome
+from torch_py_backend.engine import Engine
+from torch_py_backend.errors import (
+    BackendError,
+    CancelledError,
+    InputError,
+    InternalError,
+    OutputError,
+    brief,
+    shown,
+)
+
+log = logging.getLogger(__name__)
+
+# To ask Triton whether a request was cancelled takes 26 microseconds. It is asked where the last
+# batch took twenty times as long for each request: a twentieth is spent, to save a whole one.
+_WORTH_ASKING = 20 * 26e-6
+# Tracebacks of one batch in the log; those that are alike are one.
+_MOST_TOLD = 8
+
+
+class Answering:
+    """One instance's way from requests to responses.
+
+    Args:
+        engine: the model.
+        end: called once, with the reason, when the process has become useless.
+    """
+
+    def __init__(self, engine: Engine, end: Callable[[str], None]) -> None:
+        self._engine = engine
+        self._model = engine.config.name
+        self._end = end
+        self._took = 0.0
+
+    def answer(self, requests: Sequence[Any]) -> list[Any]:
+        """One response for each request, in their order."""
+        fatal = self._engine.recovery.fatal
+        if fatal is not None:  # not even the requests are read: their tensors may be on the device
+            return [messages.write(fatal) for _ in requests]
+        if self._took > len(requests) * _WORTH_ASKING:
+            return self._answer_wanted(requests)
+        return self._answer_all(requests)
+
+    def _answer_wanted(self, requests: Sequence[Any]) -> list[Any]:
+        """The cancelled ones are not run: requests wait in Triton while a batch is run."""
+        cancelled = CancelledError(self._model)
+        refused: dict[int, BackendError] = {
+            place: cancelled for place, request in enumerate(requests) if request.is_cancelled()
+        }
+        return self._answer_others(requests, refused) if refused else self._answer_all(requests)
+
+    def _answer_others(
+        self, requests: Sequence[Any], refused: Mapping[int, BackendError]
+    ) -> list[Any]:
+        """The responses of all, where some are refused already."""
+        others = [one for place, one in enumerate(requests) if place not in refused]
+        answered = iter(self._answer_all(others) if others else ())
+        return [
+            messages.write(refused[place]) if place in refused else next(answered)
+            for place in range(len(requests))
+        ]
+
+    def _answer_all(self, requests: Sequence[Any]) -> list[Any]:
+        began = time.perf_counter()
+        try:
+            items = [messages.read(request) for request in requests]
+        except Exception:
+            return self._answer_readable(requests)
+        outcomes = self._run(items)
+        try:
+            responses = [messages.write(outcome) for outcome in outcomes]
+        except Exception:
+            responses = [self._write(place, outcome) for place, outcome in enumerate(outcomes)]
+        if self._engine.recovery.reports:
+            self._tell(requests)
+        # Not of a batch that was cancelled as a whole: it says nothing of the next one.
+        self._took = time.perf_counter() - began
+        return responses
+
+    def _run(self, items: Sequence[Item]) -> Sequence[Outcome]:
+        try:
+            return self._engine.run(items)
+        except BaseException as error:  # Triton would send the traceback to every client
+            failure = self._engine.recovery.judge(error)
+        internal = self._engine.recovery.fatal or InternalError(self._model)
+        self._engine.recovery.report(internal, failure.text, range(len(items)))
+        return [internal] * len(items)
+
+    def _answer_readable(self, requests: Sequence[Any]) -> list[Any]:
+        """The responses, where at least one request cannot be read."""
+        refused = {}
+        for place, request in enumerate(requests):
+            error = self._unreadable(request)
+            if error is not None:
+                refused[place] = error
+        fatal = self._engine.recovery.fatal
+        if fatal is not None:
+            refused = dict.fromkeys(range(len(requests)), fatal)
+        self._tell(requests)
+        return self._answer_others(requests, refused)
+
+    def _unreadable(self, request: Any) -> BackendError | None:
+        recovery = self._engine.recovery
+        try:
+            messages.read(request)
+        except Exception as error:
+            said, failure = brief(error), recovery.judge(error)
+        else:
+            return None
+        if recovery.fatal is not None or failure.memory:
+            recovery.report(failure.error, failure.text, ())
+            return failure.error
+        return InputError(self._model, f"the request cannot be read: {said}")
+
+    def _write(self, place: int, outcome: Outcome) -> Any:
+        """One response, where at least one of the batch cannot be made."""
+        recovery = self._engine.recovery
+        try:
+            return messages.write(outcome)
+        except Exception as error:
+            said, failure = brief(error), recovery.judge(error)
+        refusal: BackendError = failure.error
+        if recovery.fatal is None and not failure.memory:
+            refusal = OutputError(self._model, f"the outputs cannot be sent: {said}")
+        recovery.report(refusal, failure.text, (place,))
+        return messages.write(refusal)
+
+    def _tell(self, requests: Sequence[Any]) -> None:
+        """Write to the server's log what failed and for whom, and act on what is fatal."""
+        recovery = self._engine.recovery
+        reports = list(recovery.reports.items())
+        recovery.reports.clear()
+        for (sentence, text), places in reports[:_MOST_TOLD]:
+            names = _names(requests[place] for place in places)
+            log.error("%s%s%s", sentence, names, f"\n{text}" if text else "")
+        if len(reports) > _MOST_TOLD:
+            log.error(
+                "model '%s': %d more failures in the same batch are not shown.",
+                self._model,
+                len(reports) - _MOST_TOLD,
+            )
+        if recovery.fatal is not None:
+            self._end(recovery.reason)
+
+
+def _names(requests: Iterable[Any]) -> str:
+    """The requests of a failure, for the log: their ids, where clients gave them some."""
+    named = [messages.request_id(request) for request in requests]
+    known = [name for name in named if name]
+    if not known:
+        return f" ({len(named)} requests without an id)" if named else ""
+    nameless = f", {len(named) - len(known)} without an id" if len(known) < len(named) else ""
+    return f" (requests {shown(known)}{nameless})"

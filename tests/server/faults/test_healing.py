@@ -1,0 +1,343 @@
+"""`serve` keeps models serving: instances that die, hang or never start, on real servers."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import tritonclient.grpc
+from scenarios import Scenario, text, x_to_y
+from supervised import Steady, Supervised, regions, serve, until
+from tritonclient.utils import InferenceServerException
+
+pytestmark = pytest.mark.slow
+
+_MODULE = """
+import ctypes, os, time
+import torch
+from torch import Tensor, nn
+
+{imported}
+
+class Served(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        {built}
+
+    def forward(self, x: Tensor) -> Tensor:
+        what = int(x[0, 0])
+        if what == 101:
+            os._exit(3)
+        if what == 102:
+            ctypes.string_at(0)
+        while what == 103:
+            pass
+        if what == 104:
+            time.sleep(5)
+        return -x
+"""
+_LIMIT = {"EXECUTION_TIMEOUT_MS": "1000", "WARMUP": "false"}
+_ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 8
+input [{ name: "x" data_type: TYPE_FP32 dims: [ 4 ] }]
+output [{ name: "y" data_type: TYPE_FP32 dims: [ 4 ] }]
+ensemble_scheduling { step [{ model_name: "victim" model_version: -1
+  input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } }] }
+"""
+_INCOMPLETE = 'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'
+
+
+def _model(
+    name: str, imported: str = "", built: str = "pass", config: str | None = None
+) -> Scenario:
+    code = _MODULE.format(imported=imported, built=built)
+    return Scenario(name, text(code), x_to_y() if config is None else config)
+
+
+_MODELS = (
+    _model("steady"),
+    _model("victim", config=x_to_y(WARMUP="false")),
+    _model("limited", config=x_to_y(**_LIMIT)),
+    _model("slow", built="time.sleep(3)"),
+    _model("dies_in_init", built="os._exit(4)"),
+    _model("dies_at_import", imported="ctypes.string_at(0)"),
+    _model("refused", imported="raise ValueError('no luck')"),
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+    """A server with models that fall, and some that never stand."""
+    repository = tmp_path_factory.mktemp("healing") / "repository"
+    for one in _MODELS:
+        one.lay_out(repository)
+    (repository / "ensemble" / "1").mkdir(parents=True)
+    (repository / "ensemble" / "config.pbtxt").write_text(_ENSEMBLE)
+    with serve(repository, "--restarts=6") as running:
+        running.settle()
+        yield running
+
+
+@contextlib.contextmanager
+def _undisturbed(served: Supervised) -> Iterator[None]:
+    """Meanwhile another model answers every request."""
+    steady = Steady(served, "steady")
+    yield
+    steady.end()
+    assert steady.failures == []
+    assert steady.answers > 0
+
+
+def _healed(served: Supervised, model: str, old: list[psutil.Process], says: str) -> None:
+    """The model serves again, in another process, and the reason was told."""
+    until(lambda: says in served.text, served)
+    until(lambda: served.ready(model), served)
+    assert served.infer(model, 7.0) == [-7.0] * 4
+    assert not {one.pid for one in old} & {one.pid for one in served.stubs(model)}
+
+
+def _regions_of_the_living(served: Supervised) -> bool:
+    """The shared memory of dead instances is gone: one region a process, and the owner's file."""
+    living = [one for one in served.triton().children() if one.status() != psutil.STATUS_ZOMBIE]
+    return len(regions(served.prefix())) <= len(living) + 1
+
+
+def test_killed_at_rest(served: Supervised) -> None:
+    """Kill -9 of an instance: its model is not ready at once, and then serves again."""
+    old = served.stubs("victim")
+    with _undisturbed(served):
+        for one in old:
+            one.kill()
+        until(lambda: not served.ready("victim"), served)
+        told = served.ask("/ready")[1]["models"]
+        assert "SIGKILL" in told["victim"]
+        assert told["ensemble"] == "needs the model 'victim', which does not serve"
+        _healed(served, "victim", old, "DOWN    victim: instance victim_0_0 was ended by SIGKILL")
+        until(lambda: served.ready("ensemble"), served)
+        assert served.infer("ensemble", 2.0) == [-2.0] * 4
+    until(lambda: _regions_of_the_living(served), served)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(101.0, "exit code 3"), (102.0, "SIGSEGV"), (104.0, "SIGKILL")],
+    ids=["os._exit", "segfault", "kill -9"],
+)
+def test_death_in_forward(value: float, says: str, served: Supervised) -> None:
+    """The request in flight gets an error, later ones an answer."""
+    until(lambda: served.ready("victim"), served)
+    old, refusals = served.stubs("victim"), []
+
+    def ask() -> None:
+        with pytest.raises(InferenceServerException) as refusal:
+            served.infer("victim", value)
+        refusals.append(refusal)
+
+    with _undisturbed(served):
+        asking = threading.Thread(target=ask)
+        asking.start()
+        if value == 104.0:
+            asking.join(1.0)
+            for one in old:
+                one.kill()
+        until(lambda: not served.ready("victim"), served)
+        _healed(served, "victim", old, says)
+        asking.join(60)
+    assert len(refusals) == 1
+
+
+def test_hangs(served: Supervised) -> None:
+    """An endless loop in forward() is ended after EXECUTION_TIMEOUT_MS."""
+    old = served.stubs("limited")
+    with _undisturbed(served):
+        with pytest.raises(InferenceServerException):
+            served.infer("limited", 103.0)
+        _healed(served, "limited", old, "limited_0_0 hung: a call took longer than EXECUTION_")
+
+
+def test_stopped(served: Supervised) -> None:
+    """SIGSTOP: an instance that cannot answer any more is ended, too."""
+    old = served.stubs("limited")
+    with _undisturbed(served):
+        for one in old:
+            one.suspend()
+        _healed(served, "limited", old, "limited_0_0 was stopped by a signal")
+
+
+def test_killed_during_its_load(served: Supervised) -> None:
+    """A second death, while it is healed from the first: it is tried once more."""
+    old = served.stubs("slow")
+    with _undisturbed(served):
+        for one in old:
+            one.kill()
+        again = until(
+            lambda: [one for one in served.stubs("slow") if one.pid not in {o.pid for o in old}],
+            served,
+        )
+        # The one that completes configs is quick; whatever stands after a second, is an instance.
+        psutil.wait_procs(again, timeout=1)
+        for one in served.stubs("slow"):
+            one.kill()
+        until(lambda: "DOWN    slow" in served.text.partition("DOWN    slow")[2], served)
+        _healed(served, "slow", old, "(attempt 2 of 6)")
+
+
+def test_crash_loops_at_start_up(served: Supervised) -> None:
+    """Models that never load are given up, with the reason; the others serve all the while."""
+    for name, says in (("dies_in_init", "exit code 4"), ("dies_at_import", "SIGSEGV")):
+        until(lambda name=name: f"GIVEN UP {name}" in served.text, served)
+        status, told = served.ask(f"/ready/{name}")
+        assert status == 503
+        assert told["reason"].startswith("stays down: instance")
+        assert says in told["reason"]
+    status, told = served.ask("/ready/refused")
+    assert status == 503
+    assert "ValueError: no luck" in told["reason"]
+    assert "/repository" not in str(told)
+    assert served.text.count("FAILED  refused") == 1
+    assert served.ask("/live") == (200, {"live": True})
+
+
+def test_users_unload_and_load(served: Supervised) -> None:
+    """What a user unloads stays so, and is not missed; what a user loads is watched."""
+    until(lambda: served.ready("limited"), served)
+    with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+        client.unload_model("limited")
+        until(lambda: served.ask("/ready/limited")[0] == 404, served)
+        assert "RELEASED limited" in served.text
+        client.load_model("limited")
+    until(lambda: served.ready("limited"), served)
+    old = served.stubs("limited")
+    for one in old:
+        one.kill()
+    until(lambda: not served.ready("limited"), served)
+    _healed(served, "limited", old, "DOWN    limited: instance limited_0_0 was ended by SIGKILL")
+
+
+def test_death_while_a_config_is_completed(tmp_path: Path) -> None:
+    """Triton would wait for ever: that model is given up at once, and the others serve."""
+    _model("steady").lay_out(tmp_path)
+    _model("completed", imported="time.sleep(60)", config=_INCOMPLETE).lay_out(tmp_path)
+    with serve(tmp_path) as served:
+        stubs = until(lambda: _completing(served), served)
+        for one in stubs:
+            one.kill()
+        served.settle()
+        assert served.ready("steady")
+        assert served.infer("steady", 1.0) == [-1.0] * 4
+        status, told = served.ask("/ready/completed")
+        assert status == 503
+        assert "SIGKILL; Triton waits for it for ever" in told["reason"]
+        assert served.ask("/ready")[0] == 503
+
+
+def _completing(served: Supervised) -> list[psutil.Process]:
+    """The process that completes a config, once it has begun to try the model."""
+    with contextlib.suppress(ValueError, psutil.Error):
+        return [one for one in served.stubs("completed") if one.children()]
+    return []
+
+
+def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
+    """--load-timeout ends a load that hangs, and says so; the others serve."""
+    _model("steady").lay_out(tmp_path)
+    _model("endless", built="time.sleep(1000)").lay_out(tmp_path)
+    with serve(tmp_path, "--load-timeout=20", "--restarts=0") as served:
+        served.settle()
+        assert served.infer("steady", 1.0) == [-1.0] * 4
+        assert "took longer than 20 s (--load-timeout)" in served.ask("/ready/endless")[1]["reason"]
+        assert served.stubs("endless") == []
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "guard killed, too"])
+def test_serve_is_killed(guarded: bool, tmp_path: Path) -> None:
+    """Kill -9 of serve takes tritonserver and all instances along; no shared memory stays."""
+    _model("steady").lay_out(tmp_path)
+    _model("hangs").lay_out(tmp_path)
+    with serve(tmp_path) as served:
+        served.settle()
+        family, prefix, triton = served.family(), served.prefix(), served.triton()
+        for one in served.stubs("hangs"):
+            one.suspend()
+        guard = next(one for one in family if "leftovers" in " ".join(one.cmdline()))
+        if not guarded:
+            guard.kill()
+        served.process.kill()
+        if guarded:
+            assert psutil.wait_procs(family, timeout=60)[1] == []
+            until(lambda: not regions(prefix), served)
+            return
+        assert regions(prefix)
+    with serve(tmp_path) as served:
+        served.settle()
+        assert regions(prefix) == []
+        assert [one for one in family if one.is_running()] == []
+        assert not triton.is_running()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_tritonserver_dies(number: signal.Signals, tmp_path: Path) -> None:
+    """Serve says so, cleans up and ends with the signal's exit code: Kubernetes starts it again."""
+    _model("steady").lay_out(tmp_path)
+    with serve(tmp_path) as served:
+        served.settle()
+        family, prefix = served.family(), served.prefix()
+        served.triton().send_signal(number)
+        assert served.process.wait(60) == 128 + number
+        assert psutil.wait_procs(family, timeout=60)[1] == []
+        assert regions(prefix) == []
+        until(lambda: f"tritonserver ended by {number.name}" in served.text, served)
+
+
+def test_sigterm_under_load(tmp_path: Path) -> None:
+    """Readiness ends first; the request in flight gets its answer; nothing is left."""
+    _model("steady", config=x_to_y(WARMUP="false")).lay_out(tmp_path)
+    with serve(tmp_path) as served:
+        served.settle()
+        family, prefix, answers = served.family(), served.prefix(), []
+        asking = threading.Thread(target=lambda: answers.append(served.infer("steady", 104.0)))
+        asking.start()
+        asking.join(1.0)
+        assert served.ask("/ready") == (200, {"ready": True})
+        served.process.send_signal(signal.SIGTERM)
+        until(lambda: served.ask("/ready")[0] == 503, served)
+        assert served.ask("/ready")[1]["reason"] == "the server is being stopped"
+        asking.join(60)
+        assert answers == [[-104.0] * 4]
+        assert served.process.wait(60) == 0
+        assert psutil.wait_procs(family, timeout=60)[1] == []
+        assert regions(prefix) == []
+
+
+def test_triton_alone_controls_its_models(tmp_path: Path) -> None:
+    """With another --model-control-mode nothing is healed, and readiness tells the truth."""
+    _model("steady").lay_out(tmp_path)
+    with serve(tmp_path, "--", "--model-control-mode=none") as served:
+        served.settle()
+        assert served.ask("/ready") == (200, {"ready": True})
+        for one in served.stubs("steady"):
+            one.kill()
+        until(lambda: served.ask("/ready")[0] == 503, served)
+        until(lambda: "Triton alone controls its models" in served.text, served)
+
+
+def test_restricted_endpoints(tmp_path: Path) -> None:
+    """--restrict closes endpoints to who has no key; serve itself has it, and heals."""
+    _model("steady").lay_out(tmp_path)
+    key = {"TORCH_PY_BACKEND_ADMIN_KEY": "a secret"}
+    with serve(tmp_path, "--restrict=model-repository,health", **key) as served:
+        served.settle()
+        assert served.infer("steady", 1.0) == [-1.0] * 4
+        assert served.ask("/live")[0] == 200
+        with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+            with pytest.raises(InferenceServerException, match="restricted"):
+                client.unload_model("steady")
+            sent = {"triton-grpc-protocol-admin-key": "a secret"}
+            client.unload_model("steady", headers=sent)
+        until(lambda: served.ask("/ready/steady")[0] == 404, served)

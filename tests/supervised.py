@@ -1,0 +1,185 @@
+"""`torch-py-backend serve` in a process of its own, and what it says, leaves and answers."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import tritonclient.grpc
+import tritonclient.http
+
+_SERVE = "from torch_py_backend.cli import app; app()"
+_PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
+_SERVING = re.compile(
+    r"serving on http://(\S+) and grpc://(\S+); metrics on \S+, readiness on http://(\S+)/ready"
+)
+LONGEST_S = 240.0
+
+
+class Supervised:
+    """A running `serve`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+        self.lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self.http = self.grpc = self.health = ""
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.lines)
+
+    def settle(self) -> None:
+        """Wait until the first load of every model has ended."""
+        match = until(lambda: _SERVING.search(self.text), self)
+        self.http, self.grpc, self.health = match.groups()
+
+    def family(self) -> list[psutil.Process]:
+        """The server, its instances and the guard."""
+        return list(psutil.Process(self.process.pid).children(recursive=True))
+
+    def triton(self) -> psutil.Process:
+        (found,) = [one for one in self.family() if one.name() == "tritonserver"]
+        return found
+
+    def prefix(self) -> str:
+        """How the names of its regions of shared memory begin."""
+        match = re.search(r"shm-region-prefix-name=(\S+)", " ".join(self.triton().cmdline()))
+        assert match
+        return match[1]
+
+    def stubs(self, model: str) -> list[psutil.Process]:
+        """The processes of a model that live."""
+        found = []
+        for one in self.triton().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                words = one.cmdline()
+                if "_backend_stub" in words[0] and f"/{model}/" in words[1]:
+                    found.append(one)
+        return found
+
+    def ask(self, path: str) -> tuple[int, dict[str, Any]]:
+        """Status and JSON of a readiness endpoint."""
+        client = http.client.HTTPConnection(self.health, timeout=30)
+        client.request("GET", path)
+        answer = client.getresponse()
+        told: dict[str, Any] = json.loads(answer.read())
+        client.close()
+        return answer.status, told
+
+    def ready(self, model: str) -> bool:
+        return self.ask(f"/ready/{model}")[0] == 200
+
+    def infer(self, model: str, value: float, seconds: float = 60.0) -> list[float]:
+        """One request, over gRPC."""
+        with tritonclient.grpc.InferenceServerClient(self.grpc) as client:
+            return _infer(tritonclient.grpc, client, model, value, client_timeout=seconds)
+
+    def end(self) -> None:
+        """SIGTERM, and wait."""
+        self.process.send_signal(signal.SIGTERM)
+        self.process.wait(60)
+        self._reader.join(60)
+
+
+def _infer(module: Any, client: Any, model: str, value: float, **how: Any) -> list[float]:
+    tensor = module.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.full((1, 4), value, dtype=np.float32))
+    values: list[float] = client.infer(model, [tensor], **how).as_numpy("y")[0].tolist()
+    return values
+
+
+class Steady:
+    """A model under constant requests over both protocols; each answer is checked."""
+
+    def __init__(self, served: Supervised, model: str) -> None:
+        self.failures: list[str] = []
+        self.answers = 0
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._ask, args=(module, address, model), daemon=True)
+            for module, address in (
+                (tritonclient.http, served.http),
+                (tritonclient.grpc, served.grpc),
+            )
+        ]
+        for one in self._threads:
+            one.start()
+
+    def _ask(self, module: Any, address: str, model: str) -> None:
+        client = module.InferenceServerClient(address)
+        while not self._stop.wait(0.01):
+            try:
+                answer = _infer(module, client, model, 3.0)
+                if answer != [-3.0] * 4:
+                    self.failures.append(str(answer))
+            except Exception as error:
+                self.failures.append(repr(error))
+            self.answers += 1
+        client.close()
+
+    def end(self) -> None:
+        self._stop.set()
+        for one in self._threads:
+            one.join(60)
+
+
+@contextlib.contextmanager
+def serve(repository: Path, *arguments: str, **variables: str) -> Iterator[Supervised]:
+    """A `serve` on a repository; whatever is left of it is ended."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=os.environ | {"TERM": "dumb"} | variables,
+    )
+    served = Supervised(process)
+    try:
+        yield served
+        if process.poll() is None:
+            served.end()
+    finally:
+        family: Sequence[psutil.Process] = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for one in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.kill()
+        process.wait()
+
+
+def until(what: Callable[[], Any], served: Supervised) -> Any:
+    """The first true answer."""
+    deadline = time.monotonic() + LONGEST_S
+    while time.monotonic() < deadline:
+        found = what()
+        if found:
+            return found
+        time.sleep(0.05)
+    raise AssertionError(served.text[-20000:])
+
+
+def regions(prefix: str) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"{prefix}*"))

@@ -1,0 +1,169 @@
+"""What a dead server leaves, and that nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from processes import instance
+
+from torch_py_backend import leftovers
+from torch_py_backend.leftovers import Ownership
+
+_OWN = """
+import os, subprocess, sys, time
+from pathlib import Path
+from torch_py_backend import leftovers
+leftovers.SHARED_MEMORY = Path(sys.argv[1])
+own = leftovers.Ownership()
+if sys.argv[2] == "guarded":
+    own.guard()
+environment = os.environ | {leftovers.VARIABLE: str(own.owned.vitals)}
+sleeper = subprocess.Popen(
+    ["sleep", "1000"], env=environment, start_new_session=True, stdout=subprocess.DEVNULL
+)
+(leftovers.SHARED_MEMORY / (own.owned.prefix + "region")).write_bytes(b"?")
+(leftovers.SHARED_MEMORY / "another").write_bytes(b"?")
+guard = own._guard.pid if own._guard else 0
+print(own.owned.prefix, own.owned.folder, sleeper.pid, guard, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the role of /dev/shm, and one for temporary files."""
+    for name in ("shm", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    return tmp_path / "shm"
+
+
+def _own(shared: Path, how: str) -> tuple[subprocess.Popen[str], str, Path, int, int]:
+    """A process that owns a server; its prefix, folder, child and guard."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _OWN, str(shared), how], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    prefix, folder, child, guard = process.stdout.readline().split()
+    return process, prefix, Path(folder), int(child), int(guard)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        psutil.Process(pid).wait(30)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def test_an_owner_cleans_up(shared: Path) -> None:
+    """Regions and the folder go with their owner; to end twice is no error."""
+    own = Ownership()
+    own.guard()
+    (shared / f"{own.owned.prefix}region").write_bytes(b"?")
+    with instance(own.owned.vitals, "told.ready()") as process:
+        own.end()
+        assert process.wait(30) == -signal.SIGKILL
+    own.end()
+    assert list(shared.iterdir()) == []
+    assert not own.owned.folder.exists()
+
+
+def test_the_folder_is_private() -> None:
+    """What decides which process is ended, only the owner may write."""
+    own = Ownership()
+    assert own.owned.vitals.stat().st_mode & 0o777 == 0o700
+    assert own.owned.folder.stat().st_mode & 0o777 == 0o700
+    own.end()
+
+
+def test_the_guard_cleans_up_after_its_owner() -> None:
+    """Also after kill -9 no process, region and folder is left, and nobody has to start again."""
+    process, prefix, folder, child, guard = _own(leftovers.SHARED_MEMORY, "guarded")
+    regions = leftovers.SHARED_MEMORY
+    (regions / "another").unlink()
+    assert list(regions.glob(f"{prefix}*"))
+    process.kill()
+    process.communicate()
+    assert _gone(guard)
+    assert _gone(child)
+    assert list(regions.glob(f"{prefix}*")) == []
+    assert not folder.exists()
+
+
+def test_a_sweep_finds_what_nobody_owns(shared: Path) -> None:
+    """Where the guard was killed as well, the next server cleans up; what lives stays."""
+    dead, prefix, folder, child, _ = _own(shared, "alone")
+    living, other, kept, sleeper, _ = _own(shared, "alone")
+    dead.kill()
+    dead.communicate()
+    assert leftovers.sweep() == [prefix]
+    assert _gone(child)
+    assert not folder.exists()
+    assert kept.exists()
+    assert sorted(one.name for one in shared.iterdir()) == sorted(
+        ["another", f"{other}owner", f"{other}region"]
+    )
+    assert leftovers.sweep() == []
+    living.kill()
+    living.communicate()
+    assert leftovers.sweep() == [other]
+    assert _gone(sleeper)
+
+
+def _names_another_folder(path: Path) -> None:
+    path.write_text("/etc")
+
+
+def _names_a_link(path: Path) -> None:
+    link = path.parent / "torch-py-backend-link"
+    link.symlink_to("/etc")
+    path.write_text(str(link))
+
+
+def _is_empty(path: Path) -> None:
+    path.write_text("")
+
+
+def _is_a_link(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize(
+    "forge", [_names_another_folder, _names_a_link, _is_empty, _is_a_link, Path.mkdir]
+)
+def test_a_forged_file_removes_nothing(forge: Callable[[Path], None], shared: Path) -> None:
+    """Whoever may write to /dev/shm cannot make us remove what we would not have written."""
+    forge(shared / "torch_py_backend_0_owner")
+    (shared / "torch_py_backend_0_region").write_bytes(b"?")
+    assert leftovers.sweep() == []
+    assert (shared / "torch_py_backend_0_region").exists()
+    assert Path("/etc/passwd").exists()
+
+
+def test_only_marked_processes_are_killed(tmp_path: Path) -> None:
+    """A process of another server, or of none, is none of ours."""
+    with (
+        instance(tmp_path, "told.ready()") as ours,
+        instance(tmp_path, "told.ready()", mark=False) as stranger,
+    ):
+        assert not leftovers.kill(stranger.pid, tmp_path)
+        assert not leftovers.kill(ours.pid, tmp_path / "other")
+        assert leftovers.foreign(stranger.pid, tmp_path)
+        assert not leftovers.foreign(ours.pid, tmp_path)
+        assert stranger.poll() is None
+        assert ours.poll() is None
+        assert leftovers.kill(ours.pid, tmp_path)
+        assert ours.wait(30) == -signal.SIGKILL
+        assert not leftovers.kill(ours.pid, tmp_path)
+    assert not leftovers.marked(os.getpid(), tmp_path)

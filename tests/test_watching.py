@@ -1,0 +1,184 @@
+"""Instances that die, hang or are poisoned, in the role of which small processes stand."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from processes import ended, instance
+
+from torch_py_backend import watching
+from torch_py_backend.vitals import Identity, State, Told
+from torch_py_backend.watching import Fall, Watch
+
+
+@pytest.fixture(params=["pidfd", "polling"])
+def watch(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Watch]:
+    """A watch over a folder; also as on a kernel without descriptors of processes."""
+    if request.param == "polling":
+
+        def missing(pid: int, flags: int = 0) -> int:
+            raise OSError(38, "Function not implemented")
+
+        monkeypatch.setattr(os, "pidfd_open", missing)
+    made = Watch(tmp_path)
+    yield made
+    made.close()
+
+
+def _until(watch: Watch) -> Fall:
+    """The next fall."""
+    for _ in range(2000):
+        falls = watch.look()
+        if falls:
+            (fall,) = falls
+            return fall
+        watch.wait(0.01)
+    raise AssertionError("nobody fell")
+
+
+@pytest.mark.parametrize(
+    ("what", "then", "says"),
+    [
+        ("told.ready()", "os.kill(os.getpid(), signal.SIGKILL)", "m_0_0 was ended by SIGKILL"),
+        ("told.ready()", "os.kill(os.getpid(), signal.SIGBUS)", "SIGBUS (is /dev/shm full?)"),
+        ("told.ready()", "ctypes.string_at(0)", "was ended by SIGSEGV"),
+        ("told.ready()", "os._exit(3)", "m_0_0 ended with exit code 3"),
+        ("told.busy()", "os._exit(0)", "m_0_0 died"),
+        ("pass", "os._exit(3)", "ended with exit code 3 while it was loaded"),
+    ],
+    ids=["killed", "bus", "segfault", "exit", "exit 0", "loading"],
+)
+def test_deaths(what: str, then: str, says: str, watch: Watch, tmp_path: Path) -> None:
+    """Each death is told once, with how it came about, and its file is removed."""
+    with instance(tmp_path, what, then=then) as process:
+        ended(process)
+        fall = _until(watch)
+        assert says in fall.reason
+        assert (fall.identity.model, fall.identity.pid) == ("m", process.pid)
+        assert watch.look() == []
+        assert watch.alive("m") == set()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_lives(watch: Watch, tmp_path: Path) -> None:
+    """A process that is loaded, works and waits is left alone, as long as it may take."""
+    with instance(tmp_path, "told.busy()") as process:
+        assert watch.look() == []
+        assert watch.alive("m") == {process.pid}
+        assert watch.alive("n") == set()
+
+
+def test_an_end_in_order(watch: Watch, tmp_path: Path) -> None:
+    """Triton may take its model out of service: nobody fell."""
+    with instance(tmp_path, "told.ready()", then="sys.stdin.read(); told.ended(); os._exit(0)"):
+        assert watch.look() == []
+    with instance(tmp_path, "told.ready(); told.ended()", then="os._exit(0)") as process:
+        ended(process)
+        falls = [one for one in watch.look() if one.identity.pid == process.pid]
+        assert falls == []
+
+
+@pytest.mark.parametrize(
+    ("what", "then", "says"),
+    [
+        ("told.busy()", "", "hung: a call took longer than EXECUTION_TIMEOUT_MS, 30 ms"),
+        ("told.busy()", "os.kill(os.getpid(), signal.SIGSTOP)", "EXECUTION_TIMEOUT_MS"),
+        ("told.ready()", "os.kill(os.getpid(), signal.SIGSTOP)", "was stopped by a signal"),
+    ],
+    ids=["busy", "stopped in a call", "stopped at rest"],
+)
+def test_one_that_hangs(what: str, then: str, says: str, watch: Watch, tmp_path: Path) -> None:
+    """What takes longer than its limit is ended, and told once."""
+    with instance(tmp_path, what, then=then, limit=30) as process:
+        assert says in _until(watch).reason
+        assert process.wait(60) == -signal.SIGKILL
+        while watch.alive("m"):
+            watch.wait(0.01)
+        assert watch.look() == []
+
+
+@pytest.mark.parametrize("what", ["pass", "told.ready()", "told.busy(); told.idle()"])
+def test_only_calls_have_a_limit(what: str, watch: Watch, tmp_path: Path) -> None:
+    """Loading may take long, and so may waiting."""
+    with instance(tmp_path, what, limit=1) as process:
+        time.sleep(0.05)
+        assert watch.look() == []
+        assert process.poll() is None
+
+
+def test_one_that_is_poisoned(
+    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is told at once, may send what it has, and is ended then."""
+    monkeypatch.setattr(watching, "_GRACE_S", 0.2)
+    with instance(tmp_path, "told.ready(); told.poisoned('illegal address')") as process:
+        assert _until(watch).reason == "instance m_0_0 cannot compute any more: illegal address"
+        while watch.alive("m"):
+            assert watch.look() == []
+            watch.wait(0.01)
+        assert process.wait(60) == -signal.SIGKILL
+        assert watch.look() == []
+
+
+def test_one_that_completes_a_config(watch: Watch, tmp_path: Path) -> None:
+    """Triton would wait for it for ever: the fall says that it was none of the instances yet."""
+    what = "told = Told(folder, Identity(os.getpid(), model, '', '', None), State.COMPLETING)"
+    with instance(tmp_path, what, then="os._exit(1)") as process:
+        ended(process)
+        fall = _until(watch)
+        assert fall.completing
+        assert fall.reason == "what completes its config ended with exit code 1"
+
+
+def test_only_instances_in_a_state_are_ended(watch: Watch, tmp_path: Path) -> None:
+    """A load that takes too long is ended; what serves meanwhile is not."""
+    with (
+        instance(tmp_path, "pass") as loading,
+        instance(tmp_path, "told.ready()") as serving,
+        instance(tmp_path, "pass", model="n") as other,
+    ):
+        watch.look()
+        assert watch.end("m", State.LOADING) == 1
+        assert loading.wait(60) == -signal.SIGKILL
+        assert serving.poll() is None
+        assert other.poll() is None
+
+
+@pytest.mark.parametrize("what", ["told.busy()", "told.poisoned('?')"])
+def test_strangers_are_never_killed(
+    what: str, watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file that names a process which our server did not start, leads to no kill."""
+    monkeypatch.setattr(watching, "_GRACE_S", 0.0)
+    with instance(tmp_path, what, limit=1, mark=False) as process:
+        time.sleep(0.05)
+        assert len(watch.look()) == 1
+        watch.look()
+        time.sleep(0.05)
+        assert process.poll() is None
+        assert watch.end("m", State.BUSY) == 0
+
+
+def test_a_number_that_is_a_stranger_s_by_now(watch: Watch, tmp_path: Path) -> None:
+    """An instance died before it was looked at, and its number was given again: it fell."""
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as stranger:
+        Told(tmp_path, Identity(stranger.pid, "m", "1", "m_0_0", 1), State.BUSY)
+        assert _until(watch).reason == "instance m_0_0 died"
+        assert stranger.poll() is None
+        stranger.kill()
+
+
+def test_files_that_are_none(watch: Watch, tmp_path: Path) -> None:
+    """Damaged files are passed over."""
+    (tmp_path / "1.vitals").write_bytes(b"?")
+    (tmp_path / "2.vitals").mkdir()
+    assert watch.look() == []
