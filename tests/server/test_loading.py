@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from torch_py_backend.server import Server
 # Writes down how many are loading while it does.
 _COUNTING = """
 import os
+import re
 import time
 from pathlib import Path
 
@@ -70,8 +72,10 @@ def test_load_in_turn_and_unload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         server.wait_loaded(timeout=240)
         client = tritonclient.http.InferenceServerClient(server.http_address, network_timeout=500)
         process = psutil.Process(server.process.pid)
-        # With prefixes of their own: other servers may run here.
-        shared = _shared(server._prefix)
+        # Under the prefix that it was given: other servers may run here.
+        told = re.search(r"shm-region-prefix-name=(\S+)", " ".join(process.cmdline()))
+        assert told is not None
+        shared = _shared(told[1])
         for _ in range(2):
             for name in ("first", "second"):
                 client.load_model(name)
@@ -80,7 +84,7 @@ def test_load_in_turn_and_unload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                 client.unload_model(name)
             while process.children(recursive=True):
                 time.sleep(0.05)
-            assert _shared(server._prefix) == shared
+            assert _shared(told[1]) == shared
             assert not any((temporary / f"torch-py-backend-{os.geteuid()}").iterdir())
         client.close()
     assert (repository / "counts").read_text().split() == ["1"] * 12
