@@ -583,3 +583,34 @@ def test_fallback_of_a_packages_factory_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="FALLBACK is set"):
         artifacts.find(build.config(tmp_path, model_factory="package:Net", fallback="model.py"))
+
+
+@pytest.mark.parametrize(
+    ("artifact", "expected"),
+    [
+        (Artifact(Kind.MODULE, Path("model.py")), ["model.py"]),
+        (Artifact(Kind.MODULE, Path("model.py"), Path("model.pt")), ["model.py", "model.pt"]),
+        (
+            Artifact(Kind.MODULE, Path("model.py"), Path("model.safetensors.index.json")),
+            ["model.py", "model.safetensors.index.json", "a", "b"],
+        ),
+        (Artifact(Kind.MODULE, Path("model.py"), Path("broken.json")), ["model.py", "broken.json"]),
+        (Artifact(Kind.FACTORY, Path()), ["a", "b", "broken.json", "model.pt", "model.py"]),
+        (Artifact(Kind.FACTORY, Path(), Path("model.pt")), ["model.pt"]),
+        (
+            Artifact(Kind.AOTI, Path("a"), fallback=Artifact(Kind.TORCHSCRIPT, Path("b"))),
+            ["a", "b"],
+        ),
+    ],
+)
+def test_files_of_an_artifact(
+    artifact: Artifact, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model, its weights with the shards that are there, what it falls back to."""
+    for name in ("model.py", "model.pt", "broken.json", "a", "b"):
+        (tmp_path / name).write_text("x")
+    index = tmp_path / "model.safetensors.index.json"
+    if artifact.kind is not Kind.FACTORY:
+        index.write_text('{"weight_map": {"x": "a", "y": "b", "z": "missing"}}')
+    monkeypatch.chdir(tmp_path)
+    assert [path.name for path in artifact.files()] == expected

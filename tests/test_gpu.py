@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import scenarios
 import torch
+from children import Start, starting
 
 from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend.artifacts import Kind
 
 pytestmark = [
     pytest.mark.gpu,
@@ -99,6 +101,7 @@ import fake_triton
 sys.modules["triton_python_backend_utils"] = fake_triton
 import numpy as np
 from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend.artifacts import Kind
 model = TritonPythonModel()
 model.initialize(json.loads({arguments!r}))
 for values in {batches!r}:
@@ -210,6 +213,113 @@ def test_an_instances_share_of_memory(tmp_path: Path) -> None:
     )
     assert ready
     assert "does not fit in memory" in answers[0]
+
+
+# An instance on the first GPU: tells how much of it is used, answers to ones, or leaves.
+_INSTANCE = """
+import sys
+from pathlib import Path
+import build, numpy, torch
+from torch_py_backend import engine, warmup
+from torch_py_backend.threads import Threads
+
+config = build.config(
+    Path(sys.argv[1]),
+    instance=sys.argv[2],
+    kind="GPU",
+    enable_weight_sharing=sys.argv[3] == "shared",
+    inputs=(build.spec("x", dims=(4096,)),),
+    outputs=(build.spec("y", dims=(4096,)),),
+)
+made = engine.build(config, Threads(1, 1))
+warmup.run(made)
+print("ready", flush=True)
+with torch.inference_mode():
+    for line in sys.stdin:
+        if line == "used\\n":
+            torch.cuda.synchronize()
+            free, total = torch.cuda.mem_get_info()
+            print(total - free, flush=True)
+        elif line == "leave\\n":
+            made.leave()
+            print("left", flush=True)
+        else:
+            (outcome,) = made.run([{"x": numpy.ones((1, 4096), numpy.float32)}])
+            told = outcome["y"].sum() if isinstance(outcome, dict) else outcome.code
+            print(told, flush=True)
+"""
+
+
+class Wide(torch.nn.Module):
+    """256 MB of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Linear(4096, 4096, bias=False) for _ in range(4))
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layers(x)
+        return made
+
+
+_WIDE_BYTES = 4 * 4096 * 4096 * 4
+
+
+def _wide(kind: Kind, folder: Path) -> None:
+    (folder / "1").mkdir()
+    wide = Wide().eval()
+    if kind is Kind.MODULE:
+        scenarios.python(Wide)(folder / "1")
+        scenarios.safe(wide.state_dict())(folder / "1")
+    elif kind is Kind.TORCHSCRIPT:
+        scenarios.script(wide)(folder / "1")
+    else:
+        rows = {"x": {0: torch.export.Dim("rows", max=64)}}
+        program = torch.export.export(wide, (torch.ones(2, 4096),), dynamic_shapes=rows)
+        torch.export.save(program, folder / "1" / "model.pt2")
+
+
+def _used(start: Start, folder: Path, how: str) -> int:
+    """What four instances use of the GPU; all answer the same, and give all back."""
+    before = torch.cuda.mem_get_info()
+    instances = [start(_INSTANCE, folder, name, how) for name in "abcd"]
+    assert [one.hear() for one in instances] == ["ready"] * 4
+    assert len({one.ask("answer") for one in instances}) == 1
+    used = int(instances[0].ask("used")) - (before[1] - before[0])
+    for one in instances:
+        assert one.ask("leave") == "left"
+        assert one.end() == 0
+    assert torch.cuda.mem_get_info()[0] >= before[0]
+    return used
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Kind.MODULE, Kind.TORCHSCRIPT, Kind.EXPORTED])
+def test_weights_are_on_the_gpu_once(kind: Kind, tmp_path: Path) -> None:
+    """Of four instances, three have no weights of their own there; values are equal."""
+    _wide(kind, tmp_path)
+    with starting(tmp_path) as start:
+        saved = _used(start, tmp_path, "private") - _used(start, tmp_path, "shared")
+    assert saved >= 2.9 * _WIDE_BYTES
+
+
+@pytest.mark.slow
+def test_the_owner_of_weights_killed(tmp_path: Path) -> None:
+    """No answer is wrong; afterwards, one has loaded again, and the other maps."""
+    _wide(Kind.MODULE, tmp_path)
+    with starting(tmp_path) as start:
+        instances = []
+        for name in "abc":
+            instances.append(start(_INSTANCE, tmp_path, name, "shared"))
+            assert instances[-1].hear() == "ready"
+        expected = instances[0].ask("answer")
+        instances[0].kill()
+        for one in instances[1:]:
+            answers = [one.ask("answer") for _ in range(20)]
+            assert set(answers) <= {expected, "UNAVAILABLE"}
+            assert answers[-1] == expected
 
 
 def test_a_device_that_is_missing(tmp_path: Path, process: None) -> None:

@@ -1,143 +1,288 @@
-"""Caches whose contents are run must be this user's alone."""
+"""Who owns what all use, and what becomes of the others when it is gone: with real processes."""
 
 from __future__ import annotations
 
+import json
 import os
-import stat
-import tempfile
-from collections.abc import Callable
+import socket
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from children import Child, Start, starting
 
 from torch_py_backend import ownership
+from torch_py_backend.ownership import Owner, Sharer
+
+_MEMBER = """
+import os, sys, threading, time
+from pathlib import Path
+from torch_py_backend import ownership
+from torch_py_backend.ownership import Owner
+
+def die(*_):
+    os.kill(os.getpid(), 9)
+    time.sleep(60)
+
+folder, name, change = Path(sys.argv[1]), sys.argv[2], "".join(sys.argv[3:])
+ended = threading.Event()
+react = ended.set
+exec(change)
+
+def take_part():
+    part = ownership.join(folder, name)
+    if isinstance(part, Owner):
+        part.offer({"by": name, "more": "x" * 200_000})
+        print("owner", flush=True)
+    else:
+        ended.clear()
+        part.watch(react)
+        print(part.document["by"], flush=True)
+    return part
+
+part = take_part()
+for line in sys.stdin:
+    if line == "alive\\n":
+        print(part.alive(), flush=True)
+    elif line == "ended\\n":
+        print(ended.wait(), part.alive(), flush=True)
+    elif line == "again\\n":
+        part.leave()
+        part = take_part()
+    else:
+        part.leave()
+        print("left", flush=True)
+"""
+# What an owner does wrong at a moment of its life: it is killed.
+_STAGES = {
+    "with the lock": "ownership.Owner.__init__ = die",
+    "before it listens": "Owner.offer = die",
+    "before it accepts": "Owner._serve = die",
+    "before it sends": "Owner._forget_the_dead = die",
+    "while it sends": """
+def serve(self, listening, line):
+    sharer, _ = listening.accept()
+    sharer.sendall(line[:1000])
+    die()
+Owner._serve = serve
+""",
+}
 
 
-def _status(path: Path, *, owner: int, mode: int) -> os.stat_result:
-    """What stat() says of a path, with another owner and mode."""
-    values = list(path.stat())
-    values[stat.ST_UID], values[stat.ST_MODE] = owner, stat.S_IFREG | mode
-    return os.stat_result(values)
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with starting(tmp_path) as start:
+        yield start
 
 
-_ME = os.geteuid()
+def _descriptors(process: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{process}/fd").iterdir())
 
 
-@pytest.mark.parametrize(
-    ("owner", "mode", "says"),
-    [
-        pytest.param(_ME, 0o600, "", id="mine"),
-        pytest.param(_ME, 0o755, "", id="others may read"),
-        pytest.param(0, 0o644, "", id="root's"),
-        pytest.param(_ME + 1, 0o600, "it belongs to user", id="another's"),
-        pytest.param(_ME, 0o620, "others may write to it (mode 620)", id="group writes"),
-        pytest.param(_ME, 0o602, "others may write to it (mode 602)", id="all write"),
-        pytest.param(0, 0o666, "others may write to it", id="root's, all write"),
-    ],
-)
-def test_risk(tmp_path: Path, owner: int, mode: int, says: str) -> None:
-    """Only what this user or root alone may write is without risk."""
-    found = ownership.risk(_status(tmp_path, owner=owner, mode=mode))
-
-    assert found.startswith(says)
-    assert bool(found) == bool(says)
+def test_the_first_owns(start: Start, tmp_path: Path) -> None:
+    """Whoever comes first offers, and the others have what it offers."""
+    assert start(_MEMBER, tmp_path, "a").hear() == "owner"
+    assert [start(_MEMBER, tmp_path, name).hear() for name in "bc"] == ["a", "a"]
 
 
-def test_made_folder_is_private(tmp_path: Path) -> None:
-    """Nobody else may enter what is made here, whatever the umask says."""
-    before = os.umask(0)
-    try:
-        assert ownership.make(tmp_path / "a" / "cache") == ""
-    finally:
-        os.umask(before)
-
-    assert stat.S_IMODE((tmp_path / "a" / "cache").stat().st_mode) == 0o700
+def test_eight_at_once(start: Start, tmp_path: Path) -> None:
+    """One of all that start together is the owner, and all the others share with it."""
+    members = {name: start(_MEMBER, tmp_path, name) for name in "abcdefgh"}
+    heard = {name: member.hear() for name, member in members.items()}
+    (owner,) = (name for name, said in heard.items() if said == "owner")
+    assert {said for name, said in heard.items() if name != owner} == {owner}
 
 
-def test_folder_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
-    """A folder that others may write is told, and not changed."""
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o777)
-
-    assert "others may write to it (mode 777)" in ownership.make(tmp_path / "cache")
-    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o777
-
-
-def _own(path: Path) -> None:
-    path.write_bytes(b"mine")
-    path.chmod(0o600)
-
-
-def _shared(path: Path) -> None:
-    path.write_bytes(b"mine")
-    path.chmod(0o666)
+@pytest.mark.parametrize("stage", _STAGES)
+def test_an_owner_killed(stage: str, start: Start, tmp_path: Path) -> None:
+    """Whenever it is killed before it could share: another is the owner, and all are served."""
+    killed = start(_MEMBER, tmp_path, "killed", _STAGES[stage])
+    while not (tmp_path / "owner.lock").exists():
+        pass
+    members = [start(_MEMBER, tmp_path, name) for name in "abc"]
+    heard = [member.hear() for member in members]
+    assert killed.process.wait() == -9
+    assert max(heard) == "owner"
+    assert set(heard) - {"owner"} == {"abc"[heard.index("owner")]}
 
 
-def _link(path: Path) -> None:
-    _own(path.with_name("target"))
-    path.symlink_to("target")
+def test_an_owner_killed_afterwards(start: Start, tmp_path: Path) -> None:
+    """All that share notice; of them, one is the next owner."""
+    owner, *sharers = _group(start, tmp_path, "abcd")
+    assert {sharer.ask("alive") for sharer in sharers} == {"True"}
+    owner.kill()
+    assert {sharer.ask("ended") for sharer in sharers} == {"True False"}
+    for sharer in sharers:
+        sharer.tell("again")
+    heard = [sharer.hear() for sharer in sharers]
+    assert heard.count("owner") == 1
+    assert set(heard) - {"owner"} == {"bcd"[heard.index("owner")]}
 
 
-def test_own_file_is_read(tmp_path: Path) -> None:
-    """A file that only this user may write is read whole."""
-    _own(tmp_path / "file")
+def test_an_owner_that_leaves(start: Start, tmp_path: Path) -> None:
+    """Those that share are told, and it waits for them; it lives on all the same."""
+    owner, *sharers = _group(start, tmp_path, "abc")
+    assert owner.ask("leave") == "left"
+    assert {sharer.ask("ended") for sharer in sharers} == {"True True"}
+    assert not (tmp_path / "offer.socket").exists()
+    sharers[0].tell("again")
+    assert sharers[0].hear() == "owner"
 
-    assert ownership.read(tmp_path / "file") == b"mine"
+
+def test_an_owner_waits_until_it_is_let_go_of(start: Start, tmp_path: Path) -> None:
+    """What a sharer does when it is told is done before the owner has left."""
+    owner, sharer = _group(
+        start,
+        tmp_path,
+        "ab",
+        "react = lambda: (time.sleep(0.2), (folder / 'let go').touch())",
+    )
+    assert sharer.process.poll() is None
+    owner.ask("leave")
+    assert (tmp_path / "let go").exists()
 
 
-@pytest.mark.parametrize(
-    ("write", "kind"),
-    [
-        pytest.param(_shared, PermissionError, id="others may write"),
-        pytest.param(_link, OSError, id="a link"),
-        pytest.param(os.mkfifo, OSError, id="a pipe"),
-        pytest.param(Path.mkdir, OSError, id="a folder"),
-        pytest.param(lambda path: None, FileNotFoundError, id="nothing"),
-    ],
-)
-def test_other_files_are_not_read(
-    tmp_path: Path, write: Callable[[Path], object], kind: type[OSError]
+def test_a_sharer_that_does_not_answer(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A link, a pipe, or what others may write is refused at once."""
-    write(tmp_path / "file")
-
-    with pytest.raises(kind):
-        ownership.read(tmp_path / "file")
-
-
-def _strangers(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o777)
-
-
-def _strangers_link(folder: Path) -> None:
-    elsewhere = folder.with_name("elsewhere")
-    elsewhere.mkdir(mode=0o700)
-    folder.symlink_to(elsewhere)
+    """An owner does not wait for ever for one that hangs."""
+    monkeypatch.setattr(ownership, "_TIMEOUT_S", 0.1)
+    owner = ownership.join(tmp_path, "a")
+    assert isinstance(owner, Owner)
+    owner.offer({"by": "a"})
+    hanging = start(_MEMBER, tmp_path, "b")
+    hanging.hear()
+    os.kill(hanging.pid, 19)
+    owner.leave()
+    os.kill(hanging.pid, 18)
 
 
-def test_instances_share_the_user_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has one name for all processes of a user."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_sharers_come_and_go(start: Start, tmp_path: Path) -> None:
+    """Of those that left or were killed nothing remains with the owner."""
+    owner = start(_MEMBER, tmp_path, "a")
+    owner.hear()
+    before = _descriptors(owner.pid)
+    for number in range(6):
+        sharer = start(_MEMBER, tmp_path, "b")
+        assert sharer.hear() == "a"
+        if number % 2:
+            sharer.kill()
+        else:
+            assert sharer.ask("leave") == "left"
+    assert _descriptors(owner.pid) <= before + 1
+    assert owner.ask("leave") == "left"
+    # The lock, and the socket that it listened on, are closed as well.
+    assert _descriptors(owner.pid) == before - 2
 
-    assert ownership.of_user() == ownership.of_user() == tmp_path / f"torch-py-backend-{_ME}"
+
+def test_nothing_remains_with_a_sharer(start: Start, tmp_path: Path) -> None:
+    """A sharer that left has no descriptor more than before."""
+    start(_MEMBER, tmp_path, "a").hear()
+    sharer = start(_MEMBER, tmp_path, "b")
+    sharer.hear()
+    with_it = _descriptors(sharer.pid)
+    assert sharer.ask("leave") == "left"
+    while _descriptors(sharer.pid) != with_it - 2:
+        pass
+    sharer.ask("again")
+    assert _descriptors(sharer.pid) == with_it
 
 
-@pytest.mark.parametrize("take", [_strangers, _strangers_link, Path.touch])
-def test_name_that_somebody_has_taken(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    take: Callable[[Path], object],
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("stale", ["socket", "file", "listening"])
+def test_what_lies_there(stale: str, start: Start, tmp_path: Path) -> None:
+    """What an owner that was killed left at the socket's place is replaced."""
+    path = tmp_path / "offer.socket"
+    left = socket.socket(socket.AF_UNIX)
+    if stale == "file":
+        path.touch()
+    else:
+        left.bind(str(path))
+    if stale == "listening":
+        left.listen()
+    left.close()
+    assert start(_MEMBER, tmp_path, "a").hear() == "owner"
+    assert start(_MEMBER, tmp_path, "b").hear() == "a"
+
+
+def test_a_long_path(start: Start, tmp_path: Path) -> None:
+    """A folder may be deeper than the address of a socket is long."""
+    folder = tmp_path / ("x" * 100) / ("y" * 100)
+    folder.mkdir(parents=True)
+    assert start(_MEMBER, folder, "a").hear() == "owner"
+    assert start(_MEMBER, folder, "b").hear() == "a"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_is_told_nothing(start: Start, tmp_path: Path) -> None:
+    """Who is not the same user gets no offer, even where the folder lets it in."""
+    start(_MEMBER, tmp_path, "a").hear()
+    for path in (tmp_path, *tmp_path.parents[:3], tmp_path / "offer.socket"):
+        path.chmod(0o777)
+    code = (
+        "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX);"
+        " s.connect(sys.argv[1]); print(len(s.recv(9)), flush=True)"
+    )
+    assert start(code, tmp_path / "offer.socket").hear() == "0"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_users_offer_is_not_taken(start: Start, tmp_path: Path) -> None:
+    """A socket that another user serves is none."""
+    code = (
+        "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX);"
+        " s.bind(sys.argv[1]); s.listen(); print('listens', flush=True);"
+        " c, _ = s.accept(); c.sendall(b'{}\\n'); input()"
+    )
+    for path in (tmp_path, *tmp_path.parents[:3]):
+        path.chmod(0o777)
+    assert start(code, tmp_path / "offer.socket").hear() == "listens"
+    assert ownership._connected(tmp_path) is None
+
+
+def test_who_waits_long_says_for_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever takes the name of the folder beforehand does not get what is compiled, or to run."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    taken = tmp_path / f"torch-py-backend-{_ME}"
-    take(taken)
+    """One line names the owner that loads."""
+    monkeypatch.setattr(ownership, "_PATIENCE_S", 0)
+    owner = ownership.join(tmp_path, "digits_0_0")
+    assert isinstance(owner, Owner)
+    waits = iter([owner.leave])
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(waits)())
+    with caplog.at_level("INFO"):
+        ownership.join(tmp_path, "digits_0_1").leave()
+    assert caplog.messages == ["'digits_0_1' waits until 'digits_0_0' has loaded the weights."]
 
-    found = ownership.of_user()
 
-    assert found != taken
-    assert found.parent == tmp_path
-    assert stat.S_IMODE(found.stat().st_mode) == 0o700
-    assert "is not used" in caplog.text
+def test_leaving_twice(tmp_path: Path) -> None:
+    """The second time does nothing, for either."""
+    owner = ownership.join(tmp_path, "a")
+    assert isinstance(owner, Owner)
+    owner.offer({"by": "a"})
+    sharer = ownership.join(tmp_path, "b")
+    assert isinstance(sharer, Sharer)
+    for one in (sharer, sharer, owner, owner):
+        one.leave()
+    ownership.join(tmp_path, "c").leave()
+
+
+def _group(start: Start, folder: Path, names: str, change: str = "") -> list[Child]:
+    """The owner, and those that share with it."""
+    members = []
+    for place, name in enumerate(names):
+        members.append(start(_MEMBER, folder, name, change if place else ""))
+        assert members[-1].hear() == (names[0] if place else "owner")
+    return members
+
+
+def test_what_is_offered_is_json(tmp_path: Path) -> None:
+    """What comes is what was given."""
+    document = {"a": [1, None, "ü\n"], "b": {"c": 1.5}}
+    owner = ownership.join(tmp_path, "a")
+    assert isinstance(owner, Owner)
+    owner.offer(document)
+    sharer = ownership.join(tmp_path, "b")
+    assert isinstance(sharer, Sharer)
+    assert sharer.document == json.loads(json.dumps(document))
+    sharer.leave()
+    owner.leave()

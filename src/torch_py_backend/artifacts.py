@@ -43,6 +43,15 @@ class Artifact:
     weightless: bool = False
     fallback: Artifact | None = None
 
+    def files(self) -> list[Path]:
+        """The files that hold it: the model, its weights with their shards, its fallback."""
+        found = [self.path] if self.path.is_file() else []
+        if self.kind is Kind.FACTORY and self.weights is None:  # it takes what it needs
+            found = sorted(path for path in self.path.rglob("*") if path.is_file())
+        if self.weights is not None:
+            found += [self.weights, *_shards(self.weights)]
+        return found + (self.fallback.files() if self.fallback is not None else [])
+
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
 _DEFAULTS = ("model.py", "model.pt", "model.pt2")
@@ -177,3 +186,14 @@ def _weights_in(config: ModelConfig, folder: Path, stem: str) -> Path | None:
             cure="Remove the others, or name the one to use with the parameter WEIGHTS.",
         )
     return present[0] if present else None
+
+
+def _shards(weights: Path) -> list[Path]:
+    """What an index names, as far as it is there; what is wrong with it is told by the load."""
+    if weights.suffix != ".json":
+        return []
+    try:
+        named = contents.shards(weights)
+    except contents.NO_INDEX:
+        return []
+    return [path for name in named if (path := weights.parent / name).is_file()]

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from torch_py_backend import ownership
+from torch_py_backend import private_files
 from torch_py_backend.artifacts import Artifact
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import ConfigError, PlatformError, brief
@@ -53,7 +53,7 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     bundle = Bundle(config.name, folder / f"{config.name}-{digest[:16]}.bundle", facts)
     try:
-        reason = ownership.make(folder)
+        reason = private_files.make(folder)
         if reason:
             log.warning(
                 "model '%s': %s is ignored, and nothing is kept there: %s. Only its owner may"
@@ -160,7 +160,7 @@ class Bundle:
         if not self.path.is_file():
             return False
         try:
-            line, _, payload = ownership.read(self.path).partition(b"\n")
+            line, _, payload = private_files.read(self.path).partition(b"\n")
             header = json.loads(line)
             if header["facts"] != self.facts:
                 raise ValueError("it is for another model, torch, device or config")
@@ -196,13 +196,13 @@ def _settle() -> None:
     """Give inductor a folder that is this user's alone: its own has a name that anyone may take."""
     named, reason = os.environ.get(_VARIABLE), ""
     try:
-        reason = ownership.make(Path(named)) if named else ""
+        reason = private_files.make(Path(named)) if named else ""
     except OSError as error:
         reason = brief(error)
     if reason:
         log.warning("%s, %s, is not used: %s.", _VARIABLE, named, reason)
     if reason or not named:
-        os.environ[_VARIABLE] = str(ownership.of_user())
+        os.environ[_VARIABLE] = str(private_files.of_user())
 
 
 @contextlib.contextmanager

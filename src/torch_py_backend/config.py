@@ -142,6 +142,11 @@ def refuse_contradictions(config: ModelConfig) -> None:
             "Raise max_batch_size, or take the bucket out.",
         ),
         (
+            wished.watch_weights and bool(wished.enable_weight_sharing) and config.kind != "CPU",
+            "WATCH_WEIGHTS is set, and ENABLE_WEIGHT_SHARING holds the weights on the GPU once",
+            "What one instance swapped, another would see in mid-batch: take one of them out.",
+        ),
+        (
             bool(wished.pad) and not most,
             "PAD is set, and max_batch_size is 0",
             "Requests are padded to share a batch: set max_batch_size, or take PAD out.",

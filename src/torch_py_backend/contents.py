@@ -161,6 +161,23 @@ def _is_program(name: str) -> bool:
     )
 
 
+def unmappable(weights: Path) -> str:
+    """Why the tensors of a file of weights cannot be used where they lie; empty where they can.
+
+    Raises:
+        OSError, zipfile.BadZipFile: it cannot be read.
+    """
+    if weights.suffix in (".safetensors", ".json"):
+        return ""
+    with weights.open("rb") as file:
+        if file.read(2) != b"PK":
+            return f"{weights.name} is no zip archive: torch older than 1.6 wrote it"
+    with zipfile.ZipFile(weights) as archive:
+        if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
+            return f"the entries of {weights.name} are compressed"
+    return ""
+
+
 def aoti_metadata(path: Path) -> dict[str, str]:
     """What an AOTInductor package says that it was built for; empty where it does not say."""
     try:

@@ -6,10 +6,13 @@ Inside the engine an error is a value: each item gets a result or the error that
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import threading
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from torch_py_backend import (
     artifacts,
@@ -17,19 +20,21 @@ from torch_py_backend import (
     buckets,
     compilation,
     compile_cache,
+    device_sharing,
     examples,
     loaders,
+    loading,
     optimization,
     outputs,
     results,
     runtime,
     sharing,
 )
-from torch_py_backend.artifacts import Artifact
+from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Batch, Item, Outcome, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.counts import Counts
-from torch_py_backend.errors import BackendError, OutputError, brief
+from torch_py_backend.errors import BackendError, OutputError, UnavailableError, brief
 from torch_py_backend.graphs import Graphs
 from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
@@ -51,9 +56,42 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     runtime.settle(config.options, threads)
     device = runtime.placement(config)
     artifact = artifacts.find(config)
-    loaded = loaders.load(artifact, config, device)
+    if not device_sharing.wished(config):
+        return _build(config, artifact, device, device)
+    shared = device_sharing.start(
+        config, artifact, device, lambda: _load(config, artifact, device).owner
+    )
+    try:
+        # A module is built on the CPU, and what it shares need never have been on the device. The
+        # constants of a graph, which are not shared, must be.
+        movable = artifact.kind in (Kind.MODULE, Kind.FACTORY) and not shared.owns
+        onto = torch.device("cpu") if movable else device
+        made = _build(config, artifact, device, onto)
+        made.share(shared)
+    except BaseException:
+        shared.leave()
+        raise
+    return made
+
+
+def _build(
+    config: ModelConfig, artifact: Artifact, device: torch.device | None, onto: torch.device | None
+) -> Engine:
+    """An engine for a device, with its weights on that one or on another."""
+    loaded = _load(config, artifact, onto)
     surroundings = runtime.surround(config.options, device, loaded.weights)
     return Engine(config, loaded, surroundings, artifact)
+
+
+def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) -> Loaded:
+    """The model, as OPTIMIZE wants it."""
+    # What allocates for all the model's life happens here. The warm-up, which may compile for
+    # minutes and whose memory the files' sizes do not tell, keeps nobody waiting.
+    on_gpu = onto is not None and onto.type == "cuda"
+    claim = loading.claim(config, artifact, on_gpu=on_gpu)
+    with loading.turn(config, claim, runtime.free_memory(onto)):
+        loaded = loaders.load(artifact, config, onto)
+        return dataclasses.replace(loaded, module=optimization.apply(config, loaded))
 
 
 class Engine:
@@ -81,11 +119,10 @@ class Engine:
         self._intake = Intake(config, loaded.signature, self._padding)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
-        module = optimization.apply(config, loaded)
         self.sharing = sharing.settle(config, artifact, loaded)
-        self._compiled = compilation.apply(config, loaded.kind, module)
-        self._eager = module
-        self._module = self._compiled or module
+        self._compiled = compilation.apply(config, loaded.kind, loaded.module)
+        self._eager = loaded.module
+        self._module = self._compiled or loaded.module
         captured = "cuda_graphs" in config.options.optimize
         self._graphs = Graphs(config.name, self._module) if captured else None
         self._module = self._graphs or self._module
@@ -109,6 +146,23 @@ class Engine:
         self._limits = self.recovery.capacity.limits
         # The result's structure is known once forward() has returned one.
         self._outputs: results.Outputs | None = None
+        self._shared: device_sharing.Shared | None = None
+        self._prepares = False
+
+    def share(self, shared: device_sharing.Shared) -> None:
+        """Use one copy of the weights with other instances.
+
+        Raises:
+            ConfigError: they cannot be shared.
+        """
+        shared.hold(self.loaded.owner, self.kind)
+        self._shared, self.turn = shared, shared.lock
+        self.purity.settle()
+
+    def leave(self) -> None:
+        """Give back what other instances share; to leave twice is no error."""
+        if self._shared is not None:
+            self._shared.leave()
 
     @property
     def fills(self) -> bool:
@@ -132,6 +186,7 @@ class Engine:
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
         """The calls within may compile; once they are done, nothing is compiled any more."""
+        self._prepares = True
         if self._compiled is None:
             yield
             sealed = self._eager
@@ -140,7 +195,12 @@ class Engine:
             with contextlib.nullcontext() if bundle is None else bundle.used():
                 yield
             sealed = self._compiled.seal()
+        self._prepares = False
         self._module = sealed if self._graphs is None else self._graphs.seal(sealed)
+        if self._shared is not None and self.purity.writes_buffers():
+            raise device_sharing.refused(
+                self.config, "the model writes to its buffers, which would be the others' as well"
+            )
         self.purity.settle()
 
     def _repeats(self) -> bool:
@@ -150,11 +210,43 @@ class Engine:
 
     def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         """One outcome for each item, in their order."""
+        if self._shared is not None:
+            return self._run_shared(self._shared, items)
         with self.turn:
-            whole = self._intake.whole(items)
-            outcomes = self._run_group(whole) if whole is not None else self._run_groups(items)
-            if self._runtime.clean is not None and self.recovery.fatal is None:
-                self._runtime.clean()
+            return self._run(items)
+
+    def _run_shared(
+        self, shared: device_sharing.Shared, items: Sequence[Item]
+    ) -> Sequence[Outcome]:
+        """The outcomes, unless the weights have gone meanwhile."""
+        with self.turn:
+            outcomes, refusal = self._run_once(shared, items)
+            while refusal is not None and self._prepares and not shared.final:
+                outcomes, refusal = self._run_once(shared, items)
+        if refusal is None:
+            return outcomes
+        if shared.final:
+            self.recovery.fatal = refusal
+        self.recovery.report(refusal, "", range(len(items)))
+        return [refusal] * len(items)
+
+    def _run_once(
+        self, shared: device_sharing.Shared, items: Sequence[Item]
+    ) -> tuple[Sequence[Outcome], UnavailableError | None]:
+        present = shared.present
+        refusal = shared.ready()
+        if refusal is not None:
+            return (), refusal
+        if not present:  # they are elsewhere now
+            self.purity.settle()
+        outcomes = self._run(items)
+        return outcomes, shared.lost()
+
+    def _run(self, items: Sequence[Item]) -> Sequence[Outcome]:
+        whole = self._intake.whole(items)
+        outcomes = self._run_group(whole) if whole is not None else self._run_groups(items)
+        if self._runtime.clean is not None and self.recovery.fatal is None:
+            self._runtime.clean()
         return outcomes
 
     def _run_groups(self, items: Sequence[Item]) -> list[Outcome]:

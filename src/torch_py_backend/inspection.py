@@ -43,6 +43,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     made = engine.build(settings, share)
     if settings.options.warmup:
         warmup.run(made)
+    made.leave()
     artifact = artifacts.find(settings)
     if artifact.fallback is not None and made.kind is not artifact.kind:
         artifact = artifact.fallback  # the package was built for another machine

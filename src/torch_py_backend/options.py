@@ -272,12 +272,18 @@ class Options:
     enable_weight_sharing: bool | None = _option(
         BOOLEAN,
         "One copy of the weights for all instances. Unset: on the CPU, where it is possible; true:"
-        " a model that cannot share them is not loaded; false: each instance copies them.",
+        " also on a GPU, and a model that cannot share them is not loaded; false: each instance"
+        " copies them.",
     )
     watch_weights: bool = _option(
         BOOLEAN,
         "Watch the file of weights, and swap in what replaces it, without a reload.",
         default=False,
+    )
+    parallel_loads: int | None = _option(
+        POSITIVE,
+        "How many instances of this server may load at once, as far as memory bears it. Unset: the"
+        " cores this process may use.",
     )
     retry_failed_batch: bool | None = _option(
         BOOLEAN,

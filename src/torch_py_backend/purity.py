@@ -38,7 +38,11 @@ class Purity:
 
     def broken(self) -> bool:
         """Whether the model has changed a buffer since it settled, or ever an input."""
-        return self._writes_inputs or self._state() != self._settled
+        return self._writes_inputs or self.writes_buffers()
+
+    def writes_buffers(self) -> bool:
+        """Whether the model has changed a buffer since it settled."""
+        return self._state() != self._settled
 
     def _state(self) -> list[tuple[int, int]]:
         """Each buffer's place and how often it was written."""

@@ -133,6 +133,13 @@ def placement(config: ModelConfig) -> torch.device | None:
     return device
 
 
+def free_memory(device: torch.device | None) -> Callable[[], int] | None:
+    """How to ask what memory a GPU has left; None: the device is none."""
+    if device is None or device.type != "cuda":
+        return None
+    return lambda: torch.cuda.mem_get_info(device)[0]
+
+
 def settle(options: Options, threads: Threads) -> None:
     """Set what holds for the whole process: one process serves one instance of one model.
 

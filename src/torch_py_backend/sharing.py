@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from torch_py_backend import mapping, weights
+from torch_py_backend import contents, device_sharing, mapping
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import ConfigError
@@ -25,13 +25,17 @@ class Sharing:
     Attributes:
         mapped: which lie in mapped files.
         obstacle: why the rest is a copy of this instance's own; empty where there is none.
+        on_gpu: they are shared on a GPU instead, once the model is there.
     """
 
     mapped: Mapped
     obstacle: str
+    on_gpu: bool = False
 
     def __str__(self) -> str:
-        told = f"{_size(self.mapped.shared)} of {_size(self.mapped.total)} shared by the instances"
+        shared = self.mapped.total if self.on_gpu else self.mapped.shared
+        where = "the instances on a GPU" if self.on_gpu else "the instances"
+        told = f"{_size(shared)} of {_size(self.mapped.total)} shared by {where}"
         return f"{told}; {self.obstacle}" if self.obstacle else told
 
 
@@ -46,6 +50,8 @@ def settle(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Sharing:
         ConfigError: ENABLE_WEIGHT_SHARING is true, and some weights are not shared.
     """
     found = mapped(loaded)
+    if device_sharing.wished(config):
+        return Sharing(found, "", on_gpu=True)
     settled = Sharing(found, _obstacle(config, artifact, loaded, found))
     if settled.obstacle and config.options.enable_weight_sharing:
         raise ConfigError(
@@ -75,7 +81,8 @@ def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, found: Ma
         return "OPTIMIZE's freeze makes them constants of a graph"
     if found.shared == found.total:
         return ""
-    unmappable = weights.unmappable(artifact.weights) if artifact.weights is not None else ""
+    file = artifact.weights
+    unmappable = contents.unmappable(file) if file is not None else ""
     causes = (
         (config.options.enable_weight_sharing is False, "ENABLE_WEIGHT_SHARING is false"),
         (config.kind != "CPU", "each instance has a copy on its device"),

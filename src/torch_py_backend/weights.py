@@ -7,7 +7,6 @@ Files are mapped, and where the module takes a weight as it is, the weight stays
 from __future__ import annotations
 
 import contextlib
-import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,22 +65,9 @@ def fill(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
 def _sharing(
     config: ModelConfig, path: Path, state: Mapping[str, Tensor]
 ) -> contextlib.AbstractContextManager[Any]:
-    if config.options.enable_weight_sharing is False or unmappable(path):
+    if config.options.enable_weight_sharing is False or contents.unmappable(path):
         return contextlib.nullcontext()
     return mapping.Adopting(state.values())
-
-
-def unmappable(path: Path) -> str:
-    """Why the tensors of a file cannot be used where they lie; empty where they can."""
-    if path.suffix in (".safetensors", ".json"):
-        return ""
-    with path.open("rb") as file:
-        if file.read(2) != b"PK":
-            return f"{path.name} is no zip archive: torch older than 1.6 wrote it"
-    with zipfile.ZipFile(path) as archive:
-        if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
-            return f"the entries of {path.name} are compressed"
-    return ""
 
 
 def _without_twins(
@@ -149,7 +135,9 @@ def _is_state_dict(value: Any) -> bool:
 
 def _torch_load(path: Path) -> Any:
     # Compressed entries would be mapped as they lie, and taken for values.
-    return torch.load(path, map_location="cpu", mmap=not unmappable(path), weights_only=True)
+    return torch.load(
+        path, map_location="cpu", mmap=not contents.unmappable(path), weights_only=True
+    )
 
 
 def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:

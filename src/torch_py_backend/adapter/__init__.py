@@ -85,6 +85,7 @@ class TritonPythonModel:
 
         _check_numpy(settings.name)
         self._engine = engine.build(settings, share)
+        self._modes.callback(self._engine.leave)
         self._settings = settings
         self._watch = weight_files.Watch(self._engine)
         watched = settings.options.watch_weights

@@ -1,0 +1,78 @@
+"""Processes that a test starts, talks to line by line, and ends; whatever happens, none remains."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeAlias
+
+# A child imports no torch, unless its code does.
+_PATHS = [str(Path(__file__).parents[1] / "src"), str(Path(__file__).parent)]
+
+Start: TypeAlias = "Callable[..., Child]"
+
+
+class Child:
+    """A Python process that runs `code`, with `arguments` in sys.argv[1:]."""
+
+    def __init__(self, folder: Path, code: str, *arguments: object) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            env=os.environ | {"TMPDIR": str(folder), "PYTHONPATH": os.pathsep.join(_PATHS)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def hear(self) -> str:
+        """The next line that it prints; empty where it has ended."""
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, line: str = "") -> None:
+        """A line for its input()."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{line}\n")
+        self.process.stdin.flush()
+
+    def ask(self, line: str = "") -> str:
+        self.tell(line)
+        return self.hear()
+
+    def kill(self) -> None:
+        """As the kernel's OOM killer does it."""
+        self.process.kill()
+        self.process.wait()
+
+    def end(self) -> int:
+        """Its exit code, once its input is at its end."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        return self.process.wait()
+
+
+@contextlib.contextmanager
+def starting(folder: Path) -> Iterator[Start]:
+    """Starts children whose temporary folder is this one."""
+    started: list[Child] = []
+
+    def start(code: str, *arguments: object) -> Child:
+        started.append(Child(folder, code, *arguments))
+        return started[-1]
+
+    yield start
+    for child in started:
+        child.kill()
+        for stream in (child.process.stdin, child.process.stdout):
+            assert stream is not None
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
