@@ -192,6 +192,10 @@ def test_instances_that_live_end_first() -> None:
     house.unload = unload  # type: ignore[method-assign]
     house.step(3)
     assert house.calls == ["unload a"]
+    assert house.killed == []
+    house.until(house.now + 1)
+    assert set(house.killed) == {"a"}
+    assert house.calls == ["unload a"]
     house.pids.clear()
     house.step(2)
     assert house.calls == ["unload a", "load a"]

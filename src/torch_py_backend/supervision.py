@@ -28,6 +28,9 @@ _LOOK_S = 0.2
 _INDEX_S = 0.5
 # Instances that did not die end in order, before the next ones need their memory.
 _SURVIVORS_S = 10.0
+# Triton of 24.10 may never end those of a model with a dead instance that had a request: after this
+# time whoever is idle is ended here. Triton sends them no requests any more.
+_IDLE_S = 1.0
 # What a load gets to fail in Triton, once its process has been ended.
 _FAILING_S = 30.0
 # Triton's own words for a process that is gone.
@@ -360,6 +363,8 @@ class Supervisor:
             if model.recovery.phase is not Phase.DOWN or model.work is not None:
                 continue
             survivors = self._watch.alive(name)
+            if survivors and now >= model.down_since + _IDLE_S:
+                self._watch.end(name, State.IDLE)
             if now >= model.recovery.due and (
                 not survivors or now >= model.down_since + _SURVIVORS_S
             ):
