@@ -4,16 +4,19 @@
 
 Each model is tuned twice: within the tolerance of fp32, and with 16-bit types allowed. All
 candidates of a run take turns (A B C A B C …), each is compared with eager PyTorch first, and the
-gain is the throughput of the choice at its best batch over that of the eager model at its own.
+gain is the throughput of the choice at its best batch over that of the model as it is configured
+(eager, one instance, all cores) at its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +59,53 @@ def main(words: list[str]) -> int:
             everything[name][allowed] = tune(name, flags)
             if settings.output:
                 settings.output.write_text(json.dumps(everything, indent=1))
+    print(table(everything))
     return 0
+
+
+def table(everything: Mapping[str, Mapping[str, Any]]) -> str:
+    """What was found, as Markdown: the plain configuration, the choice, and the gain."""
+    lines = [
+        "| model | allowed | as configured, rows/s | chosen | rows/s | gain | ± | max error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    gains: dict[str, list[float]] = {allowed: [] for allowed in _TOLERANCES}
+    for name, runs in everything.items():
+        for allowed, found in runs.items():
+            plain = next(row for row in found["rows"] if not row["candidate"]["parameters"])
+            best = _chosen(found)
+            gains[allowed].append(best["throughput"] / plain["throughput"])
+            spread = max(best["throughput_spread"], plain["throughput_spread"])
+            title = f"{best['candidate']['title']}, {_count(best['candidate'])}"
+            lines.append(
+                f"| {name} | {allowed} | {plain['throughput']:.0f} | {title} |"
+                f" {best['throughput']:.0f} | **{gains[allowed][-1]:.2f}** | {spread:.0%} |"
+                f" {best['error']:.0e} |"
+            )
+    lines += ["", "| allowed | geometric mean of the gains | target |", "|---|---|---|"]
+    lines += [
+        f"| {allowed} | **{statistics.geometric_mean(values):.2f}** | {_TARGETS[allowed]} |"
+        for allowed, values in gains.items()
+        if values
+    ]
+    return "\n".join(lines)
+
+
+def _chosen(found: Mapping[str, Any]) -> dict[str, Any]:
+    """The row of the choice; where nothing beats the plain configuration, that one."""
+    wished = found["chosen"] or {"parameters": {}, "instances": 1}
+    row: dict[str, Any] = next(
+        row
+        for row in found["rows"]
+        if row["candidate"]["parameters"] == wished["parameters"]
+        and row["candidate"]["instances"] == wished["instances"]
+    )
+    return row
+
+
+def _count(candidate: Mapping[str, Any]) -> str:
+    threads = candidate["parameters"].get("NUM_THREADS", "all")
+    return f"{threads} threads x {candidate['instances']}"
 
 
 if __name__ == "__main__":

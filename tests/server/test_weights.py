@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 import tritonclient.grpc
+from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server import Server
 
@@ -86,6 +88,13 @@ class Served:
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[Served]:
+    with serving(tmp_path) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def serving(tmp_path: Path, *, leases: bool = True) -> Iterator[Served]:
+    """A server with the model; without leases, somebody has the file open for writing."""
     folder = tmp_path / "repository" / "wide"
     (folder / "1").mkdir(parents=True)
     (folder / "config.pbtxt").write_text('backend: "pytorch_py"\n' + _OPTIONS)
@@ -94,6 +103,7 @@ def served(tmp_path: Path) -> Iterator[Served]:
     _write(path, 1)
     log_path = tmp_path / "server.log"
     with (
+        contextlib.nullcontext() if leases else path.open("r+b"),
         log_path.open("wb") as log,
         Server(
             tmp_path / "repository",
@@ -178,3 +188,14 @@ def test_unload_gives_everything_back(served: Served) -> None:
         assert served.answer() == 1
         assert len(served.instances()) == _INSTANCES
     assert len(set(Path("/dev/shm").iterdir())) <= len(regions)
+
+
+def test_who_reads_behind_the_end_of_a_file_leaves_a_word(tmp_path: Path) -> None:
+    """Where a file gives no lease and is cut short, the log names the signal and the line."""
+    with serving(tmp_path, leases=False) as served:
+        with served.path.open("r+b") as file:
+            file.truncate(4096)
+        with pytest.raises(InferenceServerException):
+            [served.answer() for _ in range(4)]
+        until(lambda: "Fatal Python error: Bus error" in served.log.read_text(errors="replace"))
+        assert "in forward" in served.log.read_text(errors="replace")

@@ -8,6 +8,7 @@ when an instance starts: Triton also imports this module to complete a config, w
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import json
 import locale
@@ -42,6 +43,9 @@ class TritonPythonModel:
             args: Triton's arguments, all strings; `model_config` is JSON.
         """
         logs.install()
+        # Who dies of a signal, in a kernel or on a mapped file, leaves a word on standard error.
+        if not faulthandler.is_enabled():
+            faulthandler.enable()
         self._modes = contextlib.ExitStack()
         self._vitals: vitals.Vitals = vitals.Untold()
         # Triton's stub runs in the C locale; torch.compile reads its templates as UTF-8.

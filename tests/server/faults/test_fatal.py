@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import re
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -116,9 +118,22 @@ def _ask(client: Any, model: str, value: float) -> Any:
     return client.infer(model, _inputs(value)).as_numpy("y")
 
 
+def _metrics(server: Server) -> str:
+    """Triton begins to listen for them after it has begun for requests."""
+    address = f"http://{server.metrics_address}/metrics"
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with (
+            contextlib.suppress(urllib.error.URLError),
+            urllib.request.urlopen(address, timeout=60) as page,
+        ):
+            return str(page.read().decode())
+        time.sleep(0.05)
+    raise AssertionError(address)
+
+
 def _gauge(server: Server, model: str) -> float:
-    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics", timeout=60) as page:
-        text = page.read().decode()
+    text = _metrics(server)
     labelled = rf'^pytorch_py_poisoned{{[^}}]*model="{model}"[^}}]*}} (\S+)$'
     (line,) = re.findall(labelled, text, re.MULTILINE)
     return float(line)
