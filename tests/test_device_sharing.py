@@ -96,7 +96,7 @@ def join(gpu: None, tmp_path: Path) -> Iterator[Join]:
     yield join
     for one in reversed(joined):
         one.leave()
-    assert not any(tmp_path.glob("torch-py-backend-*/*"))
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
 def _lay_out(kind: Kind, folder: Path) -> str:
@@ -162,7 +162,7 @@ def test_an_owner_killed_at_start(stage: str, start: Start, tmp_path: Path) -> N
     expected = _lay_out(Kind.MODULE, tmp_path)
     where = stage.replace("Owner", "ownership.Owner")
     killed = start(_INSTANCE, tmp_path, "a", f"{where} = die")
-    while not list(tmp_path.glob("*/*/weights-*/owner.lock")):
+    while not list(tmp_path.glob("*/servers/*/weights-*/owner.lock")):
         pass
     others = [start(_INSTANCE, tmp_path, name) for name in "bc"]
     assert [one.hear() for one in others] == ["ready", "ready"]
@@ -181,7 +181,7 @@ def test_unload_and_reload(start: Start, tmp_path: Path) -> None:
         for place in order:
             assert instances[place].ask("leave") == "left"
         assert sum(twin.mapped(one.pid) for one in instances) == 0
-        assert not any(tmp_path.glob("torch-py-backend-*/*"))
+        assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
         assert [one.end() for one in instances] == [0, 0, 0]
 
 
@@ -195,7 +195,7 @@ def test_killed_all_together(start: Start, gpu: None, tmp_path: Path) -> None:
         assert not any(Path("/dev/shm").glob(f"torch_{one.pid}_*"))
     made = _engine(tmp_path)
     made.leave()
-    assert not any(tmp_path.glob("torch-py-backend-*/*"))
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
 # --- engines of this process -----------------------------------------------------------------
@@ -288,7 +288,7 @@ def test_a_load_that_fails(gpu: None, process: None, tmp_path: Path) -> None:
     for _ in range(2):
         with pytest.raises(BackendError, match="no valid safetensors"):
             _engine(tmp_path)
-    assert not any(tmp_path.glob("torch-py-backend-*/*"))
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
 class Counting(nn.Module):
@@ -327,9 +327,9 @@ def test_the_adapter_leaves(gpu: None, process: None, tmp_path: Path) -> None:
     )
     model = TritonPythonModel()
     model.initialize(fake_triton.arguments(scenario.lay_out(tmp_path)))
-    assert any(tmp_path.glob("torch-py-backend-*/*"))
+    assert any(tmp_path.glob("torch-py-backend-*/servers/*"))
     model.finalize()
-    assert not any(tmp_path.glob("torch-py-backend-*/*"))
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
 # --- modules ---------------------------------------------------------------------------------

@@ -172,7 +172,7 @@ def test_in_the_order_in_which_they_came(start: Start, tmp_path: Path) -> None:
         loader = loaders["abc".index(name)]
         assert loader.hear() == "loads"
         assert loader.ask() == "done"
-    assert not any(tmp_path.glob("*/*"))
+    assert not any(tmp_path.glob("*/servers/*"))
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -190,7 +190,7 @@ def test_killed_loaders_let_the_next_one_in(killed: int, start: Start, tmp_path:
         if loader is not first:
             assert [loader.hear(), loader.hear()] == ["waits", "loads"]
         assert loader.ask() == "done"
-    assert not any(tmp_path.glob("*/*"))
+    assert not any(tmp_path.glob("*/servers/*"))
 
 
 def test_never_more_at_once_than_told(start: Start, tmp_path: Path) -> None:
@@ -201,12 +201,12 @@ def test_never_more_at_once_than_told(start: Start, tmp_path: Path) -> None:
     present = [int(one.hear()) for one in crowd]
     assert set(present) <= {1, 2}
     assert {one.end() for one in crowd} == {0}
-    assert not any(tmp_path.glob("torch-py-backend-*/*"))
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
 def _tickets(folder: Path) -> list[dict[str, Any]]:
     found = []
-    for path in sorted(folder.glob("*/*/loading/*.ticket")):
+    for path in sorted(folder.glob("*/servers/*/loading/*.ticket")):
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
             found.append(json.loads(path.read_bytes()))
     return found
@@ -226,7 +226,7 @@ def test_nothing_remains(temporary: Path) -> None:
         assert _tickets(temporary)[0]["loads"]
     with pytest.raises(ValueError, match="broken"), loading.turn(build.config(), Claim(1)):
         raise ValueError("broken")
-    assert not any(temporary.glob("*/*"))
+    assert not any(temporary.glob("*/servers/*"))
     assert _descriptors() == before
 
 

@@ -103,7 +103,7 @@ def test_leaving_twice(temporary: Path) -> None:
     first.leave()
     assert second.path.is_dir()
     second.leave()
-    assert not any(_base(temporary).iterdir())
+    assert not any((_base(temporary) / "servers").iterdir())
 
 
 def test_killed_members_leave_nothing(start: Start, temporary: Path) -> None:
@@ -220,7 +220,10 @@ def test_a_temporary_folder_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_foreign_entries_are_left_alone(temporary: Path) -> None:
     """A file or a link among the servers' folders is none of them."""
-    base = _base(temporary)
+    _base(temporary).mkdir(mode=0o700)
+    cache = _base(temporary) / "what was compiled"
+    cache.mkdir()
+    base = _base(temporary) / "servers"
     base.mkdir(mode=0o700)
     (base / "notes").write_text("mine")
     outside = temporary / "outside"
@@ -229,6 +232,7 @@ def test_foreign_entries_are_left_alone(temporary: Path) -> None:
     rendezvous.enter("digits").leave()
     assert (base / "notes").is_file()
     assert outside.is_dir()
+    assert cache.is_dir()
 
 
 def _children(parent: int) -> list[int]:

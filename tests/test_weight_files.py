@@ -1,4 +1,5 @@
 import hashlib
+import json
 import logging
 import os
 import threading
@@ -27,9 +28,10 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(4, 4)
+        self.register_buffer("nothing", torch.zeros(4))
 
     def forward(self, x):
-        return self.linear(x)
+        return self.linear(x) + self.nothing
 """
 X = torch.arange(8.0).reshape(2, 4)
 
@@ -40,9 +42,11 @@ class Net(nn.Module):
         self.linear = nn.Linear(4, 4)
         nn.init.constant_(self.linear.weight, value)
         nn.init.constant_(self.linear.bias, value)
+        self.nothing: Tensor
+        self.register_buffer("nothing", torch.zeros(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.linear(x)
+        result: Tensor = self.linear(x) + self.nothing
         return result
 
 
@@ -140,6 +144,8 @@ def test_a_new_file_is_swapped_in(
         replace(path, write, value)
         until(lambda: watch.digest == hashlib.sha256(path.read_bytes()).hexdigest()[:12])
         assert torch.equal(answer(made), Net(value)(X))
+        # It was not the model that wrote.
+        assert not made.purity.broken()
         found = sharing.mapped(made.loaded)
         assert found.shared == found.total
     until(lambda: f"{path} (deleted)" not in Path("/proc/self/maps").read_text())
@@ -388,9 +394,8 @@ def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[Watc
             (folder / "next").replace(folder / f"{key}.safetensors")
 
     write(1)
-    index = '{"weight_map": {"linear.weight": "linear.weight.safetensors",'
-    index += ' "linear.bias": "linear.bias.safetensors"}}'
-    build.write(tmp_path, "model.safetensors.index.json", index)
+    names = {key: f"{key}.safetensors" for key in Net(1).state_dict()}
+    build.write(tmp_path, "model.safetensors.index.json", json.dumps({"weight_map": names}))
     made = engine.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
     watch = Watch(made)
     closing.append(watch)
@@ -399,5 +404,5 @@ def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[Watc
     write(2)
     until(lambda: watch.digest != before and torch.equal(answer(made), Net(2)(X)))
     assert len(watch.digest) == 12
-    assert len(weight_files.files(artifacts.find(made.config))) == 3
+    assert len(weight_files.files(artifacts.find(made.config))) == 4
     assert mapping.find(made.loaded.weights).shared

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import logging
 import threading
@@ -83,6 +84,9 @@ class Watch:
         if refusal is not None:
             log.error("The new weights are refused, and the old ones stay: %s", refusal)
             return
+        # What the loader has left in cycles would hold the old file. (Of a server's instance, only
+        # what is younger than READY is looked at: gc.freeze.)
+        gc.collect()
         before, self._guard = self._guard, self._guarded()
         if before is not None:
             before.close()
@@ -105,6 +109,7 @@ class Watch:
             replacement.put(self._engine.loaded, fresh)
             if self._engine.device.type == "cuda":
                 torch.cuda.synchronize(self._engine.device)
+            self._engine.purity.settle()  # it was not the model that wrote
             self.digest = digest
         return None
 

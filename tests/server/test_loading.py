@@ -85,7 +85,7 @@ def test_load_in_turn_and_unload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             while process.children(recursive=True):
                 time.sleep(0.05)
             assert _shared(told[1]) == shared
-            assert not any((temporary / f"torch-py-backend-{os.geteuid()}").iterdir())
+            assert not any((temporary / f"torch-py-backend-{os.geteuid()}" / "servers").iterdir())
         client.close()
     assert (repository / "counts").read_text().split() == ["1"] * 12
 
