@@ -61,7 +61,7 @@ class Supervised:
         return list(psutil.Process(self.process.pid).children(recursive=True))
 
     def triton(self) -> psutil.Process:
-        (found,) = [one for one in self.family() if one.name() == "tritonserver"]
+        (found,) = [one for one in self.family() if _is_triton(one)]
         return found
 
     def prefix(self) -> str:
@@ -83,8 +83,11 @@ class Supervised:
 
     def told(self, model: str, state: State) -> list[psutil.Process]:
         """The processes of a model that tell they are in this state."""
-        found = []
-        folder = Path(self.triton().environ()[leftovers.VARIABLE])
+        found: list[psutil.Process] = []
+        try:
+            folder = Path(self.triton().environ()[leftovers.VARIABLE])
+        except (psutil.Error, KeyError, ValueError):  # it is just starting, or not there
+            return found
         for path in vitals.files(folder):
             with contextlib.suppress(psutil.Error, OSError, ValueError):
                 reader = vitals.Reader(path)
@@ -119,6 +122,12 @@ class Supervised:
         assert self.process.stdout is not None
         self._reader.join(60)
         self.process.stdout.close()
+
+
+def _is_triton(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return bool(process.name() == "tritonserver")
+    return False
 
 
 def _infer(module: Any, client: Any, model: str, value: float, **how: Any) -> list[float]:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch_py_backend import load, measurement
 from torch_py_backend.client import Client
 from torch_py_backend.errors import BenchError
 from torch_py_backend.load import Load, Open, Result, Send
 from torch_py_backend.measurement import Measurement
+
+# How often, and how long apart, statistics are read until they stand still.
+_LOOKS = 50
+_BETWEEN_LOOKS_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +48,23 @@ async def point(
         _check(shape, await load.run(send, _other_times(shape), warmup, stop=stop))
     if stop is not None and stop.is_set():
         return None
-    before = await client.statistics(model)
+    before = await _settled(client, model)
     result = await load.run(send, shape, seconds, stop=stop)
     _check(shape, result)
-    after = await client.statistics(model)
+    after = await _settled(client, model)
     return Point(shape, result, measurement.between(before, after))
+
+
+async def _settled(client: Client, model: str) -> dict[str, Any]:
+    """Triton's statistics once they stand still: it counts a request after it has answered it."""
+    found = await client.statistics(model)
+    for _ in range(_LOOKS):  # others may use the server, too
+        before = found
+        await asyncio.sleep(_BETWEEN_LOOKS_S)
+        found = await client.statistics(model)
+        if found == before:
+            break
+    return found
 
 
 def _other_times(shape: Load) -> Load:
