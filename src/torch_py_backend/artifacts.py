@@ -194,6 +194,6 @@ def _shards(weights: Path) -> list[Path]:
         return []
     try:
         named = contents.shards(weights)
-    except contents.NO_INDEX:
+        return [path for name in named if (path := weights.parent / name).is_file()]
+    except (OSError, *contents.NO_INDEX):  # a name may be longer than any file's
         return []
-    return [path for name in named if (path := weights.parent / name).is_file()]

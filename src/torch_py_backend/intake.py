@@ -54,7 +54,7 @@ class Intake:
         self._names = [spec.name for spec in config.inputs]
         self._required = [spec.name for spec in config.inputs if not spec.optional]
         self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
-        self._first = (self._names[0], self._axes[self._names[0]])
+        self._first = next(iter(self._axes.items()), ("", 0))
         self._whole = bind_inputs(config.name, self._names, signature)
         self._special = {
             name: takes
