@@ -173,10 +173,12 @@ class Steady:
 
 
 @contextlib.contextmanager
-def serve(repository: Path, *arguments: str, **variables: str) -> Iterator[Supervised]:
-    """A `serve` on a repository; whatever is left of it is ended."""
+def serve(
+    repository: Path, *arguments: str, within: Sequence[str] = (), **variables: str
+) -> Iterator[Supervised]:
+    """A `serve` on a repository, perhaps within a command; whatever is left of it is ended."""
     process = subprocess.Popen(
-        [sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments],
+        [*within, sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
