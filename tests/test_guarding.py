@@ -129,3 +129,19 @@ def test_no_memory_for_a_copy_is_an_error() -> None:
     """The addresses of nothing cannot be replaced."""
     with pytest.raises(OSError, match=r"\[Errno"):
         guarding._replace(0, 1 << 62)
+
+
+def test_who_cannot_copy_lets_the_writer_go_on(
+    file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory for a copy, the log says what comes of it."""
+
+    def fail(ranges: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(guarding, "copy", fail)
+    guard = guarding.Guard("digits", [file], ())
+    file.write_bytes(b"new")
+    guard.close()
+    assert "the old weights cannot be copied" in caplog.text
+    assert "load it again" in caplog.text

@@ -110,7 +110,14 @@ class Guard:
                 self._model,
                 file.path.name,
             )
-            copy(self._ranges)
+            try:
+                copy(self._ranges)
+            except OSError:
+                log.exception(
+                    "model '%s': the old weights cannot be copied, and will change under the model;"
+                    " load it again.",
+                    self._model,
+                )
         elif os.fstat(file.descriptor).st_mtime_ns == file.modified:
             return True
         else:
