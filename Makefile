@@ -27,7 +27,7 @@ fuzz: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[fuzz]'
 	$(BIN)/python tests/fuzz.py --seconds $(FUZZ_SECONDS)
 
-# `serve` under full load for twenty minutes, with loads, unloads, kills and cancellations.
+# A real server under full load for twenty minutes, with loads, unloads and cancellations.
 soak: $(VENV)/installed
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest tests/server/faults/test_soak.py -s --timeout 7200
 
