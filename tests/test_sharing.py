@@ -10,9 +10,19 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend import artifacts, loaders, optimization, sharing
+from torch_py_backend import (
+    artifacts,
+    loaders,
+    mapping,
+    optimization,
+    sharing,
+    signatures,
+    weights,
+)
+from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import ConfigError
+from torch_py_backend.loaders import Loaded
 from torch_py_backend.sharing import Sharing
 
 SOURCE = """
@@ -163,3 +173,80 @@ def test_only_large_copies_are_worth_a_line_of_the_log(
     with caplog.at_level(logging.INFO):
         settled(tmp_path, _compressed)
     assert len([record for record in caplog.records if "compressed" in record.message]) == lines
+
+
+# torch 2.13 no longer likes them; files that hold some are there all the same.
+_QUANTISED = pytest.mark.filterwarnings(
+    "ignore:.*quantize:UserWarning", "ignore:TypedStorage is deprecated:UserWarning"
+)
+
+
+class Odd(nn.Module):
+    """Holds what is no plain tensor: a state of its own, a sparse one, a quantised one, nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("sparse", torch.eye(4).to_sparse())
+        self.register_buffer("small", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        return result
+
+
+class Extra(Odd):
+    def get_extra_state(self) -> Any:
+        return {"version": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+@_QUANTISED
+@pytest.mark.parametrize("kind", [Odd, Extra])
+def test_what_is_no_plain_tensor_is_passed_over(kind: type[nn.Module]) -> None:
+    """Its memory is nobody's concern; the model is loaded all the same."""
+    module = kind()
+    loaded = Loaded(Kind.FACTORY, module, signatures.of_function(module.forward), module)
+    found = sharing.mapped(loaded)
+    assert found.shared == 0
+    assert found.total == sum(one.nbytes for one in module.parameters())
+
+
+@_QUANTISED
+def test_odd_weights_of_a_file_are_filled_in(tmp_path: Path) -> None:
+    """Sparse and quantised ones are copied, beside those that are shared."""
+    saved, module = Odd(), Odd()
+    torch.save(saved.state_dict(), build.write(tmp_path, "model.pt", b""))
+    artifact = Artifact(Kind.MODULE, tmp_path / "1" / "model.py", tmp_path / "1" / "model.pt")
+    weights.fill(build.config(tmp_path), artifact, module)
+    assert torch.equal(module.linear.weight, saved.linear.weight)
+    for name, tensor in saved.named_buffers():
+        filled: Any = module.get_buffer(name)
+        dense = filled.dequantize() if filled.is_quantized else filled.to_dense()
+        assert torch.equal(dense, tensor.dequantize() if tensor.is_quantized else tensor.to_dense())
+    assert mapping.find(module.parameters()).shared
+
+
+@_QUANTISED
+def test_quantised_tensors_of_an_archive_stay(tmp_path: Path) -> None:
+    """A scripted model that holds one is loaded as before."""
+
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small: Tensor
+            small = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+            self.register_buffer("small", small)
+            self.register_buffer("nothing", torch.empty(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.small.dequantize()
+
+    path = tmp_path / "model.pt"
+    torch.jit.script(Quantised().eval()).save(path)
+    made = torch.jit.load(path)
+    mapping.share(made.state_dict(keep_vars=True).values(), path)
+    assert torch.equal(made(torch.zeros(4)), Quantised()(torch.zeros(4)))

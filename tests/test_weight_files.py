@@ -29,6 +29,7 @@ class Net(nn.Module):
         super().__init__()
         self.linear = nn.Linear(4, 4)
         self.register_buffer("nothing", torch.zeros(4))
+        self.register_buffer("empty", torch.empty(0))
 
     def forward(self, x):
         return self.linear(x) + self.nothing
@@ -44,6 +45,7 @@ class Net(nn.Module):
         nn.init.constant_(self.linear.bias, value)
         self.nothing: Tensor
         self.register_buffer("nothing", torch.zeros(4))
+        self.register_buffer("empty", torch.empty(0))
 
     def forward(self, x: Tensor) -> Tensor:
         result: Tensor = self.linear(x) + self.nothing
@@ -272,6 +274,33 @@ def test_a_bad_file_is_refused_once_and_the_old_weights_stay(
 @pytest.mark.parametrize(
     ("name", "write"), [("model.pt", _scripted), ("model.pt2", _exported)], ids=["script", "export"]
 )
+def test_a_damaged_archive_does_not_end_the_watch(
+    name: str,
+    write: Writer,
+    tmp_path: Path,
+    closing: list[Watch],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Half of one is refused, and the whole one that follows is taken."""
+    made = served(tmp_path, name, write)
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    before, path = watch.digest, tmp_path / "1" / name
+    half = tmp_path / f"half{path.suffix}"
+    half.write_bytes(path.read_bytes()[:-200])
+    with caplog.at_level(logging.ERROR):
+        half.replace(path)
+        until(lambda: refusals(caplog))
+        assert torch.equal(answer(made), Net(1)(X))
+        replace(path, write, 3)
+        until(lambda: watch.digest != before)
+    assert torch.equal(answer(made), Net(3)(X))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("model.pt", _scripted), ("model.pt2", _exported)], ids=["script", "export"]
+)
 def test_an_archive_with_other_code_is_refused(
     name: str,
     write: Writer,
@@ -404,5 +433,5 @@ def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[Watc
     write(2)
     until(lambda: watch.digest != before and torch.equal(answer(made), Net(2)(X)))
     assert len(watch.digest) == 12
-    assert len(weight_files.files(artifacts.find(made.config))) == 4
+    assert len(weight_files.files(artifacts.find(made.config))) == 5
     assert mapping.find(made.loaded.weights).shared

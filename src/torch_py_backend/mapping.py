@@ -13,10 +13,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeGuard, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # A local file header: 26 bytes, the lengths of the name and of the extra field, those two.
@@ -38,7 +38,7 @@ class Adopting(TorchDispatchMode):
 
     def __init__(self, mapped: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._mapped = {storage_id(tensor) for tensor in mapped}
+        self._mapped = {storage_id(tensor) for tensor in mapped if is_plain(tensor)}
         self._places: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
@@ -53,7 +53,7 @@ class Adopting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _adopt(self, weight: Tensor, mapped: Tensor) -> bool:
-        if storage_id(mapped) not in self._mapped:
+        if not is_plain(mapped) or storage_id(mapped) not in self._mapped:
             return False
         if not _interchangeable(weight, mapped) or not is_alone(weight):
             return False
@@ -66,12 +66,26 @@ class Adopting(TorchDispatchMode):
 
 def _interchangeable(weight: Tensor, mapped: Tensor) -> bool:
     return (
-        weight.device == mapped.device
+        is_plain(weight)
+        and weight.device == mapped.device
         and weight.dtype == mapped.dtype
-        and weight.layout == mapped.layout == torch.strided
         and weight.shape == mapped.shape
         and weight.stride() == mapped.stride()
-        and mapped.numel() > 0
+    )
+
+
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Whether it is a tensor whose values lie in its storage and nowhere else.
+
+    Not so are sparse and quantised ones, those of other classes than torch's two, and empty ones;
+    and what a module's state_dict may hold that is no tensor at all.
+    """
+    return (
+        type(value) in (Tensor, nn.Parameter)
+        and isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_quantized
+        and value.numel() > 0
     )
 
 
@@ -103,7 +117,7 @@ def place(weight: Tensor, mapped: Tensor) -> None:
 # --- archives ----------------------------------------------------------------------------------
 
 
-def share(weights: Iterable[Tensor], archive: Path) -> None:
+def share(weights: Iterable[object], archive: Path) -> None:
     """Let weights lie in the archive that they were read from.
 
     They are found by their bytes: nothing is shared that is not equal, and any format will do that
@@ -114,7 +128,7 @@ def share(weights: Iterable[Tensor], archive: Path) -> None:
     """
     by_storage = defaultdict(list)
     for weight in {id(weight): weight for weight in weights}.values():
-        if weight.device.type == "cpu" and weight.layout == torch.strided and weight.numel():
+        if is_plain(weight) and weight.device.type == "cpu":
             by_storage[storage_id(weight)].append(weight)
     records = defaultdict(list)
     whole = _map(archive)
@@ -188,13 +202,13 @@ class Mapped:
     ranges: tuple[tuple[int, int], ...]
 
 
-def find(weights: Iterable[Tensor]) -> Mapped:
+def find(weights: Iterable[object]) -> Mapped:
     """Which weights lie in files, by the kernel's own table of this process, /proc/self/maps."""
     files = list(_file_ranges())
     starts = [start for start, _ in files]
     shared = total = 0
     ranges = set()
-    storages = {storage_id(weight): weight for weight in weights}
+    storages = {storage_id(weight): weight for weight in weights if is_plain(weight)}
     for weight in storages.values():
         storage = weight.untyped_storage()
         total += storage.nbytes()

@@ -63,9 +63,7 @@ def _share(program: torch.export.ExportedProgram, path: Path) -> None:
     for table in tables:
         # As they were read, they are views, whose bases would go on holding the old memory.
         table.update({name: one.data for name, one in table.items() if type(one) is Tensor})
-    mapping.share(
-        (value for table in tables for value in table.values() if isinstance(value, Tensor)), path
-    )
+    mapping.share((value for table in tables for value in table.values()), path)
 
 
 def _refuse_numbers(

@@ -43,7 +43,7 @@ def refuse_impossible(config: ModelConfig, artifact: Artifact, loaded: Loaded) -
 
 
 def _strays(artifact: Artifact, own: Mapping[str, Tensor]) -> bool:
-    storages = {mapping.storage_id(tensor) for tensor in own.values() if tensor.numel()}
+    storages = {mapping.storage_id(one) for one in own.values() if mapping.is_plain(one)}
     with zipfile.ZipFile(artifact.path) as archive:
         records = [one for one in archive.infolist() if _is_weight(one.filename) and one.file_size]
     return len(records) > len(storages)
@@ -51,7 +51,9 @@ def _strays(artifact: Artifact, own: Mapping[str, Tensor]) -> bool:
 
 def weights(loaded: Loaded) -> dict[str, Tensor]:
     """A model's weights as its file names them; the model's own tensors, not copies."""
-    return {} if loaded.owner is None else dict(loaded.owner.state_dict(keep_vars=True))
+    state = {} if loaded.owner is None else loaded.owner.state_dict(keep_vars=True)
+    # What a module keeps there beside tensors (get_extra_state) is none.
+    return {name: one for name, one in state.items() if isinstance(one, Tensor)}
 
 
 def read(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Loaded:
@@ -90,10 +92,15 @@ def put(loaded: Loaded, fresh: Loaded) -> None:
     new = weights(fresh)
     with torch.no_grad():
         for name, tensor in weights(loaded).items():
-            if tensor.device.type == "cpu" and mapping.is_alone(tensor):
+            if _movable(tensor, new[name]):
                 mapping.place(tensor, new[name])
             else:
                 tensor.copy_(new[name])
+
+
+def _movable(tensor: Tensor, fresh: Tensor) -> bool:
+    plain = mapping.is_plain(tensor) and mapping.is_plain(fresh)
+    return plain and tensor.device.type == "cpu" and mapping.is_alone(tensor)
 
 
 def code(artifact: Artifact) -> dict[str, int]:

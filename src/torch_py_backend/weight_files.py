@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import hashlib
 import logging
 import threading
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ import torch
 
 from torch_py_backend import contents, replacement, sharing
 from torch_py_backend.artifacts import Artifact
-from torch_py_backend.errors import BackendError
 from torch_py_backend.guarding import Guard
 
 if TYPE_CHECKING:
@@ -43,13 +42,15 @@ class Watch:
     """
 
     def __init__(self, engine: Engine) -> None:
+        if engine.config.options.watch_weights:
+            replacement.refuse_impossible(engine.config, engine.artifact, engine.loaded)
         self.digest = ""
         self._engine = engine
         self._guard = self._guarded()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if engine.config.options.watch_weights:
-            replacement.refuse_impossible(engine.config, engine.artifact, engine.loaded)
+            self._code = replacement.code(engine.artifact)
             self._thread = threading.Thread(target=self._run, name="watching", daemon=True)
             self._thread.start()
 
@@ -68,19 +69,19 @@ class Watch:
 
     def _run(self) -> None:
         artifact = self._engine.artifact
-        code = replacement.code(artifact)
         known = seen = _identity(artifact)
-        self.digest = _digest(artifact)
+        with contextlib.suppress(OSError):  # it is being replaced at this moment
+            self.digest = _digest(artifact)
         while not self._ended.wait(_POLL_S):
             now = _identity(artifact)
             settled, seen = now == seen, now
             # While a file is gone, somebody is about to replace it.
             if settled and now and now != known:
                 known = now
-                self._take(code)
+                self._take()
 
-    def _take(self, code: Mapping[str, int]) -> None:
-        refusal = self._swap(code)
+    def _take(self) -> None:
+        refusal = self._swap()
         if refusal is not None:
             log.error("The new weights are refused, and the old ones stay: %s", refusal)
             return
@@ -93,17 +94,17 @@ class Watch:
         name = self._engine.config.name
         log.info("model '%s': now with the weights of digest %s.", name, self.digest)
 
-    def _swap(self, code: Mapping[str, int]) -> Exception | None:
+    def _swap(self) -> Exception | None:
         """Why the new weights cannot be taken; None: they are in force."""
         config, artifact = self._engine.config, self._engine.artifact
         try:
             before = _identity(artifact)
-            replacement.refuse_other_code(config, artifact, code)
+            replacement.refuse_other_code(config, artifact, self._code)
             fresh = replacement.read(config, artifact, self._engine.loaded)
             digest = _digest(artifact)
             if _identity(artifact) != before:
                 return OSError("the file changed again while it was read.")
-        except (BackendError, OSError) as error:
+        except Exception as error:  # a damaged file raises nearly anything, and so may a model
             return error
         with self._engine.turn:
             replacement.put(self._engine.loaded, fresh)

@@ -55,6 +55,7 @@ class TritonPythonModel:
         except BaseException as error:
             # A refusal, which Triton reports: nobody died.
             self._vitals.ended()
+            self.leave()
             if isinstance(error, BackendError):
                 raise pb_utils.TritonModelException(str(error)) from error
             raise
@@ -92,6 +93,7 @@ class TritonPythonModel:
         self._modes.callback(self._engine.leave)
         self._settings = settings
         self._watch = weight_files.Watch(self._engine)
+        self._modes.callback(self._watch.close)
         watched = settings.options.watch_weights
         weights = answering.Weights(self._watch, settings) if watched else None
         self._answering = answering.Answering(self._engine, self._end, weights)
@@ -148,7 +150,6 @@ class TritonPythonModel:
         """Called before a healthy instance ends."""
         self._vitals.ended()
         self.leave()
-        self._watch.close()
         if self._publisher is not None:
             self._publisher.tell_all()
 
