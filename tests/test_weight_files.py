@@ -433,5 +433,5 @@ def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[Watc
     write(2)
     until(lambda: watch.digest != before and torch.equal(answer(made), Net(2)(X)))
     assert len(watch.digest) == 12
-    assert len(weight_files.files(artifacts.find(made.config))) == 5
+    assert len(artifacts.find(made.config).weight_files()) == 5
     assert mapping.find(made.loaded.weights).shared

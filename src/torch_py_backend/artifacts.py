@@ -45,12 +45,16 @@ class Artifact:
 
     def files(self) -> list[Path]:
         """The files that hold it: the model, its weights with their shards, its fallback."""
-        found = [self.path] if self.path.is_file() else []
-        if self.kind is Kind.FACTORY and self.weights is None:  # it takes what it needs
-            found = sorted(path for path in self.path.rglob("*") if path.is_file())
+        source = [self.path] if self.weights is not None and self.path.is_file() else []
+        return [*source, *self.weight_files(), *(self.fallback.files() if self.fallback else [])]
+
+    def weight_files(self) -> list[Path]:
+        """Those of them that hold its weights, an index before its shards."""
         if self.weights is not None:
-            found += [self.weights, *_shards(self.weights)]
-        return found + (self.fallback.files() if self.fallback is not None else [])
+            return [self.weights, *_shards(self.weights)]
+        if self.path.is_dir():  # a factory takes what it needs
+            return sorted(path for path in self.path.rglob("*") if path.is_file())
+        return [self.path] if self.path.is_file() else []
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from torch_py_backend import contents, replacement, sharing
+from torch_py_backend import replacement, sharing
 from torch_py_backend.artifacts import Artifact
 from torch_py_backend.guarding import Guard
 
@@ -65,7 +65,7 @@ class Watch:
     def _guarded(self) -> Guard | None:
         ranges = sharing.mapped(self._engine.loaded).ranges
         name = self._engine.config.name
-        return Guard(name, files(self._engine.artifact), ranges) if ranges else None
+        return Guard(name, self._engine.artifact.weight_files(), ranges) if ranges else None
 
     def _run(self) -> None:
         artifact = self._engine.artifact
@@ -115,25 +115,17 @@ class Watch:
         return None
 
 
-def files(artifact: Artifact) -> list[Path]:
-    """The files that hold a model's weights."""
-    path = artifact.weights or artifact.path
-    if path.suffix == ".json":
-        return [path, *(path.parent / name for name in contents.shards(path))]
-    return [path]
-
-
 def _identity(artifact: Artifact) -> list[tuple[int, int, int]]:
     """What changes when a file is replaced or written; empty while one is not there."""
     try:
-        found = [path.stat() for path in files(artifact)]
-    except (OSError, *contents.NO_INDEX):
+        found = [path.stat() for path in artifact.weight_files()]
+    except OSError:
         return []
     return [(one.st_ino, one.st_mtime_ns, one.st_size) for one in found]
 
 
 def _digest(artifact: Artifact) -> str:
-    digests = [_sha256(path) for path in files(artifact)]
+    digests = [_sha256(path) for path in artifact.weight_files()]
     if len(digests) > 1:
         return hashlib.sha256(b"".join(digests)).hexdigest()[:_DIGITS]
     return digests[0].hex()[:_DIGITS]
