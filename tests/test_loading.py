@@ -341,3 +341,34 @@ def test_the_line_is_the_servers(temporary: Path) -> None:
     with loading.turn(build.config(), Claim(1)):
         assert any((room.path / "loading").glob("*.ticket"))
     room.leave()
+
+
+def test_a_full_disk_keeps_nobody_from_loading(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a ticket it loads at once, says so, and leaves nothing that others stumble over."""
+
+    def fail(ticket: object, path: Path) -> None:
+        path.write_bytes(b"")
+        raise OSError(28, "No space left on device")
+
+    before = _descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(loading._Ticket, "write", fail)
+        with loading.turn(build.config(), Claim(1)):
+            assert "loads without waiting for others" in caplog.text
+            assert "No space left on device" in caplog.text
+            assert not _tickets(temporary)
+    assert _descriptors() == before
+    assert not any(temporary.glob("*/servers/*"))
+    with loading.turn(build.config(), Claim(1)):
+        assert _tickets(temporary)[0]["loads"]
+
+
+def test_a_ticket_that_was_cut_short_is_passed_over(temporary: Path) -> None:
+    """Whoever holds it had no room to write it whole."""
+    with loading.turn(build.config(instance="a"), Claim(1)):
+        (path,) = temporary.glob("*/servers/*/loading/*.ticket")
+        path.write_bytes(b"")
+        with loading.turn(build.config(instance="b"), Claim(1)):
+            pass

@@ -23,7 +23,7 @@ from pathlib import Path
 from torch_py_backend import contents, rendezvous, threads
 from torch_py_backend.artifacts import Artifact
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import PlatformError
+from torch_py_backend.errors import PlatformError, brief
 
 log = logging.getLogger(__name__)
 
@@ -101,13 +101,17 @@ def turn(
         log.warning("%s It loads without waiting for others.", error)
         yield
         return
-    try:
-        mine = _Ticket(config.instance, config.options.parallel_loads or threads.cores(), claimed)
-        with _Line(room.folder("loading")).joined(mine) as place:
+    mine = _Ticket(config.instance, config.options.parallel_loads or threads.cores(), claimed)
+    with contextlib.ExitStack() as stack:
+        stack.callback(room.leave)
+        try:
+            place = stack.enter_context(_Line(room.folder("loading")).joined(mine))
             _wait(config.name, place, device_free)
-            yield
-    finally:
-        room.leave()
+        except OSError as error:  # a full disk keeps no model from serving
+            log.warning(
+                "model '%s' loads without waiting for others: %s.", config.name, brief(error)
+            )
+        yield
 
 
 def _wait(model: str, place: _Place, device_free: Callable[[], int] | None) -> None:
@@ -156,7 +160,13 @@ class _Line:
             last = max((_number(path) for path in self._paths()), default=0)
             path = self._folder / f"{last + 1:012}{_SUFFIX}"
             locked = rendezvous.lock(path)
-            ticket.write(path)
+            try:
+                ticket.write(path)
+            except OSError:
+                path.unlink(missing_ok=True)
+                if locked is not None:
+                    rendezvous.release(locked)
+                raise
         if locked is None:
             raise RuntimeError(f"{path} is locked by another process")
         try:
@@ -184,7 +194,8 @@ class _Line:
                 continue
             abandoned = rendezvous.lock(path)
             if abandoned is None:
-                found.append((_number(path), _Ticket.read(path)))
+                with contextlib.suppress(ValueError):  # the disk was full when it was written
+                    found.append((_number(path), _Ticket.read(path)))
             else:
                 path.unlink()
                 rendezvous.release(abandoned)
