@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,21 +36,15 @@ LONGEST_S = 240.0
 class Supervised:
     """A running `serve`."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
-        self.lines: list[str] = []
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
+        self._log = log
         self.http = self.grpc = self.health = ""
-
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
 
     @property
     def text(self) -> str:
-        return "".join(self.lines)
+        """What it and its server have said."""
+        return self._log.read_text(errors="replace")
 
     def settle(self) -> None:
         """Wait until the first load of every model has ended."""
@@ -117,12 +112,6 @@ class Supervised:
         self.process.send_signal(signal.SIGTERM)
         self.process.wait(120)
 
-    def close(self) -> None:
-        """Read the rest of what it says."""
-        assert self.process.stdout is not None
-        self._reader.join(60)
-        self.process.stdout.close()
-
 
 def _is_triton(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
@@ -177,29 +166,28 @@ def serve(
     repository: Path, *arguments: str, within: Sequence[str] = (), **variables: str
 ) -> Iterator[Supervised]:
     """A `serve` on a repository, perhaps within a command; whatever is left of it is ended."""
-    process = subprocess.Popen(
-        [*within, sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        env=os.environ | {"TERM": "dumb"} | variables,
-    )
-    served = Supervised(process)
-    try:
-        yield served
-        if process.poll() is None:
-            served.end()
-    finally:
-        family: Sequence[psutil.Process] = []
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        for one in family:
+    with tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log") as log:
+        # Not a pipe: a server that outlives its `serve` would hold its other end.
+        process = subprocess.Popen(
+            [*within, sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | {"TERM": "dumb"} | variables,
+        )
+        served = Supervised(process, Path(log.name))
+        try:
+            yield served
+            if process.poll() is None:
+                served.end()
+        finally:
+            family: Sequence[psutil.Process] = []
             with contextlib.suppress(psutil.NoSuchProcess):
-                one.kill()
-        process.wait()
-        served.close()
+                family = psutil.Process(process.pid).children(recursive=True)
+            process.kill()
+            for one in family:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
+            process.wait()
 
 
 def until(what: Callable[[], Any], served: Supervised) -> Any:
