@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from torch_py_backend.adapter import messages, metrics
-from torch_py_backend.batching import Item, Outcome
+from torch_py_backend.batching import Outcome
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
@@ -59,12 +59,22 @@ class Answering:
         engine: the model.
         end: called once, with the reason, when the process has become useless.
         weights: who tells which weights answered; None: nobody.
+        read: what a request is for those who run it; raises if it cannot be read.
+        run: one outcome for each that was read; None: the engine runs items.
     """
 
     def __init__(
-        self, engine: Engine, end: Callable[[str], None], weights: Weights | None = None
+        self,
+        engine: Engine,
+        end: Callable[[str], None],
+        weights: Weights | None = None,
+        *,
+        read: Callable[[Any], Any] = messages.read,
+        run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None,
     ) -> None:
         self._engine = engine
+        self._read = read
+        self._run_all = run or engine.run
         self._weights = weights
         self._model = engine.config.name
         self._end = end
@@ -101,7 +111,7 @@ class Answering:
     def _answer_all(self, requests: Sequence[Any]) -> list[Any]:
         began = time.perf_counter()
         try:
-            items = [messages.read(request) for request in requests]
+            items = [self._read(request) for request in requests]
         except Exception:
             return self._answer_readable(requests)
         write: Callable[[Outcome], Any] = messages.write
@@ -121,9 +131,9 @@ class Answering:
         self._took = time.perf_counter() - began
         return responses
 
-    def _run(self, items: Sequence[Item]) -> Sequence[Outcome]:
+    def _run(self, items: Sequence[Any]) -> Sequence[Outcome]:
         try:
-            return self._engine.run(items)
+            return self._run_all(items)
         except BaseException as error:  # Triton would send the traceback to every client
             failure = self._engine.recovery.judge(error)
         internal = self._engine.recovery.fatal or InternalError(self._model)
@@ -146,7 +156,7 @@ class Answering:
     def _unreadable(self, request: Any) -> BackendError | None:
         recovery = self._engine.recovery
         try:
-            messages.read(request)
+            self._read(request)
         except Exception as error:
             said, failure = brief(error), recovery.judge(error)
         else:
