@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from processes import ended, instance
 
-from torch_py_backend import instances
+from torch_py_backend import instances, leftovers
 from torch_py_backend.instances import Fall, Watch
 from torch_py_backend.vitals import Identity, State, Told
 
@@ -67,6 +67,37 @@ def test_deaths(what: str, then: str, says: str, watch: Watch, tmp_path: Path) -
         assert watch.look() == []
         assert watch.alive("m") == set()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "told", "stays"),
+    [
+        ("torch_py_backend_0123456789ab_5f-e", "told.busy()", False),
+        ("torch_py_backend_0123456789ab_5f-e", "told.ended()", True),
+        ("torch_py_backend_0123456789ab_owner", "told.busy()", True),
+        ("another", "told.busy()", True),
+        ("../torch_py_backend_0123456789ab_5f-e", "told.busy()", True),
+        ("", "told.busy()", True),
+    ],
+    ids=["died", "ended in order", "the owner's", "another's", "outside", "not known"],
+)
+def test_shared_memory_of_the_dead(
+    name: str, told: str, stays: bool, watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The region of one that died is removed; Triton would keep it until the server ends."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", shared)
+    region = shared / (name or "unknown")
+    region.write_bytes(b"?")
+    what = f"told = Told(folder, Identity(os.getpid(), model, '', '', None, {name!r}), State.IDLE)"
+    with instance(tmp_path, f"{what}; {told}", then="sys.stdin.read(); os._exit(1)") as process:
+        assert watch.look() == []
+        assert region.exists()
+        process.kill()
+        ended(process)
+        watch.look()
+    assert region.exists() is stays
 
 
 def test_one_that_lives(watch: Watch, tmp_path: Path) -> None:

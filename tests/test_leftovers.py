@@ -178,3 +178,24 @@ def test_only_marked_processes_are_killed(tmp_path: Path) -> None:
         assert ours.wait(30) == -signal.SIGKILL
         assert not leftovers.kill(ours.pid, tmp_path)
     assert not leftovers.marked(os.getpid(), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (
+            ["model.py", "torch_py_backend_0123456789ab_5f-e", "1048576"],
+            "torch_py_backend_0123456789ab_5f-e",
+        ),
+        (["model.py", "triton_python_backend_shm_region_5f-e"], ""),
+        ([], ""),
+    ],
+    ids=["ours", "Triton's own name", "none"],
+)
+def test_the_own_region(words: list[str], name: str) -> None:
+    """A stub finds on its command line through which region Triton talks to it."""
+    code = "from torch_py_backend import leftovers; print(leftovers.region())"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == name

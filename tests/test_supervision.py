@@ -11,7 +11,7 @@ from torch_py_backend.control import TooLongError
 from torch_py_backend.errors import ServerError
 from torch_py_backend.instances import Fall
 from torch_py_backend.server import ModelState
-from torch_py_backend.supervision import Event, Kind, Plan, Supervisor, sentence, views
+from torch_py_backend.supervision import Event, Kind, Plan, Supervisor
 from torch_py_backend.vitals import Identity, State
 
 _READY, _GONE = "READY", "UNLOADED"
@@ -463,43 +463,6 @@ def test_a_fall_of_nobody() -> None:
 def test_before_the_first_step_nothing_is_ready() -> None:
     """Who asks early is told so."""
     assert House("a").supervisor.snapshot.problem == "the server is being started"
-
-
-def test_versions_of_a_model() -> None:
-    """A model serves if one version does, and is unloaded if all are."""
-    states = [
-        ModelState("m", "1", False, "unloaded", unloaded=True),
-        ModelState("m", "2", True, ""),
-        ModelState("n", "1", False, "unloaded", unloaded=True),
-        ModelState("o", "1", False, "unloaded", unloaded=True),
-        ModelState("o", "2", False, "because"),
-    ]
-    found = views(states)
-    assert (found["m"].ready, found["m"].versions) == (True, "2")
-    assert (found["n"].ready, found["n"].unloaded) == (False, True)
-    assert (found["o"].unloaded, found["o"].reason) == (False, "because")
-
-
-_REFUSED = (
-    "load failed for model 'm': version 1 is at UNAVAILABLE state: Internal: Oops: no"
-    " /srv/a/b.pt.\n\nAt:\n  /srv/x.py(3): f\n;"
-)
-
-
-@pytest.mark.parametrize(
-    ("reason", "says"),
-    [
-        ("Internal: Stub process 'm' is not healthy.", "Stub process 'm' is not healthy"),
-        (
-            _REFUSED,
-            "Oops: no b.pt",
-        ),
-        ("", "no reason is told"),
-    ],
-)
-def test_reasons_that_may_leave_the_server(reason: str, says: str) -> None:
-    """No folder, no trace, one line."""
-    assert sentence(reason) == says
 
 
 def test_the_kinds_are_words_of_their_own() -> None:

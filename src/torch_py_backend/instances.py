@@ -66,6 +66,8 @@ class Watch:
             if fall is not None:
                 falls.append(fall)
             if one.gone:
+                if path.exists():  # it died
+                    leftovers.remove_region(one.identity.region)
                 # Only now: while the file is there, whoever looks sees that it did not end.
                 path.unlink(missing_ok=True)
                 self._forget(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -26,6 +27,8 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton keeps its regions
 VARIABLE = "TORCH_PY_BACKEND_VITALS"
 _NAME = "torch_py_backend_"
 _FOLDER = "torch-py-backend-"
+# The prefix that Ownership gives Triton, and what Triton puts behind it.
+_REGION = re.compile(rb"torch_py_backend_[0-9a-f]{12}_(?!owner$)[0-9A-Za-z-]+")
 _OWNER = "owner"
 _ROUNDS = 20
 _PAUSE_S = 0.05
@@ -167,6 +170,27 @@ def _owned(path: Path, text: bytes) -> Owned | None:
         if folder.stat().st_uid != os.getuid():
             return None
     return Owned(path.name.removesuffix(_OWNER), folder)
+
+
+def region() -> str:
+    """The region of shared memory through which Triton talks to this process; empty: none of ours.
+
+    Triton names it to its stub on the command line, behind the model's file.
+    """
+    with contextlib.suppress(OSError):
+        words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
+        return next((os.fsdecode(one) for one in words if _REGION.fullmatch(one)), "")
+    return ""
+
+
+def remove_region(name: str) -> None:
+    """Remove the region of a process that died: Triton of 24.10 keeps it until the server ends.
+
+    What others have mapped of it stays theirs for as long as they want.
+    """
+    if _REGION.fullmatch(os.fsencode(name)):
+        with contextlib.suppress(OSError):  # Triton was quicker
+            (SHARED_MEMORY / name).unlink()
 
 
 def end_marked(vitals: Path) -> None:

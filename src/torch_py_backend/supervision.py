@@ -1,26 +1,24 @@
 """The models of one server, kept serving: loaded, watched, taken through unload and load again.
 
-One thread calls `step`, and owns every record. What may take long (Triton's load and unload) runs
-in threads of its own, and tells its end through a queue. Triton is asked for the states of its
-models now and then, so that users may load and unload through its API, too: what they unload is
-not healed, what they load is watched.
+One thread calls `step`, and owns every record. Triton is asked for the states of its models now
+and then, so that users may load and unload through its API, too: what they unload is not healed,
+what they load is watched.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+from torch_py_backend import index
 from torch_py_backend.control import TooLongError
-from torch_py_backend.errors import ServerError, brief
 from torch_py_backend.healing import Phase, Recovery
+from torch_py_backend.index import View
 from torch_py_backend.instances import Fall
+from torch_py_backend.operations import Control, Operations, Work
 from torch_py_backend.server import ModelState
 from torch_py_backend.vitals import State
 
@@ -69,14 +67,6 @@ class Snapshot:
     at: float = 0.0
 
 
-class Control(Protocol):
-    """What is done to a server: see `control.Control`."""
-
-    def load(self, model: str, seconds: float) -> None: ...
-
-    def unload(self, model: str) -> None: ...
-
-
 class Watch(Protocol):
     """Who is seen of a server: see `instances.Watch`."""
 
@@ -104,24 +94,6 @@ class Plan:
     load_seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Done:
-    """A thread's end."""
-
-    model: str
-    work: _Work
-    error: ServerError | None
-
-
-@dataclass(slots=True)
-class _Work:
-    """A load or an unload on its way."""
-
-    loads: bool
-    started: float
-    dependents: set[str] = field(default_factory=set)
-
-
 @dataclass(slots=True)
 class _Model:
     """What is known of one model.
@@ -137,7 +109,7 @@ class _Model:
     """
 
     recovery: Recovery
-    work: _Work | None = None
+    work: Work | None = None
     first: bool = True
     processes: set[int] = field(default_factory=set)
     fell: str = ""
@@ -145,21 +117,11 @@ class _Model:
     dependents: set[str] = field(default_factory=set)
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """What Triton says of all versions of a model."""
-
-    ready: bool
-    unloaded: bool
-    reason: str
-    versions: str
-
-
 class Supervisor:
     """Keeps the models of one server serving.
 
     Args:
-        index: Triton's states of its models.
+        states: Triton's states of its models.
         watch: the server's instances.
         control: loads and unloads; None: Triton does that by itself, and nothing is healed.
         plan: how far healing goes.
@@ -170,7 +132,7 @@ class Supervisor:
 
     def __init__(
         self,
-        index: Callable[[], Sequence[ModelState]],
+        states: Callable[[], Sequence[ModelState]],
         watch: Watch,
         control: Control | None,
         plan: Plan,
@@ -179,19 +141,21 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
         spawn: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._index, self._watch, self._control = index, watch, control
-        self._plan, self._announce, self._clock, self._spawn = plan, tell, clock, spawn
+        self._states, self._watch = states, watch
+        self._plan, self._announce, self._clock = plan, tell, clock
+        self._operations = (
+            Operations(states, control, spawn, watch.wake) if control is not None else None
+        )
         self._events: list[Event] = []
         self._models: dict[str, _Model] = {}
-        self._done: queue.SimpleQueue[_Done] = queue.SimpleQueue()
         self._index_due = 0.0
-        self._views: dict[str, _View] = {}
+        self._views: dict[str, View] = {}
         self.snapshot = Snapshot()
 
     @property
     def heals(self) -> bool:
         """Whether models are loaded and unloaded here, and not by Triton alone."""
-        return self._control is not None
+        return self._operations is not None
 
     @property
     def settled(self) -> bool:
@@ -207,7 +171,8 @@ class Supervisor:
     def step(self) -> None:
         """Wait a little, see what happened, and do what is due."""
         self._watch.wait(_LOOK_S)
-        falls, done = self._watch.look(), self._ended()
+        falls = self._watch.look()
+        done = self._operations.ended() if self._operations is not None else []
         # Asked afterwards: what Triton said before a load or unload ended is no news.
         problem = self._ask(now=bool(falls or done))
         for fall in falls:
@@ -231,7 +196,7 @@ class Supervisor:
         """Take Triton's states if it is time; why they cannot be had."""
         if now or self._clock() >= self._index_due:
             try:
-                self._views = views(self._index())
+                self._views = index.views(self._states())
             except OSError:
                 return "tritonserver does not answer"
             self._index_due = self._clock() + _INDEX_S
@@ -257,9 +222,9 @@ class Supervisor:
             model.recovery.served(self._clock())
             self._tell(Kind.READY, self._label(name), "loaded by somebody")
 
-    def _adopt(self, name: str, view: _View | None) -> None:
+    def _adopt(self, name: str, view: View | None) -> None:
         """A model that we did not load."""
-        if view is None or not (view.ready or (view.reason and self._control is None)):
+        if view is None or not (view.ready or (view.reason and self._operations is None)):
             return
         model = self._models[name] = _Model(Recovery(self._plan.restarts), first=False)
         if view.ready:
@@ -320,13 +285,13 @@ class Supervisor:
             model.down_since = now
         model.first = False
         model.processes, model.fell = self._watch.alive(name), reason
-        if self._control is None:
+        if self._operations is None:
             model.recovery.refused(reason)
             self._tell(Kind.GIVEN_UP, name, f"{reason}; Triton alone controls its models")
             return
         model.recovery.fell(now, reason)
         self._tell_down(name)
-        self._start_unload(name)
+        model.work = self._operations.unload(name, now)
 
     def _tell(self, kind: Kind, model: str, text: str = "") -> None:
         self._events.append(Event(kind, model, text))
@@ -343,7 +308,7 @@ class Supervisor:
         self._tell(Kind.DOWN, name, f"{recovery.reason}; loading it again {when} ({attempt})")
 
     def _refuse(self, name: str, reason: str) -> None:
-        self._models[name].recovery.refused(sentence(reason))
+        self._models[name].recovery.refused(index.sentence(reason))
         self._tell(Kind.FAILED, self._label(name), reason)
 
     def _abandon(self, name: str, reason: str) -> None:
@@ -374,74 +339,28 @@ class Supervisor:
     def _start_load(self, name: str) -> None:
         model = self._models[name]
         model.processes, model.fell = self._watch.alive(name), ""
-        work = model.work = _Work(loads=True, started=self._clock())
-        again = model.recovery.attempts > 0
-        self._spawn(lambda: self._load(name, work, sorted(model.dependents), again=again))
+        assert self._operations is not None  # noqa: S101  nothing is loaded without
+        model.work = self._operations.load(
+            name,
+            self._clock(),
+            self._plan.load_seconds + _FAILING_S,
+            sorted(model.dependents),
+            again=model.recovery.attempts > 0,
+        )
 
-    def _start_unload(self, name: str) -> None:
-        work = self._models[name].work = _Work(loads=False, started=self._clock())
-        self._spawn(lambda: self._unload(name, work))
-
-    def _load(self, name: str, work: _Work, dependents: Sequence[str], *, again: bool) -> None:
-        """Runs in a thread of its own."""
-        assert self._control is not None  # noqa: S101  nothing is loaded without
-        error = None
-        try:
-            # To load what Triton calls READY does nothing: not even if all its instances are dead.
-            if again and name in _ready(self._index()):
-                self._control.unload(name)
-            self._control.load(name, self._plan.load_seconds + _FAILING_S)
-            # Triton loads ensembles again when the last of their models is there; most of the time.
-            for dependent in dependents:
-                if not views(self._index())[dependent].ready:
-                    self._control.load(dependent, self._plan.load_seconds)
-        except (OSError, KeyError):  # the server ends, or the ensemble is gone
-            pass
-        except ServerError as failure:
-            error = failure
-        self._end(_Done(name, work, error))
-
-    def _unload(self, name: str, work: _Work) -> None:
-        """Runs in a thread of its own. If it fails, the load after it will try once more."""
-        assert self._control is not None  # noqa: S101  nothing is unloaded without
-        error = None
-        try:
-            before = _ready(self._index())
-            self._control.unload(name)
-            # Triton takes ensembles of it along, and calls them unloaded, too.
-            work.dependents = before - _ready(self._index()) - {name}
-        except OSError:  # the server ends
-            pass
-        except ServerError as failure:
-            error = failure
-        self._end(_Done(name, work, error))
-
-    def _ended(self) -> list[_Done]:
-        """The threads that have ended."""
-        done = []
-        with contextlib.suppress(queue.Empty):
-            while True:
-                done.append(self._done.get_nowait())
-        return done
-
-    def _end(self, done: _Done) -> None:
-        """The last thing that a thread does."""
-        self._done.put(done)
-        self._watch.wake()
-
-    def _take_done(self, done: _Done) -> None:
+    def _take_done(self, done: Work) -> None:
         name, model = done.model, self._models[done.model]
-        if model.work is not done.work:
+        if model.work is not done:
             return  # abandoned
         model.work = None
-        if not done.work.loads:
-            model.dependents |= done.work.dependents
+        if not done.loads:
+            model.dependents |= done.dependents
             return
         first, model.first = model.first, False
         if done.error is None and not model.fell:
             self._take_loaded(name, first=first)
             return
-        reason = model.fell or sentence(str(done.error))
+        reason = model.fell or index.sentence(str(done.error))
         died = bool(model.fell) or _DEAD in reason
         if isinstance(done.error, TooLongError):
             self._abandon(name, f"its load {done.error}")
@@ -499,42 +418,6 @@ class Supervisor:
     def _label(self, name: str) -> str:
         view = self._views.get(name)
         return f"{name} {view.versions}".strip() if view else name
-
-
-def views(states: Sequence[ModelState]) -> dict[str, _View]:
-    """Triton's index, by model."""
-    grouped: dict[str, list[ModelState]] = {}
-    for one in states:
-        grouped.setdefault(one.name, []).append(one)
-    found = {}
-    for name, versions in grouped.items():
-        ready = [one.version for one in versions if one.ready]
-        reasons = [one.reason for one in versions if one.reason and not one.unloaded]
-        labels = ready or [one.version for one in versions if one.version]
-        found[name] = _View(
-            ready=bool(ready),
-            unloaded=all(one.unloaded for one in versions),
-            reason=reasons[0] if reasons else "",
-            versions=",".join(labels),
-        )
-    return found
-
-
-def _ready(states: Sequence[ModelState]) -> set[str]:
-    return {one.name for one in states if one.ready}
-
-
-_TRITON_S = re.compile(r"^load failed for model '.*?': version \d+ is at UNAVAILABLE state: ")
-
-
-def sentence(reason: str) -> str:
-    """Triton's reason as one line that may leave the server: no trace, no folder, no dot."""
-    said = _TRITON_S.sub("", reason.partition("\n\nAt:")[0]).strip()
-    if not said:
-        return "no reason is told"
-    return (
-        brief(Exception(said)).removeprefix("Exception: ").removeprefix("Internal: ").rstrip(".; ")
-    )
 
 
 def _times(count: int) -> str:

@@ -23,6 +23,7 @@ from enum import IntEnum
 from pathlib import Path
 from typing import Protocol
 
+from torch_py_backend import leftovers
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.leftovers import VARIABLE
 
@@ -51,6 +52,7 @@ class Identity:
         version: the model's version.
         instance: the instance's name.
         limit_ms: how long one call of the model may take; None: as long as it wants.
+        region: the shared memory through which Triton talks to it; empty: not known.
     """
 
     pid: int
@@ -58,6 +60,7 @@ class Identity:
     version: str
     instance: str
     limit_ms: int | None
+    region: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,14 +114,17 @@ class Untold:
 def start(config: ModelConfig) -> Vitals:
     """Tell from now on how this process is, if somebody watches."""
     limit = config.options.execution_timeout_ms
+    own = leftovers.region()
     return _tell(
-        Identity(os.getpid(), config.name, config.version, config.instance, limit), State.LOADING
+        Identity(os.getpid(), config.name, config.version, config.instance, limit, own),
+        State.LOADING,
     )
 
 
 def completing(model: str) -> Vitals:
     """As `start`, for the process that completes a model's config and ends then."""
-    return _tell(Identity(os.getpid(), model, "", "", None), State.COMPLETING)
+    own = leftovers.region()
+    return _tell(Identity(os.getpid(), model, "", "", None, own), State.COMPLETING)
 
 
 def _tell(identity: Identity, state: State) -> Vitals:
@@ -213,7 +219,8 @@ def _identity(text: bytes) -> Identity:
     except TypeError:
         raise ValueError(text) from None
     limit = found.limit_ms
-    sound = all(isinstance(one, str) for one in (found.model, found.version, found.instance))
+    texts = (found.model, found.version, found.instance, found.region)
+    sound = all(isinstance(one, str) for one in texts)
     if not sound or type(found.pid) is not int or not (limit is None or type(limit) is int):
         raise ValueError(text)
     return found

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 class Served(nn.Module):
     def __init__(self) -> None:
         super().__init__()
+        self.spoilt = False
         {built}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -41,6 +42,11 @@ class Served(nn.Module):
             pass
         if what == 104:
             time.sleep(5)
+        self.spoilt |= what == 105
+        if self.spoilt:
+            error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+            error.error_code = 710
+            raise error
         return -x
 """
 _ENSEMBLE = """
@@ -66,6 +72,8 @@ _MODELS = (
     _model("steady"),
     _model("victim", config=x_to_y(WARMUP="false")),
     _model("limited", config=_TWO_LIMITED),
+    _model("stays", config=x_to_y()),
+    _model("exits", config=x_to_y(ON_FATAL="exit")),
     _model("slow", built="time.sleep(3)"),
     _model("dies_in_init", built="os._exit(4)"),
     _model("dies_at_import", imported="ctypes.string_at(0)"),
@@ -160,6 +168,18 @@ def test_death_in_forward(value: float, says: str, served: Supervised) -> None:
         _healed(served, "victim", old, says)
         asking.join(60)
     assert len(refusals) == 1
+
+
+@pytest.mark.parametrize("model", ["stays", "exits"])
+def test_poisoned(model: str, served: Supervised) -> None:
+    """An instance whose device is spoilt refuses, is replaced, and its model serves again."""
+    until(lambda: served.ready(model), served)
+    old = served.stubs(model)
+    with _undisturbed(served):
+        with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+            served.infer(model, 105.0)
+        _healed(served, model, old, f"DOWN    {model}: instance {model}_0_0 cannot compute")
+    until(lambda: _regions_of_the_living(served), served)
 
 
 def test_hangs(served: Supervised) -> None:
