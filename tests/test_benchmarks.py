@@ -119,6 +119,9 @@ def test_clocked_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """The clocks count what was called, and the model answers as it does without them."""
     import fake_triton
 
+    from torch_py_backend.engine import Engine
+
+    monkeypatch.setattr(Engine, "run", Engine.run)  # put back afterwards
     repositories.write_clocked("mlp", tmp_path, tmp_path / "clock.json")
     version = tmp_path / "mlp" / "1"
     monkeypatch.syspath_prepend(str(version))

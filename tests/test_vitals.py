@@ -63,11 +63,14 @@ def test_nobody_watches(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("given", "limit"), [({}, None), ({"EXECUTION_TIMEOUT_MS": "250"}, 250)])
-def test_who_tells(given: dict[str, str], limit: int | None, folder: Path) -> None:
-    """The file says which process it is, of which instance, and what its limit is."""
+def test_who_tells(
+    given: dict[str, str], limit: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file says which process it is, of which instance, its limit, and its shared memory."""
+    monkeypatch.setattr(leftovers, "region", lambda: "a_region")
     vitals.start(_config(**given))
     found = _only(folder).identity
-    assert dataclasses.astuple(found) == (os.getpid(), "grüße", "3", "grüße_0_1", limit)
+    assert dataclasses.astuple(found) == (os.getpid(), "grüße", "3", "grüße_0_1", limit, "a_region")
 
 
 def test_the_file_is_private(folder: Path) -> None:
