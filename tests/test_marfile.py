@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
-import os
 import stat
 import struct
+import sys
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -236,7 +237,7 @@ def test_what_is_refused(tmp_path: Path, make: Callable[[Path], object], says: s
     assert "\n" not in str(refusal.value)
     assert not target.exists()
     assert {path.name for path in tmp_path.iterdir()} == {"net.mar", "out"}
-    assert not [path for path in tmp_path.rglob("*evil*")]
+    assert not list(tmp_path.rglob("*evil*"))
 
 
 def test_the_same_name_twice(tmp_path: Path) -> None:
@@ -268,12 +269,10 @@ def test_limits(tmp_path: Path, write: Callable[..., Path], limits: Limits, says
 
 
 def test_a_bomb_writes_no_more_than_allowed(tmp_path: Path) -> None:
-    """A gigabyte of zeros in a megabyte is refused by its size, before it is written."""
+    """64 megabytes of zeros in a small file are refused by their size, before they are written."""
     path = tmp_path / "net.mar"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
-        with archive.open("zeros", "w") as file:
-            for _ in range(64):
-                file.write(bytes(1 << 20))
+    archives.write(path, {"zeros": bytes(64 << 20)}, compression=zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 1 << 17
     with pytest.raises(ArchiveError, match=r"larger than 0.01 GB"):
         marfile.unpack(path, tmp_path / "out", Limits(gigabytes=0.01))
     written = sum(one.stat().st_size for one in tmp_path.rglob("zeros"))
@@ -318,10 +317,8 @@ def test_damaged_in_any_way(
     archive = folder / "net.mar"
     archive.write_bytes(gzip.compress(content, 1) if which else content)
     (folder / "in").mkdir()
-    try:
+    with contextlib.suppress(ArchiveError):
         marfile.unpack(archive, folder / "in" / "out", Limits(gigabytes=0.01, files=20))
-    except ArchiveError as refusal:
-        assert str(refusal).startswith("net.mar: ")
     assert {path.name for path in folder.iterdir()} == {"net.mar", "in"}
     assert {path.name for path in (folder / "in").iterdir()} <= {"out", "out-whole"}
 
@@ -436,7 +433,7 @@ def test_settings_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     }
     folder = archives.write_folder(tmp_path / "net", files)
     manifest = marfile.read_manifest(folder, "net.mar")
-    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ArchiveError, match=r"pip install 'torch-py-backend\[torchserve\]'"):
         marfile.settings(folder, manifest, "net.mar")
 
@@ -447,4 +444,4 @@ def test_nothing_is_read_from_outside(tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     marfile.unpack(folder, tmp_path / "out", Limits())
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
-    assert os.listdir(tmp_path / "out")
+    assert _tree(tmp_path / "out") == _expected()

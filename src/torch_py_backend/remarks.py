@@ -38,6 +38,7 @@ PROVIDED = frozenset(
         "ts.version",
     }
 )
+_PACKAGES = {name.rpartition(".")[0] for name in PROVIDED} - {""}
 # What a request's only part is called: `curl -T` and `--data` send it.
 BODY = "body"
 _BODIES = (BODY, "data")
@@ -115,10 +116,11 @@ def _named(table: Mapping[str, str], name: str) -> Iterator[str]:
 
 
 def _within(node: ast.ImportFrom) -> list[str]:
-    """The modules that `from … import …` asks for; of TorchServe's packages, also the names."""
+    """The modules that `from … import …` asks for: those of TorchServe's packages are modules."""
     module = node.module or ""
-    inner = [f"{module}.{alias.name}" for alias in node.names]
-    return [one for one in inner if one in PROVIDED] or [module]
+    if module in _PACKAGES:
+        return [f"{module}.{alias.name}" for alias in node.names if alias.name != "__version__"]
+    return [module]
 
 
 def _imported(folder: Path, modules: Sequence[str]) -> Iterator[str]:
