@@ -8,6 +8,7 @@ directory; its function or its one class is found, initialized, and called with 
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import os
@@ -93,6 +94,7 @@ def load(config: ModelConfig, folder: Path, device: torch.device | None) -> Serv
     with _initializing(config, manifest), sources.importing_from(folder):
         module = _import(config, folder, manifest.handler_module)
         handle, initialize, owners = _entry(config, module, manifest.handler_function)
+        _refuse_coroutine(config, manifest, handle)
         initialize(context)
     for owner in owners:
         _compile(config, owner)
@@ -179,6 +181,15 @@ def _entry(
         )
     handler = classes[0]()
     return handler.handle, handler.initialize, [handler]
+
+
+def _refuse_coroutine(config: ModelConfig, manifest: Manifest, handle: Handle) -> None:
+    if inspect.iscoroutinefunction(handle):
+        raise SourceError(
+            config.name,
+            f"{handle.__name__}() is a coroutine in the handler {manifest.handler}",
+            expected="a function that returns its answers",
+        )
 
 
 def _is_handler(value: Any) -> bool:
