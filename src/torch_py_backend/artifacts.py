@@ -23,6 +23,7 @@ class Kind(enum.Enum):
     EXPORTED = "a torch.export program"
     AOTI = "an AOTInductor package"
     FACTORY = "a factory of an installed package"
+    TORCHSERVE = "a TorchServe archive"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Artifact:
 
     Attributes:
         kind: what the file is.
-        path: the file; for a FACTORY the version folder.
+        path: the file; for a FACTORY the version folder, for a TORCHSERVE archive its own.
         weights: the weights beside a MODULE's source or for a FACTORY; None where there are none.
         weightless: the config says that there are none (`WEIGHTS: "none"`).
         fallback: what to serve where an AOTI package does not fit the machine.
@@ -58,7 +59,9 @@ class Artifact:
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
-_DEFAULTS = ("model.py", "model.pt", "model.pt2")
+# A folder, in which a TorchServe archive lies unpacked.
+ARCHIVE = "model.mar"
+_DEFAULTS = ("model.py", "model.pt", "model.pt2", ARCHIVE)
 _KINDS = {
     Content.TORCHSCRIPT: Kind.TORCHSCRIPT,
     Content.EXPORTED: Kind.EXPORTED,
@@ -70,7 +73,8 @@ def find(config: ModelConfig) -> Artifact:
     """The artifact in the version folder.
 
     In this order: MODEL_FACTORY of a package, `default_model_filename`, model.py, model.pt,
-    model.pt2. A state_dict with a source of the same stem beside it belongs to that source.
+    model.pt2, model.mar. A state_dict with a source of the same stem beside it belongs to that
+    source.
 
     Raises:
         ArtifactError: there is no such file, or it is nothing that can be served.
@@ -97,6 +101,8 @@ def _refuse_fallback(config: ModelConfig, kind: Kind) -> None:
 
 
 def _describe(config: ModelConfig, path: Path) -> Artifact:
+    if path.suffix == ".mar":
+        return _archive(config, path)
     if path.suffix == ".py":
         return _with_weights(config, Kind.MODULE, path, path.stem)
     try:
@@ -117,13 +123,24 @@ def _describe(config: ModelConfig, path: Path) -> Artifact:
     return Artifact(_KINDS[found], path)
 
 
+def _archive(config: ModelConfig, path: Path) -> Artifact:
+    if path.is_dir():
+        return Artifact(Kind.TORCHSERVE, path)
+    raise ArtifactError(
+        config.name,
+        f"{path.name} is a file",
+        expected="the folder that an archive of TorchServe is unpacked into",
+        cure="Make a model folder of the archive with `torch-py-backend import-mar`.",
+    )
+
+
 def _model_file(config: ModelConfig) -> Path:
     folder = config.version_folder
     names = _candidates(config.default_model_filename)
     if names[0] not in _DEFAULTS:  # what is looked for anyway may be a link to a store of models
         _refuse_outside(config, "default_model_filename", names[0])
     for name in names:
-        if (folder / name).is_file():
+        if (folder / name).is_file() or (name.endswith(".mar") and (folder / name).is_dir()):
             return folder / name
     entries = folder.iterdir() if folder.is_dir() else ()
     present = sorted(f"{one.name}{'' if one.exists() else ' (a broken link)'}" for one in entries)

@@ -36,7 +36,8 @@ def apply(config: ModelConfig, kind: Kind, module: Callable[..., Any]) -> Compil
     Raises:
         OptionError: torch.compile does not take the parameters.
     """
-    if not requested(config):
+    # What a TorchServe handler calls its model is compiled where that is loaded.
+    if not requested(config) or kind is Kind.TORCHSERVE:
         return None
     if kind in (Kind.TORCHSCRIPT, Kind.AOTI):
         log.warning(

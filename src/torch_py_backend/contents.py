@@ -89,24 +89,24 @@ def describe(path: Path) -> Content:
     if not head.startswith(b"PK"):
         return _describe_head(path, head)
     try:
-        with _Bounded(path) as bounded, zipfile.ZipFile(bounded) as archive:
+        with Bounded(path) as bounded, zipfile.ZipFile(bounded) as archive:
             return _describe_archive(archive)
-    except _CrowdedError:
+    except CrowdedError:
         return Content.CROWDED
     except Exception:  # zipfile, zlib, lzma and bz2 have each errors of their own
         return Content.TRUNCATED
 
 
-class _CrowdedError(Exception):
+class CrowdedError(Exception):
     """A zip's list of members is absurd."""
 
 
-class _Bounded(io.FileIO):
+class Bounded(io.FileIO):
     """A file that is read in pieces of a bounded size: a zip itself says how long its list is."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > _LISTED_BYTES:
-            raise _CrowdedError
+            raise CrowdedError
         return super().read(size) or b""
 
 
@@ -181,7 +181,7 @@ def unmappable(weights: Path) -> str:
 def aoti_metadata(path: Path) -> dict[str, str]:
     """What an AOTInductor package says that it was built for; empty where it does not say."""
     try:
-        with _Bounded(path) as bounded, zipfile.ZipFile(bounded) as archive:
+        with Bounded(path) as bounded, zipfile.ZipFile(bounded) as archive:
             for name in archive.namelist():
                 if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
                     with archive.open(name) as file:

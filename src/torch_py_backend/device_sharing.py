@@ -69,6 +69,8 @@ def refusal(config: ModelConfig, kind: Kind) -> str:
         return "the instance is KIND_MODEL: the model places itself"
     if kind is Kind.AOTI:
         return "an AOTInductor package keeps its constants in memory of its own"
+    if kind is Kind.TORCHSERVE:
+        return "the handler of a TorchServe archive puts its weights where it wants"
     if "freeze" in config.options.optimize:
         return "OPTIMIZE freezes them: they become constants of each instance's own graph"
     return ""

@@ -21,6 +21,7 @@ BackendError
 ├── InstallError            a backend folder cannot be written
 ├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
 ├── BenchError              what is to be measured contradicts itself, or gave no figures
+├── ArchiveError            a TorchServe archive cannot be read, or cannot be served here
 └── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
 
 A sentence names the model, what was found, what was expected, and what to do. What a client reads
@@ -203,6 +204,16 @@ class ServerError(BackendError):
 
 class BenchError(BackendError):
     pass
+
+
+class ArchiveError(BackendError):
+    """An error about a file that is not a model yet; the arguments are those of ModelError."""
+
+    def __init__(self, archive: str, found: str, *, expected: str = "", cure: str = "") -> None:
+        sentence = f"{archive}: {found}"
+        if expected:
+            sentence += f"; expected {expected}"
+        super().__init__(f"{sentence}. {cure}" if cure else f"{sentence}.")
 
 
 class TuneError(BackendError):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_py_backend import sources
 from torch_py_backend.artifacts import Artifact, Kind
-from torch_py_backend.batching import Item, Value
+from torch_py_backend.batching import Item, Strings, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import ArtifactError, SourceError, brief
 
@@ -19,7 +19,10 @@ NAME = "example_inputs"
 
 
 def find(config: ModelConfig, artifact: Artifact) -> Item | None:
-    """Example inputs by name: of a file beside the model, or a function in model.py; None: neither.
+    """Example inputs by name; None: there are none.
+
+    They are in a file beside the model, or a function in model.py makes them; those of a TorchServe
+    archive are bodies of requests, each a file with the name of its input in a folder.
 
     Raises:
         ArtifactError: the file is damaged.
@@ -35,12 +38,25 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
                 f"{path.name} is no valid safetensors: {brief(error)}",
                 cure="Write it with safetensors.torch.save_file.",
             ) from error
+    if artifact.kind is Kind.TORCHSERVE:
+        return _bodies(config)
     if artifact.kind is not Kind.MODULE:
         return None
     made = sources.example_inputs(config.name, artifact.path, NAME)
     if made is None:
         return None
     return {name: _value(config, name, value) for name, value in made.items()}
+
+
+def _bodies(config: ModelConfig) -> Item | None:
+    folder = config.version_folder / NAME
+    shape = (1, 1) if config.max_batch_size else (1,)
+    found: Item = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        body: Strings = np.empty(shape, dtype=np.object_)
+        body.fill(path.read_bytes())
+        found[path.name] = body
+    return found or None
 
 
 def _value(config: ModelConfig, name: str, value: Any) -> Value:

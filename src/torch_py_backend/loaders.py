@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend import mapping, programs, signatures, sources, weights
+from torch_py_backend import mapping, programs, signatures, sources, torchserve, weights
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import ANY_ROWS, Rows
 from torch_py_backend.binding import Signature
@@ -204,6 +204,14 @@ def _load_aoti(artifact: Artifact, config: ModelConfig, device: torch.device | N
     return Loaded(artifact.kind, program.module, program.signature, program.owner, program.rows)
 
 
+def _load_torchserve(
+    artifact: Artifact, config: ModelConfig, device: torch.device | None
+) -> Loaded:
+    _warn_unused(config, "method", "model_class", "model_factory", "weights")
+    served = torchserve.load(config, artifact.path, device)
+    return Loaded(artifact.kind, served, torchserve.signature(config), served)
+
+
 def _refuse_method(artifact: Artifact, config: ModelConfig) -> None:
     if config.options.method is not None:
         raise ConfigError(
@@ -219,4 +227,5 @@ _LOADERS: Mapping[Kind, Callable[[Artifact, ModelConfig, torch.device | None], L
     Kind.FACTORY: _load_factory,
     Kind.EXPORTED: _load_exported,
     Kind.AOTI: _load_aoti,
+    Kind.TORCHSERVE: _load_torchserve,
 }

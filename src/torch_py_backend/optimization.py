@@ -23,6 +23,9 @@ def apply(config: ModelConfig, loaded: Loaded) -> Callable[..., Any]:
     wished, kind = config.options.optimize, loaded.kind
     if wished and kind is Kind.AOTI:
         raise _refusal(config, wished, kind, "The package is compiled already; take OPTIMIZE out.")
+    whole = tuple(name for name in ("freeze", "cuda_graphs") if name in wished)
+    if whole and kind is Kind.TORCHSERVE:
+        raise _refusal(config, whole, kind, "Its handler is Python code; take that out.")
     lay_out(config, loaded)
     if "freeze" in wished:
         if kind is Kind.TORCHSCRIPT:

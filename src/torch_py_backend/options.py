@@ -180,7 +180,9 @@ class Options:
         " `package.module:callable`. A class with `from_pretrained` is given the version folder.",
     )
     model_kwargs: dict[str, Any] | None = _option(
-        JSON_OBJECT, "Keyword arguments for the class or the factory."
+        JSON_OBJECT,
+        "Keyword arguments for the class or the factory. For a TorchServe archive: `content_type`,"
+        " what the bodies of requests are.",
     )
     method: str | None = _option(TEXT, "The method to serve instead of `forward`.")
     fallback: str | None = _option(

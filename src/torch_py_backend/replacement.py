@@ -24,6 +24,7 @@ def refuse_impossible(config: ModelConfig, artifact: Artifact, loaded: Loaded) -
     own = weights(loaded)
     causes = (
         (loaded.kind is Kind.AOTI, "an AOTInductor package keeps its weights to itself"),
+        (loaded.kind is Kind.TORCHSERVE, "the handler of a TorchServe archive reads them itself"),
         (not own, "the model has no weights outside of its code"),
         ("freeze" in config.options.optimize, "OPTIMIZE's freeze makes them constants of a graph"),
         (

@@ -42,11 +42,11 @@ def import_source(model: str, path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
-        with _importing_from(path.parent):
+        with importing_from(path.parent):
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise SourceError(model, f"{path.name} fails at {_place(error, path)}") from error
+        raise SourceError(model, f"{path.name} fails at {place(error, path)}") from error
     return module
 
 
@@ -63,7 +63,7 @@ def _module_name(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def _importing_from(folder: Path) -> Iterator[None]:
+def importing_from(folder: Path) -> Iterator[None]:
     """Modules in the folder can be imported, also later, by what the model does at run time."""
     sys.path.insert(0, str(folder))
     # A model repository is read, not written: it may be another user's, or read-only.
@@ -74,7 +74,7 @@ def _importing_from(folder: Path) -> Iterator[None]:
         sys.dont_write_bytecode = before
 
 
-def _place(error: BaseException, path: Path) -> str:
+def place(error: BaseException, path: Path) -> str:
     """The line of the model's own file that an exception comes from, and what it says."""
     if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno:
         return f"line {error.lineno}: SyntaxError: {error.msg}: {(error.text or '').strip()}"
@@ -105,7 +105,7 @@ def construct_from_package(config: ModelConfig, *, filled: bool) -> Built:
     # Read by Hugging Face's libraries when they are imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        with _importing_from(config.version_folder):
+        with importing_from(config.version_folder):
             chosen = operator.attrgetter(name)(importlib.import_module(package))
     except (Exception, SystemExit) as error:  # the package's own code runs here
         raise SourceError(
@@ -149,7 +149,7 @@ def example_inputs(model: str, path: Path, name: str) -> Mapping[str, Any] | Non
         made = function()
     except (Exception, SystemExit) as error:
         raise SourceError(
-            model, f"{name}() in {path.name} fails at {_place(error, path)}"
+            model, f"{name}() in {path.name} fails at {place(error, path)}"
         ) from error
     if not isinstance(made, Mapping):
         raise SourceError(
@@ -191,7 +191,7 @@ def construct(config: ModelConfig, path: Path, source: ModuleType, *, filled: bo
         return _call(chosen, keywords, filled=filled)
     except (Exception, SystemExit) as error:
         raise SourceError(
-            config.name, f"{name}() in {path.name} fails at {_place(error, path)}"
+            config.name, f"{name}() in {path.name} fails at {place(error, path)}"
         ) from error
 
 

@@ -10,6 +10,7 @@ from rich.markup import escape
 
 from torch_py_backend.cli.bench import bench
 from torch_py_backend.cli.check import check
+from torch_py_backend.cli.import_mar import import_mar
 from torch_py_backend.cli.init import init
 from torch_py_backend.cli.install import install
 from torch_py_backend.cli.serve import serve
@@ -24,6 +25,7 @@ commands = typer.Typer(
 )
 commands.command()(serve)
 commands.command()(init)
+commands.command()(import_mar)
 commands.command()(check)
 commands.command()(install)
 commands.command()(bench)

@@ -1,0 +1,136 @@
+"""`torch-py-backend import-mar`: a model folder made from a TorchServe archive."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from torch_py_backend import isolation, marfile, migration, pbtxt
+from torch_py_backend.artifacts import ARCHIVE
+from torch_py_backend.errors import ArchiveError, BackendError, InstallError, PlatformError
+from torch_py_backend.marfile import Limits
+from torch_py_backend.migration import Migration, Wishes
+
+_TIMEOUT_S = 600.0
+_NAME = re.compile(r"[\w-][\w.\- ]*")
+# Inputs are files, too, where an example lies beside the model.
+_INPUT = re.compile(r"[A-Za-z_]\w*")
+_DEFAULT = Limits()
+
+
+def import_mar(
+    archive: Annotated[
+        Path, typer.Argument(help="A .mar or .tar.gz file, or a folder, of torch-model-archiver.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option(help="The model folder to make; by default the archive's model name, here."),
+    ] = None,
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            help="A field of a request, may be repeated; by default body or data, as the handler's"
+            " source has it.",
+        ),
+    ] = None,
+    content_type: Annotated[
+        str,
+        typer.Option(help="What clients have sent as Content-Type, if the handler is to see JSON."),
+    ] = "",
+    example: Annotated[
+        Path | None,
+        typer.Option(help="A file with a request's body, to try and to warm up the model with."),
+    ] = None,
+    max_gigabytes: Annotated[
+        float, typer.Option(min=0.001, help="How large the archive may be, unpacked.")
+    ] = _DEFAULT.gigabytes,
+    max_files: Annotated[
+        int, typer.Option(min=1, help="How many files it may hold.")
+    ] = _DEFAULT.files,
+) -> None:
+    """Make a model folder from a TorchServe archive."""
+    if not archive.exists():
+        raise InstallError(f"{archive} is not there; expected an archive of torch-model-archiver.")
+    if example is not None and not example.is_file():
+        raise InstallError(f"--example is {example}, which is not a file.")
+    wishes = Wishes(_fields(inputs or []), content_type, example is not None)
+    parent = (output.absolute().parent if output is not None else Path.cwd()).resolve()
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        # Made complete beside its place: a server that watches the repository sees it whole.
+        with tempfile.TemporaryDirectory(prefix=".import-mar-", dir=parent) as scratch:
+            unpacked = Path(scratch) / ARCHIVE
+            marfile.unpack(archive, unpacked, Limits(max_gigabytes, max_files))
+            manifest = marfile.read_manifest(unpacked, archive.name)
+            name = output.absolute().name if output is not None else manifest.model_name
+            _refuse_name(name, parent / name)
+            made = migration.migrate(archive.name, name, unpacked, manifest, wishes)
+            folder = _lay_out(Path(scratch) / name, unpacked, made, example)
+            folder.rename(parent / name)
+    except OSError as error:
+        raise InstallError(f"cannot import {archive.name} into {parent}: {error}") from error
+    _print(parent / name, made)
+
+
+def _fields(inputs: list[str]) -> tuple[str, ...]:
+    odd = [name for name in inputs if not _INPUT.fullmatch(name)]
+    if odd or len(set(inputs)) < len(inputs):
+        raise ArchiveError("--input", f"it is {', '.join(inputs)}", expected="names, each once")
+    return tuple(inputs)
+
+
+def _refuse_name(name: str, target: Path) -> None:
+    if not _NAME.fullmatch(name):
+        raise InstallError(
+            f"the model's name is '{name}'; expected letters, digits, _, -, . and blanks. Give"
+            " another one with --output."
+        )
+    if os.path.lexists(target):
+        raise InstallError(f"{target} exists already; give another folder with --output.")
+
+
+def _lay_out(folder: Path, unpacked: Path, made: Migration, example: Path | None) -> Path:
+    version = folder / "1"
+    version.mkdir(parents=True)
+    unpacked.rename(version / ARCHIVE)
+    if example is not None:
+        bodies = version / "example_inputs"
+        bodies.mkdir()
+        shutil.copyfile(example, bodies / made.inputs[0])
+    (folder / "config.pbtxt").write_text(made.config, encoding="utf-8")
+    return folder
+
+
+def _print(folder: Path, made: Migration) -> None:
+    console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
+    console.print(f"made {folder}")
+    for line in made.taken:
+        console.print(f"  {line}")
+    if made.left:
+        console.print("not taken over, and noted in config.pbtxt:")
+    for line in made.left:
+        console.print(f"  {line}")
+    console.print(_checked(folder))
+
+
+def _checked(folder: Path) -> str:
+    """Whether the folder that was made can be served."""
+    try:
+        document = pbtxt.read(folder)
+        given = pbtxt.arguments(folder, "1", document)
+        isolation.run(
+            folder.name, "torch_py_backend.inspection:inspect", {"arguments": given}, _TIMEOUT_S
+        )
+    except PlatformError as error:
+        return f"not tried: {error}"
+    except BackendError as error:
+        return f"does not load yet: {error}"
+    return "loads; next: torch-py-backend serve"

@@ -1,0 +1,166 @@
+"""What a handler is told of its model and of its requests: `ts.context` of TorchServe.
+
+Its attributes and methods are those that TorchServe documents for handlers.
+https://docs.pytorch.org/serve/custom_service.html
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any
+
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.marfile import Manifest
+
+# The release whose interface this is.
+VERSION = "0.12.0"
+_OK = 200
+
+# Whose handler this process serves: handlers load weights without being told of a config.
+settings: ContextVar[ModelConfig] = ContextVar("settings")
+
+
+class Dimension:
+    """`ts.metrics.dimension.Dimension`: a name and a value."""
+
+    def __init__(self, name: str, value: str) -> None:
+        self.name = name
+        self.value = value
+
+
+class Metric:
+    """A metric that nobody counts."""
+
+    def add_or_update(self, *_args: Any, **_named: Any) -> None: ...
+
+    update = reset = add_or_update
+
+
+class Metrics:
+    """`context.metrics`: takes what TorchServe's takes, and counts nothing."""
+
+    def add_metric(self, *_args: Any, **_named: Any) -> None: ...
+
+    add_counter = add_time = add_size = add_percent = add_error = add_metric
+
+    def get_metric(self, *_args: Any, **_named: Any) -> Metric:
+        return Metric()
+
+    add_metric_to_cache = get_metric
+
+
+class RequestProcessor:
+    """One request's headers, and the status that its answer gets."""
+
+    def __init__(self, headers: Mapping[str, str]) -> None:
+        self._headers = dict(headers)
+        self._response_headers: dict[str, str] = {}
+        self.status = _OK
+        self.phrase: str | None = None
+
+    def get_request_property(self, key: str) -> str | None:
+        return self._headers.get(key)
+
+    def get_request_properties(self) -> dict[str, str]:
+        return self._headers
+
+    def report_status(self, code: int, reason_phrase: str | None = None) -> None:
+        self.status, self.phrase = code, reason_phrase
+
+    def get_response_status_code(self) -> int:
+        return self.status
+
+    def get_response_status_phrase(self) -> str | None:
+        return self.phrase
+
+    def add_response_property(self, key: str, value: str) -> None:
+        self._response_headers[key] = value
+
+    def get_response_headers(self) -> dict[str, str]:
+        return self._response_headers
+
+    def get_response_header(self, key: str) -> str | None:
+        return self._response_headers.get(key)
+
+
+class Context:
+    """What `initialize` and `handle` are given.
+
+    Args:
+        config: the model's config.
+        folder: where the archive lies, unpacked.
+        manifest: its manifest.
+        yaml_config: what its model-config.yaml says.
+        gpu: the GPU to use; None: none, or the handler's own choice.
+        headers: what each request is said to have for headers.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        folder: Path,
+        manifest: Manifest,
+        yaml_config: Mapping[str, Any],
+        gpu: int | None,
+        headers: Mapping[str, str],
+    ) -> None:
+        self.model_name = config.name
+        self.manifest = dict(manifest.document)
+        self.model_yaml_config = dict(yaml_config)
+        self.system_properties: dict[str, Any] = {
+            "model_dir": str(folder),
+            "gpu_id": gpu,
+            "batch_size": max(1, config.max_batch_size),
+            "server_name": "MMS",  # what TorchServe has called itself from its beginning
+            "server_version": VERSION,
+            "limit_max_image_pixels": True,
+        }
+        self.metrics = Metrics()
+        self.stopping_criteria: Any = None
+        self.request_ids: dict[int, str] | None = None
+        self.request_processor: Sequence[RequestProcessor] = ()
+        self._headers = headers
+        self._numbers = itertools.count()
+
+    def receive(self, rows: int) -> None:
+        """A batch of so many requests begins."""
+        self.request_ids = {row: str(next(self._numbers)) for row in range(rows)}
+        self.request_processor = [RequestProcessor(self._headers) for _ in range(rows)]
+
+    def get_request_id(self, idx: int = 0) -> str | None:
+        return None if self.request_ids is None else self.request_ids.get(idx)
+
+    def get_request_header(self, idx: int, key: str) -> str | None:
+        return self.request_processor[idx].get_request_property(key)
+
+    def get_all_request_header(self, idx: int) -> dict[str, str]:
+        return self.request_processor[idx].get_request_properties()
+
+    def get_sequence_id(self, idx: int) -> str | None:
+        return self.get_request_header(idx, "ts_request_sequence_id")
+
+    def set_response_content_type(self, idx: int, value: str) -> None:
+        self.set_response_header(idx, "content-type", value)
+
+    def get_response_content_type(self, idx: int) -> str | None:
+        return self.get_response_headers(idx).get("content-type")
+
+    def set_response_header(self, idx: int, key: str, value: str) -> None:
+        self.request_processor[idx].add_response_property(key, value)
+
+    def get_response_headers(self, idx: int) -> dict[str, str]:
+        return self.request_processor[idx].get_response_headers()
+
+    def set_response_status(self, code: int = _OK, phrase: str = "", idx: int = 0) -> None:
+        self.request_processor[idx].report_status(code, phrase)
+
+    def set_all_response_status(self, code: int = _OK, phrase: str = "") -> None:
+        for one in self.request_processor:
+            one.report_status(code, phrase)
+
+    def get_response_status(self, idx: int) -> tuple[int, str | None]:
+        one = self.request_processor[idx]
+        return one.status, one.phrase

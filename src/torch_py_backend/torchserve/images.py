@@ -1,0 +1,78 @@
+"""Images as ImageNet's models take them, without torchvision."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend.errors import PlatformError
+from torch_py_backend.torchserve.context import settings
+
+_MEAN = (0.485, 0.456, 0.406)
+_DEVIATION = (0.229, 0.224, 0.225)
+
+
+def pillow() -> Any:
+    """Pillow's module Image.
+
+    Raises:
+        PlatformError: it is not installed.
+    """
+    try:
+        from PIL import Image  # noqa: PLC0415  only models with images need it
+    except ImportError as error:
+        config = settings.get(None)
+        raise PlatformError(
+            config.name if config is not None else "",
+            f"its handler reads images: {error}",
+            cure="pip install 'torch-py-backend[torchserve]' where the server's Python runs.",
+        ) from None
+    return Image
+
+
+@dataclass(frozen=True, slots=True)
+class Standard:
+    """What torchvision's Resize(256), CenterCrop(224), ToTensor and Normalize do together.
+
+    Attributes:
+        side: what the shorter side is resized to; None: the image is taken as it is.
+        crop: the side of the square in the middle that is kept.
+    """
+
+    side: int | None = 256
+    crop: int = 224
+
+    def __call__(self, image: Any) -> Tensor:
+        """An image of Pillow's as a tensor [3, height, width]."""
+        image = image.convert("RGB")  # the statistics are those of three channels
+        if self.side is None:
+            return to_tensor(image)
+        image = _cropped(_resized(image, self.side), self.crop)
+        mean, deviation = (torch.tensor(one).view(3, 1, 1) for one in (_MEAN, _DEVIATION))
+        return (to_tensor(image) - mean) / deviation
+
+
+def to_tensor(image: Any) -> Tensor:
+    """Bytes from 0 to 255 as floats from 0 to 1, channels first."""
+    array = np.array(image, dtype=np.uint8)
+    return torch.from_numpy(array).permute(2, 0, 1).contiguous().to(torch.float32) / 255
+
+
+def _resized(image: Any, side: int) -> Any:
+    width, height = image.size
+    short, long = sorted((width, height))
+    if short == side:
+        return image
+    other = int(side * long / short)
+    size = (side, other) if width <= height else (other, side)
+    return image.resize(size, pillow().Resampling.BILINEAR)
+
+
+def _cropped(image: Any, side: int) -> Any:
+    width, height = image.size
+    left, top = round((width - side) / 2), round((height - side) / 2)
+    return image.crop((left, top, left + side, top + side))

@@ -1,0 +1,182 @@
+"""The handler for texts, and what it makes of them: words, and runs of words, as numbers."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_py_backend.errors import ArtifactError, brief
+from torch_py_backend.migration import VOCABULARY
+from torch_py_backend.torchserve.context import Context, settings
+from torch_py_backend.torchserve.handlers import BaseHandler, body
+from torch_py_backend.torchserve.labels import map_class_to_label
+
+_MARKUP = re.compile(r"<.*?>|&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
+
+# English contractions: what follows these words after an apostrophe stands for one more word.
+_ENDINGS = {
+    "n't": (
+        " not",
+        "are could did does do had has have is may might must need ought should was were would",
+    ),
+    "'ve": (
+        " have",
+        "could i might must should so they to we what when where who why will would you",
+    ),
+    "'d": (" would", "he i it she that there they we you"),
+    "'ll": (" will", "he how i it she they we what who you"),
+    "'s": (" is", "he how it she that there what when where who why"),
+    "'re": (" are", "they we what you"),
+    "'m": (" am", "i"),
+}
+_IRREGULAR = {
+    "ain't": "is not",
+    "can't": "cannot",
+    "shan't": "shall not",
+    "won't": "will not",
+    "let's": "let us",
+    "so's": "so as",
+    "how'd": "how did",
+    "where'd": "where did",
+    "ma'am": "madam",
+    "o'clock": "of the clock",
+    "y'all": "you all",
+}
+_CONTRACTIONS = _IRREGULAR | {
+    word + ending: word + meant
+    for ending, (meant, words) in _ENDINGS.items()
+    for word in words.split()
+}
+_CONTRACTION = re.compile(
+    rf"(?<![a-z])(?:{'|'.join(sorted(_CONTRACTIONS, key=len, reverse=True))})", re.IGNORECASE
+)
+
+
+def ngrams_iterator(token_list: Sequence[str], ngrams: int) -> Iterator[str]:
+    """The tokens, then all runs of two of them, and so on up to `ngrams`."""
+    for size in range(1, ngrams + 1):
+        for start in range(len(token_list) - size + 1):
+            yield " ".join(token_list[start : start + size])
+
+
+def get_tokenizer(tokenizer: Any, language: str = "en") -> Callable[[str], list[str]]:
+    """What takes a text apart: at blanks (None), as basic English, or a function of the caller's.
+
+    Raises:
+        ValueError: there is none of this name.
+    """
+    if tokenizer is None:
+        return str.split
+    if tokenizer == "basic_english" and language == "en":
+        return _basic_english
+    if callable(tokenizer):
+        given: Callable[[str], list[str]] = tokenizer
+        return given
+    raise ValueError(f"there is no tokenizer {tokenizer!r} for {language!r}, only basic_english")
+
+
+def _basic_english(text: str) -> list[str]:
+    """Lower-case words; marks that end or join them are words of their own."""
+    text = re.sub(r"<br />|[;:]", " ", text.lower()).replace('"', "")
+    return re.sub(r"(['.,()!?])", r" \1 ", text).split()
+
+
+class Vocabulary(dict[str, int]):
+    """Numbers of tokens; what it does not hold has the number of `<unk>`."""
+
+    def __missing__(self, token: str) -> int:
+        if "<unk>" not in self:
+            raise KeyError(token)
+        return self["<unk>"]
+
+
+class TextHandler(BaseHandler):
+    """Texts, and the vocabulary that lies in the archive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.source_vocab: Any = None
+        self.tokenizer = get_tokenizer("basic_english")
+
+    def initialize(self, context: Context) -> None:
+        super().initialize(context)
+        self.initialized = False
+        named = self.manifest["model"].get("sourceVocab")
+        folder = context.system_properties["model_dir"]
+        path = Path(folder, named) if named else Path(self.get_source_vocab_path(context))
+        self.source_vocab = _vocabulary(path)
+        self.initialized = True
+
+    def get_source_vocab_path(self, ctx: Context) -> str:
+        return str(Path(ctx.system_properties["model_dir"], VOCABULARY))
+
+    def _expand_contractions(self, text: str) -> str:
+        return _CONTRACTION.sub(_expanded, text).replace("'", "")
+
+    def _remove_accented_characters(self, text: str) -> str:
+        return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+
+    def _remove_html_tags(self, text: str) -> str:
+        return _MARKUP.sub("", text)
+
+    def _remove_punctuation(self, text: str) -> str:
+        return text.translate(str.maketrans("", "", string.punctuation))
+
+    _remove_puncutation = _remove_punctuation  # as TorchServe has spelt it
+
+    def _tokenize(self, text: str) -> list[str]:
+        return self.tokenizer(text)
+
+
+def _expanded(found: re.Match[str]) -> str:
+    meant = _CONTRACTIONS[found[0].lower()]
+    return meant[0].upper() + meant[1:] if found[0][0].isupper() else meant
+
+
+def _vocabulary(path: Path) -> Vocabulary:
+    try:
+        loaded = torch.load(path, weights_only=True)
+    except Exception as error:  # a missing file, objects of torchtext's, damage
+        raise _no_vocabulary(path, brief(error)) from error
+    if not isinstance(loaded, dict):
+        raise _no_vocabulary(path, f"it holds a {type(loaded).__name__}")
+    return Vocabulary(loaded)
+
+
+def _no_vocabulary(path: Path, reason: str) -> ArtifactError:
+    return ArtifactError(
+        settings.get().name,
+        f"the vocabulary {path.name} cannot be read: {reason}",
+        expected="a dict of numbers by token",
+        cure="Save one with torch.save; of torchtext's Vocab, what get_stoi() returns.",
+    )
+
+
+class TextClassifier(TextHandler):
+    """What each class has for a probability, for one text at a time."""
+
+    ngrams = 2
+
+    def preprocess(self, data: Any) -> Any:
+        """The numbers of the text's words and runs of words, and its words."""
+        text = body(data[0])
+        if isinstance(text, bytes | bytearray):
+            text = text.decode("utf-8")
+        text = self._expand_contractions(self._remove_html_tags(text).lower())
+        text = self._remove_punctuation(self._remove_accented_characters(text))
+        tokens = self._tokenize(text)
+        numbers = [self.source_vocab[token] for token in ngrams_iterator(tokens, self.ngrams)]
+        return torch.as_tensor(numbers, device=self.device), tokens
+
+    def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+        offsets = torch.as_tensor([0], device=self.device)
+        return super().inference(data[0], offsets, *args, **kwargs)
+
+    def postprocess(self, data: Any) -> Any:
+        return map_class_to_label(torch.softmax(data, dim=-1).tolist(), self.mapping)
