@@ -129,7 +129,7 @@ def test_out_of_order(model: str, client: Any) -> None:
         with pytest.raises(InferenceServerException, match=f"sequence {name} .*START flag"):
             _ask(client, model, name, 1)
     assert _ask(client, model, 5, 2, "e") == 3
-    with pytest.raises(InferenceServerException, match="sequence 5 .*START flag"):
+    with pytest.raises(InferenceServerException, match=r"sequence 5 .*START flag"):
         _ask(client, model, 5, 1)
     with pytest.raises(InferenceServerException, match="non-zero or non-empty correlation ID"):
         client.infer(model, [_input(1)])
