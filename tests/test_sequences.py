@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from torch_py_backend import dtypes, runtime, sequences, signatures
+from torch_py_backend import dtypes, runtime, samples, sequences, signatures, warmup
 from torch_py_backend.artifacts import Kind
 from torch_py_backend.batching import Outcome
 from torch_py_backend.config import ModelConfig, Origin, TensorSpec
@@ -61,9 +61,10 @@ def config(*states: State, controls: Sequence[Control] = (), **overrides: Any) -
     )
 
 
-def engine(settings: ModelConfig, module: nn.Module) -> Engine:
+def engine(settings: ModelConfig, module: nn.Module, device: str = "cpu") -> Engine:
+    module.to(device)
     loaded = Loaded(Kind.MODULE, module, signatures.of_function(module.forward), module)
-    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    surroundings = runtime.surround(Options(), torch.device(device), ())
     return Engine(
         sequences.bound(settings, loaded.signature), loaded, surroundings, build.artifact()
     )
@@ -82,12 +83,10 @@ class Clock:
 class Served:
     """A model, and the states of its sequences."""
 
-    def __init__(self, settings: ModelConfig, module: nn.Module) -> None:
+    def __init__(self, settings: ModelConfig, module: nn.Module, device: str = "cpu") -> None:
         self.clock = Clock()
-        self.engine = engine(settings, module)
-        self.states = Sequences(
-            self.engine.config, self.engine.run, torch.device("cpu"), self.clock
-        )
+        self.engine = engine(settings, module, device)
+        self.states = Sequences(self.engine.config, self.engine.run, self.engine.device, self.clock)
 
     def send(self, *steps: Step) -> list[Any]:
         """The first value of `y` of each, or the error."""
@@ -425,6 +424,43 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
     with pytest.raises(ArtifactError, match=r"cannot be read.*initial_state/f in the model's"):
         sequences.initial(settings, 1)
+
+
+# --- before READY ------------------------------------------------------------------------------
+
+
+def test_the_warm_up_goes_on_from_its_first_steps() -> None:
+    """Batches of first steps, and of steps that follow them with what those returned."""
+    module = _Sums()
+    seen: list[tuple[int, bool]] = []
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((args[0].shape[0], len(args) + len(kwargs) > 1)),
+        with_kwargs=True,
+    )
+    made = engine(config(State("total", "sum"), max_batch_size=2), module)
+
+    warmup.run(made)
+
+    assert seen == [
+        (rows, follows) for rows in (2, 1) for follows in (False, True) for _ in range(3)
+    ]
+
+
+def test_samples_are_first_steps() -> None:
+    """What is made up for a model has its initial states, and controls that say one step."""
+    settings = config(kept(dims=(-1, 2), initial=Initial((0, 2))), controls=_CONTROLS)
+    found = samples.item(sequences.bound(settings, signatures.of_function(_takes_total)), 3)
+
+    assert {name: (tuple(value.shape), str(value.dtype)) for name, value in found.items()} == {
+        "x": ((3, 4), "torch.float32"),
+        "total": ((3, 0, 2), "torch.float32"),
+        "READY": ((3, 1), "torch.float32"),
+    }
+    assert torch.equal(torch.as_tensor(found["READY"]), torch.ones(3, 1))
+
+
+def _takes_total(x: Tensor, total: Tensor, READY: Tensor) -> Tensor:
+    return x
 
 
 # --- controls ----------------------------------------------------------------------------------

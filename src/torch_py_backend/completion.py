@@ -52,7 +52,8 @@ def complete(
     for role in ("input", "output"):
         written = document.get(role, [])
         # States and controls of sequences are listed there, and Triton refuses them here.
-        sent = [one for one in schema[role] if written or one["name"] not in schema["kept"]]
+        kept = schema.get("kept", ())
+        sent = [one for one in schema[role] if written or one["name"] not in kept]
         document[role] = _merge(model, role, written, sent)
 
 
