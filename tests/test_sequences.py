@@ -223,6 +223,8 @@ def _fails(items: Any) -> Any:
 class Keeps(nn.Module):
     """Returns its own buffer, and writes into what it is given."""
 
+    own: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("own", torch.zeros(1, 4))

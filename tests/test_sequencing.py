@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import scenarios
 from fake_triton import MetricFamily, TritonError, Turn
+from torch import Tensor, nn
 
 from torch_py_backend.adapter import TritonPythonModel, sequencing
 
@@ -27,7 +28,6 @@ class Loaded:
         text = scenarios.config(
             {"x": [4]},
             {"y": [4]},
-            parameters=parameters,
             more=scenarios.sequencing(scenarios.state()),
         )
         scenario = scenarios.Scenario("sums", scenarios.python(definition), text)
@@ -82,8 +82,8 @@ def test_a_request_that_cannot_be_read(
         assert loaded.send(loaded.request(7)) == [after]
 
 
-class Slow(models.nn.Module):
-    def forward(self, x: models.Tensor, total: models.Tensor) -> dict[str, models.Tensor]:
+class Slow(nn.Module):
+    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
         import time
 
         time.sleep(0.05)

@@ -167,7 +167,8 @@ def owned(column: Value, sizes: Sequence[int]) -> Owned:
     if len(sizes) <= 1:
         return Owned([own(column)])
     if isinstance(column, Tensor):
-        return Owned(torch.split_with_sizes_copy(column, list(sizes)))
+        copies: list[Tensor] = torch.split_with_sizes_copy(column, list(sizes))  # type: ignore[func-returns-value,assignment]
+        return Owned(copies)
     return Owned([own(rows) for rows in _split(column, sizes)])
 
 

@@ -289,8 +289,8 @@ class Engine:
             batch = batching.gather(group.items, names, self._pads, self._state_inputs)
             if self._padding is not None:
                 self._count_padding(group, batch)
-            made = self._call(group, self._runtime.to_device(batch.columns))
-            made = self._runtime.to_host(self._owned(made, batch), self._sent(names, batch))
+            raw = self._call(group, self._runtime.to_device(batch.columns))
+            made = self._runtime.to_host(self._owned(raw, batch), self._sent(names, batch))
         outcomes = self._scatter(group, batch, made)
         if self._finite is not None and not self._finite.holds(made):
             return [

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import scenarios
 import tritonclient.grpc
+from torch import Tensor, nn
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server import Server
@@ -35,12 +36,10 @@ def _config(strategy: str, *, more: str = _TWO, **parameters: str) -> str:
     )
 
 
-class Sums(models.nn.Module):
+class Sums(nn.Module):
     """A running total that is left out at first."""
 
-    def forward(
-        self, x: models.Tensor, total: models.Tensor | None = None
-    ) -> dict[str, models.Tensor]:
+    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
         total = x if total is None else total + x
         return {"y": total, "sum": total}
 

@@ -131,7 +131,7 @@ class TritonPythonModel:
         """One response for each request, in their order."""
         self._vitals.busy()
         try:
-            responses = self._answering.answer(requests)
+            responses: list[Any] = self._answering.answer(requests)
             if self._publisher is not None:
                 self._publisher.tell()
         finally:
