@@ -28,7 +28,10 @@ _GRPC = {
 }
 # What one server serves together: all at once would not fit a small machine's memory.
 TABLES = {
-    "scenarios": tuple(one for one in scenarios.TABLE if not one.load_error),
+    "scenarios": tuple(
+        one for one in scenarios.TABLE if not one.load_error and one not in scenarios.SEQUENCES
+    ),
+    "sequences": scenarios.SEQUENCES,
     "refused": tuple(one for one in scenarios.TABLE if one.load_error),
     "kinds": kinds.TABLE,
     "function": tuple(one for one in scenarios.TABLE if one.name == "function"),

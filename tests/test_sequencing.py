@@ -13,6 +13,7 @@ import models
 import numpy as np
 import pytest
 import scenarios
+import torch
 from fake_triton import MetricFamily, TritonError, Turn
 from torch import Tensor, nn
 
@@ -142,3 +143,54 @@ def _await(wanted: dict[str, list[float]]) -> None:
     while _gauges() != wanted and time.monotonic() < until:
         time.sleep(0.01)
     assert _gauges() == wanted
+
+
+# --- states of the model's own -----------------------------------------------------------------
+
+
+def test_slots(tmp_path: Path, process: None) -> None:
+    """Without states a batch is what Triton makes it: a row a slot, zeros where there is none."""
+    text = scenarios.config(
+        {"x": [4]},
+        {"y": [4]},
+        more=scenarios.sequencing(
+            strategy="direct { }",
+            controls=scenarios.control("START", "START", "fp32_false_true: [0, 1]")
+            + scenarios.control("READY", "READY", "fp32_false_true: [0, 1]")
+            + scenarios.control("END", "END", "int32_false_true: [0, 1]"),
+        ),
+    )
+    scenario = scenarios.Scenario("slots", scenarios.python(models.Slots), text)
+    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
+    document = json.loads(arguments["model_config"])
+    model = TritonPythonModel()
+    model.initialize(arguments)
+
+    def send(*turns: tuple[float, Turn]) -> list[float]:
+        rows = [np.full((1, 4), value, dtype=np.float32) for value, _ in turns]
+        sent = [
+            fake_triton.request({"x": row}, document, "", turn)
+            for row, (_, turn) in zip(rows, turns, strict=True)
+        ]
+        return [_first(response) for response in model.execute(sent)]
+
+    nobody = (float("nan"), Turn(0))
+    assert send((1, Turn(5, starts=True)), (10, Turn(6, starts=True))) == [1, 10]
+    assert send(nobody, (10, Turn(6))) == [1, 20]
+    assert send((1, Turn(5)), (10, Turn(6))) == [2, 30]
+
+
+def test_fillers_of_every_kind_are_blank() -> None:
+    """Of a request that only fills a slot nothing reaches the model but controls."""
+    steps = sequencing.Sequencing.__new__(sequencing.Sequencing)
+    steps._sent = ["a", "b", "c"]
+    item: dict[str, Any] = {
+        "a": np.array([[np.nan]]),
+        "b": np.array([[b"chance"]], dtype=np.object_),
+        "c": torch.full((1, 1), 3.0, dtype=torch.bfloat16),
+        "READY": np.array([[-1]]),
+    }
+
+    found = {name: value.tolist() for name, value in steps._blank(item).items()}
+
+    assert found == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}

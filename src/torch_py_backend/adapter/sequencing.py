@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
+from torch import Tensor
 
 from torch_py_backend.adapter import messages, metrics
 from torch_py_backend.batching import Item, Outcome
@@ -36,6 +37,7 @@ class Sequencing:
         self._names = frozenset(
             spec.name for spec in config.inputs if spec.origin is not Origin.STATE
         )
+        self._sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
         self._sequences: Sequences | None = None
         self.run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None
         self._left = threading.Event()
@@ -53,7 +55,8 @@ class Sequencing:
         sends next, the state of an older sequence with the same id must not be given.
         """
         if self._sequences is None:
-            return messages.read_some(request, self._names)
+            item = messages.read_some(request, self._names)
+            return item if request.correlation_id() else self._blank(item)
         flags = request.flags()
         name = request.correlation_id()
         starts = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
@@ -66,6 +69,15 @@ class Sequencing:
             self._sequences.skip(name, starts=starts, ends=ends)
             raise
         return Step(name, starts, ends, item)
+
+    def _blank(self, item: Item) -> Item:
+        """What only fills a slot, with zeros: Triton sends memory that nobody has written."""
+        for value in (item[name] for name in self._sent if name in item):
+            if isinstance(value, Tensor):
+                value.zero_()
+            else:
+                value.fill(b"" if value.dtype.hasobject else 0)
+        return item
 
     def close(self) -> None:
         """End what goes on beside; to call it twice is no error."""
