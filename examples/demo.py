@@ -20,6 +20,7 @@ import typer
 from digits_data import (
     REQUIRED_ACCURACY,
     REQUIRED_LINEAR_ACCURACY,
+    REQUIRED_ROWS_ACCURACY,
     Digits,
     FloatArray,
     IntArray,
@@ -51,9 +52,12 @@ digits_torchscript  the same network as a TorchScript archive: model.pt
 digits_exported     the same as a torch.export program: model.pt2
 digits_aoti         the same, compiled to machine code by AOTInductor: model.pt2
 digits_factory      a linear model: a class of torch and model.safetensors
+digits_lstm         a recurrent network that gets an image row by row, in a
+                    sequence of eight requests, and remembers what it read
 
 accuracy            share of the held-out digits that were read correctly:
-                    at least {REQUIRED_ACCURACY:.0%}; the linear one {REQUIRED_LINEAR_ACCURACY:.0%}
+                    at least {REQUIRED_ACCURACY:.0%}; the linear one {REQUIRED_LINEAR_ACCURACY:.0%},
+                    as the recurrent one
 p50, p99            one client, one image at a time: half of the answers, and
                     99 of 100, came within this time
 images/s            {CLIENTS} clients at once, {CLIENT_BATCH} images in each request
@@ -91,6 +95,9 @@ ENDPOINTS = (
 )
 
 
+RECURRENT = "digits_lstm"
+
+
 @dataclass(frozen=True)
 class Speed:
     """`p50` and `p99` in milliseconds; `throughput` in images per second.
@@ -109,9 +116,9 @@ def running_server(log: IO[str]) -> Iterator[str]:
     """The gRPC address of a server that has loaded all the models of this demonstration."""
     with Server(REPOSITORY, http_port=0, grpc_port=0, metrics_port=0, log=log) as server:
         reasons = {state.name: state.reason for state in server.wait_loaded() if not state.ready}
-        for endpoint in ENDPOINTS:
-            if endpoint.model in reasons:
-                raise DemoError(f"{endpoint.model} did not load: {reasons[endpoint.model]}")
+        for model in (*(endpoint.model for endpoint in ENDPOINTS), RECURRENT):
+            if model in reasons:
+                raise DemoError(f"{model} did not load: {reasons[model]}")
         yield server.grpc_address
 
 
@@ -131,6 +138,28 @@ def ask_all(address: str, endpoint: Endpoint, images: FloatArray) -> FloatArray:
         largest: int = client.get_model_config(endpoint.model).config.max_batch_size
         starts = range(0, len(images), largest)
         return np.concatenate([ask(client, endpoint, images[i : i + largest]) for i in starts])
+
+
+def read_rows(address: str, images: FloatArray) -> FloatArray:
+    """The logits of all images, each sent row by row as a sequence of its own."""
+
+    def read(numbered: tuple[int, FloatArray]) -> FloatArray:
+        number, image = numbered
+        for place, row in enumerate(image[0]):
+            tensor = InferInput("row", [1, len(row)], "FP32")
+            tensor.set_data_from_numpy(row[None])
+            answer = client.infer(
+                RECURRENT,
+                [tensor],
+                sequence_id=number,
+                sequence_start=place == 0,
+                sequence_end=place == len(image[0]) - 1,
+            )
+        logits: FloatArray = answer.as_numpy("logits")
+        return logits
+
+    with InferenceServerClient(address) as client, ThreadPoolExecutor(CLIENTS) as readers:
+        return np.concatenate(list(readers.map(read, enumerate(images, 1))))
 
 
 def check_agreement(logits: dict[str, FloatArray]) -> None:
@@ -279,10 +308,14 @@ def demonstrate(output: Path, log: Path, seconds: float) -> None:
         shares = {name: accuracy(scores, held_out.labels) for name, scores in logits.items()}
         check_accuracy(shares)
         check_agreement(logits)
+        by_rows = accuracy(read_rows(address, held_out.images), held_out.labels)
+        if by_rows < REQUIRED_ROWS_ACCURACY:
+            raise DemoError(f"{RECURRENT} read only {by_rows:.1%} of the digits correctly.")
         console.print(f"Measuring, {seconds:g} s for each figure ...")
         speeds = {e.model: measure(address, e, held_out.images, seconds) for e in ENDPOINTS}
     draw(held_out, logits[ENDPOINTS[0].model].argmax(axis=1), output)
     console.print(result_table(shares, speeds))
+    console.print(f"{RECURRENT} read {by_rows:.2%} of the digits, row by row.")
     console.print(LEGEND)
     console.print(
         "Passed: the same weights give the same scores; each model reads enough digits.",

@@ -7,8 +7,9 @@ scenarios run against it and against a real server, so that the two cannot drift
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -148,11 +149,39 @@ class Tensor:
         raise TypeError("the real one raises this, too")
 
 
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
+TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
+
+
+class Turn(NamedTuple):
+    """A request's place in a sequence; 0 is no sequence's id: it only fills a slot."""
+
+    id: int | str
+    starts: bool = False
+    ends: bool = False
+
+
+_ALONE = Turn(0)
+
+
 class InferenceRequest:
     def __init__(
-        self, inputs: list[Tensor], request_id: str = "", *, cancelled: bool = False
+        self,
+        inputs: list[Tensor],
+        request_id: str = "",
+        *,
+        cancelled: bool = False,
+        turn: Turn = _ALONE,
     ) -> None:
         self._inputs, self._request_id, self._cancelled = inputs, request_id, cancelled
+        self._turn = turn
+
+    def correlation_id(self) -> int | str:
+        return self._turn.id
+
+    def flags(self) -> int:
+        starts = TRITONSERVER_REQUEST_FLAG_SEQUENCE_START * self._turn.starts
+        return starts | TRITONSERVER_REQUEST_FLAG_SEQUENCE_END * self._turn.ends
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
@@ -215,7 +244,10 @@ def completed(model: Any, given: dict[str, str]) -> dict[str, str]:
 
 
 def request(
-    inputs: dict[str, Any], document: dict[str, Any], request_id: str = ""
+    inputs: dict[str, Any],
+    document: dict[str, Any],
+    request_id: str = "",
+    turn: Turn = _ALONE,
 ) -> InferenceRequest:
     """A request from numpy arrays, reshaped as Triton does; torch tensors stand for BF16."""
     specs = {spec["name"]: spec for spec in document["input"]}
@@ -228,7 +260,44 @@ def request(
             tensors.append(Tensor.sent(name, value.clone()))
         else:
             tensors.append(Tensor(name, value.copy()))
-    return InferenceRequest(tensors, request_id)
+    sequencing = document.get("sequence_batching")
+    if sequencing is not None:
+        tensors += [*_controls(sequencing, turn, document), *_unwritten(sequencing, document)]
+    return InferenceRequest(tensors, request_id, turn=turn)
+
+
+def _controls(sequencing: dict[str, Any], turn: Turn, document: dict[str, Any]) -> Iterator[Tensor]:
+    """What Triton's scheduler adds to a request."""
+    shape = (1, 1) if document["max_batch_size"] else (1,)
+    told = {
+        "CONTROL_SEQUENCE_START": turn.starts,
+        "CONTROL_SEQUENCE_END": turn.ends,
+        "CONTROL_SEQUENCE_READY": bool(turn.id),
+    }
+    for entry in sequencing["control_input"]:
+        (control,) = entry["control"]
+        if control["kind"] == "CONTROL_SEQUENCE_CORRID":
+            text = control["data_type"] == "TYPE_STRING"
+            kind = "object" if text else control["data_type"].removeprefix("TYPE_").lower()
+            name = str(turn.id).encode() if text else turn.id
+            yield Tensor(entry["name"], np.full(shape, name, dtype=kind))
+            continue
+        for key, kind in (("int32", "int32"), ("fp32", "float32"), ("bool", "bool")):
+            values = control[f"{key}_false_true"]
+            if values:
+                value = values[told[control["kind"]]]
+                yield Tensor(entry["name"], np.full(shape, value, dtype=kind))
+
+
+def _unwritten(sequencing: dict[str, Any], document: dict[str, Any]) -> Iterator[Tensor]:
+    """Triton's own states are memory that no Python-based backend can write: chance values."""
+    rows = (1,) if document["max_batch_size"] else ()
+    for state in sequencing["state"]:
+        shape = (*rows, *(max(1, int(size)) for size in state["dims"]))
+        if state["data_type"] == "TYPE_STRING":
+            yield Tensor(state["input_name"], np.full(shape, b"chance", dtype=np.object_))
+        else:
+            yield Tensor(state["input_name"], np.full(shape, 77, dtype=np.float32))
 
 
 def arguments(folder: Path, version: str = "1") -> dict[str, str]:

@@ -334,3 +334,65 @@ class Mixed(nn.Module):
     def forward(self, x: Tensor, power: int, factor: float, negative: bool, unit: str) -> Tensor:
         result = x * factor + power % 7 + len(unit)
         return -result if negative else result
+
+
+class Accumulate(nn.Module):
+    """A running total, which is a state."""
+
+    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        if bool((x == -1).any()):
+            raise ValueError("no -1")
+        total = total + x
+        return {"y": total, "sum": total}
+
+
+class Signals(nn.Module):
+    """Tells what Triton's scheduler of sequences says."""
+
+    def forward(
+        self, x: Tensor, START: Tensor, END: Tensor, READY: Tensor, CORRID: Any
+    ) -> dict[str, Any]:
+        return {"start": START, "end": END, "ready": READY, "corrid": CORRID}
+
+
+class Cache(nn.Module):
+    """A state that grows by a value in each step, in place where it can."""
+
+    def forward(self, x: Tensor, past: Tensor) -> tuple[Tensor, Tensor]:
+        past += 1  # who else holds it would see it
+        past = torch.cat([past, x], dim=1)
+        return past.sum(dim=1, keepdim=True), past
+
+
+class Journal(nn.Module):
+    """A state of strings."""
+
+    def forward(self, words: list[str], pages: list[str]) -> dict[str, list[str]]:
+        written = [page + word for page, word in zip(pages, words, strict=True)]
+        return {"y": written, "new_pages": written}
+
+
+class Remembers(nn.Module):
+    """An LSTM's state, as PyTorch hands it on: a pair that is not there at first."""
+
+    def forward(
+        self, x: Tensor, state: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        if state is None:
+            state = (torch.zeros_like(x), torch.ones(x.shape[0], 2, dtype=torch.int64))
+        total, count = state[0] + x, state[1] + 1
+        return total * count[:, :1], (total, count)
+
+
+class Slots(nn.Module):
+    """Keeps its own state: a total for each place in the batch, as LibTorch's models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.totals = torch.zeros(8, 4)
+
+    def forward(self, x: Tensor, START: Tensor, READY: Tensor) -> Tensor:
+        rows = x.shape[0]
+        kept = self.totals[:rows] * (1 - START)
+        self.totals[:rows] = torch.where(READY > 0, kept + x, self.totals[:rows])
+        return self.totals[:rows].clone()

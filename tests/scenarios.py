@@ -15,6 +15,7 @@ import models
 import numpy as np
 import safetensors.torch
 import torch
+from fake_triton import Turn
 from torch import nn
 
 Arrays = dict[str, Any]
@@ -32,8 +33,11 @@ class Refused:
 
 @dataclass(frozen=True)
 class Call:
+    """A request and its answer; `turn` is its place in a sequence."""
+
     inputs: Arrays
     expected: Arrays | Refused
+    turn: Turn | None = None
 
 
 @dataclass(frozen=True)
@@ -344,7 +348,7 @@ BATCHES = (
         + tensor("input", "b", [-1, -1], "BF16")
         + tensor("output", "b", [-1, -1], "BF16"),
         tuple(
-            Call(*[{"x": floats(*shape), "b": torch.ones(shape, dtype=torch.bfloat16)}] * 2)
+            Call(sent := {"x": floats(*shape), "b": torch.ones(shape, dtype=torch.bfloat16)}, sent)
             for shape in ((1, 0, 3), (2, 3, 0), (1, 0, 0), (1, 2, 3))
         ),
     ),
@@ -884,6 +888,251 @@ POISON = (
 )
 
 
+# --- sequences -------------------------------------------------------------------------------
+
+
+def sequencing(
+    *states: str, strategy: str = "oldest { max_candidate_sequences: 16 }", controls: str = ""
+) -> str:
+    """The part of a config that makes a model's requests sequences."""
+    listed = ", ".join(states)
+    state = f"state [{listed}] " if states else ""
+    return f"sequence_batching {{ {strategy} {state}{controls} }}\n"
+
+
+def state(
+    names: tuple[str, str] = ("total", "sum"),
+    dims: str = "4",
+    kind: str = "FP32",
+    initial: str = "",
+    initial_dims: str = "",
+) -> str:
+    """A state; `initial` is zero_data or data_file."""
+    begins = (
+        f'initial_state [{{ name: "begins" data_type: TYPE_{kind}'
+        f" dims: [{initial_dims or dims}] {initial} }}]"
+    )
+    return (
+        f'{{ input_name: "{names[0]}" output_name: "{names[1]}" data_type: TYPE_{kind}'
+        f" dims: [{dims}] {begins if initial else ''} }}"
+    )
+
+
+def control(name: str, kind: str, value: str) -> str:
+    return (
+        f'control_input {{ name: "{name}" control {{ kind: CONTROL_SEQUENCE_{kind} {value} }} }} '
+    )
+
+
+def controls(values: str, corrid: str) -> str:
+    return "".join(control(name, name, values) for name in ("START", "END", "READY")) + control(
+        "CORRID", "CORRID", f"data_type: TYPE_{corrid}"
+    )
+
+
+def totals(name: int | str, *rows: float, begins: float = 0, listed: bool = False) -> list[Call]:
+    """The steps of a sequence, whose rows are added up."""
+    calls = []
+    for place, value in enumerate(rows):
+        begins += value
+        y = np.full((1, 4), begins, dtype=np.float32)
+        expected: Arrays = {"y": y, "sum": y} if listed else {"y": y}
+        turn = Turn(name, starts=place == 0, ends=place == len(rows) - 1)
+        calls.append(Call({"x": _row(value)}, expected, turn))
+    return calls
+
+
+def interleaved(*sequences: list[Call]) -> tuple[Call, ...]:
+    """The first steps of all, then the second ones."""
+    return tuple(call for step in zip(*sequences, strict=True) for call in step)
+
+
+def _initial_state(content: bytes) -> Writer:
+    def write(folder: Path) -> None:
+        (folder.parent / "initial_state").mkdir()
+        (folder.parent / "initial_state" / "begins").write_bytes(content)
+
+    return write
+
+
+def _accumulates(text: str, **more: Any) -> str:
+    return config({"x": [4]}, {"y": [4]}, more=text, **more)
+
+
+def _signal(kind: str, corrid: str, name: int | str, *, starts: bool, ends: bool) -> Call:
+    def one(value: Any, dtype: Any) -> np.ndarray[Any, Any]:
+        return np.array([[value]], dtype=dtype)
+
+    numpy: Any = {"INT32": np.int32, "FP32": np.float32, "BOOL": np.bool_}[kind]
+    told = np.object_ if corrid == "STRING" else _NUMPY[corrid]
+    called = str(name).encode() if corrid == "STRING" else name
+    expected = {
+        "start": one(starts, numpy),
+        "end": one(ends, numpy),
+        "ready": one(1, numpy),
+        "corrid": one(called, told),
+    }
+    return Call({"x": _row(1)}, expected, Turn(name, starts=starts, ends=ends))
+
+
+def _signals(key: str, kind: str, corrid: str, name: int | str, strategy: str) -> Scenario:
+    outputs = "".join(tensor("output", one, [1], kind) for one in ("start", "end", "ready"))
+    listed = controls(f"{key}_false_true: [{'false, true' if key == 'bool' else '0, 1'}]", corrid)
+    text = _accumulates(sequencing(strategy=strategy, controls=listed)).replace(
+        tensor("output", "y", [4]), outputs + tensor("output", "corrid", [1], corrid)
+    )
+    steps = [_signal(kind, corrid, name, starts=place == 0, ends=place == 2) for place in range(3)]
+    alone = _signal(kind, corrid, name, starts=True, ends=True)
+    return Scenario(
+        f"signals_{corrid.lower()}_{strategy.split(maxsplit=1)[0]}",
+        python(models.Signals),
+        text,
+        (*steps, alone),
+    )
+
+
+_OLDEST = "oldest { max_candidate_sequences: 16 }"
+_MINUS = Refused(500, ("ValueError: no -1",))
+_GROWS = [
+    Call(
+        {"x": np.full((1, 1), value, dtype=np.float32)},
+        {"RESULT[0]": np.full((1, 1), total, dtype=np.float32)},
+        Turn(5, starts=place == 0, ends=place == 3),
+    )
+    # Each value gains 1 in every later step.
+    for place, (value, total) in enumerate([(1, 2), (2, 6), (3, 12), (4, 20)])
+]
+
+
+def _journal(name: str, begins: str, *words: str) -> list[Call]:
+    calls = []
+    for place, word in enumerate(words):
+        begins += word
+        calls.append(
+            Call(
+                {"words": np.array([[word]], dtype=np.object_)},
+                {"y": np.array([[begins.encode()]], dtype=np.object_)},
+                Turn(name, starts=place == 0, ends=place == len(words) - 1),
+            )
+        )
+    return calls
+
+
+def _remembered(name: int, *values: float) -> list[Call]:
+    calls, total = [], 0.0
+    for place, value in enumerate(values):
+        total += value
+        turn = Turn(name, starts=place == 0, ends=place == len(values) - 1)
+        calls.append(Call({"x": _row(value)}, {"y": _row(total * (place + 2))}, turn))
+    return calls
+
+
+_PAIRS = '{"KWARGS[state][0]": "RESULT[1][0]", "KWARGS[state][1]": "RESULT[1][1]"}'
+
+SEQUENCES = (
+    Scenario(
+        "state_direct",
+        python(models.Accumulate),
+        _accumulates(sequencing(state(), strategy="direct { }")),
+        interleaved(totals(1, 1, 2, 4), totals("one", 10, 20, 40), totals(2**62 + 1, 3, 5, 7)),
+        batches=(
+            tuple(totals(name, name)[0] for name in range(1, 9)),
+            tuple(totals(name, 10 * name)[0] for name in range(1, 9)),
+        ),
+    ),
+    Scenario(
+        "state_oldest",
+        python(models.Accumulate),
+        _accumulates(sequencing(state())) + tensor("output", "sum", [4]),
+        interleaved(totals(1, 1, 2, 4, listed=True), totals("1", 10, 20, 40, listed=True)),
+    ),
+    Scenario(
+        "state_unbatched",
+        python(models.Accumulate),
+        config({"x": [1, 4]}, {"y": [1, 4]}, max_batch_size=0, more=sequencing(state(dims="1, 4"))),
+        interleaved(totals(1, 1, 2, 4), totals(2, 10, 20, 40)),
+    ),
+    Scenario(
+        "state_of_a_file",
+        both(
+            python(models.Accumulate),
+            _initial_state(np.full(4, 100, dtype=np.float32).tobytes()),
+        ),
+        _accumulates(sequencing(state(initial='data_file: "begins"'))),
+        (*totals(1, 1, 2, begins=100), *totals(1, 5, 6, begins=100)),
+    ),
+    Scenario(
+        "state_begins_anew",
+        python(models.Accumulate),
+        _accumulates(sequencing(state(initial="zero_data: true"))),
+        # Of a sequence that never ends, and of one that begins in the middle of itself.
+        (*totals(4, 1, 2, 4)[:2], *totals(4, 10, 20)[:1], *totals(4, 5, 5)),
+    ),
+    Scenario(
+        "state_after_errors",
+        python(models.Accumulate),
+        _accumulates(sequencing(state())),
+        (
+            Call({"x": _row(2)}, {"y": _row(2)}, Turn(3, starts=True)),
+            Call({"x": _row(-1)}, _MINUS, Turn(3)),
+            Call({"x": _row(3)}, {"y": _row(5)}, Turn(3)),
+            Call({"x": _row(-1)}, _MINUS, Turn(3, ends=True)),
+            *totals(3, 4, 5),
+        ),
+    ),
+    Scenario(
+        "state_grows",
+        python(models.Cache),
+        config(
+            {"x": [1]},
+            {"y": [1]},
+            more=sequencing(
+                state(("past", "RESULT[1]"), "-1", initial="zero_data: true", initial_dims="1"),
+            ),
+        ).replace('"y"', '"RESULT[0]"'),
+        tuple(_GROWS),
+    ),
+    Scenario(
+        "state_of_strings",
+        python(models.Journal),
+        config({}, {}, more=sequencing(state(("pages", "new_pages"), "1", "STRING")))
+        + tensor("input", "words", [1], "STRING")
+        + tensor("output", "y", [1], "STRING"),
+        interleaved(
+            _journal("a", "", "in ", "the ", "beginning"), _journal("b", "", "1", "2", "3")
+        ),
+    ),
+    Scenario(
+        "state_of_a_file_of_strings",
+        both(python(models.Journal), _initial_state(b"\x05\x00\x00\x00Once ")),
+        config(
+            {},
+            {},
+            more=sequencing(state(("pages", "new_pages"), "1", "STRING", 'data_file: "begins"')),
+        )
+        + tensor("input", "words", [1], "STRING")
+        + tensor("output", "y", [1], "STRING"),
+        tuple(_journal("a", "Once ", "upon ", "a ", "time")),
+    ),
+    Scenario(
+        "state_by_option",
+        python(models.Remembers),
+        _accumulates(sequencing(strategy="direct { }"), parameters={"STATE": _PAIRS}),
+        interleaved(_remembered(1, 1, 2, 4), _remembered(2, 10, 20, 40)),
+    ),
+    *(
+        _signals(key, kind, corrid, name, strategy)
+        for strategy in ("direct { }", _OLDEST)
+        for key, kind, corrid, name in (
+            ("int32", "INT32", "UINT64", 2**40 + 5),
+            ("fp32", "FP32", "INT64", 7),
+            ("bool", "BOOL", "UINT32", 7),
+            ("int32", "INT32", "INT32", 7),
+        )
+    ),
+)
+
+
 def refused(name: str, write: Writer, text: str, *says: str) -> Scenario:
     return Scenario(name, write, text, load_error=(f"model '{name}'", *says))
 
@@ -1118,10 +1367,68 @@ LOAD_ERRORS = (
         "no input feeds forward()'s argument INPUT1; INPUT1 cannot be optional",
     ),
     refused(
-        "sequences",
-        python(models.Negate),
-        _X_TO_Y + "sequence_batching { }\n",
-        "sequence_batching is not served yet",
+        "state_input_unbound",
+        python(models.Accumulate),
+        _accumulates(sequencing(state(("memory", "sum")))),
+        "has no memory",
+        "expected names among x, total",
+    ),
+    refused(
+        "state_output_unbound",
+        python(models.Accumulate),
+        _accumulates(sequencing(state(("total", "memory")))),
+        "the outputs y, memory do not fit what forward() returns",
+    ),
+    refused(
+        "state_of_another_shape",
+        python(models.Accumulate),
+        _accumulates(sequencing(state(dims="1"))),
+        "output 'sum' is float32 [8, 4]",
+        "expected float32 [-1, 1]",
+    ),
+    refused(
+        "state_of_another_type",
+        python(models.Accumulate),
+        _accumulates(sequencing(state(kind="INT64"))),
+        "output 'sum' is float32 [8, 4]",
+        "expected int64 [-1, 4]",
+    ),
+    refused(
+        "state_and_output_differ",
+        python(models.Accumulate),
+        _accumulates(sequencing(state())) + tensor("output", "sum", [4], "FP64"),
+        "the output sum FP64 [4] is a state, too",
+        "expected sum FP32 [4]",
+    ),
+    refused(
+        "state_twice_named",
+        python(models.Accumulate),
+        _accumulates(sequencing(state(("total", "sum")), state(("total", "y")))),
+        "the input 'total' is there twice",
+    ),
+    refused(
+        "state_file_missing",
+        python(models.Accumulate),
+        _accumulates(sequencing(state(initial='data_file: "begins"'))),
+        "begins",
+    ),
+    refused(
+        "state_without_sequences",
+        python(models.Remembers),
+        x_to_y(4, STATE=_PAIRS),
+        "STATE is set, and config.pbtxt has no sequence_batching",
+    ),
+    refused(
+        "state_by_option_unbound",
+        python(models.Remembers),
+        _accumulates(sequencing(), parameters={"STATE": '{"state": "RESULT[3]"}'}),
+        "the outputs RESULT[3] do not fit what forward() returns",
+    ),
+    refused(
+        "iterative_sequences",
+        python(models.Accumulate),
+        _accumulates(sequencing(state(), controls="iterative_sequence: true")),
+        "sequence_batching asks for",
     ),
 )
 
@@ -1135,5 +1442,6 @@ TABLE = (
     *RUNTIMES,
     *REQUEST_ERRORS,
     *POISON,
+    *SEQUENCES,
     *LOAD_ERRORS,
 )

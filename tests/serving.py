@@ -15,6 +15,7 @@ import scenarios
 import torch
 import tritonclient.grpc
 import tritonclient.http
+from fake_triton import Turn
 from scenarios import Call, Refused, assert_close
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
@@ -27,7 +28,10 @@ _GRPC = {
 }
 # What one server serves together: all at once would not fit a small machine's memory.
 TABLES = {
-    "scenarios": tuple(one for one in scenarios.TABLE if not one.load_error),
+    "scenarios": tuple(
+        one for one in scenarios.TABLE if not one.load_error and one not in scenarios.SEQUENCES
+    ),
+    "sequences": scenarios.SEQUENCES,
     "refused": tuple(one for one in scenarios.TABLE if one.load_error),
     "kinds": kinds.TABLE,
     "function": tuple(one for one in scenarios.TABLE if one.name == "function"),
@@ -52,10 +56,10 @@ class Serving:
         """One request has the answer, or the refusal, that the table has."""
         if isinstance(call.expected, Refused):
             with pytest.raises(InferenceServerException) as refusal:
-                self.infer(protocol, name, call.inputs, [])
+                self.infer(protocol, name, call.inputs, [], call.turn)
             _check_refusal(refusal.value, call.expected, protocol)
             return
-        result = self.infer(protocol, name, call.inputs, list(call.expected))
+        result = self.infer(protocol, name, call.inputs, list(call.expected), call.turn)
         _check_result(result, call.expected)
 
     def check_together(self, name: str, batch: Sequence[Call]) -> None:
@@ -68,6 +72,7 @@ class Serving:
                 _inputs(tritonclient.grpc, call.inputs),
                 lambda result, error, answer=answers[-1]: answer.put((result, error)),
                 request_id=f"{name}-{place}",
+                **_turn(call.turn),
             )
         for call, answer in zip(batch, answers, strict=True):
             result, error = answer.get(timeout=120)
@@ -78,11 +83,26 @@ class Serving:
                 assert error is None, error
                 _check_result(result, call.expected)
 
-    def infer(self, protocol: str, name: str, inputs: dict[str, Any], outputs: list[str]) -> Any:
+    def infer(
+        self,
+        protocol: str,
+        name: str,
+        inputs: dict[str, Any],
+        outputs: list[str],
+        turn: Turn | None = None,
+    ) -> Any:
         """One request over `http` or `grpc`; torch tensors are sent as BF16."""
         module = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
         wanted = [module.InferRequestedOutput(one) for one in outputs]
-        return getattr(self, protocol).infer(name, _inputs(module, inputs), outputs=wanted)
+        send = getattr(self, protocol).infer
+        return send(name, _inputs(module, inputs), outputs=wanted, **_turn(turn))
+
+
+def _turn(turn: Turn | None) -> dict[str, Any]:
+    """A place in a sequence, as clients tell it."""
+    if turn is None:
+        return {}
+    return {"sequence_id": turn.id, "sequence_start": turn.starts, "sequence_end": turn.ends}
 
 
 def _check_refusal(error: InferenceServerException, expected: Refused, protocol: str) -> None:

@@ -220,3 +220,32 @@ def test_output_of_one_call_is_not_copied() -> None:
     piece: list[Value] = [torch.ones(2)]
 
     assert batching.join([piece]) is piece
+
+
+@pytest.mark.parametrize("sizes", [[2], [1, 1], [1, 2, 1]], ids=str)
+@pytest.mark.parametrize("strings", [False, True], ids=["numbers", "strings"])
+def test_what_an_item_owns(sizes: list[int], strings: bool) -> None:
+    """Each item's rows are in memory of their own, whatever becomes of the column."""
+    column: Value = torch.arange(2.0 * sum(sizes)).reshape(-1, 2)
+    if strings:
+        column = np.array(column.tolist(), dtype=np.object_)
+    expected = [part.tolist() for part in np.split(np.array(column), np.cumsum(sizes)[:-1])]
+
+    owned = batching.owned(column, sizes)
+    outcomes = batching.scatter([column, owned], ["x", "state"], sizes)
+    column[:] = 7
+
+    assert [outcome["state"].tolist() for outcome in outcomes] == expected
+    assert all((np.array(outcome["x"]) == 7).all() for outcome in outcomes)
+
+
+def test_a_single_item_that_is_copied() -> None:
+    """Of what a model may write into, it is given a copy."""
+    sent = item(2)
+
+    batch = batching.gather([sent], ["x", "n"], copied={"n"})
+    for column in batch.columns:
+        column[:] = 9
+
+    assert (np.array(sent["x"]) == 9).all()
+    assert (np.array(sent["n"]) == 0).all()

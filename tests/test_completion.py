@@ -365,3 +365,17 @@ def test_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     _complete(monkeypatch, _BATCHED, name=tmp_path.name)
     assert [path.name for path in tmp_path.iterdir()] == ["config.pbtxt"]
     assert config.read_text() == 'backend: "pytorch_py"\n'
+
+
+# --- sequences -------------------------------------------------------------------------------
+
+
+def test_states_are_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sequence_batching lists is not listed again; what config.pbtxt lists is filled in."""
+    schema = _BATCHED | {"kept": ["mask", "z"]}
+
+    completed = _complete(monkeypatch, schema)
+    assert [one["name"] for one in completed["input"]] == ["x"]
+    assert [one["name"] for one in completed["output"]] == ["y"]
+    completed = _complete(monkeypatch, schema, output=[{"name": "y"}, {"name": "z"}])
+    assert completed["output"][1] == _Z

@@ -184,11 +184,6 @@ def test_incomplete_config_may_be_read(role: str) -> None:
             {"cc_model_filenames": {"8.0": "a.pt"}}, "cc_model_filenames", id="cc_model_filenames"
         ),
         pytest.param(
-            {"sequence_batching": {"max_sequence_idle_microseconds": 1}},
-            "sequence_batching",
-            id="sequence_batching",
-        ),
-        pytest.param(
             {"model_transaction_policy": {"decoupled": True}},
             "model_transaction_policy",
             id="decoupled",

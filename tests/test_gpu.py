@@ -13,6 +13,7 @@ import models
 import numpy as np
 import pytest
 import scenarios
+import test_sequences
 import torch
 from children import Start, starting
 
@@ -43,6 +44,39 @@ def test_scenario_on_the_gpu(scenario: scenarios.Scenario, tmp_path: Path, proce
             if expected is not None:
                 came = tensor.as_numpy().reshape(expected.shape)
                 np.testing.assert_allclose(came, expected, rtol=1e-3, atol=1e-4)
+
+
+_SEQUENCES = [one for one in scenarios.SEQUENCES if "strings" not in one.name]
+
+
+@pytest.mark.parametrize("scenario", _SEQUENCES, ids=lambda one: one.name)
+def test_sequences_on_the_gpu(scenario: scenarios.Scenario, tmp_path: Path, process: None) -> None:
+    """States stay on the GPU from step to step, and nothing else differs."""
+    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
+    model = TritonPythonModel()
+    model.initialize(arguments | {"model_instance_kind": "GPU"})
+    document = json.loads(arguments["model_config"])
+    for call in scenario.calls:
+        turn = call.turn or fake_triton.Turn(0)
+        (response,) = model.execute([fake_triton.request(call.inputs, document, "", turn)])
+        if isinstance(call.expected, scenarios.Refused):
+            assert response.error() is not None
+            continue
+        assert response.error() is None, response.error().message()
+        for tensor in response.output_tensors():
+            came = torch.utils.dlpack.from_dlpack(tensor.to_dlpack()).cpu().numpy()
+            np.testing.assert_allclose(came, call.expected[tensor.name()], rtol=1e-3, atol=1e-4)
+
+
+def test_states_are_on_the_gpu(tmp_path: Path) -> None:
+    """What is kept of a sequence never leaves the device."""
+    served = test_sequences.Served(
+        test_sequences.config(test_sequences.kept()), models.Accumulate(), "cuda"
+    )
+    for flags in ("s", "", ""):
+        served.send(test_sequences.step(1, 1, flags), test_sequences.step(2, 1, flags))
+    kept = [one.values["total"] for one in served.states._kept.values()]
+    assert all(isinstance(value, torch.Tensor) and value.is_cuda for value in kept)
 
 
 def test_runs_on_its_device_and_stream(tmp_path: Path, process: None) -> None:

@@ -103,6 +103,53 @@ _TENSORS = st.lists(
     ),
     max_size=3,
 )
+_INT64 = st.integers(-1, 2**40) | st.integers(-1, 2**40).map(str)  # protobuf's JSON has strings
+_STATES = st.fixed_dictionaries(
+    {},
+    optional={
+        "input_name": _NAMES,
+        "output_name": _NAMES,
+        "data_type": st.sampled_from(["TYPE_FP32", "TYPE_STRING", "TYPE_INVALID"]),
+        "dims": st.lists(_INT64, max_size=3),
+        "initial_state": st.lists(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "data_type": st.sampled_from(["TYPE_FP32", "TYPE_STRING"]),
+                    "dims": st.lists(_INT64, max_size=3),
+                    "zero_data": st.booleans(),
+                    "data_file": _TEXTS,
+                },
+            ),
+            max_size=2,
+        ),
+    },
+)
+_CONTROLS = st.fixed_dictionaries(
+    {
+        "name": _NAMES,
+        "control": st.lists(
+            st.fixed_dictionaries(
+                {},
+                optional={
+                    "int32_false_true": st.lists(st.integers(0, 1), max_size=2),
+                    "data_type": st.sampled_from(["TYPE_UINT64", "TYPE_STRING", "TYPE_INVALID"]),
+                },
+            ),
+            max_size=2,
+        ),
+    }
+)
+_SEQUENCES = st.fixed_dictionaries(
+    {},
+    optional={
+        "direct": st.just({}),
+        "oldest": st.fixed_dictionaries({}, optional={"max_candidate_sequences": _INT64}),
+        "max_sequence_idle_microseconds": _INT64,
+        "state": st.lists(_STATES, max_size=2),
+        "control_input": st.lists(_CONTROLS, max_size=2),
+    },
+)
 _DOCUMENTS = st.fixed_dictionaries(
     {
         "max_batch_size": st.integers(0, 2**31 - 1),
@@ -113,7 +160,7 @@ _DOCUMENTS = st.fixed_dictionaries(
     },
     optional={
         "batch_input": st.lists(st.just({}), max_size=1),
-        "sequence_batching": st.just({}) | st.just({"direct": {}}),
+        "sequence_batching": _SEQUENCES,
         "model_transaction_policy": st.fixed_dictionaries({"decoupled": st.booleans()}),
     },
 )

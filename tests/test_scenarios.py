@@ -37,16 +37,16 @@ def test_scenario(scenario: Scenario, tmp_path: Path, process: None) -> None:
     model.initialize(arguments)
     document = json.loads(arguments["model_config"])
     for call in scenario.calls:
-        (response,) = model.execute([fake_triton.request(call.inputs, document)])
+        (response,) = model.execute([_request(call, document)])
         _check(call, response)
     good = [call for call in scenario.calls if isinstance(call.expected, dict)]
-    together = model.execute([fake_triton.request(call.inputs, document) for call in good])
+    together = model.execute([_request(call, document) for call in good])
     for call, response in zip(good, together, strict=True):
         _check(call, response)
     for batch in scenario.batches:
         responses = model.execute(
             [
-                fake_triton.request(call.inputs, document, f"{scenario.name}-{place}")
+                _request(call, document, f"{scenario.name}-{place}")
                 for place, call in enumerate(batch)
             ]
         )
@@ -55,6 +55,11 @@ def test_scenario(scenario: Scenario, tmp_path: Path, process: None) -> None:
     log = "\n".join(text for _, text in fake_triton.Logger.lines)
     for part in scenario.logs:
         assert part in log
+
+
+def _request(call: Call, document: dict[str, Any], request_id: str = "") -> Any:
+    turn = call.turn or fake_triton.Turn(0)
+    return fake_triton.request(call.inputs, document, request_id, turn)
 
 
 def _check(call: Call, response: Any) -> None:

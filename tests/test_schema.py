@@ -521,3 +521,58 @@ def test_no_artifact(tmp_path: Path) -> None:
     (tmp_path / "1").mkdir()
     with pytest.raises(LoadError, match="version 1 holds no files"):
         _describe(tmp_path)
+
+
+# --- sequences -------------------------------------------------------------------------------
+
+_STEPS = (
+    _HEADER
+    + """
+def forward(x, total{default}, START=None):
+    total = x if total is None else total + x
+    return {{"y": total * 2, "sum": total}}
+
+
+def example_inputs():
+    return {{"x": torch.rand(2, 4)}}
+"""
+)
+_STATE = {
+    "input_name": "total",
+    "output_name": "sum",
+    "data_type": "TYPE_FP32",
+    "dims": [4],
+}
+_START = {
+    "name": "START",
+    "control": [{"kind": "CONTROL_SEQUENCE_START", "fp32_false_true": [0, 1]}],
+}
+
+
+@pytest.mark.parametrize(
+    ("default", "document"),
+    [
+        pytest.param("", {"sequence_batching": {"state": [_STATE]}}, id="state"),
+        pytest.param(
+            "",
+            {"sequence_batching": {"state": [_STATE], "control_input": [_START]}},
+            id="control",
+        ),
+        pytest.param(
+            "=None",
+            {"sequence_batching": {}} | _option("STATE", '{"total": "sum"}'),
+            id="option",
+        ),
+    ],
+)
+def test_what_is_kept_is_told(tmp_path: Path, default: str, document: dict[str, Any]) -> None:
+    """An example has no states and no controls; the model is tried with first ones."""
+    build.write(tmp_path, "model.py", _STEPS.format(default=default))
+    given = build.arguments(**({"input": [], "output": [], "max_batch_size": 8} | document))
+    found = schema.describe(given | {"model_repository": str(tmp_path)})
+
+    sent = {role: [one["name"] for one in found[role]] for role in ("input", "output")}
+    kept = set(found["kept"])
+    assert set(sent["input"]) - kept == {"x"}
+    assert set(sent["output"]) - kept == {"y"}
+    assert found["max_batch_size"] == 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -22,6 +22,12 @@ Value: TypeAlias = "Tensor | Array"
 Item: TypeAlias = "dict[str, Value]"
 # One request's result or its error.
 Outcome: TypeAlias = "dict[str, Value] | BackendError"
+
+
+class Owned(tuple[Value, ...]):
+    """A column, taken apart: for each item its rows, in memory of their own."""
+
+    __slots__ = ()
 
 
 # Makes one value of those of several items.
@@ -89,7 +95,10 @@ ANY_ROWS = Rows()
 
 
 def gather(
-    items: Sequence[Item], names: Sequence[str], pads: Mapping[str, Gather] = _NO_PADS
+    items: Sequence[Item],
+    names: Sequence[str],
+    pads: Mapping[str, Gather] = _NO_PADS,
+    copied: Collection[str] = (),
 ) -> Batch:
     """The items' values, concatenated on dimension 0. One item is passed on without a copy.
 
@@ -97,9 +106,15 @@ def gather(
         items: items that agree in everything but their rows, and what is padded.
         names: the values, in the order asked for.
         pads: what gathers those that are padded.
+        copied: those of which even one item's is a copy: a model may write into what it is given.
     """
     if len(items) == 1 and not pads:
         columns = [to_column(items[0][name]) for name in names]
+        if copied:
+            columns = [
+                own(one) if name in copied else one
+                for name, one in zip(names, columns, strict=True)
+            ]
         return Batch(columns, columns[0].shape[:1] if columns else ())
     sizes = [item[names[0]].shape[0] for item in items]
     join: Gather = _concatenate
@@ -147,17 +162,35 @@ def join(pieces: Sequence[Sequence[Value]]) -> Sequence[Value]:
     return [_concatenate(list(parts)) for parts in zip(*pieces, strict=True)]
 
 
+def owned(column: Value, sizes: Sequence[int]) -> Owned:
+    """Each item's rows of a column: copies, which neither keep the column nor change with it."""
+    if len(sizes) <= 1:
+        return Owned([own(column)])
+    if isinstance(column, Tensor):
+        copies: list[Tensor] = torch.split_with_sizes_copy(column, list(sizes))  # type: ignore[func-returns-value,assignment]
+        return Owned(copies)
+    return Owned([own(rows) for rows in _split(column, sizes)])
+
+
+def own(value: Value) -> Value:
+    """A copy."""
+    return value.clone() if isinstance(value, Tensor) else value.copy()
+
+
 def scatter(
-    outputs: Sequence[Value], names: Sequence[str], sizes: Sequence[int]
+    outputs: Sequence[Value | Owned], names: Sequence[str], sizes: Sequence[int]
 ) -> list[dict[str, Value]]:
     """Each item's rows of each output: views, contiguous because the outputs are."""
     if len(sizes) <= 1:
-        return [dict(zip(names, outputs, strict=True))]
+        alone = [one[0] if isinstance(one, Owned) else one for one in outputs]
+        return [dict(zip(names, alone, strict=True))]
     split = [_split(output, sizes) for output in outputs]
     return [dict(zip(names, rows, strict=True)) for rows in zip(*split, strict=True)]
 
 
-def _split(output: Value, sizes: Sequence[int]) -> Sequence[Value]:
+def _split(output: Value | Owned, sizes: Sequence[int]) -> Sequence[Value]:
+    if isinstance(output, Owned):
+        return output
     if isinstance(output, Tensor):
         return output.split_with_sizes(list(sizes))
     return np.split(output, np.cumsum(sizes)[:-1])

@@ -178,6 +178,19 @@ def bind_inputs(
     return _assemble(model, places, signature, left_out)
 
 
+def among(names: Sequence[str], more: Sequence[str], signature: Signature) -> list[str]:
+    """Those of `more` that forward() has a place for, beside the inputs `names`."""
+    if signature.leaves is not None:
+        aliases = _leaf_aliases(signature.leaves, signature)
+        count = len(signature.leaves)
+        return [name for name in more if _leaf_named(name, aliases, count) is not None]
+    only = _only_argument(signature)
+    if only is not None and only.takes is Takes.DICT:
+        return list(more)
+    slots = _slots([*names, *more], signature)
+    return [name for name in more if _place(name, slots, signature) is not None]
+
+
 def _bind_closed(
     model: str, names: Sequence[str], signature: Signature, left_out: Collection[str]
 ) -> Inputs:

@@ -50,7 +50,11 @@ def complete(
     elif bool(wished) != bool(schema["max_batch_size"]):
         _refit(schema, batched=bool(wished))
     for role in ("input", "output"):
-        document[role] = _merge(model, role, document.get(role, []), schema[role])
+        written = document.get(role, [])
+        # States and controls of sequences are listed there, and Triton refuses them here.
+        kept = schema.get("kept", ())
+        sent = [one for one in schema[role] if written or one["name"] not in kept]
+        document[role] = _merge(model, role, written, sent)
 
 
 def _refit(schema: dict[str, Any], *, batched: bool) -> None:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import enum
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from torch_py_backend import dtypes, options
+from torch_py_backend import dtypes, options, states
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.options import Options
+from torch_py_backend.states import Sequencing, State
+
+
+class Origin(enum.Enum):
+    """Who sends an input, or takes an output."""
+
+    CLIENT = "client"
+    CONTROL = "control"  # Triton's scheduler of sequences
+    STATE = "state"  # the step before, or the next one
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +34,7 @@ class TensorSpec:
             dimension; -1 is any size.
         optional: a request may leave it out.
         ragged: Triton batches requests that differ in its shape.
+        origin: who sends or takes it.
     """
 
     name: str
@@ -31,6 +42,7 @@ class TensorSpec:
     dims: tuple[int, ...]
     optional: bool = False
     ragged: bool = False
+    origin: Origin = Origin.CLIENT
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype.triton} [{', '.join(map(str, self.dims))}]"
@@ -51,6 +63,7 @@ class ModelConfig:
         max_batch_size: rows in a batch at most; 0: the model has no batch dimension.
         default_model_filename: the artifact that the config names, if it does.
         python_runtime: whether it was written for the Python runtime of Triton's PyTorch backend.
+        sequencing: what it says of sequences; None: each request stands for itself.
     """
 
     name: str
@@ -66,10 +79,21 @@ class ModelConfig:
     default_model_filename: str | None
     python_runtime: bool
     options: Options
+    sequencing: Sequencing | None = None
 
     @property
     def version_folder(self) -> Path:
         return self.folder / self.version
+
+    @property
+    def states(self) -> tuple[State, ...]:
+        """What is kept between the requests of a sequence."""
+        return self.sequencing.states if self.sequencing is not None else ()
+
+    @property
+    def carried(self) -> tuple[State, ...]:
+        """The states of which config.pbtxt says nothing but their names."""
+        return tuple(state for state in self.states if state.dtype is None)
 
 
 def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
@@ -87,6 +111,11 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     document = json.loads(args["model_config"])
     name = args["model_name"]
     _refuse_unsupported(name, document)
+    wished = options.parse(name, document.get("parameters", {}))
+    sequencing = states.parse(name, document, wished.state)
+    inputs = _specs(name, "input", document) if complete else ()
+    outputs = _specs(name, "output", document) if complete else ()
+    kept = sequencing.states if sequencing is not None else ()
     parsed = ModelConfig(
         name=name,
         folder=Path(args["model_repository"]).absolute(),
@@ -96,11 +125,12 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         device_id=int(args["model_instance_device_id"]),
         instances=_instances(document),
         max_batch_size=document["max_batch_size"],
-        inputs=_specs(name, "input", document) if complete else (),
-        outputs=_specs(name, "output", document) if complete else (),
+        inputs=(*inputs, *_state_inputs(kept)) if complete else (),
+        outputs=(*outputs, *_state_outputs(name, kept, outputs)) if complete else (),
         default_model_filename=_filename(name, document),
         python_runtime=_for_python_runtime(document),
-        options=options.parse(name, document.get("parameters", {})),
+        options=wished,
+        sequencing=sequencing,
     )
     if complete:
         refuse_contradictions(parsed)
@@ -147,6 +177,16 @@ def refuse_contradictions(config: ModelConfig) -> None:
             "What one instance swapped, another would see in mid-batch: take one of them out.",
         ),
         (
+            bool(wished.pad) and any(-1 in state.dims for state in config.states),
+            "PAD is set, and a state of sequence_batching has dims of -1",
+            "What is padding in a state is not known: give the state fixed dims, or take PAD out.",
+        ),
+        (
+            wished.sequence_memory_mb is not None and not config.states,
+            "SEQUENCE_MEMORY_MB is set, and no state is kept",
+            "Add state to sequence_batching or set STATE, or take SEQUENCE_MEMORY_MB out.",
+        ),
+        (
             bool(wished.pad) and not most,
             "PAD is set, and max_batch_size is 0",
             "Requests are padded to share a batch: set max_batch_size, or take PAD out.",
@@ -163,7 +203,6 @@ def _refuse_unsupported(model: str, document: Mapping[str, Any]) -> None:
         "batch_input": "batch_input is for backends written in C++",
         "batch_output": "batch_output is for backends written in C++",
         "cc_model_filenames": "cc_model_filenames has no effect in a Python-based backend",
-        "sequence_batching": "sequence_batching is not served yet",
     }
     for key, reason in refused.items():
         if document.get(key):
@@ -202,6 +241,31 @@ def _spec(model: str, role: str, entry: Mapping[str, Any]) -> TensorSpec:
     return TensorSpec(
         name, dtype, tuple(dims), bool(entry.get("optional")), bool(entry.get("allow_ragged_batch"))
     )
+
+
+def _state_inputs(kept: Iterable[State]) -> Iterator[TensorSpec]:
+    for state in kept:
+        if state.dtype is not None:
+            yield TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE)
+
+
+def _state_outputs(
+    model: str, kept: Iterable[State], listed: Iterable[TensorSpec]
+) -> Iterator[TensorSpec]:
+    """What clients do not see; a state that the config lists as an output is there already."""
+    known = {spec.name: spec for spec in listed}
+    for state in kept:
+        if state.dtype is None:
+            continue
+        spec = TensorSpec(state.output, state.dtype, state.dims, origin=Origin.STATE)
+        if state.output not in known:
+            yield spec
+        elif str(known[state.output]) != str(spec):
+            raise ConfigError(
+                model,
+                f"the output {known[state.output]} is a state, too",
+                expected=f"{spec}, as in sequence_batching",
+            )
 
 
 def _for_python_runtime(document: Mapping[str, Any]) -> bool:

@@ -28,10 +28,11 @@ from torch_py_backend import (
     outputs,
     results,
     runtime,
+    sequences,
     sharing,
 )
 from torch_py_backend.artifacts import Artifact, Kind
-from torch_py_backend.batching import Batch, Item, Outcome, Value
+from torch_py_backend.batching import Batch, Item, Outcome, Owned, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.counts import Counts
 from torch_py_backend.errors import BackendError, OutputError, UnavailableError, brief
@@ -79,6 +80,7 @@ def _build(
 ) -> Engine:
     """An engine for a device, with its weights on that one or on another."""
     loaded = _load(config, artifact, onto)
+    config = sequences.bound(config, loaded.signature)
     surroundings = runtime.surround(config.options, device, loaded.weights)
     return Engine(config, loaded, surroundings, artifact)
 
@@ -130,7 +132,15 @@ class Engine:
         self.rows = buckets.plan(config, loaded.rows, fixed=fixed)
         self._runtime = surroundings
         self.counts = Counts()
-        self._names = tuple(spec.name for spec in config.outputs)
+        told, carried = [spec.name for spec in config.outputs], config.carried
+        self._names = (*told, *(state.output for state in carried))
+        # What is kept between calls: by the names of inputs, and the places of outputs.
+        self._state_inputs = frozenset(state.input for state in config.states)
+        self._state_places = (
+            range(len(told), len(self._names))
+            if carried
+            else [told.index(state.output) for state in config.states]
+        )
         self._verify = outputs.verifiers(config)
         self._finite = outputs.Finite(config) if config.options.check_finite else None
         self.purity = Purity(loaded.owner)
@@ -275,11 +285,12 @@ class Engine:
     def _attempt(self, group: Group) -> Sequence[Outcome]:
         """The outcomes of a group that is run as it is; raises whatever the model raises."""
         with self._runtime.guard():
-            batch = batching.gather(group.items, group.inputs.names, self._pads)
+            names = group.inputs.names
+            batch = batching.gather(group.items, names, self._pads, self._state_inputs)
             if self._padding is not None:
                 self._count_padding(group, batch)
-            made = self._call(group, self._runtime.to_device(batch.columns))
-            made = self._runtime.to_host(made, batch.columns)
+            raw = self._call(group, self._runtime.to_device(batch.columns))
+            made = self._runtime.to_host(self._owned(raw, batch), self._sent(names, batch))
         outcomes = self._scatter(group, batch, made)
         if self._finite is not None and not self._finite.holds(made):
             return [
@@ -288,6 +299,22 @@ class Engine:
             ]
         return outcomes
 
+    def _owned(self, made: Sequence[Value], batch: Batch) -> Sequence[Value | Owned]:
+        """What the model made; each item gets a state of its own, which outlives the batch."""
+        if not self._state_places:
+            return made
+        whole: list[Value | Owned] = list(made)
+        for place in self._state_places:
+            whole[place] = batching.owned(made[place], batch.sizes)
+        return whole
+
+    def _sent(self, names: Sequence[str], batch: Batch) -> Sequence[Value]:
+        """The columns that requests brought."""
+        if not self._state_inputs:
+            return batch.columns
+        columns = zip(names, batch.columns, strict=True)
+        return [column for name, column in columns if name not in self._state_inputs]
+
     def _checked(self, finite: outputs.Finite, outcome: Outcome, position: int) -> Outcome:
         refusal = None if isinstance(outcome, BackendError) else finite.refusal(outcome)
         if refusal is None:
@@ -295,7 +322,9 @@ class Engine:
         self.recovery.report(refusal, "", [position])
         return refusal
 
-    def _scatter(self, group: Group, batch: Batch, made: Sequence[Value]) -> Sequence[Outcome]:
+    def _scatter(
+        self, group: Group, batch: Batch, made: Sequence[Value | Owned]
+    ) -> Sequence[Outcome]:
         outcomes = batching.scatter(made, self._names, batch.sizes)
         if self._padding is not None:
             seen = zip(group.inputs.names, batch.columns, strict=True)
@@ -328,10 +357,20 @@ class Engine:
         result = group.inputs.call(self._module, passed)
         return self._take(result, rows)
 
+    def _bind(self, result: Any) -> results.Outputs:
+        """What takes the outputs out of a result, and then the states that STATE names."""
+        model, carried = self.config.name, [state.output for state in self.config.carried]
+        told = [spec.name for spec in self.config.outputs]
+        shown = results.bind_outputs(model, told, result)
+        if not carried:
+            return shown
+        kept = results.bind_outputs(model, carried, result)
+        return lambda result: [*shown(result), *kept(result)]
+
     def _take(self, result: Any, rows: int) -> list[Value]:
         """The configured outputs, each as the config says."""
         if self._outputs is None:
-            self._outputs = results.bind_outputs(self.config.name, self._names, result)
+            self._outputs = self._bind(result)
         try:
             parts = self._outputs(result)
         except (LookupError, AttributeError, TypeError):

@@ -16,7 +16,8 @@ BackendError
 ├── OutputError             forward() returned what the config contradicts
 ├── InternalError           the backend itself failed
 ├── UnavailableError        the instance cannot answer, and another one might
-│   └── OutOfMemoryError    not even one row of a request fits in memory
+│   ├── OutOfMemoryError    not even one row of a request fits in memory
+│   └── StateMemoryError    the states of all sequences together would take more than they may
 ├── CancelledError          a request was cancelled before it was run
 ├── InstallError            a backend folder cannot be written
 ├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
@@ -187,6 +188,17 @@ class OutOfMemoryError(UnavailableError):
         )
 
 
+class StateMemoryError(UnavailableError):
+    def __init__(self, model: str, name: str, needed: int, limit_mb: int, sequences: int) -> None:
+        super().__init__(
+            model,
+            f"with the new state of sequence {name}, {sequences} sequences would take"
+            f" {needed / _MEGABYTE:.1f} MB",
+            expected=f"at most {limit_mb} MB, SEQUENCE_MEMORY_MB",
+            cure="The state before this request stays. Try again when others have ended.",
+        )
+
+
 class CancelledError(ModelError):
     code = "CANCELLED"
 
@@ -220,6 +232,7 @@ class TuneError(BackendError):
     pass
 
 
+_MEGABYTE = 1 << 20
 _SHOWN = 8
 _LONGEST = 500
 # Absolute folders before a name; not what follows a letter (1/2/3, ../a/b) or is an address.

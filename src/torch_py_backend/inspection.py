@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch_py_backend import artifacts, config, engine, threads, tuned, warmup
+from torch_py_backend.config import Origin, TensorSpec
 from torch_py_backend.options import TABLE
 
 
@@ -51,8 +52,14 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
         "artifact": f"{artifact.path.name}: {artifact.kind.value}",
         "weights": str(made.sharing),
         "signature": made.signature,
-        "inputs": [f"{spec} → {made.places[spec.name]}" for spec in settings.inputs],
-        "outputs": [str(spec) for spec in settings.outputs],
+        "inputs": [
+            *(f"{_told(spec)} → {made.places[spec.name]}" for spec in made.config.inputs),
+            *(f"{one.input} (state) → {made.places[one.input]}" for one in settings.carried),
+        ],
+        "outputs": [
+            *map(_told, settings.outputs),
+            *(f"{one.output} (state)" for one in settings.carried),
+        ],
         "max_batch_size": settings.max_batch_size,
         "threads": {"intra_op": share.intra_op, "inter_op": share.inter_op},
         "options": {
@@ -62,3 +69,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
         },
         "warnings": collector.sentences,
     }
+
+
+def _told(spec: TensorSpec) -> str:
+    return str(spec) if spec.origin is Origin.CLIENT else f"{spec} ({spec.origin.value})"

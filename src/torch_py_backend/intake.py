@@ -51,7 +51,10 @@ class Intake:
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
+        # Of any type and shape, and left out together.
+        self._carried = frozenset(state.input for state in config.carried)
         self._names = [spec.name for spec in config.inputs]
+        self._names += [state.input for state in config.carried]
         self._required = [spec.name for spec in config.inputs if not spec.optional]
         self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
         self._first = next(iter(self._axes.items()), ("", 0))
@@ -67,6 +70,7 @@ class Intake:
             self._batched
             and not self._special
             and padding is None
+            and not self._carried
             and config.options.force_cpu_only_input_tensors
             and all(spec.dtype.torch and -1 not in spec.dims for spec in config.inputs)
         )
@@ -76,11 +80,11 @@ class Intake:
         self._cast: torch.dtype | None = (
             getattr(torch, dtypes.from_triton(cast).torch or "") if cast else None
         )
-        optional = frozenset(self._names) - frozenset(self._required) - made
+        optional = frozenset(self._names) - frozenset(self._required) - made - self._carried
         self.patterns: tuple[frozenset[str], ...] = (frozenset(), *_patterns(sorted(optional)))
         # At load: a pattern that cannot be passed must not wait for its first request.
-        for pattern in self.patterns[1:]:
-            self._bound(pattern)
+        for pattern in self.patterns if self._carried else self.patterns[1:]:
+            self._bound(pattern | self._carried)
 
     @property
     def places(self) -> dict[str, str]:
@@ -128,7 +132,7 @@ class Intake:
         rows = -1
         for name, value in item.items() if self._batched else ():
             # Of a request that says it has no rows, Triton makes one without that dimension.
-            if value.ndim != self._axes[name]:
+            if value.ndim != self._axes.get(name, value.ndim):
                 return InputError(
                     self._model,
                     f"input '{name}' has the shape {list(value.shape)} and no rows",
@@ -196,6 +200,8 @@ class Intake:
         """What values of an input that share a batch agree in."""
         pad = self._pads.get(name)
         shape = value.shape[1:] if pad is None else pad.fixed(value.shape)
+        if name in self._carried:
+            return (shape, value.dtype)
         return (shape, value.device) if isinstance(value, Tensor) else shape
 
     def _inputs(self, item: Item) -> Inputs:

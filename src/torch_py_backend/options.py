@@ -134,6 +134,13 @@ def _pad(text: str) -> dict[str, dict[str, Any]]:
     return wished
 
 
+def _names(text: str) -> dict[str, str]:
+    value = _json_object(text)
+    if not value or not all(isinstance(one, str) and one and key for key, one in value.items()):
+        raise TypeError(text)
+    return value
+
+
 BOOLEAN = Parser("true, on, 1, false, off or 0", _boolean)
 POSITIVE = Parser("an integer of at least 1", _positive)
 FRACTION = Parser("a number above 0, at most 1", _fraction)
@@ -148,6 +155,10 @@ PAD = Parser(
     "a JSON object of inputs, each with some of value (a number), side (left or right),"
     " multiple_of (an integer of at least 1), mask (an input's name), outputs (names)",
     _pad,
+)
+STATE = Parser(
+    "a JSON object from inputs of forward() to parts of its result",
+    _names,
 )
 COMPILE_PARAMETERS = Parser(
     f"a JSON object with keys among {', '.join(_COMPILE_KEYS)}", _compile_parameters
@@ -243,6 +254,17 @@ class Options:
         PAD,
         "Inputs whose dims of -1 are padded, so that requests of different lengths share a call:"
         ' `{"ids": {"value": 0, "side": "right", "multiple_of": 8, "mask": "attention_mask"}}`.',
+    )
+    state: dict[str, str] | None = _option(
+        STATE,
+        "What a sequence keeps from one request to the next, where `sequence_batching` has no"
+        " `state`: inputs of forward(), and what of its result they are in the next step:"
+        ' `{"hidden": "RESULT[1]"}`. They are left out in the first step.',
+    )
+    sequence_memory_mb: int | None = _option(
+        POSITIVE,
+        "Megabytes that the states of all sequences of an instance may take; a step that needs more"
+        " is refused with 503. Unset: no limit.",
     )
     inference_mode: bool = _option(
         BOOLEAN, "Run under `torch.inference_mode`; false: under `torch.no_grad`.", default=True

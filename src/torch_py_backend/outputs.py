@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import Strings, Value
-from torch_py_backend.config import ModelConfig, TensorSpec
+from torch_py_backend.batching import Owned, Strings, Value
+from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import OutputError
 
 # Makes a part of a result, of so many rows, into an output; raises OutputError.
@@ -19,8 +19,13 @@ Verify: TypeAlias = "Callable[[Any, int], Value]"
 
 
 def verifiers(config: ModelConfig) -> tuple[Verify, ...]:
-    """One for each output, in the config's order."""
-    return tuple(_verifier(config, spec) for spec in config.outputs)
+    """One for each output, in the config's order, and for each state that it only names."""
+    batched = config.max_batch_size > 0
+    carried = (_Expected(config.name, state.output, (), batched) for state in config.carried)
+    return (
+        *(_verifier(config, spec) for spec in config.outputs),
+        *(_Carried(expected).verify for expected in carried),
+    )
 
 
 def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
@@ -48,10 +53,12 @@ class Finite:
         self._places = [
             (place, spec.name)
             for place, spec in enumerate(config.outputs)
-            if spec.dtype.torch and getattr(torch, spec.dtype.torch).is_floating_point
+            if spec.origin is Origin.CLIENT
+            and spec.dtype.torch
+            and getattr(torch, spec.dtype.torch).is_floating_point
         ]
 
-    def holds(self, made: Sequence[Value]) -> bool:
+    def holds(self, made: Sequence[Value | Owned]) -> bool:
         """Whether a whole batch of outputs is finite."""
         return all(_finite(made[place]) for place, _ in self._places)
 
@@ -67,7 +74,7 @@ class Finite:
         return None
 
 
-def _finite(value: Value) -> bool:
+def _finite(value: Value | Owned) -> bool:
     return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 
@@ -193,6 +200,26 @@ def _form(part: Tensor) -> str:
 
 def _short(of: torch.dtype | torch.layout) -> str:
     return str(of).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """What STATE names: a tensor of any type, with a row for each of the batch's."""
+
+    expected: _Expected
+
+    def verify(self, part: Any, rows: int) -> Tensor:
+        sound = isinstance(part, Tensor) and part.layout is torch.strided and not part.is_meta
+        if not sound or (self.expected.batched and not part.ndim):
+            form = _form(part) if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise OutputError(
+                self.expected.model,
+                f"the state '{self.expected.name}' is {form}",
+                expected="a dense tensor, whose first dimension is the batch",
+            )
+        self.expected.check_rows(part.shape[0] if part.ndim else rows, rows)
+        detached: Tensor = part.detach()
+        return detached.resolve_neg().resolve_conj().contiguous()
 
 
 @dataclass(frozen=True, slots=True)

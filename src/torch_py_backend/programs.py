@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
-from torch_py_backend import binding, contents, mapping, results, samples, signatures
+from torch_py_backend import (
+    binding,
+    contents,
+    mapping,
+    results,
+    samples,
+    sequences,
+    signatures,
+)
 from torch_py_backend.batching import ANY_ROWS, Rows
 from torch_py_backend.binding import Signature
 from torch_py_backend.config import ModelConfig
@@ -291,6 +299,7 @@ def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -
     Packages with a dynamic batch are often built for at least two rows (torch.export takes a size
     of 1 for a constant), or for as many as the kernel that was chosen is made for.
     """
+    config = sequences.bound(config, signature)
     if not config.max_batch_size or len(config.inputs) != len(signature.leaves or ()):
         return ANY_ROWS  # binding will say what is wrong
     inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)

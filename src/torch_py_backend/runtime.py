@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching import Value
+from torch_py_backend.batching import Owned, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.options import Options
@@ -48,11 +48,13 @@ class Runtime:
             for column in columns
         ]
 
-    def to_host(self, outputs: Sequence[Value], inputs: Sequence[Value]) -> Sequence[Value]:
+    def to_host(
+        self, outputs: Sequence[Value | Owned], inputs: Sequence[Value]
+    ) -> Sequence[Value | Owned]:
         """The outputs, with the device's work on them done.
 
         Args:
-            outputs: what the model made.
+            outputs: what the model made; what is owned by items stays where it is.
             inputs: what the requests brought; where all came from the GPU, outputs stay there.
         """
         if self.device.type == "cpu":

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_py_backend import sequences
 from torch_py_backend.batching import Item, Value
-from torch_py_backend.config import ModelConfig, TensorSpec
+from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 
 # Sizes for dimensions of -1: above 1, which torch.compile takes for a constant, and two, so that
 # it learns that they vary.
@@ -33,12 +34,19 @@ def item(
         shrunk: with a quarter less in dimensions of -1.
         without: inputs to leave out.
         example: valid values by name, with a batch dimension where the model has one; they are
-            repeated to make up the rows. Other inputs get made-up values.
+            repeated to make up the rows. States are those of a first step, other inputs get
+            made-up values.
+
+    Raises:
+        ArtifactError: a file of initial states cannot be read.
     """
     generator = torch.Generator().manual_seed(0)
+    begun = sequences.initial(config, rows)
     return {
         spec.name: _from_example(spec, rows, example[spec.name], shrunk=shrunk)
         if spec.name in example
+        else begun[spec.name]
+        if spec.name in begun
         else _made_up(spec, rows, _variable(config, shrunk=shrunk), generator)
         for spec in config.inputs
         if spec.name not in without
@@ -86,7 +94,8 @@ def _made_up(
     if spec.dtype.torch is None:
         return np.full(shape, b"text", dtype=np.object_)
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-    if dtype.is_floating_point:
+    if dtype.is_floating_point and spec.origin is not Origin.CONTROL:
         return torch.rand(shape, generator=generator).to(dtype)
-    # An id, a mask and a length of 1 are valid nearly everywhere; 0 is no length.
+    # An id, a mask and a length of 1 are valid nearly everywhere; 0 is no length. Controls say of
+    # a sequence that it is the only step.
     return torch.ones(shape, dtype=dtype)

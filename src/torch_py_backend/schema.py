@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,10 +21,12 @@ from torch_py_backend import (
     outputs,
     programs,
     results,
+    samples,
+    sequences,
 )
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Item, Value
-from torch_py_backend.binding import bind_inputs
+from torch_py_backend.binding import bind_inputs, ordinal
 from torch_py_backend.config import ModelConfig, TensorSpec
 from torch_py_backend.errors import (
     ConfigError,
@@ -47,11 +49,16 @@ _LARGEST = 4096
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A model's tensors, without the batch dimension where max_batch_size is above 0."""
+    """A model's tensors, without the batch dimension where max_batch_size is above 0.
+
+    Attributes:
+        kept: names of inputs and outputs that are the states and controls of sequences.
+    """
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int
+    kept: frozenset[str] = frozenset()
 
 
 def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
@@ -69,6 +76,7 @@ def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
         "input": [_as_json(spec) for spec in found.inputs],
         "output": [_as_json(spec) for spec in found.outputs],
         "max_batch_size": found.max_batch_size,
+        "kept": sorted(found.kept),
     }
 
 
@@ -105,7 +113,32 @@ def _of_program(settings: ModelConfig, described: programs.Described) -> Schema:
         tuple(_spec(settings, *one, batched=batched) for one in described.inputs),
         tuple(_spec(settings, *one, batched=batched) for one in described.outputs),
         _batch_size(described.rows.most) if batched else 0,
+        frozenset(
+            (
+                *_among([name for name, *_ in described.inputs], _kept_inputs(settings)),
+                *_among(
+                    [name for name, *_ in described.outputs],
+                    [state.output for state in settings.states],
+                ),
+            )
+        ),
     )
+
+
+def _kept_inputs(settings: ModelConfig) -> list[str]:
+    """What the config says that no request brings."""
+    controls = settings.sequencing.controls if settings.sequencing is not None else ()
+    return [*(state.input for state in settings.states), *(one.name for one in controls)]
+
+
+def _among(told: Sequence[str], wanted: Sequence[str]) -> Iterator[str]:
+    """What a program calls those that a config calls by name or number."""
+    for name in wanted:
+        number = ordinal(name)
+        if name in told:
+            yield name
+        elif number is not None and number < len(told):
+            yield told[number]
 
 
 def _batch_size(most: int | None) -> int:
@@ -155,7 +188,7 @@ def _of_example(settings: ModelConfig, artifact: Artifact, device: torch.device)
         ForwardError: forward() fails with the example; on meta tensors, with twice their rows too.
     """
     loaded = loaders.load(artifact, settings, device)
-    example = _example(settings, artifact)
+    example = _begun(settings, loaded, _example(settings, artifact))
     whole = dataclasses.replace(
         settings,
         max_batch_size=0,
@@ -166,9 +199,20 @@ def _of_example(settings: ModelConfig, artifact: Artifact, device: torch.device)
     if len(rows) == 1 and rows != {()}:
         (size,) = rows
         twice = _run_doubled(whole, loaded, example, device)
-        if twice is not None and _grew(once, twice, size[0]):
+        if twice is not None and _grew(once.values, twice.values, size[0]):
             return _schema(settings, loaded, example, once, batched=True)
     return _schema(settings, loaded, example, once, batched=False)
+
+
+def _begun(settings: ModelConfig, loaded: Loaded, example: Item) -> Item:
+    """The example with what a request does not bring: first states, and controls."""
+    if settings.sequencing is None:
+        return example
+    rows = {value.shape[0] for value in example.values() if value.ndim}
+    count = rows.pop() if settings.max_batch_size and len(rows) == 1 else None
+    specs = tuple(_example_spec(settings, name, value) for name, value in example.items())
+    config = sequences.bound(dataclasses.replace(settings, inputs=specs), loaded.signature)
+    return {**sequences.initial(settings, count), **samples.item(config, count, example=example)}
 
 
 def _example_spec(settings: ModelConfig, name: str, value: Value) -> TensorSpec:
@@ -181,10 +225,19 @@ def _kind(settings: ModelConfig, name: str, value: Value) -> dtypes.DType:
     return dtypes.from_triton("BYTES")
 
 
-def _run(
-    settings: ModelConfig, loaded: Loaded, example: Item, device: torch.device
-) -> dict[str, Value]:
-    """Every output by name, as arrays and tensors."""
+class _Made(NamedTuple):
+    """What a call gave.
+
+    Attributes:
+        values: every output by name, as arrays and tensors.
+        kept: those that are states of a sequence.
+    """
+
+    values: Mapping[str, Value]
+    kept: frozenset[str]
+
+
+def _run(settings: ModelConfig, loaded: Loaded, example: Item, device: torch.device) -> _Made:
     intake = Intake(settings, loaded.signature)
     (group,) = intake.group([(0, example)])
     columns = [example[name] for name in group.inputs.names]
@@ -197,15 +250,19 @@ def _run(
         raise ForwardError(settings.name, error) from error
     names = results.names(result)
     parts = results.bind_outputs(settings.name, names, result)(result)
-    return {
+    values = {
         name: outputs.plain(settings.name, name, part)
         for name, part in zip(names, parts, strict=True)
     }
+    wanted = [state.output for state in settings.states]
+    states = results.bind_outputs(settings.name, wanted, result)(result) if wanted else ()
+    places = {id(part): name for name, part in zip(names, parts, strict=True)}
+    return _Made(values, frozenset(places[id(part)] for part in states))
 
 
 def _run_doubled(
     settings: ModelConfig, loaded: Loaded, example: Item, device: torch.device
-) -> dict[str, Value] | None:
+) -> _Made | None:
     doubled: Item = {
         name: torch.cat([value, value])
         if isinstance(value, Tensor)
@@ -233,14 +290,17 @@ def _schema(
     settings: ModelConfig,
     loaded: Loaded,
     example: Item,
-    made: Mapping[str, Value],
+    made: _Made,
     *,
     batched: bool,
 ) -> Schema:
     return Schema(
         tuple(_tensor(settings, name, value, batched=batched) for name, value in example.items()),
-        tuple(_tensor(settings, name, value, batched=batched) for name, value in made.items()),
+        tuple(
+            _tensor(settings, name, value, batched=batched) for name, value in made.values.items()
+        ),
         _batch_size(_most_rows(settings, loaded, example)) if batched else 0,
+        made.kept.union(_kept_inputs(settings)),
     )
 
 

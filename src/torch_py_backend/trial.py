@@ -27,7 +27,7 @@ from torch import Tensor
 
 from torch_py_backend import artifacts, config, engine, examples, samples, threads, warmup
 from torch_py_backend.batching import Item, Value
-from torch_py_backend.config import ModelConfig
+from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
     ArtifactError,
@@ -61,6 +61,7 @@ def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> di
     """
     settings = config.parse(arguments)
     made = engine.build(settings, threads.budget(settings))
+    settings = made.config  # with the controls of a sequence that the model takes
     _warm_up(made)
     item, source = _find_inputs(settings, inputs)
     given, expected = Path(folder) / _INPUTS, Path(folder)
@@ -110,7 +111,7 @@ def _of_file(settings: ModelConfig, path: Path) -> Item:
 def _refuse_misfit(settings: ModelConfig, item: Item, source: str) -> None:
     """What Triton refuses before a request comes here: other names, types and sizes."""
     specs = {spec.name: spec for spec in settings.inputs}
-    needed = {spec.name for spec in settings.inputs if not spec.optional}
+    needed = {spec.name for spec in _sent(settings) if not spec.optional}
     if not needed <= item.keys() <= specs.keys():
         raise ConfigError(
             settings.name,
@@ -130,9 +131,14 @@ def _refuse_misfit(settings: ModelConfig, item: Item, source: str) -> None:
 
 def _tile(settings: ModelConfig, item: Item, rows: int) -> Item:
     """As many rows as asked for, the item's own over and over."""
-    absent = {spec.name for spec in settings.inputs} - item.keys()
+    absent = {spec.name for spec in _sent(settings)} - item.keys()
     count = rows if settings.max_batch_size else None
     return samples.item(settings, count, without=absent, example=item)
+
+
+def _sent(settings: ModelConfig) -> Iterator[TensorSpec]:
+    """What requests bring: not the states and controls of a sequence."""
+    return (spec for spec in settings.inputs if spec.origin is Origin.CLIENT)
 
 
 def _run(made: Engine, item: Item) -> dict[str, Value]:
@@ -193,6 +199,7 @@ def measure(
     logging.getLogger("torch_py_backend").addHandler(complaints)
     settings = config.parse(arguments)
     made = engine.build(settings, threads.budget(settings))
+    settings = made.config
     complaints.refuse()  # before the warm-up, which may compile for minutes
     _warm_up(made)
     item = _read(Path(folder) / _INPUTS)

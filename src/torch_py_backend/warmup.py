@@ -6,9 +6,9 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 
-from torch_py_backend import buckets, compilation, examples, purity, samples
-from torch_py_backend.batching import Item
-from torch_py_backend.config import ModelConfig
+from torch_py_backend import buckets, compilation, examples, purity, samples, sequences
+from torch_py_backend.batching import Item, Value
+from torch_py_backend.config import ModelConfig, Origin
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import BackendError, LoadError, WarmupError
 
@@ -32,11 +32,19 @@ def run(engine: Engine) -> None:
         for item in batches(engine):
             before = purity.copied(item)
             for _ in range(_REPEATS):
-                (outcome,) = engine.run([item])
-                if isinstance(outcome, BackendError):
-                    _tell(engine)
-                    raise _refusal(engine.config, item, outcome)
+                outcome = _call(engine, item)
             engine.purity.compare(before, item)
+            # The first step of a sequence is followed by others, whose states may have grown.
+            for _ in range(_REPEATS if engine.config.states else 0):
+                outcome = _call(engine, sequences.following(engine.config, item, outcome))
+
+
+def _call(engine: Engine, item: Item) -> dict[str, Value]:
+    (outcome,) = engine.run([item])
+    if isinstance(outcome, BackendError):
+        _tell(engine)
+        raise _refusal(engine.config, item, outcome)
+    return outcome
 
 
 def _tell(engine: Engine) -> None:
@@ -63,7 +71,7 @@ def batches(engine: Engine) -> Iterator[Item]:
     """One item for every batch that may need preparation of its own."""
     config = engine.config
     example = _fitting(config, engine.example())
-    varies = any(-1 in spec.dims for spec in config.inputs)
+    varies = any(-1 in spec.dims for spec in config.inputs if spec.origin is not Origin.STATE)
     for rows, shrunk, without in itertools.product(
         _row_counts(engine), (False, True) if varies else (False,), engine.patterns
     ):

@@ -96,7 +96,7 @@ class TritonPythonModel:
         self._modes.callback(self._watch.close)
         watched = settings.options.watch_weights
         weights = answering.Weights(self._watch, settings) if watched else None
-        self._answering = answering.Answering(self._engine, self._end, weights)
+        self._answering = self._answers(weights)
         if settings.options.warmup:
             warmup.run(self._engine)
         # Not before: loading may take as long as it wants.
@@ -114,11 +114,24 @@ class TritonPythonModel:
             metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
         )
 
+    def _answers(self, weights: Any) -> Any:
+        """Who makes responses of requests."""
+        from torch_py_backend.adapter import answering, sequencing  # noqa: PLC0415
+
+        if self._settings.sequencing is None:
+            return answering.Answering(self._engine, self._end, weights)
+        steps = sequencing.Sequencing(self._engine)
+        self._modes.callback(steps.close)
+        # A step that nobody waits for is run all the same: the next one builds upon it.
+        return answering.Answering(
+            self._engine, self._end, weights, read=steps.read, run=steps.run, leaves_out=False
+        )
+
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         """One response for each request, in their order."""
         self._vitals.busy()
         try:
-            responses = self._answering.answer(requests)
+            responses: list[Any] = self._answering.answer(requests)
             if self._publisher is not None:
                 self._publisher.tell()
         finally:

@@ -61,6 +61,7 @@ class Answering:
         weights: who tells which weights answered; None: nobody.
         read: what a request is for those who run it; raises if it cannot be read.
         run: one outcome for each that was read; None: the engine runs items.
+        leaves_out: whether requests that were cancelled meanwhile are left out.
     """
 
     def __init__(
@@ -71,8 +72,10 @@ class Answering:
         *,
         read: Callable[[Any], Any] = messages.read,
         run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None,
+        leaves_out: bool = True,
     ) -> None:
         self._engine = engine
+        self._leaves_out = leaves_out
         self._read = read
         self._run_all = run or engine.run
         self._weights = weights
@@ -85,7 +88,7 @@ class Answering:
         fatal = self._engine.recovery.fatal
         if fatal is not None:  # not even the requests are read: their tensors may be on the device
             return [messages.write(fatal) for _ in requests]
-        if self._took > len(requests) * _WORTH_ASKING:
+        if self._leaves_out and self._took > len(requests) * _WORTH_ASKING:
             return self._answer_wanted(requests)
         return self._answer_all(requests)
 

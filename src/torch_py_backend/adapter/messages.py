@@ -6,7 +6,7 @@ Imported when an instance starts, not before: it needs torch, and Triton's utili
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -25,6 +25,15 @@ _LONGEST_ID = 64
 def read(request: Any) -> Item:
     """A request's tensors by name: arrays in host memory of their own, or tensors on the GPU."""
     return {tensor.name(): _read_tensor(tensor) for tensor in request.inputs()}
+
+
+def read_some(request: Any, names: Collection[str]) -> Item:
+    """Those of a request's tensors that have one of these names; of others not even memory."""
+    return {
+        name: _read_tensor(tensor)
+        for tensor in request.inputs()
+        if (name := tensor.name()) in names
+    }
 
 
 def _read_tensor(tensor: Any) -> Value:

@@ -88,3 +88,29 @@ class Health:
 
     def poisoned(self) -> None:
         self._metric.set(1)
+
+
+class Sequences:
+    """Gauges of one instance: its live sequences, and the memory that their states take."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        labels = {"model": config.name, "version": config.version, "instance": config.instance}
+        self._families = [
+            pb_utils.MetricFamily(
+                name=f"pytorch_py_{name}", description=doc, kind=pb_utils.MetricFamily.GAUGE
+            )
+            for name, doc in (
+                ("sequences", "Sequences that have begun and not ended"),
+                ("sequence_bytes", "Bytes that the states of these sequences take"),
+            )
+        ]
+        self._metrics = [family.Metric(labels=labels) for family in self._families]
+        self._told: tuple[int, ...] | None = None
+
+    def tell(self, sequences: int, size: int) -> None:
+        """Tell both, where they have changed."""
+        values = (sequences, size)
+        if values != self._told:
+            self._told = values
+            for metric, value in zip(self._metrics, values, strict=True):
+                metric.set(value)

@@ -1,0 +1,263 @@
+"""What sequences cost: steps of an LSTM with state, against the same model without one.
+
+    python -m benchmarks.sequences [--sequences 1000] [--steps 100] [--pairs 3] [--way state]
+
+So many sequences at a time over gRPC streams, each with its next step under way as soon as the last
+one is answered. The values of all steps are compared with eager PyTorch's first. Then turns of the
+model with state and of one that takes zeros each time, A B A B …; both compute the same, are asked
+by the same client, and batch up to as many rows. "state" keeps the states that sequence_batching
+names, "option" those that STATE does: of the first, Triton hands over memory of its own, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import numpy as np
+import safetensors.torch
+import torch
+import tritonclient.grpc
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from torch_py_backend import measurement
+from torch_py_backend.errors import BenchError
+from torch_py_backend.server import Server
+
+_WIDTH = 128
+_MODULE = """
+import torch
+from torch import nn
+
+
+class Step(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.cell = nn.LSTMCell(width, width)
+
+    def forward(self, x, hidden=None, cell=None):
+        state = None if hidden is None else (hidden, cell)
+        hidden, cell = self.cell(x, state)
+        return {"y": hidden, "new_hidden": hidden, "new_cell": cell}
+"""
+_CONFIG = """\
+backend: "pytorch_py"
+max_batch_size: 64
+input [{{ name: "x" data_type: TYPE_FP32 dims: [{width}] }}]
+output [{{ name: "y" data_type: TYPE_FP32 dims: [{width}] }}]
+instance_group [{{ kind: KIND_CPU count: 1 }}]
+parameters {{ key: "MODEL_KWARGS" value {{ string_value: "{{\\"width\\": {width}}}" }} }}
+parameters {{ key: "NUM_THREADS" value {{ string_value: "1" }} }}
+{scheduler}
+"""
+_STATE = 'input_name: "{0}" output_name: "new_{0}" data_type: TYPE_FP32 dims: [{1}]'
+_OLDEST = "oldest {{ max_candidate_sequences: {0} }} max_sequence_idle_microseconds: 60000000"
+_PAIRS = '{\\"hidden\\": \\"new_hidden\\", \\"cell\\": \\"new_cell\\"}'
+_WAYS = ("state", "option")
+_STATELESS = "stateless"
+_STREAMS = 4
+_LONGEST_S = 600
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One model asked for all steps.
+
+    Attributes:
+        seconds: from the first request to the last answer.
+        batch: mean rows in a call of the model.
+        inside: mean seconds that a step spent in our backend, less those of its batch's others.
+        values: what came, [sequences, steps, width].
+    """
+
+    seconds: float
+    batch: float
+    inside: float
+    values: NDArray[np.float32]
+
+
+def scheduler(way: str, sequences: int) -> str:
+    """The part of the config in which the ways differ."""
+    if way == _STATELESS:
+        return "dynamic_batching { }"
+    oldest = _OLDEST.format(sequences)
+    if way == "option":
+        option = f'parameters {{ key: "STATE" value {{ string_value: "{_PAIRS}" }} }}'
+        return f"sequence_batching {{ {oldest} }}\n{option}"
+    blocks = ", ".join(f"{{ {_STATE.format(name, _WIDTH)} }}" for name in ("hidden", "cell"))
+    return f"sequence_batching {{ {oldest} state [{blocks}] }}"
+
+
+def write(repository: Path, way: str, sequences: int) -> None:
+    """A model's folder; all have the same weights."""
+    version = repository / way / "1"
+    version.mkdir(parents=True)
+    (version / "model.py").write_text(_MODULE)
+    state = {f"cell.{name}": value for name, value in _cell().state_dict().items()}
+    safetensors.torch.save_file(state, version / "model.safetensors")
+    text = _CONFIG.format(width=_WIDTH, scheduler=scheduler(way, sequences))
+    (version.parent / "config.pbtxt").write_text(text)
+
+
+def _cell() -> nn.LSTMCell:
+    torch.manual_seed(0)
+    return nn.LSTMCell(_WIDTH, _WIDTH)
+
+
+def inputs(sequences: int, steps: int) -> NDArray[np.float32]:
+    """What is sent, [sequences, steps, width]; the same each time."""
+    random = np.random.default_rng(0)
+    return random.standard_normal((sequences, steps, _WIDTH), dtype=np.float32)
+
+
+def eager(sent: NDArray[np.float32], *, stateful: bool) -> NDArray[np.float32]:
+    """What PyTorch answers."""
+    cell, made = _cell(), []
+    state: tuple[Tensor, Tensor] | None = None
+    with torch.inference_mode():
+        for number in range(sent.shape[1]):
+            new: tuple[Tensor, Tensor] = cell(torch.from_numpy(sent[:, number]), state)
+            state = new if stateful else None
+            made.append(new[0].numpy())
+    return np.stack(made, axis=1)
+
+
+async def ask(address: str, model: str, sent: NDArray[np.float32]) -> Turn:
+    """All steps of all sequences.
+
+    Raises:
+        BenchError: a request failed.
+    """
+    values = np.empty_like(sent)
+    before = _statistics(address, model)
+    started = time.perf_counter()
+    shares = np.array_split(np.arange(len(sent)), _STREAMS)
+    await asyncio.wait_for(
+        asyncio.gather(*(_stream(address, model, sent, values, share) for share in shares)),
+        _LONGEST_S,
+    )
+    seconds = time.perf_counter() - started
+    done = measurement.between(before, _statistics(address, model))
+    inside = sum(done.stages[stage] for stage in done.stages if stage != "queue")
+    batch = done.rows / done.calls
+    return Turn(seconds, batch, inside / batch, values)
+
+
+def _statistics(address: str, model: str) -> dict[str, object]:
+    with tritonclient.grpc.InferenceServerClient(address) as client:
+        found: dict[str, object] = client.get_inference_statistics(model, as_json=True)
+        return found
+
+
+async def _stream(
+    address: str,
+    model: str,
+    sent: NDArray[np.float32],
+    values: NDArray[np.float32],
+    share: NDArray[np.int64],
+) -> None:
+    """One stream's sequences: a step is sent when the one before it is answered."""
+    due: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
+    for place in share.tolist():
+        due.put_nowait((place, 0))
+
+    async def requests() -> AsyncIterator[service_pb2.ModelInferRequest]:
+        while (step := await due.get()) is not None:
+            yield _request(model, sent, *step)
+
+    left = share.size * sent.shape[1]
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+        async for answer in stub.ModelStreamInfer(requests()):
+            if answer.error_message:
+                raise BenchError(f"a step of {model} failed: {answer.error_message}")
+            place, number = map(int, answer.infer_response.id.split("-"))
+            (content,) = answer.infer_response.raw_output_contents
+            values[place, number] = np.frombuffer(content, dtype=np.float32)
+            if number + 1 < sent.shape[1]:
+                due.put_nowait((place, number + 1))
+            left -= 1
+            if not left:
+                due.put_nowait(None)
+
+
+def _request(
+    model: str, sent: NDArray[np.float32], place: int, number: int
+) -> service_pb2.ModelInferRequest:
+    request = service_pb2.ModelInferRequest(model_name=model, id=f"{place}-{number}")
+    if model != _STATELESS:
+        request.parameters["sequence_id"].int64_param = place + 1
+        request.parameters["sequence_start"].bool_param = number == 0
+        request.parameters["sequence_end"].bool_param = number + 1 == sent.shape[1]
+    request.inputs.add(name="x", datatype="FP32", shape=[1, _WIDTH])
+    request.raw_input_contents.append(sent[place, number].tobytes())
+    return request
+
+
+def main(words: list[str]) -> int:
+    """Compare values, measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--sequences", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--pairs", type=int, default=3)
+    parser.add_argument("--way", choices=_WAYS, default=_WAYS[0])
+    wished = parser.parse_args(words)
+    sent = inputs(wished.sequences, wished.steps)
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+        repository = Path(scratch) / "repository"
+        for way in (wished.way, _STATELESS):
+            write(repository, way, wished.sequences)
+        with (
+            (Path(scratch) / "server.log").open("wb") as log,
+            Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
+        ):
+            for state in server.wait_loaded(timeout=_LONGEST_S):
+                if not state.ready:
+                    raise BenchError(f"{state.name} was not loaded: {state.reason}")
+            print(f"{wished.sequences} sequences of {wished.steps} steps, LSTM of {_WIDTH}")
+            print(f"torch {torch.__version__}\n")
+            _compare(server.grpc_address, wished.way, sent)
+            _measure(server.grpc_address, wished.way, sent, wished.pairs)
+    return 0
+
+
+def _compare(address: str, way: str, sent: NDArray[np.float32]) -> None:
+    """Every step of both models is eager's."""
+    for model in (way, _STATELESS):
+        turn = asyncio.run(ask(address, model, sent))
+        wanted = eager(sent, stateful=model != _STATELESS)
+        np.testing.assert_allclose(turn.values, wanted, rtol=1e-4, atol=1e-5)
+
+
+def _measure(address: str, way: str, sent: NDArray[np.float32], pairs: int) -> None:
+    turns: dict[str, list[Turn]] = {way: [], _STATELESS: []}
+    for _ in range(pairs):
+        for model, found in turns.items():
+            found.append(asyncio.run(ask(address, model, sent)))
+    count = sent.shape[0] * sent.shape[1]
+    print("| model | steps/s | mean batch | µs a step in the backend | time ÷ stateless |")
+    print("|---|---|---|---|---|")
+    for model, found in turns.items():
+        both = zip(found, turns[_STATELESS], strict=True)
+        ratios = [mine.seconds / other.seconds for mine, other in both]
+        told = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f})"
+        print(
+            f"| {model} | {count / statistics.median(turn.seconds for turn in found):,.0f}"
+            f" | {statistics.median(turn.batch for turn in found):.1f}"
+            f" | {1e6 * statistics.median(turn.inside for turn in found):.1f}"
+            f" | {told if model == way else ''} |"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,92 @@
+"""Requests of sequences become steps; what idles is freed, and metrics told, from beside.
+
+Imported when an instance starts, not before: it needs torch, and Triton's utilities complete.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+from torch import Tensor
+
+from torch_py_backend.adapter import messages, metrics
+from torch_py_backend.batching import Item, Outcome
+from torch_py_backend.config import Origin
+from torch_py_backend.engine import Engine
+from torch_py_backend.sequences import Sequences, Step
+
+_SECONDS = 1.0
+
+
+class Sequencing:
+    """How the requests of one instance's sequences are read and run.
+
+    Without a state to keep (the model keeps its own, by CORRID or by its place in the batch), what
+    Triton hands over is run as it comes, and that which only fills a slot with it.
+
+    Attributes:
+        run: one outcome for each request that was read; None: the engine runs items.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        config = engine.config
+        # Not the states: what Triton has in their place is memory that nobody has written.
+        self._names = frozenset(
+            spec.name for spec in config.inputs if spec.origin is not Origin.STATE
+        )
+        self._sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
+        self._sequences: Sequences | None = None
+        self.run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None
+        self._left = threading.Event()
+        if config.states:
+            self._sequences = Sequences(config, engine.run, engine.device)
+            self.run = self._sequences.run
+            self._gauges = metrics.Sequences(config)
+            self._thread = threading.Thread(target=self._tend, name="sequences", daemon=True)
+            self._thread.start()
+
+    def read(self, request: Any) -> Item | Step:
+        """A step of a sequence; an item, where nothing is kept.
+
+        A request that cannot be read begins and ends its sequence all the same: to what Triton
+        sends next, the state of an older sequence with the same id must not be given.
+        """
+        if self._sequences is None:
+            item = messages.read_some(request, self._names)
+            return item if request.correlation_id() else self._blank(item)
+        flags = request.flags()
+        name = request.correlation_id()
+        starts = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
+        ends = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
+        if not name:
+            return Step(name, starts, ends, {})
+        try:
+            item = messages.read_some(request, self._names)
+        except Exception:
+            self._sequences.skip(name, starts=starts, ends=ends)
+            raise
+        return Step(name, starts, ends, item)
+
+    def _blank(self, item: Item) -> Item:
+        """What only fills a slot, with zeros: Triton sends memory that nobody has written."""
+        for value in (item[name] for name in self._sent if name in item):
+            if isinstance(value, Tensor):
+                value.zero_()
+            else:
+                value.fill(b"" if value.dtype.hasobject else 0)
+        return item
+
+    def close(self) -> None:
+        """End what goes on beside; to call it twice is no error."""
+        self._left.set()
+        if self._sequences is not None:
+            self._thread.join()
+
+    def _tend(self) -> None:
+        sequences = self._sequences
+        while sequences is not None and not self._left.wait(_SECONDS):
+            sequences.sweep()
+            self._gauges.tell(len(sequences), sequences.size)

@@ -1,0 +1,360 @@
+"""State per correlation id: begun, given to each step, replaced by what it returns, freed.
+
+A state is one more input and one more output of an item. So steps of different sequences share a
+batch as other items do, and a step that fails may be tried again: it replaces nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend import binding
+from torch_py_backend.batching import Item, Outcome, Strings, Value
+from torch_py_backend.binding import Signature
+from torch_py_backend.config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.errors import ArtifactError, BackendError, InputError, StateMemoryError
+from torch_py_backend.states import Initial, State
+
+# A correlation id. Triton's requests that only fill a slot have 0, or no text.
+Id: TypeAlias = "int | str"
+
+_FOLDER = "initial_state"
+# An instance that was not asked for so long has nothing in its queue; what came, was run.
+_QUIET_S = 1.0
+_MEGABYTE = 1 << 20
+
+
+class Step(NamedTuple):
+    """One request of a sequence.
+
+    Attributes:
+        id: the sequence.
+        starts: it is the first one.
+        ends: it is the last one.
+        item: what the request brought.
+    """
+
+    id: Id
+    starts: bool
+    ends: bool
+    item: Item
+
+
+# --- at load -----------------------------------------------------------------------------------
+
+
+def bound(config: ModelConfig, signature: Signature) -> ModelConfig:
+    """The config with those controls among its inputs that forward() has a place for."""
+    if config.sequencing is None or not config.sequencing.controls:
+        return config
+    names = [spec.name for spec in config.inputs]
+    controls = {one.name: one for one in config.sequencing.controls}
+    taken = binding.among(names, list(controls), signature)
+    specs = (TensorSpec(name, controls[name].dtype, (1,), origin=Origin.CONTROL) for name in taken)
+    return dataclasses.replace(config, inputs=(*config.inputs, *specs))
+
+
+def initial(config: ModelConfig, rows: int | None) -> Item:
+    """What the states are in the first step.
+
+    Args:
+        config: the model's config.
+        rows: the size of the batch dimension; None: the model has none.
+
+    Raises:
+        ArtifactError: a file of initial values is missing, or does not hold them.
+    """
+    return {
+        state.input: _in_rows(_begin(config, state, state.initial), rows)
+        for state in config.states
+        if state.initial is not None
+    }
+
+
+def following(config: ModelConfig, item: Item, outcome: dict[str, Value]) -> Item:
+    """The item of the next step: the same, with what this one returned for its states."""
+    return item | {state.input: outcome[state.output] for state in config.states}
+
+
+def _in_rows(value: Value, rows: int | None) -> Value:
+    if rows is None:
+        return value
+    if isinstance(value, Tensor):
+        return value.expand(rows, *value.shape).contiguous()
+    return np.repeat(value[None], rows, axis=0)
+
+
+def _begin(config: ModelConfig, state: State, begins: Initial) -> Value:
+    kind = state.dtype.torch if state.dtype is not None else None
+    if begins.file is None:
+        if kind is None:
+            return np.full(begins.dims, b"", dtype=np.object_)
+        return torch.zeros(begins.dims, dtype=getattr(torch, kind))
+    content = _read(config, state, begins.file)
+    if kind is None:
+        return _strings(config, state, content)
+    dtype: torch.dtype = getattr(torch, kind)
+    needed = begins.size * dtype.itemsize
+    if len(content) < needed:
+        raise _misfit(config, state, f"{len(content)} bytes", f"{needed} bytes")
+    if not needed:
+        return torch.zeros(begins.dims, dtype=dtype)
+    return torch.frombuffer(bytearray(content[:needed]), dtype=dtype).reshape(begins.dims)
+
+
+def _read(config: ModelConfig, state: State, file: str) -> bytes:
+    try:
+        return (config.folder / _FOLDER / file).read_bytes()
+    except OSError as error:
+        raise ArtifactError(
+            config.name,
+            f"the data_file of the state '{state.input}' cannot be read: {error.strerror}",
+            expected=f"{_FOLDER}/{file} in the model's folder",
+        ) from None
+
+
+def _strings(config: ModelConfig, state: State, content: bytes) -> Strings:
+    """Each string is its length in four bytes, and its text."""
+    dims = state.initial.dims if state.initial is not None else ()
+    found, place = [], 0
+    while place + 4 <= len(content):
+        (size,) = struct.unpack_from("<I", content, place)
+        place += 4 + size
+        found.append(content[place - size : place])
+    if place != len(content) or len(found) != math.prod(dims):
+        raise _misfit(
+            config, state, f"{len(found)} strings", f"{math.prod(dims)}, each behind its length"
+        )
+    strings: Strings = np.empty(len(found), dtype=np.object_)
+    strings[:] = found
+    return strings.reshape(dims)
+
+
+def _misfit(config: ModelConfig, state: State, found: str, expected: str) -> ArtifactError:
+    return ArtifactError(
+        config.name, f"the data_file of the state '{state.input}' holds {found}", expected=expected
+    )
+
+
+# --- while it serves ---------------------------------------------------------------------------
+
+
+class _Kept:
+    """What is kept of one sequence.
+
+    Attributes:
+        values: the states, by the names of the inputs that they will be.
+        size: bytes that they take; what all sequences begin with is nobody's.
+        used: when its last step was done.
+        passed: how many requests had been run when it was found idle; None: it was not.
+    """
+
+    __slots__ = ("passed", "size", "used", "values")
+
+    def __init__(self, values: Item, used: float) -> None:
+        self.values = values
+        self.size = 0
+        self.used = used
+        self.passed: int | None = None
+
+
+class Sequences:
+    """The states of all sequences of one instance.
+
+    Attributes:
+        size: bytes that they take.
+
+    Args:
+        config: the model's config.
+        run: one outcome for each item, in their order.
+        device: where states are kept.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        run: Callable[[Sequence[Item]], Sequence[Outcome]],
+        device: torch.device,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        sequencing = config.sequencing
+        assert sequencing is not None  # noqa: S101  states belong to sequences
+        self.size = 0
+        self._model = config.name
+        self._run_items = run
+        self._clock = clock
+        self._pairs = [(state.input, state.output) for state in config.states]
+        told = {spec.name for spec in config.outputs if spec.origin is Origin.CLIENT}
+        self._hidden = [state.output for state in config.states if state.output not in told]
+        one_row = 1 if config.max_batch_size else None
+        self._initial = {
+            name: value.to(device) if isinstance(value, Tensor) else value
+            for name, value in initial(config, one_row).items()
+        }
+        limit = config.options.sequence_memory_mb
+        self._limit_mb = limit or 0
+        self._limit = math.inf if limit is None else limit * _MEGABYTE
+        self._quiet = _QUIET_S + sequencing.delay_s
+        self._idle = sequencing.idle_s + self._quiet
+        # As many requests may be waiting for an instance, and as many are being run.
+        self._backlog = sequencing.slots + max(1, config.max_batch_size)
+        self._kept: dict[Id, _Kept] = {}
+        self._passed = 0
+        self._ended = clock()
+        # Held while a batch is run: who frees what idles comes from another thread.
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """How many sequences are live."""
+        return len(self._kept)
+
+    def run(self, steps: Sequence[Step]) -> list[Outcome]:
+        """One outcome for each step, in their order; without the states that are nobody's output.
+
+        What only fills a slot is not run, and its outcome holds nothing.
+        """
+        outcomes: list[Outcome] = [{} for _ in steps]
+        with self._lock:
+            for places in _rounds(steps):
+                made = self._run([steps[place] for place in places])
+                for place, outcome in zip(places, made, strict=True):
+                    outcomes[place] = outcome
+            self._passed += len(steps)
+            self._ended = self._clock()
+        return outcomes
+
+    def skip(self, name: Id, *, starts: bool, ends: bool) -> None:
+        """A step that cannot be run begins and ends its sequence all the same."""
+        with self._lock:
+            if starts:
+                self._begin(name)
+            if ends:
+                self._drop(name)
+
+    def sweep(self) -> None:
+        """Free the states of which Triton can have no request any more."""
+        if not self._lock.acquire(blocking=False):  # a batch is being run; the next time will do
+            return
+        try:
+            self._free()
+        finally:
+            self._lock.release()
+
+    def _run(self, steps: Sequence[Step]) -> list[Outcome]:
+        """The outcomes of steps of different sequences."""
+        found = [self._begin(step.id) if step.starts else self._kept.get(step.id) for step in steps]
+        ready = []
+        for step, kept in zip(steps, found, strict=True):
+            if kept is not None:
+                kept.used, kept.passed = self._clock(), None
+                ready.append(step.item | kept.values)
+        try:
+            made = iter(self._run_items(ready) if ready else ())
+            return [
+                self._unknown(step) if kept is None else self._settle(step, kept, next(made))
+                for step, kept in zip(steps, found, strict=True)
+            ]
+        finally:
+            for step in steps:
+                if step.ends:
+                    self._drop(step.id)
+
+    def _begin(self, name: Id) -> _Kept:
+        self._drop(name)
+        kept = self._kept[name] = _Kept(self._initial, self._clock())
+        return kept
+
+    def _drop(self, name: Id) -> None:
+        kept = self._kept.pop(name, None)
+        if kept is not None:
+            self.size -= kept.size
+
+    def _settle(self, step: Step, kept: _Kept, outcome: Outcome) -> Outcome:
+        """What the client gets; a step that went well has replaced the state."""
+        if isinstance(outcome, BackendError):
+            return outcome
+        kept.used = self._clock()
+        if not step.ends:
+            values = {name: _as_input(outcome[output]) for name, output in self._pairs}
+            size = sum(map(_size, values.values()))
+            total = self.size + size - kept.size
+            if total > self._limit:
+                self._free()
+                total = self.size + size - kept.size
+            if total > self._limit:
+                return StateMemoryError(
+                    self._model, str(step.id), total, self._limit_mb, len(self._kept)
+                )
+            self.size = total
+            kept.values, kept.size = values, size
+        for output in self._hidden:
+            del outcome[output]
+        return outcome
+
+    def _unknown(self, step: Step) -> InputError:
+        return InputError(
+            self._model,
+            f"sequence {step.id} has no state here: it was not begun, or it idled too long, or the"
+            " model was loaded anew",
+            expected="the START flag in the first request of a sequence",
+        )
+
+    def _free(self) -> None:
+        """Let go of the sequences that Triton has forgotten.
+
+        Triton counts the idle time from when a request came, and tells nobody when it forgets a
+        sequence. What came in time may still wait in its queue for as long as others are run: so
+        what idles is only freed when the queue was empty since, or all that it can hold was run.
+        """
+        now = self._clock()
+        quiet = now - self._ended > self._quiet
+        for name, kept in list(self._kept.items()):
+            if now - kept.used <= self._idle:
+                continue
+            if kept.passed is None:
+                kept.passed = self._passed
+            if quiet or self._passed - kept.passed > self._backlog:
+                self._drop(name)
+
+
+def _rounds(steps: Sequence[Step]) -> Iterator[Sequence[int]]:
+    """The places of the steps, less those that fill slots: no sequence twice in a round."""
+    places: Sequence[int] = [place for place, step in enumerate(steps) if step.id]
+    while places:
+        first: dict[Id, int] = {}
+        for place in places:
+            first.setdefault(steps[place].id, place)
+        now = list(first.values())
+        yield now
+        if len(now) == len(places):
+            return
+        done = set(now)
+        places = [place for place in places if place not in done]
+
+
+def _as_input(value: Value) -> Value:
+    """Strings as requests bring them, in bytes."""
+    if isinstance(value, Tensor):
+        return value
+    strings: Strings = np.empty(value.shape, dtype=np.object_)
+    strings.ravel()[:] = [
+        one if isinstance(one, bytes) else one.encode() for one in value.reshape(-1).tolist()
+    ]
+    return strings
+
+
+def _size(value: Value) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(len, value.reshape(-1).tolist()))

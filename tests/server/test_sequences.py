@@ -1,0 +1,176 @@
+"""Sequences on a real server: both strategies, two instances, many at once, and those that idle."""
+
+from __future__ import annotations
+
+import queue
+import re
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import models
+import numpy as np
+import pytest
+import scenarios
+import tritonclient.grpc
+from torch import Tensor, nn
+from tritonclient.utils import InferenceServerException
+
+from torch_py_backend.server import Server
+
+_SEQUENCES = 48
+_STEPS = 12
+_TWO = "instance_group [{ kind: KIND_CPU count: 2 }]\n"
+_IDLE = "max_sequence_idle_microseconds: 300000"
+_PAIRS = {"STATE": '{"total": "sum"}'}
+
+
+def _config(strategy: str, *, more: str = _TWO, **parameters: str) -> str:
+    states = () if parameters else (scenarios.state(),)
+    return scenarios.config(
+        {"x": [4]},
+        {"y": [4]},
+        parameters=parameters,
+        more=scenarios.sequencing(*states, strategy=strategy) + more,
+    )
+
+
+class Sums(nn.Module):
+    """A running total that is left out at first."""
+
+    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
+        total = x if total is None else total + x
+        return {"y": total, "sum": total}
+
+
+_OLDEST = "oldest { max_candidate_sequences: 64 max_queue_delay_microseconds: 1000 }"
+_MODELS = {
+    "direct": (models.Accumulate, _config("direct { }")),
+    "oldest": (models.Accumulate, _config(_OLDEST)),
+    "option": (Sums, _config(_OLDEST, **_PAIRS)),
+    "idle": (models.Accumulate, _config(f"{_OLDEST} {_IDLE}", more="")),
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("sequences")
+    for name, (module, text) in _MODELS.items():
+        scenarios.Scenario(name, scenarios.python(module), text).lay_out(folder / "repository")
+    with (
+        (folder / "server.log").open("wb") as log,
+        Server(folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
+    ):
+        for state in server.wait_loaded(timeout=120):
+            assert state.ready, state.reason
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[tritonclient.grpc.InferenceServerClient]:
+    with tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
+        yield client
+
+
+def _input(value: float) -> Any:
+    tensor = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
+    tensor.set_data_from_numpy(np.full((1, 4), value, dtype=np.float32))
+    return tensor
+
+
+def _ask(client: Any, model: str, name: int | str, value: float, flags: str = "") -> float:
+    result = client.infer(
+        model,
+        [_input(value)],
+        sequence_id=name,
+        sequence_start="s" in flags,
+        sequence_end="e" in flags,
+    )
+    return float(result.as_numpy("y")[0, 0])
+
+
+@pytest.mark.parametrize("model", ["direct", "oldest", "option"])
+def test_many_sequences_at_once(model: str, client: Any) -> None:
+    """Numbers and texts are ids, steps of all are mixed, and each sequence has its own totals."""
+    names = [number if number % 2 else f"sequence {number}" for number in range(1, _SEQUENCES + 1)]
+    values = np.random.default_rng(0).integers(0, 1000, (len(names), _STEPS))
+    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    client.start_stream(lambda result, error: answers.put((result, error)))
+
+    def send(place: int, number: int) -> None:
+        client.async_stream_infer(
+            model,
+            [_input(values[place, number])],
+            request_id=f"{place}-{number}",
+            sequence_id=names[place],
+            sequence_start=number == 0,
+            sequence_end=number == _STEPS - 1,
+        )
+
+    for place in range(len(names)):
+        send(place, 0)
+    for _ in range(values.size):
+        result, error = answers.get(timeout=60)
+        assert error is None, error
+        place, number = map(int, result.get_response().id.split("-"))
+        assert result.as_numpy("y")[0].tolist() == [values[place, : number + 1].sum()] * 4
+        if number + 1 < _STEPS:
+            send(place, number + 1)
+    client.stop_stream()
+
+
+@pytest.mark.parametrize("model", ["direct", "oldest", "option"])
+def test_out_of_order(model: str, client: Any) -> None:
+    """What begins nowhere, and what has ended, is told the flag that it lacks, and harms nobody."""
+    assert _ask(client, model, 5, 1, "s") == 1
+    for name in (77, "seventy-seven"):
+        with pytest.raises(InferenceServerException, match=f"sequence {name} .*START flag"):
+            _ask(client, model, name, 1)
+    assert _ask(client, model, 5, 2, "e") == 3
+    with pytest.raises(InferenceServerException, match=r"sequence 5 .*START flag"):
+        _ask(client, model, 5, 1)
+    with pytest.raises(InferenceServerException, match="non-zero or non-empty correlation ID"):
+        client.infer(model, [_input(1)])
+    assert _ask(client, model, 5, 7, "s") == 7
+    assert _ask(client, model, 5, 7, "s") == 7
+    assert _ask(client, model, 5, 7, "e") == 14
+
+
+def _metrics(server: Server, model: str) -> dict[str, float]:
+    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as page:
+        text = page.read().decode()
+    found = re.findall(rf'pytorch_py_(sequence\w*){{[^}}]*model="{model}"[^}}]*}} (\S+)', text)
+    sums: dict[str, float] = {}
+    for name, value in found:
+        sums[name] = sums.get(name, 0) + float(value)
+    return sums
+
+
+def _await_metrics(server: Server, model: str, wanted: dict[str, float]) -> None:
+    until = time.monotonic() + 30
+    while (found := _metrics(server, model)) != wanted and time.monotonic() < until:
+        time.sleep(0.1)
+    assert found == wanted
+
+
+def test_live_sequences_are_told(server: Server, client: Any) -> None:
+    """Metrics tell how many sequences there are over all instances, and what they take."""
+    for name in range(1, 6):
+        _ask(client, "oldest", name, 1, "s")
+        _ask(client, "option", name, 1, "s")
+    for model in ("oldest", "option"):
+        _await_metrics(server, model, {"sequences": 5, "sequence_bytes": 5 * 16})
+        for name in range(1, 6):
+            _ask(client, model, name, 1, "e")
+        _await_metrics(server, model, {"sequences": 0, "sequence_bytes": 0})
+
+
+def test_what_idles_is_freed(server: Server, client: Any) -> None:
+    """A sequence that its client has left is forgotten, without another request."""
+    assert _ask(client, "idle", 1, 1, "s") == 1
+    _await_metrics(server, "idle", {"sequences": 0, "sequence_bytes": 0})
+    with pytest.raises(InferenceServerException, match=r"sequence 1 .*START flag"):
+        _ask(client, "idle", 1, 1)
+    assert _ask(client, "idle", 1, 5, "s") == 5
+    assert _ask(client, "idle", 1, 5, "e") == 10

@@ -1,0 +1,716 @@
+"""State per correlation id: whose it is, what becomes of it, and what it may take."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import build
+import models
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from torch_py_backend import dtypes, runtime, samples, sequences, signatures, warmup
+from torch_py_backend.artifacts import Kind
+from torch_py_backend.batching import Outcome
+from torch_py_backend.config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.engine import Engine
+from torch_py_backend.errors import ArtifactError, BackendError, ForwardError, InputError
+from torch_py_backend.loaders import Loaded
+from torch_py_backend.options import Options
+from torch_py_backend.sequences import Sequences, Step
+from torch_py_backend.states import Control, Initial, Sequencing, State
+
+_IDLE_S = 5.0
+# Idle, and quiet, and the moment in which a request may still be on its way.
+_FORGOTTEN_S = _IDLE_S + 1.5
+_SLOTS = 16
+
+
+def kept(
+    names: tuple[str, str] = ("total", "sum"),
+    dtype: str = "FP32",
+    dims: tuple[int, ...] = (4,),
+    initial: Initial | None = None,
+) -> State:
+    begins = initial or Initial(tuple(max(1, size) for size in dims))
+    return State(*names, dtypes.from_triton(dtype), dims, begins)
+
+
+def config(*states: State, controls: Sequence[Control] = (), **overrides: Any) -> ModelConfig:
+    """A model whose sequences keep these states."""
+    sequencing = Sequencing(_SLOTS, _IDLE_S, 0.0, tuple(controls), states)
+    found = build.config(sequencing=sequencing, **overrides)
+    typed = [state for state in states if state.dtype is not None]
+    inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in typed if s.dtype)
+    told = {spec.name for spec in found.outputs}
+    outputs = (
+        TensorSpec(s.output, s.dtype, s.dims, origin=Origin.STATE)
+        for s in typed
+        if s.dtype and s.output not in told
+    )
+    return dataclasses.replace(
+        found, inputs=(*found.inputs, *inputs), outputs=(*found.outputs, *outputs)
+    )
+
+
+def engine(settings: ModelConfig, module: nn.Module, device: str = "cpu") -> Engine:
+    module.to(device)
+    loaded = Loaded(Kind.MODULE, module, signatures.of_function(module.forward), module)
+    surroundings = runtime.surround(Options(), torch.device(device), ())
+    return Engine(
+        sequences.bound(settings, loaded.signature), loaded, surroundings, build.artifact()
+    )
+
+
+class Clock:
+    """Time that a test makes pass."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Served:
+    """A model, and the states of its sequences."""
+
+    def __init__(self, settings: ModelConfig, module: nn.Module, device: str = "cpu") -> None:
+        self.clock = Clock()
+        self.engine = engine(settings, module, device)
+        self.states = Sequences(self.engine.config, self.engine.run, self.engine.device, self.clock)
+
+    def send(self, *steps: Step) -> list[Any]:
+        """The first value of `y` of each, or the error."""
+        return [_first(outcome) for outcome in self.states.run(steps)]
+
+
+def _first(outcome: Outcome) -> Any:
+    if isinstance(outcome, BackendError) or not outcome:
+        return outcome
+    assert outcome.keys() == {"y"}
+    return float(torch.as_tensor(outcome["y"]).flatten()[0])
+
+
+def step(name: int | str, value: float, flags: str = "") -> Step:
+    """A request of value in four columns; flags: s for START, e for END."""
+    row = np.full((1, 4), value, dtype=np.float32)
+    return Step(name, "s" in flags, "e" in flags, {"x": row})
+
+
+def accumulating(**overrides: Any) -> Served:
+    return Served(config(kept(), **overrides), models.Accumulate())
+
+
+def test_a_state_goes_from_step_to_step() -> None:
+    """Each step adds to what the one before it left, and only in its own sequence."""
+    served = accumulating()
+
+    assert served.send(step(1, 1, "s"), step(2, 10, "s"), step("1", 100, "s")) == [1, 10, 100]
+    assert served.send(step("1", 100), step(1, 1), step(2, 10)) == [200, 2, 20]
+    assert len(served.states) == 3
+    assert served.send(step(2, 10, "e"), step(1, 1, "e")) == [30, 3]
+    assert len(served.states) == 1
+
+
+def test_steps_of_one_sequence_in_one_batch() -> None:
+    """They are run one after another, in their order."""
+    served = accumulating()
+
+    assert served.send(
+        step(1, 1, "s"), step(2, 10, "s"), step(1, 2), step(1, 3, "e"), step(1, 5, "s")
+    ) == [1, 10, 3, 6, 5]
+
+
+def test_steps_share_a_batch() -> None:
+    """Steps of different sequences are one call of the model."""
+    module = models.Accumulate()
+    calls: list[int] = []
+    module.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[0]))
+    served = Served(config(kept()), module)
+
+    served.send(*(step(name, name, "s") for name in range(1, 9)))
+    served.send(*(step(name, name) for name in (8, 3, 1)))
+
+    assert calls == [8, 3]
+
+
+def test_what_fills_a_slot_is_not_run() -> None:
+    """A request without an id, of number or text, touches no state and has no outputs."""
+    served = accumulating()
+
+    assert served.send(step(1, 1, "s"), step(0, 9, "s"), step("", 9)) == [1, {}, {}]
+    assert len(served.states) == 1
+    assert served.send(step(0, 9)) == [{}]
+
+
+def test_unknown_sequences() -> None:
+    """A step of a sequence that did not begin, or has ended, is refused with what to do."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "se"))
+
+    found = served.send(step(1, 1), step(2, 1), step(3, 1, "e"))
+
+    assert found[0] == 2
+    assert all(isinstance(one, InputError) for one in found[1:])
+    assert str(found[1]) == (
+        "model 'digits': sequence 2 has no state here: it was not begun, or it idled too long, or"
+        " the model was loaded anew; expected the START flag in the first request of a sequence."
+    )
+    assert len(served.states) == 1
+
+
+def test_a_failed_step_leaves_the_state() -> None:
+    """The request has the error, its neighbours and its own sequence go on."""
+    served = accumulating()
+
+    found = served.send(step(1, 1, "s"), step(2, -1, "s"))
+    assert found[0] == 1
+    assert isinstance(found[1], ForwardError)
+    found = served.send(step(1, -1), step(2, 2))
+    assert isinstance(found[0], ForwardError)
+    assert found[1] == 2
+    assert served.send(step(1, 3), step(2, 3)) == [4, 5]
+
+
+def test_a_last_step_that_fails_ends_its_sequence() -> None:
+    """Triton has forgotten it, and so is its state."""
+    served = accumulating()
+    served.send(step(1, 1, "s"))
+
+    assert isinstance(served.send(step(1, -1, "e"))[0], ForwardError)
+    assert len(served.states) == served.states.size == 0
+
+
+@pytest.mark.parametrize(("flags", "found"), [("s", 7), ("e", None), ("", 12)])
+def test_a_step_that_cannot_be_read(flags: str, found: float | None) -> None:
+    """It begins and ends its sequence: no later step gets the state of an older sequence."""
+    served = accumulating()
+    served.send(step(1, 5, "s"))
+
+    served.states.skip(1, starts="s" in flags, ends="e" in flags)
+
+    (after,) = served.send(step(1, 7))
+    assert after == found if found else isinstance(after, InputError)
+
+
+def test_our_own_failure_ends_what_ends() -> None:
+    """Whatever is raised, a sequence whose last request came is gone."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "s"))
+    served.states._run_items = _fails
+
+    with pytest.raises(KeyboardInterrupt):
+        served.send(step(1, 1, "e"), step(2, 1))
+    assert len(served.states) == 1
+
+
+def _fails(items: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+# --- whose memory it is --------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Returns its own buffer, and writes into what it is given."""
+
+    own: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("own", torch.zeros(1, 4))
+
+    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        total += x
+        if x.shape[0] > 1:
+            return {"y": total, "sum": total}
+        self.own.copy_(total)
+        if bool((x == -1).any()):
+            raise ValueError
+        return {"y": self.own, "sum": self.own}
+
+
+def test_a_model_that_writes_where_it_should_not() -> None:
+    """A state is neither what the model holds nor what others began with, nor changed by errors."""
+    served = Served(config(kept(), retry_failed_batch=True), Keeps())
+
+    assert served.send(step(1, 1, "s")) == [1]
+    assert served.send(step(2, 10, "s")) == [10]
+    assert isinstance(served.send(step(1, -1))[0], ForwardError)
+    assert served.send(step(1, 1)) == [2]
+    assert served.send(step(3, 7, "s"), step(2, 10)) == [7, 20]
+    assert served.send(step(3, 7)) == [14]
+
+
+def test_a_state_does_not_keep_its_batch() -> None:
+    """What is left of a large batch is one row, in memory of its own."""
+    served = accumulating()
+    served.send(*(step(name, 1, "s") for name in range(1, 9)))
+
+    values = [one.values["total"] for one in served.states._kept.values()]
+
+    assert all(
+        isinstance(one, Tensor) and one.untyped_storage().nbytes() == 4 * 4 for one in values
+    )
+    assert served.states.size == 8 * 4 * 4
+
+
+# --- kinds of states ---------------------------------------------------------------------------
+
+
+def test_states_that_grow() -> None:
+    """Sequences of different lengths are called apart, and each keeps its own."""
+    settings = config(
+        kept(("past", "RESULT[1]"), dims=(-1,), initial=Initial((0,))),
+        inputs=(build.spec("x", dims=(1,)),),
+        outputs=(build.spec("RESULT[0]", dims=(1,)),),
+    )
+    served = Served(settings, models.Cache())
+
+    def send(*steps: tuple[int, float, str]) -> list[float]:
+        made = served.states.run(
+            [
+                Step(name, "s" in flags, "e" in flags, {"x": np.full((1, 1), value, np.float32)})
+                for name, value, flags in steps
+            ]
+        )
+        return [float(one["RESULT[0]"][0, 0]) for one in made if isinstance(one, dict)]
+
+    assert send((1, 1, "s")) == [1]
+    assert send((1, 1, ""), (2, 5, "s")) == [3, 5]
+    assert send((1, 1, ""), (2, 5, "")) == [6, 11]
+    assert served.states.size == (3 + 2) * 4
+    assert send((1, 1, "e"), (2, 5, "e")) == [10, 18]
+    assert served.states.size == 0
+
+
+def test_states_of_strings() -> None:
+    """Strings are kept as requests bring them."""
+    settings = config(
+        kept(("pages", "new_pages"), "BYTES", (1,)),
+        inputs=(build.spec("words", "BYTES", (1,)),),
+        outputs=(build.spec("y", "BYTES", (1,)),),
+    )
+    served = Served(settings, models.Journal())
+
+    def send(*steps: tuple[str, str, str]) -> list[Any]:
+        made = served.states.run(
+            [
+                Step(
+                    name,
+                    "s" in flags,
+                    "e" in flags,
+                    {"words": np.array([[word.encode()]], dtype=np.object_)},
+                )
+                for name, word, flags in steps
+            ]
+        )
+        return [one["y"].tolist() for one in made if isinstance(one, dict)]
+
+    assert send(("a", "é", "s"), ("b", "1", "s")) == [[["é"]], [["1"]]]
+    assert send(("b", "2", ""), ("a", "t", "")) == [[["12"]], [["ét"]]]
+    assert served.states.size == 2 + 3
+
+
+def test_states_by_option() -> None:
+    """What STATE names is left out at first, and of whatever type and shape the model returns."""
+    pairs = (State("KWARGS[state][0]", "RESULT[1][0]"), State("KWARGS[state][1]", "RESULT[1][1]"))
+    served = Served(config(*pairs), models.Remembers())
+
+    assert served.send(step(1, 1, "s")) == [2]
+    assert served.send(step(1, 1), step(2, 10, "s")) == [6, 20]
+    assert served.send(step(1, 1), step(2, 10)) == [12, 60]
+    assert served.states.size == 2 * (4 * 4 + 2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("None", "the state 'RESULT[1]' is a NoneType; expected a dense tensor"),
+        ("x.sum()", "the state 'RESULT[1]' is float32 []; expected a dense tensor"),
+        ("torch.cat([x, x])", "output 'RESULT[1]' has 2 rows for a batch of 1"),
+        ("x.to('meta')", "the state 'RESULT[1]' is a tensor on the device meta"),
+    ],
+)
+def test_what_is_no_state(value: str, says: str) -> None:
+    """What STATE names must be a tensor with a row for each request, in every step."""
+    module = _Returns(value)
+    served = Served(config(State("state", "RESULT[1]")), module)
+    served.send(step(2, 1, "s"))
+    module.wrong = True
+
+    (found,) = served.send(step(1, 1, "s"))
+
+    assert says in str(found)
+
+
+class _Returns(nn.Module):
+    def __init__(self, value: str) -> None:
+        super().__init__()
+        self.value, self.wrong = value, False
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Any]:
+        return x, eval(self.value) if self.wrong else x
+
+
+# --- what a sequence begins with -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [one.triton for one in dtypes.TABLE if one.torch])
+@pytest.mark.parametrize("rows", [None, 1, 3])
+def test_zeros(dtype: str, rows: int | None) -> None:
+    """Of every type there are zeros, in as many rows as asked for."""
+    found = sequences.initial(config(kept(dtype=dtype, dims=(2, 3))), rows)["total"]
+
+    assert isinstance(found, Tensor)
+    assert found.dtype is getattr(torch, str(dtypes.from_triton(dtype).torch))
+    assert tuple(found.shape) == ((2, 3) if rows is None else (rows, 2, 3))
+    assert not found.any()
+
+
+def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> ModelConfig:
+    (folder / "initial_state").mkdir()
+    (folder / "initial_state" / "f").write_bytes(content)
+    return config(kept(dtype=dtype, dims=dims, initial=Initial(dims, "f")), folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "content", "found"),
+    [
+        ("FP32", struct.pack("<2f", 1.5, -2), [1.5, -2]),
+        ("INT64", struct.pack("<3q", 5, -6, 7), [5, -6]),  # what is more is not read
+        ("BF16", struct.pack("<2H", 0x3F80, 0xC000), [1, -2]),
+        ("BOOL", b"\0\1", [False, True]),
+        ("BYTES", b"\2\0\0\0ab\0\0\0\0", [b"ab", b""]),
+    ],
+)
+def test_initial_state_of_a_file(
+    dtype: str, content: bytes, found: list[Any], tmp_path: Path
+) -> None:
+    """The bytes of data_file are the values; strings lie behind their lengths."""
+    begun = sequences.initial(_file(tmp_path, content, dtype, (2,)), 1)["total"]
+
+    assert begun.tolist() == [found]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "content", "says"),
+    [
+        ("FP32", b"1234567", "holds 7 bytes; expected 8 bytes"),
+        ("BYTES", b"\2\0\0\0ab", "holds 1 strings; expected 2"),
+        ("BYTES", b"\2\0\0\0ab\5\0\0\0", "holds 2 strings; expected 2, each behind its length"),
+        ("BYTES", b"\2\0\0\0ab\0\0\0\0\1", "expected 2, each behind its length"),
+    ],
+)
+def test_a_file_that_does_not_fit(dtype: str, content: bytes, says: str, tmp_path: Path) -> None:
+    """What the file lacks is said at load."""
+    with pytest.raises(ArtifactError) as refusal:
+        sequences.initial(_file(tmp_path, content, dtype, (2,)), 1)
+
+    assert "data_file of the state 'total'" in str(refusal.value)
+    assert says in str(refusal.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    """The refusal names the place."""
+    settings = config(kept(initial=Initial((4,), "f")), folder=tmp_path)
+
+    with pytest.raises(ArtifactError, match=r"cannot be read.*initial_state/f in the model's"):
+        sequences.initial(settings, 1)
+
+
+# --- before READY ------------------------------------------------------------------------------
+
+
+def test_the_warm_up_goes_on_from_its_first_steps() -> None:
+    """Batches of first steps, and of steps that follow them with what those returned."""
+    module = _Sums()
+    seen: list[tuple[int, bool]] = []
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((args[0].shape[0], len(args) + len(kwargs) > 1)),
+        with_kwargs=True,
+    )
+    made = engine(config(State("total", "sum"), max_batch_size=2), module)
+
+    warmup.run(made)
+
+    assert seen == [
+        (rows, follows) for rows in (2, 1) for follows in (False, True) for _ in range(3)
+    ]
+
+
+def test_samples_are_first_steps() -> None:
+    """What is made up for a model has its initial states, and controls that say one step."""
+    settings = config(kept(dims=(-1, 2), initial=Initial((0, 2))), controls=_CONTROLS)
+    found = samples.item(sequences.bound(settings, signatures.of_function(_takes_total)), 3)
+
+    assert {name: (tuple(value.shape), str(value.dtype)) for name, value in found.items()} == {
+        "x": ((3, 4), "torch.float32"),
+        "total": ((3, 0, 2), "torch.float32"),
+        "READY": ((3, 1), "torch.float32"),
+    }
+    assert torch.equal(torch.as_tensor(found["READY"]), torch.ones(3, 1))
+
+
+def _takes_total(x: Tensor, total: Tensor, READY: Tensor) -> Tensor:
+    return x
+
+
+# --- controls ----------------------------------------------------------------------------------
+
+_CONTROLS = [
+    Control(name, dtypes.from_triton(dtype))
+    for name, dtype in (("START", "INT32"), ("READY", "FP32"), ("CORRID", "UINT64"))
+]
+
+
+def _takes_all(x: Tensor, CORRID: Tensor, START: Tensor, READY: Tensor) -> Tensor:
+    return x
+
+
+def _takes_one(x: Tensor, READY: Tensor) -> Tensor:
+    return x
+
+
+def _takes_none(x: Tensor) -> Tensor:
+    return x
+
+
+def _takes_dict(inputs: dict[str, Tensor]) -> Tensor:
+    return inputs["x"]
+
+
+def _takes_names(x: Tensor, **others: Tensor) -> Tensor:
+    return x
+
+
+def _takes_list(tensors: list[Tensor]) -> Tensor:
+    return tensors[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "taken"),
+    [
+        (_takes_all, ["START", "READY", "CORRID"]),
+        (_takes_one, ["READY"]),
+        (_takes_none, []),
+        (_takes_dict, ["START", "READY", "CORRID"]),
+        (_takes_names, ["START", "READY", "CORRID"]),
+        (_takes_list, []),
+    ],
+)
+def test_controls_are_taken_by_name(function: Callable[..., Any], taken: list[str]) -> None:
+    """A control that forward() has an argument for is passed; others are Triton's affair."""
+    settings = config(controls=_CONTROLS)
+
+    found = sequences.bound(settings, signatures.of_function(function))
+
+    assert [one.name for one in found.inputs if one.origin is Origin.CONTROL] == taken
+    assert all(one.dims == (1,) for one in found.inputs if one.origin is Origin.CONTROL)
+
+
+def test_controls_by_number() -> None:
+    """LibTorch's names are the numbers of arguments."""
+    numbered = [Control(f"{one.name}__{place}", one.dtype) for place, one in enumerate(_CONTROLS)]
+    settings = config(controls=numbered[1:])
+
+    found = sequences.bound(settings, signatures.of_function(_takes_one))
+
+    assert [one.name for one in found.inputs] == ["x", "READY__1"]
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+class Doubles(nn.Module):
+    """A state that is twice as large after each step."""
+
+    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        return {"y": x, "sum": torch.cat([total, total], dim=1)}
+
+
+def doubling(limit: int | None) -> Served:
+    state = kept(dims=(-1,), initial=Initial((1 << 17,)))  # half a megabyte
+    return Served(config(state, sequence_memory_mb=limit), Doubles())
+
+
+def test_memory_is_limited() -> None:
+    """A step whose state would be too much is refused with the figures; its state stays."""
+    served = doubling(3)
+    assert served.send(step(1, 1, "s"), step(2, 2, "s")) == [1, 2]
+    assert served.states.size == 2 << 20
+
+    assert served.send(step(1, 1)) == [1]
+    (found,) = served.send(step(2, 2))
+
+    assert str(found) == (
+        "model 'digits': with the new state of sequence 2, 2 sequences would take 4.0 MB; expected"
+        " at most 3 MB, SEQUENCE_MEMORY_MB. The state before this request stays. Try again when"
+        " others have ended."
+    )
+    assert found.code == "UNAVAILABLE"
+    assert served.states.size == 3 << 20
+    served.send(step(1, 1, "e"))
+    assert served.send(step(2, 2)) == [2]
+    assert served.states.size == 2 << 20
+
+
+def test_memory_without_a_limit() -> None:
+    """Unset, there is none."""
+    served = doubling(None)
+    served.send(step(1, 1, "s"))
+    for _ in range(4):
+        assert served.send(step(1, 1)) == [1]
+    assert served.states.size == 16 << 20
+
+
+def test_the_last_step_needs_no_memory() -> None:
+    """What it returns is kept for nobody."""
+    served = doubling(1)
+    served.send(step(1, 1, "s"))
+
+    assert served.send(step(1, 1, "e")) == [1]
+
+
+def test_what_idles_makes_room() -> None:
+    """Before a step is refused, what Triton has forgotten is freed."""
+    served = doubling(2)
+    served.send(step(1, 1, "s"), step(2, 2, "s"))
+    served.clock.now += _FORGOTTEN_S
+
+    assert served.send(step(3, 3, "s")) == [3]
+    assert len(served.states) == 1
+
+
+# --- idle sequences ------------------------------------------------------------------------------
+
+
+def test_what_idles_is_freed() -> None:
+    """After the idle time, with nothing else going on, the state is gone."""
+    served = accumulating()
+    served.send(step(1, 1, "s"))
+    served.clock.now += _IDLE_S
+    served.states.sweep()
+    assert len(served.states) == 1
+
+    served.clock.now += _FORGOTTEN_S - _IDLE_S
+    served.states.sweep()
+
+    assert len(served.states) == served.states.size == 0
+    assert isinstance(served.send(step(1, 1))[0], InputError)
+
+
+def test_what_may_still_wait_is_not_freed() -> None:
+    """A request that came in time may wait in Triton's queue while others are run."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "s"))
+    for _ in range(20):  # without a pause
+        served.clock.now += 0.5
+        served.send(step(2, 1))
+    served.states.sweep()
+
+    assert served.send(step(1, 1)) == [2]
+
+
+def test_what_cannot_wait_any_more_is_freed() -> None:
+    """As many requests as the queue can hold were run since: none of its own is among them."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "s"))
+    for _ in range(20):
+        served.clock.now += 0.5
+        served.send(step(2, 1))
+    served.states.sweep()
+    for _ in range(_SLOTS + 8 + 1):
+        served.send(step(2, 1))
+    served.states.sweep()
+
+    assert len(served.states) == 1
+
+
+def test_a_batch_keeps_the_sweep_waiting() -> None:
+    """What is freed from beside waits for no batch, and disturbs none."""
+    served = accumulating()
+    run = served.states._run_items
+
+    def swept(items: Any) -> Any:
+        served.clock.now += 10 * _FORGOTTEN_S
+        served.states.sweep()
+        return run(items)
+
+    served.send(step(1, 1, "s"))
+    served.states._run_items = swept
+    assert served.send(step(1, 1)) == [2]
+
+
+# --- whatever happens --------------------------------------------------------------------------
+
+_NAMES: st.SearchStrategy[int | str] = st.sampled_from([1, 2, 3, "1", "2", 2**63 + 1])
+_STEPS = st.builds(
+    step,
+    _NAMES,
+    st.sampled_from([1.0, 2.0, 3.0, -1.0]),  # -1 fails
+    st.sampled_from(["", "", "", "s", "s", "e", "se"]),
+)
+_EVENTS = st.lists(
+    st.lists(_STEPS, min_size=1, max_size=6) | st.just("wait") | st.just("sweep"), max_size=20
+)
+
+
+@given(_EVENTS, st.booleans())
+def test_no_state_leaks(events: list[list[Step] | str], carried: bool) -> None:
+    """In whatever order sequences begin, go on, fail, end and idle, each sums up its own steps."""
+    state = State("total", "sum") if carried else kept()
+    served = Served(config(state), _Sums() if carried else models.Accumulate())
+    totals: dict[int | str, float] = {}
+    used: dict[int | str, float] = {}
+    sent = served.clock.now
+    for event in events:
+        if isinstance(event, list):
+            sent = served.clock.now
+            for one, found in zip(event, served.send(*event), strict=True):
+                _compare(totals, one, found)
+                used[one.id] = sent
+        elif event == "wait":
+            served.clock.now += _FORGOTTEN_S
+        else:
+            served.states.sweep()
+            forgotten = {name for name in totals if served.clock.now - used[name] > _IDLE_S + 1}
+            freed = totals.keys() - served.states._kept.keys()
+            assert freed <= forgotten
+            assert freed == forgotten or sent == served.clock.now
+            totals = {name: total for name, total in totals.items() if name not in freed}
+        assert served.states._kept.keys() == totals.keys()
+        assert served.states.size == sum(one.size for one in served.states._kept.values())
+
+
+class _Sums(nn.Module):
+    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
+        if bool((x == -1).any()):
+            raise ValueError("no -1")
+        total = x if total is None else total + x
+        return {"y": total, "sum": total}
+
+
+def _compare(totals: dict[int | str, float], one: Step, found: Any) -> None:
+    """What a plain dict says of a step."""
+    value = float(np.asarray(one.item["x"])[0, 0])
+    if one.starts:
+        totals[one.id] = 0
+    if one.id not in totals:
+        assert isinstance(found, InputError)
+    elif value == -1:
+        assert isinstance(found, ForwardError)
+    else:
+        totals[one.id] += value
+        assert found == totals[one.id]
+    if one.ends:
+        totals.pop(one.id, None)

@@ -1,0 +1,196 @@
+"""Requests of sequences through the adapter: what is read, and what is told beside."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import fake_triton
+import models
+import numpy as np
+import pytest
+import scenarios
+import torch
+from fake_triton import MetricFamily, TritonError, Turn
+from torch import Tensor, nn
+
+from torch_py_backend.adapter import TritonPythonModel, sequencing
+
+
+class Loaded:
+    """A model that adds up what its sequences send."""
+
+    def __init__(
+        self, folder: Path, definition: Any = models.Accumulate, **parameters: str
+    ) -> None:
+        text = scenarios.config(
+            {"x": [4]},
+            {"y": [4]},
+            more=scenarios.sequencing(scenarios.state()),
+        )
+        scenario = scenarios.Scenario("sums", scenarios.python(definition), text)
+        arguments = fake_triton.arguments(scenario.lay_out(folder))
+        self.document = json.loads(arguments["model_config"])
+        self.model = TritonPythonModel()
+        self.model.initialize(arguments)
+
+    def request(self, value: float, flags: str = "", **how: Any) -> Any:
+        row = np.full((1, 4), value, dtype=np.float32)
+        turn = Turn(7, "s" in flags, "e" in flags)
+        made = fake_triton.request({"x": row}, self.document, "", turn)
+        return fake_triton.InferenceRequest(made.inputs(), "", turn=turn, **how)
+
+    def send(self, *requests: Any) -> list[Any]:
+        return [_first(response) for response in self.model.execute(requests)]
+
+
+def _first(response: Any) -> Any:
+    if response.error() is not None:
+        return response.error().code()
+    (y,) = response.output_tensors()
+    return float(y.as_numpy()[0, 0])
+
+
+class _Unreadable(fake_triton.Tensor):
+    def as_numpy(self) -> Any:
+        raise ValueError("unpack requires 4 bytes")
+
+
+def unreadable(flags: str) -> Any:
+    tensor = _Unreadable("x", np.ones((1, 4), dtype=np.float32))
+    return fake_triton.InferenceRequest([tensor], turn=Turn(7, "s" in flags, "e" in flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "after"), [("", 12), ("s", 7), ("e", TritonError.INVALID_ARG), ("se", 3)]
+)
+def test_a_request_that_cannot_be_read(
+    flags: str, after: float, tmp_path: Path, process: None
+) -> None:
+    """It has an error, and still begins or ends its sequence: older states are not taken up."""
+    loaded = Loaded(tmp_path)
+    assert loaded.send(loaded.request(5, "s")) == [5]
+
+    assert loaded.send(unreadable(flags)) == [TritonError.INVALID_ARG]
+
+    if flags == "se":
+        assert loaded.send(loaded.request(7)) == [TritonError.INVALID_ARG]
+        assert loaded.send(loaded.request(3, "s")) == [after]
+    else:
+        assert loaded.send(loaded.request(7)) == [after]
+
+
+class Slow(nn.Module):
+    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        import time
+
+        time.sleep(0.05)
+        return {"y": total + x, "sum": total + x}
+
+
+def test_a_cancelled_step_is_run(tmp_path: Path, process: None) -> None:
+    """The next step builds upon it."""
+    loaded = Loaded(tmp_path, Slow)
+    loaded.send(loaded.request(1, "s"))
+    loaded.send(loaded.request(1, cancelled=True))
+
+    assert loaded.send(loaded.request(1)) == [3]
+
+
+def test_what_is_not_for_the_model_is_not_read(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a state, what Triton has in its place may be anything, even no strings at all."""
+    loaded = Loaded(tmp_path)
+    sent = loaded.request(1, "s")
+    names = [tensor.name() for tensor in sent.inputs()]
+    broken = _Unreadable("total", np.ones((1, 4), dtype=np.float32))
+    tensors = [one if one.name() == "x" else broken for one in sent.inputs()]
+
+    assert names == ["x", "total"]
+    assert loaded.send(fake_triton.InferenceRequest(tensors, turn=Turn(7, True, False))) == [1]
+
+
+def _gauges() -> dict[str, list[float]]:
+    return {
+        name: [one.value() for one in MetricFamily.made[f"pytorch_py_{name}"]]
+        for name in ("sequences", "sequence_bytes")
+    }
+
+
+def test_metrics_are_told_beside(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The figures come from a thread of their own, which ends with the model."""
+    monkeypatch.setattr(sequencing, "_SECONDS", 0.01)
+    loaded = Loaded(tmp_path)
+    loaded.send(loaded.request(1, "s"))
+    _await({"sequences": [1], "sequence_bytes": [16]})
+    loaded.send(loaded.request(1, "e"))
+    _await({"sequences": [0], "sequence_bytes": [0]})
+
+    (thread,) = [one for one in threading.enumerate() if one.name == "sequences"]
+    loaded.model.finalize()
+    loaded.model.leave()
+    assert not thread.is_alive()
+
+
+def _await(wanted: dict[str, list[float]]) -> None:
+    until = time.monotonic() + 20
+    while _gauges() != wanted and time.monotonic() < until:
+        time.sleep(0.01)
+    assert _gauges() == wanted
+
+
+# --- states of the model's own -----------------------------------------------------------------
+
+
+def test_slots(tmp_path: Path, process: None) -> None:
+    """Without states a batch is what Triton makes it: a row a slot, zeros where there is none."""
+    text = scenarios.config(
+        {"x": [4]},
+        {"y": [4]},
+        more=scenarios.sequencing(
+            strategy="direct { }",
+            controls=scenarios.control("START", "START", "fp32_false_true: [0, 1]")
+            + scenarios.control("READY", "READY", "fp32_false_true: [0, 1]")
+            + scenarios.control("END", "END", "int32_false_true: [0, 1]"),
+        ),
+    )
+    scenario = scenarios.Scenario("slots", scenarios.python(models.Slots), text)
+    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
+    document = json.loads(arguments["model_config"])
+    model = TritonPythonModel()
+    model.initialize(arguments)
+
+    def send(*turns: tuple[float, Turn]) -> list[float]:
+        rows = [np.full((1, 4), value, dtype=np.float32) for value, _ in turns]
+        sent = [
+            fake_triton.request({"x": row}, document, "", turn)
+            for row, (_, turn) in zip(rows, turns, strict=True)
+        ]
+        return [_first(response) for response in model.execute(sent)]
+
+    nobody = (float("nan"), Turn(0))
+    assert send((1, Turn(5, starts=True)), (10, Turn(6, starts=True))) == [1, 10]
+    assert send(nobody, (10, Turn(6))) == [1, 20]
+    assert send((1, Turn(5)), (10, Turn(6))) == [2, 30]
+
+
+def test_fillers_of_every_kind_are_blank() -> None:
+    """Of a request that only fills a slot nothing reaches the model but controls."""
+    steps = sequencing.Sequencing.__new__(sequencing.Sequencing)
+    steps._sent = ["a", "b", "c"]
+    item: dict[str, Any] = {
+        "a": np.array([[np.nan]]),
+        "b": np.array([[b"chance"]], dtype=np.object_),
+        "c": torch.full((1, 1), 3.0, dtype=torch.bfloat16),
+        "READY": np.array([[-1]]),
+    }
+
+    found = {name: value.tolist() for name, value in steps._blank(item).items()}
+
+    assert found == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}
