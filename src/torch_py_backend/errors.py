@@ -17,7 +17,7 @@ BackendError
 ├── InternalError           the backend itself failed
 ├── UnavailableError        the instance cannot answer, and another one might
 │   └── OutOfMemoryError    not even one row of a request fits in memory
-├── CancelledError          a request was cancelled before it was run
+├── CancelledError          a request was cancelled before it was run, or in mid-stream
 ├── InstallError            a backend folder cannot be written
 ├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
 ├── BenchError              what is to be measured contradicts itself, or gave no figures
@@ -189,8 +189,8 @@ class OutOfMemoryError(UnavailableError):
 class CancelledError(ModelError):
     code = "CANCELLED"
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model, "the request was cancelled before it was run")
+    def __init__(self, model: str, when: str = "before it was run") -> None:
+        super().__init__(model, f"the request was cancelled {when}")
 
 
 class InstallError(BackendError):

@@ -65,6 +65,11 @@ class Runtime:
         return outputs
 
 
+def contexts(device: torch.device) -> tuple[bool, int]:
+    """What a model may leave behind in its thread: autocast on its device, and torch.device."""
+    return torch.is_autocast_enabled(device.type), torch._C._len_torch_function_stack()
+
+
 def free() -> None:
     """Give back what torch keeps of a GPU's memory without using it."""
     if torch.cuda.is_initialized():

@@ -6,7 +6,7 @@ import itertools
 import logging
 from collections.abc import Iterator, Sequence
 
-from torch_py_backend import buckets, compilation, examples, purity, samples
+from torch_py_backend import buckets, compilation, examples, purity, samples, streams
 from torch_py_backend.batching import Item
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
@@ -28,11 +28,12 @@ def run(engine: Engine) -> None:
         LoadError: binding the outputs to forward()'s result failed.
         WarmupError: forward() failed, or its result contradicts the config.
     """
+    call = streams.trial(engine) if engine.config.decoupled else engine.run
     with engine.preparing():
         for item in batches(engine):
             before = purity.copied(item)
             for _ in range(_REPEATS):
-                (outcome,) = engine.run([item])
+                (outcome,) = call([item])
                 if isinstance(outcome, BackendError):
                     _tell(engine)
                     raise _refusal(engine.config, item, outcome)
