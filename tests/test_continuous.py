@@ -11,6 +11,7 @@ from streamed import Kept, engine, item
 from torch import Tensor
 
 from torch_py_backend import continuous
+from torch_py_backend.batching import Value
 from torch_py_backend.errors import ForwardError, OutOfMemoryError, OutputError
 from torch_py_backend.streams import Streams
 
@@ -69,19 +70,27 @@ def test_streams_of_different_lengths() -> None:
     """A stream that ends leaves the step to the others; one that comes later joins them."""
     model = Counter(4)
     streams = Streams(engine(model.begin, model.step))
-    early, late = Kept(leaves_after=2), Kept()
+    late = Kept()
+
+    class Early(Kept):
+        """Another stream begins with its first response."""
+
+        def take(self, outcome: dict[str, Value], *, last: bool) -> None:
+            super().take(outcome, last=last)
+            if len(self.values) == 1:
+                others.append(asyncio.create_task(streams.run(item(10), late)))
+
+    others: list[asyncio.Task[None]] = []
+    early = Early(leaves_after=2)
 
     async def one_after_the_other() -> None:
-        first = asyncio.create_task(streams.run(item(0), early))
-        while len(early.values) < 1:
-            await asyncio.sleep(0)
-        await asyncio.gather(first, streams.run(item(10), late))
+        await streams.run(item(0), early)
+        await asyncio.gather(*others)
 
     asyncio.run(one_after_the_other())
     assert len(early.values) == 2
     assert len(late.values) == 4
-    assert 2 in model.sizes
-    assert model.sizes[-1] == 1
+    assert model.sizes == [1, 2, 1, 1, 1]
 
 
 def test_only_the_guilty_streams_end() -> None:

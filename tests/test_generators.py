@@ -34,7 +34,9 @@ _STEPS = (
             id="function-within",
         ),
         pytest.param(
-            "class A:\n    def forward(self):\n        return (a for a in f)\n", False, id="expression"
+            "class A:\n    def forward(self):\n        return (a for a in f)\n",
+            False,
+            id="expression",
         ),
         pytest.param(_YIELDS + "class D(A):\n    pass\n", True, id="inherited"),
         pytest.param(
