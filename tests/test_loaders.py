@@ -620,14 +620,14 @@ def test_each_kind_has_a_loader() -> None:
 
 # --- streams ---------------------------------------------------------------------------------
 
+_STEPS = (
+    "def begin(self, {0}):\n        return {0}\n\n    def step(self, states):\n        return []"
+)
 _STREAMS = {
     "generator": "def forward(self, x):\n        yield x",
     "asynchronous": "async def forward(self, x):\n        yield x",
-    "steps": "def begin(self, x):\n        return x\n\n    def step(self, states):\n        return []",
-    "both": (
-        "def forward(self, x):\n        return x\n\n    def begin(self, y):\n        return y\n\n"
-        "    def step(self, states):\n        return []"
-    ),
+    "steps": _STEPS.format("x"),
+    "both": f"def forward(self, x):\n        return x\n\n    {_STEPS.format('y')}",
     "plain": "def forward(self, x):\n        return x",
 }
 

@@ -525,6 +525,14 @@ def test_no_artifact(tmp_path: Path) -> None:
 
 # --- streams ---------------------------------------------------------------------------------
 
+_STEPS = """
+class Net(nn.Module):
+    def begin(self, x):
+        return x
+
+    def step(self, states):
+        return [(None, one) for one in states]
+"""
 _TOLD = "\n\ndef example_inputs():\n    return {'x': torch.ones(2, 3)}\n"
 
 
@@ -534,11 +542,7 @@ _TOLD = "\n\ndef example_inputs():\n    return {'x': torch.ones(2, 3)}\n"
         ("def forward(x):\n    yield x\n    raise ValueError('second')\n", True),
         ("async def forward(x):\n    yield x\n", True),
         ("def forward(x):\n    return x\n", False),
-        (
-            "class Net(nn.Module):\n    def begin(self, x):\n        return x\n\n"
-            "    def step(self, states):\n        return [(None, one) for one in states]\n",
-            True,
-        ),
+        (_STEPS, True),
     ],
     ids=["generator", "asynchronous", "no-stream", "steps"],
 )
