@@ -11,5 +11,5 @@ def write(path: Path, program: str, table: str) -> None:
     last = f"<!-- end of {program} -->"
     before, _, rest = path.read_text(encoding="utf-8").partition(first)
     after = rest.partition(last)[2]
-    marked = "\n".join((first, table, last))
+    marked = f"{first}\n{table}\n{last}"
     path.write_text(f"{before.rstrip()}\n\n{marked}\n{after}", encoding="utf-8")

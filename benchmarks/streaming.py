@@ -198,9 +198,9 @@ def _table(wished: argparse.Namespace, measured: dict[tuple[str, bool], list[Tur
         rows.append(f"| {' | '.join(cells)} |")
     head = "| steps | streams | tokens/s | between tokens, p50 ms | p99 ms | streams in a step |"
     note = (
-        f"A GRU of width {wished.width}, {wished.tokens} tokens in each of {wished.streams} streams,"
-        f" one instance, {wished.pairs} rounds in turn: median (least to most). All tokens are those"
-        " of the network without a server."
+        f"A GRU of width {wished.width}, {wished.streams} streams of {wished.tokens} tokens, one"
+        f" instance, {wished.pairs} rounds in turn: median (least to most). All tokens are those of"
+        " the network without a server."
     )
     return "\n".join((head, "|---|---|---|---|---|---|", *rows, "", note))
 
