@@ -1,0 +1,70 @@
+"""`serve` and streams: a step that hangs, and an end in mid-stream, on real servers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+import scenarios
+import streamed
+from grpc_streams import Client, responses
+from scenarios import Scenario
+from supervised import Supervised, serve, until
+
+pytestmark = pytest.mark.slow
+
+_ENDLESS = """
+import time
+
+
+def forward(x):
+    while True:
+        while float(x) == 103:
+            pass
+        time.sleep(0.005)
+        yield x
+"""
+_CONFIG = streamed.config({"x": "FP32"}, {"y": "FP32"})
+_LIMIT = 'parameters { key: "EXECUTION_TIMEOUT_MS" value { string_value: "1000" } }\n'
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Supervised]:
+    Scenario("endless", scenarios.text(_ENDLESS), _CONFIG + _LIMIT).lay_out(tmp_path)
+    with serve(tmp_path) as supervised:
+        supervised.settle()
+        yield supervised
+
+
+def _ask(client: Client, value: float) -> Iterator[object]:
+    return responses(client.ask("endless", {"x": np.float32([value])}))
+
+
+def test_a_step_that_hangs(served: Supervised) -> None:
+    """A step that takes longer than the limit costs the instance; streams of many steps do not."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        client = Client(channel)
+        living = _ask(client, 1)
+        # More than the limit, all in all.
+        assert len(list(itertools.islice(living, 300))) == 300
+        hangs = _ask(client, 103)
+        until(lambda: "serves again" in served.text, served)
+        for stream in (living, hangs):
+            with pytest.raises((grpc.RpcError, AssertionError)):
+                assert all(isinstance(one, dict) for one in stream)
+        assert len(list(itertools.islice(_ask(client, 2), 5))) == 5
+
+
+def test_the_end_of_the_server(served: Supervised) -> None:
+    """A server that is told to end in mid-stream ends, and leaves nothing."""
+    with grpc.insecure_channel(served.grpc) as channel:
+        living = _ask(Client(channel), 1)
+        assert len(list(itertools.islice(living, 5))) == 5
+        family = served.family()
+        served.end()
+        assert served.process.returncode == 0
+        assert not [one for one in family if one.is_running()]
