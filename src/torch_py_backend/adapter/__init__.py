@@ -111,7 +111,9 @@ class TritonPythonModel:
         if settings.options.inference_mode:
             self._modes.enter_context(torch.inference_mode())
         if settings.decoupled:
-            self._streaming = streaming.Streaming(self._engine, self._end, self._vitals.idle)
+            self._streaming = streaming.Streaming(
+                self._engine, self._end, self._vitals.idle, weights
+            )
             self._modes.callback(self._streaming.close)
         # torch and the model are hundreds of thousands of objects, and they stay: a collection
         # that looks at them all would stop a request for tens of milliseconds.
@@ -123,7 +125,7 @@ class TritonPythonModel:
             metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
         )
 
-    def execute(self, requests: Sequence[Any]) -> list[Any] | None:
+    def execute(self, requests: Sequence[Any]) -> Any:
         """One response for each request, in their order; None: they come as streams."""
         if self._streaming is not None:  # whose thread tells when it is busy
             self._streaming.start(requests)

@@ -17,6 +17,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend.adapter import messages, metrics
+from torch_py_backend.adapter.answering import Weights
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
@@ -45,15 +46,21 @@ class Streaming:
         engine: the model, warmed up.
         end: called once, with the reason, when the process has become useless.
         rests: called whenever no code of the model runs any more.
+        weights: who tells which weights are in force; None: nobody.
     """
 
     def __init__(
-        self, engine: Engine, end: Callable[[str], None], rests: Callable[[], None]
+        self,
+        engine: Engine,
+        end: Callable[[str], None],
+        rests: Callable[[], None],
+        weights: Weights | None = None,
     ) -> None:
         self.engine = engine
         self.model = engine.config.name
         self._end = end
         self._ended = False
+        self._weights = weights
         # Who waits for it is Triton, which then gives requests to another instance, or queues them.
         self._room = threading.BoundedSemaphore(engine.config.options.max_streams)
         self._streams = Streams(engine, rests)
@@ -145,6 +152,8 @@ class Streaming:
     def _tell(self) -> None:
         self._telling = False
         self._metrics.tell()
+        if self._weights is not None:
+            self._weights.told()
         if self._tasks:
             self._tell_soon()
 
