@@ -43,7 +43,7 @@ def engine(
 
 
 def item(*values: float) -> dict[str, Value]:
-    return {"x": torch.tensor([list(values)])}
+    return {"x": torch.tensor([values], dtype=torch.float32)}
 
 
 @dataclass
@@ -101,16 +101,16 @@ def config(
     return text + "instance_group [{ kind: KIND_CPU count: 1 }]\n" + more
 
 
-def _ints(*values: int) -> np.ndarray[Any, Any]:
+def ints(*values: int) -> np.ndarray[Any, Any]:
     return np.array(values, dtype=np.int32)
 
 
-def _floats(*values: float) -> np.ndarray[Any, Any]:
+def floats(*values: float) -> np.ndarray[Any, Any]:
     return np.array(values, dtype=np.float32)
 
 
 def _ticks(count: int, start: float = 0.0) -> list[Arrays]:
-    return [{"y": _floats(start + tick)} for tick in range(count)]
+    return [{"y": floats(start + tick)} for tick in range(count)]
 
 
 TICKER = """
@@ -184,16 +184,16 @@ TABLE = (
     Streamed(
         Scenario("ticker", scenarios.text(TICKER), config(_COUNT, _Y)),
         (
-            Stream({"count": _ints(3)}, _ticks(3)),
-            Stream({"count": _ints(1)}, _ticks(1)),
-            Stream({"count": _ints(0)}, []),
-            Stream({"count": _ints(9)}, _ticks(7), _SEVEN),
+            Stream({"count": ints(3)}, _ticks(3)),
+            Stream({"count": ints(1)}, _ticks(1)),
+            Stream({"count": ints(0)}, []),
+            Stream({"count": ints(9)}, _ticks(7), _SEVEN),
         ),
     ),
     Streamed(
         # Nothing but the source says that it streams.
         Scenario("told_by_source", scenarios.text(TICKER), config(_COUNT, _Y, more="")),
-        (Stream({"count": _ints(2)}, _ticks(2)),),
+        (Stream({"count": ints(2)}, _ticks(2)),),
     ),
     Streamed(
         Scenario(
@@ -213,8 +213,8 @@ TABLE = (
             + 'input [{ name: "pause" data_type: TYPE_FP32 dims: [1] optional: true }]\n',
         ),
         (
-            Stream({"count": _ints(3)}, _ticks(3)),
-            Stream({"count": _ints(2), "pause": _floats(0.1)}, _ticks(2)),
+            Stream({"count": ints(3)}, _ticks(3)),
+            Stream({"count": ints(2), "pause": floats(0.1)}, _ticks(2)),
         ),
     ),
     Streamed(
@@ -225,17 +225,17 @@ TABLE = (
         ),
         (
             Stream(
-                {"x": _floats(1, 2)[:, None], "count": _ints(2, 2)[:, None]},
+                {"x": floats(1, 2)[:, None], "count": ints(2, 2)[:, None]},
                 [
                     {
-                        "y": _floats(factor, 2 * factor)[:, None],
+                        "y": floats(factor, 2 * factor)[:, None],
                         "said": np.array([[f"{factor} times".encode()]] * 2, dtype=np.object_),
                     }
                     for factor in (1, 2)
                 ],
             ),
             Stream(
-                {"x": _floats(1, 2)[:, None], "count": _ints(2, 3)[:, None]},
+                {"x": floats(1, 2)[:, None], "count": ints(2, 3)[:, None]},
                 [],
                 Refused(400, ("input 'count' holds 2 values",)),
             ),
@@ -248,10 +248,10 @@ TABLE = (
             config({"start": "FP32", "count": "INT32"}, _Y),
         ),
         (
-            Stream({"start": _floats(5), "count": _ints(3)}, _ticks(3, 5.0)),
-            Stream({"start": _floats(5), "count": _ints(0)}, []),
+            Stream({"start": floats(5), "count": ints(3)}, _ticks(3, 5.0)),
+            Stream({"start": floats(5), "count": ints(0)}, []),
             Stream(
-                {"start": _floats(98), "count": _ints(5)},
+                {"start": floats(98), "count": ints(5)},
                 _ticks(2, 98.0),
                 Refused(500, ("raised ValueError: more than 99",)),
             ),
@@ -259,13 +259,13 @@ TABLE = (
     ),
     Streamed(
         Scenario("plain", scenarios.text(PLAIN), config({"x": "FP32"}, _Y)),
-        (Stream({"x": _floats(4)}, [{"y": _floats(8)}]),),
+        (Stream({"x": floats(4)}, [{"y": floats(8)}]),),
     ),
     Streamed(
         Scenario("mistaken", scenarios.text(MISTAKEN), config(_COUNT, _Y)),
         (
             Stream(
-                {"count": _ints(3)},
+                {"count": ints(3)},
                 _ticks(2),
                 Refused(500, ("output 'y' is float32 [2]; expected float32 [1]",)),
             ),

@@ -81,16 +81,16 @@ def test_streams_of_different_lengths() -> None:
                 others.append(asyncio.create_task(streams.run(item(10), late)))
 
     others: list[asyncio.Task[None]] = []
-    early = Early(leaves_after=2)
+    early = Early(leaves_after=3)
 
     async def one_after_the_other() -> None:
         await streams.run(item(0), early)
         await asyncio.gather(*others)
 
     asyncio.run(one_after_the_other())
-    assert len(early.values) == 2
+    assert len(early.values) == 3
     assert len(late.values) == 4
-    assert model.sizes == [1, 2, 1, 1, 1]
+    assert model.sizes == [1, 1, 2, 1, 1, 1]
 
 
 def test_only_the_guilty_streams_end() -> None:

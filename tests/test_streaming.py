@@ -96,7 +96,7 @@ def _model(text: str, more: str = "") -> Scenario:
 
 
 _ENDLESS = "def forward(x):\n    while True:\n        yield x\n"
-_X = {"x": streamed._floats(1)}
+_X = {"x": streamed.floats(1)}
 
 
 def _parameter(key: str, value: str) -> str:
@@ -222,7 +222,7 @@ def test_a_fatal_error_ends_all(
     served.start(living)
     _until(lambda: living.sender.responses)
     monkeypatch.setattr("torch_py_backend.faults.is_sticky", lambda error: "gone" in str(error))
-    guilty, late = served.request({"x": streamed._floats(2)}), served.request(_X)
+    guilty, late = served.request({"x": streamed.floats(2)}), served.request(_X)
     served.start(guilty)
     for request in (guilty, living):
         assert _ended(request)[-1].error().code() == fake_triton.TritonError.UNAVAILABLE

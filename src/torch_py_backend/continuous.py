@@ -134,12 +134,22 @@ class Steps:
         except BaseException as error:
             return self._engine.recovery.judge(error)
 
-    def _step(self, wishes: Sequence[_Wish]) -> list[Stepped]:
+    def _step(self, wishes: Sequence[_Wish]) -> Sequence[Stepped] | Failure:
         step = self._engine.loaded.step
         assert step is not None  # noqa: S101  of a model that has one
         self.calls += 1
         self.streams += len(wishes)
-        pairs = self._pairs(step([one.state for one in wishes]), len(wishes))
+        pairs = step([one.state for one in wishes])
+        misfit = _misfit(pairs, len(wishes))
+        if misfit:  # not to be tried again with fewer streams, for which it may fit
+            return Failure(
+                OutputError(
+                    self._engine.config.name,
+                    f"step() returned {misfit}",
+                    expected="a list with a pair (next state, outputs) for each stream",
+                ),
+                repeats=True,
+            )
         made = [
             (outputs, one.origin)
             for one, (_, outputs) in zip(wishes, pairs, strict=True)
@@ -150,21 +160,15 @@ class Steps:
             Stepped(state, None if outputs is None else next(outcomes)) for state, outputs in pairs
         ]
 
-    def _pairs(self, returned: Any, count: int) -> Sequence[tuple[Any, Any]]:
-        if isinstance(returned, list | tuple) and len(returned) == count:
-            odd = [one for one in returned if not (isinstance(one, tuple) and len(one) == 2)]  # noqa: PLR2004
-            if not odd:
-                return returned
-            found = f"a {type(odd[0]).__name__} for a stream"
-        elif isinstance(returned, list | tuple):
-            found = f"{len(returned)} entries for {count} streams"
-        else:
-            found = f"a {type(returned).__name__}"
-        raise OutputError(
-            self._engine.config.name,
-            f"step() returned {found}",
-            expected="a list with a pair (next state, outputs) for each stream",
-        )
+
+def _misfit(returned: Any, count: int) -> str:
+    """What step() has returned instead of a pair for each stream; empty: nothing else."""
+    if not isinstance(returned, list | tuple):
+        return f"a {type(returned).__name__}"
+    if len(returned) != count:
+        return f"{len(returned)} entries for {count} streams"
+    odd = [one for one in returned if not (isinstance(one, tuple) and len(one) == 2)]  # noqa: PLR2004
+    return f"a {type(odd[0]).__name__} for a stream" if odd else ""
 
 
 def first(model: str, step: Callable[[list[Any]], Any], state: Any, most: int) -> Any:

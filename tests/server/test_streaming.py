@@ -7,7 +7,6 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import grpc_streams
 import numpy as np
@@ -100,15 +99,15 @@ def test_refusals(scenario: Scenario, server: Server) -> None:
         assert part in state.reason
 
 
-def _ints(*values: int) -> Any:
-    return np.array(values, dtype=np.int32)
-
-
 def test_many_generators_at_once(client: Client) -> None:
     """64 streams at once: each has its own values, in their order."""
     calls = [
         client.ask(
-            "rows", {"x": np.float32([[number], [-number]]), "count": _ints(20, 20)[:, None]}
+            "rows",
+            {
+                "x": streamed.floats(number, -number)[:, None],
+                "count": streamed.ints(20, 20)[:, None],
+            },
         )
         for number in range(_MANY)
     ]
@@ -122,7 +121,7 @@ def test_many_streams_share_their_steps(client: Client, server: Server) -> None:
     names = ("pytorch_py_steps_total", "pytorch_py_stepped_streams_total")
     before = [metric(server, name, "continuous") for name in names]
     calls = [
-        client.ask("continuous", {"start": np.float32([number]), "count": _ints(30)})
+        client.ask("continuous", {"start": streamed.floats(number), "count": streamed.ints(30)})
         for number in range(_MANY)
     ]
     for number, call in enumerate(calls):
@@ -138,9 +137,9 @@ def test_many_streams_share_their_steps(client: Client, server: Server) -> None:
 
 def test_a_slow_stream_blocks_nobody(client: Client) -> None:
     """While one stream waits for a minute, others begin and end."""
-    slow = client.ask("asynchronous", {"count": _ints(2), "pause": np.float32([60])})
+    slow = client.ask("asynchronous", {"count": streamed.ints(2), "pause": streamed.floats(60)})
     for _ in range(3):
-        assert len(list(responses(client.ask("asynchronous", {"count": _ints(5)})))) == 5
+        assert len(list(responses(client.ask("asynchronous", {"count": streamed.ints(5)})))) == 5
     assert slow.is_active()
     slow.cancel()
 
@@ -149,7 +148,7 @@ def test_an_error_leaves_the_others(client: Client) -> None:
     """One stream of many fails in a shared step: the others miss nothing."""
     starts = [1.0, 95.0, 2.0, 3.0]
     calls = [
-        client.ask("continuous", {"start": np.float32([start]), "count": _ints(20)})
+        client.ask("continuous", {"start": streamed.floats(start), "count": streamed.ints(20)})
         for start in starts
     ]
     came = [list(responses(call)) for call in calls]
@@ -196,8 +195,8 @@ def test_the_last_response_is_marked(client: Client) -> None:
     asked = {"triton_enable_empty_final_response": True}
     ends = []
     for name, inputs in (
-        ("ticker", {"count": _ints(2)}),
-        ("continuous", {"start": np.float32([1]), "count": _ints(2)}),
+        ("ticker", {"count": streamed.ints(2)}),
+        ("continuous", {"start": streamed.floats(1), "count": streamed.ints(2)}),
     ):
         messages = list(client.ask(name, inputs, **asked))
         final = [
@@ -212,7 +211,7 @@ def test_a_client_that_wants_one_response(server: Server) -> None:
     """Triton itself refuses a plain request to a decoupled model, and says why."""
     client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
     tensor = tritonclient.grpc.InferInput("count", [1], "INT32")
-    tensor.set_data_from_numpy(_ints(1))
+    tensor.set_data_from_numpy(streamed.ints(1))
     with pytest.raises(InferenceServerException, match="decoupled"):
         client.infer("ticker", [tensor])
     client.close()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
-import numpy as np
 import pytest
 import scenarios
 import streamed
@@ -41,7 +40,7 @@ def served(tmp_path: Path) -> Iterator[Supervised]:
 
 
 def _ask(client: Client, value: float) -> Iterator[object]:
-    return responses(client.ask("endless", {"x": np.float32([value])}))
+    return responses(client.ask("endless", {"x": streamed.floats(value)}))
 
 
 def test_a_step_that_hangs(served: Supervised) -> None:
