@@ -134,6 +134,26 @@ def _leave_after(request: Any, responses: int) -> None:
     request.sender.arrived = arrived
 
 
+def test_a_client_that_leaves_while_its_stream_waits(tmp_path: Path, process: None) -> None:
+    """A stream that awaits something is woken when its client has gone, and cleans up."""
+    closed = tmp_path / "closed"
+    served = _Served(
+        tmp_path,
+        _model(
+            "import asyncio\nimport pathlib\n\n\nasync def forward(x):\n    try:\n"
+            "        yield x\n        await asyncio.sleep(3600 * (x > 1))\n    finally:\n"
+            f"        pathlib.Path({str(closed)!r}).touch()\n"
+        ),
+    )
+    closed.unlink()  # of the warm-up
+    request = served.request({"x": streamed.floats(2)})
+    served.start(request)
+    _until(lambda: request.sender.responses)
+    request.sender.cancelled = True
+    assert _ended(request)[-1].error().code() == fake_triton.TritonError.CANCELLED
+    assert closed.exists()
+
+
 def test_room_is_limited(tmp_path: Path, process: None) -> None:
     """Beyond MAX_STREAMS execute() waits; who has left meanwhile is not begun."""
     served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))

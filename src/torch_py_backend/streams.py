@@ -90,7 +90,7 @@ class Streams:
             source = self._begin(item)
             await self._pass_on(source, consumer)
         except BaseException as error:
-            failure = self._failure(error)
+            failure = self._failure(error, consumer)
         if source is not None:
             await self._close(source)
         self._engine.clean()
@@ -158,7 +158,7 @@ class Streams:
             if not last and consumer.cancelled():
                 raise CancelledError(self._model, "in mid-stream")
 
-    def _failure(self, error: BaseException) -> Failure:
+    def _failure(self, error: BaseException, consumer: Consumer) -> Failure:
         if isinstance(error, FailedError):
             return error.failure
         if isinstance(error, asyncio.CancelledError) and self.closing:
@@ -166,6 +166,8 @@ class Streams:
                 self._model, "the model is unloaded in mid-stream", cure="Ask again later."
             )
             return Failure(ended)
+        if isinstance(error, asyncio.CancelledError | CancelledError) and consumer.cancelled():
+            return Failure(CancelledError(self._model, "in mid-stream"))
         return self._engine.recovery.judge(error)
 
     async def _close(self, source: _Source) -> None:

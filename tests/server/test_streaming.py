@@ -135,13 +135,15 @@ def test_many_streams_share_their_steps(client: Client, server: Server) -> None:
     assert steps < stepped / 2
 
 
-def test_a_slow_stream_blocks_nobody(client: Client) -> None:
+def test_a_slow_stream_blocks_nobody(client: Client, server: Server) -> None:
     """While one stream waits for a minute, others begin and end."""
     slow = client.ask("asynchronous", {"count": streamed.ints(2), "pause": streamed.floats(60)})
     for _ in range(3):
         assert len(list(responses(client.ask("asynchronous", {"count": streamed.ints(5)})))) == 5
     assert slow.is_active()
     slow.cancel()
+    # It is woken from its wait.
+    _until(lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 0)
 
 
 def test_an_error_leaves_the_others(client: Client) -> None:

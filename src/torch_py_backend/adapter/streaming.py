@@ -37,6 +37,8 @@ _BETWEEN_ASKS_S = 20 * 26e-6
 # How long an instance that ends waits for what its streams still do.
 _SECONDS_TO_END = 10.0
 _BETWEEN_TELLS_S = 0.1
+# When a stream is asked that has not come back to its client for so long.
+_BETWEEN_LOOKS_S = 0.5
 
 
 class Streaming:
@@ -66,7 +68,7 @@ class Streaming:
         self._streams = Streams(engine, rests)
         self._metrics = metrics.LiveStreams(engine.config, self._streams)
         self._telling = False
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._clients: dict[asyncio.Task[None], _Client] = {}
         self._loop = asyncio.new_event_loop()
         # Of this thread; in another one they would be torch's own again.
         threads = torch.get_num_threads()
@@ -134,17 +136,17 @@ class Streaming:
 
     def _launch(self, item: Item, client: _Client) -> None:
         task = self._loop.create_task(self._streams.run(item, client))
-        self._tasks.add(task)
+        self._clients[task] = client
         task.add_done_callback(self._landed)
         self._tell_soon()
 
     def _landed(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        del self._clients[task]
         self._room.release()
         self._tell_soon()
 
     def _tell_soon(self) -> None:
-        """Metrics, off the way of the responses."""
+        """What is done now and then, off the way of the responses."""
         if not self._telling:
             self._telling = True
             self._loop.call_later(_BETWEEN_TELLS_S, self._tell)
@@ -154,14 +156,17 @@ class Streaming:
         self._metrics.tell()
         if self._weights is not None:
             self._weights.told()
-        if self._tasks:
+        for task, client in self._clients.items():
+            if client.left():
+                task.cancel()
+        if self._clients:
             self._tell_soon()
 
     async def _finish(self) -> None:
         self._streams.closing = True
-        for task in list(self._tasks):
+        for task in self._clients:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*self._clients, return_exceptions=True)
         self._metrics.tell()
 
 
@@ -173,6 +178,7 @@ class _Client:
         self._sender = request.get_response_sender()
         self._name = messages.request_id(request)
         self._asked = time.monotonic()
+        self._gone = False
 
     def take(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
@@ -203,9 +209,16 @@ class _Client:
 
     def cancelled(self) -> bool:
         """Whether the client has gone, asked no more often than it pays."""
+        return self._gone or self._ask(self._streaming.between_asks)
+
+    def left(self) -> bool:
+        """Whether the client has gone while the stream waits: it does not ask by itself then."""
+        return not self._gone and self._ask(_BETWEEN_LOOKS_S)
+
+    def _ask(self, seconds: float) -> bool:
+        """Ask Triton, if that was not done for so many seconds."""
         now = time.monotonic()
-        if now < self._asked + self._streaming.between_asks:
-            return False
-        self._asked = now
-        gone: bool = self._sender.is_cancelled()
-        return gone
+        if now >= self._asked + seconds:
+            self._asked = now
+            self._gone = self._sender.is_cancelled()
+        return self._gone
