@@ -30,6 +30,8 @@ import tritonclient.grpc
 from rich.console import Console
 from tritonclient.utils import InferenceServerException
 
+from benchmarks import marks
+
 _CODE = """\
 from torch import Tensor, nn
 
@@ -51,7 +53,6 @@ _OTHER = "other"
 _SERVE = "from torch_py_backend.cli import app; app()"
 _PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
 _SERVING = re.compile(r"serving on \S+ and grpc://(\S+);")
-_MARKS = ("<!-- recovery: made by python -m benchmarks.recovery -->", "<!-- end of recovery -->")
 _LONGEST_S = 120.0
 
 
@@ -64,7 +65,7 @@ def main() -> None:
         text = _measure(psutil.Process(process.pid), address, wished.rounds)
     print(text)
     if wished.output is not None:
-        _write(wished.output, text)
+        marks.write(wished.output, "recovery", text)
 
 
 @contextlib.contextmanager
@@ -216,14 +217,6 @@ class _Other:
     def end(self) -> None:
         self._stop.set()
         self._thread.join()
-
-
-def _write(path: Path, table: str) -> None:
-    """Put the table between its marks."""
-    before, _, rest = path.read_text(encoding="utf-8").partition(_MARKS[0])
-    after = rest.partition(_MARKS[1])[2]
-    marked = "\n".join((_MARKS[0], table, _MARKS[1]))
-    path.write_text(f"{before.rstrip()}\n\n{marked}\n{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@ scenarios run against it and against a real server, so that the two cannot drift
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -162,6 +163,34 @@ class Turn(NamedTuple):
 
 
 _ALONE = Turn(0)
+TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
+
+
+class ResponseSender:
+    """Keeps what a decoupled model sends, in order, and notices the end."""
+
+    def __init__(self) -> None:
+        self.responses: list[InferenceResponse] = []
+        self.ended = threading.Event()
+        # What happens when a response arrives; the client hangs up, say.
+        self.arrived: Callable[[int], None] = lambda count: None
+        self.cancelled = False
+
+    def send(self, response: InferenceResponse | None = None, flags: int = 0) -> None:
+        if flags not in (0, TRITONSERVER_RESPONSE_COMPLETE_FINAL):
+            raise TritonModelException("Unable to send response. Unsupported flag provided.")
+        if response is None and flags == 0:
+            raise TritonModelException("Inference Response object must be provided")
+        if self.ended.is_set():
+            raise TritonModelException("Unable to send response. Response sender has been closed.")
+        if response is not None:
+            self.responses.append(response)
+            self.arrived(len(self.responses))
+        if flags:
+            self.ended.set()
+
+    def is_cancelled(self) -> bool:
+        return self.cancelled
 
 
 class InferenceRequest:
@@ -175,6 +204,7 @@ class InferenceRequest:
     ) -> None:
         self._inputs, self._request_id, self._cancelled = inputs, request_id, cancelled
         self._turn = turn
+        self.sender = ResponseSender()
 
     def correlation_id(self) -> int | str:
         return self._turn.id
@@ -182,6 +212,9 @@ class InferenceRequest:
     def flags(self) -> int:
         starts = TRITONSERVER_REQUEST_FLAG_SEQUENCE_START * self._turn.starts
         return starts | TRITONSERVER_REQUEST_FLAG_SEQUENCE_END * self._turn.ends
+
+    def get_response_sender(self) -> ResponseSender:
+        return self.sender
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
@@ -219,6 +252,12 @@ class ModelConfig:
         if self._document["max_batch_size"] > size:
             raise ValueError("configuration specified a larger max_batch_size")
         self._document["max_batch_size"] = size
+
+    def set_model_transaction_policy(self, policy: dict[str, bool]) -> None:
+        written = self._document.setdefault("model_transaction_policy", {})
+        if written.get("decoupled", policy["decoupled"]) != policy["decoupled"]:
+            raise ValueError("trying to change decoupled property in auto-complete-config")
+        written |= policy
 
     def set_dynamic_batching(self) -> None:
         self._document.setdefault("dynamic_batching", {})

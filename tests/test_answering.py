@@ -320,7 +320,7 @@ class Told:
 def poison(model: TritonPythonModel, broken: Callable[[], None]) -> list[Any]:
     broken()
     sent = [request(1, "one"), request(-2, "two")]
-    responses = model.execute(sent)
+    responses: list[Any] = model.execute(sent)
     assert check(sent, responses) == [TritonError.UNAVAILABLE] * 2
     return responses
 

@@ -25,7 +25,12 @@ def _tensor(name: str, data_type: str | None = "TYPE_FP32", dims: list[int] | No
 
 _X, _MASK = _tensor("x", dims=[4]), _tensor("mask", "TYPE_BOOL", [-1])
 _Y, _Z = _tensor("y", dims=[3]), _tensor("z", "TYPE_STRING", [1])
-_BATCHED = {"input": [_X, _MASK], "output": [_Y, _Z], "max_batch_size": 8}
+_BATCHED = {
+    "input": [_X, _MASK],
+    "output": [_Y, _Z],
+    "max_batch_size": 8,
+    "decoupled": False,
+}
 _SINGLE = {**_BATCHED, "max_batch_size": 0}
 
 
@@ -86,7 +91,9 @@ import sys
 import types
 
 sys.modules["torch"] = None  # an import of it fails
-sys.modules["triton_python_backend_utils"] = types.ModuleType("triton_python_backend_utils")
+utils = types.ModuleType("triton_python_backend_utils")
+utils.get_model_dir = lambda: "/models/digits/1"
+sys.modules["triton_python_backend_utils"] = utils
 from torch_py_backend import isolation
 from torch_py_backend.adapter import TritonPythonModel
 
@@ -114,6 +121,48 @@ def test_complete_config_costs_nothing() -> None:
     )
     assert done.stderr == ""
     assert done.returncode == 0
+
+
+_YIELDS = "class A:\n    def forward(self, x):\n        yield x\n"
+_DECOUPLED = {"decoupled": True}
+
+
+@pytest.mark.parametrize(
+    ("document", "policy"),
+    [
+        pytest.param({}, _DECOUPLED, id="says-nothing"),
+        pytest.param({"default_model_filename": "other.py"}, None, id="another-file"),
+        pytest.param({"default_model_filename": "model.pt"}, None, id="no-source"),
+        pytest.param(
+            {"model_transaction_policy": {"decoupled": False}}, {"decoupled": False}, id="written"
+        ),
+        pytest.param(
+            {"parameters": {"MODEL_CLASS": {"string_value": "B"}}}, None, id="another-class"
+        ),
+        # What a factory builds can only be told by calling it.
+        pytest.param({"parameters": {"MODEL_FACTORY": {"string_value": "A"}}}, None, id="factory"),
+    ],
+)
+def test_a_source_that_yields(document: Entry, policy: Entry | None, tmp_path: Path) -> None:
+    """A complete config that says nothing of streams is decoupled where its source yields."""
+    (tmp_path / "model.py").write_text(_YIELDS)
+    (tmp_path / "other.py").write_text(_YIELDS.replace("yield", "return"))
+    changed = completion.decide(document, tmp_path)
+    assert changed is (policy is _DECOUPLED)
+    assert document.get("model_transaction_policy") == policy
+
+
+@pytest.mark.parametrize(
+    ("decoupled", "written", "policy"),
+    [(True, None, _DECOUPLED), (False, None, None), (True, {"decoupled": False}, None)],
+)
+def test_a_model_that_streams(
+    decoupled: bool, written: Entry | None, policy: Entry | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that makes streams makes its config decoupled, unless that says otherwise."""
+    given = {} if written is None else {"model_transaction_policy": written}
+    document = _complete(monkeypatch, {**_SINGLE, "decoupled": decoupled}, **given)
+    assert document.get("model_transaction_policy") == (policy or written)
 
 
 def test_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -183,11 +183,6 @@ def test_incomplete_config_may_be_read(role: str) -> None:
         pytest.param(
             {"cc_model_filenames": {"8.0": "a.pt"}}, "cc_model_filenames", id="cc_model_filenames"
         ),
-        pytest.param(
-            {"model_transaction_policy": {"decoupled": True}},
-            "model_transaction_policy",
-            id="decoupled",
-        ),
     ],
 )
 def test_what_would_corrupt_data_is_refused(block: dict[str, Any], said: str) -> None:
@@ -197,6 +192,39 @@ def test_what_would_corrupt_data_is_refused(block: dict[str, Any], said: str) ->
 
     assert str(raised.value).startswith("model 'digits': ")
     assert f"Take {said} out of config.pbtxt." in str(raised.value)
+
+
+def _with(key: str, value: str) -> dict[str, Any]:
+    return {"parameters": {key: {"string_value": value}}}
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"sequence_batching": {"direct": {}}}, "sequence_batching is set"),
+        (_with("PAD", '{"x": {}}'), "PAD is set"),
+        (_with("BATCH_BUCKETS", "1,2"), "BATCH_BUCKETS is set"),
+        (_with("TORCH_COMPILE_OPTIONAL_PARAMETERS", "{}"), "PARAMETERS is set"),
+        (_with("OPTIMIZE", "freeze"), "OPTIMIZE asks for freeze"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_does_not_go_with_streams(block: dict[str, Any], said: str) -> None:
+    """A decoupled model takes no options that are about whole calls; each is refused by name."""
+    with pytest.raises(ConfigError) as raised:
+        parsed(model_transaction_policy={"decoupled": True}, **block)
+
+    assert said in str(raised.value)
+    assert "and the model is decoupled" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "decoupled"),
+    [({}, False), ({"decoupled": False}, False), ({"decoupled": True}, True)],
+)
+def test_decoupled(policy: dict[str, bool], decoupled: bool) -> None:
+    """What Triton calls the model's transaction policy says whether it makes streams."""
+    assert parsed(model_transaction_policy=policy).decoupled is decoupled
 
 
 @pytest.mark.parametrize(

@@ -616,3 +616,66 @@ def test_code_takes_any_number_of_rows(tmp_path: Path) -> None:
 def test_each_kind_has_a_loader() -> None:
     """No kind of artifact can be found that cannot be loaded."""
     assert set(loaders._LOADERS) == set(Kind)
+
+
+# --- streams ---------------------------------------------------------------------------------
+
+_STEPS = (
+    "def begin(self, {0}):\n        return {0}\n\n    def step(self, states):\n        return []"
+)
+_STREAMS = {
+    "generator": "def forward(self, x):\n        yield x",
+    "asynchronous": "async def forward(self, x):\n        yield x",
+    "steps": _STEPS.format("x"),
+    "both": f"def forward(self, x):\n        return x\n\n    {_STEPS.format('y')}",
+    "plain": "def forward(self, x):\n        return x",
+}
+
+
+def _streaming(folder: Path, which: str, **overrides: Any) -> Loaded:
+    text = f"from torch import nn\n\n\nclass Net(nn.Module):\n    {_STREAMS[which]}\n"
+    build.write(folder, "model.py", text)
+    settings = build.config(folder, **overrides)
+    return loaders.load(artifacts.find(settings), settings, CPU)
+
+
+@pytest.mark.parametrize(
+    ("which", "takes", "steps", "streams"),
+    [
+        ("generator", "forward(x)", False, True),
+        ("asynchronous", "forward(x)", False, True),
+        ("steps", "forward(x)", True, True),
+        ("both", "forward(y)", True, True),
+        ("plain", "forward(x)", False, False),
+    ],
+)
+def test_what_a_decoupled_model_is(
+    which: str, takes: str, steps: bool, streams: bool, tmp_path: Path
+) -> None:
+    """begin() and step() are served where they are there, else forward(), yielding or not."""
+    loaded = _streaming(tmp_path, which, decoupled=True)
+    assert str(loaded.signature) == takes
+    assert (loaded.step is not None) is steps
+    assert loaded.streams is streams
+
+
+@pytest.mark.parametrize("which", ["generator", "asynchronous", "steps"])
+def test_streams_in_a_model_that_is_not_decoupled(which: str, tmp_path: Path) -> None:
+    """A stream where one response is promised is refused, with what to write."""
+    with pytest.raises(ConfigError, match=r"is not decoupled.*decoupled: true"):
+        _streaming(tmp_path, which)
+
+
+@pytest.mark.parametrize("which", ["both", "plain"])
+def test_forward_is_served_where_one_response_is_promised(which: str, tmp_path: Path) -> None:
+    """A module may have a forward() for one response beside what makes streams."""
+    loaded = _streaming(tmp_path, which)
+    assert str(loaded.signature) == "forward(x)"
+    assert loaded.step is None
+
+
+def test_method_rather_than_steps(tmp_path: Path) -> None:
+    """Whoever names a method wants that one."""
+    loaded = _streaming(tmp_path, "both", decoupled=True, method="forward")
+    assert str(loaded.signature) == "forward(x)"
+    assert loaded.step is None

@@ -576,3 +576,46 @@ def test_what_is_kept_is_told(tmp_path: Path, default: str, document: dict[str, 
     assert set(sent["input"]) - kept == {"x"}
     assert set(sent["output"]) - kept == {"y"}
     assert found["max_batch_size"] == 8
+
+
+# --- streams ---------------------------------------------------------------------------------
+
+_STREAM = """
+class Net(nn.Module):
+    def begin(self, x):
+        return x
+
+    def step(self, states):
+        return [(None, one) for one in states]
+"""
+_TOLD = "\n\ndef example_inputs():\n    return {'x': torch.ones(2, 3)}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "decoupled"),
+    [
+        ("def forward(x):\n    yield x\n    raise ValueError('second')\n", True),
+        ("async def forward(x):\n    yield x\n", True),
+        ("def forward(x):\n    return x\n", False),
+        (_STREAM, True),
+    ],
+    ids=["generator", "asynchronous", "no-stream", "steps"],
+)
+def test_streams_are_told_by_their_first_response(
+    text: str, decoupled: bool, tmp_path: Path
+) -> None:
+    """The first response says what the outputs are, and the model that it streams."""
+    build.write(tmp_path, "model.py", _HEADER + text + _TOLD)
+    given = build.arguments(input=[], output=[], max_batch_size=0)
+    found = schema.describe(given | {"model_repository": str(tmp_path)})
+    assert found["decoupled"] is decoupled
+    assert found["max_batch_size"] == 8
+    assert [one["dims"] for one in found["output"]] == [[3]]
+
+
+def test_a_stream_without_a_response_tells_nothing(tmp_path: Path) -> None:
+    """A stream that ends at once says so, instead of what its outputs are."""
+    build.write(tmp_path, "model.py", _HEADER + "def forward(x):\n    yield from ()\n" + _TOLD)
+    given = build.arguments(input=[], output=[], max_batch_size=0)
+    with pytest.raises(ForwardError, match="without a response"):
+        schema.describe(given | {"model_repository": str(tmp_path)})

@@ -6,6 +6,7 @@ import functools
 import inspect
 import sys
 import types
+from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -447,3 +448,32 @@ def test_tree_is_built_from_its_leaves() -> None:
 def test_kinds_of_parameters_are_all_known() -> None:
     """Every kind of parameter that Python has is passed in some way."""
     assert set(signatures._PASSING) == set(inspect._ParameterKind)
+
+
+class _Yields:
+    def __call__(self) -> Iterator[int]:
+        yield 1
+
+
+async def _awaited() -> AsyncIterator[int]:
+    yield 1
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (_Yields.__call__, True),
+        (_Yields(), True),
+        (_Yields().__call__, True),
+        (functools.partial(_Yields.__call__, _Yields()), True),
+        (torch.no_grad()(_Yields.__call__), True),
+        (_awaited, True),
+        (lambda: iter(()), False),
+        (torch.add, False),
+        (nn.Identity().forward, False),
+    ],
+    ids=["function", "object", "method", "partial", "decorated", "async", "lambda", "torch", "no"],
+)
+def test_what_yields(function: Any, expected: bool) -> None:
+    """A generator is known as one, however it is wrapped and called."""
+    assert signatures.yields(function) is expected

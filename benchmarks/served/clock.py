@@ -55,7 +55,7 @@ class TritonPythonModel(adapter.TritonPythonModel):
         """One response for each request, on the clock."""
         self._seconds = dict.fromkeys(self._seconds, 0.0)
         start = time.perf_counter()
-        responses = super().execute(requests)
+        responses: list[Any] = super().execute(requests)
         self._seconds["execute"] = time.perf_counter() - start
         spent = self._spent[len(requests)]
         spent["calls"] += 1

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from torch_py_backend import isolation, options
+from torch_py_backend import generators, isolation, options
 from torch_py_backend.errors import ConfigError, shown
 
 
@@ -22,10 +23,33 @@ def needed(document: Mapping[str, Any]) -> bool:
     )
 
 
+def decide(document: dict[str, Any], version_folder: Path) -> bool:
+    """Whether a complete config had to be made decoupled: it says nothing, and the source yields.
+
+    Without loading the model, which would cost every load seconds. What only a loaded model tells
+    is refused when it is loaded.
+    """
+    path = version_folder / (document.get("default_model_filename") or "model.py")
+    parameters = document.get("parameters", {})
+    if (
+        "model_transaction_policy" in document
+        or path.suffix != ".py"
+        or "MODEL_FACTORY" in parameters
+    ):
+        return False
+    named, method = (
+        parameters.get(key, {}).get("string_value") for key in ("MODEL_CLASS", "METHOD")
+    )
+    if not generators.in_source(path, named=named, method=method):
+        return False
+    document["model_transaction_policy"] = {"decoupled": True}
+    return True
+
+
 def complete(
     arguments: Mapping[str, str], document: dict[str, Any], seconds: float = math.inf
 ) -> None:
-    """Fill a config's inputs, outputs and max_batch_size in place, by trying the model.
+    """Fill a config's inputs, outputs, max_batch_size and decoupling in place, by trying the model.
 
     Args:
         arguments: what Triton passes to `initialize`, with `document` as its model_config.
@@ -49,6 +73,8 @@ def complete(
         document["max_batch_size"] = schema["max_batch_size"]
     elif bool(wished) != bool(schema["max_batch_size"]):
         _refit(schema, batched=bool(wished))
+    if schema["decoupled"]:
+        document.setdefault("model_transaction_policy", {"decoupled": True})
     for role in ("input", "output"):
         written = document.get(role, [])
         # States and controls of sequences are listed there, and Triton refuses them here.

@@ -64,6 +64,7 @@ class ModelConfig:
         default_model_filename: the artifact that the config names, if it does.
         python_runtime: whether it was written for the Python runtime of Triton's PyTorch backend.
         sequencing: what it says of sequences; None: each request stands for itself.
+        decoupled: whether a request may have any number of responses.
     """
 
     name: str
@@ -80,6 +81,7 @@ class ModelConfig:
     python_runtime: bool
     options: Options
     sequencing: Sequencing | None = None
+    decoupled: bool = False
 
     @property
     def version_folder(self) -> Path:
@@ -131,6 +133,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         python_runtime=_for_python_runtime(document),
         options=wished,
         sequencing=sequencing,
+        decoupled=_is_decoupled(document),
     )
     if complete:
         refuse_contradictions(parsed)
@@ -191,14 +194,54 @@ def refuse_contradictions(config: ModelConfig) -> None:
             "PAD is set, and max_batch_size is 0",
             "Requests are padded to share a batch: set max_batch_size, or take PAD out.",
         ),
+        *(
+            (config.decoupled and found, problem, cure)
+            for found, problem, cure in _of_streams(config)
+        ),
     )
     for found, problem, cure in contradictions:
         if found:
             raise ConfigError(config.name, problem, cure=cure)
 
 
+def _of_streams(config: ModelConfig) -> Iterator[tuple[bool, str, str]]:
+    """What does not go with streams: whether the config has it, in words, and what to do."""
+    wished = config.options
+    for key, value in (("PAD", wished.pad), ("BATCH_BUCKETS", wished.batch_buckets)):
+        cure = f"Each request is a stream of its own: take {key} out."
+        yield bool(value), f"{key} is set, and the model is decoupled", cure
+    compiled = wished.torch_compile_optional_parameters is not None
+    yield (
+        compiled and not (wished.torch_compile_optional_parameters or {}).get("disable"),
+        "TORCH_COMPILE_OPTIONAL_PARAMETERS is set, and the model is decoupled",
+        "What goes on between two responses is no graph: call torch.compile within the model.",
+    )
+    for name in ("freeze", "cuda_graphs"):
+        yield (
+            name in wished.optimize,
+            f"OPTIMIZE asks for {name}, and the model is decoupled",
+            f"What goes on between two responses is no graph: take {name} out.",
+        )
+    yield (
+        config.kind != "CPU" and bool(wished.enable_weight_sharing),
+        "ENABLE_WEIGHT_SHARING holds the weights on the GPU once, and the model is decoupled",
+        "Their owner may leave in the middle of a stream: take it out.",
+    )
+
+
+def _is_decoupled(document: Mapping[str, Any]) -> bool:
+    return bool(document.get("model_transaction_policy", {}).get("decoupled"))
+
+
 def _refuse_unsupported(model: str, document: Mapping[str, Any]) -> None:
     """What loads without an error in Triton, and then corrupts data or does nothing."""
+    if _is_decoupled(document) and document.get("sequence_batching"):
+        raise ConfigError(
+            model,
+            "sequence_batching is set, and the model is decoupled",
+            cure="A stream keeps what it needs between its responses by itself: take one of the two"
+            " out of config.pbtxt.",
+        )
     refused = {
         "batch_input": "batch_input is for backends written in C++",
         "batch_output": "batch_output is for backends written in C++",
@@ -207,12 +250,6 @@ def _refuse_unsupported(model: str, document: Mapping[str, Any]) -> None:
     for key, reason in refused.items():
         if document.get(key):
             raise ConfigError(model, reason, cure=f"Take {key} out of config.pbtxt.")
-    if document.get("model_transaction_policy", {}).get("decoupled"):
-        raise ConfigError(
-            model,
-            "decoupled models are not served yet",
-            cure="Take model_transaction_policy out of config.pbtxt.",
-        )
 
 
 def _specs(model: str, role: str, document: Mapping[str, Any]) -> tuple[TensorSpec, ...]:

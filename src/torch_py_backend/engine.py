@@ -96,6 +96,19 @@ def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) ->
         return dataclasses.replace(loaded, module=optimization.apply(config, loaded))
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Given:
+    """What a stream was begun with, which its outputs are measured by.
+
+    Attributes:
+        rows: the rows of its request.
+        columns: its inputs, on the device.
+    """
+
+    rows: int
+    columns: Sequence[Value]
+
+
 class Engine:
     """One model, ready to be called from one thread."""
 
@@ -148,7 +161,7 @@ class Engine:
             config.name,
             self._attempt,
             rows=self.rows if config.max_batch_size else None,
-            repeats=self._repeats,
+            repeats=self.repeats,
             free=runtime.free,
             probe=runtime.probe,
         )
@@ -213,10 +226,63 @@ class Engine:
             )
         self.purity.settle()
 
-    def _repeats(self) -> bool:
+    def repeats(self) -> bool:
         """Whether the model may be called again with what it has seen."""
         wished = self.config.options.retry_failed_batch
         return not self.purity.broken() if wished is None else wished
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """What every call of the model for a stream has around it."""
+        with self.turn:
+            self.recovery.begins()
+            with self._runtime.guard():
+                yield
+
+    def begin(self, item: Item) -> tuple[Any, Given]:
+        """What the model returns for one item, as it is: a stream. Called within `calling`.
+
+        Raises:
+            InputError: the item is not what the model takes.
+        """
+        admitted = self._intake.admit(item)
+        if isinstance(admitted, BackendError):
+            raise admitted
+        (group,) = self._intake.group([(0, admitted)])
+        batch = batching.gather(group.items, group.inputs.names)
+        columns = self._runtime.to_device(batch.columns)
+        given = Given(_rows(columns), columns)
+        return group.inputs.call(self._module, self._intake.convert(group.inputs, columns)), given
+
+    def outcomes(self, results: Sequence[tuple[Any, Given]]) -> list[Outcome]:
+        """What streams have made, each as the config says. Called within `calling`."""
+        taken = [self._taken(result, given.rows) for result, given in results]
+        made = [
+            value for values in taken if not isinstance(values, OutputError) for value in values
+        ]
+        came = [column for _, given in results for column in given.columns]
+        sent = iter(self._runtime.to_host(made, came))
+        return [
+            values
+            if isinstance(values, OutputError)
+            else self._finite_only({name: next(sent) for name in self._names})
+            for values in taken
+        ]
+
+    def _taken(self, result: Any, rows: int) -> list[Value] | OutputError:
+        try:
+            return self._take(result, rows)
+        except OutputError as error:
+            return error
+
+    def _finite_only(self, outcome: dict[str, Value]) -> Outcome:
+        refusal = None if self._finite is None else self._finite.refusal(outcome)
+        return outcome if refusal is None else refusal
+
+    def clean(self) -> None:
+        """What the config asks for after each execution."""
+        if self._runtime.clean is not None and self.recovery.fatal is None:
+            self._runtime.clean()
 
     def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         """One outcome for each item, in their order."""
@@ -255,8 +321,7 @@ class Engine:
     def _run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         whole = self._intake.whole(items)
         outcomes = self._run_group(whole) if whole is not None else self._run_groups(items)
-        if self._runtime.clean is not None and self.recovery.fatal is None:
-            self._runtime.clean()
+        self.clean()
         return outcomes
 
     def _run_groups(self, items: Sequence[Item]) -> list[Outcome]:
@@ -341,7 +406,7 @@ class Engine:
 
     def _call(self, group: Group, columns: Sequence[Value]) -> Sequence[Value]:
         """The model's outputs for a batch, in as many calls as the model needs."""
-        rows = columns[0].shape[0] if columns and columns[0].ndim else 0
+        rows = _rows(columns)
         if self.rows.take(rows):
             return self._call_once(group, columns, rows)
         pieces = []
@@ -389,3 +454,7 @@ class Engine:
                 f"the outputs cannot be read: {brief(error)}",
                 expected="dense tensors",
             ) from error
+
+
+def _rows(columns: Sequence[Value]) -> int:
+    return columns[0].shape[0] if columns and columns[0].ndim else 0

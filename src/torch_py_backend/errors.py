@@ -18,7 +18,7 @@ BackendError
 ├── UnavailableError        the instance cannot answer, and another one might
 │   ├── OutOfMemoryError    not even one row of a request fits in memory
 │   └── StateMemoryError    the states of all sequences together would take more than they may
-├── CancelledError          a request was cancelled before it was run
+├── CancelledError          a request was cancelled before it was run, or in mid-stream
 ├── InstallError            a backend folder cannot be written
 ├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
 ├── BenchError              what is to be measured contradicts itself, or gave no figures
@@ -202,8 +202,8 @@ class StateMemoryError(UnavailableError):
 class CancelledError(ModelError):
     code = "CANCELLED"
 
-    def __init__(self, model: str) -> None:
-        super().__init__(model, "the request was cancelled before it was run")
+    def __init__(self, model: str, when: str = "before it was run") -> None:
+        super().__init__(model, f"the request was cancelled {when}")
 
 
 class InstallError(BackendError):

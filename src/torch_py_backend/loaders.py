@@ -19,6 +19,9 @@ from torch_py_backend.errors import ArtifactError, ConfigError, SourceError, bri
 
 log = logging.getLogger(__name__)
 
+# What a module has that defines no forward() of its own.
+_NO_FORWARD = nn.Module.forward
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
@@ -30,6 +33,7 @@ class Loaded:
         signature: what it takes.
         owner: what holds its parameters and buffers; None: it has none, or they are not at hand.
         rows: how many rows one call takes.
+        step: what advances several streams at once, where `module` is what begins one.
     """
 
     kind: Kind
@@ -37,6 +41,14 @@ class Loaded:
     signature: Signature
     owner: nn.Module | None = None
     rows: Rows = ANY_ROWS
+    step: Callable[[list[Any]], Any] | None = None
+
+    @property
+    def streams(self) -> bool:
+        """Whether a request has one result after the other."""
+        return self.step is not None or signatures.yields(
+            self.module.forward if isinstance(self.module, nn.Module) else self.module
+        )
 
     @property
     def weights(self) -> Iterator[Tensor]:
@@ -126,7 +138,7 @@ def _serve(
             built.to(device)
     else:
         _refuse_no_function(artifact, config, built)
-    called = _method(config, built)
+    called, step = _served(config, built)
     described = built.forward if called is built and isinstance(built, nn.Module) else called
     try:
         signature = signatures.of_function(described)
@@ -134,8 +146,39 @@ def _serve(
         raise SourceError(
             config.name, f"the arguments of what is served cannot be told: {error}"
         ) from error
+    if not config.decoupled:
+        _refuse_streams(config, built, described)
     owner = built if isinstance(built, nn.Module) else None
-    return Loaded(artifact.kind, called, signature, owner)
+    return Loaded(artifact.kind, called, signature, owner, step=step)
+
+
+def _served(
+    config: ModelConfig, built: Any
+) -> tuple[Callable[..., Any], Callable[[list[Any]], Any] | None]:
+    """What is called with a request's inputs; and what goes on from there, where there is such."""
+    if config.decoupled and config.options.method is None and _has_steps(built):
+        return built.begin, built.step
+    return _method(config, built), None
+
+
+def _has_steps(built: Any) -> bool:
+    return all(callable(getattr(built, name, None)) for name in ("begin", "step"))
+
+
+def _refuse_streams(config: ModelConfig, built: Any, described: Callable[..., Any]) -> None:
+    """A model of streams, in a config that promises one response to a request."""
+    found = ""
+    if signatures.yields(described):
+        found = f"{getattr(described, '__name__', 'forward')}() yields its results one by one"
+    elif _has_steps(built) and getattr(described, "__func__", None) is _NO_FORWARD:
+        found = "begin() and step() make streams, and there is no forward()"
+    if found:
+        raise ConfigError(
+            config.name,
+            f"{found}, and the model is not decoupled",
+            cure="Write model_transaction_policy { decoupled: true } into config.pbtxt; or let"
+            " forward() return all results at once.",
+        )
 
 
 def _method(config: ModelConfig, built: Any) -> Callable[..., Any]:

@@ -339,6 +339,12 @@ class Options:
         "Run sample batches before READY, so that no request pays for what a first call costs.",
         default=True,
     )
+    max_streams: int = _option(
+        POSITIVE,
+        "Streams of a decoupled model that are live at once in each instance. Further requests wait"
+        " in Triton's queue.",
+        default=64,
+    )
     force_cpu_only_input_tensors: bool = _option(
         BOOLEAN,
         "Triton's own: `false` leaves inputs that are on the GPU there.",

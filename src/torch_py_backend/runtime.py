@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch_py_backend.options import Options
 from torch_py_backend.threads import Threads
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound="Value | Owned")
 
 _Guard: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
@@ -48,9 +50,7 @@ class Runtime:
             for column in columns
         ]
 
-    def to_host(
-        self, outputs: Sequence[Value | Owned], inputs: Sequence[Value]
-    ) -> Sequence[Value | Owned]:
+    def to_host(self, outputs: Sequence[T], inputs: Sequence[Value]) -> Sequence[T]:
         """The outputs, with the device's work on them done.
 
         Args:
@@ -61,10 +61,15 @@ class Runtime:
             return outputs
         tensors = [one for one in inputs if isinstance(one, Tensor)]
         if not tensors or not all(one.is_cuda for one in tensors):
-            outputs = [_fetched(one) if isinstance(one, Tensor) else one for one in outputs]
+            outputs = [_fetched(one) for one in outputs]
         # One wait for all copies. What stays is handed over without a stream, too.
         torch.cuda.current_stream(self.device).synchronize()
         return outputs
+
+
+def contexts(device: torch.device) -> tuple[bool, int]:
+    """What a model may leave behind in its thread: autocast on its device, and torch.device."""
+    return torch.is_autocast_enabled(device.type), torch._C._len_torch_function_stack()
 
 
 def free() -> None:
@@ -96,11 +101,12 @@ def _sent(column: Tensor, device: torch.device) -> Tensor:
     return column.to(device, non_blocking=True)
 
 
-def _fetched(output: Tensor) -> Tensor:
-    if not output.is_cuda:
+def _fetched(output: T) -> T:
+    if not isinstance(output, Tensor) or not output.is_cuda:
         return output
-    pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-    return pinned.copy_(output, non_blocking=True)
+    pinned: Any = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+    pinned.copy_(output, non_blocking=True)
+    return pinned  # type: ignore[no-any-return]  of the same kind
 
 
 def placement(config: ModelConfig) -> torch.device | None:

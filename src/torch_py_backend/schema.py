@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torch_py_backend import (
     results,
     samples,
     sequences,
+    streams,
 )
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Item, Value
@@ -59,6 +61,7 @@ class Schema:
     outputs: tuple[TensorSpec, ...]
     max_batch_size: int
     kept: frozenset[str] = frozenset()
+    decoupled: bool = False
 
 
 def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
@@ -71,12 +74,16 @@ def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
         LoadError: the model cannot be loaded, or nothing tells its schema.
     """
     settings = config.parse(arguments, complete=False)
+    if "model_transaction_policy" not in json.loads(arguments["model_config"]):
+        # Undecided: a model that makes streams is loaded as one.
+        settings = dataclasses.replace(settings, decoupled=True)
     found = of_model(settings)
     return {
         "input": [_as_json(spec) for spec in found.inputs],
         "output": [_as_json(spec) for spec in found.outputs],
         "max_batch_size": found.max_batch_size,
         "kept": sorted(found.kept),
+        "decoupled": found.decoupled,
     }
 
 
@@ -245,7 +252,9 @@ def _run(settings: ModelConfig, loaded: Loaded, example: Item, device: torch.dev
         passed = intake.convert(group.inputs, columns)  # numbers need values
         with torch.inference_mode(), device:
             passed = [one.to(device) if isinstance(one, Tensor) else one for one in passed]
-            result = group.inputs.call(loaded.module, passed)
+            result = streams.first(
+                settings.name, loaded.step, group.inputs.call(loaded.module, passed)
+            )
     except Exception as error:  # the model's own code runs here
         raise ForwardError(settings.name, error) from error
     names = results.names(result)
@@ -301,6 +310,7 @@ def _schema(
         ),
         _batch_size(_most_rows(settings, loaded, example)) if batched else 0,
         made.kept.union(_kept_inputs(settings)),
+        decoupled=loaded.streams,
     )
 
 

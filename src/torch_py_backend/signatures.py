@@ -38,6 +38,15 @@ def of_function(function: Callable[..., Any]) -> Signature:
     return Signature(tuple(_argument(one, _resolved(one.annotation, scope)) for one in parameters))
 
 
+def yields(function: Callable[..., Any]) -> bool:
+    """Whether what a call returns is a generator, synchronous or not."""
+    # An object is called through its class.
+    called = (function, type(function).__call__)
+    return any(
+        inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in called
+    )
+
+
 def _scope(function: Callable[..., Any]) -> dict[str, Any]:
     """The names that a function's annotations may use."""
     function = inspect.unwrap(function)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from torch_py_backend import buckets, compilation, examples, purity, samples, sequences
-from torch_py_backend.batching import Item, Value
+from torch_py_backend import buckets, compilation, examples, purity, samples, sequences, streams
+from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.config import ModelConfig, Origin
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import BackendError, LoadError, WarmupError
@@ -28,19 +28,22 @@ def run(engine: Engine) -> None:
         LoadError: binding the outputs to forward()'s result failed.
         WarmupError: forward() failed, or its result contradicts the config.
     """
+    call = streams.trial(engine) if engine.config.decoupled else engine.run
     with engine.preparing():
         for item in batches(engine):
             before = purity.copied(item)
             for _ in range(_REPEATS):
-                outcome = _call(engine, item)
+                outcome = _tried(engine, call, item)
             engine.purity.compare(before, item)
             # The first step of a sequence is followed by others, whose states may have grown.
             for _ in range(_REPEATS if engine.config.states else 0):
-                outcome = _call(engine, sequences.following(engine.config, item, outcome))
+                outcome = _tried(engine, call, sequences.following(engine.config, item, outcome))
 
 
-def _call(engine: Engine, item: Item) -> dict[str, Value]:
-    (outcome,) = engine.run([item])
+def _tried(
+    engine: Engine, call: Callable[[Sequence[Item]], Sequence[Outcome]], item: Item
+) -> dict[str, Value]:
+    (outcome,) = call([item])
     if isinstance(outcome, BackendError):
         _tell(engine)
         raise _refusal(engine.config, item, outcome)

@@ -17,13 +17,16 @@ import os
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend import completion, config, threads, tuned, vitals
 from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.errors import BackendError, PlatformError
+
+if TYPE_CHECKING:
+    from torch_py_backend.adapter.streaming import Streaming
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +51,7 @@ class TritonPythonModel:
             faulthandler.enable()
         self._modes = contextlib.ExitStack()
         self._vitals: vitals.Vitals = vitals.Untold()
+        self._streaming: Streaming | None = None
         # Triton's stub runs in the C locale; torch.compile reads its templates as UTF-8.
         locale.setlocale(locale.LC_ALL, "C.UTF-8")
         try:
@@ -73,6 +77,8 @@ class TritonPythonModel:
         try:
             if completion.needed(document):
                 _complete(auto_complete_model_config, document)
+            elif completion.decide(document, Path(pb_utils.get_model_dir())):
+                auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
         finally:
             told.ended()
         return auto_complete_model_config
@@ -86,7 +92,7 @@ class TritonPythonModel:
         import torch  # noqa: PLC0415
 
         from torch_py_backend import engine, warmup, weight_files  # noqa: PLC0415
-        from torch_py_backend.adapter import answering  # noqa: PLC0415
+        from torch_py_backend.adapter import answering, streaming  # noqa: PLC0415
 
         _check_numpy(settings.name)
         self._engine = engine.build(settings, share)
@@ -104,6 +110,11 @@ class TritonPythonModel:
         # Triton calls this thread and no other: entered once, it need not be for each batch.
         if settings.options.inference_mode:
             self._modes.enter_context(torch.inference_mode())
+        if settings.decoupled:
+            self._streaming = streaming.Streaming(
+                self._engine, self._end, self._vitals.idle, weights
+            )
+            self._modes.callback(self._streaming.close)
         # torch and the model are hundreds of thousands of objects, and they stay: a collection
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
@@ -127,8 +138,11 @@ class TritonPythonModel:
             self._engine, self._end, weights, read=steps.read, run=steps.run, leaves_out=False
         )
 
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """One response for each request, in their order."""
+    def execute(self, requests: Sequence[Any]) -> Any:
+        """One response for each request, in their order; None: they come as streams."""
+        if self._streaming is not None:  # whose thread tells when it is busy
+            self._streaming.start(requests)
+            return None
         self._vitals.busy()
         try:
             responses: list[Any] = self._answering.answer(requests)
@@ -178,6 +192,8 @@ def _complete(completed: Any, document: dict[str, Any]) -> None:
     except BackendError as error:
         raise pb_utils.TritonModelException(str(error)) from error
     completed.set_max_batch_size(document["max_batch_size"])
+    if "model_transaction_policy" in document:
+        completed.set_model_transaction_policy(document["model_transaction_policy"])
     if document["max_batch_size"] and "sequence_batching" not in document:
         completed.set_dynamic_batching()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.counts import DOCS, Counts
+
+if TYPE_CHECKING:  # it needs torch, which Triton's look at a config shall not cost
+    from torch_py_backend.streams import Streams
 
 _SECONDS = 1.0
 
@@ -49,6 +53,52 @@ class Publisher:
             if count != self._sent[name]:
                 metric.increment(count - self._sent[name])
                 self._sent[name] = count
+
+
+class LiveStreams:
+    """The streams of one instance: how many are live, and how well they share their steps."""
+
+    def __init__(self, config: ModelConfig, streams: Streams) -> None:
+        self._streams = streams
+        labels = {"model": config.name, "version": config.version}
+        kind = pb_utils.MetricFamily
+        self._live_family = kind(
+            name="pytorch_py_live_streams",
+            description="Streams of responses that have begun and not ended",
+            kind=kind.GAUGE,
+        )
+        self._live = self._live_family.Metric(labels={**labels, "instance": config.instance})
+        # An instance that exited has left its own behind.
+        self._live.set(0)
+        self._steps = streams.steps
+        if streams.steps is not None:
+            self._calls = _Total("pytorch_py_steps_total", "Calls of step()", labels)
+            self._stepped = _Total(
+                "pytorch_py_stepped_streams_total", "Streams that step() was called with", labels
+            )
+
+    def tell(self) -> None:
+        """Send what has changed."""
+        self._live.set(self._streams.live)
+        if self._steps is not None:
+            self._calls.tell(self._steps.calls)
+            self._stepped.tell(self._steps.streams)
+
+
+class _Total:
+    """A counter of one instance's, which knows what it has sent."""
+
+    def __init__(self, name: str, doc: str, labels: Mapping[str, str]) -> None:
+        self._family = pb_utils.MetricFamily(
+            name=name, description=doc, kind=pb_utils.MetricFamily.COUNTER
+        )
+        self._metric = self._family.Metric(labels=dict(labels))
+        self._sent = 0
+
+    def tell(self, count: int) -> None:
+        if count > self._sent:
+            self._metric.increment(count - self._sent)
+            self._sent = count
 
 
 class WeightsInForce:

@@ -55,6 +55,8 @@ def _report(folder: Path, timeout: float) -> dict[str, Any]:
         if filled:
             given = pbtxt.arguments(folder, version, document)
             completion.complete(given, document, timeout)
+        else:
+            completion.decide(document, folder / version)
         given = pbtxt.arguments(folder, version, document)
         report: dict[str, Any] = isolation.run(
             folder.name,

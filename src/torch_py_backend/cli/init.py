@@ -129,7 +129,12 @@ def _config(name: str, kind: str, document: Mapping[str, Any]) -> str:
         "# Rows in one call of the model at most; 0: requests are never put together.",
         f"max_batch_size: {document['max_batch_size']}",
     ]
-    if batched:
+    if document.get("model_transaction_policy", {}).get("decoupled"):
+        lines += [
+            "# A request has any number of responses, as the model yields them.",
+            "model_transaction_policy { decoupled: true }",
+        ]
+    elif batched:
         lines += ["# Requests that wait at the same time become one call.", "dynamic_batching { }"]
     lines += ["", *_tensors("input", document), "", *_tensors("output", document), ""]
     lines += [

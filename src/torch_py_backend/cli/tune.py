@@ -154,6 +154,12 @@ def _document(folder: Path) -> dict[str, Any]:
     if completion.needed(document):
         given = pbtxt.arguments(folder, repository.latest(folder), document)
         completion.complete(given, document)
+    else:
+        completion.decide(document, folder / repository.latest(folder))
+    if document.get("model_transaction_policy", {}).get("decoupled"):
+        raise TuneError(
+            f"model '{folder.name}' is decoupled; expected one that gives one answer to a request."
+        )
     return document
 
 

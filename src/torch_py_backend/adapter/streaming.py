@@ -1,0 +1,224 @@
+"""Requests of a decoupled model: each becomes a stream of responses, driven by a thread of ours.
+
+Imported when an instance starts, not before: it needs torch, and Triton's utilities complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton_python_backend_utils as pb_utils
+
+from torch_py_backend.adapter import messages, metrics
+from torch_py_backend.adapter.answering import Weights
+from torch_py_backend.batching import Item, Value
+from torch_py_backend.engine import Engine
+from torch_py_backend.errors import (
+    BackendError,
+    CancelledError,
+    InputError,
+    OutputError,
+    brief,
+)
+from torch_py_backend.streams import Streams
+
+log = logging.getLogger(__name__)
+
+# To ask Triton whether a request was cancelled takes 26 microseconds. Each live stream is asked so
+# rarely that all together cost a twentieth of the time.
+_BETWEEN_ASKS_S = 20 * 26e-6
+# How long an instance that ends waits for what its streams still do.
+_SECONDS_TO_END = 10.0
+_BETWEEN_TELLS_S = 0.1
+# When a stream is asked that has not come back to its client for so long.
+_BETWEEN_LOOKS_S = 0.5
+
+
+class Streaming:
+    """One instance's way from requests to streams of responses.
+
+    Args:
+        engine: the model, warmed up.
+        end: called once, with the reason, when the process has become useless.
+        rests: called whenever no code of the model runs any more.
+        weights: who tells which weights are in force; None: nobody.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        end: Callable[[str], None],
+        rests: Callable[[], None],
+        weights: Weights | None = None,
+    ) -> None:
+        self.engine = engine
+        self.model = engine.config.name
+        self._end = end
+        self._ended = False
+        self._weights = weights
+        # Who waits for it is Triton, which then gives requests to another instance, or queues them.
+        self._room = threading.BoundedSemaphore(engine.config.options.max_streams)
+        self._streams = Streams(engine, rests)
+        self._metrics = metrics.LiveStreams(engine.config, self._streams)
+        self._telling = False
+        self._clients: dict[asyncio.Task[None], _Client] = {}
+        self._loop = asyncio.new_event_loop()
+        # Of this thread; in another one they would be torch's own again.
+        threads = torch.get_num_threads()
+        self._thread = threading.Thread(
+            target=self._drive, args=(threads,), name="streams", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def between_asks(self) -> float:
+        """Seconds until it pays to ask a stream again whether it was cancelled."""
+        return _BETWEEN_ASKS_S * max(self._streams.live, 1)
+
+    def start(self, requests: Sequence[Any]) -> None:
+        """Let requests become streams, which go on after this; wait while there are too many."""
+        for request in requests:
+            client = _Client(self, request)
+            item = self._read(request, client)
+            if item is not None:
+                self._admit(item, client)
+
+    def close(self) -> None:
+        """End the streams that are left with an error, in bounded time; twice is no error."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # it ends at this moment
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(_SECONDS_TO_END)
+
+    def fatal(self) -> None:
+        """The process cannot compute any more: said once."""
+        if not self._ended:
+            self._ended = True
+            self._end(self.engine.recovery.reason)
+
+    def _read(self, request: Any, client: _Client) -> Item | None:
+        try:
+            return messages.read_kept(request)
+        except Exception as error:  # of Triton's utilities, or of a device that is gone
+            with self.engine.turn:
+                said, failure = brief(error), self.engine.recovery.judge(error)
+        if self.engine.recovery.fatal is not None or failure.memory:
+            client.end(failure.error, failure.text)
+        else:
+            client.end(InputError(self.model, f"the request cannot be read: {said}"))
+        return None
+
+    def _admit(self, item: Item, client: _Client) -> None:
+        if not self._room.acquire(blocking=False):
+            self._room.acquire()
+            if client.cancelled():  # while it waited
+                self._room.release()
+                client.end(CancelledError(self.model))
+                return
+        self._loop.call_soon_threadsafe(self._launch, item, client)
+
+    # --- in the thread of the streams --------------------------------------------------------
+
+    def _drive(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        wished = self.engine.config.options.inference_mode
+        with torch.inference_mode() if wished else contextlib.nullcontext():
+            self._loop.run_forever()
+            self._loop.run_until_complete(self._finish())
+        self._loop.close()
+
+    def _launch(self, item: Item, client: _Client) -> None:
+        task = self._loop.create_task(self._streams.run(item, client))
+        self._clients[task] = client
+        task.add_done_callback(self._landed)
+        self._tell_soon()
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        del self._clients[task]
+        self._room.release()
+        self._tell_soon()
+
+    def _tell_soon(self) -> None:
+        """What is done now and then, off the way of the responses."""
+        if not self._telling:
+            self._telling = True
+            self._loop.call_later(_BETWEEN_TELLS_S, self._tell)
+
+    def _tell(self) -> None:
+        self._telling = False
+        self._metrics.tell()
+        if self._weights is not None:
+            self._weights.told()
+        for task, client in self._clients.items():
+            if client.left():
+                task.cancel()
+        if self._clients:
+            self._tell_soon()
+
+    async def _finish(self) -> None:
+        self._streams.closing = True
+        for task in self._clients:
+            task.cancel()
+        await asyncio.gather(*self._clients, return_exceptions=True)
+        self._metrics.tell()
+
+
+class _Client:
+    """Who waits for the responses of one request."""
+
+    def __init__(self, streaming: Streaming, request: Any) -> None:
+        self._streaming = streaming
+        self._sender = request.get_response_sender()
+        self._name = messages.request_id(request)
+        self._asked = time.monotonic()
+        self._gone = False
+
+    def take(self, outcome: dict[str, Value], *, last: bool) -> None:
+        """Send a response."""
+        try:
+            response = messages.write(outcome)
+        except Exception as error:
+            raise OutputError(
+                self._streaming.model, f"the outputs cannot be sent: {brief(error)}"
+            ) from error
+        self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)
+
+    def end(self, error: BackendError | None, text: str = "") -> None:
+        """Tell the client that there are no more, and the log why."""
+        response = () if error is None else (messages.write(error),)
+        try:
+            self._sender.send(*response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        except Exception as failed:  # Triton's side of it has gone
+            log.warning(
+                "model '%s': the end of a stream cannot be sent: %s.",
+                self._streaming.model,
+                brief(failed),
+            )
+        if error is not None and not isinstance(error, InputError | CancelledError):
+            named = f" (request {self._name})" if self._name else ""
+            log.error("%s%s%s", error, named, f"\n{text}" if text else "")
+        if self._streaming.engine.recovery.fatal is not None:
+            self._streaming.fatal()
+
+    def cancelled(self) -> bool:
+        """Whether the client has gone, asked no more often than it pays."""
+        return self._gone or self._ask(self._streaming.between_asks)
+
+    def left(self) -> bool:
+        """Whether the client has gone while the stream waits: it does not ask by itself then."""
+        return not self._gone and self._ask(_BETWEEN_LOOKS_S)
+
+    def _ask(self, seconds: float) -> bool:
+        """Ask Triton, if that was not done for so many seconds."""
+        now = time.monotonic()
+        if now >= self._asked + seconds:
+            self._asked = now
+            self._gone = self._sender.is_cancelled()
+        return self._gone

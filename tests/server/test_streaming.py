@@ -1,0 +1,261 @@
+"""Streams on a real server, over gRPC: many at once, slow ones, clients that leave, unloads."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import grpc_streams
+import numpy as np
+import pytest
+import scenarios
+import streamed
+import tritonclient.grpc
+from grpc_streams import Client, metric, responses
+from scenarios import Scenario, assert_close
+from streamed import Streamed
+from tritonclient.utils import InferenceServerException
+
+from torch_py_backend.server import Server
+
+_MANY = 64
+_LONGEST_S = 60
+_ENDLESS = """
+import time
+
+
+def forward(x):
+    while True:
+        time.sleep(0.002)
+        yield x
+"""
+_MODELS = (
+    *(one.scenario for one in streamed.TABLE),
+    *streamed.REFUSED,
+    *(
+        Scenario(name, scenarios.text(_ENDLESS), streamed.config({"x": "FP32"}, {"y": "FP32"}))
+        for name in ("endless", "unloaded")
+    ),
+)
+_X = {"x": np.ones(1, np.float32)}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("streaming")
+    for scenario in _MODELS:
+        scenario.lay_out(folder / "repository")
+    arguments = ("--model-control-mode=explicit", "--load-model=*")
+    with (
+        (folder / "server.log").open("wb") as log,
+        Server(
+            folder / "repository",
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            arguments=arguments,
+            log=log,
+        ) as server,
+    ):
+        server.wait_loaded(timeout=240)
+        yield server
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    made = grpc_streams.connect(server)
+    yield made
+    made.channel.close()
+
+
+@pytest.mark.parametrize("one", streamed.TABLE, ids=lambda one: one.scenario.name)
+def test_streams(one: Streamed, client: Client) -> None:
+    """What the table says happens, through a server and a client."""
+    for stream in one.streams:
+        came = list(responses(client.ask(one.scenario.name, stream.inputs)))
+        if stream.error is not None:
+            said = came.pop()
+            assert isinstance(said, str)
+            assert all(part in said for part in stream.error.says), said
+            assert not any(part in said for part in stream.error.hides), said
+        assert len(came) == len(stream.responses)
+        for response, expected in zip(came, stream.responses, strict=True):
+            assert isinstance(response, dict), response
+            assert response.keys() == expected.keys()
+            for name, value in expected.items():
+                assert response[name].shape == value.shape
+                assert_close(response[name], value)
+
+
+@pytest.mark.parametrize("scenario", streamed.REFUSED, ids=lambda one: one.name)
+def test_refusals(scenario: Scenario, server: Server) -> None:
+    """A stream that would not be served as one, or badly, fails the load with its reason."""
+    (state,) = [one for one in server.models() if one.name == scenario.name]
+    assert not state.ready
+    for part in scenario.load_error:
+        assert part in state.reason
+
+
+def test_many_generators_at_once(client: Client) -> None:
+    """64 streams at once: each has its own values, in their order."""
+    calls = [
+        client.ask(
+            "rows",
+            {
+                "x": streamed.floats(number, -number)[:, None],
+                "count": streamed.ints(20, 20)[:, None],
+            },
+        )
+        for number in range(_MANY)
+    ]
+    for number, call in enumerate(calls):
+        came = [one["y"][:, 0].tolist() for one in responses(call) if isinstance(one, dict)]
+        assert came == [[factor * number, -factor * number] for factor in range(1, 21)]
+
+
+def test_many_streams_share_their_steps(client: Client, server: Server) -> None:
+    """64 streams of a module with step(): values in their order, and steps of several streams."""
+    names = ("pytorch_py_steps_total", "pytorch_py_stepped_streams_total")
+    before = [metric(server, name, "continuous") for name in names]
+    calls = [
+        client.ask("continuous", {"start": streamed.floats(number), "count": streamed.ints(30)})
+        for number in range(_MANY)
+    ]
+    for number, call in enumerate(calls):
+        came = [float(one["y"][0]) for one in responses(call) if isinstance(one, dict)]
+        assert came == [number + tick for tick in range(30)]
+    _until(lambda: metric(server, names[1], "continuous") >= before[1] + _MANY * 30)
+    steps, stepped = (
+        metric(server, name, "continuous") - old for name, old in zip(names, before, strict=True)
+    )
+    assert stepped == _MANY * 30
+    assert steps < stepped / 2
+
+
+def test_a_slow_stream_blocks_nobody(client: Client, server: Server) -> None:
+    """While one stream waits for a minute, others begin and end."""
+    slow = client.ask("asynchronous", {"count": streamed.ints(2), "pause": streamed.floats(60)})
+    for _ in range(3):
+        assert len(list(responses(client.ask("asynchronous", {"count": streamed.ints(5)})))) == 5
+    assert slow.is_active()
+    slow.cancel()
+    # It is woken from its wait.
+    _until(lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 0)
+
+
+def test_an_error_leaves_the_others(client: Client) -> None:
+    """One stream of many fails in a shared step: the others miss nothing."""
+    starts = [1.0, 95.0, 2.0, 3.0]
+    calls = [
+        client.ask("continuous", {"start": streamed.floats(start), "count": streamed.ints(20)})
+        for start in starts
+    ]
+    came = [list(responses(call)) for call in calls]
+    assert [len(one) for one in came] == [20, 6, 20, 20]
+    assert "more than 99" in came[1][-1]
+
+
+def test_a_client_that_cancels(client: Client, server: Server) -> None:
+    """A call that is cancelled in mid-stream frees its place."""
+    calls = [client.ask("endless", _X) for _ in range(3)]
+    for call in calls:
+        assert len(list(itertools.islice(responses(call), 5))) == 5
+    _until(lambda: metric(server, "pytorch_py_live_streams", "endless") == 3)
+    for call in calls:
+        call.cancel()
+    _until(lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
+
+
+def test_a_client_that_disconnects(server: Server) -> None:
+    """A connection that breaks ends the streams that went over it."""
+    client = grpc_streams.connect(server)
+    call = client.ask("endless", _X)
+    assert len(list(itertools.islice(responses(call), 5))) == 5
+    client.channel.close()
+    _until(lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
+
+
+def test_more_streams_than_there_is_room_for(client: Client, server: Server) -> None:
+    """Beyond MAX_STREAMS requests wait, and are served when others end."""
+    first = [client.ask("endless", _X) for _ in range(64)]
+    for call in first:
+        next(responses(call))
+    late = client.ask("endless", _X)
+    _until(lambda: metric(server, "pytorch_py_live_streams", "endless") == 64)
+    first[0].cancel()
+    assert isinstance(next(responses(late)), dict)
+    for call in (*first, late):
+        call.cancel()
+    _until(lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
+
+
+def test_the_last_response_is_marked(client: Client) -> None:
+    """Who asks for it gets an empty last response; a stream that knows its last marks that."""
+    asked = {"triton_enable_empty_final_response": True}
+    ends = []
+    for name, inputs in (
+        ("ticker", {"count": streamed.ints(2)}),
+        ("continuous", {"start": streamed.floats(1), "count": streamed.ints(2)}),
+    ):
+        messages = list(client.ask(name, inputs, **asked))
+        final = [
+            one.infer_response.parameters["triton_final_response"].bool_param for one in messages
+        ]
+        assert final == [False] * (len(final) - 1) + [True]
+        ends.append(len(messages))
+    assert ends == [3, 2]
+
+
+def test_a_client_that_wants_one_response(server: Server) -> None:
+    """Triton itself refuses a plain request to a decoupled model, and says why."""
+    client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
+    tensor = tritonclient.grpc.InferInput("count", [1], "INT32")
+    tensor.set_data_from_numpy(streamed.ints(1))
+    with pytest.raises(InferenceServerException, match="decoupled"):
+        client.infer("ticker", [tensor])
+    client.close()
+
+
+def test_http(server: Server) -> None:
+    """Triton's generate_stream gives the responses as server-sent events."""
+    request = urllib.request.Request(
+        f"http://{server.http_address}/v2/models/ticker/generate_stream",
+        data=json.dumps({"count": 3}).encode(),
+    )
+    with urllib.request.urlopen(request, timeout=_LONGEST_S) as answer:
+        lines = answer.read().decode().splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert [one["y"] for one in events] == [0.0, 1.0, 2.0]
+
+
+def test_unload_with_live_streams(client: Client, server: Server) -> None:
+    """An unload takes no new streams, and ends when the live ones have."""
+    call = client.ask("unloaded", _X)
+    next(responses(call))
+    control = tritonclient.grpc.InferenceServerClient(server.grpc_address)
+    control.unload_model("unloaded")
+    (refused,) = responses(client.ask("unloaded", _X))
+    assert isinstance(refused, str)
+    assert len(list(itertools.islice(responses(call), 50))) == 50
+    call.cancel()
+    _until(lambda: _reason(server, "unloaded") == "unloaded")
+    control.load_model("unloaded")
+    call = client.ask("unloaded", _X)
+    assert isinstance(next(responses(call)), dict)
+    call.cancel()
+    control.close()
+
+
+def _reason(server: Server, model: str) -> str:
+    (state,) = [one for one in server.models() if one.name == model]
+    return state.reason
+
+
+def _until(what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + _LONGEST_S
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

@@ -1,0 +1,327 @@
+"""Models that make streams: engines of functions, and a table of what a client must get.
+
+The table runs twice: through the adapter against the fake of Triton's utilities, and on a real
+tritonserver over gRPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import build
+import numpy as np
+import scenarios
+import torch
+from scenarios import Arrays, Refused, Scenario
+
+from torch_py_backend import runtime, signatures
+from torch_py_backend.artifacts import Kind
+from torch_py_backend.batching import Value
+from torch_py_backend.engine import Engine
+from torch_py_backend.errors import BackendError
+from torch_py_backend.loaders import Loaded
+from torch_py_backend.options import Options
+
+# --- engines of functions -----------------------------------------------------------------------
+
+
+def engine(
+    function: Callable[..., Any], step: Callable[[list[Any]], Any] | None = None, **overrides: Any
+) -> Engine:
+    """An engine of one input `x` and one output `y`, both FP32 [-1], in rows."""
+    settings = build.config(
+        inputs=(build.spec("x", dims=(-1,)),),
+        outputs=(build.spec("y", dims=(-1,)),),
+        decoupled=True,
+        **overrides,
+    )
+    loaded = Loaded(Kind.MODULE, function, signatures.of_function(function), step=step)
+    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    return Engine(settings, loaded, surroundings, build.artifact())
+
+
+def item(*values: float) -> dict[str, Value]:
+    return {"x": torch.tensor([values], dtype=torch.float32)}
+
+
+@dataclass
+class Kept:
+    """Keeps what a stream gives; leaves after so many responses."""
+
+    leaves_after: int | None = None
+    values: list[list[list[float]]] = field(default_factory=list)
+    error: BackendError | None = None
+    text: str = ""
+    ends: int = 0
+
+    def take(self, outcome: dict[str, Value], *, last: bool) -> None:
+        self.values.append(torch.as_tensor(outcome["y"]).tolist())
+        self.ends += last
+
+    def end(self, error: BackendError | None, text: str = "") -> None:
+        self.ends += 1
+        self.error, self.text = error, text
+
+    def cancelled(self) -> bool:
+        return self.leaves_after is not None and len(self.values) >= self.leaves_after
+
+
+# --- the table ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Stream:
+    """A request, the responses to it in their order, and the error after them, if there is one."""
+
+    inputs: Arrays
+    responses: Sequence[Arrays]
+    error: Refused | None = None
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """One model, and the streams that clients get of it."""
+
+    scenario: Scenario
+    streams: tuple[Stream, ...]
+
+
+_DECOUPLED = "model_transaction_policy { decoupled: true }\n"
+
+
+def config(
+    inputs: dict[str, str], outputs: dict[str, str], *, rows: int = 0, more: str = _DECOUPLED
+) -> str:
+    """A config whose tensors have one value each (a row), of the types that are given."""
+    text = f'backend: "pytorch_py"\nmax_batch_size: {rows}\n'
+    text += "".join(scenarios.tensor("input", name, [1], kind) for name, kind in inputs.items())
+    text += "".join(scenarios.tensor("output", name, [1], kind) for name, kind in outputs.items())
+    return text + "instance_group [{ kind: KIND_CPU count: 1 }]\n" + more
+
+
+def ints(*values: int) -> np.ndarray[Any, Any]:
+    return np.array(values, dtype=np.int32)
+
+
+def floats(*values: float) -> np.ndarray[Any, Any]:
+    return np.array(values, dtype=np.float32)
+
+
+def _ticks(count: int, start: float = 0.0) -> list[Arrays]:
+    return [{"y": floats(start + tick)} for tick in range(count)]
+
+
+TICKER = """
+import torch
+
+
+class Ticker(torch.nn.Module):
+    def forward(self, count: int):
+        for tick in range(count):
+            if tick == 7:
+                raise ValueError("seven, see /srv/secret/place/readme.txt")
+            yield torch.tensor([float(tick)])
+"""
+ASYNCHRONOUS = """
+import asyncio
+
+import torch
+
+
+class Ticker(torch.nn.Module):
+    async def forward(self, count: int, pause: float = 0.001):
+        for tick in range(count):
+            await asyncio.sleep(pause)
+            yield {"y": torch.tensor([float(tick)])}
+"""
+ROWS = """
+def multiples(x, count: int):
+    for factor in range(1, count + 1):
+        yield factor * x, [[f"{factor} times"]] * len(x)
+"""
+CONTINUOUS = """
+import torch
+from torch import Tensor, nn
+
+
+class Counter(nn.Module):
+    def begin(self, start: float, count: int):
+        return torch.tensor([start]), count
+
+    def step(self, states):
+        values = torch.stack([value for value, _ in states])
+        if (values > 99).any():
+            raise ValueError("more than 99")
+        return [
+            ((value + 1, count - 1) if count > 1 else None, value if count > 0 else None)
+            for value, (_, count) in zip(values, states)
+        ]
+"""
+PLAIN = """
+import torch
+
+
+class Plain(torch.nn.Module):
+    def forward(self, x):
+        return 2 * x
+"""
+MISTAKEN = """
+import torch
+
+
+class Mistaken(torch.nn.Module):
+    def forward(self, count: int):
+        for tick in range(count):
+            yield torch.tensor([float(tick)] * (1 if tick < 2 or count == 1 else 2))
+"""
+_COUNT = {"count": "INT32"}
+_Y = {"y": "FP32"}
+_SEVEN = Refused(500, ("model 'ticker': forward() raised ValueError: seven, see readme.txt.",))
+
+TABLE = (
+    Streamed(
+        Scenario("ticker", scenarios.text(TICKER), config(_COUNT, _Y)),
+        (
+            Stream({"count": ints(3)}, _ticks(3)),
+            Stream({"count": ints(1)}, _ticks(1)),
+            Stream({"count": ints(0)}, []),
+            Stream({"count": ints(9)}, _ticks(7), _SEVEN),
+        ),
+    ),
+    Streamed(
+        # Nothing but the source says that it streams.
+        Scenario("told_by_source", scenarios.text(TICKER), config(_COUNT, _Y, more="")),
+        (Stream({"count": ints(2)}, _ticks(2)),),
+    ),
+    Streamed(
+        Scenario(
+            "told_by_model",
+            scenarios.text(
+                TICKER + "\n\ndef example_inputs():\n    return {'count': torch.tensor([2])}\n"
+            ),
+            'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n',
+        ),
+        (Stream({"count": np.array([2])}, [{"OUTPUT__0": one["y"]} for one in _ticks(2)]),),
+    ),
+    Streamed(
+        Scenario(
+            "asynchronous",
+            scenarios.text(ASYNCHRONOUS),
+            config(_COUNT, _Y)
+            + 'input [{ name: "pause" data_type: TYPE_FP32 dims: [1] optional: true }]\n',
+        ),
+        (
+            Stream({"count": ints(3)}, _ticks(3)),
+            Stream({"count": ints(2), "pause": floats(0.1)}, _ticks(2)),
+        ),
+    ),
+    Streamed(
+        Scenario(
+            "rows",
+            scenarios.text(ROWS),
+            config({"x": "FP32", "count": "INT32"}, {"y": "FP32", "said": "STRING"}, rows=4),
+        ),
+        (
+            Stream(
+                {"x": floats(1, 2)[:, None], "count": ints(2, 2)[:, None]},
+                [
+                    {
+                        "y": floats(factor, 2 * factor)[:, None],
+                        "said": np.array([[f"{factor} times".encode()]] * 2, dtype=np.object_),
+                    }
+                    for factor in (1, 2)
+                ],
+            ),
+            Stream(
+                {"x": floats(1, 2)[:, None], "count": ints(2, 3)[:, None]},
+                [],
+                Refused(400, ("input 'count' holds 2 values",)),
+            ),
+        ),
+    ),
+    Streamed(
+        Scenario(
+            "continuous",
+            scenarios.text(CONTINUOUS),
+            config({"start": "FP32", "count": "INT32"}, _Y),
+        ),
+        (
+            Stream({"start": floats(5), "count": ints(3)}, _ticks(3, 5.0)),
+            Stream({"start": floats(5), "count": ints(0)}, []),
+            Stream(
+                {"start": floats(98), "count": ints(5)},
+                _ticks(2, 98.0),
+                Refused(500, ("raised ValueError: more than 99",)),
+            ),
+        ),
+    ),
+    Streamed(
+        Scenario("plain", scenarios.text(PLAIN), config({"x": "FP32"}, _Y)),
+        (Stream({"x": floats(4)}, [{"y": floats(8)}]),),
+    ),
+    Streamed(
+        Scenario("mistaken", scenarios.text(MISTAKEN), config(_COUNT, _Y)),
+        (
+            Stream(
+                {"count": ints(3)},
+                _ticks(2),
+                Refused(500, ("output 'y' is float32 [2]; expected float32 [1]",)),
+            ),
+        ),
+    ),
+)
+
+_NOT_DECOUPLED = "model_transaction_policy { decoupled: false }\n"
+_X = {"x": "FP32"}
+REFUSED = (
+    Scenario(
+        "stream_in_unary",
+        scenarios.text(TICKER),
+        config(_COUNT, _Y, more=_NOT_DECOUPLED),
+        load_error=(
+            "forward() yields its results one by one, and the model is not decoupled",
+            "Write model_transaction_policy { decoupled: true } into config.pbtxt",
+        ),
+    ),
+    Scenario(
+        "steps_in_unary",
+        scenarios.text(CONTINUOUS),
+        config({"start": "FP32", "count": "INT32"}, _Y, more=_NOT_DECOUPLED),
+        load_error=("begin() and step() make streams, and there is no forward()",),
+    ),
+    Scenario(
+        "stream_of_a_factory",
+        scenarios.text(TICKER),
+        config(_COUNT, _Y, more="")
+        + 'parameters { key: "MODEL_FACTORY" value { string_value: "Ticker" } }\n',
+        load_error=("forward() yields its results one by one",),
+    ),
+    Scenario(
+        "yields_in_autocast",
+        scenarios.text(
+            "import torch\n\n\ndef forward(x):\n    with torch.autocast('cpu'):\n"
+            "        yield x\n        yield x\n"
+        ),
+        config(_X, _Y),
+        load_error=("the model yields within torch.autocast or a torch.device",),
+    ),
+    Scenario(
+        "yields_rubbish",
+        scenarios.text("def forward(x):\n    yield 'rubbish'\n"),
+        config(_X, _Y),
+        load_error=("output 'y' is a str", "the warm-up with x [1] failed"),
+    ),
+    Scenario(
+        "steps_amiss",
+        scenarios.text(
+            "from torch import nn\n\n\nclass Amiss(nn.Module):\n"
+            "    def begin(self, x):\n        return x\n\n"
+            "    def step(self, states):\n        return [(None, states[0])]\n"
+        ),
+        config(_X, _Y),
+        # One stream alone would do.
+        load_error=("step() returned 1 entries for 2 streams; expected a list with a pair",),
+    ),
+)
