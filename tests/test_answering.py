@@ -226,7 +226,7 @@ def test_our_own_failures(tmp_path: Path, process: None, monkeypatch: pytest.Mon
     def run(items: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model._engine, "run", run)
+    monkeypatch.setattr(model._answering, "_run_all", run)
     sent = [request(1, "one"), request(2, "two")]
     responses = model.execute(sent)
 

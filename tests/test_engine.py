@@ -147,7 +147,9 @@ def test_a_result_of_another_kind_later() -> None:
 def test_a_result_that_does_not_bind() -> None:
     """Names that the first result does not have are an error, and not forgotten at the next."""
     made = engine(lambda x: (x, x))
-    made._names = ("OUTPUT__2",)
+    (output,) = made.config.outputs
+    misnamed = dataclasses.replace(output, name="OUTPUT__2")
+    made.config = dataclasses.replace(made.config, outputs=(misnamed,))
     for _ in range(2):
         (outcome,) = made.run(items((1, 4)))
         assert isinstance(outcome, BindingError)

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -104,9 +104,8 @@ def _sent(column: Tensor, device: torch.device) -> Tensor:
 def _fetched(output: T) -> T:
     if not isinstance(output, Tensor) or not output.is_cuda:
         return output
-    pinned: Any = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-    pinned.copy_(output, non_blocking=True)
-    return pinned  # type: ignore[no-any-return]  of the same kind
+    pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+    return cast(T, pinned.copy_(output, non_blocking=True))
 
 
 def placement(config: ModelConfig) -> torch.device | None:
