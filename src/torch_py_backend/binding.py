@@ -48,6 +48,7 @@ class Takes(enum.Enum):
     FLOAT = "a float"
     BOOL = "a bool"
     STR = "a str"
+    RAW = "a bytes"
     STRINGS = "a list of str"
     BYTES = "a list of bytes"
     NESTED_STRINGS = "lists of str in lists"
@@ -55,12 +56,12 @@ class Takes(enum.Enum):
 
     @property
     def scalar(self) -> bool:
-        return self in (Takes.INT, Takes.FLOAT, Takes.BOOL, Takes.STR)
+        return self in (Takes.INT, Takes.FLOAT, Takes.BOOL, Takes.STR, Takes.RAW)
 
     @property
     def raw(self) -> bool:
         """Bytes as they came, not decoded."""
-        return self in (Takes.BYTES, Takes.NESTED_BYTES)
+        return self in (Takes.RAW, Takes.BYTES, Takes.NESTED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +98,21 @@ class Signature:
         leaves: for an artifact that carries its own call tree: where its tensors stand in it, as
             the texts of their paths, in its order. None: a tree that takes what is put in.
         unflatten: makes (args, kwargs) of such a tree from its leaves.
+        name: what the function is called, for messages.
     """
 
     arguments: tuple[Argument, ...]
     leaves: tuple[str, ...] | None = None
     unflatten: Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]] | None = None
+    name: str = "forward"
 
     def __str__(self) -> str:
-        """forward() as its author wrote it."""
+        """The function as its author wrote it."""
         texts = [one.text for one in self.arguments]
         kinds = [one.passing for one in self.arguments]
         if Passing.KEYWORD in kinds and Passing.REST not in kinds:
             texts.insert(kinds.index(Passing.KEYWORD), "*")
-        return f"forward({', '.join(texts)})"
+        return f"{self.name}({', '.join(texts)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,7 +471,7 @@ def _filled(
         optional = f"; {shown(left_out)} cannot be optional" if left_out else ""
         raise BindingError(
             model,
-            f"no input feeds forward()'s argument {one.name}{optional}",
+            f"no input feeds {signature.name}()'s argument {one.name}{optional}",
             expected=f"inputs for {signature}",
             cure="Add them to config.pbtxt, or give the arguments defaults.",
         )
