@@ -183,6 +183,11 @@ class Options:
         JSON_OBJECT, "Keyword arguments for the class or the factory."
     )
     method: str | None = _option(TEXT, "The method to serve instead of `forward`.")
+    hooks: str | None = _option(
+        TEXT,
+        "The class in the source beside the model whose methods run around forward(); `none`: no"
+        " class does. Unset: `Hooks`, where there is one.",
+    )
     fallback: str | None = _option(
         TEXT,
         "The file in the version folder to serve where an AOTInductor package was built for"

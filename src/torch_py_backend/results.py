@@ -37,9 +37,7 @@ class _Leaf:
         return result
 
 
-def bind_outputs(
-    model: str, names: Sequence[str], result: Any, of: str = "forward()"
-) -> Outputs:
+def bind_outputs(model: str, names: Sequence[str], result: Any, of: str = "forward()") -> Outputs:
     """Tie the config's output names to the leaves of a result like this one.
 
     Args:
