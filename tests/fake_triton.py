@@ -150,9 +150,18 @@ class Tensor:
 
 class InferenceRequest:
     def __init__(
-        self, inputs: list[Tensor], request_id: str = "", *, cancelled: bool = False
+        self,
+        inputs: list[Tensor],
+        request_id: str = "",
+        *,
+        cancelled: bool = False,
+        parameters: dict[str, Any] | None = None,
     ) -> None:
         self._inputs, self._request_id, self._cancelled = inputs, request_id, cancelled
+        self._parameters = parameters or {}
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters)
 
     def inputs(self) -> list[Tensor]:
         return self._inputs
@@ -215,7 +224,10 @@ def completed(model: Any, given: dict[str, str]) -> dict[str, str]:
 
 
 def request(
-    inputs: dict[str, Any], document: dict[str, Any], request_id: str = ""
+    inputs: dict[str, Any],
+    document: dict[str, Any],
+    request_id: str = "",
+    parameters: dict[str, Any] | None = None,
 ) -> InferenceRequest:
     """A request from numpy arrays, reshaped as Triton does; torch tensors stand for BF16."""
     specs = {spec["name"]: spec for spec in document["input"]}
@@ -228,7 +240,7 @@ def request(
             tensors.append(Tensor.sent(name, value.clone()))
         else:
             tensors.append(Tensor(name, value.copy()))
-    return InferenceRequest(tensors, request_id)
+    return InferenceRequest(tensors, request_id, parameters=parameters)
 
 
 def arguments(folder: Path, version: str = "1") -> dict[str, str]:

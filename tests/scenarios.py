@@ -34,6 +34,7 @@ class Refused:
 class Call:
     inputs: Arrays
     expected: Arrays | Refused
+    parameters: Arrays = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

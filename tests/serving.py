@@ -52,10 +52,10 @@ class Serving:
         """One request has the answer, or the refusal, that the table has."""
         if isinstance(call.expected, Refused):
             with pytest.raises(InferenceServerException) as refusal:
-                self.infer(protocol, name, call.inputs, [])
+                self.infer(protocol, name, call.inputs, [], call.parameters)
             _check_refusal(refusal.value, call.expected, protocol)
             return
-        result = self.infer(protocol, name, call.inputs, list(call.expected))
+        result = self.infer(protocol, name, call.inputs, list(call.expected), call.parameters)
         _check_result(result, call.expected)
 
     def check_together(self, name: str, batch: Sequence[Call]) -> None:
@@ -68,6 +68,7 @@ class Serving:
                 _inputs(tritonclient.grpc, call.inputs),
                 lambda result, error, answer=answers[-1]: answer.put((result, error)),
                 request_id=f"{name}-{place}",
+                parameters=call.parameters,
             )
         for call, answer in zip(batch, answers, strict=True):
             result, error = answer.get(timeout=120)
@@ -78,11 +79,20 @@ class Serving:
                 assert error is None, error
                 _check_result(result, call.expected)
 
-    def infer(self, protocol: str, name: str, inputs: dict[str, Any], outputs: list[str]) -> Any:
+    def infer(
+        self,
+        protocol: str,
+        name: str,
+        inputs: dict[str, Any],
+        outputs: list[str],
+        parameters: dict[str, Any] | None = None,
+    ) -> Any:
         """One request over `http` or `grpc`; torch tensors are sent as BF16."""
         module = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
         wanted = [module.InferRequestedOutput(one) for one in outputs]
-        return getattr(self, protocol).infer(name, _inputs(module, inputs), outputs=wanted)
+        return getattr(self, protocol).infer(
+            name, _inputs(module, inputs), outputs=wanted, parameters=parameters or None
+        )
 
 
 def _check_refusal(error: InferenceServerException, expected: Refused, protocol: str) -> None:

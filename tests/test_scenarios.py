@@ -37,16 +37,22 @@ def test_scenario(scenario: Scenario, tmp_path: Path, process: None) -> None:
     model.initialize(arguments)
     document = json.loads(arguments["model_config"])
     for call in scenario.calls:
-        (response,) = model.execute([fake_triton.request(call.inputs, document)])
+        (response,) = model.execute(
+            [fake_triton.request(call.inputs, document, parameters=call.parameters)]
+        )
         _check(call, response)
     good = [call for call in scenario.calls if isinstance(call.expected, dict)]
-    together = model.execute([fake_triton.request(call.inputs, document) for call in good])
+    together = model.execute(
+        [fake_triton.request(call.inputs, document, parameters=call.parameters) for call in good]
+    )
     for call, response in zip(good, together, strict=True):
         _check(call, response)
     for batch in scenario.batches:
         responses = model.execute(
             [
-                fake_triton.request(call.inputs, document, f"{scenario.name}-{place}")
+                fake_triton.request(
+                    call.inputs, document, f"{scenario.name}-{place}", call.parameters
+                )
                 for place, call in enumerate(batch)
             ]
         )

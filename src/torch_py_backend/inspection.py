@@ -51,6 +51,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
         "artifact": f"{artifact.path.name}: {artifact.kind.value}",
         "weights": str(made.sharing),
         "signature": made.signature,
+        "hooks": str(made.hooks or ""),
         "inputs": [f"{spec} → {made.places[spec.name]}" for spec in settings.inputs],
         "outputs": [str(spec) for spec in settings.outputs],
         "max_batch_size": settings.max_batch_size,

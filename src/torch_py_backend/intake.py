@@ -153,7 +153,8 @@ class Intake:
                 return InputError(
                     self._model,
                     f"input '{name}' holds {len(distinct)} values",
-                    expected=f"one value for all rows: {self._signature.name}() takes {takes.value}",
+                    expected="one value for all rows:"
+                    f" {self._signature.name}() takes {takes.value}",
                 )
         return admitted
 

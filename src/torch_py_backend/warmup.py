@@ -63,7 +63,8 @@ def batches(engine: Engine) -> Iterator[Item]:
     """One item for every batch that may need preparation of its own."""
     config = engine.config
     example = _fitting(config, engine.example())
-    varies = any(-1 in spec.dims for spec in config.inputs)
+    # What hooks take may be no smaller: bytes of a file in an example, say.
+    varies = any(-1 in spec.dims for spec in config.inputs) and not (example and engine.hooks)
     for rows, shrunk, without in itertools.product(
         _row_counts(engine), (False, True) if varies else (False,), engine.patterns
     ):

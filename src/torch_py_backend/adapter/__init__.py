@@ -86,7 +86,7 @@ class TritonPythonModel:
         import torch  # noqa: PLC0415
 
         from torch_py_backend import engine, warmup, weight_files  # noqa: PLC0415
-        from torch_py_backend.adapter import answering  # noqa: PLC0415
+        from torch_py_backend.adapter import answering, messages  # noqa: PLC0415
 
         _check_numpy(settings.name)
         self._engine = engine.build(settings, share)
@@ -96,7 +96,10 @@ class TritonPythonModel:
         self._modes.callback(self._watch.close)
         watched = settings.options.watch_weights
         weights = answering.Weights(self._watch, settings) if watched else None
-        self._answering = answering.Answering(self._engine, self._end, weights)
+        # To ask costs: only where hooks do.
+        asks = self._engine.hooks is not None and self._engine.hooks.asks
+        read = messages.read_with_parameters if asks else messages.read
+        self._answering = answering.Answering(self._engine, self._end, weights, read=read)
         if settings.options.warmup:
             warmup.run(self._engine)
         # Not before: loading may take as long as it wants.

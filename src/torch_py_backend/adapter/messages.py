@@ -14,6 +14,7 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 from torch.utils import dlpack
 
+from torch_py_backend import parameters
 from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.errors import BackendError
 
@@ -27,6 +28,13 @@ def read(request: Any) -> Item:
     return {tensor.name(): _read_tensor(tensor) for tensor in request.inputs()}
 
 
+def read_with_parameters(request: Any) -> Item:
+    """As `read`, with the request's parameters for who asks."""
+    item = read(request)
+    told = parameters.parse(request.parameters())
+    return {**item, parameters.KEY: parameters.column([told])}
+
+
 def _read_tensor(tensor: Any) -> Value:
     if not tensor.is_cpu():
         return dlpack.from_dlpack(tensor)
@@ -38,12 +46,12 @@ def _read_tensor(tensor: Any) -> Value:
     return array
 
 
-def write_with_parameters(outcome: Outcome, parameters: Mapping[str, str]) -> Any:
+def write_with_parameters(outcome: Outcome, told: Mapping[str, str]) -> Any:
     """As `write`, and a result comes with parameters for the client."""
     if isinstance(outcome, BackendError):
         return write(outcome)
     tensors = [_write_tensor(name, value) for name, value in outcome.items()]
-    return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
+    return pb_utils.InferenceResponse(tensors, parameters=dict(told))
 
 
 def takes_parameters() -> bool:
