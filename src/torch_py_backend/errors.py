@@ -14,7 +14,8 @@ BackendError
 ├── InputError              a request is wrong: the client's fault
 ├── ForwardError            forward() raised
 ├── HookError               a method of the hooks around forward() raised
-├── CallError               a call of another model, from within a model, was not answered
+├── CallError               a call of another model, from within a model, failed
+│   └── NoServerError       there is no server to call it on
 ├── OutputError             forward() returned what the config contradicts
 ├── InternalError           the backend itself failed
 ├── UnavailableError        the instance cannot answer, and another one might
@@ -172,6 +173,16 @@ class CallError(ModelError):
     ) -> None:
         super().__init__(model, found, expected=expected, cure=cure)
         self.code = code
+
+
+class NoServerError(CallError):
+    def __init__(self, model: str, inputs: Iterable[str]) -> None:
+        super().__init__(
+            model,
+            f"it was called with {shown(inputs) or 'no inputs'}, where there is no server with it",
+            cure="Outside a server, torch_py_backend.composition.stand_in says what is called"
+            " instead.",
+        )
 
 
 class OutputError(ModelError):

@@ -92,7 +92,9 @@ def _as_json(spec: TensorSpec) -> dict[str, Any]:
 def of_model(settings: ModelConfig) -> Schema:
     """The schema of the artifact in a model's version folder."""
     artifact = artifacts.find(settings)
-    around = hooks.load(settings, artifact)
+    # Whether there is a batch dimension is yet to be told.
+    batched = dataclasses.replace(settings, max_batch_size=settings.max_batch_size or 1)
+    around = hooks.load(batched, artifact)
     if around is not None:
         return _of_hooks(settings, artifact, around)
     if artifact.kind is Kind.EXPORTED:
@@ -239,9 +241,9 @@ def _tried(settings: ModelConfig, loaded: Loaded, around: Hooks, example: Item) 
     return Schema(
         settings.inputs,
         tuple(
-            _tensor(settings, name, value, batched=batched and not of_row)
-            if not (batched and of_row)
-            else _of_row(settings, name, value)
+            _of_row(settings, name, value)
+            if batched and of_row
+            else _tensor(settings, name, value, batched=batched)
             for name, value in values.items()
         ),
         settings.max_batch_size,

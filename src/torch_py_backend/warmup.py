@@ -10,7 +10,7 @@ from torch_py_backend import buckets, compilation, examples, purity, samples
 from torch_py_backend.batching import Item
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
-from torch_py_backend.errors import BackendError, LoadError, WarmupError
+from torch_py_backend.errors import BackendError, LoadError, NoServerError, WarmupError
 
 log = logging.getLogger(__name__)
 
@@ -33,10 +33,23 @@ def run(engine: Engine) -> None:
             before = purity.copied(item)
             for _ in range(_REPEATS):
                 (outcome,) = engine.run([item])
+                if isinstance(outcome, NoServerError):
+                    _leave_out(engine, outcome)
+                    return
                 if isinstance(outcome, BackendError):
                     _tell(engine)
                     raise _refusal(engine.config, item, outcome)
             engine.purity.compare(before, item)
+
+
+def _leave_out(engine: Engine, error: NoServerError) -> None:
+    """A model that calls others is tried where they are."""
+    engine.recovery.reports.clear()
+    log.warning(
+        "model '%s': the warm-up is left out, for the model calls another. %s",
+        engine.config.name,
+        error,
+    )
 
 
 def _tell(engine: Engine) -> None:

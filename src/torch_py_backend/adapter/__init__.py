@@ -21,7 +21,7 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import completion, config, threads, tuned, vitals
+from torch_py_backend import completion, composition, config, threads, tuned, vitals
 from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.errors import BackendError, PlatformError
 
@@ -86,9 +86,10 @@ class TritonPythonModel:
         import torch  # noqa: PLC0415
 
         from torch_py_backend import engine, warmup, weight_files  # noqa: PLC0415
-        from torch_py_backend.adapter import answering, messages  # noqa: PLC0415
+        from torch_py_backend.adapter import answering, calling, messages  # noqa: PLC0415
 
         _check_numpy(settings.name)
+        composition.connect(calling.Calls(settings.name))
         self._engine = engine.build(settings, share)
         self._modes.callback(self._engine.leave)
         self._settings = settings

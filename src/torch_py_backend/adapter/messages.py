@@ -25,7 +25,7 @@ _LONGEST_ID = 64
 
 def read(request: Any) -> Item:
     """A request's tensors by name: arrays in host memory of their own, or tensors on the GPU."""
-    return {tensor.name(): _read_tensor(tensor) for tensor in request.inputs()}
+    return {tensor.name(): read_tensor(tensor) for tensor in request.inputs()}
 
 
 def read_with_parameters(request: Any) -> Item:
@@ -35,7 +35,8 @@ def read_with_parameters(request: Any) -> Item:
     return {**item, parameters.KEY: parameters.column([told])}
 
 
-def _read_tensor(tensor: Any) -> Value:
+def read_tensor(tensor: Any) -> Value:
+    """A tensor of Triton's: an array of its own in host memory, or a tensor."""
     if not tensor.is_cpu():
         return dlpack.from_dlpack(tensor)
     try:
@@ -50,7 +51,7 @@ def write_with_parameters(outcome: Outcome, told: Mapping[str, str]) -> Any:
     """As `write`, and a result comes with parameters for the client."""
     if isinstance(outcome, BackendError):
         return write(outcome)
-    tensors = [_write_tensor(name, value) for name, value in outcome.items()]
+    tensors = [write_tensor(name, value) for name, value in outcome.items()]
     return pb_utils.InferenceResponse(tensors, parameters=dict(told))
 
 
@@ -74,11 +75,12 @@ def write(outcome: Outcome) -> Any:
     if isinstance(outcome, BackendError):
         code = getattr(pb_utils.TritonError, outcome.code)
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), code))
-    tensors = [_write_tensor(name, value) for name, value in outcome.items()]
+    tensors = [write_tensor(name, value) for name, value in outcome.items()]
     return pb_utils.InferenceResponse(tensors)
 
 
-def _write_tensor(name: str, value: Value) -> Any:
+def write_tensor(name: str, value: Value) -> Any:
+    """A tensor of Triton's for a contiguous value."""
     if not isinstance(value, Tensor):
         return pb_utils.Tensor(name, value)
     if value.is_cuda:
