@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hooked
 import kinds
 import ml_dtypes
 import pytest
@@ -30,6 +31,7 @@ TABLES = {
     "scenarios": tuple(one for one in scenarios.TABLE if not one.load_error),
     "refused": tuple(one for one in scenarios.TABLE if one.load_error),
     "kinds": kinds.TABLE,
+    "hooked": hooked.TABLE,
     "function": tuple(one for one in scenarios.TABLE if one.name == "function"),
 }
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_triton
+import hooked
 import kinds
 import pytest
 import scenarios
@@ -22,7 +23,9 @@ _STATUS = {
 }
 
 
-@pytest.mark.parametrize("scenario", scenarios.TABLE + kinds.TABLE, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "scenario", scenarios.TABLE + kinds.TABLE + hooked.TABLE, ids=lambda one: one.name
+)
 def test_scenario(scenario: Scenario, tmp_path: Path, process: None) -> None:
     """What the table says happens, without a server."""
     model = TritonPythonModel()
