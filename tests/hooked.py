@@ -315,8 +315,7 @@ BAD = (
     ),
     _refused(
         "without_example",
-        HALVES.replace('float((folder / "factor.txt").read_text())', "1.0")
-        + "\n\nclass M(nn.Module):\n    def forward(self, x: Tensor) -> Tensor:\n        return x\n",
+        PADS,
         'backend: "pytorch_py"\n',
         "the hooks do not tell the shapes of what they take",
         "example_inputs",
