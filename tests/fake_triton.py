@@ -6,9 +6,11 @@ scenarios run against it and against a real server, so that the two cannot drift
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -148,7 +150,19 @@ class Tensor:
         raise TypeError("the real one raises this, too")
 
 
+TRITONSERVER_MEMORY_CPU, TRITONSERVER_MEMORY_GPU = range(2)
+
+
+class PreferredMemory(NamedTuple):
+    kind: int
+    device: int = 0
+
+
 class InferenceRequest:
+    """What the server hands over, and what a model sends to another one: a function here."""
+
+    served: ClassVar[dict[str, Callable[[InferenceRequest], InferenceResponse]]] = {}
+
     def __init__(
         self,
         inputs: list[Tensor],
@@ -156,9 +170,24 @@ class InferenceRequest:
         *,
         cancelled: bool = False,
         parameters: dict[str, Any] | None = None,
+        model_name: str = "",
+        model_version: int = -1,
+        requested_output_names: Sequence[str] = (),
+        preferred_memory: PreferredMemory | None = None,
     ) -> None:
         self._inputs, self._request_id, self._cancelled = inputs, request_id, cancelled
         self._parameters = parameters or {}
+        self.model_name, self.model_version = model_name, model_version
+        self.preferred_memory = preferred_memory
+
+    def exec(self) -> InferenceResponse:
+        if self.model_name not in self.served:
+            message = f"Failed for execute the inference request. Model '{self.model_name}' is not"
+            return InferenceResponse(error=TritonError(f"{message} ready.", TritonError.UNKNOWN))
+        return self.served[self.model_name](self)
+
+    async def async_exec(self) -> InferenceResponse:
+        return await asyncio.get_running_loop().run_in_executor(None, self.exec)
 
     def parameters(self) -> str:
         return json.dumps(self._parameters)
@@ -181,6 +210,9 @@ class InferenceResponse:
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
 
     def error(self) -> TritonError | None:
         return self._error
