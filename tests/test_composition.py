@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,12 @@ Answer = Callable[[InferenceRequest], InferenceResponse]
 
 
 @pytest.fixture
-def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Answer]]:
+def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
     """The other models of a server, as functions of requests; calls go there."""
     functions: dict[str, Answer] = {}
     monkeypatch.setattr(InferenceRequest, "served", functions)
     monkeypatch.setattr(composition, "_transport", calling.Calls("caller"))
-    yield functions
+    return functions
 
 
 def echo(request: InferenceRequest) -> InferenceResponse:
