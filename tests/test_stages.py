@@ -111,7 +111,9 @@ def test_each_row_by_itself() -> None:
             lambda x: collections.UserDict({"b": x, "a": 2 * x}), lambda a, b: a - b, id="mapping"
         ),
         pytest.param(
-            lambda x: {"a": x, "b": 3}, lambda a, b: a + b.unsqueeze(1) - 3, id="with a number"
+            lambda x: {"a": x, "b": 3},
+            lambda a, b: a + b.reshape(-1, *[1] * (a.ndim - 1)) - 3,
+            id="with a number",
         ),
     ],
 )
@@ -127,8 +129,7 @@ def test_what_is_passed(
     def plain(a: Any, b: Any = None) -> Any:
         if b is None:
             return module(a)
-        b = torch.as_tensor(b)
-        return module(a, b) if batched or b.ndim else module(a, b.reshape(1))
+        return module(a, b)
 
     made = engine(plain, {"preprocess": preprocess}, max_batch_size=8 if batched else 0)
     sent = item([1.0, 2.0], [3.0, 4.0]) if batched else item(1.0, 2.0)
@@ -374,7 +375,11 @@ def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any)
         ("FP32", [True], "numbers of bool"),
         ("FP32", [[1.0], [1.0, 2.0]], "a list for output 'y'"),
         ("FP32", torch.ones(2), "output 'y' is float32 [2]; expected float32 [1]"),
-        ("FP32", {"z": torch.ones(1)}, "do not fit what postprocess() returns, dict with z"),
+        (
+            "FP32",
+            {"z": torch.ones(1)},
+            "postprocess() returned a dict with z; expected the outputs y",
+        ),
         ("BYTES", [1], "output 'y' is"),
         ("FP32", None, "output 'y' is a NoneType"),
         ("FP32", "text", "output 'y' is a str"),

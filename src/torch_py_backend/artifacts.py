@@ -133,9 +133,10 @@ def _hooks(config: ModelConfig, source: Path) -> Path | None:
 
 def _defines_hooks(source: Path) -> bool:
     """Whether a file defines a class Hooks that is no module, and has hooks; it is not run."""
-    if not source.is_file():
+    try:
+        written = source.read_bytes()
+    except OSError:  # there is none; or its import says why it cannot be read
         return False
-    written = source.read_bytes()
     try:
         tree = ast.parse(written)
     except (SyntaxError, ValueError, RecursionError):  # what is wrong with it, the import says

@@ -160,7 +160,12 @@ def _parse_path(name: str) -> tuple[str, Path] | None:
 
 
 def bind_inputs(
-    model: str, names: Sequence[str], signature: Signature, left_out: Collection[str] = ()
+    model: str,
+    names: Sequence[str],
+    signature: Signature,
+    left_out: Collection[str] = (),
+    *,
+    ordered: bool = True,
 ) -> Inputs:
     """Tie the config's input names to the leaves of forward()'s call tree.
 
@@ -169,6 +174,7 @@ def bind_inputs(
         names: input names in the config's order.
         signature: what the artifact takes.
         left_out: names that are not there this time: `optional: true` in the config.
+        ordered: whether their order decides where no name fits.
 
     Raises:
         BindingError: a name that leads nowhere, a leaf that nobody feeds or that two names feed.
@@ -177,7 +183,7 @@ def bind_inputs(
         raise BindingError(model, f"the inputs {shown(names)} carry the same name twice")
     if signature.leaves is not None:
         return _bind_closed(model, names, signature, left_out)
-    places = _places(model, names, signature)
+    places = _places(model, names, signature, ordered=ordered)
     return _assemble(model, places, signature, left_out)
 
 
@@ -242,7 +248,9 @@ def _leaf_named(name: str, aliases: Mapping[str, int], count: int) -> int | None
     return number if number < count else None
 
 
-def _places(model: str, names: Sequence[str], signature: Signature) -> dict[str, tuple[str, Path]]:
+def _places(
+    model: str, names: Sequence[str], signature: Signature, *, ordered: bool
+) -> dict[str, tuple[str, Path]]:
     """Tensor name → the slot that it feeds, and the path within; `*n` is the n-th of `*args`."""
     only = _only_argument(signature)
     called = {one.name for one in signature.arguments}
@@ -263,7 +271,10 @@ def _places(model: str, names: Sequence[str], signature: Signature) -> dict[str,
     if len(found) == len(names):
         _refuse_twice(model, names, list(found.values()))
         return found
-    if not found and not any(ordinal(name) is not None or _parse_path(name) for name in names):
+    foreign = not found and not any(
+        ordinal(name) is not None or _parse_path(name) for name in names
+    )
+    if foreign and ordered:
         _warn_order(model, names, signature)
         if len(names) <= len(slots):
             return {name: (slot, ()) for name, slot in zip(names, slots, strict=False)}

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 from torch_py_backend.errors import NoServerError
@@ -20,8 +19,6 @@ from torch_py_backend.parameters import Parameters
 
 # What a model gives: tensors by name; strings are arrays of bytes.
 Results: TypeAlias = "dict[str, Any]"
-
-_NONE: Parameters = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +35,7 @@ class Model:
     name: str
     version: int | None = None
     timeout: float | None = None
-    parameters: Parameters = _NONE
+    parameters: Parameters = field(default_factory=dict)
 
     def __call__(self, /, **inputs: Any) -> Results:
         """The model's outputs by name.

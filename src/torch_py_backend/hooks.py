@@ -133,6 +133,12 @@ class Hooks:
         """Whether any of them takes or makes a batch."""
         return any(stage.name in _PER_BATCH for stage in self.stages)
 
+    @property
+    def makes_batches(self) -> bool:
+        """Whether what the module is called with is of their making."""
+        made = (self.preprocess, self.preprocess_batch, self.collate)
+        return any(stage is not None for stage in made)
+
     def __str__(self) -> str:
         return ", ".join(stage.text for stage in self.stages)
 

@@ -13,9 +13,18 @@ from torch import Tensor
 
 from torch_py_backend import batching, parameters
 from torch_py_backend.batching import Item, Value, to_column
-from torch_py_backend.binding import Argument, Inputs, Passing, Signature, Takes, bind_inputs
+from torch_py_backend.binding import (
+    Argument,
+    Inputs,
+    Passing,
+    Signature,
+    Takes,
+    bind_inputs,
+    is_path,
+    ordinal,
+)
 from torch_py_backend.config import ModelConfig, TensorSpec
-from torch_py_backend.errors import BindingError, InputError, OutputError, brief
+from torch_py_backend.errors import BindingError, InputError, OutputError, brief, shown
 from torch_py_backend.hooks import Hooks, Stage
 from torch_py_backend.intake import Group, Intake, count_rows
 from torch_py_backend.outputs import Finite, Taker
@@ -56,7 +65,9 @@ class Stages:
         self._device = device
         self._intake: _Whole | _Rows
         if hooks.preprocess is None and hooks.collate is None:
-            self._intake = _Whole(config, hooks.preprocess_batch, signature)
+            # inference() has the inputs by their names; what the module takes is its affair.
+            taken = signature if hooks.inference is None else _by_name(config, of_row=False)
+            self._intake = _Whole(config, hooks.preprocess_batch, taken)
         else:
             self._intake = _Rows(config, hooks.preprocess, hooks.collate)
         self.places = self._intake.places
@@ -142,7 +153,10 @@ class Stages:
         names = tuple(named)
         inputs = self._bound.get(names)
         if inputs is None:
-            inputs = self._bound[names] = bind_inputs(self._model, names, self._signature)
+            # Names of the config may be anything; those that hooks give are meant.
+            made = self.hooks.makes_batches
+            inputs = bind_inputs(self._model, names, self._signature, ordered=not made)
+            self._bound[names] = inputs
         return inputs.call(module, [named[name] for name in inputs.names])
 
     # --- after the module ----------------------------------------------------------------------
@@ -191,11 +205,22 @@ class Stages:
     def _arranged(self, made: Any) -> Any:
         """What postprocess() returned, with lists and arrays as the outputs that they are."""
         if isinstance(made, Mapping):
+            self._refuse_strangers(made)
             return {name: self._part(self._specs.get(name), one) for name, one in made.items()}
         if len(self._specs) == 1 and not isinstance(made, tuple):
             (spec,) = self._specs.values()
             return self._part(spec, made)
         return made
+
+    def _refuse_strangers(self, made: Mapping[Any, Any]) -> None:
+        """A dict without a single output: its order is not meant."""
+        named = not any(is_path(name) or ordinal(name) is not None for name in self._names)
+        if named and self._specs and made.keys().isdisjoint(self._specs):
+            raise OutputError(
+                self._model,
+                f"postprocess() returned a dict with {shown(map(str, made)) or 'nothing'}",
+                expected=f"the outputs {', '.join(self._names)}",
+            )
 
     def _part(self, spec: TensorSpec | None, part: Any) -> Any:
         if spec is None or isinstance(part, Tensor | str | bytes):
@@ -316,7 +341,7 @@ class _Rows:
         self._batched = config.max_batch_size > 0
         self._preprocess, self._collate = preprocess, collate
         self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
-        signature = _by_name(config) if preprocess is None else preprocess.signature()
+        signature = _by_name(config, of_row=True) if preprocess is None else preprocess.signature()
         if preprocess is not None:
             _refuse_vague(config, signature)
         # A row is taken in as a request is that has no batch dimension.
@@ -427,15 +452,16 @@ def _columns(item: Item) -> Inputs:
     return Inputs(tuple(item), (Takes.TENSOR,) * len(item), lambda *_: None)
 
 
-def _by_name(config: ModelConfig) -> Signature:
-    """What makes a dict of a row's inputs."""
-    return Signature(tuple(_keyword(spec) for spec in config.inputs), name="collate")
+def _by_name(config: ModelConfig, *, of_row: bool) -> Signature:
+    """What takes each input by its name: as a dict has it."""
+    arguments = (_keyword(spec, of_row=of_row) for spec in config.inputs)
+    return Signature(tuple(arguments), name="collate" if of_row else "inference")
 
 
-def _keyword(spec: TensorSpec) -> Argument:
+def _keyword(spec: TensorSpec, *, of_row: bool) -> Argument:
     takes = Takes.TENSOR
     if spec.dtype.torch is None:
-        takes = Takes.RAW if spec.dims in ((), (1,)) else Takes.BYTES
+        takes = Takes.RAW if of_row and spec.dims in ((), (1,)) else Takes.BYTES
     return Argument(spec.name, not spec.optional, Passing.KEYWORD, takes, spec.name)
 
 
