@@ -211,7 +211,7 @@ def test_nowhere() -> None:
     """Outside a server a call says so, and what helps."""
     with pytest.raises(NoServerError) as refusal:
         model("other")(x=1, y=2)
-    assert "model 'other': it was called with x, y, where there is no server" in str(refusal.value)
+    assert "it was called with x, y where no server executes requests" in str(refusal.value)
     assert "torch_py_backend.composition.stand_in" in str(refusal.value)
     with pytest.raises(NoServerError):
         asyncio.run(model("other").asynchronously())
@@ -248,12 +248,16 @@ def test_check_leaves_the_warm_up_out(tmp_path: Path, process: None) -> None:
     assert "the warm-up is left out, for the model calls another. model 'other'" in warning
 
 
-def test_in_a_server(tmp_path: Path, process: None, served: dict[str, Answer]) -> None:
-    """A model that is served calls others, in the warm-up, too; their errors have their codes."""
+def test_in_a_server(
+    tmp_path: Path, process: None, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that is served calls others, but not while it loads; their errors have codes."""
+    monkeypatch.setattr(composition, "_transport", composition._Nowhere())
     build.write(tmp_path, "model.py", _CALLER)
     served["other"] = echo
     made = TritonPythonModel()
     made.initialize(build.arguments() | {"model_repository": str(tmp_path)})
+    assert "the warm-up is left out" in "".join(text for _, text in fake_triton.Logger.lines)
     document = {"input": [{"name": "x", "dims": [4]}]}
     sent = fake_triton.request({"x": np.ones((1, 4), dtype=np.float32)}, document)
     (response,) = made.execute([sent])

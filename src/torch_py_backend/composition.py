@@ -98,7 +98,7 @@ _transport: Transport = _Nowhere()
 
 
 def connect(transport: Transport) -> None:
-    """Let calls go this way; what runs in a server does so before it loads its model."""
+    """Let calls go this way; what runs in a server does so when its model is ready."""
     global _transport  # noqa: PLW0603  one process is one instance of one model
     _transport = transport
 

@@ -179,9 +179,9 @@ class NoServerError(CallError):
     def __init__(self, model: str, inputs: Iterable[str]) -> None:
         super().__init__(
             model,
-            f"it was called with {shown(inputs) or 'no inputs'}, where there is no server with it",
-            cure="Outside a server, torch_py_backend.composition.stand_in says what is called"
-            " instead.",
+            f"it was called with {shown(inputs) or 'no inputs'} where no server executes requests:"
+            " while a model loads, in `check`, or in a test",
+            cure="For a test, torch_py_backend.composition.stand_in says what is called instead.",
         )
 
 

@@ -89,7 +89,6 @@ class TritonPythonModel:
         from torch_py_backend.adapter import answering, calling, messages  # noqa: PLC0415
 
         _check_numpy(settings.name)
-        composition.connect(calling.Calls(settings.name))
         self._engine = engine.build(settings, share)
         self._modes.callback(self._engine.leave)
         self._settings = settings
@@ -103,6 +102,8 @@ class TritonPythonModel:
         self._answering = answering.Answering(self._engine, self._end, weights, read=read)
         if settings.options.warmup:
             warmup.run(self._engine)
+        # Not before: Triton refuses calls of other models while one loads.
+        composition.connect(calling.Calls(settings.name))
         # Not before: loading may take as long as it wants.
         self._engine.recovery.begins = self._vitals.busy
         # Triton calls this thread and no other: entered once, it need not be for each batch.
