@@ -446,10 +446,12 @@ def test_parameters_of_each_row() -> None:
 
     def postprocess(result: Tensor, parameters: Any) -> Tensor:
         seen["postprocess"].append(parameters["n"])
-        return result * parameters["n"]
+        scaled: Tensor = result * parameters["n"]
+        return scaled
 
-    functions = [preprocess, collate, inference, postprocess]
-    made = engine(doubled, {one.__name__: one for one in functions}, batch_buckets=(4,))
+    functions: list[Callable[..., Any]] = [preprocess, collate, inference, postprocess]
+    names = ("preprocess", "collate", "inference", "postprocess")
+    made = engine(doubled, dict(zip(names, functions, strict=True)), batch_buckets=(4,))
     outcomes = made.run([item([1.0], [2.0], told={"n": 3}), item([3.0], told={"n": 5})])
     assert values(outcomes) == [[[6], [12]], [[30]]]
     assert seen["preprocess"] == seen["postprocess"] == [3, 3, 5]

@@ -42,7 +42,7 @@ def column(values: Iterable[Any]) -> np.ndarray[Any, np.dtype[np.object_]]:
     return made
 
 
-def values(held: np.ndarray[Any, np.dtype[np.object_]]) -> list[Any]:
+def values(held: Iterable[Any]) -> list[Any]:
     """What was put into a column."""
     return [one.value for one in held]
 

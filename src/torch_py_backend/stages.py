@@ -259,7 +259,8 @@ class Stages:
         try:
             if isinstance(column[0], Tensor):
                 return torch.stack(list(column))
-            return np.stack(list(column))
+            stacked: Value = np.stack(list(column))
+            return stacked
         except (RuntimeError, ValueError):
             shapes = [list(one.shape) for one in column]
             raise OutputError(
@@ -287,7 +288,7 @@ class Stages:
             return result, False
         rows = columns[0].shape[0] if self._batched else 1
         (held,) = self.split(result, rows)
-        return self._read(parameters.values(np.asarray(held))[0], {}), True
+        return self._read(parameters.values(held)[0], {}), True
 
 
 # --- what takes the inputs -------------------------------------------------------------------
@@ -441,7 +442,7 @@ class _Rows:
         """What the module is called with."""
         if self._collate is not None:
             (held,) = columns
-            return self._collate.told(told)(parameters.values(np.asarray(held)))
+            return self._collate.told(told)(parameters.values(held))
         if not inputs.names or not inputs.names[0].startswith(_NUMBERED):
             return dict(zip(inputs.names, columns, strict=True))
         return columns[0] if len(columns) == 1 else tuple(columns)
