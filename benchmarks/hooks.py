@@ -118,12 +118,16 @@ ensemble_scheduling {{
 }}
 """,
 }
+_THREADS = """
+parameters {{ key: "PREPROCESS_THREADS" value {{ string_value: "{}" }} }}
+"""
 _ONE, _THREE = "digits_png", "ensemble"
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--side", type=int, default=128, help="pixels, of square images")
+    parser.add_argument("--threads", type=int, help="PREPROCESS_THREADS of the one folder")
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--pairs", type=int, default=3)
@@ -131,7 +135,7 @@ def main(words: Sequence[str] | None = None) -> None:
     counts = [int(one) for one in wished.concurrency.split(",")]
     images = files(wished.side)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
-        repository = lay_out(Path(scratch) / "repository")
+        repository = lay_out(Path(scratch) / "repository", wished.threads)
         log_path = Path(scratch) / "server.log"
         with (
             log_path.open("wb") as log,
@@ -162,9 +166,12 @@ def files(side: int) -> list[bytes]:
     return made
 
 
-def lay_out(repository: Path) -> Path:
+def lay_out(repository: Path, threads: int | None) -> Path:
     """Both pipelines as models of one repository."""
     shutil.copytree(_EXAMPLE, repository / _ONE)
+    if threads is not None:
+        with (repository / _ONE / "config.pbtxt").open("a") as file:
+            file.write(_THREADS.format(threads))
     for name, config in _CONFIGS.items():
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text(config)

@@ -229,6 +229,13 @@ def test_contradictions(
     assert says in str(refusal.value)
 
 
+@pytest.mark.parametrize("code", [_NET, methods("def postprocess(self, result)")])
+def test_threads_without_work(code: str, tmp_path: Path) -> None:
+    """PREPROCESS_THREADS has nothing to do without a preprocess()."""
+    with pytest.raises(ConfigError, match=r"PREPROCESS_THREADS is set, and there is no preprocess"):
+        load(tmp_path, code, preprocess_threads=2)
+
+
 @pytest.mark.parametrize(
     ("error", "refused"),
     [

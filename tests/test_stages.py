@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -483,6 +484,35 @@ def test_parameters_with_the_inputs_as_they_are() -> None:
     made = engine(module, {"postprocess_batch": postprocess_batch}, inputs=(_X, optional))
     both = item([1.0], told={"n": 2}) | {"z": torch.ones(1, 1)}
     assert values(made.run([both, item([1.0], told={"n": 3})])) == [[[4]], [[3]]]
+
+
+# --- threads ---------------------------------------------------------------------------------
+
+
+def test_rows_are_prepared_at_the_same_time() -> None:
+    """With PREPROCESS_THREADS rows of one request and of several are under way together."""
+    all_four = threading.Barrier(4, timeout=60)
+    modes: list[bool] = []
+
+    def preprocess(x: Tensor, parameters: Any) -> Tensor:
+        all_four.wait()
+        modes.append(torch.is_inference_mode_enabled())
+        more: Tensor = x + parameters.get("n", 0)
+        return more
+
+    made = engine(doubled, {"preprocess": preprocess}, preprocess_threads=4)
+    sent = [item([1.0], [2.0], told={"n": 1}), item([3.0]), item([4.0])]
+    for _ in range(2):
+        assert values(made.run(sent)) == [[[4], [6]], [[6]], [[8]]]
+    assert modes == [True] * 8
+
+
+def test_errors_in_threads() -> None:
+    """A row that fails in a thread is its request's own error."""
+    made = engine(doubled, {"preprocess": picky}, preprocess_threads=2)
+    outcomes = made.run([item([1.0]), item([1.0], [-1.0]), item([0.0]), {}, item([2.0])])
+    assert kinds(outcomes) == [dict, InputError, HookError, InputError, dict]
+    assert list(made.recovery.reports.values()) == [[2]]
 
 
 # --- errors ----------------------------------------------------------------------------------

@@ -125,7 +125,7 @@ class Engine:
         if around is None:
             self._intake = Intake(config, loaded.signature, self._padding)
         else:
-            self._intake = Stages(config, loaded.signature, around, surroundings.device)
+            self._intake = Stages(config, loaded.signature, around, surroundings)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
         self.sharing = sharing.settle(config, artifact, loaded)
@@ -269,7 +269,11 @@ class Engine:
 
     def _run_staged(self, around: Stages, items: Sequence[Item]) -> Sequence[Outcome]:
         """The outcomes, with the stages of hooks before and after the engine's own."""
-        prepared = [self._own(place, around.prepare, item) for place, item in enumerate(items)]
+        begun = [self._own(place, around.begin, item) for place, item in enumerate(items)]
+        prepared = [
+            one if isinstance(one, BackendError) else self._own(place, one)
+            for place, one in enumerate(begun)
+        ]
         outcomes = self._run_admitted(list(prepared))
         if not around.finishes:
             return outcomes

@@ -153,10 +153,9 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
         SourceError: the class fails, or its methods cannot be called as they have to be.
         ConfigError: the config contradicts them.
     """
-    if artifact.hooks is None:
-        return None
-    built = sources.construct_hooks(config, artifact.hooks)
-    if built is None:
+    built = sources.construct_hooks(config, artifact.hooks) if artifact.hooks is not None else None
+    if artifact.hooks is None or built is None:
+        _refuse_idle_threads(config, found=False)
         return None
     _refuse_two_models(config, artifact)
     found = {
@@ -165,9 +164,19 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
         if (stage := _stage(config, artifact.hooks.name, built, name)) is not None
     }
     _refuse_contradictions(config, type(built).__name__, found)
+    _refuse_idle_threads(config, found="preprocess" in found)
     if "forward" in found:
         found["inference"] = found.pop("forward")
     return Hooks(**found)
+
+
+def _refuse_idle_threads(config: ModelConfig, *, found: bool) -> None:
+    if config.options.preprocess_threads is not None and not found:
+        raise ConfigError(
+            config.name,
+            "PREPROCESS_THREADS is set, and there is no preprocess()",
+            cure="Take it out, or write a class Hooks with that method.",
+        )
 
 
 def _refuse_two_models(config: ModelConfig, artifact: Artifact) -> None:

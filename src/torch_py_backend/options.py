@@ -193,6 +193,11 @@ class Options:
         "The file in the version folder to serve where an AOTInductor package was built for"
         " another machine.",
     )
+    preprocess_threads: int | None = _option(
+        POSITIVE,
+        "Threads that run the preprocess() of hooks for the rows of a batch: where a row takes"
+        " milliseconds outside of Python, as large images do. Unset: none but the instance's own.",
+    )
     cast_inputs: str | None = _option(
         FLOATING, "Convert floating-point inputs to this type before the model sees them."
     )

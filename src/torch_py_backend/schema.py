@@ -22,6 +22,7 @@ from torch_py_backend import (
     outputs,
     programs,
     results,
+    runtime,
     samples,
 )
 from torch_py_backend.artifacts import Artifact, Kind
@@ -216,11 +217,10 @@ _NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
 
 def _tried(settings: ModelConfig, loaded: Loaded, around: Hooks, example: Item) -> Schema:
     """What comes of the example."""
-    made = Stages(
-        dataclasses.replace(settings, outputs=()), loaded.signature, around, torch.device("cpu")
-    )
+    surroundings = runtime.surround(settings.options, torch.device("cpu"), ())
+    made = Stages(dataclasses.replace(settings, outputs=()), loaded.signature, around, surroundings)
     try:
-        with torch.inference_mode():
+        with surroundings.guard():
             result, of_row = made.tried(loaded.module, example)
     except Exception as error:  # the model's own code runs here
         failure = error if isinstance(error, BackendError) else ForwardError(settings.name, error)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -29,6 +30,7 @@ from torch_py_backend.hooks import Hooks, Stage
 from torch_py_backend.intake import Group, Intake, count_rows
 from torch_py_backend.outputs import Finite, Taker
 from torch_py_backend.parameters import Parameters
+from torch_py_backend.runtime import Guard, Runtime
 
 # What an item holds between preprocess() and collate(), and an outcome before postprocess().
 _ROWS = "rows"
@@ -42,34 +44,34 @@ _Told: TypeAlias = "Sequence[Parameters]"
 class Stages:
     """The stages before and after the engine's own, for a model with hooks.
 
-    It stands where `Intake` stands for a model without: items go through `prepare`, are grouped,
+    It stands where `Intake` stands for a model without: items go through `begin`, are grouped,
     and each group knows how the module is called with it.
 
     Args:
         config: the model's config.
         signature: what the module takes.
         hooks: the model's hooks.
-        device: where the module is.
+        surroundings: where the module is, and what calls of it are made in.
 
     Raises:
         BindingError: the config's inputs are not what the hooks, or the module, take.
     """
 
     def __init__(
-        self, config: ModelConfig, signature: Signature, hooks: Hooks, device: torch.device
+        self, config: ModelConfig, signature: Signature, hooks: Hooks, surroundings: Runtime
     ) -> None:
         self.hooks = hooks
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
-        self._device = device
+        self._device = surroundings.device
         self._intake: _Whole | _Rows
         if hooks.preprocess is None and hooks.collate is None:
             # inference() has the inputs by their names; what the module takes is its affair.
             taken = signature if hooks.inference is None else _by_name(config, of_row=False)
             self._intake = _Whole(config, hooks.preprocess_batch, taken)
         else:
-            self._intake = _Rows(config, hooks.preprocess, hooks.collate)
+            self._intake = _Rows(config, hooks, surroundings.guard)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
         # Parameters go with the rows to who asks for them after preprocess().
@@ -83,15 +85,19 @@ class Stages:
 
     # --- before the module ---------------------------------------------------------------------
 
-    def prepare(self, item: Item) -> Item | InputError:
-        """A request's item as what batches are made of.
+    def begin(self, item: Item) -> Callable[[], Item | InputError]:
+        """Begin to prepare a request's item; what is returned ends it.
 
-        Raises:
-            BackendError: a hook fails.
+        That gives what batches are made of, or raises what a hook fails with.
         """
         item = dict(item)
         told = parameters.taken(item)
-        made = self._intake.prepare(item, told)
+        return partial(self._prepared, self._intake.begin(item, told), told)
+
+    def _prepared(
+        self, prepare: Callable[[], Item | InputError], told: Parameters
+    ) -> Item | InputError:
+        made = prepare()
         if isinstance(made, InputError) or not self._carries:
             return made
         first = next(iter(made.values()), None)
@@ -278,7 +284,7 @@ class Stages:
         Raises:
             BackendError: a hook fails, or refuses the item.
         """
-        prepared = self.prepare(item)
+        prepared = self.begin(item)()
         if isinstance(prepared, InputError):
             raise prepared
         ((inputs, items, _),) = self.group([(0, prepared)])
@@ -312,8 +318,8 @@ class _Whole:
         self.places = self._intake.places
         self.patterns = self._intake.patterns
 
-    def prepare(self, item: Item, _: Parameters) -> Item | InputError:
-        return self._intake.admit(item)
+    def begin(self, item: Item, _: Parameters) -> Callable[[], Item | InputError]:
+        return partial(self._intake.admit, item)
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
         return self._intake.group(items)
@@ -331,13 +337,13 @@ class _Rows:
 
     Args:
         config: the model's config.
-        preprocess: what prepares a row; None: it is a dict of the row's inputs.
-        collate: what makes a batch; None: rows whose tensors have one shape share one.
+        hooks: without preprocess(), a row is a dict of its inputs; without collate(), rows whose
+            tensors have one shape share a batch.
+        guard: entered by threads that prepare rows.
     """
 
-    def __init__(
-        self, config: ModelConfig, preprocess: Stage | None, collate: Stage | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, hooks: Hooks, guard: Guard) -> None:
+        preprocess, collate = hooks.preprocess, hooks.collate
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._preprocess, self._collate = preprocess, collate
@@ -345,24 +351,42 @@ class _Rows:
         signature = _by_name(config, of_row=True) if preprocess is None else preprocess.signature()
         if preprocess is not None:
             _refuse_vague(config, signature)
+        wished = config.options.preprocess_threads
+        self._threads = ThreadPoolExecutor(wished) if wished is not None else None
+        self._guard = guard
         # A row is taken in as a request is that has no batch dimension.
         self._intake = Intake(dataclasses.replace(config, max_batch_size=0), signature)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
 
-    def prepare(self, item: Item, told: Parameters) -> Item | InputError:
+    def begin(self, item: Item, told: Parameters) -> Callable[[], Item | InputError]:
         if not self._batched:
-            rows = [self._row(item, told)]
-        else:
-            count = count_rows(self._model, item, self._axes)
-            if isinstance(count, InputError):
-                return count
-            if count == 0:
-                return InputError(self._model, "the request has no rows")
-            rows = [
-                self._row({name: value[row, ...] for name, value in item.items()}, told)
-                for row in range(count)
-            ]
+            return partial(self._whole, [self._later(item, told)])
+        count = count_rows(self._model, item, self._axes)
+        if count == 0:
+            count = InputError(self._model, "the request has no rows")
+        if isinstance(count, InputError):
+            refusal = count
+            return lambda: refusal
+        rows = [
+            self._later({name: value[row, ...] for name, value in item.items()}, told)
+            for row in range(count)
+        ]
+        return partial(self._whole, rows)
+
+    def _later(self, row: Item, told: Parameters) -> Callable[[], Any]:
+        """What gives a prepared row: a thread has begun with it, or it begins then."""
+        if self._threads is None:
+            return partial(self._row, row, told)
+        return self._threads.submit(self._guarded, row, told).result
+
+    def _guarded(self, row: Item, told: Parameters) -> Any:
+        with self._guard():  # of this thread
+            return self._row(row, told)
+
+    def _whole(self, begun: Sequence[Callable[[], Any]]) -> Item | InputError:
+        """The request of these rows."""
+        rows = [row() for row in begun]
         refused = next((one for one in rows if isinstance(one, InputError)), None)
         if refused is not None:
             return refused
