@@ -262,11 +262,11 @@ class Stages:
         )
 
     def _stacked(self, name: str, column: Sequence[Any]) -> Value:
+        stack: Callable[[list[Any]], Value] = torch.stack
+        if not isinstance(column[0], Tensor):
+            stack = np.stack
         try:
-            if isinstance(column[0], Tensor):
-                return torch.stack(list(column))
-            stacked: Value = np.stack(list(column))
-            return stacked
+            return stack(list(column))
         except (RuntimeError, ValueError):
             shapes = [list(one.shape) for one in column]
             raise OutputError(
