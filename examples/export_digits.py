@@ -23,6 +23,7 @@ from train_digits import REPOSITORY, SEED, WEIGHTS, accuracy, new_model
 EXPORTED = REPOSITORY / "digits_exported" / "1" / "model.pt2"
 PACKAGE = REPOSITORY / "digits_aoti" / "1" / "model.pt2"
 FALLBACK = REPOSITORY / "digits_aoti" / "1" / "exported.pt2"
+PIPELINE = REPOSITORY / "digits_png" / "1" / "model.pt2"
 LINEAR_WEIGHTS = REPOSITORY / "digits_factory" / "1" / "model.safetensors"
 
 LARGEST_BATCH = 64
@@ -124,9 +125,9 @@ def main() -> None:
     save_file(linear.state_dict(), LINEAR_WEIGHTS)
     program = export(trained_model())
     compile_package(program, PACKAGE)
-    for path in (EXPORTED, FALLBACK):
+    for path in (EXPORTED, FALLBACK, PIPELINE):
         torch.export.save(program, path)
-    for path in (LINEAR_WEIGHTS, EXPORTED, FALLBACK, PACKAGE):
+    for path in (LINEAR_WEIGHTS, EXPORTED, FALLBACK, PIPELINE, PACKAGE):
         print(f"wrote {path} ({path.stat().st_size / 1024:.0f} KiB)")
 
 

@@ -17,7 +17,8 @@ import torch
 # The adapter imports Triton's utilities, which exist only inside Triton's stub.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton)
 
-from torch_py_backend.adapter import TritonPythonModel  # noqa: E402  after the fake
+from torch_py_backend import composition  # noqa: E402  after the fake
+from torch_py_backend.adapter import TritonPythonModel  # noqa: E402
 
 # The same examples in every run, no time limit of its own: pytest's ends what hangs.
 hypothesis.settings.register_profile(
@@ -58,6 +59,7 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
         start(model, args)
 
     monkeypatch.setattr(TritonPythonModel, "initialize", initialize)
+    monkeypatch.setattr(composition, "_transport", composition._transport)
     package = logging.getLogger("torch_py_backend")
     before = (
         dict(os.environ),

@@ -6,9 +6,10 @@ scenarios run against it and against a real server, so that the two cannot drift
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -150,6 +151,14 @@ class Tensor:
         raise TypeError("the real one raises this, too")
 
 
+TRITONSERVER_MEMORY_CPU, TRITONSERVER_MEMORY_GPU = range(2)
+
+
+class PreferredMemory(NamedTuple):
+    kind: int
+    device: int = 0
+
+
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_START = 1
 TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 
@@ -194,6 +203,10 @@ class ResponseSender:
 
 
 class InferenceRequest:
+    """What the server hands over, and what a model sends to another one: a function here."""
+
+    served: ClassVar[dict[str, Callable[[InferenceRequest], InferenceResponse]]] = {}
+
     def __init__(
         self,
         inputs: list[Tensor],
@@ -201,10 +214,30 @@ class InferenceRequest:
         *,
         cancelled: bool = False,
         turn: Turn = _ALONE,
+        parameters: dict[str, Any] | None = None,
+        model_name: str = "",
+        model_version: int = -1,
+        requested_output_names: Sequence[str] = (),
+        preferred_memory: PreferredMemory | None = None,
     ) -> None:
         self._inputs, self._request_id, self._cancelled = inputs, request_id, cancelled
         self._turn = turn
+        self._parameters = parameters or {}
+        self.model_name, self.model_version = model_name, model_version
+        self.preferred_memory = preferred_memory
         self.sender = ResponseSender()
+
+    def exec(self) -> InferenceResponse:
+        if self.model_name not in self.served:
+            message = f"Failed for execute the inference request. Model '{self.model_name}' is not"
+            return InferenceResponse(error=TritonError(f"{message} ready.", TritonError.UNKNOWN))
+        return self.served[self.model_name](self)
+
+    async def async_exec(self) -> InferenceResponse:
+        return await asyncio.get_running_loop().run_in_executor(None, self.exec)
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters)
 
     def correlation_id(self) -> int | str:
         return self._turn.id
@@ -234,6 +267,9 @@ class InferenceResponse:
 
     def output_tensors(self) -> list[Tensor]:
         return self._tensors
+
+    def has_error(self) -> bool:
+        return self._error is not None
 
     def error(self) -> TritonError | None:
         return self._error
@@ -287,6 +323,7 @@ def request(
     document: dict[str, Any],
     request_id: str = "",
     turn: Turn = _ALONE,
+    parameters: dict[str, Any] | None = None,
 ) -> InferenceRequest:
     """A request from numpy arrays, reshaped as Triton does; torch tensors stand for BF16."""
     specs = {spec["name"]: spec for spec in document["input"]}
@@ -302,7 +339,7 @@ def request(
     sequencing = document.get("sequence_batching")
     if sequencing is not None:
         tensors += [*_controls(sequencing, turn, document), *_unwritten(sequencing, document)]
-    return InferenceRequest(tensors, request_id, turn=turn)
+    return InferenceRequest(tensors, request_id, turn=turn, parameters=parameters)
 
 
 def _controls(sequencing: dict[str, Any], turn: Turn, document: dict[str, Any]) -> Iterator[Tensor]:

@@ -37,6 +37,7 @@ class Call:
 
     inputs: Arrays
     expected: Arrays | Refused
+    parameters: Arrays = field(default_factory=dict)
     turn: Turn | None = None
 
 
@@ -938,7 +939,7 @@ def totals(name: int | str, *rows: float, begins: float = 0, listed: bool = Fals
         y = np.full((1, 4), begins, dtype=np.float32)
         expected: Arrays = {"y": y, "sum": y} if listed else {"y": y}
         turn = Turn(name, starts=place == 0, ends=place == len(rows) - 1)
-        calls.append(Call({"x": _row(value)}, expected, turn))
+        calls.append(Call({"x": _row(value)}, expected, turn=turn))
     return calls
 
 
@@ -972,7 +973,7 @@ def _signal(kind: str, corrid: str, name: int | str, *, starts: bool, ends: bool
         "ready": one(1, numpy),
         "corrid": one(called, told),
     }
-    return Call({"x": _row(1)}, expected, Turn(name, starts=starts, ends=ends))
+    return Call({"x": _row(1)}, expected, turn=Turn(name, starts=starts, ends=ends))
 
 
 def _signals(key: str, kind: str, corrid: str, name: int | str, strategy: str) -> Scenario:
@@ -997,7 +998,7 @@ _GROWS = [
     Call(
         {"x": np.full((1, 1), value, dtype=np.float32)},
         {"RESULT[0]": np.full((1, 1), total, dtype=np.float32)},
-        Turn(5, starts=place == 0, ends=place == 3),
+        turn=Turn(5, starts=place == 0, ends=place == 3),
     )
     # Each value gains 1 in every later step.
     for place, (value, total) in enumerate([(1, 2), (2, 6), (3, 12), (4, 20)])
@@ -1012,7 +1013,7 @@ def _journal(name: str, begins: str, *words: str) -> list[Call]:
             Call(
                 {"words": np.array([[word]], dtype=np.object_)},
                 {"y": np.array([[begins.encode()]], dtype=np.object_)},
-                Turn(name, starts=place == 0, ends=place == len(words) - 1),
+                turn=Turn(name, starts=place == 0, ends=place == len(words) - 1),
             )
         )
     return calls
@@ -1023,7 +1024,7 @@ def _remembered(name: int, *values: float) -> list[Call]:
     for place, value in enumerate(values):
         total += value
         turn = Turn(name, starts=place == 0, ends=place == len(values) - 1)
-        calls.append(Call({"x": _row(value)}, {"y": _row(total * (place + 2))}, turn))
+        calls.append(Call({"x": _row(value)}, {"y": _row(total * (place + 2))}, turn=turn))
     return calls
 
 
@@ -1073,10 +1074,10 @@ SEQUENCES = (
         python(models.Accumulate),
         _accumulates(sequencing(state())),
         (
-            Call({"x": _row(2)}, {"y": _row(2)}, Turn(3, starts=True)),
-            Call({"x": _row(-1)}, _MINUS, Turn(3)),
-            Call({"x": _row(3)}, {"y": _row(5)}, Turn(3)),
-            Call({"x": _row(-1)}, _MINUS, Turn(3, ends=True)),
+            Call({"x": _row(2)}, {"y": _row(2)}, turn=Turn(3, starts=True)),
+            Call({"x": _row(-1)}, _MINUS, turn=Turn(3)),
+            Call({"x": _row(3)}, {"y": _row(5)}, turn=Turn(3)),
+            Call({"x": _row(-1)}, _MINUS, turn=Turn(3, ends=True)),
             *totals(3, 4, 5),
         ),
     ),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hooked
 import kinds
 import ml_dtypes
 import pytest
@@ -15,7 +16,6 @@ import scenarios
 import torch
 import tritonclient.grpc
 import tritonclient.http
-from fake_triton import Turn
 from scenarios import Call, Refused, assert_close
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
@@ -34,6 +34,7 @@ TABLES = {
     "sequences": scenarios.SEQUENCES,
     "refused": tuple(one for one in scenarios.TABLE if one.load_error),
     "kinds": kinds.TABLE,
+    "hooked": hooked.TABLE,
     "function": tuple(one for one in scenarios.TABLE if one.name == "function"),
 }
 
@@ -56,10 +57,10 @@ class Serving:
         """One request has the answer, or the refusal, that the table has."""
         if isinstance(call.expected, Refused):
             with pytest.raises(InferenceServerException) as refusal:
-                self.infer(protocol, name, call.inputs, [], call.turn)
+                self.infer(protocol, name, call.inputs, [], **_told(call))
             _check_refusal(refusal.value, call.expected, protocol)
             return
-        result = self.infer(protocol, name, call.inputs, list(call.expected), call.turn)
+        result = self.infer(protocol, name, call.inputs, list(call.expected), **_told(call))
         _check_result(result, call.expected)
 
     def check_together(self, name: str, batch: Sequence[Call]) -> None:
@@ -72,7 +73,7 @@ class Serving:
                 _inputs(tritonclient.grpc, call.inputs),
                 lambda result, error, answer=answers[-1]: answer.put((result, error)),
                 request_id=f"{name}-{place}",
-                **_turn(call.turn),
+                **_told(call),
             )
         for call, answer in zip(batch, answers, strict=True):
             result, error = answer.get(timeout=120)
@@ -89,20 +90,26 @@ class Serving:
         name: str,
         inputs: dict[str, Any],
         outputs: list[str],
-        turn: Turn | None = None,
+        **told: Any,
     ) -> Any:
         """One request over `http` or `grpc`; torch tensors are sent as BF16."""
         module = {"http": tritonclient.http, "grpc": tritonclient.grpc}[protocol]
         wanted = [module.InferRequestedOutput(one) for one in outputs]
         send = getattr(self, protocol).infer
-        return send(name, _inputs(module, inputs), outputs=wanted, **_turn(turn))
+        return send(name, _inputs(module, inputs), outputs=wanted, **told)
 
 
-def _turn(turn: Turn | None) -> dict[str, Any]:
-    """A place in a sequence, as clients tell it."""
-    if turn is None:
-        return {}
-    return {"sequence_id": turn.id, "sequence_start": turn.starts, "sequence_end": turn.ends}
+def _told(call: Call) -> dict[str, Any]:
+    """What clients say beside inputs: a place in a sequence, and parameters."""
+    told: dict[str, Any] = {"parameters": call.parameters or None}
+    turn = call.turn
+    if turn is not None:
+        told |= {
+            "sequence_id": turn.id,
+            "sequence_start": turn.starts,
+            "sequence_end": turn.ends,
+        }
+    return told
 
 
 def _check_refusal(error: InferenceServerException, expected: Refused, protocol: str) -> None:

@@ -27,6 +27,7 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.options import Options
+from torch_py_backend.outputs import Taker
 
 
 class Recorder:
@@ -147,9 +148,7 @@ def test_a_result_of_another_kind_later() -> None:
 def test_a_result_that_does_not_bind() -> None:
     """Names that the first result does not have are an error, and not forgotten at the next."""
     made = engine(lambda x: (x, x))
-    (output,) = made.config.outputs
-    misnamed = dataclasses.replace(output, name="OUTPUT__2")
-    made.config = dataclasses.replace(made.config, outputs=(misnamed,))
+    made._take = Taker(build.config(outputs=(build.spec("OUTPUT__2"),))).take
     for _ in range(2):
         (outcome,) = made.run(items((1, 4)))
         assert isinstance(outcome, BindingError)

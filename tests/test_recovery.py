@@ -32,6 +32,7 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.options import Options
+from torch_py_backend.outputs import Taker
 
 BAD = -7.0
 
@@ -208,7 +209,7 @@ def test_config_that_does_not_bind_is_tried_once() -> None:
     """No request can help that the config names what forward() does not return."""
     model = Model()
     made = engine(model)
-    made._names = ("RESULT[3]",)
+    made._take = Taker(build.config(outputs=(build.spec("RESULT[3]"),))).take
 
     outcomes = made.run(items([1.0, 2.0, 3.0]))
 

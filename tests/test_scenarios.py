@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_triton
+import hooked
 import kinds
 import pytest
 import scenarios
@@ -22,7 +23,9 @@ _STATUS = {
 }
 
 
-@pytest.mark.parametrize("scenario", scenarios.TABLE + kinds.TABLE, ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "scenario", scenarios.TABLE + kinds.TABLE + hooked.TABLE, ids=lambda one: one.name
+)
 def test_scenario(scenario: Scenario, tmp_path: Path, process: None) -> None:
     """What the table says happens, without a server."""
     model = TritonPythonModel()
@@ -59,7 +62,7 @@ def test_scenario(scenario: Scenario, tmp_path: Path, process: None) -> None:
 
 def _request(call: Call, document: dict[str, Any], request_id: str = "") -> Any:
     turn = call.turn or fake_triton.Turn(0)
-    return fake_triton.request(call.inputs, document, request_id, turn)
+    return fake_triton.request(call.inputs, document, request_id, turn, call.parameters)
 
 
 def _check(call: Call, response: Any) -> None:

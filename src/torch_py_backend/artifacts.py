@@ -5,7 +5,10 @@ Nothing here imports torch, unpickles, or runs code of the model.
 
 from __future__ import annotations
 
+import ast
+import dataclasses
 import enum
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,6 +39,7 @@ class Artifact:
         weights: the weights beside a MODULE's source or for a FACTORY; None where there are none.
         weightless: the config says that there are none (`WEIGHTS: "none"`).
         fallback: what to serve where an AOTI package does not fit the machine.
+        hooks: the source with the class whose methods run around forward(); None: there is none.
     """
 
     kind: Kind
@@ -43,6 +47,7 @@ class Artifact:
     weights: Path | None = None
     weightless: bool = False
     fallback: Artifact | None = None
+    hooks: Path | None = None
 
     def files(self) -> list[Path]:
         """The files that hold it: the model, its weights with their shards, its fallback."""
@@ -61,6 +66,17 @@ class Artifact:
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
 # A folder, in which a TorchServe archive lies unpacked.
 ARCHIVE = "model.mar"
+# The class whose methods run around forward(), where no parameter names another; and the methods.
+HOOKS = "Hooks"
+STAGES = (
+    "preprocess",
+    "preprocess_batch",
+    "collate",
+    "inference",
+    "forward",
+    "postprocess",
+    "postprocess_batch",
+)
 _DEFAULTS = ("model.py", "model.pt", "model.pt2", ARCHIVE)
 _KINDS = {
     Content.TORCHSCRIPT: Kind.TORCHSCRIPT,
@@ -74,12 +90,20 @@ def find(config: ModelConfig) -> Artifact:
 
     In this order: MODEL_FACTORY of a package, `default_model_filename`, model.py, model.pt,
     model.pt2, model.mar. A state_dict with a source of the same stem beside it belongs to that
-    source.
+    source. A model.py with hooks lends them to a model.pt or model.pt2 that is complete in itself.
 
     Raises:
         ArtifactError: there is no such file, or it is nothing that can be served.
         ConfigError: an option names a file outside the model's folder.
     """
+    artifact = _find(config)
+    source = config.version_folder / "model.py"
+    if artifact.kind is not Kind.FACTORY:
+        source = artifact.path.with_suffix(".py")
+    return dataclasses.replace(artifact, hooks=_hooks(config, source))
+
+
+def _find(config: ModelConfig) -> Artifact:
     if ":" in (config.options.model_factory or ""):
         _refuse_fallback(config, Kind.FACTORY)
         return _with_weights(config, Kind.FACTORY, config.version_folder, "model")
@@ -89,6 +113,72 @@ def find(config: ModelConfig) -> Artifact:
     _refuse_fallback(config, artifact.kind)
     fallback = _describe(config, _inside(config, "FALLBACK", config.options.fallback))
     return Artifact(Kind.AOTI, artifact.path, fallback=fallback)
+
+
+# --- hooks -----------------------------------------------------------------------------------
+
+
+def _hooks(config: ModelConfig, source: Path) -> Path | None:
+    """The source, if the class of the hooks is there."""
+    wished = config.options.hooks
+    if wished is not None and wished.lower() == "none":
+        return None
+    if wished is None:
+        return source if _defines_hooks(source) else None
+    if not source.is_file():
+        raise ArtifactError(
+            config.name,
+            f"HOOKS is '{wished}', and version {config.version} has no {source.name}",
+            cure="Put the class there, or take HOOKS out of config.pbtxt.",
+        )
+    return source
+
+
+def _defines_hooks(source: Path) -> bool:
+    """Whether a file defines a class Hooks that is no module, and has hooks; it is not run."""
+    try:
+        written = source.read_bytes()
+    except OSError:  # there is none; or its import says why it cannot be read
+        return False
+    try:
+        tree = ast.parse(written)
+    except (SyntaxError, ValueError, RecursionError):  # what is wrong with it, the import says
+        return re.search(rb"^class Hooks\b", written, re.MULTILINE) is not None
+    return any(_is_hooks(node) for node in tree.body)
+
+
+def _is_hooks(node: ast.stmt) -> bool:
+    if not isinstance(node, ast.ClassDef) or node.name != HOOKS:
+        return False
+    bases = [ast.unparse(base) for base in node.bases]
+    if any(base.endswith("Module") for base in bases):
+        return False
+    methods = {
+        one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+    }
+    return bool(bases) or not methods.isdisjoint(STAGES)
+
+
+def _is_model(path: Path) -> bool:
+    return path.is_file() or (path.suffix == ".mar" and path.is_dir())
+
+
+def _lent_to(config: ModelConfig, present: list[Path]) -> Path:
+    """The model file among those that are present, the first of which would be taken."""
+    options = config.options
+    first = present[0]
+    named = options.model_class or options.model_factory
+    if first.suffix == ".py" and not named and _hooks(config, first) is not None:
+        complete = (path for path in present[1:] if _is_complete(path))
+        return next(complete, first)
+    return first
+
+
+def _is_complete(path: Path) -> bool:
+    try:
+        return contents.describe(path) in _KINDS
+    except OSError:
+        return False
 
 
 def _refuse_fallback(config: ModelConfig, kind: Kind) -> None:
@@ -139,9 +229,9 @@ def _model_file(config: ModelConfig) -> Path:
     names = _candidates(config.default_model_filename)
     if names[0] not in _DEFAULTS:  # what is looked for anyway may be a link to a store of models
         _refuse_outside(config, "default_model_filename", names[0])
-    for name in names:
-        if (folder / name).is_file() or (name.endswith(".mar") and (folder / name).is_dir()):
-            return folder / name
+    found = [folder / name for name in names if _is_model(folder / name)]
+    if found:
+        return _lent_to(config, found)
     entries = folder.iterdir() if folder.is_dir() else ()
     present = sorted(f"{one.name}{'' if one.exists() else ' (a broken link)'}" for one in entries)
     raise ArtifactError(

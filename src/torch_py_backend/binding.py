@@ -48,6 +48,7 @@ class Takes(enum.Enum):
     FLOAT = "a float"
     BOOL = "a bool"
     STR = "a str"
+    RAW = "a bytes"
     STRINGS = "a list of str"
     BYTES = "a list of bytes"
     NESTED_STRINGS = "lists of str in lists"
@@ -55,12 +56,12 @@ class Takes(enum.Enum):
 
     @property
     def scalar(self) -> bool:
-        return self in (Takes.INT, Takes.FLOAT, Takes.BOOL, Takes.STR)
+        return self in (Takes.INT, Takes.FLOAT, Takes.BOOL, Takes.STR, Takes.RAW)
 
     @property
     def raw(self) -> bool:
         """Bytes as they came, not decoded."""
-        return self in (Takes.BYTES, Takes.NESTED_BYTES)
+        return self in (Takes.RAW, Takes.BYTES, Takes.NESTED_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +98,21 @@ class Signature:
         leaves: for an artifact that carries its own call tree: where its tensors stand in it, as
             the texts of their paths, in its order. None: a tree that takes what is put in.
         unflatten: makes (args, kwargs) of such a tree from its leaves.
+        name: what the function is called, for messages.
     """
 
     arguments: tuple[Argument, ...]
     leaves: tuple[str, ...] | None = None
     unflatten: Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]] | None = None
+    name: str = "forward"
 
     def __str__(self) -> str:
-        """forward() as its author wrote it."""
+        """The function as its author wrote it."""
         texts = [one.text for one in self.arguments]
         kinds = [one.passing for one in self.arguments]
         if Passing.KEYWORD in kinds and Passing.REST not in kinds:
             texts.insert(kinds.index(Passing.KEYWORD), "*")
-        return f"forward({', '.join(texts)})"
+        return f"{self.name}({', '.join(texts)})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,12 @@ def _parse_path(name: str) -> tuple[str, Path] | None:
 
 
 def bind_inputs(
-    model: str, names: Sequence[str], signature: Signature, left_out: Collection[str] = ()
+    model: str,
+    names: Sequence[str],
+    signature: Signature,
+    left_out: Collection[str] = (),
+    *,
+    ordered: bool = True,
 ) -> Inputs:
     """Tie the config's input names to the leaves of forward()'s call tree.
 
@@ -166,6 +174,7 @@ def bind_inputs(
         names: input names in the config's order.
         signature: what the artifact takes.
         left_out: names that are not there this time: `optional: true` in the config.
+        ordered: whether their order decides where no name fits.
 
     Raises:
         BindingError: a name that leads nowhere, a leaf that nobody feeds or that two names feed.
@@ -174,7 +183,7 @@ def bind_inputs(
         raise BindingError(model, f"the inputs {shown(names)} carry the same name twice")
     if signature.leaves is not None:
         return _bind_closed(model, names, signature, left_out)
-    places = _places(model, names, signature)
+    places = _places(model, names, signature, ordered=ordered)
     return _assemble(model, places, signature, left_out)
 
 
@@ -252,7 +261,9 @@ def _leaf_named(name: str, aliases: Mapping[str, int], count: int) -> int | None
     return number if number < count else None
 
 
-def _places(model: str, names: Sequence[str], signature: Signature) -> dict[str, tuple[str, Path]]:
+def _places(
+    model: str, names: Sequence[str], signature: Signature, *, ordered: bool
+) -> dict[str, tuple[str, Path]]:
     """Tensor name → the slot that it feeds, and the path within; `*n` is the n-th of `*args`."""
     only = _only_argument(signature)
     called = {one.name for one in signature.arguments}
@@ -273,7 +284,10 @@ def _places(model: str, names: Sequence[str], signature: Signature) -> dict[str,
     if len(found) == len(names):
         _refuse_twice(model, names, list(found.values()))
         return found
-    if not found and not any(ordinal(name) is not None or _parse_path(name) for name in names):
+    foreign = not found and not any(
+        ordinal(name) is not None or _parse_path(name) for name in names
+    )
+    if foreign and ordered:
         _warn_order(model, names, signature)
         if len(names) <= len(slots):
             return {name: (slot, ()) for name, slot in zip(names, slots, strict=False)}
@@ -481,7 +495,7 @@ def _filled(
         optional = f"; {shown(left_out)} cannot be optional" if left_out else ""
         raise BindingError(
             model,
-            f"no input feeds forward()'s argument {one.name}{optional}",
+            f"no input feeds {signature.name}()'s argument {one.name}{optional}",
             expected=f"inputs for {signature}",
             cure="Add them to config.pbtxt, or give the arguments defaults.",
         )

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,26 +22,29 @@ from torch_py_backend import (
     compile_cache,
     device_sharing,
     examples,
+    hooks,
     loaders,
     loading,
     optimization,
     outputs,
-    results,
     runtime,
     sequences,
     sharing,
+    stages,
 )
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Batch, Item, Outcome, Owned, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.counts import Counts
-from torch_py_backend.errors import BackendError, OutputError, UnavailableError, brief
+from torch_py_backend.errors import BackendError, InputError, OutputError, UnavailableError
 from torch_py_backend.graphs import Graphs
+from torch_py_backend.hooks import Hooks
 from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.padding import Padding
 from torch_py_backend.purity import Purity
 from torch_py_backend.recovery import Recovery
+from torch_py_backend.stages import Stages
 from torch_py_backend.threads import Threads
 
 if TYPE_CHECKING:
@@ -82,7 +85,7 @@ def _build(
     loaded = _load(config, artifact, onto)
     config = sequences.bound(config, loaded.signature)
     surroundings = runtime.surround(config.options, device, loaded.weights)
-    return Engine(config, loaded, surroundings, artifact)
+    return Engine(config, loaded, surroundings, artifact, hooks.load(config, artifact))
 
 
 def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) -> Loaded:
@@ -118,6 +121,7 @@ class Engine:
         loaded: Loaded,
         surroundings: runtime.Runtime,
         artifact: Artifact,
+        around: Hooks | None = None,
     ) -> None:
         self.config = config
         self.artifact = artifact
@@ -131,7 +135,12 @@ class Engine:
         self._pads = (
             {name: pad.gather for name, pad in self._padding.pads.items()} if self._padding else {}
         )
-        self._intake = Intake(config, loaded.signature, self._padding)
+        self.hooks = around
+        self._intake: Intake | Stages
+        if around is None:
+            self._intake = Intake(config, loaded.signature, self._padding)
+        else:
+            self._intake = Stages(config, loaded.signature, around, surroundings)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
         self.sharing = sharing.settle(config, artifact, loaded)
@@ -154,8 +163,10 @@ class Engine:
             if carried
             else [told.index(state.output) for state in config.states]
         )
-        self._verify = outputs.verifiers(config)
+        self._take: Callable[[Any, int], list[Value]] = outputs.Taker(config).take
         self._finite = outputs.Finite(config) if config.options.check_finite else None
+        if isinstance(self._intake, Stages) and self._intake.finishes:  # after scatter
+            self._names, self._take, self._finite = stages.UNREAD, self._intake.split, None
         self.purity = Purity(loaded.owner)
         self.recovery = Recovery(
             config.name,
@@ -167,8 +178,6 @@ class Engine:
         )
         # Empty, as long as memory has never run out.
         self._limits = self.recovery.capacity.limits
-        # The result's structure is known once forward() has returned one.
-        self._outputs: results.Outputs | None = None
         self._shared: device_sharing.Shared | None = None
         self._prepares = False
 
@@ -245,6 +254,7 @@ class Engine:
         Raises:
             InputError: the item is not what the model takes.
         """
+        assert isinstance(self._intake, Intake)  # noqa: S101  hooks around streams are refused
         admitted = self._intake.admit(item)
         if isinstance(admitted, BackendError):
             raise admitted
@@ -319,13 +329,51 @@ class Engine:
         return outcomes, shared.lost()
 
     def _run(self, items: Sequence[Item]) -> Sequence[Outcome]:
-        whole = self._intake.whole(items)
-        outcomes = self._run_group(whole) if whole is not None else self._run_groups(items)
+        outcomes: Sequence[Outcome]
+        if isinstance(self._intake, Stages):
+            with self._runtime.guard():
+                outcomes = self._run_staged(self._intake, items)
+        else:
+            whole = self._intake.whole(items)
+            outcomes = (
+                self._run_group(whole)
+                if whole is not None
+                else self._run_admitted([self._intake.admit(item) for item in items])
+            )
         self.clean()
         return outcomes
 
-    def _run_groups(self, items: Sequence[Item]) -> list[Outcome]:
-        outcomes: list[Any] = [self._intake.admit(item) for item in items]
+    def _run_staged(self, around: Stages, items: Sequence[Item]) -> Sequence[Outcome]:
+        """The outcomes, with the stages of hooks before and after the engine's own."""
+        begun = [self._own(place, around.begin, item) for place, item in enumerate(items)]
+        prepared = [
+            one if isinstance(one, BackendError) else self._own(place, one)
+            for place, one in enumerate(begun)
+        ]
+        outcomes = self._run_admitted(list(prepared))
+        if not around.finishes:
+            return outcomes
+        return [
+            one
+            if isinstance(one, BackendError)
+            else self._own(place, around.finish, one, prepared[place])
+            for place, one in enumerate(outcomes)
+        ]
+
+    def _own(self, place: int, stage: Callable[..., Any], *given: Any) -> Any:
+        """What a stage makes of one item, or the error that is this item's own."""
+        try:
+            return stage(*given)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            failure = self.recovery.judge(error)
+        if not isinstance(failure.error, InputError):
+            self.recovery.report(failure.error, failure.text, [place])
+        return failure.error
+
+    def _run_admitted(self, outcomes: list[Any]) -> list[Outcome]:
+        """The outcomes, where what is refused already has its own."""
         sound = [
             (position, item)
             for position, item in enumerate(outcomes)
@@ -419,41 +467,7 @@ class Engine:
     def _call_once(self, group: Group, columns: Sequence[Value], rows: int) -> Sequence[Value]:
         passed = self._intake.convert(group.inputs, columns)
         self.counts.rows += rows
-        result = group.inputs.call(self._module, passed)
-        return self._take(result, rows)
-
-    def _bind(self, result: Any) -> results.Outputs:
-        """What takes the outputs out of a result, and then the states that STATE names."""
-        model, carried = self.config.name, [state.output for state in self.config.carried]
-        told = [spec.name for spec in self.config.outputs]
-        shown = results.bind_outputs(model, told, result)
-        if not carried:
-            return shown
-        kept = results.bind_outputs(model, carried, result)
-        return lambda result: [*shown(result), *kept(result)]
-
-    def _take(self, result: Any, rows: int) -> list[Value]:
-        """The configured outputs, each as the config says."""
-        if self._outputs is None:
-            self._outputs = self._bind(result)
-        try:
-            parts = self._outputs(result)
-        except (LookupError, AttributeError, TypeError):
-            raise OutputError(
-                self.config.name,
-                f"forward() returned a {type(result).__name__} unlike its first result",
-                expected=f"the outputs {', '.join(self._names)}",
-            ) from None
-        try:
-            return [verify(part, rows) for verify, part in zip(self._verify, parts, strict=True)]
-        except BackendError:
-            raise
-        except Exception as error:  # of a tensor that is like no other: nested, faked, foreign
-            raise OutputError(
-                self.config.name,
-                f"the outputs cannot be read: {brief(error)}",
-                expected="dense tensors",
-            ) from error
+        return self._take(group.inputs.call(self._module, passed), rows)
 
 
 def _rows(columns: Sequence[Value]) -> int:

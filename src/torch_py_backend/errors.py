@@ -13,6 +13,9 @@ BackendError
 │   └── WarmupError         the first calls, before READY, failed
 ├── InputError              a request is wrong: the client's fault
 ├── ForwardError            forward() raised
+├── HookError               a method of the hooks around forward() raised
+├── CallError               a call of another model, from within a model, failed
+│   └── NoServerError       there is no server to call it on
 ├── OutputError             forward() returned what the config contradicts
 ├── InternalError           the backend itself failed
 ├── UnavailableError        the instance cannot answer, and another one might
@@ -26,20 +29,20 @@ BackendError
 └── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
 
 A sentence names the model, what was found, what was expected, and what to do. What a client reads
-(InputError, ForwardError, OutputError, UnavailableError) holds no path of the server.
+(InputError, ForwardError, HookError, CallError, OutputError, UnavailableError) holds no path of the
+server.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable
-from typing import ClassVar
 
 
 class BackendError(Exception):
     """Root of the tree. `code` is the name of a `TritonError` code."""
 
-    code: ClassVar[str] = "INTERNAL"
+    code: str = "INTERNAL"
 
 
 class ModelError(BackendError):
@@ -153,6 +156,37 @@ class ForwardError(ModelError):
         super().__init__(model, f"forward() raised {brief(error)}")
 
 
+class HookError(ModelError):
+    def __init__(self, model: str, stage: str, error: BaseException) -> None:
+        super().__init__(model, f"{stage}() raised {brief(error)}")
+
+
+class CallError(ModelError):
+    """A call of another model; its code is that of the answer.
+
+    Args:
+        model: the model that was called.
+        found: what came instead of a result, as a clause.
+        code: the name of a `TritonError` code.
+    """
+
+    def __init__(
+        self, model: str, found: str, *, code: str = "INTERNAL", expected: str = "", cure: str = ""
+    ) -> None:
+        super().__init__(model, found, expected=expected, cure=cure)
+        self.code = code
+
+
+class NoServerError(CallError):
+    def __init__(self, model: str, inputs: Iterable[str]) -> None:
+        super().__init__(
+            model,
+            f"it was called with {shown(inputs) or 'no inputs'} where no server executes requests:"
+            " while a model loads, in `check`, or in a test",
+            cure="For a test, torch_py_backend.composition.stand_in says what is called instead.",
+        )
+
+
 class OutputError(ModelError):
     pass
 
@@ -263,11 +297,20 @@ def brief(error: BaseException) -> str:
     except Exception:  # of a class of the model's own
         lines = []
     # TorchScript's message is a traceback; what was raised stands in its last line.
-    said = lines[-1] if lines and _TORCHSCRIPT in lines[0] else " ".join(lines[:1])
-    text = _PATH.sub("", _QUOTED_PATH.sub(r"\1", said))
-    text = _NETWORK_ADDRESS.sub("(address)", _MEMORY_ADDRESS.sub("", text))
-    text = "".join(one if one.isprintable() else "?" for one in text)
+    text = _harmless(lines[-1] if lines and _TORCHSCRIPT in lines[0] else " ".join(lines[:1]))
     kind = type(error).__name__
     if text.startswith(f"{kind}:") or not text:
         return (text or kind)[:_LONGEST]
     return f"{kind}: {text}"[:_LONGEST]
+
+
+def quoted(text: str) -> str:
+    """What another model's error says, in one line that may leave the server."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return _harmless(" ".join(lines[:1]))[:_LONGEST]
+
+
+def _harmless(text: str) -> str:
+    text = _PATH.sub("", _QUOTED_PATH.sub(r"\1", text))
+    text = _NETWORK_ADDRESS.sub("(address)", _MEMORY_ADDRESS.sub("", text))
+    return "".join(one if one.isprintable() else "?" for one in text)

@@ -40,9 +40,10 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
             ) from error
     if artifact.kind is Kind.TORCHSERVE:
         return _bodies(config)
-    if artifact.kind is not Kind.MODULE:
+    source = artifact.path if artifact.kind is Kind.MODULE else artifact.hooks
+    if source is None:
         return None
-    made = sources.example_inputs(config.name, artifact.path, NAME)
+    made = sources.example_inputs(config.name, source, NAME)
     if made is None:
         return None
     return {name: _value(config, name, value) for name, value in made.items()}

@@ -52,6 +52,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
         "artifact": f"{artifact.path.name}: {artifact.kind.value}",
         "weights": str(made.sharing),
         "signature": made.signature,
+        "hooks": str(made.hooks or ""),
         "inputs": [
             *(f"{_told(spec)} → {made.places[spec.name]}" for spec in made.config.inputs),
             *(f"{one.input} (state) → {made.places[one.input]}" for one in settings.carried),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,7 +65,7 @@ class Intake:
             for name, takes in zip(self._whole.names, self._whole.takes, strict=True)
             if takes.scalar or takes in _LISTS
         }
-        _check_types(config, self._special)
+        _check_types(config, signature.name, self._special)
         # Triton has compared dims that are fixed: items that have all inputs can share a call.
         self._uniform = (
             self._batched
@@ -127,24 +128,9 @@ class Intake:
 
     def _misfit(self, item: Item) -> InputError | None:
         """What is wrong with the shapes of an item's inputs, among each other."""
-        if self._batched and not item:
-            return InputError(self._model, "the request leaves out every input, and with them rows")
-        rows = -1
-        for name, value in item.items() if self._batched else ():
-            # Of a request that says it has no rows, Triton makes one without that dimension.
-            if value.ndim != self._axes.get(name, value.ndim):
-                return InputError(
-                    self._model,
-                    f"input '{name}' has the shape {list(value.shape)} and no rows",
-                    expected=f"{self._axes[name]} dimensions, the first of at least 1",
-                )
-            if rows not in (-1, value.shape[0]):
-                return InputError(
-                    self._model,
-                    f"the request's inputs have {rows} and {value.shape[0]} rows",
-                    expected="the same number of rows in each",
-                )
-            rows = value.shape[0]
+        rows = count_rows(self._model, item, self._axes) if self._batched else 0
+        if isinstance(rows, InputError):
+            return rows
         mismatch = self._padding.mismatch(item) if self._padding is not None else None
         if mismatch is None:
             return None
@@ -165,12 +151,14 @@ class Intake:
                     admitted[name] = _decode(value)
                 except UnicodeDecodeError as error:
                     return InputError(self._model, f"input '{name}' is not UTF-8: {error.reason}")
-            distinct = set(map(repr, _flat(value))) if takes.scalar else {""}  # NaN is itself
+            several = takes.scalar and math.prod(value.shape) != 1
+            distinct = set(map(repr, _flat(value))) if several else {""}  # NaN is itself
             if len(distinct) != 1:
                 return InputError(
                     self._model,
                     f"input '{name}' holds {len(distinct)} values",
-                    expected=f"one value for all rows: forward() takes {takes.value}",
+                    expected="one value for all rows:"
+                    f" {self._signature.name}() takes {takes.value}",
                 )
         return admitted
 
@@ -236,6 +224,35 @@ class Intake:
         return column
 
 
+def count_rows(model: str, item: Item, axes: Mapping[str, int]) -> int | InputError:
+    """How many rows an item has, or what is wrong with its inputs' shapes among each other.
+
+    Args:
+        model: the model's name.
+        item: what a request brought.
+        axes: how many dimensions inputs have, that of the rows included; of others any.
+    """
+    if not item:
+        return InputError(model, "the request leaves out every input, and with them rows")
+    rows = -1
+    for name, value in item.items():
+        # Of a request that says it has no rows, Triton makes one without that dimension.
+        if value.ndim != axes.get(name, value.ndim):
+            return InputError(
+                model,
+                f"input '{name}' has the shape {list(value.shape)} and no rows",
+                expected=f"{axes[name]} dimensions, the first of at least 1",
+            )
+        if rows not in (-1, value.shape[0]):
+            return InputError(
+                model,
+                f"the request's inputs have {rows} and {value.shape[0]} rows",
+                expected="the same number of rows in each",
+            )
+        rows = value.shape[0]
+    return rows
+
+
 # Flat, as LibTorch passes strings, unless the annotation says otherwise.
 _LISTS: Mapping[Takes, Callable[[Strings], list[Any]]] = {
     Takes.STRINGS: lambda column: column.ravel().tolist(),
@@ -243,7 +260,19 @@ _LISTS: Mapping[Takes, Callable[[Strings], list[Any]]] = {
     Takes.NESTED_STRINGS: lambda column: column.tolist(),
     Takes.NESTED_BYTES: lambda column: column.tolist(),
 }
-_SCALARS = {Takes.INT: int, Takes.FLOAT: float, Takes.BOOL: bool, Takes.STR: str}
+
+
+def _raw(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()
+
+
+_SCALARS: Mapping[Takes, Callable[[Any], Any]] = {
+    Takes.INT: int,
+    Takes.FLOAT: float,
+    Takes.BOOL: bool,
+    Takes.STR: str,
+    Takes.RAW: _raw,
+}
 
 
 _MOST_PATTERNS = 6
@@ -259,7 +288,7 @@ def _patterns(optional: Sequence[str]) -> Iterator[frozenset[str]]:
         yield from map(frozenset, itertools.combinations(optional, size))
 
 
-def _check_types(config: ModelConfig, special: Mapping[str, Takes]) -> None:
+def _check_types(config: ModelConfig, function: str, special: Mapping[str, Takes]) -> None:
     """What an argument takes must be what the config sends, without loss."""
     for spec in config.inputs:
         takes = special.get(spec.name)
@@ -269,7 +298,7 @@ def _check_types(config: ModelConfig, special: Mapping[str, Takes]) -> None:
         if not spec.dtype.triton.startswith(accepted):
             raise BindingError(
                 config.name,
-                f"input '{spec.name}' is {spec.dtype.triton}, and forward() takes {takes.value}",
+                f"input '{spec.name}' is {spec.dtype.triton}, and {function}() takes {takes.value}",
                 expected=f"{' or '.join(accepted)} in config.pbtxt",
             )
 

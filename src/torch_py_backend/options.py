@@ -196,10 +196,20 @@ class Options:
         " what the bodies of requests are.",
     )
     method: str | None = _option(TEXT, "The method to serve instead of `forward`.")
+    hooks: str | None = _option(
+        TEXT,
+        "The class in the source beside the model whose methods run around forward(); `none`: no"
+        " class does. Unset: `Hooks`, where there is one.",
+    )
     fallback: str | None = _option(
         TEXT,
         "The file in the version folder to serve where an AOTInductor package was built for"
         " another machine.",
+    )
+    preprocess_threads: int | None = _option(
+        POSITIVE,
+        "Threads that run the preprocess() of hooks for the rows of a batch: where a row takes"
+        " milliseconds outside of Python, as large images do. Unset: none but the instance's own.",
     )
     cast_inputs: str | None = _option(
         FLOATING, "Convert floating-point inputs to this type before the model sees them."

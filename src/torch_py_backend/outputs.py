@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torch_py_backend import results
 from torch_py_backend.batching import Owned, Strings, Value
 from torch_py_backend.config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.errors import OutputError
+from torch_py_backend.errors import BackendError, OutputError, brief
 
 # Makes a part of a result, of so many rows, into an output; raises OutputError.
 Verify: TypeAlias = "Callable[[Any, int], Value]"
@@ -43,6 +44,60 @@ def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
     # Compared first: most outputs have dims that are fixed. One axis at least, for the rows.
     fixed = dims[start:] if len(dims) > start else None
     return _Tensors(expected, dtype, cast, start, fixed).verify
+
+
+class Taker:
+    """Takes the configured outputs out of results, each as the config says.
+
+    Args:
+        config: the model's config.
+        of: what returns the results, for messages.
+    """
+
+    def __init__(self, config: ModelConfig, of: str = "forward()") -> None:
+        self._model = config.name
+        self._of = of
+        self._names = tuple(spec.name for spec in config.outputs)
+        self._carried = tuple(state.output for state in config.carried)
+        self._verify = verifiers(config)
+        # A result's structure is known once there has been one.
+        self._outputs: results.Outputs | None = None
+
+    def take(self, result: Any, rows: int) -> list[Value]:
+        """The outputs of a result of so many rows, in the config's order.
+
+        Raises:
+            BindingError: the first result does not have them.
+            OutputError: the result contradicts the config, or is unlike the first.
+        """
+        if self._outputs is None:
+            self._outputs = self._bind(result)
+        try:
+            parts = self._outputs(result)
+        except (LookupError, AttributeError, TypeError):
+            raise OutputError(
+                self._model,
+                f"{self._of} returned a {type(result).__name__} unlike its first result",
+                expected=f"the outputs {', '.join(self._names)}",
+            ) from None
+        try:
+            return [verify(part, rows) for verify, part in zip(self._verify, parts, strict=True)]
+        except BackendError:
+            raise
+        except Exception as error:  # of a tensor that is like no other: nested, faked, foreign
+            raise OutputError(
+                self._model,
+                f"the outputs cannot be read: {brief(error)}",
+                expected="dense tensors",
+            ) from error
+
+    def _bind(self, result: Any) -> results.Outputs:
+        """What takes the outputs out of a result, and then the states that STATE names."""
+        shown = results.bind_outputs(self._model, self._names, result, self._of)
+        if not self._carried:
+            return shown
+        kept = results.bind_outputs(self._model, self._carried, result, self._of)
+        return lambda result: [*shown(result), *kept(result)]
 
 
 class Finite:

@@ -15,6 +15,7 @@ from torch_py_backend.capacity import Capacity, Limit
 from torch_py_backend.errors import (
     BackendError,
     ForwardError,
+    HookError,
     LoadError,
     OutOfMemoryError,
     OutputError,
@@ -232,8 +233,10 @@ class Recovery:
         if memory:
             return Failure(OutOfMemoryError(self._model), text, memory=True)
         if isinstance(error, BackendError):
-            # What the config and the model disagree in, no item can help.
-            return Failure(error, repeats=isinstance(error, LoadError))
+            # What the config and the model disagree in, no item can help. What was raised by the
+            # model's own code is told with its traceback.
+            seen = text if isinstance(error, HookError) else ""
+            return Failure(error, seen, repeats=isinstance(error, LoadError))
         return Failure(ForwardError(self._model, error), text)
 
     def _dead(self, error: BaseException) -> BaseException | None:

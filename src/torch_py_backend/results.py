@@ -37,7 +37,7 @@ class _Leaf:
         return result
 
 
-def bind_outputs(model: str, names: Sequence[str], result: Any) -> Outputs:
+def bind_outputs(model: str, names: Sequence[str], result: Any, of: str = "forward()") -> Outputs:
     """Tie the config's output names to the leaves of a result like this one.
 
     Args:
@@ -45,6 +45,7 @@ def bind_outputs(model: str, names: Sequence[str], result: Any) -> Outputs:
         names: output names in the config's order.
         result: what forward() returned for a sample: a tensor or a list of strings, in any nesting
             of tuples, lists, mappings, dataclasses and named tuples.
+        of: what returned it, for messages.
 
     Raises:
         BindingError: a name that the result does not have, or more names than it has leaves.
@@ -61,7 +62,7 @@ def bind_outputs(model: str, names: Sequence[str], result: Any) -> Outputs:
         valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
         raise BindingError(
             model,
-            f"the outputs {shown(names)} do not fit what forward() returns, {_describe(result)}",
+            f"the outputs {shown(names)} do not fit what {of} returns, {_describe(result)}",
             expected=f"names among {shown(valid)}",
         )
     return _selector([leaves[index] for index in found], result)

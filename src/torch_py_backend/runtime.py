@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound="Value | Owned")
 
-_Guard: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+Guard: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Runtime:
     """
 
     device: torch.device
-    guard: _Guard
+    guard: Guard
     clean: Callable[[], None] | None
 
     def to_device(self, columns: Sequence[Value]) -> Sequence[Value]:
@@ -184,7 +184,7 @@ def surround(options: Options, device: torch.device | None, weights: Iterable[Te
     if device is None:
         first = next(iter(weights), None)
         device = torch.device("cpu") if first is None else first.device
-    mode: _Guard = _inference_mode if options.inference_mode else torch.no_grad
+    mode: Guard = _inference_mode if options.inference_mode else torch.no_grad
     on_gpu = device.type == "cuda"
     if options.autocast is not None:
         mode = _in_precision(device, _AUTOCAST[options.autocast], mode)
@@ -206,7 +206,7 @@ def _inference_mode() -> AbstractContextManager[Any]:
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _in_precision(device: torch.device, dtype: torch.dtype, mode: _Guard) -> _Guard:
+def _in_precision(device: torch.device, dtype: torch.dtype, mode: Guard) -> Guard:
     @contextlib.contextmanager
     def guard() -> Iterator[None]:
         with mode(), torch.autocast(device.type, dtype):
@@ -215,7 +215,7 @@ def _in_precision(device: torch.device, dtype: torch.dtype, mode: _Guard) -> _Gu
     return guard
 
 
-def _on_own_stream(device: torch.device, mode: _Guard) -> _Guard:
+def _on_own_stream(device: torch.device, mode: Guard) -> Guard:
     # The weights were copied on the default stream, which ours does not wait for.
     torch.cuda.synchronize(device)
     stream = torch.cuda.Stream(device)

@@ -18,26 +18,31 @@ from torch_py_backend import (
     config,
     dtypes,
     examples,
+    hooks,
     loaders,
     outputs,
     programs,
     results,
+    runtime,
     samples,
     sequences,
     streams,
 )
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Item, Value
-from torch_py_backend.binding import bind_inputs, ordinal
+from torch_py_backend.binding import Passing, Takes, bind_inputs, ordinal
 from torch_py_backend.config import ModelConfig, TensorSpec
 from torch_py_backend.errors import (
+    BackendError,
     ConfigError,
     ForwardError,
     LoadError,
     SourceError,
 )
+from torch_py_backend.hooks import Hooks
 from torch_py_backend.intake import Intake
 from torch_py_backend.loaders import Loaded
+from torch_py_backend.stages import Stages
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +93,13 @@ def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _as_json(spec: TensorSpec) -> dict[str, Any]:
-    entry = {"name": spec.name, "data_type": spec.dtype.config, "dims": list(spec.dims)}
+    entry: dict[str, Any] = {
+        "name": spec.name,
+        "data_type": spec.dtype.config,
+        "dims": list(spec.dims),
+    }
+    if spec.optional:
+        entry["optional"] = True
     # One value a row: Triton wants a dimension, the model must not see it.
     return entry if spec.dims else entry | {"dims": [1], "reshape": {"shape": []}}
 
@@ -96,6 +107,11 @@ def _as_json(spec: TensorSpec) -> dict[str, Any]:
 def of_model(settings: ModelConfig) -> Schema:
     """The schema of the artifact in a model's version folder."""
     artifact = artifacts.find(settings)
+    # Whether there is a batch dimension is yet to be told.
+    batched = dataclasses.replace(settings, max_batch_size=settings.max_batch_size or 1)
+    around = hooks.load(batched, artifact)
+    if around is not None:
+        return _of_hooks(settings, artifact, around)
     if artifact.kind is Kind.EXPORTED:
         return _of_program(settings, programs.describe_exported(settings, artifact.path))
     if artifact.kind is not Kind.AOTI:  # compiled code reads memory, which meta tensors lack
@@ -171,21 +187,130 @@ def _dtype(settings: ModelConfig, name: str, dtype: torch.dtype) -> dtypes.DType
         ) from None
 
 
+# --- hooks -----------------------------------------------------------------------------------
+
+
+def _of_hooks(settings: ModelConfig, artifact: Artifact, around: Hooks) -> Schema:
+    """Inputs by example, or as annotations tell them; outputs by running the hooks and the model.
+
+    Raises:
+        ConfigError: neither tells the inputs, or the model cannot be run with them.
+    """
+    example = examples.find(settings, artifact)
+    told = () if example is not None else _annotated(settings, around)
+    loaded = loaders.load(artifact, settings, torch.device("cpu"))
+    if example is None:
+        batched = _with_inputs(settings, told, _MAX_BATCH_SIZE)
+        return _tried(batched, loaded, around, samples.item(batched, 2))
+    specs = tuple(_example_spec(settings, name, value) for name, value in example.items())
+    if len({spec.dims[:1] for spec in specs}) == 1 and all(spec.dims for spec in specs):
+        rows = tuple(dataclasses.replace(spec, dims=spec.dims[1:]) for spec in specs)
+        batched = _with_inputs(settings, rows, _batch_size(loaded.rows.most))
+        try:
+            return _tried(batched, loaded, around, example)
+        except ConfigError as error:
+            if around.per_batch:
+                raise
+            log.debug("%s It is tried without a batch dimension.", error)
+    return _tried(_with_inputs(settings, specs, 0), loaded, around, example)
+
+
+def _with_inputs(
+    settings: ModelConfig, specs: Sequence[TensorSpec], max_batch_size: int
+) -> ModelConfig:
+    return dataclasses.replace(settings, inputs=tuple(specs), max_batch_size=max_batch_size)
+
+
+_TOLD = {
+    Takes.INT: ("INT64", ()),
+    Takes.FLOAT: ("FP32", ()),
+    Takes.BOOL: ("BOOL", ()),
+    Takes.STR: ("BYTES", ()),
+    Takes.RAW: ("BYTES", ()),
+    Takes.STRINGS: ("BYTES", (-1,)),
+    Takes.BYTES: ("BYTES", (-1,)),
+}
+
+
+def _annotated(settings: ModelConfig, around: Hooks) -> tuple[TensorSpec, ...]:
+    """The inputs of a row, as far as preprocess() says what each is."""
+    stage = around.preprocess or around.preprocess_batch
+    arguments = stage.signature().arguments if stage is not None else ()
+    told = [_TOLD.get(one.takes) for one in arguments if one.passing in _NAMED]
+    if not told or None in told:
+        raise _no_example(settings, "the hooks do not tell the shapes of what they take")
+    return tuple(
+        # Of a batch, a list holds the rows.
+        TensorSpec(
+            one.name,
+            dtypes.from_triton(kind),
+            dims if stage is around.preprocess else (),
+            optional=not one.required,
+        )
+        for one, (kind, dims) in zip(arguments, filter(None, told), strict=False)
+    )
+
+
+_NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
+
+
+def _tried(settings: ModelConfig, loaded: Loaded, around: Hooks, example: Item) -> Schema:
+    """What comes of the example."""
+    surroundings = runtime.surround(settings.options, torch.device("cpu"), ())
+    made = Stages(dataclasses.replace(settings, outputs=()), loaded.signature, around, surroundings)
+    try:
+        with surroundings.guard():
+            result, of_row = made.tried(loaded.module, example)
+    except Exception as error:  # the model's own code runs here
+        failure = error if isinstance(error, BackendError) else ForwardError(settings.name, error)
+        raise ConfigError(
+            settings.name,
+            f"config.pbtxt lists no inputs or no outputs, and the hooks cannot be run to tell them:"
+            f" {failure}",
+            cure=f"Put valid inputs beside the model, in a function {examples.NAME}() or"
+            f" {examples.NAME}.safetensors, or write the outputs into config.pbtxt.",
+        ) from error
+    names = results.names(result)
+    parts = results.bind_outputs(settings.name, names, result, "postprocess()")(result)
+    values = {
+        name: outputs.plain(settings.name, name, part)
+        for name, part in zip(names, parts, strict=True)
+    }
+    batched = settings.max_batch_size > 0
+    return Schema(
+        settings.inputs,
+        tuple(
+            _of_row(settings, name, value)
+            if batched and of_row
+            else _tensor(settings, name, value, batched=batched)
+            for name, value in values.items()
+        ),
+        settings.max_batch_size,
+    )
+
+
+def _of_row(settings: ModelConfig, name: str, value: Value) -> TensorSpec:
+    return TensorSpec(name, _kind(settings, name, value), tuple(value.shape))
+
+
 # --- by example ------------------------------------------------------------------------------
 
 
 def _example(settings: ModelConfig, artifact: Artifact) -> Item:
     found = examples.find(settings, artifact)
     if found is None:
-        raise ConfigError(
-            settings.name,
-            f"config.pbtxt lists no inputs or no outputs, and {artifact.kind.value} does not tell"
-            " its shapes",
-            expected=f"{examples.NAME}.safetensors in the version folder, or a function"
-            f" {examples.NAME}() in model.py that returns a dict of tensors by input name",
-            cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
-        )
+        raise _no_example(settings, f"{artifact.kind.value} does not tell its shapes")
     return found
+
+
+def _no_example(settings: ModelConfig, reason: str) -> ConfigError:
+    return ConfigError(
+        settings.name,
+        f"config.pbtxt lists no inputs or no outputs, and {reason}",
+        expected=f"{examples.NAME}.safetensors in the version folder, or a function"
+        f" {examples.NAME}() in model.py that returns a dict of tensors by input name",
+        cure="Add one of them, or write the inputs and outputs into config.pbtxt.",
+    )
 
 
 def _of_example(settings: ModelConfig, artifact: Artifact, device: torch.device) -> Schema:

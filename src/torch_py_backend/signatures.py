@@ -144,7 +144,13 @@ def _key_argument(owner: Any, name: str, hint: Any) -> Argument:
     return Argument(name, required, Passing.KEYWORD, _takes(kind), text=name, nullable=nullable)
 
 
-_SCALARS = {int: Takes.INT, float: Takes.FLOAT, bool: Takes.BOOL, str: Takes.STR}
+_SCALARS = {
+    int: Takes.INT,
+    float: Takes.FLOAT,
+    bool: Takes.BOOL,
+    str: Takes.STR,
+    bytes: Takes.RAW,
+}
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _SEQUENCES = (list, collections.abc.Sequence, collections.abc.Iterable)
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from torch_py_backend import initialization
+from torch_py_backend import artifacts, initialization
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import SourceError, brief, shown
 
@@ -158,6 +158,51 @@ def example_inputs(model: str, path: Path, name: str) -> Mapping[str, Any] | Non
             expected="a dict of tensors by input name",
         )
     return made
+
+
+def construct_hooks(config: ModelConfig, path: Path) -> Any:
+    """An object of the class whose methods run around forward().
+
+    None: the class that has the name is the module itself.
+
+    Raises:
+        SourceError: there is no such class, or it cannot be built.
+    """
+    source = import_source(config.name, path)
+    name = config.options.hooks or artifacts.HOOKS
+    chosen = getattr(source, name, None)
+    if _is_module_class(chosen) and config.options.hooks is None:
+        return None
+    if not isinstance(chosen, type) or issubclass(chosen, nn.Module):
+        kind = "an nn.Module" if _is_module_class(chosen) else "no class"
+        raise SourceError(
+            config.name,
+            f"{name}, which is to run around forward(), is {kind} in {path.name}",
+            expected="a plain class with some of the methods " + ", ".join(artifacts.STAGES),
+        )
+    signature = _signature(chosen)
+    takes_folder = signature is not None and "folder" in signature.parameters
+    keywords = {"folder": config.version_folder} if takes_folder else {}
+    if signature is not None:
+        try:
+            signature.bind(**keywords)
+        except TypeError as error:
+            raise SourceError(
+                config.name,
+                f"{name}{signature} in {path.name} cannot be called: {error}",
+                expected="no arguments, or `folder`, which is the version's folder",
+            ) from None
+    try:
+        return chosen(**keywords)
+    except (Exception, SystemExit) as error:
+        raise SourceError(
+            config.name, f"{name}() in {path.name} fails at {place(error, path)}"
+        ) from error
+
+
+def modules_in(model: str, path: Path) -> list[str]:
+    """The names of the modules that a source defines itself."""
+    return list(_defined(import_source(model, path), _is_module_class))
 
 
 def construct(config: ModelConfig, path: Path, source: ModuleType, *, filled: bool) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 from torch_py_backend import buckets, compilation, examples, purity, samples, sequences, streams
 from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.config import ModelConfig, Origin
 from torch_py_backend.engine import Engine
-from torch_py_backend.errors import BackendError, LoadError, WarmupError
+from torch_py_backend.errors import BackendError, LoadError, NoServerError, WarmupError
 
 log = logging.getLogger(__name__)
 
@@ -19,6 +20,8 @@ _REPEATS = 3
 # A model with one graph for many row counts meets all up to here before READY, and beyond it
 # powers of two.
 _EVERY = 32
+
+_Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
 
 def run(engine: Engine) -> None:
@@ -30,24 +33,42 @@ def run(engine: Engine) -> None:
     """
     call = streams.trial(engine) if engine.config.decoupled else engine.run
     with engine.preparing():
-        for item in batches(engine):
-            before = purity.copied(item)
-            for _ in range(_REPEATS):
-                outcome = _tried(engine, call, item)
-            engine.purity.compare(before, item)
-            # The first step of a sequence is followed by others, whose states may have grown.
-            for _ in range(_REPEATS if engine.config.states else 0):
-                outcome = _tried(engine, call, sequences.following(engine.config, item, outcome))
+        try:
+            for item in batches(engine):
+                _prepare(engine, call, item)
+        except NoServerError as error:
+            _leave_out(engine, error)
 
 
-def _tried(
-    engine: Engine, call: Callable[[Sequence[Item]], Sequence[Outcome]], item: Item
-) -> dict[str, Value]:
+def _prepare(engine: Engine, call: _Call, item: Item) -> None:
+    """What a first call with such an item would cost is paid."""
+    before = purity.copied(item)
+    for _ in range(_REPEATS):
+        outcome = _tried(engine, call, item)
+    engine.purity.compare(before, item)
+    # The first step of a sequence is followed by others, whose states may have grown.
+    for _ in range(_REPEATS if engine.config.states else 0):
+        outcome = _tried(engine, call, sequences.following(engine.config, item, outcome))
+
+
+def _tried(engine: Engine, call: _Call, item: Item) -> dict[str, Value]:
     (outcome,) = call([item])
+    if isinstance(outcome, NoServerError):
+        raise outcome
     if isinstance(outcome, BackendError):
         _tell(engine)
         raise _refusal(engine.config, item, outcome)
     return outcome
+
+
+def _leave_out(engine: Engine, error: NoServerError) -> None:
+    """A model that calls others is tried where they are."""
+    engine.recovery.reports.clear()
+    log.warning(
+        "model '%s': the warm-up is left out, for the model calls another. %s",
+        engine.config.name,
+        error,
+    )
 
 
 def _tell(engine: Engine) -> None:
@@ -74,7 +95,11 @@ def batches(engine: Engine) -> Iterator[Item]:
     """One item for every batch that may need preparation of its own."""
     config = engine.config
     example = _fitting(config, engine.example())
-    varies = any(-1 in spec.dims for spec in config.inputs if spec.origin is not Origin.STATE)
+    # What hooks take may be no smaller: bytes of a file in an example, say.
+    fixed = example and engine.hooks
+    varies = not fixed and any(
+        -1 in spec.dims for spec in config.inputs if spec.origin is not Origin.STATE
+    )
     for rows, shrunk, without in itertools.product(
         _row_counts(engine), (False, True) if varies else (False,), engine.patterns
     ):

@@ -6,7 +6,7 @@ import pytest
 from scenarios import Scenario
 from serving import TABLES, Serving
 
-_SERVED = ("scenarios", "sequences", "refused", "kinds")
+_SERVED = ("scenarios", "sequences", "refused", "kinds", "hooked")
 _GOOD = [(name, one) for name in _SERVED for one in TABLES[name] if not one.load_error]
 _BAD = [(name, one) for name in _SERVED for one in TABLES[name] if one.load_error]
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import completion, config, threads, tuned, vitals
+from torch_py_backend import completion, composition, config, threads, tuned, vitals
 from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.errors import BackendError, PlatformError
 
@@ -92,7 +92,7 @@ class TritonPythonModel:
         import torch  # noqa: PLC0415
 
         from torch_py_backend import engine, warmup, weight_files  # noqa: PLC0415
-        from torch_py_backend.adapter import answering, streaming  # noqa: PLC0415
+        from torch_py_backend.adapter import answering, calling, streaming  # noqa: PLC0415
 
         _check_numpy(settings.name)
         self._engine = engine.build(settings, share)
@@ -105,6 +105,8 @@ class TritonPythonModel:
         self._answering = self._answers(weights)
         if settings.options.warmup:
             warmup.run(self._engine)
+        # Not before: Triton refuses calls of other models while one loads.
+        composition.connect(calling.Calls(settings.name))
         # Not before: loading may take as long as it wants.
         self._engine.recovery.begins = self._vitals.busy
         # Triton calls this thread and no other: entered once, it need not be for each batch.
@@ -127,10 +129,13 @@ class TritonPythonModel:
 
     def _answers(self, weights: Any) -> Any:
         """Who makes responses of requests."""
-        from torch_py_backend.adapter import answering, sequencing  # noqa: PLC0415
+        from torch_py_backend.adapter import answering, messages, sequencing  # noqa: PLC0415
 
         if self._settings.sequencing is None:
-            return answering.Answering(self._engine, self._end, weights)
+            # To ask costs: only where hooks do.
+            asks = self._engine.hooks is not None and self._engine.hooks.asks
+            read = messages.read_with_parameters if asks else messages.read
+            return answering.Answering(self._engine, self._end, weights, read=read)
         steps = sequencing.Sequencing(self._engine)
         self._modes.callback(steps.close)
         # A step that nobody waits for is run all the same: the next one builds upon it.

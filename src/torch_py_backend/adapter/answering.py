@@ -49,7 +49,7 @@ class Weights:
         self._metric.tell(digest)
         if not self._takes_parameters:
             return messages.write
-        return partial(messages.write_with_parameters, parameters={"weights": digest})
+        return partial(messages.write_with_parameters, told={"weights": digest})
 
 
 class Answering:

@@ -14,6 +14,7 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 from torch.utils import dlpack
 
+from torch_py_backend import parameters
 from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.errors import BackendError
 
@@ -24,15 +25,13 @@ _LONGEST_ID = 64
 
 def read(request: Any) -> Item:
     """A request's tensors by name: arrays in host memory of their own, or tensors on the GPU."""
-    return {tensor.name(): _read_tensor(tensor) for tensor in request.inputs()}
+    return {tensor.name(): read_tensor(tensor) for tensor in request.inputs()}
 
 
 def read_some(request: Any, names: Collection[str]) -> Item:
     """Those of a request's tensors that have one of these names; of others not even memory."""
     return {
-        name: _read_tensor(tensor)
-        for tensor in request.inputs()
-        if (name := tensor.name()) in names
+        name: read_tensor(tensor) for tensor in request.inputs() if (name := tensor.name()) in names
     }
 
 
@@ -44,7 +43,15 @@ def read_kept(request: Any) -> Item:
     }
 
 
-def _read_tensor(tensor: Any) -> Value:
+def read_with_parameters(request: Any) -> Item:
+    """As `read`, with the request's parameters for who asks."""
+    item = read(request)
+    told = parameters.parse(request.parameters())
+    return {**item, parameters.KEY: parameters.column([told])}
+
+
+def read_tensor(tensor: Any) -> Value:
+    """A tensor of Triton's: an array of its own in host memory, or a tensor."""
     if not tensor.is_cpu():
         return dlpack.from_dlpack(tensor)
     try:
@@ -55,12 +62,12 @@ def _read_tensor(tensor: Any) -> Value:
     return array
 
 
-def write_with_parameters(outcome: Outcome, parameters: Mapping[str, str]) -> Any:
+def write_with_parameters(outcome: Outcome, told: Mapping[str, str]) -> Any:
     """As `write`, and a result comes with parameters for the client."""
     if isinstance(outcome, BackendError):
         return write(outcome)
-    tensors = [_write_tensor(name, value) for name, value in outcome.items()]
-    return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
+    tensors = [write_tensor(name, value) for name, value in outcome.items()]
+    return pb_utils.InferenceResponse(tensors, parameters=dict(told))
 
 
 def takes_parameters() -> bool:
@@ -83,11 +90,12 @@ def write(outcome: Outcome) -> Any:
     if isinstance(outcome, BackendError):
         code = getattr(pb_utils.TritonError, outcome.code)
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), code))
-    tensors = [_write_tensor(name, value) for name, value in outcome.items()]
+    tensors = [write_tensor(name, value) for name, value in outcome.items()]
     return pb_utils.InferenceResponse(tensors)
 
 
-def _write_tensor(name: str, value: Value) -> Any:
+def write_tensor(name: str, value: Value) -> Any:
+    """A tensor of Triton's for a contiguous value."""
     if not isinstance(value, Tensor):
         return pb_utils.Tensor(name, value)
     if value.is_cuda:

@@ -101,6 +101,7 @@ def _print_model(console: Console, report: Mapping[str, Any]) -> None:
             ("artifact", report["artifact"]),
             ("weights", report["weights"]),
             ("takes", report["signature"]),
+            *((("hooks", report["hooks"]),) if report["hooks"] else ()),
             ("inputs", ", ".join(report["inputs"])),
             ("outputs", ", ".join(report["outputs"])),
             ("batch", f"at most {rows}" if report["max_batch_size"] else rows),

@@ -1,0 +1,250 @@
+"""A pipeline in one folder, with hooks, against the same as an ensemble of three models.
+
+    python -m benchmarks.hooks [--side 128] [--concurrency 1,8,32] [--seconds 5] [--pairs 3]
+
+Image files go in, names of digits come out. One folder holds the network and hooks that decode a
+file and name the digit; the ensemble has a Python model of Triton's own that decodes, the network
+alone, and a Python model that names. All are on one server; answers are compared first; then they
+are loaded in turn, A B A B.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import shutil
+import tempfile
+from collections.abc import Sequence
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import tritonclient.grpc
+from numpy.typing import NDArray
+from PIL import Image
+
+from torch_py_backend import client, sweep
+from torch_py_backend.client import Client
+from torch_py_backend.errors import BenchError
+from torch_py_backend.load import Closed
+from torch_py_backend.payloads import Tensor
+from torch_py_backend.server import Server
+
+_EXAMPLE = Path(__file__).parents[1] / "examples" / "model_repository" / "digits_png"
+_IMAGES = 64
+_DECODE = """
+from io import BytesIO
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+from PIL import Image
+
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request):
+        files = pb_utils.get_input_tensor_by_name(request, "image").as_numpy()
+        images = np.stack([self._decoded(file) for file in files.ravel()])
+        return pb_utils.InferenceResponse([pb_utils.Tensor("pixels", images)])
+
+    def _decoded(self, file):
+        paper = Image.open(BytesIO(file)).convert("L").resize((8, 8), Image.Resampling.BOX)
+        return 16.0 * (1.0 - np.array(paper, dtype=np.float32)[None] / 255.0)
+"""
+_NAME = """
+from pathlib import Path
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        folder = Path(args["model_repository"]) / args["model_version"]
+        self.labels = np.array((folder / "labels.txt").read_text().split(), dtype=object)
+
+    def execute(self, requests):
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request):
+        logits = pb_utils.get_input_tensor_by_name(request, "logits").as_numpy()
+        powers = np.exp(logits - logits.max(1, keepdims=True))
+        shares = powers / powers.sum(1, keepdims=True)
+        best = shares.argmax(1)[:, None]
+        return pb_utils.InferenceResponse(
+            [
+                pb_utils.Tensor("label", self.labels[best]),
+                pb_utils.Tensor("probability", np.take_along_axis(shares, best, 1)),
+            ]
+        )
+"""
+_FILE = '[{ name: "image" data_type: TYPE_STRING dims: [ 1 ] }]'
+_PIXELS = '{ name: "pixels" data_type: TYPE_FP32 dims: [ 1, 8, 8 ] }'
+_LOGITS = '{ name: "logits" data_type: TYPE_FP32 dims: [ 10 ] }'
+_ANSWER = """[
+  { name: "label" data_type: TYPE_STRING dims: [ 1 ] },
+  { name: "probability" data_type: TYPE_FP32 dims: [ 1 ] }
+]"""
+_BATCHED = """max_batch_size: 64
+dynamic_batching { }
+instance_group [{ kind: KIND_CPU count: 1 }]
+"""
+_CONFIGS = {
+    "decode": f'backend: "python"\n{_BATCHED}input {_FILE}\noutput [{_PIXELS}]\n',
+    "network": 'backend: "pytorch_py"\n'
+    + _BATCHED
+    + f"input [{_PIXELS}]\noutput [{_LOGITS}]\n"
+    + 'parameters { key: "NUM_THREADS" value { string_value: "1" } }\n',
+    "name": f'backend: "python"\n{_BATCHED}input [{_LOGITS}]\noutput {_ANSWER}\n',
+    "ensemble": f"""platform: "ensemble"
+max_batch_size: 64
+input {_FILE}
+output {_ANSWER}
+ensemble_scheduling {{
+  step [
+    {{ model_name: "decode" model_version: -1
+      input_map {{ key: "image" value: "image" }}
+      output_map {{ key: "pixels" value: "pixels" }} }},
+    {{ model_name: "network" model_version: -1
+      input_map {{ key: "pixels" value: "pixels" }}
+      output_map {{ key: "logits" value: "logits" }} }},
+    {{ model_name: "name" model_version: -1
+      input_map {{ key: "logits" value: "logits" }}
+      output_map {{ key: "label" value: "label" }}
+      output_map {{ key: "probability" value: "probability" }} }}
+  ]
+}}
+""",
+}
+_THREADS = """
+parameters {{ key: "PREPROCESS_THREADS" value {{ string_value: "{}" }} }}
+"""
+_ONE, _THREE = "digits_png", "ensemble"
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--side", type=int, default=128, help="pixels, of square images")
+    parser.add_argument("--threads", type=int, help="PREPROCESS_THREADS of the one folder")
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--seconds", type=float, default=5.0)
+    parser.add_argument("--pairs", type=int, default=3)
+    wished = parser.parse_args(words)
+    counts = [int(one) for one in wished.concurrency.split(",")]
+    images = files(wished.side)
+    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+        repository = lay_out(Path(scratch) / "repository", wished.threads)
+        log_path = Path(scratch) / "server.log"
+        with (
+            log_path.open("wb") as log,
+            Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
+        ):
+            for state in server.wait_loaded(timeout=300):
+                if not state.ready:
+                    raise BenchError(f"{state.name} did not load: {state.reason}")
+            compare(server.grpc_address, images)
+            print(f"{_IMAGES} JPEG files of {wished.side} by {wished.side} pixels, one a request")
+            print("| in flight | one folder, req/s | p50 ms | ensemble, req/s | p50 ms | ratio |")
+            print("|---|---|---|---|---|---|")
+            for count in counts:
+                turns = measure(server.grpc_address, images, count, wished.seconds, wished.pairs)
+                print(row(count, asyncio.run(turns)), flush=True)
+
+
+def files(side: int) -> list[bytes]:
+    """Pictures of nothing, as JPEG: what decoding and resizing cost does not depend on it."""
+    random = np.random.default_rng(0)
+    made = []
+    for _ in range(_IMAGES):
+        coarse = random.integers(0, 256, (8, 8), dtype=np.uint8)
+        image = Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
+        file = BytesIO()
+        image.convert("RGB").save(file, format="JPEG")
+        made.append(file.getvalue())
+    return made
+
+
+def lay_out(repository: Path, threads: int | None) -> Path:
+    """Both pipelines as models of one repository."""
+    shutil.copytree(_EXAMPLE, repository / _ONE)
+    if threads is not None:
+        with (repository / _ONE / "config.pbtxt").open("a") as file:
+            file.write(_THREADS.format(threads))
+    for name, config in _CONFIGS.items():
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(config)
+    (repository / "decode" / "1" / "model.py").write_text(_DECODE)
+    (repository / "name" / "1" / "model.py").write_text(_NAME)
+    shutil.copyfile(_EXAMPLE / "1" / "labels.txt", repository / "name" / "1" / "labels.txt")
+    shutil.copyfile(_EXAMPLE / "1" / "model.pt2", repository / "network" / "1" / "model.pt2")
+    return repository
+
+
+def compare(address: str, images: Sequence[bytes]) -> None:
+    """Every image has one answer, whoever is asked."""
+    sent = tritonclient.grpc.InferInput("image", [len(images), 1], "BYTES")
+    sent.set_data_from_numpy(_column(images))
+    with tritonclient.grpc.InferenceServerClient(address) as asked:
+        one, three = (asked.infer(name, [sent]) for name in (_ONE, _THREE))
+    if not (one.as_numpy("label") == three.as_numpy("label")).all():
+        raise BenchError("the pipelines name different digits.")
+    np.testing.assert_allclose(
+        one.as_numpy("probability"), three.as_numpy("probability"), rtol=1e-4, atol=1e-6
+    )
+
+
+def _column(images: Sequence[bytes]) -> NDArray[np.object_]:
+    return np.array([[image] for image in images], dtype=np.object_)
+
+
+async def measure(
+    address: str, images: Sequence[bytes], concurrency: int, seconds: float, pairs: int
+) -> list[tuple[sweep.Point, sweep.Point]]:
+    """Turns of both, one after the other."""
+    connected = client.connect(client.address(f"grpc://{address}"))
+    try:
+        return [
+            (
+                await _turn(connected, _ONE, images, concurrency, seconds),
+                await _turn(connected, _THREE, images, concurrency, seconds),
+            )
+            for _ in range(pairs)
+        ]
+    finally:
+        await connected.close()
+
+
+async def _turn(
+    connected: Client, name: str, images: Sequence[bytes], concurrency: int, seconds: float
+) -> sweep.Point:
+    payloads = [{"image": Tensor("BYTES", _column([image]))} for image in images]
+    found = await sweep.point(
+        connected,
+        name,
+        connected.sender(name, payloads),
+        Closed(concurrency),
+        seconds=seconds,
+        warmup=1.0,
+    )
+    if found is None or found.result.errors:
+        raise BenchError(f"requests to {name} failed.")
+    return found
+
+
+def row(concurrency: int, turns: Sequence[tuple[sweep.Point, sweep.Point]]) -> str:
+    """The medians of the turns, and that of the ratios within the pairs."""
+    ours, others = zip(*turns, strict=True)
+    ratios = [one.result.throughput / other.result.throughput for one, other in turns]
+    figures = [
+        f"{np.median([point.result.throughput for point in points]):,.0f} |"
+        f" {1e3 * np.median([point.result.percentiles(50)[0] for point in points]):.2f}"
+        for points in (ours, others)
+    ]
+    spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
+    return f"| {concurrency} | {' | '.join(figures)} | {np.median(ratios):.2f} ({spread}) |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""Calls of other models of the server, through Triton's utilities.
+
+Imported when an instance starts, not before: it needs torch, and Triton's utilities complete.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils
+from torch import Tensor
+
+from torch_py_backend.adapter import messages
+from torch_py_backend.batching import Value, to_column
+from torch_py_backend.composition import Model, Results
+from torch_py_backend.errors import CallError, quoted
+
+# What a refusal of another model is for who called this one; anything else is our own failure.
+_PASSED_ON = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED")
+_CHOSEN_BY_TRITON = -1
+
+
+class Calls:
+    """Brings calls to Triton.
+
+    Args:
+        own: the model that calls: one that waits for itself would wait for ever.
+    """
+
+    def __init__(self, own: str) -> None:
+        self._own = own
+
+    def send(self, called: Model, inputs: Mapping[str, Any]) -> Results:
+        request = self._request(called, inputs)
+        if called.timeout is None:
+            return _results(called, request.exec)
+        return _in_time(called, request.exec, called.timeout)
+
+    async def send_async(self, called: Model, inputs: Mapping[str, Any]) -> Results:
+        request = self._request(called, inputs)
+        try:
+            response = await asyncio.wait_for(request.async_exec(), called.timeout)
+        except asyncio.TimeoutError:
+            raise _late(called) from None
+        except pb_utils.TritonModelException as error:
+            raise CallError(called.name, quoted(str(error))) from None
+        return _read(called, response)
+
+    def _request(self, called: Model, inputs: Mapping[str, Any]) -> Any:
+        if called.name == self._own:
+            raise CallError(
+                called.name,
+                "the model calls itself, and would wait for itself",
+                expected="another model",
+                cure="Call forward(), or serve the part that is called as a model of its own.",
+            )
+        values = {name: _value(called, name, value) for name, value in inputs.items()}
+        devices = {one.device for one in values.values() if isinstance(one, Tensor) and one.is_cuda}
+        wanted = {}
+        for device in devices:
+            # Triton reads them on a stream of its own.
+            torch.cuda.current_stream(device).synchronize()
+            wanted["preferred_memory"] = pb_utils.PreferredMemory(
+                pb_utils.TRITONSERVER_MEMORY_GPU, device.index
+            )
+        return pb_utils.InferenceRequest(
+            model_name=called.name,
+            model_version=_CHOSEN_BY_TRITON if called.version is None else called.version,
+            inputs=[messages.write_tensor(name, value) for name, value in values.items()],
+            requested_output_names=[],  # all
+            parameters=dict(called.parameters),
+            **wanted,
+        )
+
+
+def _value(called: Model, name: str, value: Any) -> Value:
+    """An input as Triton's utilities take it."""
+    if isinstance(value, Tensor):
+        return value.detach().contiguous()
+    if isinstance(value, bool | int | float):
+        return torch.tensor(value)
+    texts = np.array(value, dtype=np.object_) if isinstance(value, str | bytes | list) else value
+    if isinstance(texts, np.ndarray) and texts.dtype.kind in "OUS":
+        if all(isinstance(one, str | bytes) for one in texts.flat):
+            return texts.astype(np.object_)
+    elif isinstance(texts, np.ndarray):
+        return np.ascontiguousarray(texts)
+    raise CallError(
+        called.name,
+        f"its input '{name}' was given a {type(value).__name__}",
+        expected="a tensor, an array, a number, or a list of str or bytes",
+    )
+
+
+def _in_time(called: Model, execute: Callable[[], Any], seconds: float) -> Results:
+    """The answer, if it comes within so many seconds; Triton itself would be waited for."""
+    answers: queue.SimpleQueue[Results | BaseException] = queue.SimpleQueue()
+
+    def wait() -> None:
+        try:
+            answers.put(_results(called, execute))
+        except BaseException as error:  # for who waits
+            answers.put(error)
+
+    threading.Thread(target=wait, name="calling", daemon=True).start()
+    try:
+        answer = answers.get(timeout=seconds)
+    except queue.Empty:
+        raise _late(called) from None
+    if isinstance(answer, BaseException):
+        raise answer
+    return answer
+
+
+def _late(called: Model) -> CallError:
+    return CallError(
+        called.name, f"no answer came within {called.timeout:g} seconds", code="UNAVAILABLE"
+    )
+
+
+def _results(called: Model, execute: Callable[[], Any]) -> Results:
+    try:
+        response = execute()
+    except pb_utils.TritonModelException as error:
+        raise CallError(called.name, quoted(str(error))) from None
+    return _read(called, response)
+
+
+def _read(called: Model, response: Any) -> Results:
+    if response.has_error():
+        error = response.error()
+        codes = {getattr(pb_utils.TritonError, name): name for name in _PASSED_ON}
+        code = codes.get(error.code(), "INTERNAL")
+        raise CallError(called.name, f"it answers: {quoted(error.message())}", code=code)
+    return {one.name(): to_column(messages.read_tensor(one)) for one in response.output_tensors()}

@@ -1,0 +1,325 @@
+"""Models with hooks around forward(): a table of scenarios, as in `scenarios`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import models
+import numpy as np
+import torch
+from scenarios import (
+    Call,
+    Refused,
+    Scenario,
+    affine,
+    both,
+    config,
+    eager,
+    floats,
+    safe,
+    script,
+    tensor,
+    text,
+)
+
+_HEADER = "import torch\nfrom torch import Tensor, nn\n\n\n"
+
+# A text's letters are counted; the likeliest letter is the answer.
+COUNTS = """\
+class Counts(nn.Module):
+    def forward(self, letters: Tensor) -> Tensor:
+        return letters * 2.0
+
+
+class Hooks:
+    def preprocess(self, text: str) -> Tensor:
+        counts = torch.zeros(26)
+        for letter in text:
+            if not "a" <= letter <= "z":
+                raise ValueError(f"{letter!r} is no letter")
+            counts[ord(letter) - 97] += 1
+        if text == "crash":
+            raise KeyError("/srv/secret/key")
+        return counts
+
+    def postprocess(self, result: Tensor, parameters) -> dict:
+        if result.sum() == 0:
+            raise ValueError("at 10.1.2.3: nothing to read")
+        letter = chr(97 + int(result.argmax()))
+        if parameters.get("loud"):
+            letter = letter.upper()
+        return {
+            "letter": letter * int(parameters.get("times", 1)),
+            "share": float(result.max() / result.sum()) * float(parameters.get("scale", 1.0)),
+        }
+"""
+# Around an artifact that is no Python.
+HALVES = """\
+class Hooks:
+    def __init__(self, folder) -> None:
+        self.factor = float((folder / "factor.txt").read_text())
+
+    def preprocess(self, x: Tensor) -> Tensor:
+        return x * self.factor
+
+    def postprocess(self, result: Tensor) -> Tensor:
+        return result + 1
+"""
+LENGTHS = """\
+class Lengths(nn.Module):
+    def forward(self, ids: Tensor, mask: Tensor) -> dict[str, Tensor]:
+        return {"total": (ids * mask).sum(1), "length": mask.sum(1)}
+
+
+class Hooks:
+    def preprocess_batch(self, text: list[str], parameters) -> dict:
+        longest = max(map(len, text))
+        ids = torch.zeros(len(text), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, (one, told) in enumerate(zip(text, parameters, strict=True)):
+            ids[row, : len(one)] = torch.tensor([ord(letter) for letter in one])
+            mask[row, : len(one)] = told.get("weight", 1)
+        return {"ids": ids, "mask": mask}
+
+    def postprocess_batch(self, result: dict, parameters: list) -> dict:
+        names = [told.get("name", "none") for told in parameters]
+        return {**result, "name": names}
+"""
+PADS = """\
+class Total(nn.Module):
+    def forward(self, values: Tensor) -> Tensor:
+        return values.sum(1)
+
+
+class Hooks:
+    def preprocess(self, x: Tensor) -> Tensor:
+        return x.abs()
+
+    def collate(self, items: list) -> Tensor:
+        return nn.utils.rnn.pad_sequence(items, batch_first=True)
+"""
+INFERS = """\
+class Scaled(nn.Module):
+    def forward(self, x: Tensor, factor: Tensor) -> Tensor:
+        return x * factor
+
+
+class Hooks:
+    def inference(self, module, batch, parameters):
+        factors = torch.tensor([[float(told.get("factor", 1))] for told in parameters])
+        return module(batch["x"], factors)
+"""
+ALONE = """\
+class Sums(nn.Module):
+    def forward(self, x: Tensor, scale: float) -> Tensor:
+        return x.sum() * scale
+
+
+class Hooks:
+    def preprocess(self, x: Tensor, name: str, scale: float = 2.0) -> dict:
+        return {"x": x + len(name), "scale": scale}
+
+    def postprocess(self, result: Tensor) -> dict:
+        return {"total": result, "all": [float(result)] * 2}
+"""
+TOLD = (
+    COUNTS
+    + """
+
+def example_inputs():
+    return {"text": [["abc"], ["b"]]}
+"""
+)
+
+
+def model(code: str) -> Any:
+    return text(_HEADER + code)
+
+
+def strings(*rows: str) -> np.ndarray[Any, Any]:
+    """A column of strings, one a row."""
+    return np.array([[one.encode()] for one in rows], dtype=np.object_)
+
+
+def numbers(*rows: float) -> np.ndarray[Any, Any]:
+    return np.array([[one] for one in rows], dtype=np.float32)
+
+
+_TEXT = tensor("input", "text", [1], "STRING")
+_COUNTS = (
+    config({}, {"share": [1]})
+    + _TEXT
+    + tensor("output", "letter", [1], "STRING")
+    + "dynamic_batching { max_queue_delay_microseconds: 20000 }\n"
+)
+_LENGTHS = (
+    config({}, {})
+    + _TEXT
+    + "".join(
+        tensor("output", name, [1], kind)
+        for name, kind in (("total", "INT64"), ("length", "INT64"), ("name", "STRING"))
+    )
+)
+_ONE = Call({"text": strings("banana")}, {"letter": strings("a"), "share": numbers(0.5)})
+_TWO = Call(
+    {"text": strings("xx", "xyy")}, {"letter": strings("x", "y"), "share": numbers(1, 2 / 3)}
+)
+_LOUD = Call(
+    {"text": strings("aab")},
+    {"letter": strings("AAA"), "share": numbers(1 / 3)},
+    {"loud": True, "times": 3, "scale": "0.5"},
+)
+_NO_LETTER = Call(
+    {"text": strings("ab", "a b")},
+    Refused(400, ("preprocess() refuses the input: ValueError: ' ' is no letter",)),
+)
+_CRASHES = Call({"text": strings("crash")}, Refused(500, ("preprocess() raised KeyError: 'key'",)))
+_UNREAD = Call(
+    {"text": strings("")},
+    Refused(500, ("postprocess() raised ValueError: at (address): nothing to read",)),
+)
+_NO_TEXT = Call(
+    {"text": np.array([[b"\xff\xfe"]], dtype=np.object_)},
+    Refused(400, ("input 'text' is not UTF-8",)),
+)
+_X = floats(2, 4)
+_PADDED = config({"x": [-1]}, {"y": [1]}, parameters={"WARMUP": "true"})
+_LONG = floats(1, 6, seed=1)
+
+
+def _totals(*sent: str) -> dict[str, Any]:
+    totals = [[sum(map(ord, one))] for one in sent]
+    return {
+        "total": np.array(totals),
+        "length": np.array([[len(one)] for one in sent]),
+        "name": strings(*["none"] * len(sent)),
+    }
+
+
+class _Doubles(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+GOOD = (
+    Scenario(
+        "hooks_counts",
+        model(COUNTS),
+        _COUNTS,
+        (_ONE, _TWO, _LOUD, _NO_LETTER, _CRASHES, _UNREAD, _NO_TEXT),
+        logs=("postprocess() raised ValueError", "KeyError"),
+        batches=((_ONE, _NO_LETTER, _TWO, _UNREAD, _LOUD, _CRASHES),),
+    ),
+    Scenario(
+        "hooks_told",
+        model(TOLD),
+        'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n',
+        (_TWO, _LOUD),
+        batches=((_ONE, _NO_LETTER, _TWO),),
+    ),
+    Scenario(
+        "hooks_annotated",
+        model(COUNTS),
+        'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n',
+        (_TWO,),
+    ),
+    Scenario(
+        "hooks_beside_torchscript",
+        both(script(_Doubles()), model(HALVES), text("0.5", "factor.txt")),
+        config({"x": [4]}, {"y": [4]}),
+        (Call({"x": _X}, {"y": _X + 1}),),
+    ),
+    Scenario(
+        "hooks_beside_weights",
+        both(
+            text(models.source(models.Affine) + "\n\n" + HALVES),
+            safe(affine().state_dict()),
+            text("1", "factor.txt"),
+        ),
+        config({"x": [4]}, {"y": [3]}),
+        (Call({"x": _X}, {"y": eager(affine(), x=_X) + 1}),),
+    ),
+    Scenario(
+        "hooks_of_batches",
+        model(LENGTHS),
+        _LENGTHS,
+        (
+            Call({"text": strings("ab", "abcd")}, _totals("ab", "abcd")),
+            Call(
+                {"text": strings("ab")},
+                {**_totals("ab"), "name": strings("it"), "length": np.array([[2]])},
+                {"name": "it"},
+            ),
+        ),
+    ),
+    Scenario(
+        "hooks_that_pad",
+        model(PADS),
+        _PADDED,
+        (
+            Call({"x": _X}, {"y": np.abs(_X).sum(1, keepdims=True)}),
+            Call({"x": _LONG}, {"y": np.abs(_LONG).sum(1, keepdims=True)}),
+        ),
+    ),
+    Scenario(
+        "hooks_infer",
+        model(INFERS),
+        config({"x": [4]}, {"y": [4]}),
+        (Call({"x": _X}, {"y": _X}), Call({"x": _X}, {"y": -3 * _X}, {"factor": -3})),
+    ),
+    Scenario(
+        "hooks_without_batches",
+        model(ALONE),
+        config({"x": [-1]}, {"total": [1], "all": [2]}, max_batch_size=0)
+        + tensor("input", "name", [1], "STRING")
+        + tensor("input", "scale", [1], more="optional: true"),
+        (
+            Call(
+                {"x": np.ones(3, dtype=np.float32), "name": np.array([b"ab"], dtype=np.object_)},
+                {
+                    "total": np.array([18], dtype=np.float32),
+                    "all": np.array([18, 18], dtype=np.float32),
+                },
+            ),
+            Call(
+                {
+                    "x": np.ones(3, dtype=np.float32),
+                    "name": np.array([b""], dtype=np.object_),
+                    "scale": np.array([0.5], dtype=np.float32),
+                },
+                {"total": np.array([1.5], dtype=np.float32)},
+            ),
+        ),
+    ),
+)
+
+
+def _refused(name: str, code: str, settings: str, *says: str) -> Scenario:
+    return Scenario(f"hooks_{name}", model(code), settings, load_error=says)
+
+
+BAD = (
+    _refused(
+        "unknown_argument",
+        COUNTS.replace("text: str", "text: str, language: str"),
+        _COUNTS,
+        "no input feeds preprocess()'s argument language",
+    ),
+    _refused(
+        "wrong_signature",
+        COUNTS.replace("result: Tensor, parameters", "result: Tensor, labels: list"),
+        _COUNTS,
+        "Hooks.postprocess(result: torch.Tensor, labels: list) -> dict in model.py",
+        "missing a required argument: 'labels'",
+        "expected postprocess(self, result), and after that parameters",
+    ),
+    _refused(
+        "without_example",
+        PADS,
+        'backend: "pytorch_py"\n',
+        "the hooks do not tell the shapes of what they take",
+        "example_inputs",
+    ),
+)
+
+TABLE = GOOD + BAD
