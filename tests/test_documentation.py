@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +16,7 @@ import documentation
 import pytest
 import walkthrough
 import yaml
+from docs import figures
 from documentation import DOCS, PAGES, PRINTS, ROOT, Block
 from walkthrough import Walkthrough
 
@@ -25,6 +27,8 @@ _WITHOUT_SERVER = [
     page for page in PAGES if walkthrough.followed(page) and not walkthrough.serves(page)
 ]
 _SITE = ROOT / "mkdocs.yml"
+# Where a sentence goes on with what its place tells.
+_FILLED = re.compile(r"…(?: is )?|; expected ")
 _TROUBLESHOOTING = DOCS / "troubleshooting.md"
 _CLASSES = [
     one.__name__
@@ -176,8 +180,8 @@ def test_messages_are_those_of_the_code() -> None:
     ]
     assert len(rows) > len(_CLASSES)
     for row in rows:
-        for part in filter(None, (piece.strip() for piece in row.split("…"))):
-            assert part in sentences, row
+        for part in _FILLED.split(row):
+            assert part.strip() in sentences, row
 
 
 def _texts(tree: ast.AST) -> list[str]:
@@ -190,3 +194,15 @@ def _texts(tree: ast.AST) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.JoinedStr | ast.Constant)
     ]
+
+
+# --- figures ---------------------------------------------------------------------------------
+
+
+def test_figures_are_those_of_the_benchmarks() -> None:
+    """Table and plot of the performance guide show docs/benchmarks.md; docs/figures.py makes them."""
+    assert figures.table_in_guide() == figures.table()
+    drawn = figures.PLOT.read_text(encoding="utf-8")
+    for one in figures.comparisons():
+        assert f"{one.against}, {one.concurrency}" in drawn
+        assert one.median in drawn
