@@ -42,7 +42,7 @@ def _named(block: Block) -> str:
 
 
 def test_table_of_options() -> None:
-    """Every parameter, its values, default and meaning; `python tests/documentation.py` writes it."""
+    """Every parameter, its values and default; `python tests/documentation.py` writes it."""
     assert documentation.table_in_page() == documentation.table()
 
 
@@ -200,7 +200,7 @@ def _texts(tree: ast.AST) -> list[str]:
 
 
 def test_figures_are_those_of_the_benchmarks() -> None:
-    """Table and plot of the performance guide show docs/benchmarks.md; docs/figures.py makes them."""
+    """The performance guide shows docs/benchmarks.md; `python docs/figures.py` makes it so."""
     assert figures.table_in_guide() == figures.table()
     drawn = figures.PLOT.read_text(encoding="utf-8")
     for one in figures.comparisons():
