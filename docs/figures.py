@@ -1,6 +1,6 @@
 """What the performance guide shows of docs/benchmarks.md: a table and a plot.
 
-    python docs/figures.py
+python docs/figures.py
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def comparisons() -> list[Comparison]:
         if ratio is not None:
             model, against, concurrency, _, ours, *_, batches, _ = cells
             rows = batches.partition("/")[0].strip()
-            found.append(
-                Comparison(model, against, int(concurrency), *ratio.groups(), ours, rows)
-            )
+            found.append(Comparison(model, against, int(concurrency), *ratio.groups(), ours, rows))
     return found
 
 

@@ -57,11 +57,11 @@ def check(block: Block) -> None:
 def _ours(arguments: Sequence[str]) -> None:
     """As the command line itself parses it; nothing is run."""
     group: Any = typer.main.get_command(cli.commands)
-    context = group.make_context("torch-py-backend", list(arguments), resilient_parsing=True)
-    name, command, rest = group.resolve_command(context, list(arguments))
     try:
+        context = group.make_context("torch-py-backend", list(arguments))
+        name, command, rest = group.resolve_command(context, list(arguments))
         command.make_context(name, rest)
-    except Exception as error:
+    except Exception as error:  # whatever the parser's library has for it
         raise CommandError(f"torch-py-backend {shlex.join(arguments)}: {error}") from error
 
 
@@ -92,8 +92,13 @@ def _make(arguments: Sequence[str]) -> None:
         raise CommandError(f"make {arguments[0]}: the targets are {targets}")
 
 
+def url(arguments: Sequence[str]) -> str:
+    """What curl asks for: the argument that is no flag."""
+    return next((one for one in arguments if not one.startswith("-")), "")
+
+
 def _curl(arguments: Sequence[str]) -> None:
-    match = _URL.fullmatch(arguments[-1])
+    match = _URL.fullmatch(url(arguments))
     if match is None or int(match[1]) not in PORTS:
         raise CommandError(f"curl {shlex.join(arguments)}: expected localhost and one of {PORTS}")
 

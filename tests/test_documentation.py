@@ -16,10 +16,10 @@ import documentation
 import pytest
 import walkthrough
 import yaml
-from docs import figures
 from documentation import DOCS, PAGES, PRINTS, ROOT, Block
 from walkthrough import Walkthrough
 
+from docs import figures
 from torch_py_backend import errors, options, pbtxt
 
 _BLOCKS = [block for page in PAGES for block in documentation.blocks(page)]

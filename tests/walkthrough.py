@@ -16,10 +16,14 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import commands
 import documentation
 from documentation import PRINTS, ROOT, Block
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _APP = "from torch_py_backend.cli import app; app()"
 _FREE = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
@@ -61,7 +65,7 @@ class Walkthrough:
         self._server: subprocess.Popen[str] | None = None
         self._addresses: dict[str, str] = {}
 
-    def __enter__(self) -> Walkthrough:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -101,7 +105,8 @@ class Walkthrough:
         return self._run(block, *arguments)
 
     def _curl(self, block: Block, arguments: Sequence[str]) -> str:
-        url = arguments[-1] if "://" in arguments[-1] else f"http://{arguments[-1]}"
+        named = commands.url(arguments)
+        url = named if "://" in named else f"http://{named}"
         with urllib.request.urlopen(url, timeout=_SECONDS) as response:
             assert response.status == 200, block.place
             return str(response.read().decode())
@@ -126,7 +131,8 @@ class Walkthrough:
         with log.open("w", encoding="utf-8") as file:
             self._server = subprocess.Popen(
                 [sys.executable, "-c", _APP, *arguments, *_FREE],
-                cwd=self._folder, env=_environment(), text=True, stdout=subprocess.PIPE, stderr=file,
+                cwd=self._folder, env=_environment(), text=True,
+                stdout=subprocess.PIPE, stderr=file,
             )  # fmt: skip
         assert self._server.stdout is not None
         said = ""
