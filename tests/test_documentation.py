@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from documentation import DOCS, PAGES, PRINTS, ROOT, Block
 from walkthrough import Walkthrough
 
 from docs import figures
-from torch_py_backend import errors, options, pbtxt
+from torch_py_backend import config, errors, pbtxt
 
 _BLOCKS = [block for page in PAGES for block in documentation.blocks(page)]
 _WITHOUT_SERVER = [
@@ -50,20 +49,19 @@ def test_table_of_options() -> None:
 
 
 @pytest.mark.parametrize("block", _BLOCKS, ids=_named)
-def test_block(block: Block, caplog: pytest.LogCaptureFixture) -> None:
+def test_block(block: Block) -> None:
     """Every block can be read as what its fence says; what is not run has its reason there."""
     check = {
         "python": _check_python,
         "sh": commands.check,
-        "pbtxt": _check_pbtxt,
+        "pbtxt": lambda _: None,  # below
         "json": lambda one: json.loads(one.text),
         "yaml": lambda one: list(yaml.safe_load_all(one.text)),
         "text": _check_text,
     }.get(block.language)
     assert check is not None, f"{block.place}: a fence with python, sh, pbtxt, json, yaml or text"
-    with caplog.at_level(logging.WARNING):
-        check(block)
-    assert not caplog.messages, block.place
+    assert re.fullmatch(r"[\w./-]*", block.file), f"{block.place}: the title is no file's name"
+    check(block)
 
 
 def _check_python(block: Block) -> None:
@@ -75,11 +73,16 @@ def _check_text(block: Block) -> None:
     assert block.title in ("", PRINTS), block.place
 
 
-def _check_pbtxt(block: Block) -> None:
-    """Triton's own message, and options that this backend takes."""
-    message = pbtxt.parse(block.place, block.text)
-    given = {key: {"string_value": one.string_value} for key, one in message.parameters.items()}
-    options.parse(block.place, given)
+@pytest.mark.parametrize("block", [one for one in _BLOCKS if one.language == "pbtxt"], ids=_named)
+def test_config(block: Block, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Every config, or piece of one, is what Triton reads and this backend takes."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.pbtxt").write_text(block.text, encoding="utf-8")
+    document = pbtxt.read(folder)
+    complete = bool(document["input"] and document["output"])
+    config.parse(pbtxt.arguments(folder, "1", document), complete=complete)
+    assert not caplog.messages
 
 
 @pytest.mark.parametrize("page", _WITHOUT_SERVER, ids=lambda page: page.stem)
