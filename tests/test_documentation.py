@@ -85,6 +85,14 @@ def test_config(block: Block, tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     assert not caplog.messages
 
 
+def test_files_are_named_in_the_text() -> None:
+    """GitHub does not show a fence's title: the text has the file's name, too."""
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for block in documentation.blocks(page):
+            assert not block.file or f"`{block.file}`" in prose, block.place
+
+
 @pytest.mark.parametrize("page", _WITHOUT_SERVER, ids=lambda page: page.stem)
 def test_page(page: Path, tmp_path: Path) -> None:
     """A page, followed in an empty folder, does what it says."""
