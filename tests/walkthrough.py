@@ -12,6 +12,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -34,6 +35,9 @@ _SERVING = re.compile(
 # How long loads are kept up: the figures are nobody's.
 _SHORT = ("--duration=0.2", "--warmup=0")
 _SECONDS = 280
+_POLL_SECONDS = 0.1
+_CHECK = "check"
+_LOADED = "OK      "
 _URL = re.compile(r"localhost:(\d+)")
 
 
@@ -62,7 +66,7 @@ class Walkthrough:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._printed = ""
-        self._server: subprocess.Popen[str] | None = None
+        self._server: subprocess.Popen[bytes] | None = None
         self._addresses: dict[str, str] = {}
 
     def __enter__(self) -> Self:
@@ -118,7 +122,9 @@ class Walkthrough:
         )  # fmt: skip
         told = f"{block.place}: {shlex.join(command)}\n{done.stdout}{done.stderr}"
         # `check` also says what is wrong with the machine, which is not the page's affair.
-        failed = "FAILED" in done.stdout if "check" in command[:4] else done.returncode != 0
+        checks = _CHECK in command
+        loaded = "FAILED" not in done.stdout and _LOADED in done.stdout
+        failed = not loaded if checks else done.returncode != 0
         assert not failed, told
         return done.stdout
 
@@ -127,28 +133,28 @@ class Walkthrough:
     def _serve(self, block: Block, arguments: Sequence[str]) -> str:
         """Start it, and wait until it serves; it is stopped before another one."""
         self._stop()
+        # A file, not a pipe: nobody reads on once it serves.
         log = self._folder / "server.log"
-        with log.open("w", encoding="utf-8") as file:
+        with log.open("wb") as file:
             self._server = subprocess.Popen(
                 [sys.executable, "-c", _APP, *arguments, *_FREE],
-                cwd=self._folder, env=_environment(), text=True,
-                stdout=subprocess.PIPE, stderr=file,
+                cwd=self._folder, env=_environment(), stdout=file, stderr=subprocess.STDOUT,
             )  # fmt: skip
-        assert self._server.stdout is not None
-        said = ""
-        for line in self._server.stdout:
-            said += line
-            match = _SERVING.search(line)
+        deadline = time.monotonic() + _SECONDS
+        while self._server.poll() is None and time.monotonic() < deadline:
+            said = log.read_text(encoding="utf-8", errors="replace")
+            match = _SERVING.search(said)
             if match is not None:
-                self._addresses = match.groupdict()
                 assert "FAILED" not in said, f"{block.place}: {said}"
+                self._addresses = match.groupdict()
                 return said
-        raise AssertionError(f"{block.place}: {said}{log.read_text(errors='replace')[-2000:]}")
+            time.sleep(_POLL_SECONDS)
+        raise AssertionError(f"{block.place}: {log.read_text(errors='replace')}")
 
     def _stop(self) -> None:
         if self._server is not None:
             self._server.send_signal(signal.SIGTERM)
-            self._server.communicate(timeout=_SECONDS)
+            self._server.wait(timeout=_SECONDS)
             self._server = None
 
     def _here(self, text: str) -> str:
