@@ -93,6 +93,7 @@ def test_files_are_named_in_the_text() -> None:
             assert not block.file or f"`{block.file}`" in prose, block.place
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", _WITHOUT_SERVER, ids=lambda page: page.stem)
 def test_page(page: Path, tmp_path: Path) -> None:
     """A page, followed in an empty folder, does what it says."""
