@@ -41,7 +41,10 @@ def comparisons() -> list[Comparison]:
         if ratio is not None:
             model, against, concurrency, _, ours, *_, batches, _ = cells
             rows = batches.partition("/")[0].strip()
-            found.append(Comparison(model, against, int(concurrency), *ratio.groups(), ours, rows))
+            median, least, most = ratio[1], ratio[2], ratio[3]
+            found.append(
+                Comparison(model, against, int(concurrency), median, least, most, ours, rows)
+            )
     return found
 
 
