@@ -6,7 +6,7 @@ FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 BIN := $(VENV)/bin
 
-.PHONY: demo serve test fuzz soak lint types clean
+.PHONY: demo serve test docs fuzz soak lint types clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,6 +21,10 @@ serve: $(VENV)/installed
 
 test: lint types
 	$(BIN)/pytest
+
+# The documentation as a site, in site/; a page, link or heading that is missing is an error.
+docs: $(VENV)/installed
+	$(BIN)/mkdocs build --strict
 
 # Every parser of what others wrote, a minute each; FUZZ_SECONDS changes that.
 fuzz: $(VENV)/installed

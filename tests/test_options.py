@@ -59,7 +59,7 @@ def test_table_is_made_of_the_options() -> None:
 
 @pytest.mark.parametrize("row", options.TABLE, ids=key_of)
 def test_row_says_what_the_option_does(row: OptionRow) -> None:
-    """Each option has a sentence for the README, and the default that Options has."""
+    """Each option has a sentence for the documentation, and the default that Options has."""
     assert row.doc.endswith(".")
     assert row.parser.accepted
     assert row.default == getattr(Options(), row.field)

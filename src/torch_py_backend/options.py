@@ -1,7 +1,7 @@
 """The parameters of config.pbtxt: one table with name, type, default and a line of documentation.
 
-The fields of `Options` are that table. The README's table and every message about a parameter are
-made from it.
+The fields of `Options` are that table. The table in docs/options.md and every message about a
+parameter are made from it.
 """
 
 from __future__ import annotations

@@ -1,0 +1,107 @@
+"""What the performance guide shows of docs/benchmarks.md: a table and a plot.
+
+python docs/figures.py
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+_DOCS = Path(__file__).parent
+BENCHMARKS = _DOCS / "benchmarks.md"
+GUIDE = _DOCS / "performance.md"
+PLOT = _DOCS / "throughput.svg"
+_TABLE = re.compile(r"(<!-- batching:[^\n]*-->\n)(.*?)(<!-- end of batching -->)", flags=re.DOTALL)
+_RATIO = re.compile(r"\*\*([\d.]+)\*\* \(([\d.]+)\.\.([\d.]+)\)")
+_FLOOR = "no-op floor"  # what every model is measured against
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A row of the table of throughputs, as it is written."""
+
+    model: str
+    against: str
+    concurrency: int
+    median: str
+    least: str
+    most: str
+    ours: str
+    batch: str
+
+
+def comparisons() -> list[Comparison]:
+    """The rows of the table of throughputs."""
+    found = []
+    for line in BENCHMARKS.read_text(encoding="utf-8").splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        ratio = _RATIO.fullmatch(cells[3]) if len(cells) > 3 else None  # noqa: PLR2004  the fourth
+        if ratio is not None:
+            model, against, concurrency, _, ours, *_, batches, _ = cells
+            rows = batches.partition("/")[0].strip()
+            median, least, most = ratio[1], ratio[2], ratio[3]
+            found.append(
+                Comparison(model, against, int(concurrency), median, least, most, ours, rows)
+            )
+    return found
+
+
+def table() -> str:
+    """What batching is worth: one request outstanding, and the most that was measured."""
+    lines = ["| model | requests/s at {0} | at {1} | rows in a call at {1} |", "|---|---|---|---|"]
+    rows = [one for one in comparisons() if one.against == _FLOOR]
+    least, most = min(one.concurrency for one in rows), max(one.concurrency for one in rows)
+    for model in dict.fromkeys(one.model for one in rows):
+        by_load = {one.concurrency: one for one in rows if one.model == model}
+        crowd = by_load[most]
+        lines.append(f"| {model} | {by_load[least].ours} | {crowd.ours} | {crowd.batch} |")
+    return "\n".join([lines[0].format(least, most), *lines[1:]])
+
+
+def table_in_guide() -> str:
+    match = _TABLE.search(GUIDE.read_text(encoding="utf-8"))
+    return match[2].strip() if match else ""
+
+
+def draw(path: Path) -> None:
+    """Throughput divided by that of others, with what lies between the pairs' least and most."""
+    import matplotlib as mpl  # noqa: PLC0415  a test needs the table only
+
+    mpl.use("svg")
+    # The same file in every run, its words as words.
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "figures", "font.size": 9})
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    rows = comparisons()
+    models = list(dict.fromkeys(one.model for one in rows))
+    figure = Figure(figsize=(8, 0.32 * len(rows) / len(models) + 1), layout="constrained")
+    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
+        shown = [one for one in rows if one.model == model][::-1]
+        values = [float(one.median) for one in shown]
+        spread = [
+            [value - float(one.least) for value, one in zip(values, shown, strict=True)],
+            [float(one.most) - value for value, one in zip(values, shown, strict=True)],
+        ]
+        labels = [f"{one.against}, {one.concurrency}" for one in shown]
+        axes.barh(labels, values, xerr=spread, color="#4c78a8", ecolor="#333333", capsize=2)
+        for place, one in enumerate(shown):
+            axes.text(float(one.most), place, f"  {one.median}", va="center")
+        axes.axvline(1, color="#333333", linewidth=0.8)
+        axes.set_xlim(0, max(float(one.most) for one in shown) * 1.2)
+        axes.set_title(model)
+    figure.supxlabel("requests/s, ours ÷ other at so many outstanding; right of 1 ours is quicker")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    written = GUIDE.read_text(encoding="utf-8")
+    GUIDE.write_text(
+        _TABLE.sub(lambda old: f"{old[1]}{table()}\n{old[3]}", written), encoding="utf-8"
+    )
+    draw(PLOT)
+
+
+if __name__ == "__main__":
+    main()
