@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psutil
@@ -29,6 +29,9 @@ import supervised
 import tritonclient.grpc
 from supervised import LONGEST_S, Supervised
 from tritonclient.utils import InferenceServerException
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CONFIGURATION = Path(__file__).parents[1] / "deploy" / "haproxy.cfg"
 MODEL = "versioned"
@@ -175,7 +178,7 @@ class Load:
             for kind in (_OverHttp, _OverGrpc) * clients
         ]
 
-    def __enter__(self) -> Load:
+    def __enter__(self) -> Self:
         for one in self._threads:
             one.start()
         return self
