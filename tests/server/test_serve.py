@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 import scenarios
+import supervised
 import tritonclient.grpc
 import tritonclient.http
 
@@ -112,6 +113,18 @@ def test_a_second_signal_leaves_nothing_either(repository: Path) -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_requests_are_taken_while_it_drains(repository: Path) -> None:
+    """With --drain, SIGTERM ends readiness at once; what still comes is answered, then it ends."""
+    with supervised.serve(repository, "--drain=5") as served:
+        served.settle()
+        served.process.send_signal(signal.SIGTERM)
+        stopping = {"ready": False, "reason": "the server is being stopped"}
+        supervised.until(lambda: served.ask("/ready/function") == (503, stopping), served)
+        assert served.infer("function", 1.0) == [2.0] * 4
+        assert served.ask("/live")[0] == 200
+        assert served.process.wait(60) == 0
 
 
 def test_a_server_that_ends_is_told(repository: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import secrets
 import signal
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -60,6 +61,14 @@ def serve(
     load_timeout: Annotated[
         float, typer.Option(min=1, help="Seconds that loading a model may take.")
     ] = 1800,
+    drain: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            help="Seconds that requests are still taken after SIGTERM or Ctrl-C, while /ready says"
+            " no: as many as load balancers take to look elsewhere.",
+        ),
+    ] = 0,
     restrict: Annotated[
         str,
         typer.Option(
@@ -118,8 +127,10 @@ def serve(
                     _warn(console, address, given)
                     code = _supervise(console, server, supervisor, readiness, wanted)
                 finally:
-                    # In this order: a load balancer looks elsewhere while requests finish.
+                    # In this order: what a load balancer sends before it looks elsewhere is
+                    # answered, and so is what is under way when Triton is told to leave.
                     readiness.stopping()
+                    _drain(server, supervisor, drain)
                     server.stop()
     except _Stopped:
         console.print("stopped")
@@ -161,6 +172,13 @@ def _supervise(
     how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
     console.print(f"[red]tritonserver ended {how}[/]; its log says why. Nothing of it is left.")
     return code if code >= 0 else 128 - code
+
+
+def _drain(server: Server, supervisor: Supervisor, seconds: float) -> None:
+    """Go on serving for as long as somebody may not know yet that we leave."""
+    deadline = time.monotonic() + seconds
+    while server.process.poll() is None and time.monotonic() < deadline:
+        supervisor.step()
 
 
 def _reap_orphans(server: int) -> None:

@@ -1,0 +1,114 @@
+"""deploy/haproxy.cfg: what clients notice of hosts that leave, fall and hang, under load."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import balanced
+import pytest
+import yaml
+from balanced import Balancer, Host, Load
+
+pytestmark = pytest.mark.slow
+
+_CLIENTS = 3  # of each protocol
+_ADAPTER = Path(__file__).parents[2] / "deploy" / "prometheus-adapter.yaml"
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    """Three hosts."""
+    with balanced.hosts(tmp_path_factory.mktemp("hosts"), 3) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def balancer(hosts: list[Host], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Balancer]:
+    """HAProxy in front of them."""
+    with balanced.balancer(tmp_path_factory.mktemp("balancer"), hosts) as running:
+        yield running
+
+
+def test_a_rolling_restart_with_a_new_version_loses_nothing(
+    hosts: list[Host], balancer: Balancer
+) -> None:
+    """Host after host leaves and comes back with version 2: every request is answered."""
+    with Load(_CLIENTS) as load:
+        load.go_on(50)
+        assert load.versions() == {1.0}
+        for host in hosts:
+            host.publish(2)
+            host.restart()
+            balancer.until("UP", host)
+        told = len(load.asked)
+        load.go_on(100)
+    assert load.failures == []
+    # Those under way when the last host left may still have the old version.
+    assert load.versions(told + 2 * _CLIENTS) == {2.0}
+    assert all(host.answered() > 0 for host in hosts)
+
+
+def test_a_host_that_is_killed_takes_only_its_own_requests_along(
+    hosts: list[Host], balancer: Balancer
+) -> None:
+    """Kill -9: what it held may be tried again, and nothing that was sent afterwards fails."""
+    with Load(_CLIENTS) as load:
+        load.go_on(50)
+        hosts[0].kill()
+        killed = time.monotonic()
+        load.go_on(100)
+        hosts[0].start()
+        hosts[0].served.settle()
+        balancer.until("UP", *hosts)
+        load.go_on(50)
+    assert load.failures
+    assert all(one.retryable and one.sent < killed for one in load.failures), load.failures
+    assert len(load.failures) <= 2 * _CLIENTS
+    assert hosts[0].answered() > 0
+
+
+def test_a_host_that_hangs_is_given_up(hosts: list[Host], balancer: Balancer) -> None:
+    """SIGSTOP: what it held may be tried again, the others serve; and it is back when it wakes."""
+    host = hosts[1]
+    with Load(_CLIENTS) as load:
+        load.go_on(50)
+        host.freeze()
+        balancer.until("DOWN", host)
+        down = time.monotonic()
+        load.go_on(100)
+        host.thaw()
+        balancer.until("UP", *hosts)
+        before = host.answered()
+        load.go_on(100)
+        assert host.answered() > before
+    assert load.failures
+    assert all(one.retryable and one.sent < down for one in load.failures), load.failures
+    # None came to it twice: while it hangs it has more requests under way than the others.
+    assert len(load.failures) <= 2 * _CLIENTS
+
+
+def test_a_host_whose_model_falls_gets_no_requests(hosts: list[Host], balancer: Balancer) -> None:
+    """Once it is not ready, nothing fails: the others answer until its model was loaded again."""
+    host = hosts[2]
+    with Load(_CLIENTS) as load:
+        load.go_on(50)
+        for stub in host.served.stubs(balanced.MODEL):
+            stub.kill()
+        balancer.until("NOLB", host)
+        aside = time.monotonic()
+        balancer.until("UP", host)
+        load.go_on(50)
+    assert all(one.sent < aside for one in load.failures), load.failures
+
+
+def test_metrics_of_the_autoscaler(hosts: list[Host]) -> None:
+    """Each metric that deploy/prometheus-adapter.yaml reads is one of a running server's."""
+    document = yaml.safe_load(_ADAPTER.read_text(encoding="utf-8"))
+    text = hosts[0].metrics()
+    for rule in document["rules"]["custom"]:
+        names = set(re.findall(r"\bnv_\w+", rule["seriesQuery"] + rule["metricsQuery"]))
+        assert names
+        assert all(re.search(rf"^{name}\{{", text, flags=re.MULTILINE) for name in names)
