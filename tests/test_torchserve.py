@@ -134,10 +134,12 @@ def test_a_handler_with_a_class_and_weights(tmp_path: Path) -> None:
 
 def test_answers_are_what_torchserve_sends(tmp_path: Path) -> None:
     """Bytes as they are, text as UTF-8, tensors as torch.save writes them, all else as JSON."""
-    answers = "b'\\xff', bytearray(b'x'), 'é', torch.ones(2), {'a': [1, None]}, None, float('nan')"
+    answers = (
+        "b'\\xff', bytearray(b'x\\0'), 'é', torch.ones(2), {'a': [1, None]}, None, float('nan')"
+    )
     served = Served(tmp_path, _function(f"return [{answers}][:len(rows)]"), _BATCHES)
     found = served.answer(*[b""] * 7)
-    assert found[:3] == [b"\xff", b"x", "é".encode()]
+    assert found[:3] == [b"\xff", b"x\0", "é".encode()]
     assert isinstance(found[3], bytes)
     assert torch.equal(torch.load(io.BytesIO(found[3])), torch.ones(2))
     assert found[4] == json.dumps({"a": [1, None]}, indent=2).encode()
@@ -331,7 +333,7 @@ def test_how_often_a_handler_is_called(
         ("return [object()] * len(rows)", "the handler returned a object that is no JSON"),
         ("return ['\\ud800'] * len(rows)", "the handler returned a str that is no JSON"),
         ("context.set_response_status(404, 'gone', 0)\n    return rows", "answered 404: gone"),
-        ("context.set_all_response_status(500, 'ill')\n    return rows", "answered 500 ill"),
+        ("context.set_all_response_status(500, 'ill')\n    return rows", "answered 500: ill"),
         (
             "import ts.handler_utils.utils as u; u.send_intermediate_predict_response(rows)",
             "streams an answer, which is not served for TorchServe archives",

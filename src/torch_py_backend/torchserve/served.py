@@ -89,17 +89,15 @@ class Served(nn.Module):
             )
         for one in self._context.request_processor:
             if one.status >= _REFUSED:
-                self._refuse(one.status, one.phrase or "")
-                raise OutputError(self._model, f"the handler answered {one.status} {one.phrase}")
+                self._refuse(one.status, one.phrase)
+                raise OutputError(self._model, _said(one.status, one.phrase))
 
     def _refuse(self, status: Any, message: Any) -> None:
         """Raise what the client gets for such a status, unless it says that the server failed."""
-        text = brief(Exception(message)).removeprefix("Exception: ") if message else ""
-        said = f"the handler answered {status}" + (f": {text}" if text else "")
         if status in _UNAVAILABLE:
-            raise UnavailableError(self._model, said)
+            raise UnavailableError(self._model, _said(status, message))
         if isinstance(status, int) and _REFUSED <= status < _SERVER_FAILED:
-            raise InputError(self._model, said)
+            raise InputError(self._model, _said(status, message))
 
     def _encode(self, answer: Any) -> bytes:
         """An answer as TorchServe sends it."""
@@ -118,6 +116,12 @@ class Served(nn.Module):
                 f"the handler returned a {type(answer).__name__} that is no JSON: {brief(error)}",
                 expected="bytes, text, a tensor, or what JSON can hold",
             ) from None
+
+
+def _said(status: Any, message: Any) -> str:
+    """A handler's own words, as far as they may leave the server."""
+    text = brief(Exception(message)).removeprefix("Exception: ") if message else ""
+    return f"the handler answered {status}" + (f": {text}" if text else "")
 
 
 def _decoder(content_type: str) -> Callable[[bytes], Any]:
