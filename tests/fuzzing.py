@@ -7,17 +7,31 @@ what atheris comes up with.
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import pickle
+import tarfile
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import archives
 import build
 
-from torch_py_backend import artifacts, companions, contents, options, pbtxt, tuned
-from torch_py_backend.errors import LoadError
+from torch_py_backend import (
+    artifacts,
+    companions,
+    contents,
+    marfile,
+    migration,
+    options,
+    pbtxt,
+    tuned,
+)
+from torch_py_backend.errors import ArchiveError, LoadError
+from torch_py_backend.marfile import Limits
 
 Target = Callable[[Path, bytes], None]
 
@@ -79,9 +93,45 @@ def findings(folder: Path, data: bytes) -> None:
         tuned.chosen(folder, "here")
 
 
-TARGETS: dict[str, Target] = {
-    one.__name__: one for one in (content, artifact, index, source, option, config, findings)
-}
+def archive(folder: Path, data: bytes) -> None:
+    """An archive of TorchServe: unpacked within its folder, or refused."""
+    path = folder / "net.mar"
+    path.write_bytes(data)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with contextlib.suppress(ArchiveError):
+            marfile.unpack(path, Path(scratch) / "model.mar", Limits(gigabytes=0.01, files=20))
+        assert {one.name for one in Path(scratch).iterdir()} <= {"model.mar", "model.mar-whole"}
+
+
+def manifest(folder: Path, data: bytes) -> None:
+    """What an archive says of its model."""
+    archives.write_folder(folder, {"handler.py": "", archives.MANIFEST: data})
+    with contextlib.suppress(ArchiveError):
+        _migrated(folder)
+
+
+def settings(folder: Path, data: bytes) -> None:
+    """A model-config.yaml: what it becomes is a config that Triton reads."""
+    known = archives.manifest(configFile="c.yaml")
+    archives.write_folder(folder, {"handler.py": "", "c.yaml": data, archives.MANIFEST: known})
+    with contextlib.suppress(ArchiveError):
+        pbtxt.parse("net", _migrated(folder))
+
+
+def handler(folder: Path, data: bytes) -> None:
+    """The source of a handler."""
+    files = {"handler.py": data, archives.MANIFEST: archives.manifest()}
+    pbtxt.parse("net", _migrated(archives.write_folder(folder, files)))
+
+
+def _migrated(folder: Path) -> str:
+    found = marfile.read_manifest(folder, "net.mar")
+    return migration.migrate("net.mar", "net", folder, found, migration.Wishes()).config
+
+
+_TARGETS = (content, artifact, index, source, option, config, findings)
+_ARCHIVES = (archive, manifest, settings, handler)
+TARGETS: dict[str, Target] = {one.__name__: one for one in (*_TARGETS, *_ARCHIVES)}
 
 
 # --- what the bytes start from -----------------------------------------------------------------
@@ -124,6 +174,36 @@ def _state_dict() -> bytes:
     return _zipped(**{"data.pkl": pickled, "version": b"3\n", "data/0": bytes(24)})
 
 
+def _archived() -> bytes:
+    """A .mar file."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as written:
+        written.writestr("handler.py", "import ts\n")
+        written.writestr(archives.MANIFEST, archives.manifest())
+    return buffer.getvalue()
+
+
+def _tarred() -> bytes:
+    """The same as torch-model-archiver's tgz; the checksum of gzip hides what is changed."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as written:
+        entry = tarfile.TarInfo(f"net/{archives.MANIFEST}")
+        entry.size = len(archives.manifest())
+        written.addfile(entry, io.BytesIO(archives.manifest().encode()))
+    return gzip.compress(buffer.getvalue(), 1, mtime=0)
+
+
+_YAML = b"""
+batchSize: 8
+maxBatchDelay: 50
+minWorkers: 1
+deviceIds: [0, 1]
+deviceType: "gpu"
+responseTimeout: 60
+startupTimeout: {a: "x"}
+pt2: {compile: {enable: True, backend: inductor}}
+handler: &a [1, *a]
+"""
 _JSON = {
     "machines": {"here": {"chosen": {"parameters": {"OPTIMIZE": "freeze"}}, "rows": [1, 2.5]}},
     "weight_map": {"a": "model-00001-of-00002.safetensors", "b": "../b.safetensors"},
@@ -148,4 +228,8 @@ SEEDS: tuple[bytes, ...] = (
     b"\x041,2,4,8",
     _CONFIG,
     _SOURCE,
+    _archived(),
+    _tarred(),
+    _YAML,
+    archives.manifest(serializedFile="handler.py").encode(),
 )

@@ -134,9 +134,7 @@ def test_a_handler_with_a_class_and_weights(tmp_path: Path) -> None:
 
 def test_answers_are_what_torchserve_sends(tmp_path: Path) -> None:
     """Bytes as they are, text as UTF-8, tensors as torch.save writes them, all else as JSON."""
-    answers = (
-        "b'\\xff', bytearray(b'x\\0'), 'é', torch.ones(2), {'a': [1, None]}, None, float('nan')"
-    )
+    answers = "b'\\xff', bytearray(b'x\\0'), 'é', torch.ones(2), {'a': [1, None]}, None, torch.nan"
     served = Served(tmp_path, _function(f"return [{answers}][:len(rows)]"), _BATCHES)
     found = served.answer(*[b""] * 7)
     assert found[:3] == [b"\xff", b"x\0", "é".encode()]

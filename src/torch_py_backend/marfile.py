@@ -427,14 +427,13 @@ def settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
             cure="pip install 'torch-py-backend[torchserve]'.",
         ) from None
     path = folder / manifest.config_file
+    if path.stat().st_size > _TEXT_BYTES:
+        raise ArchiveError(archive, f"{path.name} is larger than settings are")
     try:
-        if path.stat().st_size > _TEXT_BYTES:
-            raise ArchiveError(archive, f"{path.name} is larger than settings are")
         document = yaml.safe_load(path.read_bytes())
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ArchiveError(
-            archive, f"{path.name} cannot be read: {' '.join(str(error).split())}"
-        ) from None
+    except Exception as error:  # its values are checked by int(), datetime() and others
+        said = " ".join(str(error).split()) or type(error).__name__
+        raise ArchiveError(archive, f"{path.name} cannot be read: {said}") from None
     if not isinstance(document, dict | None):
         raise ArchiveError(
             archive, f"{path.name} holds a {type(document).__name__}", expected="keys and values"

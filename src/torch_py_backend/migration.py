@@ -19,6 +19,9 @@ from torch_py_backend.marfile import Manifest
 
 VOCABULARY = "source_vocab.pt"
 OUTPUT = "output"
+# Of Triton's integers; and how much of a value of TorchServe's is repeated.
+_LARGEST = (1 << 31) - 1
+_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,17 +121,27 @@ class _Settings:
         value = self.document.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if not _is_whole(value, least):
             raise self.refusal(key, f"an integer of at least {least}")
-        return value
+        number: int = value
+        return number
 
     def refusal(self, key: str, expected: str) -> ArchiveError:
         return ArchiveError(
             self.archive,
-            f"{self.file} says {key}: {self.document[key]!r}",
+            f"{self.file} says {key}: {_brief(self.document[key])}",
             expected=expected,
             cure=f"Correct {self.file}.",
         )
+
+
+def _brief(value: Any) -> str:
+    return _one_line(repr(value))[:_SHOWN]
+
+
+def _is_whole(value: Any, least: int) -> bool:
+    """Whether it is a number that Triton's config can hold."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
 
 
 _REFUSED = {
@@ -213,9 +226,7 @@ def _instances(settings: _Settings, made: Migration) -> list[str]:
 
 def _gpus(settings: _Settings) -> list[int]:
     wished = settings.document.get("deviceIds") or []
-    if not isinstance(wished, list) or not all(
-        isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in wished
-    ):
+    if not isinstance(wished, list) or not all(_is_whole(one, 0) for one in wished):
         raise settings.refusal("deviceIds", "a list of GPUs' numbers")
     return wished
 
@@ -306,7 +317,8 @@ _WITHOUT_EFFECT = {
 def _tell_settings(settings: _Settings, made: Migration) -> None:
     for key in settings.document:
         if key in _WITHOUT_EFFECT:
-            made.left.append(f"{key} {settings.document[key]}: {_WITHOUT_EFFECT[key]}")
+            value = _brief(settings.document[key])
+            made.left.append(f"{key} {value}: {_WITHOUT_EFFECT[key]}")
     own = [
         str(key) for key in settings.document if key not in _TAKEN and key not in _WITHOUT_EFFECT
     ]
