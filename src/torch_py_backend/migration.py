@@ -6,6 +6,7 @@ Told from the manifest, from model-config.yaml and from the sources; nothing is 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -160,68 +161,79 @@ def _obstacles(settings: _Settings) -> Iterator[str]:
 
 
 def _batching(settings: _Settings, manifest: Manifest, made: Migration) -> list[str]:
-    size = settings.whole("batchSize")
+    size = _batch_size(settings, manifest, made)
     delay = settings.whole("maxBatchDelay", least=0)
     queue = settings.whole("jobQueueSize")
+    policy = []
+    if delay is not None and size > 1:
+        policy.append(f"max_queue_delay_microseconds: {delay * 1000}")
+        made.taken.append(f"maxBatchDelay {delay} ms: {policy[-1]}")
+    elif delay is not None:
+        made.left.append(f"maxBatchDelay {delay}: no request waits for others in batches of one")
+    if queue is not None:
+        policy.append(f"default_queue_policy {{ max_queue_size: {queue} }}")
+        made.taken.append(f"jobQueueSize {queue}: {policy[-1]}")
+    lines = ["# Requests in one call of the handler at most.", f"max_batch_size: {size}"]
+    if size > 1 or policy:
+        lines.append(f"dynamic_batching {{ {''.join(f'{one} ' for one in policy)}}}")
+    return lines
+
+
+def _batch_size(settings: _Settings, manifest: Manifest, made: Migration) -> int:
+    size = settings.whole("batchSize")
     if size is None:
         made.left.append(
             "batchSize is not in the archive, and max_batch_size is 1. If it was given when the"
             " model was registered, write it into config.pbtxt."
         )
-    elif manifest.handler_module == "text_classifier" and size > 1:
+        return 1
+    if manifest.handler_module == "text_classifier" and size > 1:
         made.left.append(f"batchSize {size}: text_classifier answers one request at a time")
-        size = 1
-    else:
-        made.taken.append(f"batchSize {size}: max_batch_size: {size}")
-    lines = ["# Requests in one call of the handler at most.", f"max_batch_size: {size or 1}"]
-    policy = []
-    if delay is not None and (size or 1) > 1:
-        policy.append(f"max_queue_delay_microseconds: {delay * 1000}")
-        made.taken.append(f"maxBatchDelay {delay} ms: {policy[-1]}")
-    if queue is not None:
-        policy.append(f"default_queue_policy {{ max_queue_size: {queue} }}")
-        made.taken.append(f"jobQueueSize {queue}: {policy[-1]}")
-    if (size or 1) > 1 or policy:
-        lines.append(
-            f"dynamic_batching {{ {' '.join(policy)} }}" if policy else "dynamic_batching { }"
-        )
-    return lines
+        return 1
+    made.taken.append(f"batchSize {size}: max_batch_size: {size}")
+    return size
 
 
 _KINDS = {"cpu": "KIND_CPU", "gpu": "KIND_GPU"}
 
 
 def _instances(settings: _Settings, made: Migration) -> list[str]:
-    workers, most = settings.whole("minWorkers", least=0), settings.whole("maxWorkers", least=0)
-    gpus = _gpus(settings)
-    count = max(1, workers or most or 1)
-    parts = []
-    device = settings.document.get("deviceType")
-    if device is not None:
-        kind = _KINDS.get(str(device).lower())
-        if kind is None:
-            raise settings.refusal("deviceType", " or ".join(_KINDS))
-        parts.append(f"kind: {kind}")
-        made.taken.append(f"deviceType {device}: instance_group kind: {kind}")
-    if gpus and "kind: KIND_CPU" not in parts:
+    gpus, kind = _gpus(settings), _kind(settings)
+    parts = [] if kind is None else [f"kind: {kind}"]
+    count = _count(settings, made)
+    if gpus and kind != "KIND_CPU":
+        # TorchServe deals its workers out to GPUs, Triton starts so many on each.
+        count = math.ceil(count / len(gpus))
         parts = ["kind: KIND_GPU", f"gpus: [ {', '.join(map(str, gpus))} ]"]
-        count = -(
-            -count // len(gpus)
-        )  # TorchServe deals its workers out, Triton starts so many on each
-        made.taken.append(f"deviceIds: instance_group {parts[-1]}, {count} on each")
-    if workers is not None or most is not None:
-        made.taken.append(
-            f"minWorkers {workers}: instance_group count: {count}"
-            if workers
-            else f"maxWorkers {most}: instance_group count: {count}"
-        )
-    if most is not None and workers is not None and most > max(1, workers):
-        made.left.append(
-            f"maxWorkers {most}: Triton starts a fixed number of instances; minWorkers is taken"
-        )
+    if parts:
+        made.taken.append(f"deviceType, deviceIds: instance_group {' '.join(parts)}")
     comment = "# Copies of the handler, each in a process of its own"
     where = "." if parts else "; on each GPU, where there are any."
     return [f"{comment}{where}", f"instance_group [{{ {' '.join([*parts, f'count: {count}'])} }}]"]
+
+
+def _kind(settings: _Settings) -> str | None:
+    device = settings.document.get("deviceType")
+    if device is None:
+        return None
+    kind = _KINDS.get(str(device).lower())
+    if kind is None:
+        raise settings.refusal("deviceType", " or ".join(_KINDS))
+    return kind
+
+
+def _count(settings: _Settings, made: Migration) -> int:
+    least, most = settings.whole("minWorkers", least=0), settings.whole("maxWorkers", least=0)
+    count = least or most or 1
+    if least or most:
+        made.taken.append(
+            f"{'minWorkers' if least else 'maxWorkers'} {count}: instance_group count"
+        )
+    if least and most is not None and most > least:
+        made.left.append(
+            f"maxWorkers {most}: Triton starts a fixed number of instances; minWorkers is taken"
+        )
+    return count
 
 
 def _gpus(settings: _Settings) -> list[int]:
@@ -290,7 +302,7 @@ def _compile_parameters(settings: _Settings, made: Migration) -> dict[str, Any] 
         made.left.append(f"pt2's {shown(others)}: torch.compile has no such argument")
     try:
         json.dumps(found)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         raise settings.refusal("pt2", "values that JSON can hold") from None
     return found
 
