@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -72,7 +73,9 @@ def _sources(folder: Path) -> dict[str, ast.Module]:
     found = {}
     for path in sorted(folder.rglob("*.py")):
         try:
-            tree = ast.parse(path.read_bytes())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of Python's, about the archive's texts
+                tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError, RecursionError, MemoryError):  # told by who imports it
             continue
         found[path.relative_to(folder).as_posix()] = tree
