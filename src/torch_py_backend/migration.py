@@ -266,7 +266,7 @@ def _parameters(settings: _Settings, wishes: Wishes, made: Migration) -> list[st
         ]
     if not wishes.example:
         lines += [
-            "# Nobody can make up a body that the handler takes; see docs/torchserve.md for a way.",
+            "# There is no body to warm up with: `import-mar --example FILE` puts one here.",
             _parameter("WARMUP", "false"),
         ]
     return lines
