@@ -154,13 +154,13 @@ class Tells:
 
     def initialize(self, context):
         self.properties = dict(context.system_properties)
+        self.folder = self.properties.pop("model_dir")
         self.initialized = True
 
     def handle(self, data, context):
-        folder = self.properties.pop("model_dir")
         told = {
             "properties": self.properties,
-            "here": os.path.samefile(folder, os.getcwd()),
+            "here": os.path.samefile(self.folder, os.getcwd()),
             "name": context.model_name,
             "yaml": context.model_yaml_config,
             "handler": context.manifest["model"]["handler"],

@@ -209,7 +209,7 @@ def _linked_folder(path: Path) -> None:
         pytest.param(lambda path: path.write_bytes(b"<!doctype html>"), "an HTML page", id="html"),
         pytest.param(
             lambda path: torch.jit.script(models.Negate()).save(path),
-            "it is TorchScript. Make a model folder of it with `torch-py-backend init`",
+            "it is TorchScript; expected what torch-model-archiver wrote. Make a model folder of it",
             id="torchscript",
         ),
         pytest.param(

@@ -438,7 +438,7 @@ def test_weights_are_shared(tmp_path: Path) -> None:
 
 def test_an_example_warms_up(tmp_path: Path) -> None:
     """With an example, the handler is tried before READY, in batches of several sizes."""
-    body = "print(*map(bytes, rows), file=open('sizes.txt', 'a'))\n    return rows"
+    body = "with open('sizes.txt', 'a') as f: print(*map(bytes, rows), file=f)\n    return rows"
     wishes = Wishes(example=True)
     Served(tmp_path, _function(body), {"batchSize": 4}, wishes, example=b"xyz")
     lines = (tmp_path / "net/1/model.mar/sizes.txt").read_text().splitlines()

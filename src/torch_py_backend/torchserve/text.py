@@ -136,7 +136,7 @@ class TextHandler(BaseHandler):
 
 def _expanded(found: re.Match[str]) -> str:
     meant = _CONTRACTIONS[found[0].lower()]
-    return found[0][0] + meant[1:]
+    return meant[0].upper() + meant[1:] if found[0][0].isupper() else meant
 
 
 def _vocabulary(path: Path) -> Vocabulary:
