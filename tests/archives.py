@@ -97,7 +97,8 @@ class Colours(nn.Module):
         self.linear = nn.Linear(3, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x.mean(dim=(2, 3)))
+        made: torch.Tensor = self.linear(x.mean(dim=(2, 3)))
+        return made
 
 
 SCALE = """

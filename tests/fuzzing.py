@@ -105,22 +105,22 @@ def archive(folder: Path, data: bytes) -> None:
 
 def manifest(folder: Path, data: bytes) -> None:
     """What an archive says of its model."""
-    archives.write_folder(folder, {"handler.py": "", archives.MANIFEST: data})
+    archives.write_folder(folder, {"handler.py": b"", archives.MANIFEST: data})
     with contextlib.suppress(ArchiveError):
         _migrated(folder)
 
 
 def settings(folder: Path, data: bytes) -> None:
     """A model-config.yaml: what it becomes is a config that Triton reads."""
-    known = archives.manifest(configFile="c.yaml")
-    archives.write_folder(folder, {"handler.py": "", "c.yaml": data, archives.MANIFEST: known})
+    known = archives.manifest(configFile="c.yaml").encode()
+    archives.write_folder(folder, {"handler.py": b"", "c.yaml": data, archives.MANIFEST: known})
     with contextlib.suppress(ArchiveError):
         pbtxt.parse("net", _migrated(folder))
 
 
 def handler(folder: Path, data: bytes) -> None:
     """The source of a handler."""
-    files = {"handler.py": data, archives.MANIFEST: archives.manifest()}
+    files = {"handler.py": data, archives.MANIFEST: archives.manifest().encode()}
     pbtxt.parse("net", _migrated(archives.write_folder(folder, files)))
 
 

@@ -24,7 +24,7 @@ from torch_py_backend import marfile
 from torch_py_backend.errors import ArchiveError
 from torch_py_backend.marfile import Limits
 
-_FILES = {
+_FILES: archives.Files = {
     "handler.py": "x = 1\n",
     "deep/er/notes.txt": "é",
     "model.bin": bytes(range(256)) * 4000,
@@ -209,7 +209,7 @@ def _linked_folder(path: Path) -> None:
         pytest.param(lambda path: path.write_bytes(b"<!doctype html>"), "an HTML page", id="html"),
         pytest.param(
             lambda path: torch.jit.script(models.Negate()).save(path),
-            "it is TorchScript; expected what torch-model-archiver wrote. Make a model folder of it",
+            "it is TorchScript; expected what torch-model-archiver wrote. Make a model folder",
             id="torchscript",
         ),
         pytest.param(

@@ -250,10 +250,10 @@ def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, Any], say
     ],
 )
 def test_files_that_a_handler_needs(
-    tmp_path: Path, handler: str, files: dict[str, bytes], more: dict[str, str], says: str
+    tmp_path: Path, handler: str, files: dict[str, bytes], more: dict[str, Any], says: str
 ) -> None:
     """What TorchServe's own handlers could not load is told now; others load what they want."""
-    given = {"serializedFile": "m.pt", **more}
+    given: dict[str, Any] = {"serializedFile": "m.pt", **more}
     if not says:
         assert _read(tmp_path, _migrate(tmp_path, None, handler, files=files, **given))
         return

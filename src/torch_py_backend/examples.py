@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_py_backend import sources
 from torch_py_backend.artifacts import Artifact, Kind
-from torch_py_backend.batching import Item, Value
+from torch_py_backend.batching import Item, Strings, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import ArtifactError, SourceError, brief
 
@@ -53,8 +53,9 @@ def _bodies(config: ModelConfig) -> Item | None:
     shape = (1, 1) if config.max_batch_size else (1,)
     found: Item = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        found[path.name] = np.empty(shape, dtype=np.object_)
-        found[path.name].fill(path.read_bytes())
+        body: Strings = np.empty(shape, dtype=np.object_)
+        body.fill(path.read_bytes())
+        found[path.name] = body
     return found or None
 
 

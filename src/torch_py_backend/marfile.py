@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
+import io
 import json
 import shutil
 import stat
@@ -56,7 +57,7 @@ class _Member(NamedTuple):
 
     name: str
     size: int
-    open: Callable[[], IO[bytes]]
+    open: Callable[[], IO[bytes] | io.FileIO]
 
 
 # --- unpacking -------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ def _in_folder(folder: Path) -> Iterator[_Member]:
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
             raise _no_file(folder.name, name)
         if path.is_file():
-            yield _Member(name, path.stat().st_size, functools.partial(path.open, "rb"))
+            yield _Member(name, path.stat().st_size, functools.partial(io.FileIO, path))
 
 
 @contextlib.contextmanager

@@ -63,10 +63,10 @@ class BaseHandler:
             LoadError: it cannot be loaded; the message says why.
         """
         properties = context.system_properties
-        gpu = properties.get("gpu_id")
-        on_gpu = gpu is not None and torch.cuda.is_available()
-        self.map_location = "cuda" if on_gpu else "cpu"
-        self.device = torch.device("cuda", gpu) if on_gpu else torch.device("cpu")
+        self.device = torch.device("cpu")
+        if properties.get("gpu_id") is not None and torch.cuda.is_available():
+            self.device = torch.device("cuda", properties["gpu_id"])
+        self.map_location = self.device.type
         self.manifest = context.manifest
         self.model_yaml_config = context.model_yaml_config
         folder = properties["model_dir"]
@@ -87,14 +87,11 @@ class BaseHandler:
                 config.name, "the manifest names neither a serializedFile nor a modelFile"
             )
         found = contents.describe(Path(self.model_pt_path))
-        if found in (Content.EXPORTED, Content.AOTI):
-            return self._load_program(found)
-        return self._load_torchscript_model(self.model_pt_path).eval()
-
-    def _load_program(self, found: Content) -> Any:
         if found is Content.AOTI:
-            return torch._inductor.aoti_load_package(self.model_pt_path)  # noqa: SLF001  its public name
-        return torch.export.load(self.model_pt_path or "").module().to(self.device)
+            return torch._inductor.aoti_load_package(self.model_pt_path)  # noqa: SLF001  public
+        if found is Content.EXPORTED:
+            return torch.export.load(self.model_pt_path).module().to(self.device)
+        return self._load_torchscript_model(self.model_pt_path).eval()
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
         config, path = settings.get(), Path(model_pt_path)
@@ -106,7 +103,7 @@ class BaseHandler:
                 expected="TorchScript, or a modelFile in the manifest that defines its class",
                 cure=contents.cure(found, path),
             )
-        module: Any = torch.jit.load(path, map_location=self.device)  # type: ignore[no-untyped-call]
+        module: Any = torch.jit.load(path, map_location=self.device)
         if config.options.enable_weight_sharing is not False:
             mapping.share((*module.parameters(), *module.buffers()), path)
         return module
