@@ -191,6 +191,14 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
             None,
             id="filled in, pt2",
         ),
+        pytest.param(
+            {"model.mar/handler.py": source, "model.mar/model.pt": weights},
+            None,
+            Kind.TORCHSERVE,
+            "model.mar",
+            None,
+            id="TorchServe archive",
+        ),
         # What Triton fills in for `platform: "pytorch_libtorch"`:
         pytest.param(
             {"model.py": source}, "model.pt", Kind.MODULE, "model.py", None, id="filled in, source"
@@ -265,7 +273,10 @@ def test_model_file_is_found_in_its_own_version(tmp_path: Path) -> None:
             id="filled in",
         ),
         pytest.param(
-            ["model.py/x"], None, ["expected model.py or model.pt or model.pt2."], id="a folder"
+            ["model.py/x"],
+            None,
+            ["expected model.py or model.pt or model.pt2 or model.mar."],
+            id="a folder",
         ),
     ],
 )

@@ -432,6 +432,22 @@ def test_weights_are_shared(tmp_path: Path) -> None:
     torch.testing.assert_close(torch.tensor(json.loads(answer)), model(sent).detach())
 
 
+def test_an_exported_program(tmp_path: Path) -> None:
+    """A .pt2 file needs no class: base_handler takes numbers and gives numbers."""
+    file = io.BytesIO()
+    rows = torch.export.Dim("rows", min=1, max=64)
+    shapes = ({0: rows},)
+    torch.export.save(
+        torch.export.export(archives.Scale(), (torch.ones(3),), dynamic_shapes=shapes), file
+    )
+    files: archives.Files = {
+        "m.pt2": file.getvalue(),
+        archives.MANIFEST: archives.manifest("base_handler", serializedFile="m.pt2"),
+    }
+    served = Served(tmp_path, files, _BATCHES, Wishes(content_type="application/json"))
+    assert served.answer(b"2.5", b"0") == [b"2.5", b"0.0"]
+
+
 def test_an_example_warms_up(tmp_path: Path) -> None:
     """With an example, the handler is tried before READY, in batches of several sizes."""
     body = "with open('sizes.txt', 'a') as f: print(*map(bytes, rows), file=f)\n    return rows"

@@ -164,7 +164,14 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> Iterator[_Member]:
                 f"{entry.filename} is compressed with method {entry.compress_type}",
                 expected="deflate, or no compression, as torch-model-archiver writes",
             )
-        yield _Member(entry.filename, entry.file_size, functools.partial(archive.open, entry))
+        yield _Member(entry.filename, entry.file_size, functools.partial(_zip_file, archive, entry))
+
+
+def _zip_file(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> IO[bytes]:
+    try:
+        return archive.open(entry)
+    except OSError as error:  # it is said to begin before the file does
+        raise zipfile.BadZipFile(f"{entry.filename}: {error.strerror}") from error
 
 
 class _Inflated(gzip.GzipFile):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -63,21 +65,36 @@ def import_mar(
         raise InstallError(f"--example is {example}, which is not a file.")
     wishes = Wishes(_fields(inputs or []), content_type, example is not None)
     parent = (output.absolute().parent if output is not None else Path.cwd()).resolve()
+    if output is not None:  # before gigabytes are unpacked
+        _refuse_name(output.absolute().name, parent)
     try:
-        parent.mkdir(parents=True, exist_ok=True)
         # Made complete beside its place: a server that watches the repository sees it whole.
-        with tempfile.TemporaryDirectory(prefix=".import-mar-", dir=parent) as scratch:
-            unpacked = Path(scratch) / ARCHIVE
+        with _there(parent), tempfile.TemporaryDirectory(prefix=".import-mar-", dir=parent) as room:
+            unpacked = Path(room) / ARCHIVE
             marfile.unpack(archive, unpacked, Limits(max_gigabytes, max_files))
             manifest = marfile.read_manifest(unpacked, archive.name)
             name = output.absolute().name if output is not None else manifest.model_name
-            _refuse_name(name, parent / name)
+            _refuse_name(name, parent)
             made = migration.migrate(archive.name, name, unpacked, manifest, wishes)
-            folder = _lay_out(Path(scratch) / name, unpacked, made, example)
+            folder = _lay_out(Path(room) / name, unpacked, made, example)
             folder.rename(parent / name)
     except OSError as error:
         raise InstallError(f"cannot import {archive.name} into {parent}: {error}") from error
     _print(parent / name, made)
+
+
+@contextlib.contextmanager
+def _there(folder: Path) -> Iterator[None]:
+    """The folder exists; what was made for that goes again, where nothing comes of it."""
+    made = [one for one in (folder, *folder.parents) if not one.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for one in made:
+            with contextlib.suppress(OSError):
+                one.rmdir()
+        raise
 
 
 def _fields(inputs: list[str]) -> tuple[str, ...]:
@@ -87,14 +104,14 @@ def _fields(inputs: list[str]) -> tuple[str, ...]:
     return tuple(inputs)
 
 
-def _refuse_name(name: str, target: Path) -> None:
+def _refuse_name(name: str, parent: Path) -> None:
     if not _NAME.fullmatch(name):
         raise InstallError(
             f"the model's name is '{name}'; expected letters, digits, _, -, . and blanks. Give"
             " another one with --output."
         )
-    if os.path.lexists(target):
-        raise InstallError(f"{target} exists already; give another folder with --output.")
+    if os.path.lexists(parent / name):
+        raise InstallError(f"{parent / name} exists already; give another folder with --output.")
 
 
 def _lay_out(folder: Path, unpacked: Path, made: Migration, example: Path | None) -> Path:

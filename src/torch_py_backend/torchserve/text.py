@@ -39,6 +39,7 @@ _IRREGULAR = {
     "ain't": "is not",
     "can't": "cannot",
     "shan't": "shall not",
+    "sha'n't": "shall not",
     "won't": "will not",
     "let's": "let us",
     "so's": "so as",
