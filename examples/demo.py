@@ -57,7 +57,7 @@ digits_lstm         a recurrent network that gets an image row by row, in a
 
 accuracy            share of the held-out digits that were read correctly:
                     at least {REQUIRED_ACCURACY:.0%}; the linear one {REQUIRED_LINEAR_ACCURACY:.0%},
-                    as the recurrent one
+                    the recurrent one {REQUIRED_ROWS_ACCURACY:.0%}
 p50, p99            one client, one image at a time: half of the answers, and
                     99 of 100, came within this time
 images/s            {CLIENTS} clients at once, {CLIENT_BATCH} images in each request
