@@ -6,9 +6,9 @@ So many sequences at a time over gRPC, each with its next step under way as soon
 answered: calls over a few connections, or with --stream as many streams, which now and then bring
 tritonserver 24.10 down (with any backend: a race of its own when requests are released). The values
 of all steps are compared with eager PyTorch's first. Then turns of the model with state and of one
-that takes zeros each time, A B A B …; both compute the same, are asked by the same client, and batch
-up to as many rows. "state" keeps the states that sequence_batching names, "option" those that STATE
-does: for the first, Triton hands over memory of its own, too.
+that takes zeros each time, A B A B …; both compute the same, are asked by the same client, and
+batch up to as many rows. "state" keeps the states that sequence_batching names, "option" those that
+STATE does: for the first, Triton hands over memory of its own, too.
 """
 
 from __future__ import annotations

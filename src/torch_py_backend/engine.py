@@ -360,7 +360,7 @@ class Engine:
     def _bind(self, result: Any) -> results.Outputs:
         """What takes the outputs out of a result, and then the states that STATE names."""
         model, carried = self.config.name, [state.output for state in self.config.carried]
-        told = [spec.name for spec in self.config.outputs]
+        told = self._names[: len(self._names) - len(carried)]
         shown = results.bind_outputs(model, told, result)
         if not carried:
             return shown
