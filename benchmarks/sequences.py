@@ -2,11 +2,13 @@
 
     python -m benchmarks.sequences [--sequences 1000] [--steps 100] [--pairs 3] [--way state]
 
-So many sequences at a time over gRPC streams, each with its next step under way as soon as the last
-one is answered. The values of all steps are compared with eager PyTorch's first. Then turns of the
-model with state and of one that takes zeros each time, A B A B …; both compute the same, are asked
-by the same client, and batch up to as many rows. "state" keeps the states that sequence_batching
-names, "option" those that STATE does: of the first, Triton hands over memory of its own, too.
+So many sequences at a time over gRPC, each with its next step under way as soon as the last one is
+answered: calls over a few connections, or with --stream as many streams, which now and then bring
+tritonserver 24.10 down (with any backend: a race of its own when requests are released). The values
+of all steps are compared with eager PyTorch's first. Then turns of the model with state and of one
+that takes zeros each time, A B A B …; both compute the same, are asked by the same client, and
+batch up to as many rows. "state" keeps the states that sequence_batching names, "option" those that
+STATE does: for the first, Triton hands over memory of its own, too.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -65,7 +68,7 @@ _OLDEST = "oldest {{ max_candidate_sequences: {0} }} max_sequence_idle_microseco
 _PAIRS = '{\\"hidden\\": \\"new_hidden\\", \\"cell\\": \\"new_cell\\"}'
 _WAYS = ("state", "option")
 _STATELESS = "stateless"
-_STREAMS = 4
+_CONNECTIONS = 4
 _LONGEST_S = 600
 
 
@@ -84,6 +87,9 @@ class Turn:
     batch: float
     inside: float
     values: NDArray[np.float32]
+
+
+Asked: TypeAlias = "Callable[[str], Coroutine[Any, Any, Turn]]"
 
 
 def scheduler(way: str, sequences: int) -> str:
@@ -132,7 +138,7 @@ def eager(sent: NDArray[np.float32], *, stateful: bool) -> NDArray[np.float32]:
     return np.stack(made, axis=1)
 
 
-async def ask(address: str, model: str, sent: NDArray[np.float32]) -> Turn:
+async def ask(address: str, model: str, sent: NDArray[np.float32], *, stream: bool = False) -> Turn:
     """All steps of all sequences.
 
     Raises:
@@ -141,9 +147,10 @@ async def ask(address: str, model: str, sent: NDArray[np.float32]) -> Turn:
     values = np.empty_like(sent)
     before = _statistics(address, model)
     started = time.perf_counter()
-    shares = np.array_split(np.arange(len(sent)), _STREAMS)
+    shares = np.array_split(np.arange(len(sent)), _CONNECTIONS)
+    way = _streamed if stream else _called
     await asyncio.wait_for(
-        asyncio.gather(*(_stream(address, model, sent, values, share) for share in shares)),
+        asyncio.gather(*(way(address, model, sent, values, share) for share in shares)),
         _LONGEST_S,
     )
     seconds = time.perf_counter() - started
@@ -159,14 +166,14 @@ def _statistics(address: str, model: str) -> dict[str, object]:
         return found
 
 
-async def _stream(
+async def _streamed(
     address: str,
     model: str,
     sent: NDArray[np.float32],
     values: NDArray[np.float32],
     share: NDArray[np.int64],
 ) -> None:
-    """One stream's sequences: a step is sent when the one before it is answered."""
+    """Sequences of one stream: a step is sent when the one before it is answered."""
     due: asyncio.Queue[tuple[int, int] | None] = asyncio.Queue()
     for place in share.tolist():
         due.put_nowait((place, 0))
@@ -182,13 +189,36 @@ async def _stream(
             if answer.error_message:
                 raise BenchError(f"a step of {model} failed: {answer.error_message}")
             place, number = map(int, answer.infer_response.id.split("-"))
-            (content,) = answer.infer_response.raw_output_contents
-            values[place, number] = np.frombuffer(content, dtype=np.float32)
+            values[place, number] = _values(answer.infer_response)
             if number + 1 < sent.shape[1]:
                 due.put_nowait((place, number + 1))
             left -= 1
             if not left:
                 due.put_nowait(None)
+
+
+async def _called(
+    address: str,
+    model: str,
+    sent: NDArray[np.float32],
+    values: NDArray[np.float32],
+    share: NDArray[np.int64],
+) -> None:
+    """Sequences of one connection: a call for each step."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+        async def sequence(place: int) -> None:
+            for number in range(sent.shape[1]):
+                answer = await stub.ModelInfer(_request(model, sent, place, number))
+                values[place, number] = _values(answer)
+
+        await asyncio.gather(*map(sequence, share.tolist()))
+
+
+def _values(answer: service_pb2.ModelInferResponse) -> NDArray[np.float32]:
+    (content,) = answer.raw_output_contents
+    return np.frombuffer(content, dtype=np.float32)
 
 
 def _request(
@@ -211,6 +241,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--way", choices=_WAYS, default=_WAYS[0])
+    parser.add_argument("--stream", action="store_true", help="gRPC streams instead of calls")
     wished = parser.parse_args(words)
     sent = inputs(wished.sequences, wished.steps)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
@@ -226,24 +257,29 @@ def main(words: list[str]) -> int:
                     raise BenchError(f"{state.name} was not loaded: {state.reason}")
             print(f"{wished.sequences} sequences of {wished.steps} steps, LSTM of {_WIDTH}")
             print(f"torch {torch.__version__}\n")
-            _compare(server.grpc_address, wished.way, sent)
-            _measure(server.grpc_address, wished.way, sent, wished.pairs)
+            asked = _asked(server.grpc_address, sent, stream=wished.stream)
+            _compare(asked, wished.way, sent)
+            _measure(asked, wished.way, sent, wished.pairs)
     return 0
 
 
-def _compare(address: str, way: str, sent: NDArray[np.float32]) -> None:
+def _asked(address: str, sent: NDArray[np.float32], *, stream: bool) -> Asked:
+    return lambda model: ask(address, model, sent, stream=stream)
+
+
+def _compare(asked: Asked, way: str, sent: NDArray[np.float32]) -> None:
     """Every step of both models is eager's."""
     for model in (way, _STATELESS):
-        turn = asyncio.run(ask(address, model, sent))
+        turn = asyncio.run(asked(model))
         wanted = eager(sent, stateful=model != _STATELESS)
         np.testing.assert_allclose(turn.values, wanted, rtol=1e-4, atol=1e-5)
 
 
-def _measure(address: str, way: str, sent: NDArray[np.float32], pairs: int) -> None:
+def _measure(asked: Asked, way: str, sent: NDArray[np.float32], pairs: int) -> None:
     turns: dict[str, list[Turn]] = {way: [], _STATELESS: []}
     for _ in range(pairs):
         for model, found in turns.items():
-            found.append(asyncio.run(ask(address, model, sent)))
+            found.append(asyncio.run(asked(model)))
     count = sent.shape[0] * sent.shape[1]
     print("| model | steps/s | mean batch | µs a step in the backend | time ÷ stateless |")
     print("|---|---|---|---|---|")

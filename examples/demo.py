@@ -60,7 +60,7 @@ digits_png          the exported network with hooks: PNG files in, names of digi
 
 accuracy            share of the held-out digits that were read correctly:
                     at least {REQUIRED_ACCURACY:.0%}; the linear one {REQUIRED_LINEAR_ACCURACY:.0%},
-                    as the recurrent one
+                    the recurrent one {REQUIRED_ROWS_ACCURACY:.0%}
 p50, p99            one client, one image at a time: half of the answers, and
                     99 of 100, came within this time
 images/s            {CLIENTS} clients at once, {CLIENT_BATCH} images in each request

@@ -124,8 +124,11 @@ def test_warmup_shows_what_loading_does_not(tmp_path: Path) -> None:
         pytest.param(_MODEL, {}, "Net has 2 weights, and no file", id="no-weights"),
         pytest.param(
             _MODEL,
-            {"parameters": _parameters(WEIGHTS="none"), "sequence_batching": {"direct": {}}},
-            "sequence_batching",
+            {
+                "parameters": _parameters(WEIGHTS="none"),
+                "sequence_batching": {"iterative_sequence": True},
+            },
+            "iterative_sequence",
             id="unsupported",
         ),
         pytest.param(

@@ -202,6 +202,12 @@ class Sequences:
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in initial(config, one_row).items()
         }
+        fixed = all(
+            state.dtype is not None and state.dtype.torch and -1 not in state.dims
+            for state in config.states
+        )
+        # Counted once, where it is the same in all steps.
+        self._fixed = sum(map(_size, self._initial.values())) if fixed else None
         limit = config.options.sequence_memory_mb
         self._limit_mb = limit or 0
         self._limit = math.inf if limit is None else limit * _MEGABYTE
@@ -287,7 +293,7 @@ class Sequences:
         kept.used = self._clock()
         if not step.ends:
             values = {name: _as_input(outcome[output]) for name, output in self._pairs}
-            size = sum(map(_size, values.values()))
+            size = sum(map(_size, values.values())) if self._fixed is None else self._fixed
             total = self.size + size - kept.size
             if total > self._limit:
                 self._free()

@@ -19,10 +19,15 @@ from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server import Server
 
-_SEQUENCES = 48
+# The answers of a stream come in the order of its requests: none may wait for another's end, so
+# there are no more sequences than slots.
+_SEQUENCES = {"direct": 16, "oldest": 48, "option": 48}
 _STEPS = 12
 _TWO = "instance_group [{ kind: KIND_CPU count: 2 }]\n"
-_IDLE = "max_sequence_idle_microseconds: 300000"
+# A machine that does several things at once may keep a step waiting for seconds.
+_PATIENT, _IDLE = (
+    f"max_sequence_idle_microseconds: {microseconds}" for microseconds in (60_000_000, 300_000)
+)
 _PAIRS = {"STATE": '{"total": "sum"}'}
 
 
@@ -46,9 +51,21 @@ class Sums(nn.Module):
 
 _OLDEST = "oldest { max_candidate_sequences: 64 max_queue_delay_microseconds: 1000 }"
 _MODELS = {
-    "direct": (models.Accumulate, _config("direct { }")),
-    "oldest": (models.Accumulate, _config(_OLDEST)),
-    "option": (Sums, _config(_OLDEST, **_PAIRS)),
+    "direct": (models.Accumulate, _config(f"direct {{ }} {_PATIENT}")),
+    "oldest": (models.Accumulate, _config(f"{_OLDEST} {_PATIENT}")),
+    "option": (Sums, _config(f"{_OLDEST} {_PATIENT}", **_PAIRS)),
+    "slots": (
+        models.Slots,
+        scenarios.config(
+            {"x": [4]},
+            {"y": [4]},
+            more=scenarios.sequencing(
+                strategy=f"direct {{ }} {_PATIENT}",
+                controls=scenarios.control("START", "START", "fp32_false_true: [0, 1]")
+                + scenarios.control("READY", "READY", "fp32_false_true: [0, 1]"),
+            ),
+        ),
+    ),
     "idle": (models.Accumulate, _config(f"{_OLDEST} {_IDLE}", more="")),
 }
 
@@ -93,7 +110,8 @@ def _ask(client: Any, model: str, name: int | str, value: float, flags: str = ""
 @pytest.mark.parametrize("model", ["direct", "oldest", "option"])
 def test_many_sequences_at_once(model: str, client: Any) -> None:
     """Numbers and texts are ids, steps of all are mixed, and each sequence has its own totals."""
-    names = [number if number % 2 else f"sequence {number}" for number in range(1, _SEQUENCES + 1)]
+    numbers = range(1, _SEQUENCES[model] + 1)
+    names = [number if number % 2 else f"sequence {number}" for number in numbers]
     values = np.random.default_rng(0).integers(0, 1000, (len(names), _STEPS))
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     client.start_stream(lambda result, error: answers.put((result, error)))
@@ -137,6 +155,16 @@ def test_out_of_order(model: str, client: Any) -> None:
     assert _ask(client, model, 5, 7, "e") == 14
 
 
+def test_slots_of_the_models_own(client: Any) -> None:
+    """A model that keeps its state by its place in the batch has each sequence in one place."""
+    assert _ask(client, "slots", 1, 1, "s") == 1
+    assert _ask(client, "slots", 2, 10, "s") == 10
+    assert _ask(client, "slots", 2, 10) == 20
+    assert _ask(client, "slots", 1, 1) == 2
+    assert _ask(client, "slots", 2, 10, "e") == 30
+    assert _ask(client, "slots", 1, 1, "e") == 3
+
+
 def _metrics(server: Server, model: str) -> dict[str, float]:
     with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as page:
         text = page.read().decode()
@@ -169,6 +197,7 @@ def test_live_sequences_are_told(server: Server, client: Any) -> None:
 def test_what_idles_is_freed(server: Server, client: Any) -> None:
     """A sequence that its client has left is forgotten, without another request."""
     assert _ask(client, "idle", 1, 1, "s") == 1
+    _await_metrics(server, "idle", {"sequences": 1, "sequence_bytes": 16})
     _await_metrics(server, "idle", {"sequences": 0, "sequence_bytes": 0})
     with pytest.raises(InferenceServerException, match=r"sequence 1 .*START flag"):
         _ask(client, "idle", 1, 1)
