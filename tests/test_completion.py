@@ -25,12 +25,7 @@ def _tensor(name: str, data_type: str | None = "TYPE_FP32", dims: list[int] | No
 
 _X, _MASK = _tensor("x", dims=[4]), _tensor("mask", "TYPE_BOOL", [-1])
 _Y, _Z = _tensor("y", dims=[3]), _tensor("z", "TYPE_STRING", [1])
-_BATCHED = {
-    "input": [_X, _MASK],
-    "output": [_Y, _Z],
-    "max_batch_size": 8,
-    "decoupled": False,
-}
+_BATCHED = {"input": [_X, _MASK], "output": [_Y, _Z], "max_batch_size": 8}
 _SINGLE = {**_BATCHED, "max_batch_size": 0}
 
 
@@ -47,7 +42,7 @@ class _Model:
 
 
 def _complete(monkeypatch: pytest.MonkeyPatch, schema: Entry, **written: Any) -> Entry:
-    monkeypatch.setattr(isolation, "run", _Model(schema))
+    monkeypatch.setattr(isolation, "run", _Model({"decoupled": False} | schema))
     given = build.arguments(**({"max_batch_size": 0, "input": [], "output": []} | written))
     document: Entry = json.loads(given["model_config"])
     completion.complete(given, document)
