@@ -33,7 +33,7 @@ class _Model:
     """Stands for the child process: tells a schema, and remembers what it was asked."""
 
     def __init__(self, schema: Entry) -> None:
-        self.schema = schema
+        self.schema = {"decoupled": False} | schema
         self.asked: list[tuple[Any, ...]] = []
 
     def __call__(self, *asked: Any) -> Entry:
@@ -42,7 +42,7 @@ class _Model:
 
 
 def _complete(monkeypatch: pytest.MonkeyPatch, schema: Entry, **written: Any) -> Entry:
-    monkeypatch.setattr(isolation, "run", _Model({"decoupled": False} | schema))
+    monkeypatch.setattr(isolation, "run", _Model(schema))
     given = build.arguments(**({"max_batch_size": 0, "input": [], "output": []} | written))
     document: Entry = json.loads(given["model_config"])
     completion.complete(given, document)
