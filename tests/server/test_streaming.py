@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import itertools
 import json
+import shutil
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc_streams
 import numpy as np
 import pytest
+import safetensors.torch
 import scenarios
 import streamed
 import tritonclient.grpc
@@ -41,6 +48,7 @@ _MODELS = (
     ),
 )
 _X = {"x": np.ones(1, np.float32)}
+_EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -48,6 +56,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("streaming")
     for scenario in _MODELS:
         scenario.lay_out(folder / "repository")
+    shutil.copytree(_EXAMPLES / "model_repository" / "sonnets", folder / "repository" / "sonnets")
     arguments = ("--model-control-mode=explicit", "--load-model=*")
     with (
         (folder / "server.log").open("wb") as log,
@@ -229,6 +238,25 @@ def test_http(server: Server) -> None:
         lines = answer.read().decode().splitlines()
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
     assert [one["y"] for one in events] == [0.0, 1.0, 2.0]
+
+
+def test_the_example(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's client prints what its network writes without a server."""
+    monkeypatch.syspath_prepend(_EXAMPLES)
+    train_sonnets = importlib.import_module("train_sonnets")
+    poet = train_sonnets.model_source().Poet().eval()
+    poet.load_state_dict(safetensors.torch.load_file(train_sonnets.WEIGHTS))
+    monkeypatch.setattr(poet, "begin", functools.partial(poet.begin, temperature=0.0))
+    expected = train_sonnets.written(poet, "When I", 60)
+    command = [str(_EXAMPLES / "stream_sonnets.py"), "When I", "--length=60", "--temperature=0"]
+    done = subprocess.run(
+        [sys.executable, *command, f"--address={server.grpc_address}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_LONGEST_S,
+    )
+    assert done.stdout == f"{expected}\n"
 
 
 def test_unload_with_live_streams(client: Client, server: Server) -> None:
