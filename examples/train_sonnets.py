@@ -63,7 +63,7 @@ def train(model: nn.Module, codes: Tensor) -> None:
         optimizer.step()
         schedule.step()
         if step % 100 == 0:
-            print(f"step {step:5}: {float(found):.2f} nats for a character")
+            print(f"step {step:5}: {found.item():.2f} nats for a character")
     model.eval()
 
 

@@ -25,12 +25,7 @@ def _tensor(name: str, data_type: str | None = "TYPE_FP32", dims: list[int] | No
 
 _X, _MASK = _tensor("x", dims=[4]), _tensor("mask", "TYPE_BOOL", [-1])
 _Y, _Z = _tensor("y", dims=[3]), _tensor("z", "TYPE_STRING", [1])
-_BATCHED = {
-    "input": [_X, _MASK],
-    "output": [_Y, _Z],
-    "max_batch_size": 8,
-    "decoupled": False,
-}
+_BATCHED = {"input": [_X, _MASK], "output": [_Y, _Z], "max_batch_size": 8}
 _SINGLE = {**_BATCHED, "max_batch_size": 0}
 
 
@@ -38,7 +33,7 @@ class _Model:
     """Stands for the child process: tells a schema, and remembers what it was asked."""
 
     def __init__(self, schema: Entry) -> None:
-        self.schema = schema
+        self.schema = {"decoupled": False} | schema
         self.asked: list[tuple[Any, ...]] = []
 
     def __call__(self, *asked: Any) -> Entry:

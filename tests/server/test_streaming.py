@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
+import functools
+import importlib
 import json
+import shutil
+import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import grpc_streams
-import numpy as np
 import pytest
-import scenarios
+import safetensors.torch
 import streamed
 import tritonclient.grpc
 from grpc_streams import Client, metric, responses
@@ -23,24 +27,11 @@ from torch_py_backend.server import Server
 
 _MANY = 64
 _LONGEST_S = 60
-_ENDLESS = """
-import time
-
-
-def forward(x):
-    while True:
-        time.sleep(0.002)
-        yield x
-"""
 _MODELS = (
     *(one.scenario for one in streamed.TABLE),
     *streamed.REFUSED,
-    *(
-        Scenario(name, scenarios.text(_ENDLESS), streamed.config({"x": "FP32"}, {"y": "FP32"}))
-        for name in ("endless", "unloaded")
-    ),
 )
-_X = {"x": np.ones(1, np.float32)}
+_EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("streaming")
     for scenario in _MODELS:
         scenario.lay_out(folder / "repository")
-    arguments = ("--model-control-mode=explicit", "--load-model=*")
+    shutil.copytree(_EXAMPLES / "model_repository" / "sonnets", folder / "repository" / "sonnets")
     with (
         (folder / "server.log").open("wb") as log,
         Server(
@@ -56,7 +47,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             http_port=0,
             grpc_port=0,
             metrics_port=0,
-            arguments=arguments,
             log=log,
         ) as server,
     ):
@@ -135,17 +125,6 @@ def test_many_streams_share_their_steps(client: Client, server: Server) -> None:
     assert steps < stepped / 2
 
 
-def test_a_slow_stream_blocks_nobody(client: Client, server: Server) -> None:
-    """While one stream waits for a minute, others begin and end."""
-    slow = client.ask("asynchronous", {"count": streamed.ints(2), "pause": streamed.floats(60)})
-    for _ in range(3):
-        assert len(list(responses(client.ask("asynchronous", {"count": streamed.ints(5)})))) == 5
-    assert slow.is_active()
-    slow.cancel()
-    # It is woken from its wait.
-    _until(lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 0)
-
-
 def test_an_error_leaves_the_others(client: Client) -> None:
     """One stream of many fails in a shared step: the others miss nothing."""
     starts = [1.0, 95.0, 2.0, 3.0]
@@ -156,40 +135,6 @@ def test_an_error_leaves_the_others(client: Client) -> None:
     came = [list(responses(call)) for call in calls]
     assert [len(one) for one in came] == [20, 6, 20, 20]
     assert "more than 99" in came[1][-1]
-
-
-def test_a_client_that_cancels(client: Client, server: Server) -> None:
-    """A call that is cancelled in mid-stream frees its place."""
-    calls = [client.ask("endless", _X) for _ in range(3)]
-    for call in calls:
-        assert len(list(itertools.islice(responses(call), 5))) == 5
-    _until(lambda: metric(server, "pytorch_py_live_streams", "endless") == 3)
-    for call in calls:
-        call.cancel()
-    _until(lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
-
-
-def test_a_client_that_disconnects(server: Server) -> None:
-    """A connection that breaks ends the streams that went over it."""
-    client = grpc_streams.connect(server)
-    call = client.ask("endless", _X)
-    assert len(list(itertools.islice(responses(call), 5))) == 5
-    client.channel.close()
-    _until(lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
-
-
-def test_more_streams_than_there_is_room_for(client: Client, server: Server) -> None:
-    """Beyond MAX_STREAMS requests wait, and are served when others end."""
-    first = [client.ask("endless", _X) for _ in range(64)]
-    for call in first:
-        next(responses(call))
-    late = client.ask("endless", _X)
-    _until(lambda: metric(server, "pytorch_py_live_streams", "endless") == 64)
-    first[0].cancel()
-    assert isinstance(next(responses(late)), dict)
-    for call in (*first, late):
-        call.cancel()
-    _until(lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
 
 
 def test_the_last_response_is_marked(client: Client) -> None:
@@ -231,27 +176,23 @@ def test_http(server: Server) -> None:
     assert [one["y"] for one in events] == [0.0, 1.0, 2.0]
 
 
-def test_unload_with_live_streams(client: Client, server: Server) -> None:
-    """An unload takes no new streams, and ends when the live ones have."""
-    call = client.ask("unloaded", _X)
-    next(responses(call))
-    control = tritonclient.grpc.InferenceServerClient(server.grpc_address)
-    control.unload_model("unloaded")
-    (refused,) = responses(client.ask("unloaded", _X))
-    assert isinstance(refused, str)
-    assert len(list(itertools.islice(responses(call), 50))) == 50
-    call.cancel()
-    _until(lambda: _reason(server, "unloaded") == "unloaded")
-    control.load_model("unloaded")
-    call = client.ask("unloaded", _X)
-    assert isinstance(next(responses(call)), dict)
-    call.cancel()
-    control.close()
-
-
-def _reason(server: Server, model: str) -> str:
-    (state,) = [one for one in server.models() if one.name == model]
-    return state.reason
+def test_the_example(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example's client prints what its network writes without a server."""
+    monkeypatch.syspath_prepend(_EXAMPLES)
+    train_sonnets = importlib.import_module("train_sonnets")
+    poet = train_sonnets.model_source().Poet().eval()
+    poet.load_state_dict(safetensors.torch.load_file(train_sonnets.WEIGHTS))
+    monkeypatch.setattr(poet, "begin", functools.partial(poet.begin, temperature=0.0))
+    expected = train_sonnets.written(poet, "When I", 60)
+    command = [str(_EXAMPLES / "stream_sonnets.py"), "When I", "--length=60", "--temperature=0"]
+    done = subprocess.run(
+        [sys.executable, *command, f"--address={server.grpc_address}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=_LONGEST_S,
+    )
+    assert done.stdout == f"{expected}\n"
 
 
 def _until(what: Callable[[], object]) -> None:

@@ -1,0 +1,157 @@
+"""Streams that clients leave, on a real server: cancelled calls, broken connections, unloads.
+
+tritonserver 24.10 dies of a cancelled gRPC stream now and then, whatever the backend (see
+docs/streaming.md): what cannot be told then is skipped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import grpc_streams
+import pytest
+import scenarios
+import streamed
+import tritonclient.grpc
+from grpc_streams import Client, metric, responses
+from scenarios import Scenario
+
+from torch_py_backend.server import Server
+
+_LONGEST_S = 60
+_ENDLESS = """
+import time
+
+
+def forward(x):
+    while True:
+        time.sleep(0.002)
+        yield x
+"""
+_CONFIG = streamed.config({"x": "FP32"}, {"y": "FP32"})
+_NARROW = 'parameters { key: "MAX_STREAMS" value { string_value: "2" } }\n'
+_MODELS = (
+    Scenario("endless", scenarios.text(_ENDLESS), _CONFIG),
+    Scenario("narrow", scenarios.text(_ENDLESS), _CONFIG + _NARROW),
+    *(one.scenario for one in streamed.TABLE if one.scenario.name == "asynchronous"),
+)
+_DIED = "tritonserver has died of a cancellation"
+_X = {"x": streamed.floats(1)}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("leaving")
+    for scenario in _MODELS:
+        scenario.lay_out(folder / "repository")
+    arguments = ("--model-control-mode=explicit", "--load-model=*")
+    with (
+        (folder / "server.log").open("wb") as log,
+        Server(
+            folder / "repository",
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            arguments=arguments,
+            log=log,
+        ) as server,
+    ):
+        server.wait_loaded(timeout=240)
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def alive(server: Server) -> None:
+    """Skips what a server that has died cannot tell."""
+    if server.process.poll() is not None:
+        pytest.skip(_DIED)
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[Client]:
+    made = grpc_streams.connect(server)
+    yield made
+    made.channel.close()
+
+
+def test_a_slow_stream_blocks_nobody(client: Client, server: Server) -> None:
+    """While one stream waits for a minute, others begin and end."""
+    slow = client.ask("asynchronous", {"count": streamed.ints(2), "pause": streamed.floats(60)})
+    for _ in range(3):
+        assert len(list(responses(client.ask("asynchronous", {"count": streamed.ints(5)})))) == 5
+    assert slow.is_active()
+    slow.cancel()
+    # It is woken from its wait.
+    _until(server, lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 0)
+
+
+def test_a_client_that_cancels(client: Client, server: Server) -> None:
+    """A call that is cancelled in mid-stream frees its place."""
+    calls = [client.ask("endless", _X) for _ in range(3)]
+    for call in calls:
+        assert len(list(itertools.islice(responses(call), 5))) == 5
+    _until(server, lambda: metric(server, "pytorch_py_live_streams", "endless") == 3)
+    for call in calls:
+        call.cancel()
+    _until(server, lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
+
+
+def test_a_client_that_disconnects(server: Server) -> None:
+    """A connection that breaks ends the streams that went over it."""
+    client = grpc_streams.connect(server)
+    call = client.ask("endless", _X)
+    assert len(list(itertools.islice(responses(call), 5))) == 5
+    client.channel.close()
+    _until(server, lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
+
+
+def test_more_streams_than_there_is_room_for(client: Client, server: Server) -> None:
+    """Beyond MAX_STREAMS requests wait, and are served when others end."""
+    first = [client.ask("narrow", _X) for _ in range(2)]
+    for call in first:
+        next(responses(call))
+    late = client.ask("narrow", _X)
+    _until(server, lambda: metric(server, "pytorch_py_live_streams", "narrow") == 2)
+    first[0].cancel()
+    assert isinstance(next(responses(late)), dict)
+    for call in (*first, late):
+        call.cancel()
+    _until(server, lambda: metric(server, "pytorch_py_live_streams", "narrow") == 0)
+
+
+def test_unload_with_live_streams(client: Client, server: Server) -> None:
+    """An unload takes no new streams, and ends when the live ones have."""
+    call = client.ask("endless", _X)
+    next(responses(call))
+    control = tritonclient.grpc.InferenceServerClient(server.grpc_address)
+    control.unload_model("endless")
+    (refused,) = responses(client.ask("endless", _X))
+    assert isinstance(refused, str)
+    assert len(list(itertools.islice(responses(call), 50))) == 50
+    call.cancel()
+    _until(server, lambda: _reason(server, "endless") == "unloaded")
+    control.load_model("endless")
+    call = client.ask("endless", _X)
+    assert isinstance(next(responses(call)), dict)
+    call.cancel()
+    control.close()
+
+
+def _reason(server: Server, model: str) -> str:
+    (state,) = [one for one in server.models() if one.name == model]
+    return state.reason
+
+
+def _until(server: Server, what: Callable[[], object]) -> None:
+    deadline = time.monotonic() + _LONGEST_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # the server does not answer
+            if what():
+                return
+        if server.process.poll() is not None:
+            pytest.skip(_DIED)
+        time.sleep(0.02)
+    raise AssertionError
