@@ -53,7 +53,7 @@ digits_torchscript  the same network as a TorchScript archive: model.pt
 digits_exported     the same as a torch.export program: model.pt2
 digits_aoti         the same, compiled to machine code by AOTInductor: model.pt2
 digits_factory      a linear model: a class of torch and model.safetensors
-digits_png          the exported network with hooks: PNG files in, names of digits out
+digits_png          the exported network with hooks: PNG files in, names out
 
 accuracy            share of the held-out digits that were read correctly:
                     at least {REQUIRED_ACCURACY:.0%}; the linear one {REQUIRED_LINEAR_ACCURACY:.0%}
