@@ -56,7 +56,7 @@ digits_aoti         the same, compiled to machine code by AOTInductor: model.pt2
 digits_factory      a linear model: a class of torch and model.safetensors
 digits_lstm         a recurrent network that gets an image row by row, in a
                     sequence of eight requests, and remembers what it read
-digits_png          the exported network with hooks: PNG files in, names of digits out
+digits_png          the exported network with hooks: PNG files in, names out
 
 accuracy            share of the held-out digits that were read correctly:
                     at least {REQUIRED_ACCURACY:.0%}; the linear one {REQUIRED_LINEAR_ACCURACY:.0%},

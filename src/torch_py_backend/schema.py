@@ -238,7 +238,11 @@ def _annotated(settings: ModelConfig, around: Hooks) -> tuple[TensorSpec, ...]:
     arguments = stage.signature().arguments if stage is not None else ()
     told = [_TOLD.get(one.takes) for one in arguments if one.passing in _NAMED]
     if not told or None in told:
-        raise _no_example(settings, "the hooks do not tell the shapes of what they take")
+        raise _no_example(
+            settings,
+            "the hooks do not tell the shapes of what they take,"
+            " as annotations like `bytes` and `str` do",
+        )
     return tuple(
         # Of a batch, a list holds the rows.
         TensorSpec(

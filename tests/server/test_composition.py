@@ -206,3 +206,11 @@ def test_errors(name: str, inputs: dict[str, Any], code: str, says: str, asked: 
     assert says in refusal.value.message()
     assert code in refusal.value.status()
     assert "Traceback" not in refusal.value.message()
+
+
+def test_after_a_timeout(asked: Asked) -> None:
+    """An answer that nobody waits for any more harms neither the caller nor who gives it."""
+    with pytest.raises(InferenceServerException, match="no answer came within"):
+        asked.infer("impatient", x=[[2.0]])
+    assert asked.infer("slow", x=[[0.0]]) == [[0.0]]  # waits until it is done with the other
+    assert asked.infer("impatient", x=[[0.0]]) == [[1.0]]
