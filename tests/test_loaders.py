@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend import artifacts, loaders, programs
-from torch_py_backend.artifacts import Kind
+from torch_py_backend import artifacts, loaders, programs, states
+from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import ANY_ROWS, Rows
 from torch_py_backend.binding import Passing
 from torch_py_backend.errors import (
@@ -679,3 +679,21 @@ def test_method_rather_than_steps(tmp_path: Path) -> None:
     loaded = _streaming(tmp_path, "both", decoupled=True, method="forward")
     assert str(loaded.signature) == "forward(x)"
     assert loaded.step is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ({"decoupled": True}, "the model is decoupled, and model.mar is a TorchServe archive"),
+        (
+            {"sequencing": states.parse("digits", {"sequence_batching": {}}, None)},
+            "config.pbtxt has sequence_batching, and model.mar is a TorchServe archive",
+        ),
+    ],
+    ids=["decoupled", "sequences"],
+)
+def test_handlers_answer_once(overrides: dict[str, Any], says: str) -> None:
+    """A handler of TorchServe knows neither streams nor the states of sequences."""
+    archive = Artifact(Kind.TORCHSERVE, Path("/models/digits/1/model.mar"))
+    with pytest.raises(ConfigError, match=says):
+        loaders.load(archive, build.config(**overrides), None)

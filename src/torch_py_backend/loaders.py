@@ -250,9 +250,24 @@ def _load_aoti(artifact: Artifact, config: ModelConfig, device: torch.device | N
 def _load_torchserve(
     artifact: Artifact, config: ModelConfig, device: torch.device | None
 ) -> Loaded:
+    _refuse_steps(artifact, config)
     _warn_unused(config, "method", "model_class", "model_factory", "weights")
     served = torchserve.load(config, artifact.path, device)
     return Loaded(artifact.kind, served, torchserve.signature(config), served)
+
+
+def _refuse_steps(artifact: Artifact, config: ModelConfig) -> None:
+    asked = {
+        "config.pbtxt has sequence_batching": config.sequencing is not None,
+        "the model is decoupled": config.decoupled,
+    }
+    for problem, found in asked.items():
+        if found:
+            raise ConfigError(
+                config.name,
+                f"{problem}, and {artifact.path.name} is {artifact.kind.value}",
+                cure="A handler answers each request by itself, and once; take it out.",
+            )
 
 
 def _refuse_method(artifact: Artifact, config: ModelConfig) -> None:
