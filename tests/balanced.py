@@ -103,8 +103,8 @@ class Host:
         processes = self._processes()
         for one in processes:
             one.kill()
-        psutil.wait_procs([one for one in processes if one.pid != self.served.process.pid])
         self.served.process.wait()
+        until(lambda: all(map(_gone, processes)), lambda: str(processes))
         self._running.close()
 
     def freeze(self) -> None:
@@ -319,6 +319,14 @@ def _configuration(addresses: Mapping[str, str]) -> str:
         text = text.replace(f"{name}:", f"{address}:")
     text = text.replace("bind 127.0.0.1:", f"bind {_FRONT}:")
     return re.sub(r"bind :(\d+)", rf"bind {_FRONT}:\1", text)
+
+
+def _gone(process: psutil.Process) -> bool:
+    # A zombie has closed what it held open.
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def _listens(process: subprocess.Popen[bytes]) -> bool:
