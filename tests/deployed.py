@@ -1,22 +1,57 @@
-"""What deploy/ becomes on its way to a cluster, and whether a cluster takes it."""
+"""What deploy/ becomes on its way to a cluster, and whether a cluster takes it.
+
+Kustomize's and KServe's packages fit no environment with a tritonserver's wheel (the one asks for a
+newer Python than it needs, the other for an older psutil): they are put into a folder of their own.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
+import functools
+import importlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import helm_python
 import kubernetes_validate
-import pykustomize
+import promql_parser
+import pydantic
 import yaml
+from cloudcoil.models.prometheus_operator.v1 import PodMonitor
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
 BASE = DEPLOY / "kustomize" / "base"
 CHART = DEPLOY / "helm" / "torch-py-backend"
+KSERVE = DEPLOY / "kserve"
 NAME = "torch-py-backend"
 Document = dict[str, Any]
+_PACKAGES = ("pykustomize==0.1.4", "kserve==0.21.0", "kubernetes==35.0.0", "six==1.17.0")
+_KSERVE = {
+    "ClusterServingRuntime": "V1alpha1ClusterServingRuntime",
+    "InferenceService": "V1beta1InferenceService",
+}
+_PLAIN: dict[str, type | tuple[type, ...]] = {
+    "str": str,
+    "int": int,
+    "bool": bool,
+    "float": (int, float),
+    "object": object,
+    "datetime": str,
+    "ResourceQuantity": (str, int),
+}
+
+
+class Misfit(Exception):  # noqa: N818  what a cluster would say
+    """An object does not fit its schema."""
+
+
+# --- building --------------------------------------------------------------------------------
 
 
 def parse(text: str) -> list[Document]:
@@ -25,12 +60,124 @@ def parse(text: str) -> list[Document]:
 
 def build(folder: Path) -> list[Document]:
     """What `kubectl apply --kustomize` sends."""
-    return parse(asyncio.run(pykustomize.build(str(folder))).yaml)
+    return parse(asyncio.run(_packages("pykustomize").build(str(folder))).yaml)
 
 
 def render(values: Mapping[str, Any], release: str = NAME) -> list[Document]:
     """What `helm install` sends."""
-    raise NotImplementedError
+    with helm_python.Chart.load(CHART) as chart:
+        chart.validate_schema(dict(values))
+        files = chart.render(dict(values), name=release)
+    return [one for text in files.values() for one in parse(text)]
+
+
+@functools.cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    folder = tempfile.TemporaryDirectory(prefix="deployed-")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
+    command = [*pip, "--ignore-requires-python", "--target", folder.name, *_PACKAGES]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def _packages(name: str) -> ModuleType:
+    """A package of the folder, which ends with this process."""
+    if name not in sys.modules:
+        sys.path.append(_folder().name)
+    return importlib.import_module(name)
+
+
+def _part(name: str, part: str) -> ModuleType:
+    """A part of a package, without what the package itself would import: a whole server."""
+    if name not in sys.modules:
+        package = ModuleType(name)
+        package.__path__ = [str(Path(_folder().name) / name)]
+        sys.modules[name] = package
+    return _packages(f"{name}.{part}")
+
+
+# --- what a cluster says ---------------------------------------------------------------------
+
+
+def validate(document: Document, version: str) -> None:
+    """Compare an object with its schema, and allow no field that the schema does not know.
+
+    Args:
+        document: an object of Kubernetes, of the Prometheus operator or of KServe.
+        version: of Kubernetes, such as 1.30.
+
+    Raises:
+        Misfit: it does not fit.
+    """
+    group = document["apiVersion"].partition("/")[0]
+    if group == "serving.kserve.io":
+        _validate_for_kserve(document)
+    elif group == "monitoring.coreos.com":
+        _validate_pod_monitor(document)
+    else:
+        try:
+            kubernetes_validate.validate(document, version, strict=True)
+        except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as no:
+            raise Misfit(str(no)) from None
+
+
+def _validate_pod_monitor(document: Document) -> None:
+    try:
+        taken = PodMonitor.model_validate(document)
+    except pydantic.ValidationError as error:
+        raise Misfit(str(error)) from None
+    _compare(document, taken.model_dump(mode="json", by_alias=True, exclude_unset=True))
+
+
+def _validate_for_kserve(document: Document) -> None:
+    _take(document, _KSERVE[document["kind"]], document["kind"])
+
+
+def _take(value: Any, kind: str, path: str) -> Any:
+    """A value as the type that KServe's models call `str`, `list[V1Container]` or `V1Container`."""
+    inner = kind.partition("[")[2][:-1] or kind.partition(", ")[2][:-1]
+    if kind.startswith("list["):
+        _expect(list, value, path)
+        return [_take(item, inner, f"{path}[{place}]") for place, item in enumerate(value)]
+    if kind.startswith("dict("):
+        _expect(dict, value, path)
+        return {key: _take(item, inner, f"{path}.{key}") for key, item in value.items()}
+    if kind in _PLAIN:
+        _expect(_PLAIN[kind], value, path)
+        return value
+    model = getattr(_part("kserve", "models"), kind, None)
+    model = model or getattr(_part("kubernetes", "client"), kind)
+    _expect(dict, value, path)
+    names = {key: name for name, key in model.attribute_map.items()}
+    if unknown := value.keys() - names.keys():
+        raise Misfit(f"{path}: unknown: {', '.join(sorted(unknown))}")
+    parts = {
+        names[key]: _take(item, model.openapi_types[names[key]], f"{path}.{key}")
+        for key, item in value.items()
+    }
+    try:
+        return model(**parts)
+    except ValueError as error:  # a required field is missing
+        raise Misfit(f"{path}: {error}") from None
+
+
+def _expect(kind: type | tuple[type, ...], value: Any, path: str) -> None:
+    if not isinstance(value, kind):
+        raise Misfit(f"{path}: {value!r} is no {kind}")
+
+
+def _compare(sent: Any, taken: Any) -> None:
+    """What is taken is what was sent: fields that the schema does not know are left out of it."""
+    if sent != taken:
+        raise Misfit(f"sent {sent}, taken {taken}")
+
+
+def parse_promql(query: str) -> None:
+    """Raises ValueError for what Prometheus cannot read."""
+    promql_parser.parse(query)
+
+
+# --- looking ---------------------------------------------------------------------------------
 
 
 def one(documents: list[Document], kind: str, name: str = NAME) -> Document:
