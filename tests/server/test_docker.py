@@ -134,6 +134,9 @@ def test_compose_builds_our_image_with_shared_memory_and_the_examples() -> None:
     assert (context / service["build"]["dockerfile"]).resolve() == DOCKERFILE
     # Docker's own 64 MB do not last.
     assert service["shm_size"] == "1gb"
+    # Nor do the 10 s that Docker waits before it kills.
+    grace = int(service["stop_grace_period"].removesuffix("s"))
+    assert grace > server._EXIT_SECONDS + 2 * server._GRACE_SECONDS
     (volume,) = service["volumes"]
     source, target, mode = volume.split(":")
     assert (folder / source).resolve() == EXAMPLES
