@@ -122,6 +122,23 @@ class Hooks:
     def postprocess(self, result: Tensor) -> dict:
         return {"total": result, "all": [float(result)] * 2}
 """
+# Takes files of one length only, the example's among them.
+FILES = """\
+class Sums(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum(1, keepdim=True)
+
+
+class Hooks:
+    def preprocess(self, file: Tensor) -> Tensor:
+        if len(file) % 5:
+            raise ValueError(f"a file of {len(file)} bytes is truncated")
+        return file[:5].float()
+
+
+def example_inputs():
+    return {"file": torch.arange(5, dtype=torch.uint8).unsqueeze(0)}
+"""
 TOLD = (
     COUNTS
     + """
@@ -259,6 +276,18 @@ GOOD = (
         (
             Call({"x": _X}, {"y": np.abs(_X).sum(1, keepdims=True)}),
             Call({"x": _LONG}, {"y": np.abs(_LONG).sum(1, keepdims=True)}),
+        ),
+    ),
+    Scenario(
+        "hooks_take_examples_whole",
+        model(FILES),
+        config({}, {"y": [1]}) + tensor("input", "file", [-1], "UINT8"),
+        (
+            Call({"file": np.ones((2, 10), dtype=np.uint8)}, {"y": numbers(5, 5)}),
+            Call(
+                {"file": np.ones((1, 4), dtype=np.uint8)},
+                Refused(400, ("a file of 4 bytes is truncated",)),
+            ),
         ),
     ),
     Scenario(
