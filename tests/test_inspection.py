@@ -75,6 +75,30 @@ def test_report(tmp_path: Path) -> None:
     assert report["warnings"] == []
 
 
+def test_states_are_told(tmp_path: Path) -> None:
+    """Who reads the report sees what no request brings."""
+    source = (
+        "from torch import nn\n\n\nclass Net(nn.Module):\n"
+        "    def forward(self, x, total, END):\n"
+        "        return {'y': x, 'sum': total + x}\n"
+    )
+    state = {"input_name": "total", "output_name": "sum", "data_type": "TYPE_FP32", "dims": [4]}
+    controls = [
+        {"name": name, "control": [{"fp32_false_true": [0, 1]}]} for name in ("START", "END")
+    ]
+    batching = {"state": [state], "control_input": controls}
+    y = {"name": "y", "data_type": "TYPE_FP32", "dims": [4]}
+
+    found = _inspect(tmp_path, source, sequence_batching=batching, output=[y])
+
+    assert found["inputs"] == [
+        "x FP32 [4] → x",
+        "total FP32 [4] (state) → total",
+        "END FP32 [1] (control) → END",
+    ]
+    assert found["outputs"] == ["y FP32 [4]", "sum FP32 [4] (state)"]
+
+
 def test_report_is_json(tmp_path: Path) -> None:
     """The report survives the way through JSON unchanged, options with objects in them, too."""
     _save_weights(tmp_path, out=2)

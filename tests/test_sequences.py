@@ -448,6 +448,36 @@ def test_the_warm_up_goes_on_from_its_first_steps() -> None:
     ]
 
 
+@pytest.mark.parametrize("carried", [False, True], ids=["state", "option"])
+def test_compiled_steps(carried: bool, dynamo: None, caplog: pytest.LogCaptureFixture) -> None:
+    """What is compiled before READY does for first steps and for those that follow."""
+    state = State("total", "sum") if carried else kept()
+    how: dict[str, Any] = {"torch_compile_optional_parameters": {"backend": "eager"}}
+    served = Served(config(state, **how), _Plain())
+    with torch.inference_mode():  # as the adapter does
+        warmup.run(served.engine)
+        for rows in (1, 2, 5, 8):
+            names = range(1, rows + 1)
+            assert served.send(*(step(name, name, "s") for name in names)) == list(names)
+            assert served.send(*(step(name, name, "e") for name in names)) == [2 * n for n in names]
+    assert not [one for one in caplog.records if one.name.startswith("torch_py_backend")]
+
+
+class _Plain(nn.Module):
+    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
+        total = x if total is None else total + x
+        return {"y": total, "sum": total}
+
+
+def test_buckets_fill_up_with_states() -> None:
+    """Rows that only fill a bucket are nobody's state."""
+    served = accumulating(batch_buckets=(4, 8))
+
+    assert served.send(*(step(name, name, "s") for name in (1, 2, 3))) == [1, 2, 3]
+    assert served.send(step(2, 5), step(3, 5)) == [7, 8]
+    assert served.send(step(1, 1)) == [2]
+
+
 def test_samples_are_first_steps() -> None:
     """What is made up for a model has its initial states, and controls that say one step."""
     settings = config(kept(dims=(-1, 2), initial=Initial((0, 2))), controls=_CONTROLS)

@@ -194,3 +194,33 @@ def test_fillers_of_every_kind_are_blank() -> None:
     found = {name: value.tolist() for name, value in steps._blank(item).items()}
 
     assert found == {"a": [[0]], "b": [[b""]], "c": [[0]], "READY": [[-1]]}
+
+
+@pytest.mark.parametrize("mode", ["true", "false"])
+def test_what_is_compiled_before_ready_serves(mode: str, tmp_path: Path, process: None) -> None:
+    """The warm-up's tensors are of the kind that requests bring: nothing runs eagerly."""
+    compiled = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}'}
+    text = scenarios.config(
+        {"x": [4]},
+        {"y": [4]},
+        parameters={**compiled, "INFERENCE_MODE": mode},
+        more=scenarios.sequencing(scenarios.state()),
+    )
+    scenario = scenarios.Scenario("compiled", scenarios.python(Adds), text)
+    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
+    document = json.loads(arguments["model_config"])
+    model = TritonPythonModel()
+    model.initialize(arguments)
+    fake_triton.Logger.lines.clear()
+
+    for flags in ("s", "", "e"):
+        for rows in (1, 3):
+            turns = [Turn(rows * 10 + row, "s" in flags, "e" in flags) for row in range(rows)]
+            x = np.ones((1, 4), dtype=np.float32)
+            model.execute([fake_triton.request({"x": x}, document, "", turn) for turn in turns])
+    assert fake_triton.Logger.lines == []
+
+
+class Adds(nn.Module):
+    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        return {"y": total + x, "sum": total + x}

@@ -103,15 +103,16 @@ class TritonPythonModel:
         watched = settings.options.watch_weights
         weights = answering.Weights(self._watch, settings) if watched else None
         self._answering = self._answers(weights)
+        # Triton calls this thread and no other: entered once, it need not be for each batch. Before
+        # the warm-up, for what is compiled there tells tensors made under it from others.
+        if settings.options.inference_mode:
+            self._modes.enter_context(torch.inference_mode())
         if settings.options.warmup:
             warmup.run(self._engine)
         # Not before: Triton refuses calls of other models while one loads.
         composition.connect(calling.Calls(settings.name))
         # Not before: loading may take as long as it wants.
         self._engine.recovery.begins = self._vitals.busy
-        # Triton calls this thread and no other: entered once, it need not be for each batch.
-        if settings.options.inference_mode:
-            self._modes.enter_context(torch.inference_mode())
         if settings.decoupled:
             self._streaming = streaming.Streaming(
                 self._engine, self._end, self._vitals.idle, weights
