@@ -327,7 +327,8 @@ def test_check_leaves_less_time_for_the_second_try(
     def run(_model: str, task: str, _arguments: Any, seconds: float) -> dict[str, Any]:
         given.append(seconds)
         time.sleep(0.2)
-        return {"input": [], "output": [], "max_batch_size": 0} if "schema" in task else {}
+        told = {"input": [], "output": [], "max_batch_size": 0, "decoupled": False}
+        return told if "schema" in task else {}
 
     monkeypatch.setattr(isolation, "run", run)
     _lay_out(tmp_path, "gaps [red] ü")
