@@ -31,7 +31,7 @@ def counting(graph, samples):
 
 
 def test_no_request_pays_for_a_compilation(tmp_path: Path) -> None:
-    """Requests of 1 to 8 rows add no compilation to those of the warm-up."""
+    """Requests of 1 to 8 rows run what the warm-up compiled, and add no compilation."""
     parameters = {
         "TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "counting"}',
         "WEIGHTS": "none",
@@ -60,6 +60,8 @@ def test_no_request_pays_for_a_compilation(tmp_path: Path) -> None:
         client.close()
         assert before
         assert count.read_text() == before
+    # Nor does one run beside what was compiled.
+    assert "run eagerly" not in (tmp_path / "server.log").read_text(errors="replace")
 
 
 class Widening(nn.Module):
