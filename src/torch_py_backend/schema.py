@@ -78,11 +78,8 @@ def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         LoadError: the model cannot be loaded, or nothing tells its schema.
     """
-    settings = config.parse(arguments, complete=False)
-    if "model_transaction_policy" not in json.loads(arguments["model_config"]):
-        # Undecided: a model that makes streams is loaded as one.
-        settings = dataclasses.replace(settings, decoupled=True)
-    found = of_model(settings)
+    undecided = "model_transaction_policy" not in json.loads(arguments["model_config"])
+    found = of_model(config.parse(arguments, complete=False), undecided=undecided)
     return {
         "input": [_as_json(spec) for spec in found.inputs],
         "output": [_as_json(spec) for spec in found.outputs],
@@ -104,14 +101,22 @@ def _as_json(spec: TensorSpec) -> dict[str, Any]:
     return entry if spec.dims else entry | {"dims": [1], "reshape": {"shape": []}}
 
 
-def of_model(settings: ModelConfig) -> Schema:
-    """The schema of the artifact in a model's version folder."""
+def of_model(settings: ModelConfig, *, undecided: bool) -> Schema:
+    """The schema of the artifact in a model's version folder.
+
+    Args:
+        settings: the model's config, less what is to be told.
+        undecided: whether the config leaves open if the model is decoupled.
+    """
     artifact = artifacts.find(settings)
     # Whether there is a batch dimension is yet to be told.
     batched = dataclasses.replace(settings, max_batch_size=settings.max_batch_size or 1)
     around = hooks.load(batched, artifact)
     if around is not None:
         return _of_hooks(settings, artifact, around)
+    if undecided and artifact.kind in (Kind.MODULE, Kind.FACTORY):
+        # What makes streams is loaded as that.
+        settings = dataclasses.replace(settings, decoupled=True)
     if artifact.kind is Kind.EXPORTED:
         return _of_program(settings, programs.describe_exported(settings, artifact.path))
     if artifact.kind is not Kind.AOTI:  # compiled code reads memory, which meta tensors lack
