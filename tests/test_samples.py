@@ -141,6 +141,15 @@ def test_inputs_of_an_item_differ() -> None:
     assert item["x"].tolist() != item["y"].tolist()
 
 
+@pytest.mark.parametrize("dims", [(), (1,), (1, 1)])
+def test_a_row_s_only_value_is_that_of_all_rows(dims: tuple[int, ...]) -> None:
+    """An argument that is annotated float takes one number for the whole batch."""
+    x = samples.item(build.config(inputs=(build.spec("x", dims=dims),)), 4)["x"]
+
+    assert tuple(x.shape) == (4, *dims)
+    assert len(set(torch.as_tensor(x).flatten().tolist())) == 1
+
+
 def test_global_random_numbers_are_left_alone() -> None:
     """A model that draws random numbers draws the same ones with and without warm-up."""
     before = torch.random.get_rng_state()

@@ -19,10 +19,16 @@ from torch_py_backend.errors import BindingError, LoadError, WarmupError
 from torch_py_backend.loaders import Loaded
 
 
-def engine(config: ModelConfig, forward: Callable[..., Any]) -> Engine:
-    """An engine without a file: forward() takes the config's inputs by name."""
+def engine(config: ModelConfig, forward: Callable[..., Any], **takes: Takes) -> Engine:
+    """An engine without a file: forward() takes the config's inputs by name, mostly tensors."""
     arguments = [
-        Argument(spec.name, not spec.optional, Passing.POSITIONAL, Takes.TENSOR, spec.name)
+        Argument(
+            spec.name,
+            not spec.optional,
+            Passing.POSITIONAL,
+            takes.get(spec.name, Takes.TENSOR),
+            spec.name,
+        )
         for spec in config.inputs
     ]
     surroundings = runtime.surround(config.options, torch.device("cpu"), [])
@@ -36,6 +42,16 @@ def batches(config: ModelConfig) -> list[Item]:
 
 def shapes(config: ModelConfig) -> list[list[int]]:
     return [list(item["x"].shape) for item in batches(config)]
+
+
+def test_a_model_that_takes_a_number() -> None:
+    """Made-up values are one for all rows, where the model takes one."""
+    config = build.config(inputs=(build.spec("x"), build.spec("scale", dims=(1,))))
+    made = engine(config, lambda x, scale: x * scale, scale=Takes.FLOAT)
+
+    warmup.run(made)
+
+    assert made.counts.rows
 
 
 @pytest.mark.parametrize("writes", [True, False])

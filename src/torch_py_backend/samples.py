@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 
 import numpy as np
@@ -95,7 +96,9 @@ def _made_up(
         return np.full(shape, b"text", dtype=np.object_)
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
     if dtype.is_floating_point and spec.origin is not Origin.CONTROL:
-        return torch.rand(shape, generator=generator).to(dtype)
+        # A row's only value is that of all rows: an argument may take it as one number.
+        drawn = dims if math.prod(dims) == 1 else shape
+        return torch.rand(drawn, generator=generator).to(dtype).expand(shape).contiguous()
     # An id, a mask and a length of 1 are valid nearly everywhere; 0 is no length. Controls say of
     # a sequence that it is the only step.
     return torch.ones(shape, dtype=dtype)
