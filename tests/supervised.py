@@ -56,7 +56,9 @@ class Supervised:
         return list(psutil.Process(self.process.pid).children(recursive=True))
 
     def triton(self) -> psutil.Process:
-        (found,) = [one for one in self.family() if _is_triton(one)]
+        # The server's child has its name too, until it becomes an instance.
+        family = {one.pid: one for one in self.family() if _is_triton(one)}
+        (found,) = [one for one in family.values() if _parent(one) not in family]
         return found
 
     def prefix(self) -> str:
@@ -117,6 +119,12 @@ def _is_triton(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return bool(process.name() == "tritonserver")
     return False
+
+
+def _parent(process: psutil.Process) -> int:
+    with contextlib.suppress(psutil.Error):
+        return int(process.ppid())
+    return 0
 
 
 def _infer(module: Any, client: Any, model: str, value: float, **how: Any) -> list[float]:
