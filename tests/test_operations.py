@@ -85,11 +85,16 @@ def test_ensembles_are_told_and_come_back() -> None:
 
 @pytest.mark.parametrize(
     ("raised", "told"),
-    [(ServerError("no"), "no"), (OSError("gone"), ""), (KeyError("ensemble"), "")],
-    ids=["refused", "the server ends", "the ensemble is gone"],
+    [
+        (ServerError("no"), "no"),
+        (OSError("gone"), ""),
+        (KeyError("ensemble"), ""),
+        (TypeError("what is this?"), "TypeError: what is this?"),
+    ],
+    ids=["refused", "the server ends", "the ensemble is gone", "what nobody expects"],
 )
 def test_failures(raised: Exception, told: str) -> None:
-    """Triton's refusal is told; that a server or an ensemble has gone is nothing to act on."""
+    """Each end is told; that a server or an ensemble has gone is nothing to act on."""
     triton = Triton()
     triton.fails = raised
     work = _does(triton, lambda one: one.load("part", 1.0, 9.0, (), again=False))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch_py_backend import index
-from torch_py_backend.errors import ServerError
+from torch_py_backend.errors import ServerError, brief
 from torch_py_backend.server import ModelState
 
 
@@ -96,6 +96,8 @@ class Operations:
                 does()
             except ServerError as failure:
                 work.error = failure
+            except Exception as failure:  # an answer like no other: whoever waits must be told
+                work.error = ServerError(brief(failure))
             self._done.put(work)
             self._wake()
 
