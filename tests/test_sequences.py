@@ -22,7 +22,13 @@ from torch_py_backend.artifacts import Kind
 from torch_py_backend.batching import Outcome
 from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.engine import Engine
-from torch_py_backend.errors import ArtifactError, BackendError, ForwardError, InputError
+from torch_py_backend.errors import (
+    ArtifactError,
+    BackendError,
+    ConfigError,
+    ForwardError,
+    InputError,
+)
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.options import Options
 from torch_py_backend.sequences import Sequences, Step
@@ -425,6 +431,19 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     settings = config(kept(initial=Initial((4,), "f")), folder=tmp_path)
 
     with pytest.raises(ArtifactError, match=r"cannot be read.*initial_state/f in the model's"):
+        sequences.initial(settings, 1)
+
+
+def test_initial_state_outside_the_model(tmp_path: Path) -> None:
+    """A link out of the model's folder is refused, as for every file that a config names."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(16))
+    folder = tmp_path / "model"
+    (folder / "initial_state").mkdir(parents=True)
+    (folder / "initial_state" / "f").symlink_to(secret)
+    settings = config(kept(initial=Initial((4,), "f")), folder=folder)
+
+    with pytest.raises(ConfigError, match=r"'total' is 'f'.*in the model's own folder"):
         sequences.initial(settings, 1)
 
 

@@ -228,7 +228,7 @@ def _model_file(config: ModelConfig) -> Path:
     folder = config.version_folder
     names = _candidates(config.default_model_filename)
     if names[0] not in _DEFAULTS:  # what is looked for anyway may be a link to a store of models
-        _refuse_outside(config, "default_model_filename", names[0])
+        refuse_outside(config, "default_model_filename", names[0])
     found = [folder / name for name in names if _is_model(folder / name)]
     if found:
         return _lent_to(config, found)
@@ -260,7 +260,7 @@ def _with_weights(config: ModelConfig, kind: Kind, path: Path, stem: str) -> Art
 
 def _inside(config: ModelConfig, option: str, name: str) -> Path:
     """The file that an option names: in the version folder, and no way out of the model's."""
-    _refuse_outside(config, option, name)
+    refuse_outside(config, option, name)
     path = config.version_folder / name
     if not path.is_file():
         raise ArtifactError(
@@ -271,10 +271,20 @@ def _inside(config: ModelConfig, option: str, name: str) -> Path:
     return path
 
 
-def _refuse_outside(config: ModelConfig, option: str, name: str) -> None:
-    """A name that leads out of the model's folder, by itself or by a link, or that is no name."""
+def refuse_outside(config: ModelConfig, option: str, name: str, folder: Path | None = None) -> None:
+    """A name that leads out of the model's folder, by itself or by a link, or that is no name.
+
+    Args:
+        config: the model's config.
+        option: where the name stands.
+        name: the name.
+        folder: what it is a name in; None: the version's.
+
+    Raises:
+        ConfigError: it is one.
+    """
     try:
-        path = (config.version_folder / name).resolve()
+        path = ((folder or config.version_folder) / name).resolve()
         path.is_file()  # raises what asking for it later would
         folders = (config.folder.resolve(), config.version_folder.resolve())
         inside = any(path.is_relative_to(folder) for folder in folders)

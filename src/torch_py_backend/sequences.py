@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend import binding
+from torch_py_backend import artifacts, binding
 from torch_py_backend.batching import Item, Outcome, Strings, Value
 from torch_py_backend.binding import Signature
 from torch_py_backend.config import ModelConfig, Origin, TensorSpec
@@ -73,6 +73,7 @@ def initial(config: ModelConfig, rows: int | None) -> Item:
 
     Raises:
         ArtifactError: a file of initial values is missing, or does not hold them.
+        ConfigError: it lies outside the model's folder.
     """
     return {
         state.input: _in_rows(_begin(config, state, state.initial), rows)
@@ -113,8 +114,10 @@ def _begin(config: ModelConfig, state: State, begins: Initial) -> Value:
 
 
 def _read(config: ModelConfig, state: State, file: str) -> bytes:
+    folder = config.folder / _FOLDER
+    artifacts.refuse_outside(config, f"the data_file of the state '{state.input}'", file, folder)
     try:
-        return (config.folder / _FOLDER / file).read_bytes()
+        return (folder / file).read_bytes()
     except OSError as error:
         raise ArtifactError(
             config.name,
