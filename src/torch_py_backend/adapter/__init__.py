@@ -26,6 +26,7 @@ from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.errors import BackendError, PlatformError
 
 if TYPE_CHECKING:
+    from torch_py_backend.adapter.answering import Answering, Weights
     from torch_py_backend.adapter.streaming import Streaming
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,6 @@ class TritonPythonModel:
         self._modes.callback(self._watch.close)
         watched = settings.options.watch_weights
         weights = answering.Weights(self._watch, settings) if watched else None
-        self._answering = self._answers(weights)
         # Triton calls this thread and no other: entered once, it need not be for each batch. Before
         # the warm-up, for what is compiled there tells tensors made under it from others.
         if settings.options.inference_mode:
@@ -118,6 +118,8 @@ class TritonPythonModel:
                 self._engine, self._end, self._vitals.idle, weights
             )
             self._modes.callback(self._streaming.close)
+        else:
+            self._answering = self._answers(weights)
         # torch and the model are hundreds of thousands of objects, and they stay: a collection
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
@@ -128,7 +130,7 @@ class TritonPythonModel:
             metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
         )
 
-    def _answers(self, weights: Any) -> Any:
+    def _answers(self, weights: Weights | None) -> Answering:
         """Who makes responses of requests."""
         from torch_py_backend.adapter import answering, messages, sequencing  # noqa: PLC0415
 

@@ -22,21 +22,12 @@ class Publisher:
 
     def __init__(self, config: ModelConfig, counts: Counts) -> None:
         labels = {"model": config.name, "version": config.version}
-        # A metric lives as long as its family does.
-        self._families = {
-            name: pb_utils.MetricFamily(
-                name=f"pytorch_py_{name}_total",
-                description=doc,
-                kind=pb_utils.MetricFamily.COUNTER,
-            )
+        self._totals = {
+            # The warm-up is not the clients' doing.
+            name: _Total(f"pytorch_py_{name}_total", doc, labels, getattr(counts, name))
             for name, doc in DOCS.items()
         }
-        self._metrics = {
-            name: family.Metric(labels=labels) for name, family in self._families.items()
-        }
         self._counts = counts
-        # The warm-up is not the clients' doing.
-        self._sent = {name: getattr(counts, name) for name in DOCS}
         self._due = time.monotonic()
 
     def tell(self) -> None:
@@ -48,11 +39,8 @@ class Publisher:
 
     def tell_all(self) -> None:
         """Send what was counted since the last time."""
-        for name, metric in self._metrics.items():
-            count = getattr(self._counts, name)
-            if count != self._sent[name]:
-                metric.increment(count - self._sent[name])
-                self._sent[name] = count
+        for name, total in self._totals.items():
+            total.tell(getattr(self._counts, name))
 
 
 class LiveStreams:
@@ -88,12 +76,13 @@ class LiveStreams:
 class _Total:
     """A counter of one instance's, which knows what it has sent."""
 
-    def __init__(self, name: str, doc: str, labels: Mapping[str, str]) -> None:
+    def __init__(self, name: str, doc: str, labels: Mapping[str, str], sent: int = 0) -> None:
+        # A metric lives as long as its family does.
         self._family = pb_utils.MetricFamily(
             name=name, description=doc, kind=pb_utils.MetricFamily.COUNTER
         )
         self._metric = self._family.Metric(labels=dict(labels))
-        self._sent = 0
+        self._sent = sent
 
     def tell(self, count: int) -> None:
         if count > self._sent:
