@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend import batching, parameters
-from torch_py_backend.batching import Item, Value, to_column
+from torch_py_backend import batching, parameters, trees
+from torch_py_backend.batching import Item, Value
 from torch_py_backend.binding import (
-    Argument,
     Inputs,
-    Passing,
     Signature,
     Takes,
     bind_inputs,
@@ -25,20 +22,16 @@ from torch_py_backend.binding import (
     ordinal,
 )
 from torch_py_backend.config import ModelConfig, TensorSpec
-from torch_py_backend.errors import BindingError, InputError, OutputError, brief, shown
-from torch_py_backend.hooks import Hooks, Stage
-from torch_py_backend.intake import Group, Intake, count_rows
+from torch_py_backend.errors import InputError, OutputError, brief, shown
+from torch_py_backend.hooks import Hooks
+from torch_py_backend.intake import Group
 from torch_py_backend.outputs import Finite, Taker
 from torch_py_backend.parameters import Parameters
-from torch_py_backend.runtime import Guard, Runtime
+from torch_py_backend.preparation import NUMBERED, ROWS, ByBatch, ByRow, Told, by_name
+from torch_py_backend.runtime import Runtime
 
-# What an item holds between preprocess() and collate(), and an outcome before postprocess().
-_ROWS = "rows"
-UNREAD = (_ROWS,)
-# The names of what preprocess() returns without any.
-_NUMBERED = "INPUT__"
-
-_Told: TypeAlias = "Sequence[Parameters]"
+# What an outcome holds before postprocess().
+UNREAD = (ROWS,)
 
 
 class Stages:
@@ -65,13 +58,13 @@ class Stages:
         self._batched = config.max_batch_size > 0
         self._signature = signature
         self._device = surroundings.device
-        self._intake: _Whole | _Rows
+        self._intake: ByBatch | ByRow
         if hooks.preprocess is None and hooks.collate is None:
             # inference() has the inputs by their names; what the module takes is its affair.
-            taken = signature if hooks.inference is None else _by_name(config, of_row=False)
-            self._intake = _Whole(config, hooks.preprocess_batch, taken)
+            taken = signature if hooks.inference is None else by_name(config, of_row=False)
+            self._intake = ByBatch(config, hooks.preprocess_batch, taken)
         else:
-            self._intake = _Rows(config, hooks, surroundings.guard)
+            self._intake = ByRow(config, hooks, surroundings.guard)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
         # Parameters go with the rows to who asks for them after preprocess().
@@ -134,11 +127,11 @@ class Stages:
 
     def _call(self, inputs: Inputs, module: Any, columns: Sequence[Any]) -> Any:
         """What is made of a batch: the module's result, or what postprocess_batch() reads in it."""
-        told: _Told = ()
+        told: Told = ()
         if self._carries:
             *columns, held = columns
             told = parameters.values(held)
-        batch = _sent(self._intake.batch(inputs, columns, told), self._device)
+        batch = trees.sent(self._intake.batch(inputs, columns, told), self._device)
         if self.hooks.inference is not None:
             result = self.hooks.inference.told(told)(module, batch)
         else:
@@ -155,7 +148,7 @@ class Stages:
             return module(*batch) if isinstance(batch, tuple) else module(batch)
         else:
             parts = batch if isinstance(batch, tuple) else (batch,)
-            named = {f"{_NUMBERED}{number}": value for number, value in enumerate(parts)}
+            named = {f"{NUMBERED}{number}": value for number, value in enumerate(parts)}
         names = tuple(named)
         inputs = self._bound.get(names)
         if inputs is None:
@@ -173,8 +166,8 @@ class Stages:
         Raises:
             OutputError: a part of it does not have as many rows.
         """
-        result = _sent(result, torch.device("cpu"))
-        parts = _split(self._model, result, rows) if self._batched else [result]
+        result = trees.sent(result, torch.device("cpu"))
+        parts = trees.split(self._model, result, rows) if self._batched else [result]
         return [parameters.column(parts)]
 
     @property
@@ -188,7 +181,7 @@ class Stages:
         Raises:
             BackendError: postprocess() fails, or returns what the config contradicts.
         """
-        results = parameters.values(outcome[_ROWS])
+        results = parameters.values(outcome[ROWS])
         told = parameters.values(item[parameters.KEY]) if self._carries else [()] * len(results)
         rows = [
             self._taker.take(self._arranged(self._read(*one)), 1)
@@ -295,290 +288,3 @@ class Stages:
         rows = columns[0].shape[0] if self._batched else 1
         (held,) = self.split(result, rows)
         return self._read(parameters.values(held)[0], {}), True
-
-
-# --- what takes the inputs -------------------------------------------------------------------
-
-
-class _Whole:
-    """What requests bring is batched as it is: preprocess_batch() takes it, or the module.
-
-    Args:
-        config: the model's config.
-        stage: preprocess_batch; None: there is none.
-        signature: what the module takes.
-    """
-
-    def __init__(self, config: ModelConfig, stage: Stage | None, signature: Signature) -> None:
-        self._stage = stage
-        if stage is not None:
-            signature = stage.signature()
-            _refuse_vague(config, signature)
-        self._intake = Intake(config, signature)
-        self.places = self._intake.places
-        self.patterns = self._intake.patterns
-
-    def begin(self, item: Item, _: Parameters) -> Callable[[], Item | InputError]:
-        return partial(self._intake.admit, item)
-
-    def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
-        return self._intake.group(items)
-
-    def batch(self, inputs: Inputs, columns: Sequence[Value], told: _Told) -> Any:
-        """What the module is called with."""
-        passed = self._intake.convert(inputs, columns)
-        if self._stage is None:
-            return dict(zip(inputs.names, passed, strict=True))
-        return inputs.call(self._stage.told(told), passed)
-
-
-class _Rows:
-    """Each row of a request is prepared by itself; collate() makes batches, or rows are stacked.
-
-    Args:
-        config: the model's config.
-        hooks: without preprocess(), a row is a dict of its inputs; without collate(), rows whose
-            tensors have one shape share a batch.
-        guard: entered by threads that prepare rows.
-    """
-
-    def __init__(self, config: ModelConfig, hooks: Hooks, guard: Guard) -> None:
-        preprocess, collate = hooks.preprocess, hooks.collate
-        self._model = config.name
-        self._batched = config.max_batch_size > 0
-        self._preprocess, self._collate = preprocess, collate
-        self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
-        signature = _by_name(config, of_row=True) if preprocess is None else preprocess.signature()
-        if preprocess is not None:
-            _refuse_vague(config, signature)
-        wished = config.options.preprocess_threads
-        self._threads = ThreadPoolExecutor(wished) if wished is not None else None
-        self._guard = guard
-        # A row is taken in as a request is that has no batch dimension.
-        self._intake = Intake(dataclasses.replace(config, max_batch_size=0), signature)
-        self.places = self._intake.places
-        self.patterns = self._intake.patterns
-
-    def begin(self, item: Item, told: Parameters) -> Callable[[], Item | InputError]:
-        if not self._batched:
-            return partial(self._whole, [self._later(item, told)])
-        count = count_rows(self._model, item, self._axes)
-        if count == 0:
-            count = InputError(self._model, "the request has no rows")
-        if isinstance(count, InputError):
-            refusal = count
-            return lambda: refusal
-        rows = [
-            self._later({name: value[row, ...] for name, value in item.items()}, told)
-            for row in range(count)
-        ]
-        return partial(self._whole, rows)
-
-    def _later(self, row: Item, told: Parameters) -> Callable[[], Any]:
-        """What gives a prepared row: a thread has begun with it, or it begins then."""
-        if self._threads is None:
-            return partial(self._row, row, told)
-        return self._threads.submit(self._guarded, row, told).result
-
-    def _guarded(self, row: Item, told: Parameters) -> Any:
-        with self._guard():  # of this thread
-            return self._row(row, told)
-
-    def _whole(self, begun: Sequence[Callable[[], Any]]) -> Item | InputError:
-        """The request of these rows."""
-        rows = [row() for row in begun]
-        refused = next((one for one in rows if isinstance(one, InputError)), None)
-        if refused is not None:
-            return refused
-        return self._stack(rows) if self._collate is None else {_ROWS: parameters.column(rows)}
-
-    def _row(self, row: Item, told: Parameters) -> Any:
-        """What becomes of one row, or why it is refused."""
-        admitted = self._intake.admit(row)
-        if isinstance(admitted, InputError):
-            return admitted
-        ((inputs, _, _),) = self._intake.group([(0, admitted)])
-        columns = [to_column(admitted[name]) for name in inputs.names]
-        call = dict if self._preprocess is None else self._preprocess.told(told)
-        return inputs.call(call, self._intake.convert(inputs, columns))
-
-    def _stack(self, rows: Sequence[Any]) -> Item:
-        """One request's rows as what the module takes of it."""
-        tensors = [self._tensors(row) for row in rows]
-        if not self._batched:
-            return {**tensors[0]}
-        if len(rows) == 1:
-            return {name: one.unsqueeze(0) for name, one in tensors[0].items()}
-        try:
-            return {name: torch.stack([row[name] for row in tensors]) for name in tensors[0]}
-        except (RuntimeError, LookupError):
-            shapes = [{name: list(one.shape) for name, one in row.items()} for row in tensors]
-            raise OutputError(
-                self._model,
-                f"preprocess() returned {shapes[0]} and others for rows of one request",
-                expected="the same names and shapes for each",
-                cure="Or write collate(), which makes a batch of them.",
-            ) from None
-
-    def _tensors(self, row: Any) -> dict[str, Tensor]:
-        """What preprocess() returned, by the names of forward()'s arguments, or by numbers."""
-        if isinstance(row, Mapping):
-            return {str(name): self._tensor(value) for name, value in row.items()}
-        parts = row if isinstance(row, tuple) else (row,)
-        return {f"{_NUMBERED}{number}": self._tensor(one) for number, one in enumerate(parts)}
-
-    def _tensor(self, value: Any) -> Tensor:
-        if isinstance(value, Tensor):
-            return value
-        try:
-            return torch.as_tensor(value)
-        except Exception:  # whatever it is
-            raise OutputError(
-                self._model,
-                f"preprocess() returned a {type(value).__name__}, of which no batch can be made",
-                expected="a tensor or numbers; a tuple of these, or a dict by the names of"
-                " forward()'s arguments",
-                cure="Or write collate(), which makes a batch of anything.",
-            ) from None
-
-    def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
-        """Items that can share a batch."""
-        groups: dict[Any, list[tuple[int, Item]]] = {}
-        for position, item in items:
-            groups.setdefault(self._key(position, item), []).append((position, item))
-        return [
-            Group(_columns(found[0][1]), [item for _, item in found], [at for at, _ in found])
-            for found in groups.values()
-        ]
-
-    def _key(self, position: int, item: Item) -> Any:
-        if not self._batched:
-            return position
-        if self._collate is not None:
-            return None
-        return tuple(
-            (name, one.shape[1:], one.dtype, one.device)
-            for name, one in item.items()
-            if isinstance(one, Tensor)
-        )
-
-    def batch(self, inputs: Inputs, columns: Sequence[Value], told: _Told) -> Any:
-        """What the module is called with."""
-        if self._collate is not None:
-            (held,) = columns
-            return self._collate.told(told)(parameters.values(held))
-        if not inputs.names or not inputs.names[0].startswith(_NUMBERED):
-            return dict(zip(inputs.names, columns, strict=True))
-        return columns[0] if len(columns) == 1 else tuple(columns)
-
-
-def _columns(item: Item) -> Inputs:
-    """Columns that are known by their names only."""
-    return Inputs(tuple(item), (Takes.TENSOR,) * len(item), lambda *_: None)
-
-
-def _by_name(config: ModelConfig, *, of_row: bool) -> Signature:
-    """What takes each input by its name: as a dict has it."""
-    arguments = (_keyword(spec, of_row=of_row) for spec in config.inputs)
-    return Signature(tuple(arguments), name="collate" if of_row else "inference")
-
-
-def _keyword(spec: TensorSpec, *, of_row: bool) -> Argument:
-    takes = Takes.TENSOR
-    if spec.dtype.torch is None:
-        takes = Takes.RAW if of_row and spec.dims in ((), (1,)) else Takes.BYTES
-    return Argument(spec.name, not spec.optional, Passing.KEYWORD, takes, spec.name)
-
-
-def _refuse_vague(config: ModelConfig, signature: Signature) -> None:
-    """Strings that are not said to be bytes or text; one value, where all rows' values come."""
-    names = [spec.name for spec in config.inputs]
-    strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
-    inputs = bind_inputs(config.name, names, signature)
-    for name, takes in zip(inputs.names, inputs.takes, strict=True):
-        if name in strings and takes is Takes.TENSOR:
-            raise BindingError(
-                config.name,
-                f"input '{name}' is BYTES, and {signature} does not say what it takes",
-                expected="an annotation: bytes or str for one a row, list[bytes] or list[str]",
-            )
-        if takes.scalar and signature.name == "preprocess_batch":
-            raise BindingError(
-                config.name,
-                f"{signature} takes {takes.value} for the input '{name}', and gets all rows'",
-                expected="a Tensor, list[str] or list[bytes]",
-                cure="Or name it preprocess, which is called for each row.",
-            )
-
-
-# --- trees -----------------------------------------------------------------------------------
-
-
-def _sent(tree: Any, device: torch.device) -> Any:
-    """A tree with its tensors on a device; as it is, where they are there."""
-    if isinstance(tree, Tensor):
-        return tree if tree.device == device else tree.to(device)
-    if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
-        parts = _parts(tree)
-        sent = [_sent(part, device) for part in parts]
-        if all(one is part for one, part in zip(sent, parts, strict=True)):
-            return tree
-        return _like(tree, sent)
-    return tree
-
-
-def _split(model: str, result: Any, rows: int) -> list[Any]:
-    """What each row has of a result: of a tensor its slice, of a list its entry.
-
-    Tuples, dicts and dataclasses are taken apart; what is none of these goes to each row as it is.
-    """
-    if isinstance(result, Tensor | np.ndarray) and result.ndim:
-        _check_rows(model, rows, f"{type(result).__name__} {list(result.shape)}", len(result))
-        return list(result)
-    if isinstance(result, list):
-        _check_rows(model, rows, f"list of {len(result)}", len(result))
-        return result
-    if isinstance(result, Mapping | tuple) or _is_record(result):
-        parts = [_split(model, part, rows) for part in _parts(result)]
-        return [_like(result, [part[row] for part in parts]) for row in range(rows)]
-    return [result] * rows
-
-
-def _check_rows(model: str, rows: int, found: str, count: int) -> None:
-    if count != rows:
-        raise OutputError(
-            model,
-            f"the result for {rows} rows holds a {found}, of which postprocess() cannot be given"
-            " a row's part",
-            expected="tensors whose dimension 0 is the batch, and lists with an entry a row",
-            cure="Or write postprocess_batch(), which is given it as it is.",
-        )
-
-
-def _is_record(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
-def _parts(tree: Any) -> list[Any]:
-    if isinstance(tree, Mapping):
-        return list(tree.values())
-    if isinstance(tree, list | tuple):
-        return list(tree)
-    return [getattr(tree, one.name) for one in dataclasses.fields(tree)]
-
-
-def _like(tree: Any, parts: Sequence[Any]) -> Any:
-    """A tree of the same kind, of other parts."""
-    if isinstance(tree, Mapping):
-        named = dict(zip(tree, parts, strict=True))
-        # Hugging Face's outputs are dicts and dataclasses; what is absent there is None.
-        return type(tree)(**named) if _is_record(tree) else named
-    if isinstance(tree, list):
-        return list(parts)
-    if isinstance(tree, tuple):
-        if type(tree) is tuple:
-            return tuple(parts)
-        makes: Any = getattr(type(tree), "_make", type(tree))  # torch's own take a sequence
-        return makes(parts)
-    names = [one.name for one in dataclasses.fields(tree)]
-    return dataclasses.replace(tree, **dict(zip(names, parts, strict=True)))

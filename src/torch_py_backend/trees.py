@@ -1,0 +1,83 @@
+"""Trees of tensors, as hooks and models hand them on: moved, and taken apart by rows."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend.errors import OutputError
+
+
+def sent(tree: Any, device: torch.device) -> Any:
+    """A tree with its tensors on a device; as it is, where they are there."""
+    if isinstance(tree, Tensor):
+        return tree if tree.device == device else tree.to(device)
+    if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
+        parts = _parts(tree)
+        moved = [sent(part, device) for part in parts]
+        if all(one is part for one, part in zip(moved, parts, strict=True)):
+            return tree
+        return _like(tree, moved)
+    return tree
+
+
+def split(model: str, result: Any, rows: int) -> list[Any]:
+    """What each row has of a result: of a tensor its slice, of a list its entry.
+
+    Tuples, dicts and dataclasses are taken apart; what is none of these goes to each row as it is.
+    """
+    if isinstance(result, Tensor | np.ndarray) and result.ndim:
+        _check_rows(model, rows, f"{type(result).__name__} {list(result.shape)}", len(result))
+        return list(result)
+    if isinstance(result, list):
+        _check_rows(model, rows, f"list of {len(result)}", len(result))
+        return result
+    if isinstance(result, Mapping | tuple) or _is_record(result):
+        parts = [split(model, part, rows) for part in _parts(result)]
+        return [_like(result, [part[row] for part in parts]) for row in range(rows)]
+    return [result] * rows
+
+
+def _check_rows(model: str, rows: int, found: str, count: int) -> None:
+    if count != rows:
+        raise OutputError(
+            model,
+            f"the result for {rows} rows holds a {found}, of which postprocess() cannot be given"
+            " a row's part",
+            expected="tensors whose dimension 0 is the batch, and lists with an entry a row",
+            cure="Or write postprocess_batch(), which is given it as it is.",
+        )
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _parts(tree: Any) -> list[Any]:
+    if isinstance(tree, Mapping):
+        return list(tree.values())
+    if isinstance(tree, list | tuple):
+        return list(tree)
+    return [getattr(tree, one.name) for one in dataclasses.fields(tree)]
+
+
+def _like(tree: Any, parts: Sequence[Any]) -> Any:
+    """A tree of the same kind, of other parts."""
+    if isinstance(tree, Mapping):
+        named = dict(zip(tree, parts, strict=True))
+        # Hugging Face's outputs are dicts and dataclasses; what is absent there is None.
+        return type(tree)(**named) if _is_record(tree) else named
+    if isinstance(tree, list):
+        return list(parts)
+    if isinstance(tree, tuple):
+        if type(tree) is tuple:
+            return tuple(parts)
+        makes: Any = getattr(type(tree), "_make", type(tree))  # torch's own take a sequence
+        return makes(parts)
+    names = [one.name for one in dataclasses.fields(tree)]
+    return dataclasses.replace(tree, **dict(zip(names, parts, strict=True)))
