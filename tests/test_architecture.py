@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import build
 import pytest
+import safetensors.torch
+import torch
 
 import torch_py_backend
 
@@ -17,6 +20,13 @@ _CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 _ROOMS = re.findall(r"^\| `(\w+)/?` \|", _CONTRIBUTING.read_text(), flags=re.MULTILINE)
 # What Triton and the command line import when no model is loaded.
 _WITHOUT_TORCH = _ROOMS[: _ROOMS.index("cli") + 1]
+_LINEAR = """
+from torch import nn
+
+class Sum(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+"""
 
 
 def _imports(path: Path) -> set[str]:
@@ -71,3 +81,27 @@ def test_without_the_compiler(room: str) -> None:
     code = f"import sys, torch_py_backend.{room}; print('torch._inductor' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+def test_an_eager_model_starts_without_the_compiler(tmp_path: Path) -> None:
+    """A module with weights is built, loaded, warmed up and run; torch.compile is not imported."""
+    build.write(tmp_path, "model.py", _LINEAR)
+    weights = {"weight": torch.ones(4, 4), "bias": torch.zeros(4)}
+    (tmp_path / "1" / "model.safetensors").write_bytes(safetensors.torch.save(weights))
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import build; from pathlib import Path;"
+        "from torch_py_backend import engine, threads, warmup; import torch;"
+        "config = build.config(Path(sys.argv[2]));"
+        "made = engine.build(config, threads.budget(config)); warmup.run(made);"
+        "(outcome,) = made.run([{'x': torch.ones(1, 4)}]);"
+        "assert outcome['y'].tolist() == [[4] * 4], outcome;"
+        "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(Path(__file__).parent), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

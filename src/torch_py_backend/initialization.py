@@ -14,7 +14,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_py_backend import mapping
 
@@ -57,7 +56,7 @@ _VALUELESS = {
 }
 
 
-class _Skipping(TorchDispatchMode):
+class _Skipping(mapping.Mode):
     """Leaves out random values that are drawn in place, and what is computed in place from them.
 
     Attributes:
@@ -66,7 +65,7 @@ class _Skipping(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.left_out: dict[int, Tensor] = {}
         self.safe = True
 
