@@ -153,6 +153,19 @@ def _tar_long_name(path: Path) -> None:
             file.write(b"a" * (1 << 20))
 
 
+def _tar_headers(kind: bytes, count: int) -> Callable[[Path], object]:
+    """Headers that each tell of the next one, or of nothing: they take no room in a gzip file."""
+
+    def make(path: Path) -> None:
+        entry = tarfile.TarInfo("deeper")
+        content = b"" if kind == tarfile.DIRTYPE else b"12 comment=x".ljust(512, b"\n")
+        entry.type, entry.size = kind, len(content)
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            file.write((entry.tobuf(tarfile.GNU_FORMAT) + content) * count)
+
+    return make
+
+
 def _truncated(path: Path) -> None:
     archives.write(path, _FILES)
     path.write_bytes(path.read_bytes()[:-200])
@@ -202,6 +215,15 @@ def _linked_folder(path: Path) -> None:
         pytest.param(_tar_sized(1 << 60), "larger than 10 GB", id="tar-size"),
         pytest.param(_tar_sized(1 << 20), "damaged", id="tar-short"),
         pytest.param(_tar_long_name, "longer than any archive's", id="tar-long-name"),
+        pytest.param(_tar_headers(tarfile.XHDTYPE, 3000), "damaged", id="tar-pax-chain"),
+        pytest.param(_tar_headers(tarfile.XGLTYPE, 3000), "damaged", id="tar-global-chain"),
+        pytest.param(_tar_headers(tarfile.GNUTYPE_LONGNAME, 3000), "damaged", id="tar-name-chain"),
+        pytest.param(
+            _tar_headers(tarfile.DIRTYPE, 10_001), "more than 10000 folders", id="tar-folders"
+        ),
+        pytest.param(_zip("a/" * 1500 + "x"), "in at most 31 folders", id="deep"),
+        pytest.param(_tar("a/" * 32 + "x"), "in at most 31 folders", id="tar-deep"),
+        pytest.param(_zip("a/" * 31 + "x"), "", id="just-deep-enough"),
         pytest.param(_truncated_tar, "damaged", id="tar-truncated"),
         pytest.param(_link_in_folder, "is a link", id="folder-link"),
         pytest.param(_linked_folder, "is a link", id="folder-of-links"),
