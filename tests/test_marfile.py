@@ -415,6 +415,13 @@ def test_manifests_that_are_refused(tmp_path: Path, manifest: str, says: str) ->
     assert says in str(refusal.value)
 
 
+def _references(doubled: str) -> str:
+    """A value that holds another one twice, sixty times over."""
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{one}: &a{one} {doubled.format(one - 1)}" for one in range(1, 60)]
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize(
     ("written", "says"),
     [
@@ -425,6 +432,9 @@ def test_manifests_that_are_refused(tmp_path: Path, manifest: str, says: str) ->
         ("a: !!python/object/apply:os.system ['true']", "cannot be read: could not determine"),
         ("a: " + "[" * 5000, "model-config.yaml cannot be read"),
         ("#" * (2 << 20), "larger than settings are"),
+        (_references("[*a{0}, *a{0}]"), "stands for more than 100000 values"),
+        (_references("{{<<: [*a{0}, *a{0}]}}"), "stands for more than 100000 values"),
+        ("a: &a [*a, *a]", "stands for more than 100000 values"),
     ],
 )
 def test_settings(tmp_path: Path, written: str, says: str) -> None:

@@ -40,6 +40,8 @@ _PART = 1 << 20
 _GIGABYTE = 1 << 30
 # What is read whole: a manifest, settings. In a tar file: a member's header with its long name.
 _TEXT_BYTES = 1 << 20
+# Of settings.
+_VALUES = 100_000
 _LONGEST_NAME = 255
 # Folders within each other: what walks through them calls itself for each.
 _DEEPEST = 32
@@ -463,7 +465,11 @@ def settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
     if path.stat().st_size > _TEXT_BYTES:
         raise ArchiveError(archive, f"{path.name} is larger than settings are")
     try:
-        document = yaml.safe_load(path.read_bytes())
+        text = path.read_bytes()
+        _refuse_large(archive, path.name, yaml.compose(text, yaml.SafeLoader))
+        document = yaml.safe_load(text)
+    except ArchiveError:
+        raise
     except Exception as error:  # its values are checked by int(), datetime() and others
         said = " ".join(str(error).split()) or type(error).__name__
         raise ArchiveError(archive, f"{path.name} cannot be read: {said}") from None
@@ -472,3 +478,26 @@ def settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
             archive, f"{path.name} holds a {type(document).__name__}", expected="keys and values"
         )
     return document or {}
+
+
+def _refuse_large(archive: str, file: str, root: Any) -> None:
+    """References to references, written in a kilobyte, are values that fill any memory.
+
+    Args:
+        archive: what the archive is called in messages.
+        file: the name of the file.
+        root: its nodes, as PyYAML composes them, before values are made of them.
+    """
+    pending, seen = [root] if root is not None else [], 0
+    while pending:
+        inside = pending.pop().value
+        seen += 1
+        if isinstance(inside, list):  # of nodes, or of pairs of them
+            for one in inside:
+                pending += one if isinstance(one, tuple) else (one,)
+        if seen + len(pending) > _VALUES:
+            raise ArchiveError(
+                archive,
+                f"{file} stands for more than {_VALUES} values",
+                expected="settings that do not repeat themselves by reference",
+            )
