@@ -259,7 +259,8 @@ class ArchiveError(BackendError):
         sentence = f"{archive}: {found}"
         if expected:
             sentence += f"; expected {expected}"
-        super().__init__(f"{sentence}. {cure}" if cure else f"{sentence}.")
+        # What an archive says of itself may hold what a terminal takes for commands.
+        super().__init__(printable(f"{sentence}. {cure}" if cure else f"{sentence}."))
 
 
 class TuneError(BackendError):
@@ -313,4 +314,9 @@ def quoted(text: str) -> str:
 def _harmless(text: str) -> str:
     text = _PATH.sub("", _QUOTED_PATH.sub(r"\1", text))
     text = _NETWORK_ADDRESS.sub("(address)", _MEMORY_ADDRESS.sub("", text))
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """The text with a mark for each character that a terminal or a log would not show."""
     return "".join(one if one.isprintable() else "?" for one in text)

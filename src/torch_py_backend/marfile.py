@@ -223,7 +223,7 @@ def _tar_file(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> IO[bytes]:
 def _no_file(archive: str, name: str) -> ArchiveError:
     return ArchiveError(
         archive,
-        f"{_printable(name)} is a link or a special file",
+        f"{name[:_LONGEST_NAME]} is a link or a special file",
         expected="plain files and folders",
         cure="Put the file itself into the archive.",
     )
@@ -238,15 +238,11 @@ def _safe(archive: str, name: str) -> PurePosixPath:
     if leads_out or odd or long or any(len(part.encode()) > _LONGEST_NAME for part in path.parts):
         raise ArchiveError(
             archive,
-            f"it holds the name '{_printable(name)}'",
+            f"it holds the name '{name[:_LONGEST_NAME]}'",
             expected=f"names that stay within the archive, in at most {_DEEPEST - 1} folders",
             cure="Nothing of it was kept; do not trust where it came from.",
         )
     return path
-
-
-def _printable(name: str) -> str:
-    return "".join(one if one.isprintable() else "?" for one in name[:_LONGEST_NAME])
 
 
 class _Writer:
