@@ -400,6 +400,8 @@ def test_what_a_handler_names(tmp_path: Path, handler: str, module: str, functio
         (archives.manifest(serializedFile="no.pt"), "the serializedFile no.pt, which the archive"),
         (archives.manifest(modelFile="/etc/passwd"), "holds the name '/etc/passwd'"),
         (archives.manifest(configFile="../x.yaml"), "holds the name '../x.yaml'"),
+        (archives.manifest(sourceVocab="../../etc/passwd"), "holds the name '../../etc/passwd'"),
+        (archives.manifest(sourceVocab="no.pt"), "the sourceVocab no.pt, which the archive"),
         (archives.manifest(requirementsFile=7), "no text for 'requirementsFile'"),
     ],
 )

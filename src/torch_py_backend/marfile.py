@@ -316,6 +316,7 @@ class Manifest:
         model_file: the source of the module that the weights belong to.
         requirements_file: packages to be installed.
         config_file: settings, in YAML.
+        vocabulary: the numbers of tokens, for a handler of texts.
         document: all of it.
     """
 
@@ -325,6 +326,7 @@ class Manifest:
     model_file: str
     requirements_file: str
     config_file: str
+    vocabulary: str
     document: Mapping[str, Any]
 
     @property
@@ -371,6 +373,7 @@ def read_manifest(folder: Path, archive: str) -> Manifest:
         model_file=_file(archive, folder, model, "modelFile"),
         requirements_file=_file(archive, folder, model, "requirementsFile"),
         config_file=_file(archive, folder, model, "configFile"),
+        vocabulary=_file(archive, folder, model, "sourceVocab"),
         document=document,
     )
     _refuse_handler(archive, folder, manifest)
