@@ -60,6 +60,8 @@ class Recovery:
     Attributes:
         reports: of what failed: a sentence and a traceback, and the places of the items among all
             of the run. For the caller to tell and to clear.
+        places: where the items of a run stand among those that reports are about; None: they are
+            all of them.
         fatal: what every request is to be told, once the process is beyond help.
         reason: what `fatal` is for, in a few words.
         capacity: the row counts that calls are kept to.
@@ -85,6 +87,7 @@ class Recovery:
         probe: Callable[[], None],
     ) -> None:
         self.reports: dict[tuple[str, str], list[int]] = {}
+        self.places: Sequence[int] | None = None
         self.fatal: UnavailableError | None = None
         self.reason = ""
         self.capacity = Capacity(rows or batching.ANY_ROWS)
@@ -274,6 +277,8 @@ class Recovery:
 
     def report(self, error: BackendError, text: str, positions: Sequence[int]) -> None:
         """Note what failed; what is the same for several items is told once."""
+        if self.places is not None:
+            positions = [self.places[position] for position in positions]
         self.reports.setdefault((str(error), text), []).extend(positions)
 
 

@@ -179,7 +179,8 @@ class Sequences:
 
     Args:
         config: the model's config.
-        run: one outcome for each item, in their order.
+        run: one outcome for each item, in their order; it is told at which places among all steps
+            they stand.
         device: where states are kept.
         clock: seconds.
     """
@@ -187,7 +188,7 @@ class Sequences:
     def __init__(
         self,
         config: ModelConfig,
-        run: Callable[[Sequence[Item]], Sequence[Outcome]],
+        run: Callable[[Sequence[Item], Sequence[int]], Sequence[Outcome]],
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -236,7 +237,7 @@ class Sequences:
         outcomes: list[Outcome] = [{} for _ in steps]
         with self._lock:
             for places in _rounds(steps):
-                made = self._run([steps[place] for place in places])
+                made = self._run([steps[place] for place in places], places)
                 for place, outcome in zip(places, made, strict=True):
                     outcomes[place] = outcome
             self._passed += len(steps)
@@ -260,16 +261,17 @@ class Sequences:
         finally:
             self._lock.release()
 
-    def _run(self, steps: Sequence[Step]) -> list[Outcome]:
-        """The outcomes of steps of different sequences."""
+    def _run(self, steps: Sequence[Step], places: Sequence[int]) -> list[Outcome]:
+        """The outcomes of steps of different sequences, which stand at these places."""
         found = [self._begin(step.id) if step.starts else self._kept.get(step.id) for step in steps]
-        ready = []
-        for step, kept in zip(steps, found, strict=True):
+        ready, at = [], []
+        for step, kept, place in zip(steps, found, places, strict=True):
             if kept is not None:
                 kept.used, kept.passed = self._clock(), None
                 ready.append(step.item | kept.values)
+                at.append(place)
         try:
-            made = iter(self._run_items(ready) if ready else ())
+            made = iter(self._run_items(ready, at) if ready else ())
             return [
                 self._unknown(step) if kept is None else self._settle(step, kept, next(made))
                 for step, kept in zip(steps, found, strict=True)
