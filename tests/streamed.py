@@ -305,7 +305,7 @@ REFUSED = (
             "        yield x\n        yield x\n"
         ),
         config(_X, _Y),
-        load_error=("the model yields within torch.autocast or a torch.device",),
+        load_error=("the model yields within torch.autocast or a torch.device, or awaits there",),
     ),
     Scenario(
         "yields_rubbish",

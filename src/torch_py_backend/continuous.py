@@ -129,9 +129,7 @@ class Steps:
         try:
             with self._calling():
                 return self._step(wishes)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
+        except BaseException as error:  # nobody else would tell the streams
             return self._engine.recovery.judge(error)
 
     def _step(self, wishes: Sequence[_Wish]) -> Sequence[Stepped] | Failure:
