@@ -12,7 +12,7 @@ BackendError
 │   ├── CompileError        torch.compile failed, and the config insists on it
 │   └── WarmupError         the first calls, before READY, failed
 ├── InputError              a request is wrong: the client's fault
-├── ForwardError            forward() raised
+├── ForwardError            forward() raised, or what is called in its place
 ├── HookError               a method of the hooks around forward() raised
 ├── CallError               a call of another model, from within a model, failed
 │   └── NoServerError       there is no server to call it on
@@ -152,8 +152,16 @@ class InputError(ModelError):
 
 
 class ForwardError(ModelError):
-    def __init__(self, model: str, error: BaseException) -> None:
-        super().__init__(model, f"forward() raised {brief(error)}")
+    """An exception of the model's own code.
+
+    Args:
+        model: the model's name.
+        error: the exception.
+        called: the name of the function that raised it.
+    """
+
+    def __init__(self, model: str, error: BaseException, called: str = "forward") -> None:
+        super().__init__(model, f"{called}() raised {brief(error)}")
 
 
 class HookError(ModelError):

@@ -70,6 +70,7 @@ class Recovery:
     Args:
         model: the model's name.
         attempt: runs a group, and raises.
+        called: the name of the model's function that an attempt calls.
         rows: the row counts that the model takes; None: it has no batch dimension.
         repeats: whether the model may be called again with what it has seen.
         free: gives back memory that nothing uses.
@@ -81,6 +82,7 @@ class Recovery:
         model: str,
         attempt: Callable[[Group], Sequence[Outcome]],
         *,
+        called: str,
         rows: Rows | None,
         repeats: Callable[[], bool],
         free: Callable[[], None],
@@ -94,6 +96,7 @@ class Recovery:
         self.begins: Callable[[], None] = _nothing
         self._model = model
         self._attempt = attempt
+        self._called = called
         self._batched = rows is not None
         self._repeats = repeats
         self._free = free
@@ -197,8 +200,8 @@ class Recovery:
         except (RuntimeError, ValueError):
             return OutputError(
                 self._model,
-                "forward() returned other shapes for other rows of one request, which does not fit"
-                " in memory as a whole",
+                f"{self._called}() returned other shapes for other rows of one request, which does"
+                " not fit in memory as a whole",
                 expected="outputs that can be joined",
             )
         return dict(zip(names, joined, strict=True))
@@ -214,19 +217,30 @@ class Recovery:
         except BaseException as error:
             return self.judge(error)
 
-    def judge(self, error: BaseException) -> Failure:
-        """Read all that is needed from an exception, and let go of it."""
+    def judge(self, error: BaseException, called: str | None = None) -> Failure:
+        """Read all that is needed from an exception, and let go of it.
+
+        Args:
+            error: the exception.
+            called: the name of the model's function that raised it, where it is no attempt's.
+        """
         text = "".join(traceback.format_exception(error, limit=_FRAMES)).rstrip()
         memory = faults.out_of_memory(error)
         dead = self._dead(error)
-        failure = self._named(error, memory=memory, dead=dead, text=text)
+        failure = self._named(error, called or self._called, memory=memory, dead=dead, text=text)
         faults.release(error)
         if memory and dead is None:
             self._free()
         return failure
 
     def _named(
-        self, error: BaseException, *, memory: bool, dead: BaseException | None, text: str
+        self,
+        error: BaseException,
+        called: str,
+        *,
+        memory: bool,
+        dead: BaseException | None,
+        text: str,
     ) -> Failure:
         if dead is not None:
             if self.fatal is None:
@@ -240,7 +254,7 @@ class Recovery:
             # model's own code is told with its traceback.
             seen = text if isinstance(error, HookError) else ""
             return Failure(error, seen, repeats=isinstance(error, LoadError))
-        return Failure(ForwardError(self._model, error), text)
+        return Failure(ForwardError(self._model, error, called), text)
 
     def _dead(self, error: BaseException) -> BaseException | None:
         """What has made the device useless to this process, if anything has.
