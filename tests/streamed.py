@@ -148,6 +148,8 @@ from torch import Tensor, nn
 
 class Counter(nn.Module):
     def begin(self, start: float, count: int):
+        if count < 0:
+            raise ValueError("fewer than none")
         return torch.tensor([start]), count
 
     def step(self, states):
@@ -251,9 +253,14 @@ TABLE = (
             Stream({"start": floats(5), "count": ints(3)}, _ticks(3, 5.0)),
             Stream({"start": floats(5), "count": ints(0)}, []),
             Stream(
+                {"start": floats(5), "count": ints(-1)},
+                [],
+                Refused(500, ("begin() raised ValueError: fewer than none",)),
+            ),
+            Stream(
                 {"start": floats(98), "count": ints(5)},
                 _ticks(2, 98.0),
-                Refused(500, ("raised ValueError: more than 99",)),
+                Refused(500, ("step() raised ValueError: more than 99",)),
             ),
         ),
     ),
@@ -305,7 +312,7 @@ REFUSED = (
             "        yield x\n        yield x\n"
         ),
         config(_X, _Y),
-        load_error=("the model yields within torch.autocast or a torch.device",),
+        load_error=("the model yields within torch.autocast or a torch.device, or awaits there",),
     ),
     Scenario(
         "yields_rubbish",

@@ -118,7 +118,7 @@ def test_complete_config_costs_nothing() -> None:
     assert done.returncode == 0
 
 
-_YIELDS = "class A:\n    def forward(self, x):\n        yield x\n"
+_YIELDS = "class A(nn.Module):\n    def forward(self, x):\n        yield x\n"
 _DECOUPLED = {"decoupled": True}
 
 

@@ -30,11 +30,11 @@ _STEPS = (
         pytest.param(_PLAIN + "\ndef helper():\n    yield 1\n", False, id="helper-yields"),
         pytest.param(_YIELDS.replace("forward", "other"), False, id="another-method"),
         pytest.param(
-            "class A:\n    def forward(self):\n        def f():\n            yield 1\n", False,
+            "class A(B):\n    def forward(self):\n        def f():\n            yield 1\n", False,
             id="function-within",
         ),
         pytest.param(
-            "class A:\n    def forward(self):\n        return (a for a in f)\n",
+            "class A(B):\n    def forward(self):\n        return (a for a in f)\n",
             False,
             id="expression",
         ),
@@ -44,6 +44,25 @@ _STEPS = (
         ),
         pytest.param("def forward(x):\n    yield x\n", True, id="function"),
         pytest.param("def forward(x):\n    return x\n", False, id="plain-function"),
+        pytest.param(
+            _PLAIN + _STEPS.replace("(nn.Module)", ""), False, id="a-helper-with-begin-and-step"
+        ),
+        pytest.param(_PLAIN + _YIELDS.replace("A(", "_A("), False, id="a-private-class"),
+        pytest.param(
+            "def _parts(x):\n    yield x\n\n\ndef forward(x):\n    return list(_parts(x))\n",
+            False,
+            id="a-private-function",
+        ),
+        pytest.param(
+            "def example_inputs():\n    yield 1\n\n\ndef forward(x):\n    return x\n",
+            False,
+            id="an-example",
+        ),
+        pytest.param(
+            "class Options:\n    size = 3\n\n\ndef forward(x):\n    yield x\n",
+            True,
+            id="function-beside-a-class",
+        ),
         pytest.param("# yield\nyielded = 'yield'\n", False, id="a-word"),
         pytest.param("def forward(:\n", False, id="no-python"),
         pytest.param("\0", False, id="no-text"),

@@ -100,6 +100,24 @@ def test_what_is_left_out_is_listed(tmp_path: Path) -> None:
         assert f"# - {part}" in written
 
 
+def test_no_commands_for_a_terminal(tmp_path: Path) -> None:
+    """What an archive says of itself is shown as text, whatever it is."""
+    named = {**archives.eager(), archives.MANIFEST: archives.manifest("\x1b[2J.py")}
+    archives.write(tmp_path / "handler.mar", named)
+    settings = {
+        **archives.eager(),
+        "c.yaml": '"\\e[2J": 1\n',
+        archives.MANIFEST: archives.manifest(
+            serializedFile="model.pt", modelFile="model.py", configFile="c.yaml"
+        ),
+    }
+    archives.write(tmp_path / "settings.mar", settings)
+    for name, said in (("handler", "handler is '?[2J.py'"), ("settings", "?[2J: for the handler")):
+        done = _run(f"{name}.mar", cwd=tmp_path)
+        assert said in done.stdout + done.stderr
+        assert "\x1b" not in done.stdout + done.stderr
+
+
 def test_an_archive_that_does_not_load(tmp_path: Path) -> None:
     """The folder is made, to be worked on, and the reason is there."""
     archives.write(tmp_path / "net.mar", {**archives.eager(), "handler.py": "import gone_missing"})

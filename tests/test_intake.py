@@ -18,6 +18,7 @@ from torch_py_backend.config import ModelConfig, TensorSpec
 from torch_py_backend.errors import BindingError, InputError
 from torch_py_backend.intake import Intake
 from torch_py_backend.padding import Padding
+from torch_py_backend.states import Sequencing, State
 
 
 def optional(spec: TensorSpec) -> TensorSpec:
@@ -604,3 +605,22 @@ def test_items_that_need_a_closer_look(item: Item) -> None:
     optional = dataclasses.replace(TWO[1], optional=True)
 
     assert not shortcut(build.config(inputs=(TWO[0], optional)), sound, item)
+
+
+@pytest.mark.parametrize(
+    ("n", "short"),
+    [
+        pytest.param(torch.zeros(1, 3), True, id="alike"),
+        pytest.param(torch.zeros(1, 4), False, id="another shape"),
+        pytest.param(torch.zeros(1, 3, dtype=torch.float16), False, id="another type"),
+        pytest.param(None, False, id="a first step"),
+    ],
+)
+def test_what_is_carried_is_compared(n: Tensor | None, short: bool) -> None:
+    """Of what STATE names the config says nothing: steps share a call where it is alike."""
+    kept = Sequencing(1, 1.0, 0.0, (), (State("n", "m"),))
+    items: list[Item] = [{"x": torch.zeros(1, 4), "n": torch.zeros(1, 3)}, {"x": torch.zeros(1, 4)}]
+    if n is not None:
+        items[1]["n"] = n
+
+    assert shortcut(build.config(inputs=TWO[:1], sequencing=kept), *items) is short

@@ -200,6 +200,7 @@ def test_function_is_served(tmp_path: Path) -> None:
     assert loaded.module(4) == 8
     assert list(loaded.weights) == []
     assert [one.name for one in loaded.signature.arguments] == ["x", "factor"]
+    assert str(loaded.signature) == "double(x, factor=2)"
 
 
 def test_callable_object_is_served(tmp_path: Path) -> None:
@@ -373,7 +374,7 @@ def test_method_of_a_module_is_served(device: torch.device, tmp_path: Path) -> N
     loaded = load(tmp_path, device, method="encode")
 
     assert torch.equal(loaded.module(X), 2 * X)
-    assert str(loaded.signature) == "forward(image, *, scale=2)"
+    assert str(loaded.signature) == "encode(image, *, scale=2)"
 
 
 def test_method_keeps_its_modules_weights(tmp_path: Path) -> None:
@@ -644,8 +645,8 @@ def _streaming(folder: Path, which: str, **overrides: Any) -> Loaded:
     [
         ("generator", "forward(x)", False, True),
         ("asynchronous", "forward(x)", False, True),
-        ("steps", "forward(x)", True, True),
-        ("both", "forward(y)", True, True),
+        ("steps", "begin(x)", True, True),
+        ("both", "begin(y)", True, True),
         ("plain", "forward(x)", False, False),
     ],
 )

@@ -153,6 +153,19 @@ def _tar_long_name(path: Path) -> None:
             file.write(b"a" * (1 << 20))
 
 
+def _tar_headers(kind: bytes, count: int) -> Callable[[Path], object]:
+    """Headers that each tell of the next one, or of nothing: they take no room in a gzip file."""
+
+    def make(path: Path) -> None:
+        entry = tarfile.TarInfo("deeper")
+        content = b"" if kind == tarfile.DIRTYPE else b"12 comment=x".ljust(512, b"\n")
+        entry.type, entry.size = kind, len(content)
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            file.write((entry.tobuf(tarfile.GNU_FORMAT) + content) * count)
+
+    return make
+
+
 def _truncated(path: Path) -> None:
     archives.write(path, _FILES)
     path.write_bytes(path.read_bytes()[:-200])
@@ -202,6 +215,15 @@ def _linked_folder(path: Path) -> None:
         pytest.param(_tar_sized(1 << 60), "larger than 10 GB", id="tar-size"),
         pytest.param(_tar_sized(1 << 20), "damaged", id="tar-short"),
         pytest.param(_tar_long_name, "longer than any archive's", id="tar-long-name"),
+        pytest.param(_tar_headers(tarfile.XHDTYPE, 3000), "damaged", id="tar-pax-chain"),
+        pytest.param(_tar_headers(tarfile.XGLTYPE, 3000), "damaged", id="tar-global-chain"),
+        pytest.param(_tar_headers(tarfile.GNUTYPE_LONGNAME, 3000), "damaged", id="tar-name-chain"),
+        pytest.param(
+            _tar_headers(tarfile.DIRTYPE, 10_001), "more than 10000 folders", id="tar-folders"
+        ),
+        pytest.param(_zip("a/" * 1500 + "x"), "in at most 31 folders", id="deep"),
+        pytest.param(_tar("a/" * 32 + "x"), "in at most 31 folders", id="tar-deep"),
+        pytest.param(_zip("a/" * 31 + "x"), "", id="just-deep-enough"),
         pytest.param(_truncated_tar, "damaged", id="tar-truncated"),
         pytest.param(_link_in_folder, "is a link", id="folder-link"),
         pytest.param(_linked_folder, "is a link", id="folder-of-links"),
@@ -378,6 +400,8 @@ def test_what_a_handler_names(tmp_path: Path, handler: str, module: str, functio
         (archives.manifest(serializedFile="no.pt"), "the serializedFile no.pt, which the archive"),
         (archives.manifest(modelFile="/etc/passwd"), "holds the name '/etc/passwd'"),
         (archives.manifest(configFile="../x.yaml"), "holds the name '../x.yaml'"),
+        (archives.manifest(sourceVocab="../../etc/passwd"), "holds the name '../../etc/passwd'"),
+        (archives.manifest(sourceVocab="no.pt"), "the sourceVocab no.pt, which the archive"),
         (archives.manifest(requirementsFile=7), "no text for 'requirementsFile'"),
     ],
 )
@@ -393,6 +417,13 @@ def test_manifests_that_are_refused(tmp_path: Path, manifest: str, says: str) ->
     assert says in str(refusal.value)
 
 
+def _references(doubled: str) -> str:
+    """A value that holds another one twice, sixty times over."""
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{one}: &a{one} {doubled.format(one - 1)}" for one in range(1, 60)]
+    return "\n".join(lines)
+
+
 @pytest.mark.parametrize(
     ("written", "says"),
     [
@@ -403,6 +434,9 @@ def test_manifests_that_are_refused(tmp_path: Path, manifest: str, says: str) ->
         ("a: !!python/object/apply:os.system ['true']", "cannot be read: could not determine"),
         ("a: " + "[" * 5000, "model-config.yaml cannot be read"),
         ("#" * (2 << 20), "larger than settings are"),
+        (_references("[*a{0}, *a{0}]"), "stands for more than 100000 values"),
+        (_references("{{<<: [*a{0}, *a{0}]}}"), "stands for more than 100000 values"),
+        ("a: &a [*a, *a]", "stands for more than 100000 values"),
     ],
 )
 def test_settings(tmp_path: Path, written: str, says: str) -> None:

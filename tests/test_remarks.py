@@ -59,6 +59,7 @@ def test_the_body_of_a_request(tmp_path: Path, source: str | None, name: str | N
         ("x = (", None),
         ("(" * 100_000, None),
         ("\0", None),
+        ("import no_such_package\n" + "#" * (1 << 20), None),
     ],
 )
 def test_remarks(tmp_path: Path, source: str, says: str | None) -> None:
@@ -69,6 +70,7 @@ def test_remarks(tmp_path: Path, source: str, says: str | None) -> None:
         "package/__init__.py": "",
         "package/part.py": "",
         "other.py": "",
+        "folder.py/notes.txt": "",
     }
     found = remarks.of(archives.write_folder(tmp_path / "net", files))
     if says is None:

@@ -92,7 +92,9 @@ class Served:
     def __init__(self, settings: ModelConfig, module: nn.Module, device: str = "cpu") -> None:
         self.clock = Clock()
         self.engine = engine(settings, module, device)
-        self.states = Sequences(self.engine.config, self.engine.run, self.engine.device, self.clock)
+        self.states = Sequences(
+            self.engine.config, self.engine.run_some, self.engine.device, self.clock
+        )
 
     def send(self, *steps: Step) -> list[Any]:
         """The first value of `y` of each, or the error."""
@@ -174,6 +176,17 @@ def test_unknown_sequences() -> None:
     assert len(served.states) == 1
 
 
+def test_a_report_names_the_step_that_failed() -> None:
+    """Whatever fills slots, is unknown, or was run before it: the log names the request by this."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "s"))
+
+    served.send(step(0, 9), step(7, 1), step(1, 1), step(2, -1), step(1, -1), step(1, 1))
+
+    reported = served.engine.recovery.reports.values()
+    assert sorted(place for places in reported for place in places) == [3, 4]
+
+
 def test_a_failed_step_leaves_the_state() -> None:
     """The request has the error, its neighbours and its own sequence go on."""
     served = accumulating()
@@ -219,7 +232,7 @@ def test_our_own_failure_ends_what_ends() -> None:
     assert len(served.states) == 1
 
 
-def _fails(items: Any) -> Any:
+def _fails(items: Any, places: Any) -> Any:
     raise KeyboardInterrupt
 
 
@@ -690,10 +703,10 @@ def test_a_batch_keeps_the_sweep_waiting() -> None:
     served = accumulating()
     run = served.states._run_items
 
-    def swept(items: Any) -> Any:
+    def swept(items: Any, places: Any) -> Any:
         served.clock.now += 10 * _FORGOTTEN_S
         served.states.sweep()
-        return run(items)
+        return run(items, places)
 
     served.send(step(1, 1, "s"))
     served.states._run_items = swept

@@ -15,7 +15,7 @@ import streamed
 from scenarios import Refused, Scenario, assert_close
 from streamed import Stream, Streamed
 
-from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend.adapter import TritonPythonModel, streaming
 
 _SECONDS = 30
 _STATUS = {
@@ -152,6 +152,76 @@ def test_a_client_that_leaves_while_its_stream_waits(tmp_path: Path, process: No
     request.sender.cancelled = True
     assert _ended(request)[-1].error().code() == fake_triton.TritonError.CANCELLED
     assert closed.exists()
+
+
+def test_a_client_that_leaves_before_its_stream_begins(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton waits for a last response to each request, also of one that nothing was done for."""
+    # Who has left is found out in the turn of the loop in which the stream is launched.
+    monkeypatch.setattr(streaming, "_BETWEEN_TELLS_S", 0)
+    monkeypatch.setattr(streaming, "_BETWEEN_LOOKS_S", 0)
+    served = _Served(tmp_path, _model(_ENDLESS))
+    living, late = served.request(_X), served.request(_X)
+    served.start(living)
+    _until(lambda: living.sender.responses)
+    late.sender.cancelled = True
+    served.start(late)
+    assert _ended(late)[-1].error().code() == fake_triton.TritonError.CANCELLED
+    living.sender.cancelled = True
+    _ended(living)
+    _until(lambda: _live() == 0)
+
+
+def test_what_nobody_has_foreseen_ends_a_stream(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails beside the model, its client gets a last response, and there is room again."""
+    served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "1")))
+    monkeypatch.setattr(served.model._engine, "clean", lambda: 1 / 0)
+    for _ in range(2):
+        request = served.request(_X)
+        _leave_after(request, 3)
+        served.start(request)
+        error = _ended(request)[-1].error()
+        assert error.code() == fake_triton.TritonError.INTERNAL
+        assert "the backend failed in a way that it does not know" in error.message()
+    _until(lambda: _live() == 0)
+    assert any("ZeroDivisionError" in text for _, text in fake_triton.Logger.lines)
+
+
+def test_a_task_that_ends_the_program(tmp_path: Path, process: None) -> None:
+    """A task of the model's that raises SystemExit ends neither the streams nor their thread."""
+    served = _Served(
+        tmp_path,
+        _model(
+            "import asyncio\nimport sys\n\n\nasync def _leave():\n    sys.exit(3)\n\n\n"
+            "async def forward(x):\n    yield x\n    if x > 1:\n"
+            "        forward.task = asyncio.create_task(_leave())\n"
+            "        await asyncio.sleep(0.01)\n        yield x\n"
+        ),
+    )
+    for _ in range(2):
+        request = served.request({"x": streamed.floats(2)})
+        served.start(request)
+        assert [one.error() for one in _ended(request)] == [None, None]
+    warnings = [text for level, text in fake_triton.Logger.lines if level == "warn"]
+    assert sum("has started raised SystemExit: 3" in text for text in warnings) == 2
+
+
+def test_a_response_that_cannot_be_sent(tmp_path: Path, process: None) -> None:
+    """It is not the model's fault, and the stream ends with what Triton says."""
+    served = _Served(tmp_path, _model(_ENDLESS))
+    request = served.request(_X)
+
+    def refuse(count: int) -> None:
+        if count == 3:
+            raise fake_triton.TritonModelException("no room")
+
+    request.sender.arrived = refuse
+    served.start(request)
+    last = _ended(request)[-1].error().message()
+    assert "the outputs cannot be sent: TritonModelException: no room" in last
 
 
 def test_room_is_limited(tmp_path: Path, process: None) -> None:

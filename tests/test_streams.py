@@ -282,6 +282,28 @@ def test_a_context_that_stays_open(context: str) -> None:
     assert runtime.contexts(torch.device("cpu")) == before
 
 
+def test_a_context_in_which_a_stream_waits() -> None:
+    """Other streams, whose turn it is then, do not run in it, nor does any later one."""
+    inside = []
+
+    async def forward(x: Tensor) -> AsyncIterator[Tensor]:
+        if int(x) == 1:
+            with torch.autocast("cpu"):
+                await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        inside.append(torch.is_autocast_enabled("cpu"))
+        yield x
+
+    before = runtime.contexts(torch.device("cpu"))
+    guilty, other = Kept(), Kept()
+    _run(engine(forward), (item(1), guilty), (item(2), other))
+    assert "or awaits there" in str(guilty.error)
+    assert guilty.text == ""
+    assert other.values == [[[2.0]]]
+    assert inside == [False]
+    assert runtime.contexts(torch.device("cpu")) == before
+
+
 def test_a_trial_takes_the_first_responses() -> None:
     """A warm-up of an endless stream ends."""
     steps = []

@@ -285,8 +285,8 @@ _UNAVAILABLE = str(fake_triton.TritonError.UNAVAILABLE)
     [
         ("bad", f"{_INVALID} model 'net': the handler answered 422: a number, please."),
         ("busy", f"{_UNAVAILABLE} model 'net': the handler answered 503: come back later."),
-        ("broken", f"{_INTERNAL} model 'net': forward() raised PredictionException: out of order"),
-        ("crash", f"{_INTERNAL} model 'net': forward() raised ValueError: nobody expected this."),
+        ("broken", f"{_INTERNAL} model 'net': handle() raised PredictionException: out of order"),
+        ("crash", f"{_INTERNAL} model 'net': handle() raised ValueError: nobody expected this."),
     ],
 )
 def test_one_bad_request_of_a_batch(tmp_path: Path, sent: str, says: str) -> None:

@@ -57,13 +57,18 @@ def apply(config: ModelConfig, kind: Kind, module: Callable[..., Any]) -> Compil
     try:
         compiled: Callable[..., Any] = torch.compile(module, **parameters)
     except Exception as error:  # whatever torch.compile makes of a value that it does not know
-        raise OptionError(
-            config.name,
-            "TORCH_COMPILE_OPTIONAL_PARAMETERS",
-            json.dumps(parameters),
-            f"what torch.compile takes ({brief(error)})",
-        ) from error
+        raise refusal(config, error) from error
     return Compiled(config, module, compiled)
+
+
+def refusal(config: ModelConfig, error: Exception) -> OptionError:
+    """torch.compile does not take the parameters, and says why."""
+    return OptionError(
+        config.name,
+        "TORCH_COMPILE_OPTIONAL_PARAMETERS",
+        json.dumps(config.options.torch_compile_optional_parameters or {}),
+        f"what torch.compile takes ({brief(error)})",
+    )
 
 
 class Compiled:

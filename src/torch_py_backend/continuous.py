@@ -129,10 +129,8 @@ class Steps:
         try:
             with self._calling():
                 return self._step(wishes)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            return self._engine.recovery.judge(error)
+        except BaseException as error:  # nobody else would tell the streams
+            return self._engine.recovery.judge(error, self._engine.loaded.returns)
 
     def _step(self, wishes: Sequence[_Wish]) -> Sequence[Stepped] | Failure:
         step = self._engine.loaded.step

@@ -163,7 +163,9 @@ class Engine:
             if carried
             else [told.index(state.output) for state in config.states]
         )
-        self._take: Callable[[Any, int], list[Value]] = outputs.Taker(config).take
+        self._take: Callable[[Any, int], list[Value]] = outputs.Taker(
+            config, f"{loaded.returns}()"
+        ).take
         self._finite = outputs.Finite(config) if config.options.check_finite else None
         if isinstance(self._intake, Stages) and self._intake.finishes:  # after scatter
             self._names, self._take, self._finite = stages.UNREAD, self._intake.split, None
@@ -171,6 +173,7 @@ class Engine:
         self.recovery = Recovery(
             config.name,
             self._attempt,
+            called=loaded.signature.name,
             rows=self.rows if config.max_batch_size else None,
             repeats=self.repeats,
             free=runtime.free,
@@ -293,6 +296,14 @@ class Engine:
         """What the config asks for after each execution."""
         if self._runtime.clean is not None and self.recovery.fatal is None:
             self._runtime.clean()
+
+    def run_some(self, items: Sequence[Item], places: Sequence[int]) -> Sequence[Outcome]:
+        """As `run`, for items that stand at these places among a batch's requests."""
+        self.recovery.places = places
+        try:
+            return self.run(items)
+        finally:
+            self.recovery.places = None
 
     def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         """One outcome for each item, in their order."""

@@ -12,7 +12,7 @@ BackendError
 │   ├── CompileError        torch.compile failed, and the config insists on it
 │   └── WarmupError         the first calls, before READY, failed
 ├── InputError              a request is wrong: the client's fault
-├── ForwardError            forward() raised
+├── ForwardError            forward() raised, or what is called in its place
 ├── HookError               a method of the hooks around forward() raised
 ├── CallError               a call of another model, from within a model, failed
 │   └── NoServerError       there is no server to call it on
@@ -152,8 +152,16 @@ class InputError(ModelError):
 
 
 class ForwardError(ModelError):
-    def __init__(self, model: str, error: BaseException) -> None:
-        super().__init__(model, f"forward() raised {brief(error)}")
+    """An exception of the model's own code.
+
+    Args:
+        model: the model's name.
+        error: the exception.
+        called: the name of the function that raised it.
+    """
+
+    def __init__(self, model: str, error: BaseException, called: str = "forward") -> None:
+        super().__init__(model, f"{called}() raised {brief(error)}")
 
 
 class HookError(ModelError):
@@ -259,7 +267,8 @@ class ArchiveError(BackendError):
         sentence = f"{archive}: {found}"
         if expected:
             sentence += f"; expected {expected}"
-        super().__init__(f"{sentence}. {cure}" if cure else f"{sentence}.")
+        # What an archive says of itself may hold what a terminal takes for commands.
+        super().__init__(printable(f"{sentence}. {cure}" if cure else f"{sentence}."))
 
 
 class TuneError(BackendError):
@@ -313,4 +322,9 @@ def quoted(text: str) -> str:
 def _harmless(text: str) -> str:
     text = _PATH.sub("", _QUOTED_PATH.sub(r"\1", text))
     text = _NETWORK_ADDRESS.sub("(address)", _MEMORY_ADDRESS.sub("", text))
+    return printable(text)
+
+
+def printable(text: str) -> str:
+    """The text with a mark for each character that a terminal or a log would not show."""
     return "".join(one if one.isprintable() else "?" for one in text)

@@ -30,12 +30,20 @@ def in_source(path: Path, *, named: str | None = None, method: str | None = None
         classes_served = [classes[named]] if named in classes else []
         functions_served = [functions[named]] if named in functions else []
     else:
-        classes_served = list(classes.values())
+        # A class without a base is no module.
+        classes_served = [one for one in classes.values() if one.bases and _offered(one.name)]
         # A file is served for its class; its functions are that one's helpers.
-        functions_served = [] if classes else list(functions.values())
+        functions_served = [
+            one for one in functions.values() if not classes_served and _offered(one.name)
+        ]
     return any(map(_yields, functions_served)) or any(
         _streams(_methods(one, classes), method) for one in classes_served
     )
+
+
+def _offered(name: str) -> bool:
+    """Whether a file serves what it calls so, if nobody names another."""
+    return not name.startswith("_") and name != "example_inputs"
 
 
 def _methods(

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_py_backend import dtypes
 from torch_py_backend.batching import Item, Strings, Value
 from torch_py_backend.binding import Inputs, Signature, Takes, bind_inputs
-from torch_py_backend.config import ModelConfig
+from torch_py_backend.config import ModelConfig, Origin
 from torch_py_backend.errors import BindingError, InputError
 from torch_py_backend.padding import Pad, Padding
 
@@ -58,7 +58,12 @@ class Intake:
         self._names += [state.input for state in config.carried]
         self._required = [spec.name for spec in config.inputs if not spec.optional]
         self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
-        self._first = next(iter(self._axes.items()), ("", 0))
+        # Whose rows are compared: a state has one, as the step has that it goes with.
+        self._sent = [
+            (spec.name, len(spec.dims) + 1)
+            for spec in config.inputs
+            if spec.origin is not Origin.STATE
+        ]
         self._whole = bind_inputs(config.name, self._names, signature)
         self._special = {
             name: takes
@@ -71,7 +76,7 @@ class Intake:
             self._batched
             and not self._special
             and padding is None
-            and not self._carried
+            and bool(self._sent)
             and config.options.force_cpu_only_input_tensors
             and all(spec.dtype.torch and -1 not in spec.dims for spec in config.inputs)
         )
@@ -100,14 +105,25 @@ class Intake:
         if not self._uniform or not items:
             return None
         inputs = len(self._names)
-        name, axes = self._first
+        (name, axes), *others = self._sent
         for item in items:
             # Of a request that says it has no rows, Triton makes one without that dimension.
             if len(item) != inputs or item[name].ndim != axes:
                 return None
-            if inputs > 1 and len({value.shape[0] for value in item.values()}) > 1:
+            if others and len({item[one].shape[0] for one, _ in self._sent}) > 1:
                 return None
+        if self._carried and not self._alike(items):
+            return None
         return Group(self._whole, items, range(len(items)))
+
+    def _alike(self, items: Sequence[Item]) -> bool:
+        """Whether what is carried has one shape and type in all items."""
+        for name in self._carried:
+            first = items[0][name]
+            shape, dtype = first.shape, first.dtype
+            if any(one[name].shape != shape or one[name].dtype != dtype for one in items):
+                return False
+        return True
 
     def admit(self, item: Item) -> Item | InputError:
         """The item with its strings decoded, or what is wrong with it before it meets others."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ class Loaded:
     owner: nn.Module | None = None
     rows: Rows = ANY_ROWS
     step: Callable[[list[Any]], Any] | None = None
+
+    @property
+    def returns(self) -> str:
+        """The name of what returns the outputs."""
+        return self.signature.name if self.step is None else "step"
 
     @property
     def streams(self) -> bool:
@@ -93,7 +99,8 @@ def _load_torchscript(
     _warn_unused(config, "model_class", "model_kwargs", "weights")
     # Called through the module, forward() runs its hooks.
     called = module if config.options.method is None else method
-    return Loaded(artifact.kind, called, signatures.of_schema(method.schema), module)
+    signature = dataclasses.replace(signatures.of_schema(method.schema), name=name)
+    return Loaded(artifact.kind, called, signature, module)
 
 
 def _warn_unused(config: ModelConfig, *fields: str) -> None:
@@ -141,7 +148,9 @@ def _serve(
     called, step = _served(config, built)
     described = built.forward if called is built and isinstance(built, nn.Module) else called
     try:
-        signature = signatures.of_function(described)
+        signature = dataclasses.replace(
+            signatures.of_function(described), name=_name(config, built, begins=step is not None)
+        )
     except (TypeError, ValueError) as error:
         raise SourceError(
             config.name, f"the arguments of what is served cannot be told: {error}"
@@ -159,6 +168,17 @@ def _served(
     if config.decoupled and config.options.method is None and _has_steps(built):
         return built.begin, built.step
     return _method(config, built), None
+
+
+def _name(config: ModelConfig, built: Any, *, begins: bool) -> str:
+    """What the function that is called has for a name, where its author has written it."""
+    if begins:
+        return "begin"
+    if config.options.method is not None:
+        return config.options.method
+    # What can be called without being a function has none.
+    name: str = getattr(built, "__name__", "forward")
+    return name
 
 
 def _has_steps(built: Any) -> bool:

@@ -40,7 +40,11 @@ _PART = 1 << 20
 _GIGABYTE = 1 << 30
 # What is read whole: a manifest, settings. In a tar file: a member's header with its long name.
 _TEXT_BYTES = 1 << 20
+# Of settings.
+_VALUES = 100_000
 _LONGEST_NAME = 255
+# Folders within each other: what walks through them calls itself for each.
+_DEEPEST = 32
 _RUNTIMES = ("python", "python3")
 
 
@@ -53,11 +57,17 @@ class Limits:
 
 
 class _Member(NamedTuple):
-    """A file in an archive: its name, its size as the archive tells it, and how to read it."""
+    """What is in an archive.
+
+    Attributes:
+        name: its name.
+        size: its size, as the archive tells it.
+        open: how to read it; None: it is a folder.
+    """
 
     name: str
-    size: int
-    open: Callable[[], IO[bytes] | io.FileIO]
+    size: int = 0
+    open: Callable[[], IO[bytes] | io.FileIO] | None = None
 
 
 # --- unpacking -------------------------------------------------------------------------------
@@ -96,8 +106,12 @@ def _root(archive: Path, scratch: Path) -> Path:
 
 
 _MODELS = (Content.TORCHSCRIPT, Content.EXPORTED, Content.AOTI)
-# What reading a damaged or mistaken archive raises, beside OSError.
-_DAMAGES = (zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError)
+# What reading a damaged or mistaken archive raises, beside OSError. tarfile calls itself for each
+# header that tells of the next one.
+_DAMAGES = (
+    *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError),
+    *(NotImplementedError, RecursionError, ValueError, UnicodeError),
+)
 
 
 @contextlib.contextmanager
@@ -109,7 +123,7 @@ def _members(archive: Path) -> Iterator[Iterator[_Member]]:
         raise ArchiveError(
             archive.name, "its list of files, or one name in it, is longer than any archive's"
         ) from None
-    except (*_DAMAGES, NotImplementedError, ValueError, UnicodeError) as error:
+    except _DAMAGES as error:
         raise ArchiveError(
             archive.name, f"it is damaged: {brief(error)}", cure="Copy it again, or make it anew."
         ) from error
@@ -149,6 +163,7 @@ def _in_zip(path: Path) -> Iterator[Iterator[_Member]]:
 def _zip_files(path: Path, archive: zipfile.ZipFile) -> Iterator[_Member]:
     for entry in archive.infolist():
         if entry.is_dir():
+            yield _Member(entry.filename)
             continue
         # zipfile ends a name at a zero byte; who wrote one there meant to hide something.
         _safe(path.name, entry.orig_filename)
@@ -193,7 +208,9 @@ def _tar_members(name: str, archive: tarfile.TarFile) -> Iterator[_Member]:
     for entry in archive:
         if not (entry.isreg() or entry.isdir()) or entry.issparse():
             raise _no_file(name, entry.name)
-        if entry.isreg():
+        if entry.isdir():
+            yield _Member(entry.name)
+        else:
             yield _Member(entry.name, entry.size, functools.partial(_tar_file, archive, entry))
 
 
@@ -206,7 +223,7 @@ def _tar_file(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> IO[bytes]:
 def _no_file(archive: str, name: str) -> ArchiveError:
     return ArchiveError(
         archive,
-        f"{_printable(name)} is a link or a special file",
+        f"{name[:_LONGEST_NAME]} is a link or a special file",
         expected="plain files and folders",
         cure="Put the file itself into the archive.",
     )
@@ -217,18 +234,15 @@ def _safe(archive: str, name: str) -> PurePosixPath:
     path = PurePosixPath(name)
     leads_out = path.is_absolute() or ".." in path.parts or not path.parts
     odd = not name.isprintable() or "\\" in name
-    if leads_out or odd or any(len(part.encode()) > _LONGEST_NAME for part in path.parts):
+    long = len(path.parts) > _DEEPEST
+    if leads_out or odd or long or any(len(part.encode()) > _LONGEST_NAME for part in path.parts):
         raise ArchiveError(
             archive,
-            f"it holds the name '{_printable(name)}'",
-            expected="names that stay within the archive",
+            f"it holds the name '{name[:_LONGEST_NAME]}'",
+            expected=f"names that stay within the archive, in at most {_DEEPEST - 1} folders",
             cure="Nothing of it was kept; do not trust where it came from.",
         )
     return path
-
-
-def _printable(name: str) -> str:
-    return "".join(one if one.isprintable() else "?" for one in name[:_LONGEST_NAME])
 
 
 class _Writer:
@@ -241,18 +255,19 @@ class _Writer:
         self._room = int(limits.gigabytes * _GIGABYTE)
         self._files: set[PurePosixPath] = set()
         self._folders: set[PurePosixPath] = set()
+        self._empty = 0
 
     def write(self, member: _Member) -> None:
+        """Write a file; folders are made for files, and are counted only."""
+        if member.open is None:
+            self._empty += 1
+            self._refuse_many(self._empty, "folders")
+            return
         path = _safe(self._archive, member.name)
         self._refuse_twice(path)
         self._files.add(path)
         self._folders.update(path.parents)
-        if len(self._files) > self._limits.files:
-            raise ArchiveError(
-                self._archive,
-                f"it holds more than {self._limits.files} files",
-                cure="Allow more with --max-files, if you trust it.",
-            )
+        self._refuse_many(len(self._files), "files")
         self._refuse_size(member.size)
         target = self._folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -261,6 +276,14 @@ class _Writer:
                 self._room -= len(part)
                 self._refuse_size(0)
                 written.write(part)
+
+    def _refuse_many(self, count: int, what: str) -> None:
+        if count > self._limits.files:
+            raise ArchiveError(
+                self._archive,
+                f"it holds more than {self._limits.files} {what}",
+                cure="Allow more with --max-files, if you trust it.",
+            )
 
     def _refuse_twice(self, path: PurePosixPath) -> None:
         parents = self._files.intersection(path.parents)
@@ -293,6 +316,7 @@ class Manifest:
         model_file: the source of the module that the weights belong to.
         requirements_file: packages to be installed.
         config_file: settings, in YAML.
+        vocabulary: the numbers of tokens, for a handler of texts.
         document: all of it.
     """
 
@@ -302,6 +326,7 @@ class Manifest:
     model_file: str
     requirements_file: str
     config_file: str
+    vocabulary: str
     document: Mapping[str, Any]
 
     @property
@@ -348,6 +373,7 @@ def read_manifest(folder: Path, archive: str) -> Manifest:
         model_file=_file(archive, folder, model, "modelFile"),
         requirements_file=_file(archive, folder, model, "requirementsFile"),
         config_file=_file(archive, folder, model, "configFile"),
+        vocabulary=_file(archive, folder, model, "sourceVocab"),
         document=document,
     )
     _refuse_handler(archive, folder, manifest)
@@ -438,7 +464,11 @@ def settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
     if path.stat().st_size > _TEXT_BYTES:
         raise ArchiveError(archive, f"{path.name} is larger than settings are")
     try:
-        document = yaml.safe_load(path.read_bytes())
+        text = path.read_bytes()
+        _refuse_large(archive, path.name, yaml.compose(text, yaml.SafeLoader))
+        document = yaml.safe_load(text)
+    except ArchiveError:
+        raise
     except Exception as error:  # its values are checked by int(), datetime() and others
         said = " ".join(str(error).split()) or type(error).__name__
         raise ArchiveError(archive, f"{path.name} cannot be read: {said}") from None
@@ -447,3 +477,26 @@ def settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
             archive, f"{path.name} holds a {type(document).__name__}", expected="keys and values"
         )
     return document or {}
+
+
+def _refuse_large(archive: str, file: str, root: Any) -> None:
+    """References to references, written in a kilobyte, are values that fill any memory.
+
+    Args:
+        archive: what the archive is called in messages.
+        file: the name of the file.
+        root: its nodes, as PyYAML composes them, before values are made of them.
+    """
+    pending, seen = [root] if root is not None else [], 0
+    while pending:
+        inside = pending.pop().value
+        seen += 1
+        if isinstance(inside, list):  # of nodes, or of pairs of them
+            for one in inside:
+                pending += one if isinstance(one, tuple) else (one,)
+        if seen + len(pending) > _VALUES:
+            raise ArchiveError(
+                archive,
+                f"{file} stands for more than {_VALUES} values",
+                expected="settings that do not repeat themselves by reference",
+            )

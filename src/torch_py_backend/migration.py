@@ -367,7 +367,7 @@ def _model_obstacles(folder: Path, manifest: Manifest) -> Iterator[str]:
 
 
 def _vocabulary_obstacles(folder: Path, manifest: Manifest) -> Iterator[str]:
-    name = str(manifest.document["model"].get("sourceVocab", VOCABULARY))
+    name = manifest.vocabulary or VOCABULARY
     path = folder / name
     if not path.is_file():
         yield f"it holds no {name}, which text_classifier needs"

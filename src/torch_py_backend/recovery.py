@@ -60,6 +60,8 @@ class Recovery:
     Attributes:
         reports: of what failed: a sentence and a traceback, and the places of the items among all
             of the run. For the caller to tell and to clear.
+        places: where the items of a run stand among those that reports are about; None: they are
+            all of them.
         fatal: what every request is to be told, once the process is beyond help.
         reason: what `fatal` is for, in a few words.
         capacity: the row counts that calls are kept to.
@@ -68,6 +70,7 @@ class Recovery:
     Args:
         model: the model's name.
         attempt: runs a group, and raises.
+        called: the name of the model's function that an attempt calls.
         rows: the row counts that the model takes; None: it has no batch dimension.
         repeats: whether the model may be called again with what it has seen.
         free: gives back memory that nothing uses.
@@ -79,18 +82,21 @@ class Recovery:
         model: str,
         attempt: Callable[[Group], Sequence[Outcome]],
         *,
+        called: str,
         rows: Rows | None,
         repeats: Callable[[], bool],
         free: Callable[[], None],
         probe: Callable[[], None],
     ) -> None:
         self.reports: dict[tuple[str, str], list[int]] = {}
+        self.places: Sequence[int] | None = None
         self.fatal: UnavailableError | None = None
         self.reason = ""
         self.capacity = Capacity(rows or batching.ANY_ROWS)
         self.begins: Callable[[], None] = _nothing
         self._model = model
         self._attempt = attempt
+        self._called = called
         self._batched = rows is not None
         self._repeats = repeats
         self._free = free
@@ -194,8 +200,8 @@ class Recovery:
         except (RuntimeError, ValueError):
             return OutputError(
                 self._model,
-                "forward() returned other shapes for other rows of one request, which does not fit"
-                " in memory as a whole",
+                f"{self._called}() returned other shapes for other rows of one request, which does"
+                " not fit in memory as a whole",
                 expected="outputs that can be joined",
             )
         return dict(zip(names, joined, strict=True))
@@ -211,19 +217,30 @@ class Recovery:
         except BaseException as error:
             return self.judge(error)
 
-    def judge(self, error: BaseException) -> Failure:
-        """Read all that is needed from an exception, and let go of it."""
+    def judge(self, error: BaseException, called: str | None = None) -> Failure:
+        """Read all that is needed from an exception, and let go of it.
+
+        Args:
+            error: the exception.
+            called: the name of the model's function that raised it, where it is no attempt's.
+        """
         text = "".join(traceback.format_exception(error, limit=_FRAMES)).rstrip()
         memory = faults.out_of_memory(error)
         dead = self._dead(error)
-        failure = self._named(error, memory=memory, dead=dead, text=text)
+        failure = self._named(error, called or self._called, memory=memory, dead=dead, text=text)
         faults.release(error)
         if memory and dead is None:
             self._free()
         return failure
 
     def _named(
-        self, error: BaseException, *, memory: bool, dead: BaseException | None, text: str
+        self,
+        error: BaseException,
+        called: str,
+        *,
+        memory: bool,
+        dead: BaseException | None,
+        text: str,
     ) -> Failure:
         if dead is not None:
             if self.fatal is None:
@@ -237,7 +254,7 @@ class Recovery:
             # model's own code is told with its traceback.
             seen = text if isinstance(error, HookError) else ""
             return Failure(error, seen, repeats=isinstance(error, LoadError))
-        return Failure(ForwardError(self._model, error), text)
+        return Failure(ForwardError(self._model, error, called), text)
 
     def _dead(self, error: BaseException) -> BaseException | None:
         """What has made the device useless to this process, if anything has.
@@ -274,6 +291,8 @@ class Recovery:
 
     def report(self, error: BackendError, text: str, positions: Sequence[int]) -> None:
         """Note what failed; what is the same for several items is told once."""
+        if self.places is not None:
+            positions = [self.places[position] for position in positions]
         self.reports.setdefault((str(error), text), []).extend(positions)
 
 

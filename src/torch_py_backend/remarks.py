@@ -43,6 +43,8 @@ _PACKAGES = {name.rpartition(".")[0] for name in PROVIDED} - {""}
 # What a request's only part is called: `curl -T` and `--data` send it.
 BODY = "body"
 _BODIES = (BODY, "data")
+# A tree takes a hundred times the memory of its text.
+_SOURCE_BYTES = 1 << 20
 
 
 def body(folder: Path, module: str) -> str | None:
@@ -52,7 +54,7 @@ def body(folder: Path, module: str) -> str | None:
         folder: where the archive lies, unpacked.
         module: the handler's module; one of TorchServe's own where it does not lie there.
     """
-    tree = _sources(folder).get(f"{module}.py")
+    tree = _parsed(folder / f"{module}.py")
     if tree is None:
         return BODY
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
@@ -62,24 +64,23 @@ def body(folder: Path, module: str) -> str | None:
 def of(folder: Path) -> list[str]:
     """What the archive in a folder uses and will not find, each with the files that use it."""
     told: dict[str, list[str]] = {}
-    for file, tree in _sources(folder).items():
-        for said in _remarks(folder, tree):
-            told.setdefault(said, []).append(file)
+    for path in sorted(folder.rglob("*.py")):
+        tree = _parsed(path)
+        for said in _remarks(folder, tree) if tree is not None else ():
+            told.setdefault(said, []).append(path.relative_to(folder).as_posix())
     return [f"{said} ({shown(dict.fromkeys(files))})" for said, files in told.items()]
 
 
-def _sources(folder: Path) -> dict[str, ast.Module]:
-    """The syntax trees of what can be imported from the archive, by their paths in it."""
-    found = {}
-    for path in sorted(folder.rglob("*.py")):
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of Python's, about the archive's texts
-                tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # told by who imports it
-            continue
-        found[path.relative_to(folder).as_posix()] = tree
-    return found
+def _parsed(path: Path) -> ast.Module | None:
+    """The syntax tree of a source; None: it has none, or is larger than a source."""
+    try:
+        if path.stat().st_size > _SOURCE_BYTES:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python's, about the archive's texts
+            return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # told by who imports it
 
 
 # Attributes that a handler uses, and what becomes of that.

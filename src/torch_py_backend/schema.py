@@ -271,7 +271,7 @@ def _tried(settings: ModelConfig, loaded: Loaded, around: Hooks, example: Item) 
         with surroundings.guard():
             result, of_row = made.tried(loaded.module, example)
     except Exception as error:  # the model's own code runs here
-        failure = error if isinstance(error, BackendError) else ForwardError(settings.name, error)
+        failure = error if isinstance(error, BackendError) else _raised(settings, loaded, error)
         raise ConfigError(
             settings.name,
             f"config.pbtxt lists no inputs or no outputs, and the hooks cannot be run to tell them:"
@@ -366,6 +366,12 @@ def _kind(settings: ModelConfig, name: str, value: Value) -> dtypes.DType:
     return dtypes.from_triton("BYTES")
 
 
+def _raised(settings: ModelConfig, loaded: Loaded, error: Exception) -> ForwardError:
+    """What the model's own code has raised; of two functions it may have been either."""
+    called = loaded.signature.name if loaded.step is None else f"{loaded.signature.name}() or step"
+    return ForwardError(settings.name, error, called)
+
+
 class _Made(NamedTuple):
     """What a call gave.
 
@@ -390,7 +396,7 @@ def _run(settings: ModelConfig, loaded: Loaded, example: Item, device: torch.dev
                 settings.name, loaded.step, group.inputs.call(loaded.module, passed)
             )
     except Exception as error:  # the model's own code runs here
-        raise ForwardError(settings.name, error) from error
+        raise _raised(settings, loaded, error) from error
     names = results.names(result)
     parts = results.bind_outputs(settings.name, names, result)(result)
     values = {

@@ -179,7 +179,8 @@ class Sequences:
 
     Args:
         config: the model's config.
-        run: one outcome for each item, in their order.
+        run: one outcome for each item, in their order; it is told at which places among all steps
+            they stand.
         device: where states are kept.
         clock: seconds.
     """
@@ -187,7 +188,7 @@ class Sequences:
     def __init__(
         self,
         config: ModelConfig,
-        run: Callable[[Sequence[Item]], Sequence[Outcome]],
+        run: Callable[[Sequence[Item], Sequence[int]], Sequence[Outcome]],
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -198,6 +199,9 @@ class Sequences:
         self._run_items = run
         self._clock = clock
         self._pairs = [(state.input, state.output) for state in config.states]
+        self._texts = any(
+            state.dtype is not None and state.dtype.torch is None for state in config.states
+        )
         told = {spec.name for spec in config.outputs if spec.origin is Origin.CLIENT}
         self._hidden = [state.output for state in config.states if state.output not in told]
         one_row = 1 if config.max_batch_size else None
@@ -236,7 +240,7 @@ class Sequences:
         outcomes: list[Outcome] = [{} for _ in steps]
         with self._lock:
             for places in _rounds(steps):
-                made = self._run([steps[place] for place in places])
+                made = self._run([steps[place] for place in places], places)
                 for place, outcome in zip(places, made, strict=True):
                     outcomes[place] = outcome
             self._passed += len(steps)
@@ -260,18 +264,21 @@ class Sequences:
         finally:
             self._lock.release()
 
-    def _run(self, steps: Sequence[Step]) -> list[Outcome]:
-        """The outcomes of steps of different sequences."""
+    def _run(self, steps: Sequence[Step], places: Sequence[int]) -> list[Outcome]:
+        """The outcomes of steps of different sequences, which stand at these places."""
         found = [self._begin(step.id) if step.starts else self._kept.get(step.id) for step in steps]
-        ready = []
-        for step, kept in zip(steps, found, strict=True):
+        now = self._clock()
+        ready, at = [], []
+        for step, kept, place in zip(steps, found, places, strict=True):
             if kept is not None:
-                kept.used, kept.passed = self._clock(), None
+                kept.used, kept.passed = now, None
                 ready.append(step.item | kept.values)
+                at.append(place)
         try:
-            made = iter(self._run_items(ready) if ready else ())
+            made = iter(self._run_items(ready, at) if ready else ())
+            now = self._clock()
             return [
-                self._unknown(step) if kept is None else self._settle(step, kept, next(made))
+                self._unknown(step) if kept is None else self._settle(step, kept, next(made), now)
                 for step, kept in zip(steps, found, strict=True)
             ]
         finally:
@@ -289,13 +296,15 @@ class Sequences:
         if kept is not None:
             self.size -= kept.size
 
-    def _settle(self, step: Step, kept: _Kept, outcome: Outcome) -> Outcome:
+    def _settle(self, step: Step, kept: _Kept, outcome: Outcome, now: float) -> Outcome:
         """What the client gets; a step that went well has replaced the state."""
         if isinstance(outcome, BackendError):
             return outcome
-        kept.used = self._clock()
+        kept.used = now
         if not step.ends:
-            values = {name: _as_input(outcome[output]) for name, output in self._pairs}
+            values = {name: outcome[output] for name, output in self._pairs}
+            if self._texts:
+                values = {name: _as_input(value) for name, value in values.items()}
             size = sum(map(_size, values.values())) if self._fixed is None else self._fixed
             total = self.size + size - kept.size
             if total > self._limit:

@@ -12,7 +12,6 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from torch_py_backend import continuous, runtime
@@ -87,14 +86,16 @@ class Streams:
         source: _Source | None = None
         failure: Failure | None = None
         try:
-            source = self._begin(item)
-            await self._pass_on(source, consumer)
-        except BaseException as error:
-            failure = self._failure(error, consumer)
-        if source is not None:
-            await self._close(source)
-        self._engine.clean()
-        self.live -= 1
+            try:
+                source = self._begin(item)
+                await self._pass_on(source, consumer)
+            except BaseException as error:
+                failure = self.failure(error, consumer)
+            if source is not None:
+                await self._close(source)
+            self._engine.clean()
+        finally:
+            self.live -= 1
         if failure is not None:
             consumer.end(self._engine.recovery.fatal or failure.error, failure.text)
 
@@ -120,9 +121,9 @@ class Streams:
             if runtime.contexts(self._engine.device) != before:
                 raise OutputError(
                     self._model,
-                    "the model yields within torch.autocast or a torch.device, which other streams"
-                    " would then run in",
-                    expected="such contexts left before a yield",
+                    "the model yields within torch.autocast or a torch.device, or awaits there:"
+                    " other streams would then run in it",
+                    expected="such contexts left before",
                 )
 
     def outcome(self, result: Any, given: Given) -> Outcome:
@@ -158,7 +159,8 @@ class Streams:
             if not last and consumer.cancelled():
                 raise CancelledError(self._model, "in mid-stream")
 
-    def _failure(self, error: BaseException, consumer: Consumer) -> Failure:
+    def failure(self, error: BaseException, consumer: Consumer) -> Failure:
+        """Why a stream has ended with this exception."""
         if isinstance(error, FailedError):
             return error.failure
         if isinstance(error, asyncio.CancelledError) and self.closing:
@@ -219,7 +221,7 @@ class _Awaited:
 
     async def next(self) -> tuple[Outcome | None, bool]:
         await asyncio.sleep(0)  # one that never waits leaves the others their turn, too
-        result = await _Sliced(anext(self._results, _END), self._streams.advancing)
+        result = await _Sliced(anext(self._results, _END), self._streams, advances=True)
         if result is _END:
             return None, True
         with self._streams.calling():
@@ -228,7 +230,7 @@ class _Awaited:
     async def close(self) -> None:
         close = getattr(self._results, "aclose", None)
         if close is not None:
-            await _Sliced(close(), self._streams.calling)
+            await _Sliced(close(), self._streams)
 
 
 class _Stepped:
@@ -249,28 +251,47 @@ class _Stepped:
 
 
 class _Sliced(Awaitable[T]):
-    """An awaitable of the model's; each stretch of it, from wait to wait, is a call of its own."""
+    """An awaitable of the model's; each stretch of it, from wait to wait, is a call of its own.
+
+    Args:
+        awaitable: it.
+        streams: whose calls its stretches are.
+        advances: whether it goes on to a response, and each stretch leaves what it enters.
+    """
 
     def __init__(
-        self, awaitable: Awaitable[T], calling: Callable[[], AbstractContextManager[None]]
+        self, awaitable: Awaitable[T], streams: Streams, *, advances: bool = False
     ) -> None:
-        self._awaitable, self._calling = awaitable, calling
+        self._awaitable, self._streams = awaitable, streams
+        self._calling = streams.advancing if advances else streams.calling
 
     def __await__(self) -> Generator[Any, None, T]:
         stretches = self._awaitable.__await__()
         resume: Callable[[], Any] = stretches.__next__
         while True:
-            with self._calling():
-                try:
-                    waited_for = resume()
-                except StopIteration as end:
-                    result: T = end.value
-                    return result
+            waits = False
+            try:
+                with self._calling():
+                    try:
+                        waited_for = resume()
+                    except StopIteration as end:
+                        result: T = end.value
+                        return result
+                    waits = True
+            except OutputError:
+                if waits:
+                    self._leave(stretches)
+                raise
             try:
                 yield waited_for
                 resume = stretches.__next__
             except BaseException as error:  # what the loop throws in: the task is cancelled
                 resume = _thrower(stretches, error)
+
+    def _leave(self, stretches: Generator[Any, None, Any]) -> None:
+        """Let it leave the contexts that it waits in: no other stream is to run in them."""
+        with self._streams.calling(), contextlib.suppress(BaseException):
+            stretches.throw(asyncio.CancelledError())
 
 
 def _thrower(stretches: Generator[Any, None, Any], error: BaseException) -> Callable[[], Any]:

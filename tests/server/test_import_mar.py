@@ -132,7 +132,7 @@ def test_an_image(imported: Imported, protocol: str) -> None:
     [
         ("bad", "400", "the handler answered 422: a number, please"),
         ("busy", "503", "the handler answered 503: come back later"),
-        ("crash", "500", "forward() raised ValueError: nobody expected this"),
+        ("crash", "500", "handle() raised ValueError: nobody expected this"),
     ],
 )
 def test_refusals(imported: Imported, protocol: str, sent: str, status: str, says: str) -> None:
@@ -228,7 +228,7 @@ def test_check(imported: Imported) -> None:
     )
     (report,) = json.loads(done.stdout)["models"]
     assert report["artifact"] == "model.mar: a TorchServe archive"
-    assert report["signature"] == "forward(*, body: list[bytes])"
+    assert report["signature"] == "handle(*, body: list[bytes])"
     assert "error" not in report
 
 

@@ -60,6 +60,159 @@ _CONFIG = (
 )
 
 
+_KINDS = ("cat", "dog", "newt", "owl")
+_SIDE = 32
+# What a model card of Hugging Face's says.
+_PICTURES = """\
+from io import BytesIO
+
+from PIL import Image
+from transformers import AutoImageProcessor
+
+
+class Hooks:
+    def __init__(self, folder):
+        self.processor = AutoImageProcessor.from_pretrained(folder, local_files_only=True)
+
+    def preprocess(self, image: bytes):
+        opened = Image.open(BytesIO(image)).convert("RGB")
+        return {"pixel_values": self.processor(opened, return_tensors="pt")["pixel_values"][0]}
+
+    def postprocess(self, result):
+        shares = result.logits.softmax(0)
+        return {"label": KINDS[int(shares.argmax())], "share": shares.max()}
+
+
+KINDS = ("cat", "dog", "newt", "owl")
+"""
+# What a page of Torch Hub's says, with functions where it has torchvision's.
+_HUB = """\
+from io import BytesIO
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+
+class Compose:
+    def __init__(self, steps):
+        self.steps = steps
+
+    def __call__(self, image):
+        for step in self.steps:
+            image = step(image)
+        return image
+
+
+def resize(side):
+    def step(image):
+        scale = side / min(image.size)
+        return image.resize([round(scale * one) for one in image.size], Image.Resampling.BILINEAR)
+
+    return step
+
+
+def center_crop(side):
+    def step(image):
+        left, top = (round((one - side) / 2) for one in image.size)
+        return image.crop((left, top, left + side, top + side))
+
+    return step
+
+
+def to_tensor(image):
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1).float() / 255
+
+
+def normalize(mean, std):
+    mean, std = (torch.tensor(one).view(3, 1, 1) for one in (mean, std))
+    return lambda image: (image - mean) / std
+
+
+transform = Compose([
+    lambda image: image.convert("RGB"),
+    resize(36),
+    center_crop(32),
+    to_tensor,
+    normalize([0.485, 0.456, 0.406], [0.229, 0.224, 0.225]),
+])
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(2), nn.Flatten(),
+            nn.Linear(32, 4),
+        )
+
+    def forward(self, image):
+        return self.layers(image)
+
+
+class Hooks:
+    def preprocess(self, image: bytes):
+        return transform(Image.open(BytesIO(image)))
+
+    def postprocess(self, result):
+        shares = torch.nn.functional.softmax(result, dim=0)
+        return {"label": KINDS[int(shares.argmax())], "share": shares.max()}
+
+
+KINDS = ("cat", "dog", "newt", "owl")
+"""
+_IMAGES = (
+    'backend: "pytorch_py"\nmax_batch_size: 8\n'
+    + tensor("input", "image", [1], "STRING")
+    + tensor("output", "label", [1], "STRING")
+    + tensor("output", "share", [1])
+    + "dynamic_batching { max_queue_delay_microseconds: 20000 }\n"
+    + "instance_group [{ kind: KIND_CPU count: 1 }]\n"
+    # Made-up bytes are no image.
+    + 'parameters { key: "WARMUP" value { string_value: "false" } }\n'
+)
+_FACTORY = (
+    'parameters { key: "MODEL_FACTORY" value'
+    ' { string_value: "transformers:AutoModelForImageClassification" } }\n'
+)
+
+
+@pytest.fixture(scope="module")
+def watcher() -> Any:
+    """Looks at images; random weights, the same in every run."""
+    settings = transformers.ViTConfig(
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=_SIDE,
+        patch_size=8,
+        num_labels=len(_KINDS),
+        initializer_range=1.0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return transformers.ViTForImageClassification(settings).eval()
+
+
+@pytest.fixture(scope="module")
+def processor() -> Any:
+    """Made without a network, and without torchvision."""
+    return transformers.ViTImageProcessorPil(size={"height": _SIDE, "width": _SIDE})
+
+
+@pytest.fixture(scope="module")
+def hub() -> dict[str, Any]:
+    """What the source in the folder defines, and its module with weights."""
+    source: dict[str, Any] = {}
+    exec(_HUB, source)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        source["net"] = source["Net"]().eval()
+    return source
+
+
 @pytest.fixture(scope="module")
 def classifier() -> Any:
     """Random weights, the same in every run."""
@@ -91,7 +244,12 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def serving(
-    classifier: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory
+    classifier: Any,
+    tokenizer: Any,
+    watcher: Any,
+    processor: Any,
+    hub: dict[str, Any],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("pipelines")
     repository = folder / "repository"
@@ -99,6 +257,12 @@ def serving(
         classifier.save_pretrained, tokenizer.save_pretrained, scenarios.text(_CODE)
     )
     Scenario("texts", writers, _CONFIG).lay_out(repository)
+    pictures = scenarios.both(
+        watcher.save_pretrained, processor.save_pretrained, scenarios.text(_PICTURES)
+    )
+    Scenario("pictures", pictures, _IMAGES + _FACTORY).lay_out(repository)
+    written = Scenario("hub", scenarios.text(_HUB), _IMAGES).lay_out(repository)
+    safetensors.torch.save_file(hub["net"].state_dict(), written / "1" / "model.safetensors")
     shutil.copytree(_EXAMPLES / "digits_png", repository / "digits_png")
     log_path = folder / "server.log"
     with (
@@ -212,3 +376,55 @@ def test_images(serving: Serving) -> None:
         for protocol in ("http", "grpc"):
             serving.check(protocol, "digits_png", call)
     serving.check_together("digits_png", calls)
+
+
+def _photo(kind: str, width: int, height: int, seed: int) -> bytes:
+    """Noise in colours, as a file."""
+    noise = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    file = BytesIO()
+    Image.fromarray(noise).save(file, format=kind)
+    return file.getvalue()
+
+
+def _seen(shares: list[Any], *files: bytes) -> Call:
+    """Files, and the shares of each kind that eager PyTorch gives each of them."""
+    labels = [_KINDS[int(one.argmax())] for one in shares]
+    best = np.array([[float(one.max())] for one in shares], dtype=np.float32)
+    return Call({"image": column(*files)}, {"label": column(*labels), "share": best})
+
+
+def _in_all_ways(serving: Serving, model: str, look: Any) -> None:
+    """PNG and JPEG, of all sizes, one and two a request, alone and together; and what is none."""
+    assert serving.states[model].ready, serving.states[model].reason
+    files = [
+        _photo("PNG", 40, 40, 0),
+        _photo("JPEG", 200, 120, 1),
+        _photo("PNG", 31, 77, 2),
+        _photo("JPEG", 32, 32, 3),
+    ]
+    with torch.inference_mode():
+        shares = [look(Image.open(BytesIO(file)).convert("RGB")).softmax(0) for file in files]
+    calls = [
+        _seen(shares[:1], files[0]),
+        _seen(shares[1:3], *files[1:3]),
+        _seen(shares[3:], files[3]),
+        Call({"image": column(b"none")}, Refused(400, ("preprocess() refuses the input",))),
+    ]
+    for call in calls:
+        for protocol in ("http", "grpc"):
+            serving.check(protocol, model, call)
+    serving.check_together(model, calls)
+
+
+def test_an_image_processor_of_hugging_face(serving: Serving, watcher: Any, processor: Any) -> None:
+    """A processor's settings beside the weights, labels and shares as in eager."""
+    _in_all_ways(
+        serving,
+        "pictures",
+        lambda image: watcher(**processor(image, return_tensors="pt")).logits[0],
+    )
+
+
+def test_transforms_as_torch_hub_has_them(serving: Serving, hub: dict[str, Any]) -> None:
+    """A pipeline of functions and a module in one source, labels and shares as in eager."""
+    _in_all_ways(serving, "hub", lambda image: hub["net"](hub["transform"](image)[None])[0])

@@ -24,6 +24,7 @@ from torch_py_backend.errors import (
     BackendError,
     CancelledError,
     InputError,
+    InternalError,
     OutputError,
     brief,
 )
@@ -130,9 +131,23 @@ class Streaming:
         torch.set_num_threads(threads)
         wished = self.engine.config.options.inference_mode
         with torch.inference_mode() if wished else contextlib.nullcontext():
-            self._loop.run_forever()
+            while not self._run():
+                pass
             self._loop.run_until_complete(self._finish())
         self._loop.close()
+
+    def _run(self) -> bool:
+        """Let streams go on until `close`; False: something that the model started ended that."""
+        try:
+            self._loop.run_forever()
+        except (KeyboardInterrupt, SystemExit) as error:  # which asyncio lets through
+            log.warning(
+                "model '%s': a task or a callback that the model has started raised %s.",
+                self.model,
+                brief(error),
+            )
+            return False
+        return True
 
     def _launch(self, item: Item, client: _Client) -> None:
         task = self._loop.create_task(self._streams.run(item, client))
@@ -141,9 +156,17 @@ class Streaming:
         self._tell_soon()
 
     def _landed(self, task: asyncio.Task[None]) -> None:
-        del self._clients[task]
+        client = self._clients.pop(task)
         self._room.release()
         self._tell_soon()
+        # A stream tells its client how it ended, but for what nobody has foreseen.
+        if task.cancelled():  # before it began
+            client.end(self._streams.failure(asyncio.CancelledError(), client).error)
+            return
+        error = task.exception()
+        if error is not None:
+            text = self.engine.recovery.judge(error).text
+            client.end(self.engine.recovery.fatal or InternalError(self.model), text)
 
     def _tell_soon(self) -> None:
         """What is done now and then, off the way of the responses."""
@@ -153,20 +176,23 @@ class Streaming:
 
     def _tell(self) -> None:
         self._telling = False
+        if self._clients:  # first: whatever fails below is tried again
+            self._tell_soon()
         self._metrics.tell()
         if self._weights is not None:
             self._weights.told()
         for task, client in self._clients.items():
             if client.left():
                 task.cancel()
-        if self._clients:
-            self._tell_soon()
 
     async def _finish(self) -> None:
         self._streams.closing = True
-        for task in self._clients:
+        # Also what the model itself has started.
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
             task.cancel()
-        await asyncio.gather(*self._clients, return_exceptions=True)
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()
         self._metrics.tell()
 
 
@@ -184,11 +210,11 @@ class _Client:
         """Send a response."""
         try:
             response = messages.write(outcome)
+            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)
         except Exception as error:
             raise OutputError(
                 self._streaming.model, f"the outputs cannot be sent: {brief(error)}"
             ) from error
-        self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)
 
     def end(self, error: BackendError | None, text: str = "") -> None:
         """Tell the client that there are no more, and the log why."""

@@ -16,7 +16,13 @@ from rich.console import Console
 
 from torch_py_backend import isolation, marfile, migration, pbtxt
 from torch_py_backend.artifacts import ARCHIVE
-from torch_py_backend.errors import ArchiveError, BackendError, InstallError, PlatformError
+from torch_py_backend.errors import (
+    ArchiveError,
+    BackendError,
+    InstallError,
+    PlatformError,
+    printable,
+)
 from torch_py_backend.marfile import Limits
 from torch_py_backend.migration import Migration, Wishes
 
@@ -107,8 +113,8 @@ def _fields(inputs: list[str]) -> tuple[str, ...]:
 def _refuse_name(name: str, parent: Path) -> None:
     if not _NAME.fullmatch(name):
         raise InstallError(
-            f"the model's name is '{name}'; expected letters, digits, _, -, . and blanks. Give"
-            " another one with --output."
+            f"the model's name is '{printable(name)}'; expected letters, digits, _, -, . and"
+            " blanks. Give another one with --output."
         )
     if os.path.lexists(parent / name):
         raise InstallError(f"{parent / name} exists already; give another folder with --output.")
@@ -130,11 +136,11 @@ def _print(folder: Path, made: Migration) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {folder}")
     for line in made.taken:
-        console.print(f"  {line}")
+        console.print(f"  {printable(line)}")
     if made.left:
         console.print("not taken over, and noted in config.pbtxt:")
     for line in made.left:
-        console.print(f"  {line}")
+        console.print(f"  {printable(line)}")
     console.print(_checked(folder))
 
 

@@ -33,7 +33,6 @@ from torch_py_backend.errors import (
     ConfigError,
     OptionError,
     SourceError,
-    brief,
     shown,
 )
 from torch_py_backend.marfile import Manifest
@@ -59,7 +58,8 @@ def signature(config: ModelConfig) -> Signature:
             expected="inputs and one output of TYPE_STRING with dims: [ 1 ], as a request to"
             " TorchServe has fields and one answer",
         )
-    return Signature(tuple(_argument(spec.name, spec.optional) for spec in config.inputs))
+    arguments = tuple(_argument(spec.name, spec.optional) for spec in config.inputs)
+    return Signature(arguments, name="handle")
 
 
 def _argument(name: str, optional: bool) -> Argument:  # noqa: FBT001  the config's word for it
@@ -231,9 +231,4 @@ def _compile(config: ModelConfig, owner: Any) -> None:
     try:
         model.compile(**parameters)
     except Exception as error:  # whatever torch.compile makes of a value that it does not know
-        raise OptionError(
-            config.name,
-            "TORCH_COMPILE_OPTIONAL_PARAMETERS",
-            json.dumps(parameters),
-            f"what torch.compile takes ({brief(error)})",
-        ) from error
+        raise compilation.refusal(config, error) from error
