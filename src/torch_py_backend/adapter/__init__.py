@@ -109,6 +109,9 @@ class TritonPythonModel:
             self._modes.enter_context(torch.inference_mode())
         if settings.options.warmup:
             warmup.run(self._engine)
+        # Closed after what is made below, whose last counts it tells.
+        self._publisher = metrics.Publisher(self._engine)
+        self._modes.callback(self._publisher.close)
         # Not before: Triton refuses calls of other models while one loads.
         composition.connect(calling.Calls(settings.name))
         # Not before: loading may take as long as it wants.
@@ -124,11 +127,6 @@ class TritonPythonModel:
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
-        self._health = metrics.Health(settings)
-        # Only what can be wasted is counted.
-        self._publisher = (
-            metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
-        )
 
     def _answers(self, weights: Weights | None) -> Answering:
         """Who makes responses of requests."""
@@ -143,7 +141,13 @@ class TritonPythonModel:
         self._modes.callback(steps.close)
         # A step that nobody waits for is run all the same: the next one builds upon it.
         return answering.Answering(
-            self._engine, self._end, weights, read=steps.read, run=steps.run, leaves_out=False
+            self._engine,
+            self._end,
+            weights,
+            read=steps.read,
+            run=steps.run,
+            asked=steps.asked,
+            leaves_out=False,
         )
 
     def execute(self, requests: Sequence[Any]) -> Any:
@@ -154,8 +158,6 @@ class TritonPythonModel:
         self._vitals.busy()
         try:
             responses: list[Any] = self._answering.answer(requests)
-            if self._publisher is not None:
-                self._publisher.tell()
         finally:
             self._vitals.idle()
         return responses
@@ -167,7 +169,7 @@ class TritonPythonModel:
     def _end(self, reason: str) -> None:
         """The process cannot compute any more: tell it to everyone who can help."""
         self._vitals.poisoned(reason)
-        self._health.poisoned()
+        self._publisher.poisoned()
         leaves = self._settings.options.on_fatal == "exit"
         log.error(
             "model '%s': instance %s is poisoned and %s.",
@@ -185,8 +187,6 @@ class TritonPythonModel:
         """Called before a healthy instance ends."""
         self._vitals.ended()
         self.leave()
-        if self._publisher is not None:
-            self._publisher.tell_all()
 
     def leave(self) -> None:
         """Leave what `initialize` entered; to call it twice, or after a failure, is no error."""

@@ -27,6 +27,7 @@ from torch_py_backend.errors import (
     OutputError,
     brief,
 )
+from torch_py_backend.families import OK
 from torch_py_backend.streams import Streams
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class Streaming:
         self._room = threading.BoundedSemaphore(engine.config.options.max_streams)
         self._streams = Streams(engine, rests)
         self._metrics = metrics.LiveStreams(engine.config, self._streams)
+        # Streams end in their thread, and requests that cannot be read in Triton's.
+        self._counting = threading.Lock()
         self._telling = False
         self._clients: dict[asyncio.Task[None], _Client] = {}
         self._loop = asyncio.new_event_loop()
@@ -102,6 +105,11 @@ class Streaming:
         if not self._ended:
             self._ended = True
             self._end(self.engine.recovery.reason)
+
+    def ended(self, code: str) -> None:
+        """A request was answered, with this code at its end."""
+        with self._counting:
+            self.engine.counts.answered(code)
 
     def _read(self, request: Any, client: _Client) -> Item | None:
         try:
@@ -189,10 +197,14 @@ class _Client:
                 self._streaming.model, f"the outputs cannot be sent: {brief(error)}"
             ) from error
         self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)
+        self._streaming.engine.counts.responses += 1
+        if last:
+            self._streaming.ended(OK)
 
     def end(self, error: BackendError | None, text: str = "") -> None:
         """Tell the client that there are no more, and the log why."""
         response = () if error is None else (messages.write(error),)
+        self._streaming.ended(OK if error is None else error.code)
         try:
             self._sender.send(*response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except Exception as failed:  # Triton's side of it has gone
