@@ -237,9 +237,11 @@ def test_answers_and_metrics_tell_the_weights_in_force(
         time.sleep(0.01)
     bad = fake_triton.InferenceRequest([])
     good, refused = model.execute([*_requests(scenarios.floats(1, 4)), bad])
-    model.finalize()
+    model._publisher.tell()
     (metric,) = fake_triton.MetricFamily.made["pytorch_py_weights_info"]
     assert metric.labels["weights"] == digest
     assert metric.value() == 1
+    model.finalize()
+    assert metric.value() == 0
     assert refused.error() is not None
     assert getattr(good, "parameters", None) == ({"weights": digest} if newer else None)

@@ -1,7 +1,8 @@
 """What Triton's /metrics tells of a model: one table of metric families.
 
 The adapter makes them of it, docs/metrics.md shows it, and whatever a dashboard or an alert of ours
-names must be in it.
+names must be in it. A name keeps its kind for ever: Triton knows it until the server ends, also
+where a newer version of this package is installed meanwhile, and may die when it refuses one.
 """
 
 from __future__ import annotations
@@ -236,10 +237,10 @@ TABLE = (
     Family(
         "pytorch_py_weights_info",
         Kind.GAUGE,
-        (*_MODEL, "weights"),
+        (*_INSTANCE, "weights"),
         "1",
         "`WATCH_WEIGHTS`",
-        "1 for the weights in force, told by the label: digits of their SHA-256",
+        "1 for the weights in force, told by the label, digits of their SHA-256; 0 for others",
         "New weights are in force. Two labels for long: an instance has refused them, see its log.",
     ),
     Family(

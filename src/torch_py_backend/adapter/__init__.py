@@ -102,7 +102,7 @@ class TritonPythonModel:
         self._watch = weight_files.Watch(self._engine)
         self._modes.callback(self._watch.close)
         watched = settings.options.watch_weights
-        weights = answering.Weights(self._watch, settings) if watched else None
+        weights = answering.Weights(self._watch) if watched else None
         # Triton calls this thread and no other: entered once, it need not be for each batch. Before
         # the warm-up, for what is compiled there tells tensors made under it from others.
         if settings.options.inference_mode:
@@ -110,16 +110,15 @@ class TritonPythonModel:
         if settings.options.warmup:
             warmup.run(self._engine)
         # Closed after what is made below, whose last counts it tells.
-        self._publisher = metrics.Publisher(self._engine)
+        told = (lambda: self._watch.digest) if watched else None
+        self._publisher = metrics.Publisher(self._engine, told)
         self._modes.callback(self._publisher.close)
         # Not before: Triton refuses calls of other models while one loads.
         composition.connect(calling.Calls(settings.name))
         # Not before: loading may take as long as it wants.
         self._engine.recovery.begins = self._vitals.busy
         if settings.decoupled:
-            self._streaming = streaming.Streaming(
-                self._engine, self._end, self._vitals.idle, weights
-            )
+            self._streaming = streaming.Streaming(self._engine, self._end, self._vitals.idle)
             self._modes.callback(self._streaming.close)
         else:
             self._answering = self._answers(weights)

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch_py_backend.adapter import messages, metrics
+from torch_py_backend.adapter import messages
 from torch_py_backend.batching import Outcome
-from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -40,20 +39,17 @@ _RESULTS = {dict}
 
 
 class Weights:
-    """Tells which weights answered: a metric's label, and a parameter where responses have some."""
+    """Tells which weights answered, by a parameter, where responses have some."""
 
-    def __init__(self, watch: Watch, config: ModelConfig) -> None:
+    def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._metric = metrics.WeightsInForce(config)
         self._takes_parameters = messages.takes_parameters()
 
     def told(self) -> Callable[[Outcome], Any]:
         """What writes the responses of a batch that the weights of this moment answered."""
-        digest = self._watch.digest
-        self._metric.tell(digest)
         if not self._takes_parameters:
             return messages.write
-        return partial(messages.write_with_parameters, told={"weights": digest})
+        return partial(messages.write_with_parameters, told={"weights": self._watch.digest})
 
 
 class Answering:

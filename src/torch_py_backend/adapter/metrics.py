@@ -2,16 +2,20 @@
 
 To tell Triton something costs 12 microseconds, in which Python does nothing else: what is counted
 is told once a second, by a thread of its own, and only where it has changed.
+
+Triton keeps what it was told until the server ends. Of counters that is right: they are a model's,
+and go on when it is loaded anew. Gauges are an instance's, and 0 once it has ended.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import triton_python_backend_utils as pb_utils
 
@@ -42,9 +46,14 @@ class Metric:
         name: the series' name.
         more: the values of those labels that do not follow from the config.
 
+    Attributes:
+        supported: whether this server has metrics; asked once.
+
     Raises:
         PlatformError: Triton refuses it.
     """
+
+    supported: ClassVar[bool] = True
 
     def __init__(
         self, config: ModelConfig, name: str, more: tuple[tuple[str, str], ...] = ()
@@ -57,30 +66,41 @@ class Metric:
             **dict(more),
         }
         labels = {label: known[label] for label in row.labels if label in known}
-        family = pb_utils.MetricFamily
         self._grows = row.kind is not Kind.GAUGE
-        self._told: float | None = 0 if self._grows else None
+        self._told = 0.0
         self._metric: Any = None
+        if not Metric.supported:
+            return
+        family = pb_utils.MetricFamily
         try:
-            # A metric lives as long as its family does.
-            self._family = family(
+            made = family(
                 name=name,
                 description=row.doc,
                 kind=family.COUNTER if self._grows else family.GAUGE,
             )
-            self._metric = self._family.Metric(labels=labels)
+            self._metric = made.Metric(labels=labels)
         except pb_utils.TritonModelException as error:
             if _WITHOUT_METRICS not in str(error):
                 raise _refused(config, name, error) from error
+            Metric.supported = False
+            return
+        # Never freed, not even when the process ends: some servers then free what other instances
+        # of the model still use, and die of it (triton-inference-server/server#8663).
+        for held in (made, self._metric):
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(held))
 
     def tell(self, value: float) -> None:
-        """Tell Triton the value, if it is another one than last time."""
-        if value == self._told or self._metric is None:
+        """Tell Triton the value; of a counter only if it has grown.
+
+        A gauge is told again though it is the same: an instance of the same name that ended since,
+        as in a reload without a pause, has set it to 0.
+        """
+        if self._metric is None:
             return
-        if self._grows:
-            self._metric.increment(value - (self._told or 0))
-        else:
+        if not self._grows:
             self._metric.set(value)
+        elif value > self._told:
+            self._metric.increment(value - self._told)
         self._told = value
 
 
@@ -95,18 +115,38 @@ def _refused(config: ModelConfig, name: str, error: Exception) -> PlatformError:
     )
 
 
+class _Weights:
+    """A gauge of 1, whose label `weights` tells which weights an instance's model has."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._told: dict[str, Metric] = {}
+
+    def tell(self, digest: str) -> None:
+        """Tell which they are; empty: none any more. Those that were are 0."""
+        if digest and digest not in self._told:
+            self._told[digest] = Metric(
+                self._config, "pytorch_py_weights_info", (("weights", digest),)
+            )
+        for one, metric in self._told.items():
+            metric.tell(one == digest)
+
+
 class Publisher:
     """Tells what an instance has counted, until it is closed.
 
     Args:
         engine: the model, warmed up: what the warm-up has counted is not the clients' doing.
+        digest: of the weights in force, empty until it is known; None: nobody watches them.
 
     Raises:
         PlatformError: Triton refuses a metric.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, digest: Callable[[], str] | None = None) -> None:
         self._engine = engine
+        self._digest = digest
+        self._weights = _Weights(engine.config)
         self._config = engine.config
         self._bounds = families.buckets(engine.config.max_batch_size)
         self._warmed_up = dict(self._counted())
@@ -115,12 +155,11 @@ class Publisher:
         for series, value in self._compiled():
             self._told[series] = self._made(series)
             self._told[series].tell(value)
-        self._poisoned = self._gauge("pytorch_py_poisoned")
-        self._ready = self._gauge("pytorch_py_ready_timestamp_seconds")
-        self._alive = self._gauge("pytorch_py_heartbeat_timestamp_seconds")
-        # An instance that exited has left its own behind.
-        self._poisoned.tell(0)
-        self._ready.tell(time.time())
+        self._poisoned = self._made(("pytorch_py_poisoned", ()))
+        self._ready = self._made(("pytorch_py_ready_timestamp_seconds", ()))
+        self._alive = self._made(("pytorch_py_heartbeat_timestamp_seconds", ()))
+        self._since = time.time()
+        self._beyond_help = False
         self._turn = threading.Lock()
         self._left = threading.Event()
         self.tell()
@@ -135,11 +174,16 @@ class Publisher:
                 if metric is None:  # a code that is rare, or a device that is used since
                     metric = self._told[series] = self._made(series)
                 metric.tell(value - self._warmed_up.get(series, 0))
+                time.sleep(0)  # a request that waits for Python goes first
+            if self._digest is not None:
+                self._weights.tell(self._digest())
+            self._poisoned.tell(self._beyond_help)
+            self._ready.tell(self._since)
             self._alive.tell(time.time())
 
     def poisoned(self) -> None:
         """Tell that the instance is beyond help."""
-        self._poisoned.tell(1)
+        self._beyond_help = True
         self.tell()
 
     def close(self) -> None:
@@ -149,8 +193,10 @@ class Publisher:
         self._left.set()
         self._thread.join()
         self.tell()
-        for gauge in (self._alive, self._ready):
+        held = (self._told[series] for series, _ in self._held())
+        for gauge in (self._alive, self._ready, self._poisoned, *held):
             gauge.tell(0)
+        self._weights.tell("")
 
     def _run(self) -> None:
         try:
@@ -161,9 +207,6 @@ class Publisher:
 
     def _made(self, series: _Series) -> Metric:
         return Metric(self._config, *series)
-
-    def _gauge(self, name: str) -> Metric:
-        return Metric(self._config, name)
 
     # --- what was counted ------------------------------------------------------------------------
 
@@ -221,7 +264,6 @@ class LiveStreams:
         self._streams = streams
         self._live = Metric(config, "pytorch_py_live_streams")
         self._responses = Metric(config, "pytorch_py_stream_responses_total")
-        # An instance that exited has left its own behind.
         self._live.tell(0)
         self._steps = streams.steps
         if streams.steps is not None:
@@ -236,21 +278,10 @@ class LiveStreams:
             self._calls.tell(self._steps.calls)
             self._stepped.tell(self._steps.streams)
 
-
-class WeightsInForce:
-    """A gauge of 1, whose label `weights` tells which weights an instance's model has."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self._told = ""
-        self._metric: Metric | None = None
-
-    def tell(self, digest: str) -> None:
-        """Tell what changed; the old label goes with its metric."""
-        if digest != self._told:
-            self._told = digest
-            self._metric = Metric(self._config, "pytorch_py_weights_info", (("weights", digest),))
-            self._metric.tell(1)
+    def end(self) -> None:
+        """Tell the last counts; twice is no error."""
+        self.tell()
+        self._live.tell(0)
 
 
 class Sequences:
@@ -261,6 +292,10 @@ class Sequences:
         self._size = Metric(config, "pytorch_py_sequence_bytes")
 
     def tell(self, sequences: int, size: int) -> None:
-        """Tell both, where they have changed."""
+        """Tell both."""
         self._live.tell(sequences)
         self._size.tell(size)
+
+    def end(self) -> None:
+        """There are none any more; twice is no error."""
+        self.tell(0, 0)

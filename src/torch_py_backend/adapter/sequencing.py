@@ -88,6 +88,7 @@ class Sequencing:
         self._left.set()
         if self._sequences is not None:
             self._thread.join()
+            self._gauges.end()
 
     def _tend(self) -> None:
         sequences = self._sequences

@@ -17,7 +17,6 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend.adapter import messages, metrics
-from torch_py_backend.adapter.answering import Weights
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
@@ -49,7 +48,6 @@ class Streaming:
         engine: the model, warmed up.
         end: called once, with the reason, when the process has become useless.
         rests: called whenever no code of the model runs any more.
-        weights: who tells which weights are in force; None: nobody.
     """
 
     def __init__(
@@ -57,13 +55,11 @@ class Streaming:
         engine: Engine,
         end: Callable[[str], None],
         rests: Callable[[], None],
-        weights: Weights | None = None,
     ) -> None:
         self.engine = engine
         self.model = engine.config.name
         self._end = end
         self._ended = False
-        self._weights = weights
         # Who waits for it is Triton, which then gives requests to another instance, or queues them.
         self._room = threading.BoundedSemaphore(engine.config.options.max_streams)
         self._streams = Streams(engine, rests)
@@ -162,8 +158,6 @@ class Streaming:
     def _tell(self) -> None:
         self._telling = False
         self._metrics.tell()
-        if self._weights is not None:
-            self._weights.told()
         for task, client in self._clients.items():
             if client.left():
                 task.cancel()
@@ -175,7 +169,7 @@ class Streaming:
         for task in self._clients:
             task.cancel()
         await asyncio.gather(*self._clients, return_exceptions=True)
-        self._metrics.tell()
+        self._metrics.end()
 
 
 class _Client:
