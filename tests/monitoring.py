@@ -19,6 +19,7 @@ from torch_py_backend import families
 from torch_py_backend.families import Family, Kind
 
 ROOT = Path(__file__).parents[1]
+ALERT_TESTS = ROOT / "tests" / "alerts.yaml"
 ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yaml"
 DASHBOARD = ROOT / "deploy" / "grafana" / "torch-py-backend.json"
 PAGE = ROOT / "docs" / "metrics.md"
@@ -70,7 +71,7 @@ def queries() -> dict[str, str]:
             found[f"panel {panel['title']} {target['refId']}"] = _filled(target["expr"])
     for variable in dashboard()["templating"]["list"]:
         if variable["type"] == "query":
-            (series,) = re.findall(r"^label_values\((.+), \w+\)$", variable["definition"])
+            (series,) = re.findall(r"^label_values\((.+), \w+\)$", variable["query"]["query"])
             found[f"variable {variable['name']}"] = _filled(series)
     return found
 

@@ -226,10 +226,12 @@ def test_memory_of_gpus(tmp_path: Path, process: None, monkeypatch: pytest.Monke
     model = load(tmp_path, judge())
     assert "pytorch_py_device_memory_allocated_bytes" not in MetricFamily.made
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10, 20), (3, 30, 40)])
-    model.finalize()
+    model._publisher.tell()
 
     assert told("device_memory_allocated_bytes", "device") == {"0": 10, "3": 30}
     assert told("device_memory_reserved_bytes", "device") == {"0": 20, "3": 40}
+    model.finalize()
+    assert told("device_memory_allocated_bytes", "device") == {}
 
 
 # --- when it is told -------------------------------------------------------------------------

@@ -12,6 +12,9 @@ import documentation
 import monitoring
 import pytest
 from documentation import DOCS, ROOT
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models.dashboard import Dashboard
 
 from torch_py_backend import families
 
@@ -98,17 +101,40 @@ def test_copies_are_up_to_date() -> None:
         assert path.read_text(encoding="utf-8") == text, path
 
 
-def test_promtool() -> None:
-    """Where Prometheus' own tool is at hand, it finds nothing."""
+@pytest.mark.parametrize(
+    "command",
+    [("check", "rules", monitoring.ALERTS), ("test", "rules", monitoring.ALERT_TESTS)],
+    ids=["check", "test"],
+)
+def test_promtool(command: tuple[Any, ...]) -> None:
+    """Where Prometheus' own tool is at hand, the rules are sound, and fire when they should."""
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed; promql-parser has read each query")
-    command = [promtool, "check", "rules", str(monitoring.ALERTS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [promtool, *map(str, command)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 # --- the dashboard ---------------------------------------------------------------------------
+
+
+def test_grafana_knows_all_of_it() -> None:
+    """Read and written by Grafana's own models, the dashboard is the same: no field is unknown."""
+    register_default_plugins()
+    taken = Dashboard.from_json(monitoring.dashboard())
+    written = json.loads(JSONEncoder(sort_keys=True).encode(taken))
+    assert _common(monitoring.dashboard(), written) == monitoring.dashboard()
+
+
+def _common(sent: Any, taken: Any) -> Any:
+    """What was sent, as far as it was taken; defaults that were added are left out."""
+    if isinstance(sent, dict) and isinstance(taken, dict):
+        return {key: _common(sent[key], taken[key]) for key in sent if key in taken}
+    if isinstance(sent, list) and isinstance(taken, list):
+        return [_common(*pair) for pair in zip(sent, taken, strict=False)]
+    return taken
 
 
 def test_panels() -> None:
