@@ -44,6 +44,7 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     """A process that a model may settle in: what it changes is put back afterwards."""
     fake_triton.Logger.lines.clear()
     fake_triton.MetricFamily.made.clear()
+    fake_triton.MetricFamily.kinds.clear()
     # torch takes this call once in a process; every test is one.
     interop = {"threads": torch.get_num_interop_threads()}
     monkeypatch.setattr(torch, "get_num_interop_threads", lambda: interop["threads"])

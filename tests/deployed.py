@@ -22,7 +22,7 @@ import kubernetes_validate
 import promql_parser
 import pydantic
 import yaml
-from cloudcoil.models.prometheus_operator.v1 import PodMonitor
+from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -35,6 +35,10 @@ _PACKAGES = ("pykustomize==0.1.4", "kserve==0.21.0", "kubernetes==35.0.0", "six=
 _KSERVE = {
     "ClusterServingRuntime": "V1alpha1ClusterServingRuntime",
     "InferenceService": "V1beta1InferenceService",
+}
+_OPERATED: dict[str, type[pydantic.BaseModel]] = {
+    "PodMonitor": PodMonitor,
+    "PrometheusRule": PrometheusRule,
 }
 _PLAIN: dict[str, type | tuple[type, ...]] = {
     "str": str,
@@ -113,7 +117,7 @@ def validate(document: Document, version: str) -> None:
     if group == "serving.kserve.io":
         _validate_for_kserve(document)
     elif group == "monitoring.coreos.com":
-        _validate_pod_monitor(document)
+        _validate_for_operator(document)
     else:
         try:
             kubernetes_validate.validate(document, version, strict=True)
@@ -121,9 +125,9 @@ def validate(document: Document, version: str) -> None:
             raise Misfit(str(no)) from None
 
 
-def _validate_pod_monitor(document: Document) -> None:
+def _validate_for_operator(document: Document) -> None:
     try:
-        taken = PodMonitor.model_validate(document)
+        taken = _OPERATED[document["kind"]].model_validate(document)
     except pydantic.ValidationError as error:
         raise Misfit(str(error)) from None
     _compare(document, taken.model_dump(mode="json", by_alias=True, exclude_unset=True))

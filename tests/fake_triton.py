@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -63,16 +64,31 @@ class Logger:
         cls.lines.append(("error", _passed(text)))
 
 
+_METRIC_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL_NAME = re.compile(r"(?!__)[a-zA-Z_][a-zA-Z0-9_]*")
+_REFUSED = "Failed to process the custom metrics request for model 'm', message: "
+
+
 class Metric:
-    def __init__(self, labels: dict[str, str]) -> None:
-        self.labels, self._value = labels, 0.0
+    """One series. A second object of the same labels is another hand on the same value."""
+
+    def __init__(self, kind: int, labels: dict[str, str]) -> None:
+        for name, value in labels.items():
+            if not isinstance(value, str) or not _LABEL_NAME.fullmatch(name):
+                raise TritonModelException(f"Error when creating Metric: {_REFUSED}{name}")
+        self.kind, self.labels, self._value = kind, labels, 0.0
 
     def increment(self, value: float) -> None:
-        if value < 0:
-            raise TritonModelException("a counter only grows")
+        if self.kind == MetricFamily.HISTOGRAM or (value < 0 and self.kind == MetricFamily.COUNTER):
+            raise TritonModelException(f"Failed to increment metric value: {_REFUSED}{value}")
         self._value += value
 
     def set(self, value: float) -> None:
+        if self.kind != MetricFamily.GAUGE:
+            raise TritonModelException(
+                f"Failed to set metric value: {_REFUSED}TRITONSERVER_METRIC_KIND_COUNTER does not"
+                " support Set"
+            )
         self._value = value
 
     def value(self) -> float:
@@ -80,16 +96,28 @@ class Metric:
 
 
 class MetricFamily:
-    COUNTER, GAUGE = range(2)
+    COUNTER, GAUGE, HISTOGRAM = range(3)
     made: ClassVar[dict[str, list[Metric]]] = {}
+    # The server's: it outlives every model. A name that was given to a kind stays with it.
+    kinds: ClassVar[dict[str, int]] = {}
 
     def __init__(self, name: str, description: str, kind: int) -> None:
-        if not description or kind not in (self.COUNTER, self.GAUGE):
-            raise TritonModelException(f"MetricFamily({name!r})")
+        refusal = ""
+        if not _METRIC_NAME.fullmatch(name):
+            refusal = "Invalid metric name"
+        elif self.kinds.setdefault(name, kind) != kind:
+            refusal = "Family name already exists with different type"
+        if refusal:
+            raise TritonModelException(f"Error when creating MetricFamily: {_REFUSED}{refusal}")
+        assert description
+        self._kind = kind
         self._metrics = self.made.setdefault(name, [])
 
     def Metric(self, labels: dict[str, str]) -> Metric:  # noqa: N802  Triton's name
-        self._metrics.append(Metric(labels))
+        for one in self._metrics:
+            if one.labels == labels:
+                return one
+        self._metrics.append(Metric(self._kind, labels))
         return self._metrics[-1]
 
 

@@ -130,7 +130,7 @@ def test_threads_are_reserved_before_torch_is_imported(tmp_path: Path) -> None:
         "negate", scenarios.python(models.Negate), scenarios.x_to_y(NUM_THREADS="3")
     ).lay_out(tmp_path)
     code = f"""
-import json, sys, types
+import json, sys, types, unittest.mock
 sys.path[:0] = {sys.path!r}
 pb = types.ModuleType("triton_python_backend_utils")
 pb.Logger, pb.TritonModelException = None, RuntimeError
@@ -144,7 +144,7 @@ class Watch:
             sys.meta_path.remove(self)
 sys.meta_path.insert(0, Watch())
 adapter._check_numpy = lambda model: None
-adapter.metrics.Health = lambda settings: None
+adapter.metrics.Publisher = unittest.mock.Mock()
 adapter.TritonPythonModel().initialize(json.loads({json.dumps(fake_triton.arguments(folder))!r}))
 import torch
 print(torch.get_num_threads())
@@ -158,25 +158,26 @@ print(torch.get_num_threads())
 # --- metrics -------------------------------------------------------------------------------------
 
 
-def _counted() -> dict[str, list[float]]:
+def _counted(*names: str) -> dict[str, float]:
+    """The sum of each of these metrics."""
     return {
-        name.removeprefix("pytorch_py_").removesuffix("_total"): [one.value() for one in made]
-        for name, made in fake_triton.MetricFamily.made.items()
-        if name.endswith("_total")
+        name: sum(one.value() for one in fake_triton.MetricFamily.made[f"pytorch_py_{name}_total"])
+        for name in names
     }
 
 
 def test_filling_is_counted(tmp_path: Path, process: None) -> None:
-    """Rows that fill a bucket are told at once, later ones when the instance ends; not warm-ups."""
+    """Rows that fill a bucket are told, warm-ups are not; the last ones when the instance ends."""
     model = _model(tmp_path, _named("buckets"))
 
     model.execute(_requests(scenarios.floats(3, 4)))
-    first = _counted()
+    model._publisher.tell()
+    first = _counted("rows", "filled_rows", "values", "padded_values")
     model.execute(_requests(scenarios.floats(7, 4)))
     model.finalize()
 
-    assert first == {"rows": [4], "filled_rows": [1], "values": [0], "padded_values": [0]}
-    assert _counted() == {"rows": [12], "filled_rows": [2], "values": [0], "padded_values": [0]}
+    assert first == {"rows": 4, "filled_rows": 1, "values": 0, "padded_values": 0}
+    assert _counted("rows", "filled_rows") == {"rows": 12, "filled_rows": 2}
 
 
 def test_padding_is_counted(tmp_path: Path, process: None) -> None:
@@ -185,18 +186,12 @@ def test_padding_is_counted(tmp_path: Path, process: None) -> None:
     document = {"input": [{"name": "ids", "dims": [-1]}]}
 
     model.execute([fake_triton.request({"ids": np.ones((2, 3), dtype=np.int64)}, document)])
-
-    # Ids and mask, each [2, 4] instead of [2, 3].
-    assert _counted() == {"rows": [2], "filled_rows": [0], "values": [16], "padded_values": [4]}
-
-
-def test_model_without_filling_counts_nothing(tmp_path: Path, process: None) -> None:
-    """Where nothing is filled up, nothing is counted that costs time."""
-    model = _model(tmp_path, _named("function"))
-    model.execute(_requests(scenarios.floats(3, 4)))
     model.finalize()
 
-    assert _counted() == {}
+    # Ids and mask, each [2, 4] instead of [2, 3].
+    assert _counted("rows", "values", "padded_values") == {
+        "rows": 2, "values": 16, "padded_values": 4,
+    }  # fmt: skip
 
 
 class _Response(fake_triton.InferenceResponse):
@@ -242,9 +237,11 @@ def test_answers_and_metrics_tell_the_weights_in_force(
         time.sleep(0.01)
     bad = fake_triton.InferenceRequest([])
     good, refused = model.execute([*_requests(scenarios.floats(1, 4)), bad])
-    model.finalize()
+    model._publisher.tell()
     (metric,) = fake_triton.MetricFamily.made["pytorch_py_weights_info"]
     assert metric.labels["weights"] == digest
     assert metric.value() == 1
+    model.finalize()
+    assert metric.value() == 0
     assert refused.error() is not None
     assert getattr(good, "parameters", None) == ({"weights": digest} if newer else None)

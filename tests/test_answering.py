@@ -363,7 +363,7 @@ def test_metrics_tell_instances_apart(tmp_path: Path, process: None) -> None:
     load(tmp_path)
     (metric,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]
 
-    assert metric.labels == {"model": "judge", "version": "1", "instance": "judge_0_0"}
+    assert metric.labels == {"model": "judge", "version": "1", "model_instance": "judge_0_0"}
 
 
 @pytest.mark.parametrize(("action", "leaves"), [("stay", False), ("exit", True), (None, False)])

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch_py_backend import compilation
 from torch_py_backend.artifacts import Kind
 from torch_py_backend.config import ModelConfig
+from torch_py_backend.counts import Counts
 from torch_py_backend.errors import CompileError, LoadError, OptionError
 
 
@@ -37,7 +38,7 @@ def config(parameters: dict[str, Any] | None, **overrides: Any) -> ModelConfig:
 
 def compiled(settings: ModelConfig, module: Any) -> compilation.Compiled:
     """The module, compiled."""
-    made = compilation.apply(settings, Kind.MODULE, module)
+    made = compilation.apply(settings, Kind.MODULE, module, Counts())
     assert made is not None
     return made
 
@@ -73,7 +74,7 @@ def test_compilation_is_asked_for_by_the_parameter(
 @pytest.mark.parametrize("parameters", [None, {"disable": True}], ids=["unset", "disabled"])
 def test_eager_model_is_left_alone(parameters: dict[str, Any] | None) -> None:
     """Without a wish for it the module is served as it is."""
-    assert compilation.apply(config(parameters), Kind.MODULE, Scaled()) is None
+    assert compilation.apply(config(parameters), Kind.MODULE, Scaled(), Counts()) is None
 
 
 @pytest.mark.parametrize("module", [Scaled(), lambda x: x * 3], ids=["module", "function"])
@@ -105,7 +106,7 @@ def test_torchscript_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
     """TorchScript is served as it is, and one line says that the parameter has no effect."""
     module = torch.jit.script(Scaled())
 
-    assert compilation.apply(config({}), Kind.TORCHSCRIPT, module) is None
+    assert compilation.apply(config({}), Kind.TORCHSCRIPT, module, Counts()) is None
 
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -118,7 +119,7 @@ def test_eager_torchscript_is_not_warned_about(
     parameters: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """TorchScript without a wish for compilation leaves no line in the log."""
-    compilation.apply(config(parameters), Kind.TORCHSCRIPT, torch.jit.script(Scaled()))
+    compilation.apply(config(parameters), Kind.TORCHSCRIPT, torch.jit.script(Scaled()), Counts())
 
     assert caplog.messages == []
 
@@ -138,7 +139,7 @@ def test_every_row_count_may_have_its_graph(
     """With static shapes torch's limit is raised to the number of batch sizes, never lowered."""
     parameters = {"backend": "eager", "dynamic": dynamic}
 
-    compilation.apply(config(parameters, max_batch_size=rows), Kind.MODULE, Scaled())
+    compilation.apply(config(parameters, max_batch_size=rows), Kind.MODULE, Scaled(), Counts())
 
     assert torch._dynamo.config.recompile_limit == (limit or recompile_limit)
 
@@ -168,7 +169,7 @@ def test_static_model_is_compiled_for_each_row_count() -> None:
 def test_what_torch_compile_refuses_fails_the_load(parameters: dict[str, Any], said: str) -> None:
     """A value that torch.compile does not know is told with the model and the parameter."""
     with pytest.raises(OptionError) as raised:
-        compilation.apply(config(parameters), Kind.MODULE, Scaled())
+        compilation.apply(config(parameters), Kind.MODULE, Scaled(), Counts())
 
     assert isinstance(raised.value, LoadError)
     assert "'digits': the parameter TORCH_COMPILE_OPTIONAL_PARAMETERS is" in str(raised.value)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend import graphs
+from torch_py_backend.counts import Counts
 from torch_py_backend.graphs import Graphs
 
 
@@ -36,7 +37,7 @@ def add(x: Tensor, *, more: Tensor | None = None, times: int = 1) -> Tensor:
 
 def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
     """The first call of a shape is captured, the next ones are replayed with their own values."""
-    made = Graphs(build.MODEL, add)
+    made = Graphs(build.MODEL, add, Counts())
 
     first = [made(torch.ones(rows, 2)).sum().item() for rows in (4, 2)]
     again = [made(torch.full((rows, 2), 3.0)).sum().item() for rows in (4, 2)]
@@ -56,7 +57,7 @@ def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
 )
 def test_what_a_graph_is_bound_to(captured: list[list[int]], keywords: dict[str, Any]) -> None:
     """A graph holds for its arguments' structure and numbers, and for no others."""
-    made = Graphs(build.MODEL, add)
+    made = Graphs(build.MODEL, add, Counts())
     x = torch.ones(2, 2)
     made(x)
 
@@ -68,7 +69,8 @@ def test_what_a_graph_is_bound_to(captured: list[list[int]], keywords: dict[str,
 @pytest.mark.parametrize("other", [torch.ones(3, 2), torch.ones(2, 2, dtype=torch.float64)])
 def test_sealed_model_captures_nothing(captured: list[list[int]], other: Tensor) -> None:
     """After the warm-up another shape or type is called as it is, however often it comes."""
-    made = Graphs(build.MODEL, add)
+    counts = Counts()
+    made = Graphs(build.MODEL, add, counts)
     made(torch.ones(2, 2))
     sealed = made.seal(lambda x: x + 10)
 
@@ -76,3 +78,4 @@ def test_sealed_model_captures_nothing(captured: list[list[int]], other: Tensor)
         assert torch.equal(sealed(other), other + 10)
     assert torch.equal(sealed(torch.ones(2, 2)), -torch.ones(2, 2))
     assert len(captured) == 1
+    assert counts.eager_calls == 2

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts import Kind
 from torch_py_backend.config import ModelConfig
+from torch_py_backend.counts import Counts
 from torch_py_backend.errors import CompileError, OptionError, brief
 
 log = logging.getLogger(__name__)
@@ -30,8 +31,22 @@ def static(config: ModelConfig) -> bool:
     return requested(config) and parameters.get("dynamic") is False
 
 
-def apply(config: ModelConfig, kind: Kind, module: Callable[..., Any]) -> Compiled | None:
+def graphs() -> int:
+    """How many graphs this process has compiled, or found in a cache."""
+    counted: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return counted
+
+
+def apply(
+    config: ModelConfig, kind: Kind, module: Callable[..., Any], counts: Counts
+) -> Compiled | None:
     """The module, compiled where the config asks for it; None: it is served as it is.
+
+    Args:
+        config: the model's config.
+        kind: what the module was loaded from.
+        module: the module.
+        counts: where calls are counted that run eagerly, once the model is sealed.
 
     Raises:
         OptionError: torch.compile does not take the parameters.
@@ -58,7 +73,7 @@ def apply(config: ModelConfig, kind: Kind, module: Callable[..., Any]) -> Compil
         compiled: Callable[..., Any] = torch.compile(module, **parameters)
     except Exception as error:  # whatever torch.compile makes of a value that it does not know
         raise refusal(config, error) from error
-    return Compiled(config, module, compiled)
+    return Compiled(config, module, compiled, counts)
 
 
 def refusal(config: ModelConfig, error: Exception) -> OptionError:
@@ -75,8 +90,13 @@ class Compiled:
     """A model that is compiled as it meets new shapes, until it is sealed."""
 
     def __init__(
-        self, config: ModelConfig, module: Callable[..., Any], compiled: Callable[..., Any]
+        self,
+        config: ModelConfig,
+        module: Callable[..., Any],
+        compiled: Callable[..., Any],
+        counts: Counts,
     ) -> None:
+        self._counts = counts
         parameters = config.options.torch_compile_optional_parameters or {}
         self._model = config.name
         self._eager = module
@@ -116,11 +136,18 @@ class Compiled:
         if self._failed:
             return self._eager
         torch.compiler.set_stance("fail_on_recompile")
-        return _Sealed(self._model, self._eager, self._compiled)
+        return _Sealed(self._model, self._eager, self._compiled, self._counts)
 
 
 class _Sealed:
-    def __init__(self, model: str, eager: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        model: str,
+        eager: Callable[..., Any],
+        compiled: Callable[..., Any],
+        counts: Counts,
+    ) -> None:
+        self._counts = counts
         self._model = model
         self._eager = eager
         self._compiled = compiled
@@ -145,5 +172,6 @@ class _Sealed:
                     self._model,
                     shapes,
                 )
+        self._counts.eager_calls += 1
         with torch.compiler.set_stance("force_eager"):
             return self._eager(*args, **kwargs)

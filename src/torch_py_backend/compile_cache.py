@@ -141,18 +141,19 @@ class Bundle:
     facts: Mapping[str, Any]
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[None]:
+    def used(self) -> Iterator[bool]:
         """Compile within: with what is kept; else the first of several instances keeps it.
 
-        The others wait for the first, and then load what it has kept.
+        The others wait for the first, and then load what it has kept. Gives whether there was
+        anything.
         """
         with _own_cache(self.path.stem) as cache:
             if self._load(cache, logging.DEBUG):  # what is wrong with it, is told below
-                yield
+                yield True
                 return
             with _locked(self.path.with_suffix(".lock")):
                 found = self._load(cache, logging.WARNING)
-                yield
+                yield found
                 if not found:
                     self._save(cache)
 

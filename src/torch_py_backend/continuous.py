@@ -12,6 +12,7 @@ halves are run, and theirs, until only the streams at fault end with the error.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -112,18 +113,22 @@ class Steps:
             self._capacity.fitted(_SHAPE, len(wishes))
             return made
         engine = self._engine
-        if made.memory:
-            self._capacity.failed(_SHAPE, len(wishes))
+        if made.memory and self._capacity.failed(_SHAPE, len(wishes)) is not None:
+            engine.counts.memory_splits += 1
         hopeless = made.repeats or engine.recovery.fatal is not None or not engine.repeats()
         if len(wishes) == 1 or hopeless:
             return [made] * len(wishes)
         return narrow(
             wishes,
-            self._attempt,
+            self._again,
             made,
             calls=_CALLS,
             hopeless=lambda: engine.recovery.fatal is not None,
         )
+
+    def _again(self, wishes: Sequence[_Wish]) -> Sequence[Stepped] | Failure:
+        self._engine.counts.retried_rows += len(wishes)
+        return self._attempt(wishes)
 
     def _attempt(self, wishes: Sequence[_Wish]) -> Sequence[Stepped] | Failure:
         try:
@@ -137,7 +142,9 @@ class Steps:
         assert step is not None  # noqa: S101  of a model that has one
         self.calls += 1
         self.streams += len(wishes)
+        began = time.perf_counter()
         pairs = step([one.state for one in wishes])
+        self._engine.counts.forward_seconds += time.perf_counter() - began
         misfit = _misfit(pairs, len(wishes))
         if misfit:  # not to be tried again with fewer streams, for which it may fit
             return Failure(

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import math
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -144,16 +145,17 @@ class Engine:
         self.places = self._intake.places
         self.patterns = self._intake.patterns
         self.sharing = sharing.settle(config, artifact, loaded)
-        self._compiled = compilation.apply(config, loaded.kind, loaded.module)
+        self.counts = Counts()
+        self._compiled = compilation.apply(config, loaded.kind, loaded.module, self.counts)
         self._eager = loaded.module
         self._module = self._compiled or loaded.module
         captured = "cuda_graphs" in config.options.optimize
-        self._graphs = Graphs(config.name, self._module) if captured else None
+        self._graphs = Graphs(config.name, self._module, self.counts) if captured else None
         self._module = self._graphs or self._module
         fixed = compilation.static(config) or captured
         self.rows = buckets.plan(config, loaded.rows, fixed=fixed)
         self._runtime = surroundings
-        self.counts = Counts()
+        self._batched = config.max_batch_size > 0
         told, carried = [spec.name for spec in config.outputs], config.carried
         self._names = (*told, *(state.output for state in carried))
         # What is kept between calls: by the names of inputs, and the places of outputs.
@@ -178,6 +180,7 @@ class Engine:
             repeats=self.repeats,
             free=runtime.free,
             probe=runtime.probe,
+            counts=self.counts,
         )
         # Empty, as long as memory has never run out.
         self._limits = self.recovery.capacity.limits
@@ -210,9 +213,18 @@ class Engine:
         return self._runtime.device
 
     @property
+    def captures(self) -> bool:
+        """Whether calls are replayed from CUDA graphs."""
+        return self._graphs is not None
+
+    @property
     def compiles(self) -> bool:
         """Whether a new shape may cost a compilation."""
         return self._compiled is not None
+
+    def memory(self) -> list[tuple[int, int, int]]:
+        """Of each GPU that is used: its index, and bytes that are allocated and reserved."""
+        return runtime.memory()
 
     def example(self) -> Item:
         """Valid inputs that lie beside the model; empty where none do."""
@@ -227,8 +239,12 @@ class Engine:
             sealed = self._eager
         else:
             bundle = compile_cache.at(self.config, self.artifact, self._runtime.device)
-            with contextlib.nullcontext() if bundle is None else bundle.used():
+            before = compilation.graphs()
+            with contextlib.nullcontext() if bundle is None else bundle.used() as found:
                 yield
+            self.counts.compiled_graphs += compilation.graphs() - before
+            if found is not None:
+                self.counts.compile_cache["hit" if found else "miss"] = 1
             sealed = self._compiled.seal()
         self._prepares = False
         self._module = sealed if self._graphs is None else self._graphs.seal(sealed)
@@ -262,10 +278,19 @@ class Engine:
         if isinstance(admitted, BackendError):
             raise admitted
         (group,) = self._intake.group([(0, admitted)])
+        began = time.perf_counter()
         batch = batching.gather(group.items, group.inputs.names)
+        gathered = time.perf_counter()
         columns = self._runtime.to_device(batch.columns)
+        sent = time.perf_counter()
         given = Given(_rows(columns), columns)
-        return group.inputs.call(self._module, self._intake.convert(group.inputs, columns)), given
+        result = group.inputs.call(self._module, self._intake.convert(group.inputs, columns))
+        counts = self.counts
+        counts.forward_seconds += time.perf_counter() - sent
+        counts.gather_seconds += gathered - began
+        counts.host_to_device_seconds += sent - gathered
+        counts.batch(given.rows if self._batched else 1)
+        return result, given
 
     def outcomes(self, results: Sequence[tuple[Any, Given]]) -> list[Outcome]:
         """What streams have made, each as the config says. Called within `calling`."""
@@ -274,7 +299,9 @@ class Engine:
             value for values in taken if not isinstance(values, OutputError) for value in values
         ]
         came = [column for _, given in results for column in given.columns]
+        began = time.perf_counter()
         sent = iter(self._runtime.to_host(made, came))
+        self.counts.device_to_host_seconds += time.perf_counter() - began
         return [
             values
             if isinstance(values, OutputError)
@@ -356,20 +383,25 @@ class Engine:
 
     def _run_staged(self, around: Stages, items: Sequence[Item]) -> Sequence[Outcome]:
         """The outcomes, with the stages of hooks before and after the engine's own."""
+        began = time.perf_counter()
         begun = [self._own(place, around.begin, item) for place, item in enumerate(items)]
         prepared = [
             one if isinstance(one, BackendError) else self._own(place, one)
             for place, one in enumerate(begun)
         ]
+        self.counts.preprocess_seconds += time.perf_counter() - began
         outcomes = self._run_admitted(list(prepared))
         if not around.finishes:
             return outcomes
-        return [
+        came = time.perf_counter()
+        finished = [
             one
             if isinstance(one, BackendError)
             else self._own(place, around.finish, one, prepared[place])
             for place, one in enumerate(outcomes)
         ]
+        self.counts.postprocess_seconds += time.perf_counter() - came
+        return finished
 
     def _own(self, place: int, stage: Callable[..., Any], *given: Any) -> Any:
         """What a stage makes of one item, or the error that is this item's own."""
@@ -410,11 +442,26 @@ class Engine:
         """The outcomes of a group that is run as it is; raises whatever the model raises."""
         with self._runtime.guard():
             names = group.inputs.names
+            began = time.perf_counter()
             batch = batching.gather(group.items, names, self._pads, self._state_inputs)
             if self._padding is not None:
                 self._count_padding(group, batch)
-            raw = self._call(group, self._runtime.to_device(batch.columns))
+            gathered = time.perf_counter()
+            columns = self._runtime.to_device(batch.columns)
+            sent = time.perf_counter()
+            rows = _rows(columns)
+            raw = self._call(group, columns, rows)
+            called = time.perf_counter()
             made = self._runtime.to_host(self._owned(raw, batch), self._sent(names, batch))
+            fetched = time.perf_counter()
+        # In place: a call would cost more than all of it.
+        counts = self.counts
+        counts.gather_seconds += gathered - began
+        counts.host_to_device_seconds += sent - gathered
+        counts.forward_seconds += called - sent
+        counts.device_to_host_seconds += fetched - called
+        seen = rows if self._batched else 1
+        counts.batches[seen] = counts.batches.get(seen, 0) + 1
         outcomes = self._scatter(group, batch, made)
         if self._finite is not None and not self._finite.holds(made):
             return [
@@ -463,9 +510,8 @@ class Engine:
                 sent = sum(math.prod(item[name].shape) for item in group.items)
                 self.counts.padded_values += values - sent
 
-    def _call(self, group: Group, columns: Sequence[Value]) -> Sequence[Value]:
+    def _call(self, group: Group, columns: Sequence[Value], rows: int) -> Sequence[Value]:
         """The model's outputs for a batch, in as many calls as the model needs."""
-        rows = _rows(columns)
         if self.rows.take(rows):
             return self._call_once(group, columns, rows)
         pieces = []

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from torch_py_backend.counts import Counts
+
 log = logging.getLogger(__name__)
 
 # A captured call: takes tensors like those that it was captured with, gives a result of its own.
@@ -23,10 +25,12 @@ class Graphs:
     Args:
         model: the model's name.
         call: what is called with the inputs.
+        counts: where calls are counted that are not replayed, once the model is sealed.
     """
 
-    def __init__(self, model: str, call: Callable[..., Any]) -> None:
+    def __init__(self, model: str, call: Callable[..., Any], counts: Counts) -> None:
         self._model = model
+        self._counts = counts
         self._call = call
         self._replays: dict[Any, Replay] = {}
         self._sealed = False
@@ -39,7 +43,9 @@ class Graphs:
         replay = self._replays.get(key)
         if replay is not None:
             return replay(tensors)
-        if not self._sealed:
+        if self._sealed:
+            self._counts.eager_calls += 1
+        else:
             self._replays[key] = capture(_closed(self._call, leaves, spec), tensors)
         return self._call(*args, **kwargs)
 

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 from torch_py_backend import batching, faults
 from torch_py_backend.batching import Item, Outcome, Rows, Value
 from torch_py_backend.capacity import Capacity, Limit
+from torch_py_backend.counts import Counts
 from torch_py_backend.errors import (
     BackendError,
     ForwardError,
@@ -75,6 +76,7 @@ class Recovery:
         repeats: whether the model may be called again with what it has seen.
         free: gives back memory that nothing uses.
         probe: uses the device, and raises where that cannot be done any more.
+        counts: where second tries are counted.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Recovery:
         repeats: Callable[[], bool],
         free: Callable[[], None],
         probe: Callable[[], None],
+        counts: Counts,
     ) -> None:
         self.reports: dict[tuple[str, str], list[int]] = {}
         self.places: Sequence[int] | None = None
@@ -101,6 +104,7 @@ class Recovery:
         self._repeats = repeats
         self._free = free
         self._probe = probe
+        self._counts = counts
 
     def run(self, group: Group) -> Sequence[Outcome]:
         """The outcomes of a group whose shape memory may not suffice for."""
@@ -125,6 +129,7 @@ class Recovery:
             shape, sizes = _shape(group), _sizes(group)
             before = self.capacity.remembered(shape)
             if self._limit(shape, sum(sizes)) and self._repeats():
+                self._counts.retried_rows += sum(sizes)
                 return self._in_parts(group, shape, sizes, before)
         final = failure.memory or failure.repeats or self.fatal is not None
         if final or len(group.items) == 1 or not self._repeats():
@@ -135,7 +140,9 @@ class Recovery:
         members = list(zip(group.items, group.positions, strict=True))
 
         def attempt(some: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
-            return self._try(_regrouped(group, some))
+            part = _regrouped(group, some)
+            self._counts.retried_rows += sum(_sizes(part))
+            return self._try(part)
 
         found: list[Any] = narrow(
             members,
@@ -169,7 +176,9 @@ class Recovery:
             some = _of_parts(group, parts)
             result = self._try(some)
             if isinstance(result, Failure) and result.memory and self.fatal is None:
-                if self._limit(shape, sum(last - first for _, first, last in parts)):
+                rows = sum(last - first for _, first, last in parts)
+                if self._limit(shape, rows):
+                    self._counts.retried_rows += rows
                     pending.extendleft(reversed(parts))
                     continue
                 result = self._refuse(some, result)
@@ -274,6 +283,7 @@ class Recovery:
         less = self.capacity.failed(shape, rows)
         if less is None:
             return False
+        self._counts.memory_splits += 1
         log.warning(
             "model '%s': memory ran out with %d rows of the shapes %s; they are called with at most"
             " %d for a while.",

@@ -78,6 +78,17 @@ def free() -> None:
         torch.cuda.empty_cache()
 
 
+def memory() -> list[tuple[int, int, int]]:
+    """Of each GPU that this process uses: its index, and bytes that are allocated and reserved."""
+    if not torch.cuda.is_initialized():
+        return []
+    found = (
+        (index, torch.cuda.memory_allocated(index), torch.cuda.memory_reserved(index))
+        for index in range(torch.cuda.device_count())
+    )
+    return [one for one in found if one[2]]
+
+
 def probe() -> None:
     """Use the GPUs that this process uses; on the CPU nothing can break and live on.
 

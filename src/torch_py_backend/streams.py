@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -64,6 +65,7 @@ class Streams:
 
     Attributes:
         live: how many have begun and not ended.
+        counts: the engine's.
         closing: the streams that are left are to end.
         steps: those of a module with step(); None: it has none.
 
@@ -74,6 +76,7 @@ class Streams:
 
     def __init__(self, engine: Engine, rests: Callable[[], None] = lambda: None) -> None:
         self.live = 0
+        self.counts = engine.counts
         self.closing = False
         self.steps = Steps(engine, self.calling) if engine.loaded.step is not None else None
         self._engine = engine
@@ -125,6 +128,14 @@ class Streams:
                     " other streams would then run in it",
                     expected="such contexts left before",
                 )
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        """As `advancing`, where nothing else is done within; the time is counted."""
+        with self.advancing():
+            began = time.perf_counter()
+            yield
+            self.counts.forward_seconds += time.perf_counter() - began
 
     def outcome(self, result: Any, given: Given) -> Outcome:
         """A result of the model, as the config says. Called within `calling`."""
@@ -202,7 +213,9 @@ class _Iterated:
     async def next(self) -> tuple[Outcome | None, bool]:
         await asyncio.sleep(0)  # the others' turn
         with self._streams.advancing():
+            began = time.perf_counter()
             result = next(self._results, _END)
+            self._streams.counts.forward_seconds += time.perf_counter() - began
             if result is _END:
                 return None, True
             return self._streams.outcome(result, self._given), False
@@ -263,7 +276,7 @@ class _Sliced(Awaitable[T]):
         self, awaitable: Awaitable[T], streams: Streams, *, advances: bool = False
     ) -> None:
         self._awaitable, self._streams = awaitable, streams
-        self._calling = streams.advancing if advances else streams.calling
+        self._calling = streams.computing if advances else streams.calling
 
     def __await__(self) -> Generator[Any, None, T]:
         stretches = self._awaitable.__await__()

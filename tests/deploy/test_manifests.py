@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import deployed
+import monitoring
 import pytest
 import typer.main
 import yaml
@@ -29,6 +30,7 @@ _KINDS = {
     ("HorizontalPodAutoscaler", NAME),
     ("PodDisruptionBudget", NAME),
     ("PodMonitor", NAME),
+    ("PrometheusRule", NAME),
 }
 _MINE = """
 apiVersion: kustomize.config.k8s.io/v1beta1
@@ -96,6 +98,8 @@ def test_every_object_fits_its_schema(documents: list[Document], version: str) -
         ("PodDisruptionBudget", "spec.maxUnavailabel", 1),
         ("PodMonitor", "spec.podMetricsEndpoint", []),
         ("PodMonitor", "spec.podMetricsEndpoints", "metrics"),
+        ("PrometheusRule", "spec.group", []),
+        ("PrometheusRule", "spec.groups", [{"name": "mine", "rules": [{"alert": "Mine"}]}]),
     ],
 )
 def test_the_schemas_find_mistakes(kind: str, path: str, value: Any) -> None:
@@ -114,7 +118,7 @@ def test_the_schemas_find_mistakes(kind: str, path: str, value: Any) -> None:
 
 
 def test_all_kinds_are_there(documents: list[Document]) -> None:
-    """Deployment, Services, autoscaler, disruption budget and PodMonitor."""
+    """Deployment, Services, autoscaler, disruption budget, PodMonitor and PrometheusRule."""
     found = {(one["kind"], one["metadata"]["name"]) for one in documents}
     assert found - {one for one in found if one[0] == "ConfigMap"} == _KINDS
 
@@ -127,6 +131,14 @@ def test_the_kustomization_names_every_file() -> None:
             one["path"] for one in document.get("patches", ())
         }
         assert named == {one.name for one in file.parent.glob("*.yaml")} - {file.name}
+
+
+def test_the_alerts_are_those_of_the_file(documents: list[Document]) -> None:
+    """They are copies of deploy/prometheus/alerts.yaml, and the job is the one that they name."""
+    assert deployed.one(documents, "PrometheusRule")["spec"] == monitoring.alerts()
+    monitor = deployed.one(documents, "PodMonitor")["spec"]
+    pods = deployed.one(documents, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert pods[monitor["jobLabel"]] == monitoring.JOB
 
 
 def test_selectors_find_the_pods(documents: list[Document]) -> None:

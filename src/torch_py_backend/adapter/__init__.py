@@ -102,21 +102,23 @@ class TritonPythonModel:
         self._watch = weight_files.Watch(self._engine)
         self._modes.callback(self._watch.close)
         watched = settings.options.watch_weights
-        weights = answering.Weights(self._watch, settings) if watched else None
+        weights = answering.Weights(self._watch) if watched else None
         # Triton calls this thread and no other: entered once, it need not be for each batch. Before
         # the warm-up, for what is compiled there tells tensors made under it from others.
         if settings.options.inference_mode:
             self._modes.enter_context(torch.inference_mode())
         if settings.options.warmup:
             warmup.run(self._engine)
+        # Closed after what is made below, whose last counts it tells.
+        told = (lambda: self._watch.digest) if watched else None
+        self._publisher = metrics.Publisher(self._engine, told)
+        self._modes.callback(self._publisher.close)
         # Not before: Triton refuses calls of other models while one loads.
         composition.connect(calling.Calls(settings.name))
         # Not before: loading may take as long as it wants.
         self._engine.recovery.begins = self._vitals.busy
         if settings.decoupled:
-            self._streaming = streaming.Streaming(
-                self._engine, self._end, self._vitals.idle, weights
-            )
+            self._streaming = streaming.Streaming(self._engine, self._end, self._vitals.idle)
             self._modes.callback(self._streaming.close)
         else:
             self._answering = self._answers(weights)
@@ -124,11 +126,6 @@ class TritonPythonModel:
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
-        self._health = metrics.Health(settings)
-        # Only what can be wasted is counted.
-        self._publisher = (
-            metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
-        )
 
     def _answers(self, weights: Weights | None) -> Answering:
         """Who makes responses of requests."""
@@ -143,7 +140,13 @@ class TritonPythonModel:
         self._modes.callback(steps.close)
         # A step that nobody waits for is run all the same: the next one builds upon it.
         return answering.Answering(
-            self._engine, self._end, weights, read=steps.read, run=steps.run, leaves_out=False
+            self._engine,
+            self._end,
+            weights,
+            read=steps.read,
+            run=steps.run,
+            asked=steps.asked,
+            leaves_out=False,
         )
 
     def execute(self, requests: Sequence[Any]) -> Any:
@@ -154,8 +157,6 @@ class TritonPythonModel:
         self._vitals.busy()
         try:
             responses: list[Any] = self._answering.answer(requests)
-            if self._publisher is not None:
-                self._publisher.tell()
         finally:
             self._vitals.idle()
         return responses
@@ -167,7 +168,7 @@ class TritonPythonModel:
     def _end(self, reason: str) -> None:
         """The process cannot compute any more: tell it to everyone who can help."""
         self._vitals.poisoned(reason)
-        self._health.poisoned()
+        self._publisher.poisoned()
         leaves = self._settings.options.on_fatal == "exit"
         log.error(
             "model '%s': instance %s is poisoned and %s.",
@@ -185,8 +186,6 @@ class TritonPythonModel:
         """Called before a healthy instance ends."""
         self._vitals.ended()
         self.leave()
-        if self._publisher is not None:
-            self._publisher.tell_all()
 
     def leave(self) -> None:
         """Leave what `initialize` entered; to call it twice, or after a failure, is no error."""

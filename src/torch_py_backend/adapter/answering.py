@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from torch_py_backend.adapter import messages, metrics
+from torch_py_backend.adapter import messages
 from torch_py_backend.batching import Outcome
-from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -24,6 +23,8 @@ from torch_py_backend.errors import (
     brief,
     shown,
 )
+from torch_py_backend.families import OK
+from torch_py_backend.recovery import Failure
 from torch_py_backend.weight_files import Watch
 
 log = logging.getLogger(__name__)
@@ -33,23 +34,22 @@ log = logging.getLogger(__name__)
 _WORTH_ASKING = 20 * 26e-6
 # Tracebacks of one batch in the log; those that are alike are one.
 _MOST_TOLD = 8
+# What outcomes are where none is an error.
+_RESULTS = {dict}
 
 
 class Weights:
-    """Tells which weights answered: a metric's label, and a parameter where responses have some."""
+    """Tells which weights answered, by a parameter, where responses have some."""
 
-    def __init__(self, watch: Watch, config: ModelConfig) -> None:
+    def __init__(self, watch: Watch) -> None:
         self._watch = watch
-        self._metric = metrics.WeightsInForce(config)
         self._takes_parameters = messages.takes_parameters()
 
     def told(self) -> Callable[[Outcome], Any]:
         """What writes the responses of a batch that the weights of this moment answered."""
-        digest = self._watch.digest
-        self._metric.tell(digest)
         if not self._takes_parameters:
             return messages.write
-        return partial(messages.write_with_parameters, told={"weights": digest})
+        return partial(messages.write_with_parameters, told={"weights": self._watch.digest})
 
 
 class Answering:
@@ -61,6 +61,7 @@ class Answering:
         weights: who tells which weights answered; None: nobody.
         read: what a request is for those who run it; raises if it cannot be read.
         run: one outcome for each that was read; None: the engine runs items.
+        asked: how many of the requests clients have sent.
         leaves_out: whether requests that were cancelled meanwhile are left out.
     """
 
@@ -72,12 +73,15 @@ class Answering:
         *,
         read: Callable[[Any], Any] = messages.read,
         run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None,
+        asked: Callable[[Sequence[Any]], int] = len,
         leaves_out: bool = True,
     ) -> None:
         self._engine = engine
         self._leaves_out = leaves_out
         self._read = read
         self._run_all = run or engine.run
+        self._asked = asked
+        self._counts = engine.counts
         self._weights = weights
         self._model = engine.config.name
         self._end = end
@@ -87,6 +91,7 @@ class Answering:
         """One response for each request, in their order."""
         fatal = self._engine.recovery.fatal
         if fatal is not None:  # not even the requests are read: their tensors may be on the device
+            self._counts.answered(fatal.code, self._asked(requests))
             return [messages.write(fatal) for _ in requests]
         if self._leaves_out and self._took > len(requests) * _WORTH_ASKING:
             return self._answer_wanted(requests)
@@ -104,6 +109,8 @@ class Answering:
         self, requests: Sequence[Any], refused: Mapping[int, BackendError]
     ) -> list[Any]:
         """The responses of all, where some are refused already."""
+        for place, error in refused.items():
+            self._count(requests[place], error)
         others = [one for place, one in enumerate(requests) if place not in refused]
         answered = iter(self._answer_all(others) if others else ())
         return [
@@ -124,10 +131,15 @@ class Answering:
             with self._engine.turn:  # no others are swapped in meanwhile
                 outcomes = self._run(items)
                 write = self._weights.told()
+        failed = 0
+        if set(map(type, outcomes)) != _RESULTS:
+            failed += self._count_errors(requests, outcomes)
         try:
             responses = [write(outcome) for outcome in outcomes]
         except Exception:
-            responses = [self._write(place, outcome) for place, outcome in enumerate(outcomes)]
+            responses, unsent = self._write_sendable(requests, outcomes)
+            failed += unsent
+        self._counts.answered(OK, self._asked(requests) - failed)
         if self._engine.recovery.reports:
             self._tell(requests)
         # Not of a batch that was cancelled as a whole: it says nothing of the next one.
@@ -169,18 +181,43 @@ class Answering:
             return failure.error
         return InputError(self._model, f"the request cannot be read: {said}")
 
-    def _write(self, place: int, outcome: Outcome) -> Any:
-        """One response, where at least one of the batch cannot be made."""
+    def _count(self, request: Any, error: BackendError) -> int:
+        """Count an error, if a client is told it; how many that are."""
+        told = self._asked((request,))
+        if told:
+            self._counts.answered(error.code)
+        return told
+
+    def _count_errors(self, requests: Sequence[Any], outcomes: Sequence[Outcome]) -> int:
+        return sum(
+            self._count(request, one)
+            for request, one in zip(requests, outcomes, strict=True)
+            if isinstance(one, BackendError)
+        )
+
+    def _write_sendable(
+        self, requests: Sequence[Any], outcomes: Sequence[Outcome]
+    ) -> tuple[list[Any], int]:
+        """The responses, where at least one cannot be made, and how many cannot."""
+        responses, unsent = [], 0
+        for place, outcome in enumerate(outcomes):
+            try:
+                responses.append(messages.write(outcome))
+                continue
+            except Exception as error:
+                said, failure = brief(error), self._engine.recovery.judge(error)
+            refusal = self._unsendable(place, said, failure)
+            unsent += self._count(requests[place], refusal)
+            responses.append(messages.write(refusal))
+        return responses, unsent
+
+    def _unsendable(self, place: int, said: str, failure: Failure) -> BackendError:
         recovery = self._engine.recovery
-        try:
-            return messages.write(outcome)
-        except Exception as error:
-            said, failure = brief(error), recovery.judge(error)
         refusal: BackendError = failure.error
         if recovery.fatal is None and not failure.memory:
             refusal = OutputError(self._model, f"the outputs cannot be sent: {said}")
         recovery.report(refusal, failure.text, (place,))
-        return messages.write(refusal)
+        return refusal
 
     def _tell(self, requests: Sequence[Any]) -> None:
         """Write to the server's log what failed and for whom, and act on what is fatal."""

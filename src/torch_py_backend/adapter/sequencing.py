@@ -70,6 +70,10 @@ class Sequencing:
             raise
         return Step(name, starts, ends, item)
 
+    def asked(self, requests: Sequence[Any]) -> int:
+        """How many of these are a client's: the others only fill a slot."""
+        return sum(1 for request in requests if request.correlation_id())
+
     def _blank(self, item: Item) -> Item:
         """What only fills a slot, with zeros: Triton sends memory that nobody has written."""
         for value in (item[name] for name in self._sent if name in item):
@@ -84,6 +88,7 @@ class Sequencing:
         self._left.set()
         if self._sequences is not None:
             self._thread.join()
+            self._gauges.end()
 
     def _tend(self) -> None:
         sequences = self._sequences

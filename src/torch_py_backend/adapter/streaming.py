@@ -17,7 +17,6 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend.adapter import messages, metrics
-from torch_py_backend.adapter.answering import Weights
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
@@ -28,6 +27,7 @@ from torch_py_backend.errors import (
     OutputError,
     brief,
 )
+from torch_py_backend.families import OK
 from torch_py_backend.streams import Streams
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,6 @@ class Streaming:
         engine: the model, warmed up.
         end: called once, with the reason, when the process has become useless.
         rests: called whenever no code of the model runs any more.
-        weights: who tells which weights are in force; None: nobody.
     """
 
     def __init__(
@@ -57,17 +56,17 @@ class Streaming:
         engine: Engine,
         end: Callable[[str], None],
         rests: Callable[[], None],
-        weights: Weights | None = None,
     ) -> None:
         self.engine = engine
         self.model = engine.config.name
         self._end = end
         self._ended = False
-        self._weights = weights
         # Who waits for it is Triton, which then gives requests to another instance, or queues them.
         self._room = threading.BoundedSemaphore(engine.config.options.max_streams)
         self._streams = Streams(engine, rests)
         self._metrics = metrics.LiveStreams(engine.config, self._streams)
+        # Streams end in their thread, and requests that cannot be read in Triton's.
+        self._counting = threading.Lock()
         self._telling = False
         self._clients: dict[asyncio.Task[None], _Client] = {}
         self._loop = asyncio.new_event_loop()
@@ -103,6 +102,11 @@ class Streaming:
         if not self._ended:
             self._ended = True
             self._end(self.engine.recovery.reason)
+
+    def ended(self, code: str) -> None:
+        """A request was answered, with this code at its end."""
+        with self._counting:
+            self.engine.counts.answered(code)
 
     def _read(self, request: Any, client: _Client) -> Item | None:
         try:
@@ -179,8 +183,6 @@ class Streaming:
         if self._clients:  # first: whatever fails below is tried again
             self._tell_soon()
         self._metrics.tell()
-        if self._weights is not None:
-            self._weights.told()
         for task, client in self._clients.items():
             if client.left():
                 task.cancel()
@@ -193,7 +195,7 @@ class Streaming:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
-        self._metrics.tell()
+        self._metrics.end()
 
 
 class _Client:
@@ -215,10 +217,14 @@ class _Client:
             raise OutputError(
                 self._streaming.model, f"the outputs cannot be sent: {brief(error)}"
             ) from error
+        self._streaming.engine.counts.responses += 1
+        if last:
+            self._streaming.ended(OK)
 
     def end(self, error: BackendError | None, text: str = "") -> None:
         """Tell the client that there are no more, and the log why."""
         response = () if error is None else (messages.write(error),)
+        self._streaming.ended(OK if error is None else error.code)
         try:
             self._sender.send(*response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except Exception as failed:  # Triton's side of it has gone

@@ -1,0 +1,154 @@
+"""The dashboard and the alerts as data: which queries they ask, and which metrics these name.
+
+`python tests/monitoring.py` writes what is made of other files: the table in docs/metrics.md, and
+the copies of the alerts for Kustomize and Helm.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import promql_parser
+import yaml
+
+from torch_py_backend import families
+from torch_py_backend.families import Family, Kind
+
+ROOT = Path(__file__).parents[1]
+ALERT_TESTS = ROOT / "tests" / "alerts.yaml"
+ALERTS = ROOT / "deploy" / "prometheus" / "alerts.yaml"
+DASHBOARD = ROOT / "deploy" / "grafana" / "torch-py-backend.json"
+PAGE = ROOT / "docs" / "metrics.md"
+# What Prometheus is told to call these servers.
+JOB = "torch-py-backend"
+# Prometheus' own, of every server that it asks.
+_UP = "up"
+_KUSTOMIZED = ROOT / "deploy" / "kustomize" / "base" / "alerts.yaml"
+_CHARTED = ROOT / "deploy" / "helm" / "torch-py-backend" / "alerts.yaml"
+_HEAD = """\
+# Made of deploy/prometheus/alerts.yaml by `python tests/monitoring.py`.
+apiVersion: monitoring.coreos.com/v1
+kind: PrometheusRule
+metadata:
+  name: torch-py-backend
+  labels:
+    app.kubernetes.io/name: torch-py-backend
+spec:
+"""
+
+
+# --- queries ---------------------------------------------------------------------------------
+
+
+def alerts() -> dict[str, Any]:
+    loaded: dict[str, Any] = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))
+    return loaded
+
+
+def rules() -> list[dict[str, Any]]:
+    return [rule for group in alerts()["groups"] for rule in group["rules"]]
+
+
+def dashboard() -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    return loaded
+
+
+def panels() -> list[dict[str, Any]]:
+    """Those that show something."""
+    return [panel for panel in dashboard()["panels"] if panel["type"] != "row"]
+
+
+def queries() -> dict[str, str]:
+    """Every query, by where it stands; with a value for each of Grafana's variables."""
+    found = {f"alert {rule['alert']}": rule["expr"] for rule in rules()}
+    for panel in panels():
+        for target in panel["targets"]:
+            found[f"panel {panel['title']} {target['refId']}"] = _filled(target["expr"])
+    for variable in dashboard()["templating"]["list"]:
+        if variable["type"] == "query":
+            (series,) = re.findall(r"^label_values\((.+), \w+\)$", variable["query"]["query"])
+            found[f"variable {variable['name']}"] = _filled(series)
+    return found
+
+
+def _filled(query: str) -> str:
+    return query.replace("$__rate_interval", "1m")
+
+
+def selectors(query: str) -> Iterator[promql_parser.VectorSelector]:
+    """The series that a query asks for.
+
+    Raises:
+        ValueError: Prometheus cannot read it.
+    """
+    yield from _selectors(promql_parser.parse(query))
+
+
+def _selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
+    if isinstance(node, promql_parser.VectorSelector):
+        yield node
+    for part in ("expr", "lhs", "rhs", "param", "vector_selector", "vs"):
+        inner = getattr(node, part, None)
+        if inner is not None:
+            yield from _selectors(inner)
+    for inner in getattr(node, "args", None) or ():
+        yield from _selectors(inner)
+
+
+def known() -> dict[str, Family | None]:
+    """The series of this backend with their rows, and Prometheus' own."""
+    ours: dict[str, Family | None] = {
+        series: row for row in families.TABLE for series in row.series
+    }
+    return {**ours, _UP: None}
+
+
+# --- what is made ----------------------------------------------------------------------------
+
+
+def table() -> str:
+    """The table of metrics, as the code has it."""
+    rows = ["| metric | kind | labels | which models | what it tells | when it moves |"]
+    return "\n".join([*rows, "|---|---|---|---|---|---|", *map(_row, families.TABLE)])
+
+
+def _row(row: Family) -> str:
+    name = row.name.removeprefix("pytorch_py_")
+    labels = ", ".join(f"`{label}`" for label in row.labels)
+    kind = f"{row.kind.value}, {row.unit}" if row.unit != "1" else row.kind.value
+    if row.kind is Kind.HISTOGRAM:
+        kind += "; `_bucket`, `_sum`, `_count`"
+    return (
+        f'| <a id="{name}"></a>`{row.name}` | {kind} | {labels} | {row.told} | {row.doc}.'
+        f" | {row.moves} |"
+    )
+
+
+_TABLE = re.compile(r"(<!-- metrics:[^\n]*-->\n)(.*?)(<!-- end of metrics -->)", flags=re.DOTALL)
+
+
+def table_in_page() -> str:
+    match = _TABLE.search(PAGE.read_text(encoding="utf-8"))
+    assert match is not None
+    return match[2].strip()
+
+
+def copies() -> dict[Path, str]:
+    """The files that are made of the alerts."""
+    text = ALERTS.read_text(encoding="utf-8")
+    rules = text[text.index("groups:") :]
+    inner = "".join(f"  {line}" if line.strip() else line for line in rules.splitlines(True))
+    chart = f"# Made of deploy/prometheus/alerts.yaml by `python tests/monitoring.py`.\n{rules}"
+    return {_KUSTOMIZED: _HEAD + inner, _CHARTED: chart}
+
+
+if __name__ == "__main__":
+    written = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(_TABLE.sub(lambda old: f"{old[1]}{table()}\n{old[3]}", written), "utf-8")
+    for path, text in copies().items():
+        path.write_text(text, encoding="utf-8")
