@@ -10,7 +10,8 @@ import dataclasses
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -49,6 +50,21 @@ from torch_py_backend.threads import Threads
 
 if TYPE_CHECKING:
     import torch
+
+# Given a stage's name and what does it, what does it instead; the same, where nothing shall.
+Around: TypeAlias = "Callable[[str, Callable[..., Any]], Callable[..., Any]]"
+# The stages of every engine, and where they stand in it.
+_STAGES = {
+    "run": "_run",
+    "streamed": "calling",
+    "hook": "_own",
+    "call": "_attempt",
+    "gather": "_gather",
+    "host to device": "_to_device",
+    "outputs": "_take",
+    "device to host": "_to_host",
+    "scatter": "_scatter",
+}
 
 
 def build(config: ModelConfig, threads: Threads) -> Engine:
@@ -153,6 +169,9 @@ class Engine:
         fixed = compilation.static(config) or captured
         self.rows = buckets.plan(config, loaded.rows, fixed=fixed)
         self._runtime = surroundings
+        self._gather = batching.gather
+        self._to_device = surroundings.to_device
+        self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
         self.counts = Counts()
         told, carried = [spec.name for spec in config.outputs], config.carried
         self._names = (*told, *(state.output for state in carried))
@@ -170,7 +189,7 @@ class Engine:
         self.purity = Purity(loaded.owner)
         self.recovery = Recovery(
             config.name,
-            self._attempt,
+            lambda group: self._attempt(group),  # noqa: PLW0108  what stands around it by then
             rows=self.rows if config.max_batch_size else None,
             repeats=self.repeats,
             free=runtime.free,
@@ -259,8 +278,8 @@ class Engine:
         if isinstance(admitted, BackendError):
             raise admitted
         (group,) = self._intake.group([(0, admitted)])
-        batch = batching.gather(group.items, group.inputs.names)
-        columns = self._runtime.to_device(batch.columns)
+        batch = self._gather(group.items, group.inputs.names)
+        columns = self._to_device(batch.columns)
         given = Given(_rows(columns), columns)
         return group.inputs.call(self._module, self._intake.convert(group.inputs, columns)), given
 
@@ -271,7 +290,7 @@ class Engine:
             value for values in taken if not isinstance(values, OutputError) for value in values
         ]
         came = [column for _, given in results for column in given.columns]
-        sent = iter(self._runtime.to_host(made, came))
+        sent = iter(self._to_host(made, came))
         return [
             values
             if isinstance(values, OutputError)
@@ -288,6 +307,25 @@ class Engine:
     def _finite_only(self, outcome: dict[str, Value]) -> Outcome:
         refusal = None if self._finite is None else self._finite.refusal(outcome)
         return outcome if refusal is None else refusal
+
+    def surround(self, around: Around) -> Callable[[], None]:
+        """Let something stand around stages, until what is returned is called.
+
+        Stages are replaced, so that nothing is asked on the way of a batch where nothing stands.
+        """
+        places: list[tuple[str, Any, str]] = [
+            *((name, self, attribute) for name, attribute in _STAGES.items()),
+            *self._intake.stages(),
+        ]
+        if self.hooks is None:  # else hooks have the module itself, whose attributes they may want
+            places.append(("forward", self, "_module"))
+        replaced = contextlib.ExitStack()
+        for name, owner, attribute in places:
+            stage = getattr(owner, attribute)
+            made = around(name, stage)
+            if made is not stage:
+                replaced.callback(_replace(owner, attribute, made))
+        return replaced.close
 
     def clean(self) -> None:
         """What the config asks for after each execution."""
@@ -399,11 +437,11 @@ class Engine:
         """The outcomes of a group that is run as it is; raises whatever the model raises."""
         with self._runtime.guard():
             names = group.inputs.names
-            batch = batching.gather(group.items, names, self._pads, self._state_inputs)
+            batch = self._gather(group.items, names, self._pads, self._state_inputs)
             if self._padding is not None:
                 self._count_padding(group, batch)
-            raw = self._call(group, self._runtime.to_device(batch.columns))
-            made = self._runtime.to_host(self._owned(raw, batch), self._sent(names, batch))
+            raw = self._call(group, self._to_device(batch.columns))
+            made = self._to_host(self._owned(raw, batch), self._sent(names, batch))
         outcomes = self._scatter(group, batch, made)
         if self._finite is not None and not self._finite.holds(made):
             return [
@@ -468,6 +506,17 @@ class Engine:
         passed = self._intake.convert(group.inputs, columns)
         self.counts.rows += rows
         return self._take(group.inputs.call(self._module, passed), rows)
+
+
+def _replace(owner: Any, attribute: str, made: Any) -> Callable[[], None]:
+    """Set an attribute; what is returned makes it what it was."""
+    own = vars(owner)
+    # A method is the class's own, and is seen again once nothing hides it.
+    before = own.get(attribute, own)
+    setattr(owner, attribute, made)
+    if before is own:
+        return partial(delattr, owner, attribute)
+    return partial(setattr, owner, attribute, before)
 
 
 def _rows(columns: Sequence[Value]) -> int:

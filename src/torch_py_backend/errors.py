@@ -26,6 +26,7 @@ BackendError
 ├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
 ├── BenchError              what is to be measured contradicts itself, or gave no figures
 ├── ArchiveError            a TorchServe archive cannot be read, or cannot be served here
+├── ProfileError            a model cannot be profiled as asked, or its trace cannot be kept
 └── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
 
 A sentence names the model, what was found, what was expected, and what to do. What a client reads
@@ -260,6 +261,10 @@ class ArchiveError(BackendError):
         if expected:
             sentence += f"; expected {expected}"
         super().__init__(f"{sentence}. {cure}" if cure else f"{sentence}.")
+
+
+class ProfileError(BackendError):
+    pass
 
 
 class TuneError(BackendError):
