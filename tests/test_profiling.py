@@ -81,7 +81,7 @@ def test_stages(process: None, tmp_path: Path) -> None:
 
 def test_hooks(process: None, tmp_path: Path) -> None:
     """The methods around forward() are ranges of their names: for each row, or each batch."""
-    found, came = _run(tmp_path, _named(hooked.TABLE, "counts"), requests=2)
+    found, came = _run(tmp_path, _named(hooked.TABLE, "hooks_counts"), requests=2)
     order = [one.name for one in came if one.name in ("preprocess", "forward", "postprocess")]
     assert order == ["preprocess", "preprocess", "forward", "postprocess", "postprocess"] * 2
     assert {one.within for one in came if one.name == "preprocess"} == {("batch",)}
@@ -219,7 +219,7 @@ def test_again(process: None, tmp_path: Path) -> None:
 
 def test_nothing_stands_around_afterwards(process: None, tmp_path: Path) -> None:
     """Before and after a trace the stages are the engine's own: what is off costs nothing."""
-    served = _Served(tmp_path, PROFILE_BATCHES="1")
+    served = _Served(tmp_path, PROFILE_BATCHES="1", TRACING="false")
     engine = served.model._engine
     during = engine.__dict__.keys()
     served.ask(1)

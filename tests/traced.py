@@ -58,8 +58,8 @@ class Hooks:
         assert torch.equal(result, told(1)[0])
         return result
 """
-_STREAM = """\
-class Stream(nn.Module):
+_YIELDS = """\
+class Yields(nn.Module):
     def forward(self, x: Tensor):
         for _ in range(2):
             yield told(len(x))
@@ -67,10 +67,10 @@ class Stream(nn.Module):
 _STEPS = """\
 class Steps(nn.Module):
     def begin(self, x: Tensor):
-        return 2
+        return 2, len(x)
 
     def step(self, states):
-        return [(left - 1 or None, told(1)) for left in states]
+        return [((left - 1, rows) if left > 1 else None, told(rows)) for left, rows in states]
 """
 _SUM = """\
 class Sum(nn.Module):
@@ -108,7 +108,7 @@ TABLE = {
         _scenario("together", _PLAIN, _TOGETHER, 3, WARMUP="false"),
         _scenario("hooked", _HOOKED),
         _scenario("threaded", _HOOKED, PREPROCESS_THREADS="2"),
-        _scenario("stream", _STREAM, _DECOUPLED),
+        _scenario("yields", _YIELDS, _DECOUPLED),
         _scenario("steps", _STEPS, _DECOUPLED),
         _scenario("sums", _SUM, _SEQUENCES),
         _scenario("caller", _CALLER, WARMUP="false"),

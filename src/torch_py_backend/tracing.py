@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ _NAME = "torch_py_backend"
 _CURE = "pip install 'torch-py-backend[tracing]' where Triton's stub runs, or take TRACING out."
 # Where the context has Triton's own handle of the trace, which calls of other models go on with.
 _HANDLE = "triton-trace"
+# How long an instance that ends waits for its last spans to be sent.
+_SECONDS_TO_SEND = 5.0
 _SWITCHED_BY = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
@@ -118,7 +121,10 @@ class Tracing:
         """Send what was not sent yet; to call it twice is no error."""
         provider, self._provider = self._provider, None
         if provider is not None:
-            provider.shutdown()
+            # A collector that is gone would be asked again and again.
+            sending = threading.Thread(target=provider.shutdown, name="spans", daemon=True)
+            sending.start()
+            sending.join(_SECONDS_TO_SEND)
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -235,7 +241,7 @@ def _provide(config: ModelConfig) -> Any:
     exporters = [_exporter(config, name) for name in _names()]
     if not exporters:
         return None
-    provider = TracerProvider()
+    provider = TracerProvider(shutdown_on_exit=False)
     for one in exporters:
         provider.add_span_processor(export.BatchSpanProcessor(one))
     trace.set_tracer_provider(provider)

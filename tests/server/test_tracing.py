@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch_py_backend.server import Server
 
 _TRITON, _OURS = "triton-inference-server", "model"
 _SECONDS = 120
-_MODELS = ("plain", "together", "hooked", "stream", "caller")
+_MODELS = ("plain", "together", "hooked", "yields", "caller")
 _CLIENT = ("12" * 16, "34" * 8)
 
 
@@ -50,24 +51,27 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
             yield server
 
 
-def _serving(folder: Path, arguments: list[str]) -> Server:
-    log = (folder / "server.log").open("wb")
-    return Server(
-        folder / "repository",
-        http_port=0,
-        grpc_port=0,
-        metrics_port=0,
-        arguments=arguments,
-        log=log,
-    )
+@contextlib.contextmanager
+def _serving(folder: Path, arguments: list[str]) -> Iterator[Server]:
+    with (
+        (folder / "server.log").open("wb") as log,
+        Server(
+            folder / "repository",
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            arguments=arguments,
+            log=log,
+        ) as server,
+    ):
+        states = server.wait_loaded(_SECONDS)
+        assert {one.name: one.reason for one in states if not one.ready} == {}
+        yield server
 
 
 @pytest.fixture
-def spans(server: Server, collector: Collector) -> Iterator[Collector]:
-    """The collector, without what earlier tests sent."""
-    states = server.wait_loaded(_SECONDS)
-    assert {one.name: one.reason for one in states if not one.ready} == {}
-    collector.spans.clear()
+def spans(server: Server, collector: Collector) -> Collector:
+    """The collector of a running server's spans."""
     return collector
 
 
@@ -90,13 +94,13 @@ def _whole(spans: list[Span], trace: int) -> dict[str, Span]:
 
 
 def test_one_trace(server: Server, spans: Collector) -> None:
-    """The span around forward() is a child of Triton's span of the computation."""
+    """The span around forward() is a child of Triton's span of the model."""
     trace, span = _ask(server, "plain")
-    came = spans.wait(lambda all_: {"forward", "compute"} <= _whole(all_, trace).keys())
+    came = spans.wait(lambda all_: {"forward", "plain"} <= _whole(all_, trace).keys())
     found = _whole(came, trace)
     assert traced.ends(found["forward"].id) == [span]
-    assert found["forward"].parent == found["compute"].id
-    assert (found["forward"].service, found["compute"].service) == (_OURS, _TRITON)
+    assert found["forward"].parent == found["plain"].id
+    assert (found["forward"].service, found["plain"].service) == (_OURS, _TRITON)
 
 
 def test_clients_trace(server: Server, spans: Collector) -> None:
@@ -119,23 +123,23 @@ def test_batch(server: Server, spans: Collector) -> None:
         results = [answers.get(timeout=_SECONDS) for _ in range(3)]
     told = [result.as_numpy("y").ravel().tolist() for result, error in results if error is None]
     assert told == [told[0]] * 3
-    computed = spans.wait(
+    trace, _ = told[0]
+    came = spans.wait(
         lambda all_: (
-            [one.name for one in all_].count("compute") == 3
-            and any(one.name == "forward" for one in all_)
+            [one.name for one in all_].count("together") == 3 and "forward" in _whole(all_, trace)
         )
     )
-    (span,) = [one for one in computed if one.name == "forward"]
+    span = _whole(came, trace)["forward"]
     assert traced.ends(span.trace, span.id) == told[0]
-    assert {span.parent, *span.links} == {one.id for one in computed if one.name == "compute"}
+    assert {span.parent, *span.links} == {one.id for one in came if one.name == "together"}
     assert len(span.links) == 2
 
 
 def test_hooks(server: Server, spans: Collector) -> None:
     """Hooks of one request run in that one's context: Triton's own span is the current one."""
     trace, span = _ask(server, "hooked")
-    came = spans.wait(lambda all_: "compute" in _whole(all_, trace))
-    assert traced.ends(_whole(came, trace)["compute"].id) == [span]
+    came = spans.wait(lambda all_: "hooked" in _whole(all_, trace))
+    assert traced.ends(_whole(came, trace)["hooked"].id) == [span]
 
 
 def test_stream(server: Server, spans: Collector) -> None:
@@ -144,15 +148,15 @@ def test_stream(server: Server, spans: Collector) -> None:
     x = np.ones((1, 1), dtype=np.float32)
     told = [
         one["y"].ravel().tolist() if isinstance(one, dict) else one
-        for one in grpc_streams.responses(client.ask("stream", {"x": x}))
+        for one in grpc_streams.responses(client.ask("yields", {"x": x}))
     ]
     client.channel.close()
     assert told == [told[0]] * 2
     trace, span = told[0]
-    came = spans.wait(lambda all_: {"stream", "compute"} <= _whole(all_, trace).keys())
+    came = spans.wait(lambda all_: {"stream", "yields"} <= _whole(all_, trace).keys())
     found = _whole(came, trace)
     assert traced.ends(found["stream"].id) == [span]
-    assert found["stream"].parent == found["compute"].id
+    assert found["stream"].parent == found["yields"].id
 
 
 def test_call_of_another_model(server: Server, spans: Collector) -> None:
@@ -176,5 +180,4 @@ def test_tracing_without_opentelemetry(tmp_path: Path) -> None:
         f"--trace-config=triton,file={tmp_path}/trace.json",
     ]
     with _serving(tmp_path, arguments) as server:
-        server.wait_loaded(_SECONDS)
         assert _ask(server, "plain") == [0, 0]
