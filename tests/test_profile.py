@@ -79,8 +79,8 @@ def test_a_process_that_dies(tmp_path: Path) -> None:
         (["negate", "--output=/no/such/a.json"], "cannot write into /no/such: No such file"),
         (["negate", "--output=/proc/a.json"], "cannot write into /proc"),
         (["negate", "--output=/dev/null/a.json"], "cannot write into /dev/null: Not a dir"),
-        (["negate", "--batches=0"], "0 is not in the range x>=1"),
-        (["negate", "--batch-size=0"], "0 is not in the range x>=1"),
+        (["negate", "--batches=0"], "Invalid value for '--batches'"),
+        (["negate", "--batch-size=0"], "Invalid value for '--batch-size'"),
     ],
 )
 def test_bad_arguments(

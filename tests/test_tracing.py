@@ -336,7 +336,7 @@ def test_exporter_that_fails(
 def test_collector_that_is_gone(
     tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a collector requests are answered, and an instance that ends does not wait for one."""
+    """Without a collector requests are answered, and an instance that ends is not kept waiting."""
     monkeypatch.setattr(tracing, "_SECONDS_TO_SEND", 0.1)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     served = _Served(tmp_path, "plain")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import profile, record_function
 
 from torch_py_backend import config, engine, streams, threads, trial, tuned, warmup
@@ -373,7 +372,8 @@ def _rank(order: Sequence[tuple[str, ...]], place: tuple[str, ...]) -> list[int]
 
 
 def _is_range(event: Any) -> bool:
-    return event.device_type == DeviceType.CPU and event.name.startswith(PREFIX)
+    # On a GPU the range of a stage is a second event, of the device's.
+    return bool(event.name.startswith(PREFIX) and event.device_type.name == "CPU")
 
 
 def _place(event: Any) -> tuple[str, ...]:

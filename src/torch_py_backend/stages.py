@@ -79,8 +79,11 @@ class Stages:
     def stages(self) -> list[tuple[str, Any, str]]:
         """The stages: the name of each, the object that has it, and its attribute."""
         return [
+            ("prepare", self, "begin"),
+            ("prepare", self, "_prepared"),
             ("group", self, "group"),
             ("forward", self, "_pass"),
+            ("finish", self, "finish"),
             *((one.name, one, "function") for one in self.hooks.stages),
         ]
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from torch_py_backend.batching import Item, Outcome, Value
+from torch_py_backend.batching import Item, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import PlatformError, brief
@@ -162,7 +162,7 @@ class Tracing:
         return function if wrap is None else wrap(function)
 
     def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def run(items: Sequence[Item]) -> Sequence[Outcome]:
+        def run(items: Sequence[Item]) -> Any:
             contexts: list[Context | None] = [getattr(item, "context", None) for item in items]
             if not any(contexts):
                 return function(items)
@@ -189,7 +189,7 @@ class Tracing:
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """For several requests: it runs in a span."""
 
-        def call(group: Group) -> Sequence[Outcome]:
+        def call(group: Group) -> Any:
             if not self._contexts:
                 return function(group)
             found = (self._contexts[place] for place in group.positions)

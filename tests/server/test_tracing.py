@@ -146,15 +146,13 @@ def test_stream(server: Server, spans: Collector) -> None:
     """A stream's responses are all made in its span."""
     client = grpc_streams.connect(server)
     x = np.ones((1, 1), dtype=np.float32)
-    told = [
-        one["y"].ravel().tolist() if isinstance(one, dict) else one
-        for one in grpc_streams.responses(client.ask("yields", {"x": x}))
-    ]
+    came: list[Any] = list(grpc_streams.responses(client.ask("yields", {"x": x})))
     client.channel.close()
+    told = [one["y"].ravel().tolist() for one in came]
     assert told == [told[0]] * 2
     trace, span = told[0]
-    came = spans.wait(lambda all_: {"stream", "yields"} <= _whole(all_, trace).keys())
-    found = _whole(came, trace)
+    sent = spans.wait(lambda all_: {"stream", "yields"} <= _whole(all_, trace).keys())
+    found = _whole(sent, trace)
     assert traced.ends(found["stream"].id) == [span]
     assert found["stream"].parent == found["yields"].id
 

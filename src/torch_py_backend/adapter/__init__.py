@@ -15,7 +15,7 @@ import locale
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -155,13 +155,15 @@ class TritonPythonModel:
         if self._settings.sequencing is None:
             # To ask costs: only where hooks do.
             asks = self._engine.hooks is not None and self._engine.hooks.asks
-            read = messages.read_with_parameters if asks else messages.read
+            read: Callable[[Any], Any] = messages.read_with_parameters if asks else messages.read
             if traces is not None:
                 read = messages.traced(read, traces.carry)
             return answering.Answering(self._engine, self._end, weights, read=read)
         steps = sequencing.Sequencing(self._engine)
         self._modes.callback(steps.close)
-        read = steps.read if traces is None else messages.traced(steps.read, traces.carry)
+        read = steps.read
+        if traces is not None:
+            read = messages.traced(steps.read, traces.carry)
         # A step that nobody waits for is run all the same: the next one builds upon it.
         return answering.Answering(
             self._engine, self._end, weights, read=read, run=steps.run, leaves_out=False
