@@ -93,18 +93,15 @@ class TritonPythonModel:
         # torch reads its environment when it is imported: not before this line.
         import torch  # noqa: PLC0415
 
-        from torch_py_backend import (  # noqa: PLC0415
-            engine,
-            profiling,
-            tracing,
-            warmup,
-            weight_files,
-        )
+        from torch_py_backend import engine, tracing, warmup, weight_files  # noqa: PLC0415
         from torch_py_backend.adapter import answering, calling, messages, streaming  # noqa: PLC0415
 
         _check_numpy(settings.name)
         traced = tracing.wanted(settings, told=messages.tells_traces())
-        profiling.refuse_unwritable(settings)
+        if settings.options.profile_dir is not None:
+            from torch_py_backend import profiling  # noqa: PLC0415
+
+            profiling.refuse_unwritable(settings)
         self._engine = engine.build(settings, share)
         self._modes.callback(self._engine.leave)
         self._settings = settings

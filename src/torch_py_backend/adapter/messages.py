@@ -53,7 +53,7 @@ def read_with_parameters(request: Any) -> Item:
 
 def tells_traces() -> bool:
     """Whether this server's requests can be asked for their traces: 24.04 and later."""
-    return hasattr(pb_utils.InferenceRequest, "trace")
+    return hasattr(getattr(pb_utils, "InferenceRequest", None), "trace")
 
 
 def traced(
