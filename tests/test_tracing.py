@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,8 +156,10 @@ def test_streams(name: str, tmp_path: Path, spans: InMemorySpanExporter) -> None
 
 def _ended(spans: InMemorySpanExporter) -> Any:
     """The only span; it ends after the last response was sent."""
+    until = time.monotonic() + _SECONDS
     while not spans.get_finished_spans():
-        pass
+        assert time.monotonic() < until
+        time.sleep(0.001)
     (span,) = spans.get_finished_spans()
     return span
 
