@@ -230,6 +230,16 @@ class ResponseSender:
         return self.cancelled
 
 
+class InferenceTrace:
+    """A request's trace; without a context, where Triton does not trace with OpenTelemetry."""
+
+    def __init__(self, context: str = "") -> None:
+        self._context = context
+
+    def get_context(self) -> str | None:
+        return self._context or None
+
+
 class InferenceRequest:
     """What the server hands over, and what a model sends to another one: a function here."""
 
@@ -247,13 +257,18 @@ class InferenceRequest:
         model_version: int = -1,
         requested_output_names: Sequence[str] = (),
         preferred_memory: PreferredMemory | None = None,
+        trace: InferenceTrace | None = None,
     ) -> None:
         self._inputs, self._request_id, self._cancelled = inputs, request_id, cancelled
         self._turn = turn
         self._parameters = parameters or {}
         self.model_name, self.model_version = model_name, model_version
         self.preferred_memory = preferred_memory
+        self._trace = trace or InferenceTrace()
         self.sender = ResponseSender()
+
+    def trace(self) -> InferenceTrace:
+        return self._trace
 
     def exec(self) -> InferenceResponse:
         if self.model_name not in self.served:

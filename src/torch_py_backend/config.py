@@ -190,6 +190,16 @@ def refuse_contradictions(config: ModelConfig) -> None:
             "Add state to sequence_batching or set STATE, or take SEQUENCE_MEMORY_MB out.",
         ),
         (
+            wished.profile_batches is not None and wished.profile_dir is None,
+            "PROFILE_BATCHES is set, and PROFILE_DIR is not",
+            "Set PROFILE_DIR to the folder that traces go to, or take PROFILE_BATCHES out.",
+        ),
+        (
+            wished.profile_dir is not None and not Path(wished.profile_dir).is_absolute(),
+            f"PROFILE_DIR is '{wished.profile_dir}'",
+            "Give an absolute path: an instance's working directory is Triton's affair.",
+        ),
+        (
             bool(wished.pad) and not most,
             "PAD is set, and max_batch_size is 0",
             "Requests are padded to share a batch: set max_batch_size, or take PAD out.",

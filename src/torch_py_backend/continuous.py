@@ -12,6 +12,7 @@ halves are run, and theirs, until only the streams at fault end with the error.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -54,6 +55,7 @@ class _Wish:
     state: Any
     given: Given
     stepped: asyncio.Future[Stepped]
+    context: contextvars.Context
 
 
 class Steps:
@@ -84,7 +86,7 @@ class Steps:
         """
         loop = asyncio.get_running_loop()
         stepped: asyncio.Future[Stepped] = loop.create_future()
-        self._wishes.append(_Wish(state, given, stepped))
+        self._wishes.append(_Wish(state, given, stepped, contextvars.copy_context()))
         if self._running is None or self._running.done():
             self._running = loop.create_task(self._run())
         return await stepped
@@ -133,7 +135,8 @@ class Steps:
     def _attempt(self, wishes: Sequence[_Wish]) -> Sequence[Stepped] | Failure:
         try:
             with self._calling():
-                return self._step(wishes)
+                # What is current in a call for several, a trace's context say, is the first one's.
+                return wishes[0].context.run(self._step, wishes)
         except BaseException as error:  # nobody else would tell the streams
             return self._engine.recovery.judge(error, self._engine.loaded.returns)
 

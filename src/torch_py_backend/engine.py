@@ -11,7 +11,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -50,6 +51,21 @@ from torch_py_backend.threads import Threads
 
 if TYPE_CHECKING:
     import torch
+
+# Given a stage's name and what does it, what does it instead; the same, where nothing shall.
+Around: TypeAlias = "Callable[[str, Callable[..., Any]], Callable[..., Any]]"
+# The stages of every engine, and where they stand in it.
+_STAGES = {
+    "run": "_run",
+    "streamed": "calling",
+    "hook": "_own",
+    "call": "_attempt",
+    "gather": "_gather",
+    "host to device": "_to_device",
+    "outputs": "_take",
+    "device to host": "_to_host",
+    "scatter": "_scatter",
+}
 
 
 def build(config: ModelConfig, threads: Threads) -> Engine:
@@ -156,6 +172,9 @@ class Engine:
         self.rows = buckets.plan(config, loaded.rows, fixed=fixed)
         self._runtime = surroundings
         self._batched = config.max_batch_size > 0
+        self._gather = batching.gather
+        self._to_device = surroundings.to_device
+        self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
         told, carried = [spec.name for spec in config.outputs], config.carried
         self._names = (*told, *(state.output for state in carried))
         # What is kept between calls: by the names of inputs, and the places of outputs.
@@ -174,7 +193,7 @@ class Engine:
         self.purity = Purity(loaded.owner)
         self.recovery = Recovery(
             config.name,
-            self._attempt,
+            lambda group: self._attempt(group),  # noqa: PLW0108  what stands around it by then
             called=loaded.signature.name,
             rows=self.rows if config.max_batch_size else None,
             repeats=self.repeats,
@@ -279,9 +298,9 @@ class Engine:
             raise admitted
         (group,) = self._intake.group([(0, admitted)])
         began = time.perf_counter()
-        batch = batching.gather(group.items, group.inputs.names)
+        batch = self._gather(group.items, group.inputs.names)
         gathered = time.perf_counter()
-        columns = self._runtime.to_device(batch.columns)
+        columns = self._to_device(batch.columns)
         sent = time.perf_counter()
         given = Given(_rows(columns), columns)
         result = group.inputs.call(self._module, self._intake.convert(group.inputs, columns))
@@ -300,7 +319,7 @@ class Engine:
         ]
         came = [column for _, given in results for column in given.columns]
         began = time.perf_counter()
-        sent = iter(self._runtime.to_host(made, came))
+        sent = iter(self._to_host(made, came))
         self.counts.device_to_host_seconds += time.perf_counter() - began
         return [
             values
@@ -318,6 +337,25 @@ class Engine:
     def _finite_only(self, outcome: dict[str, Value]) -> Outcome:
         refusal = None if self._finite is None else self._finite.refusal(outcome)
         return outcome if refusal is None else refusal
+
+    def surround(self, around: Around) -> Callable[[], None]:
+        """Let something stand around stages, until what is returned is called.
+
+        Stages are replaced, so that nothing is asked on the way of a batch where nothing stands.
+        """
+        places: list[tuple[str, Any, str]] = [
+            *((name, self, attribute) for name, attribute in _STAGES.items()),
+            *self._intake.stages(),
+        ]
+        if self.hooks is None:  # else hooks have the module itself, whose attributes they may want
+            places.append(("forward", self, "_module"))
+        replaced = contextlib.ExitStack()
+        for name, owner, attribute in places:
+            stage = getattr(owner, attribute)
+            made = around(name, stage)
+            if made is not stage:
+                replaced.callback(_replace(owner, attribute, made))
+        return replaced.close
 
     def clean(self) -> None:
         """What the config asks for after each execution."""
@@ -443,16 +481,16 @@ class Engine:
         with self._runtime.guard():
             names = group.inputs.names
             began = time.perf_counter()
-            batch = batching.gather(group.items, names, self._pads, self._state_inputs)
+            batch = self._gather(group.items, names, self._pads, self._state_inputs)
             if self._padding is not None:
                 self._count_padding(group, batch)
             gathered = time.perf_counter()
-            columns = self._runtime.to_device(batch.columns)
+            columns = self._to_device(batch.columns)
             sent = time.perf_counter()
             rows = _rows(columns)
             raw = self._call(group, columns, rows)
             called = time.perf_counter()
-            made = self._runtime.to_host(self._owned(raw, batch), self._sent(names, batch))
+            made = self._to_host(self._owned(raw, batch), self._sent(names, batch))
             fetched = time.perf_counter()
         # In place: a call would cost more than all of it.
         counts = self.counts
@@ -525,6 +563,17 @@ class Engine:
         passed = self._intake.convert(group.inputs, columns)
         self.counts.rows += rows
         return self._take(group.inputs.call(self._module, passed), rows)
+
+
+def _replace(owner: Any, attribute: str, made: Any) -> Callable[[], None]:
+    """Set an attribute; what is returned makes it what it was."""
+    own = vars(owner)
+    # A method is the class's own, and is seen again once nothing hides it.
+    before = own.get(attribute, own)
+    setattr(owner, attribute, made)
+    if before is own:
+        return partial(delattr, owner, attribute)
+    return partial(setattr, owner, attribute, before)
 
 
 def _rows(columns: Sequence[Value]) -> int:

@@ -26,6 +26,7 @@ BackendError
 ├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
 ├── BenchError              what is to be measured contradicts itself, or gave no figures
 ├── ArchiveError            a TorchServe archive cannot be read, or cannot be served here
+├── ProfileError            a model cannot be profiled as asked, or its trace cannot be kept
 └── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
 
 A sentence names the model, what was found, what was expected, and what to do. What a client reads
@@ -269,6 +270,10 @@ class ArchiveError(BackendError):
             sentence += f"; expected {expected}"
         # What an archive says of itself may hold what a terminal takes for commands.
         super().__init__(printable(f"{sentence}. {cure}" if cure else f"{sentence}."))
+
+
+class ProfileError(BackendError):
+    pass
 
 
 class TuneError(BackendError):

@@ -45,14 +45,14 @@ _RIVALS = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Stage:
     """One method of the hooks.
 
     Attributes:
         model: the model's name.
         name: the method's name.
-        function: the method.
+        function: the method, with what stands around it.
         text: its declaration, for people.
         asks: whether it takes the request's parameters.
         blames: whether a ValueError or a TypeError that it raises is the client's fault.

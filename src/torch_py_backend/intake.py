@@ -97,6 +97,15 @@ class Intake:
         """Where each input goes: an argument, or a path in the call tree."""
         return dict(zip(self._whole.names, self._whole.places, strict=True))
 
+    def stages(self) -> list[tuple[str, Any, str]]:
+        """The stages of an intake: the name of each, the object that has it, and its attribute."""
+        return [
+            ("group", self, "whole"),
+            ("admit", self, "admit"),
+            ("group", self, "group"),
+            ("convert", self, "convert"),
+        ]
+
     def whole(self, items: Sequence[Item]) -> Group | None:
         """All items as they are, where the config says that they can share a call; else None.
 

@@ -355,6 +355,17 @@ class Options:
         " in Triton's queue.",
         default=64,
     )
+    tracing: bool | None = _option(
+        BOOLEAN,
+        "Make the context of a request that Triton traces with OpenTelemetry the current one in the"
+        " model's code. Unset: where opentelemetry-sdk is installed.",
+    )
+    profile_dir: str | None = _option(
+        TEXT,
+        "Write a trace of torch.profiler into this folder, an absolute path: of the first batches"
+        " after READY, and again whenever its file `again` is touched. Unset: none.",
+    )
+    profile_batches: int | None = _option(POSITIVE, "Batches in each of these traces. Unset: 10.")
     force_cpu_only_input_tensors: bool = _option(
         BOOLEAN,
         "Triton's own: `false` leaves inputs that are on the GPU there.",

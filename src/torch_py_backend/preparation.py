@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -107,7 +108,9 @@ class ByRow:
         """What gives a prepared row: a thread has begun with it, or it begins then."""
         if self._threads is None:
             return partial(self._row, row, told)
-        return self._threads.submit(self._guarded, row, told).result
+        # What is current for this request, a trace's context say, is so for its rows.
+        current = contextvars.copy_context()
+        return self._threads.submit(current.run, self._guarded, row, told).result
 
     def _guarded(self, row: Item, told: Parameters) -> Any:
         with self._guard():  # of this thread

@@ -76,6 +76,17 @@ class Stages:
         self._names = tuple(self._specs)
         self._finite = Finite(config) if config.options.check_finite else None
 
+    def stages(self) -> list[tuple[str, Any, str]]:
+        """The stages: the name of each, the object that has it, and its attribute."""
+        return [
+            ("prepare", self, "begin"),
+            ("prepare", self, "_prepared"),
+            ("group", self, "group"),
+            ("forward", self, "_pass"),
+            ("finish", self, "finish"),
+            *((one.name, one, "function") for one in self.hooks.stages),
+        ]
+
     # --- before the module ---------------------------------------------------------------------
 
     def begin(self, item: Item) -> Callable[[], Item | InputError]:

@@ -63,11 +63,11 @@ def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> di
     made = engine.build(settings, threads.budget(settings))
     settings = made.config  # with the controls of a sequence that the model takes
     _warm_up(made)
-    item, source = _find_inputs(settings, inputs)
+    item, source = find_inputs(settings, inputs)
     given, expected = Path(folder) / _INPUTS, Path(folder)
     _write(given, item)
     for rows in sizes(settings):
-        _write(expected / _reference(rows), _run(made, _tile(settings, item, rows)))
+        _write(expected / _reference(rows), _run(made, tile(settings, item, rows)))
     return {"kind": made.kind.name, "inputs": source, "sizes": sizes(settings)}
 
 
@@ -82,7 +82,7 @@ def _reference(rows: int) -> str:
     return f"reference_{rows}.safetensors"
 
 
-def _find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
+def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
     """Inputs, and in a word where they come from."""
     if inputs is not None:
         return _of_file(settings, Path(inputs)), Path(inputs).name
@@ -129,7 +129,7 @@ def _refuse_misfit(settings: ModelConfig, item: Item, source: str) -> None:
             )
 
 
-def _tile(settings: ModelConfig, item: Item, rows: int) -> Item:
+def tile(settings: ModelConfig, item: Item, rows: int) -> Item:
     """As many rows as asked for, the item's own over and over."""
     absent = {spec.name for spec in _sent(settings)} - item.keys()
     count = rows if settings.max_batch_size else None
@@ -203,7 +203,7 @@ def measure(
     complaints.refuse()  # before the warm-up, which may compile for minutes
     _warm_up(made)
     item = _read(Path(folder) / _INPUTS)
-    batches = {rows: _tile(settings, item, rows) for rows in sizes(settings)}
+    batches = {rows: tile(settings, item, rows) for rows in sizes(settings)}
     errors = [
         _error(made, batch, Path(folder) / _reference(rows)) for rows, batch in batches.items()
     ]

@@ -15,7 +15,7 @@ import locale
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ from torch_py_backend.errors import BackendError, PlatformError
 if TYPE_CHECKING:
     from torch_py_backend.adapter.answering import Answering, Weights
     from torch_py_backend.adapter.streaming import Streaming
+    from torch_py_backend.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -92,10 +93,15 @@ class TritonPythonModel:
         # torch reads its environment when it is imported: not before this line.
         import torch  # noqa: PLC0415
 
-        from torch_py_backend import engine, warmup, weight_files  # noqa: PLC0415
-        from torch_py_backend.adapter import answering, calling, streaming  # noqa: PLC0415
+        from torch_py_backend import engine, tracing, warmup, weight_files  # noqa: PLC0415
+        from torch_py_backend.adapter import answering, calling, messages, streaming  # noqa: PLC0415
 
         _check_numpy(settings.name)
+        traced = tracing.wanted(settings, told=messages.tells_traces())
+        if settings.options.profile_dir is not None:
+            from torch_py_backend import profiling  # noqa: PLC0415
+
+            profiling.refuse_unwritable(settings)
         self._engine = engine.build(settings, share)
         self._modes.callback(self._engine.leave)
         self._settings = settings
@@ -113,37 +119,53 @@ class TritonPythonModel:
         told = (lambda: self._watch.digest) if watched else None
         self._publisher = metrics.Publisher(self._engine, told)
         self._modes.callback(self._publisher.close)
+        traces = tracing.Tracing(self._engine) if traced else None
+        if traces is None:
+            calls = calling.Calls(settings.name)
+        else:
+            self._modes.callback(traces.close)
+            calls = calling.Calls(settings.name, traces.handle)
         # Not before: Triton refuses calls of other models while one loads.
-        composition.connect(calling.Calls(settings.name))
+        composition.connect(calls)
         # Not before: loading may take as long as it wants.
         self._engine.recovery.begins = self._vitals.busy
+        if settings.options.profile_dir is not None:
+            profiles = profiling.Profiles(self._engine)
+            self._modes.callback(profiles.close)
         if settings.decoupled:
-            self._streaming = streaming.Streaming(self._engine, self._end, self._vitals.idle)
+            self._streaming = streaming.Streaming(
+                self._engine, self._end, self._vitals.idle, traces
+            )
             self._modes.callback(self._streaming.close)
         else:
-            self._answering = self._answers(weights)
+            self._answering = self._answers(weights, traces)
         # torch and the model are hundreds of thousands of objects, and they stay: a collection
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
 
-    def _answers(self, weights: Weights | None) -> Answering:
+    def _answers(self, weights: Weights | None, traces: Tracing | None) -> Answering:
         """Who makes responses of requests."""
         from torch_py_backend.adapter import answering, messages, sequencing  # noqa: PLC0415
 
         if self._settings.sequencing is None:
             # To ask costs: only where hooks do.
             asks = self._engine.hooks is not None and self._engine.hooks.asks
-            read = messages.read_with_parameters if asks else messages.read
+            read: Callable[[Any], Any] = messages.read_with_parameters if asks else messages.read
+            if traces is not None:
+                read = messages.traced(read, traces.carry)
             return answering.Answering(self._engine, self._end, weights, read=read)
         steps = sequencing.Sequencing(self._engine)
         self._modes.callback(steps.close)
+        read = steps.read
+        if traces is not None:
+            read = messages.traced(steps.read, traces.carry)
         # A step that nobody waits for is run all the same: the next one builds upon it.
         return answering.Answering(
             self._engine,
             self._end,
             weights,
-            read=steps.read,
+            read=read,
             run=steps.run,
             asked=steps.asked,
             leaves_out=False,

@@ -31,10 +31,12 @@ class Calls:
 
     Args:
         own: the model that calls: one that waits for itself would wait for ever.
+        trace: Triton's trace of the request that is being answered; None: it has none.
     """
 
-    def __init__(self, own: str) -> None:
+    def __init__(self, own: str, trace: Callable[[], Any] = lambda: None) -> None:
         self._own = own
+        self._trace = trace
 
     def send(self, called: Model, inputs: Mapping[str, Any]) -> Results:
         request = self._request(called, inputs)
@@ -62,13 +64,16 @@ class Calls:
             )
         values = {name: _value(called, name, value) for name, value in inputs.items()}
         devices = {one.device for one in values.values() if isinstance(one, Tensor) and one.is_cuda}
-        wanted = {}
+        wanted: dict[str, Any] = {}
         for device in devices:
             # Triton reads them on a stream of its own.
             torch.cuda.current_stream(device).synchronize()
             wanted["preferred_memory"] = pb_utils.PreferredMemory(
                 pb_utils.TRITONSERVER_MEMORY_GPU, device.index
             )
+        trace = self._trace()
+        if trace is not None:
+            wanted["trace"] = trace
         return pb_utils.InferenceRequest(
             model_name=called.name,
             model_version=_CHOSEN_BY_TRITON if called.version is None else called.version,

@@ -6,7 +6,7 @@ Imported when an instance starts, not before: it needs torch, and Triton's utili
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.utils import dlpack
 from torch_py_backend import parameters
 from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.errors import BackendError
+from torch_py_backend.sequences import Step
 
 # Below this size a DLPack capsule is cheaper to hand over than a numpy array, above it dearer.
 _SMALL_BYTES = 4096
@@ -48,6 +49,36 @@ def read_with_parameters(request: Any) -> Item:
     item = read(request)
     told = parameters.parse(request.parameters())
     return {**item, parameters.KEY: parameters.column([told])}
+
+
+def tells_traces() -> bool:
+    """Whether this server's requests can be asked for their traces: 24.04 and later."""
+    return hasattr(getattr(pb_utils, "InferenceRequest", None), "trace")
+
+
+def traced(
+    read: Callable[[Any], Any], carry: Callable[[Item, str, Any], Item], *, kept: bool = False
+) -> Callable[[Any], Any]:
+    """As `read`, for requests that may be traced: what was read then carries that.
+
+    Args:
+        read: what a request is for those who run it.
+        carry: an item with a trace's context and Triton's handle of it.
+        kept: whether items are needed after execute() has returned: the handle is Triton's.
+    """
+
+    def read_traced(request: Any) -> Any:
+        found = read(request)
+        trace = request.trace()
+        told = trace.get_context()
+        if not told:
+            return found
+        handle = None if kept else trace
+        if isinstance(found, Step):
+            return found._replace(item=carry(found.item, told, handle))
+        return carry(found, told, handle)
+
+    return read_traced
 
 
 def read_tensor(tensor: Any) -> Value:

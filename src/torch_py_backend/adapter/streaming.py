@@ -29,6 +29,7 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.families import OK
 from torch_py_backend.streams import Streams
+from torch_py_backend.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class Streaming:
         engine: the model, warmed up.
         end: called once, with the reason, when the process has become useless.
         rests: called whenever no code of the model runs any more.
+        traces: who carries traces into the model's code; None: nobody.
     """
 
     def __init__(
@@ -56,11 +58,16 @@ class Streaming:
         engine: Engine,
         end: Callable[[str], None],
         rests: Callable[[], None],
+        traces: Tracing | None = None,
     ) -> None:
         self.engine = engine
         self.model = engine.config.name
         self._end = end
         self._ended = False
+        self._traces = traces
+        self._read_request: Callable[[Any], Item] = messages.read_kept
+        if traces is not None:
+            self._read_request = messages.traced(messages.read_kept, traces.carry, kept=True)
         # Who waits for it is Triton, which then gives requests to another instance, or queues them.
         self._room = threading.BoundedSemaphore(engine.config.options.max_streams)
         self._streams = Streams(engine, rests)
@@ -110,7 +117,7 @@ class Streaming:
 
     def _read(self, request: Any, client: _Client) -> Item | None:
         try:
-            return messages.read_kept(request)
+            return self._read_request(request)
         except Exception as error:  # of Triton's utilities, or of a device that is gone
             with self.engine.turn:
                 said, failure = brief(error), self.engine.recovery.judge(error)
@@ -154,7 +161,12 @@ class Streaming:
         return True
 
     def _launch(self, item: Item, client: _Client) -> None:
-        task = self._loop.create_task(self._streams.run(item, client))
+        if self._traces is None:
+            task = self._loop.create_task(self._streams.run(item, client))
+        else:
+            with self._traces.streaming(item) as ended:  # a task keeps what is current here
+                task = self._loop.create_task(self._streams.run(item, client))
+            task.add_done_callback(ended)
         self._clients[task] = client
         task.add_done_callback(self._landed)
         self._tell_soon()

@@ -1,0 +1,231 @@
+"""Models that tell which trace their code runs in, and a collector of spans for those who ask them.
+
+An answer has two numbers: the ends of the ids of the current trace and of the current span.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import TYPE_CHECKING, Any
+
+import scenarios
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from scenarios import Scenario
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_SECONDS = 60
+# What fits in an INT64 of an id.
+_BITS = 62
+
+_HEADER = f"""\
+import torch
+from opentelemetry import trace
+from torch import Tensor, nn
+
+from torch_py_backend.composition import model
+
+
+def told(rows: int) -> Tensor:
+    found = trace.get_current_span().get_span_context()
+    ids = [one % 2**{_BITS} for one in (found.trace_id, found.span_id)]
+    return torch.tensor([ids] * rows)
+
+
+"""
+_PLAIN = """\
+class Plain(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return told(len(x))
+"""
+# Of a request's own rows, before forward() and after it.
+_HOOKED = """\
+class Hooked(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Hooks:
+    def preprocess(self, x: Tensor) -> Tensor:
+        return told(1)[0]
+
+    def postprocess(self, result: Tensor) -> Tensor:
+        assert torch.equal(result, told(1)[0])
+        return result
+"""
+_YIELDS = """\
+class Yields(nn.Module):
+    def forward(self, x: Tensor):
+        for _ in range(2):
+            yield told(len(x))
+"""
+_STEPS = """\
+class Steps(nn.Module):
+    def begin(self, x: Tensor):
+        return 2, len(x)
+
+    def step(self, states):
+        return [((left - 1, rows) if left > 1 else None, told(rows)) for left, rows in states]
+"""
+_SUM = """\
+class Sum(nn.Module):
+    def forward(self, x: Tensor, sum_in: Tensor) -> dict:
+        return {"y": told(len(x)), "sum_out": sum_in + x}
+"""
+_CALLER = """\
+class Caller(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return model("plain")(x=x)["y"]
+"""
+_RAISES = """\
+class Raises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if bool((x < 0).any()):
+            raise ValueError("negative")
+        return told(len(x))
+"""
+
+
+def _scenario(name: str, code: str, more: str = "", rows: int = 4, **parameters: str) -> Scenario:
+    text = scenarios.config({"x": [1]}, {}, max_batch_size=rows, parameters=parameters, more=more)
+    text += scenarios.tensor("output", "y", [2], "INT64")
+    return Scenario(name, scenarios.text(_HEADER + code), text)
+
+
+_DECOUPLED = "model_transaction_policy { decoupled: true }\n"
+_SEQUENCES = scenarios.sequencing(scenarios.state(("sum_in", "sum_out"), "1"))
+# As many requests as fit are one batch: that waits until they are there.
+_TOGETHER = "dynamic_batching { max_queue_delay_microseconds: 20000000 }\n"
+TABLE = {
+    one.name: one
+    for one in (
+        _scenario("plain", _PLAIN, TRACING="true"),
+        _scenario("together", _PLAIN, _TOGETHER, 3, WARMUP="false"),
+        _scenario("hooked", _HOOKED),
+        _scenario("threaded", _HOOKED, PREPROCESS_THREADS="2"),
+        _scenario("yields", _YIELDS, _DECOUPLED),
+        _scenario("steps", _STEPS, _DECOUPLED),
+        _scenario("sums", _SUM, _SEQUENCES),
+        _scenario("caller", _CALLER, WARMUP="false"),
+        _scenario("raises", _RAISES),
+        _scenario("off", _PLAIN, TRACING="false"),
+    )
+}
+
+
+def ends(*ids: str) -> list[int]:
+    """What models tell of ids in hexadecimal digits."""
+    return [int(one, 16) % 2**_BITS for one in ids]
+
+
+def context(trace: str, span: str) -> str:
+    """A trace's context as Triton tells it."""
+    return json.dumps({"traceparent": f"00-{trace}-{span}-01", "tracestate": ""})
+
+
+# --- a collector -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Span:
+    """A span; ids in hexadecimal digits."""
+
+    service: str
+    name: str
+    trace: str
+    id: str
+    parent: str
+    links: tuple[str, ...]
+    attributes: dict[str, Any] = field(compare=False)
+
+
+class Collector:
+    """Takes spans over HTTP, as OTLP has them: in protobuf, or in JSON. A context manager."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+        self._came = threading.Condition()
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                collector.take(body, self.headers["Content-Type"])
+                self.send_response(200)
+                self.end_headers()
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._thread = threading.Thread(target=self._server.serve_forever)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._server.server_port}"
+
+    def take(self, body: bytes, kind: str) -> None:
+        read = _of_json if "json" in kind else _of_protobuf
+        with self._came:
+            self.spans += read(body)
+            self._came.notify_all()
+
+    def wait(self, found: Callable[[list[Span]], bool]) -> list[Span]:
+        """The spans, once they are as they should be."""
+        with self._came:
+            came = self._came.wait_for(lambda: found(self.spans), _SECONDS)
+            assert came, self.spans
+            return list(self.spans)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+def _of_protobuf(body: bytes) -> list[Span]:
+    return [
+        Span(
+            {one.key: one.value.string_value for one in resource.resource.attributes}.get(
+                "service.name", ""
+            ),
+            span.name,
+            span.trace_id.hex(),
+            span.span_id.hex(),
+            span.parent_span_id.hex(),
+            tuple(one.span_id.hex() for one in span.links),
+            {one.key: one.value.string_value or one.value.int_value for one in span.attributes},
+        )
+        for resource in ExportTraceServiceRequest.FromString(body).resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+
+
+def _of_json(body: bytes) -> list[Span]:
+    return [
+        Span(
+            str(_attributes(resource["resource"]).get("service.name", "")),
+            span["name"],
+            span["traceId"].lower(),
+            span["spanId"].lower(),
+            span.get("parentSpanId", "").lower(),
+            tuple(one["spanId"].lower() for one in span.get("links", ())),
+            _attributes(span),
+        )
+        for resource in json.loads(body)["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    ]
+
+
+def _attributes(owner: dict[str, Any]) -> dict[str, Any]:
+    return {one["key"]: next(iter(one["value"].values())) for one in owner.get("attributes", ())}
