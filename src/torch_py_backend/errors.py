@@ -26,7 +26,8 @@ BackendError
 ├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
 ├── BenchError              what is to be measured contradicts itself, or gave no figures
 ├── ArchiveError            a TorchServe archive cannot be read, or cannot be served here
-└── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
+├── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
+└── PackError               a Python environment cannot be packed for a server
 
 A sentence names the model, what was found, what was expected, and what to do. What a client reads
 (InputError, ForwardError, HookError, CallError, OutputError, UnavailableError) holds no path of the
@@ -263,6 +264,10 @@ class ArchiveError(BackendError):
 
 
 class TuneError(BackendError):
+    pass
+
+
+class PackError(BackendError):
     pass
 
 
