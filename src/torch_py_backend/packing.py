@@ -52,11 +52,11 @@ for one in metadata.distributions():
     origin = json.loads(one.read_text("direct_url.json") or "{}")
     if origin.get("dir_info", {}).get("editable"):
         editable.append(name)
-inside = [os.path.realpath(one) for one in (sys.prefix, sysconfig.get_path("stdlib"))]
+inside = [os.path.realpath(one) + "/" for one in (sys.prefix, sysconfig.get_path("stdlib"))]
 outside = [
     one
     for one in sys.path
-    if os.path.isdir(one) and not os.path.realpath(one).startswith(tuple(inside))
+    if os.path.isdir(one) and not (os.path.realpath(one) + "/").startswith(tuple(inside))
 ]
 folders = [sysconfig.get_config_var(name) or "" for name in ("LIBDIR", "MULTIARCH")]
 print(json.dumps({
