@@ -138,6 +138,8 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
         "check-nothing",
         "check-a-file",
         "init-nothing",
+        "pack-nothing",
+        "pack-python",
         "init-a-folder",
         "brackets",
         "bench-nothing",

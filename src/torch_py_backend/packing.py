@@ -308,7 +308,7 @@ def _pack_conda(environment: Environment, path: Path) -> int:
             compress_level=_COMPRESSION,
         )
     except conda_pack.CondaPackException as error:
-        raise PackError(f"conda-pack: {error}") from None
+        raise PackError(f"conda-pack: {' '.join(str(error).split())}") from None
     return sum(one.lstat().st_size for one in environment.folder.rglob("*") if one.is_file())
 
 
@@ -320,17 +320,14 @@ def _pack_venv(environment: Environment, path: Path) -> int:
         if environment.kind is Kind.LAYER:
             contents.add_tree(environment.folder, "", _ACTIVATION)
         else:
-            _add_interpreter(environment, contents)
+            library = _library(environment)
             contents.add_tree(environment.folder, "", _REPLACED)
+            _add_interpreter(environment, library, contents)
     return contents.size
 
 
-def _add_interpreter(environment: Environment, contents: _Contents) -> None:
-    """The Python that the environment was made from, laid out so that it finds its parts."""
-    program = f"python{environment.python}"
-    contents.add(environment.executable, f"bin/{program}")
-    contents.add_link("bin/python", program)
-    contents.add_link("bin/python3", program)
+def _library(environment: Environment) -> Path:
+    """The libpython of the Python that the environment was made from."""
     library = f"libpython{environment.python}.so.1.0"
     found = [folder / library for folder in environment.libraries if (folder / library).is_file()]
     if not found:
@@ -338,7 +335,16 @@ def _add_interpreter(environment: Environment, contents: _Contents) -> None:
             f"{environment.base} has no {library}, which Triton's stub loads. Install it (Debian:"
             f" libpython{environment.python}), or make the environment with another Python."
         )
-    contents.add(found[0].resolve(), f"lib/{library}")
+    return found[0]
+
+
+def _add_interpreter(environment: Environment, library: Path, contents: _Contents) -> None:
+    """The Python that the environment was made from, laid out so that it finds its parts."""
+    program = f"python{environment.python}"
+    contents.add(environment.executable, f"bin/{program}")
+    contents.add_link("bin/python", program)
+    contents.add_link("bin/python3", program)
+    contents.add(library.resolve(), f"lib/{library.name}")
     for part in (environment.modules, environment.headers):
         if part.is_dir():  # Debian's headers are a package of their own
             contents.add_tree(part, str(part.relative_to(environment.base)), _NEEDLESS)
