@@ -306,7 +306,7 @@ def become(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(globals(), "InferenceResponse", _ResponseOf2502)
 
 
-def executed(generation: str, model: Any, requests: list[InferenceRequest]) -> list[Any]:
+def executed(generation: str, model: Any, requests: Sequence[Any]) -> list[Any]:
     """What a server of that release makes of requests: from 26.03 on it asks the model first."""
     if generation != GENERATIONS[0]:
         ready = model.is_ready()
