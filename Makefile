@@ -6,7 +6,7 @@ FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
 BIN := $(VENV)/bin
 
-.PHONY: demo serve test docs fuzz soak lint types clean
+.PHONY: demo serve test docs fuzz soak release lint types clean
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -34,6 +34,13 @@ fuzz: $(VENV)/installed
 # A real server under full load for twenty minutes, with loads, unloads and cancellations.
 soak: $(VENV)/installed
 	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest tests/server/faults/test_soak.py -s --timeout 7200
+
+# Wheel and sdist in dist/, checked as a package index would, and installed by the tests.
+release: $(VENV)/installed
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/pytest tests/test_release.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

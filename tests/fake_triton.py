@@ -1,7 +1,8 @@
 """A fake of `triton_python_backend_utils`, as a stub of Triton 24.10 completes it.
 
 It refuses what the real one refuses, and raises where the real one corrupts data silently. The
-scenarios run against it and against a real server, so that the two cannot drift apart.
+scenarios run against it and against a real server, so that the two cannot drift apart. `become`
+makes a newer one of it: of those there is no real server here.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from google.protobuf import json_format, text_format
 from tritonclient.grpc import model_config_pb2
@@ -316,6 +318,48 @@ class InferenceResponse:
 
     def error(self) -> TritonError | None:
         return self._error
+
+
+class _ResponseOf2502(InferenceResponse):
+    """Responses that can have parameters, as 25.02 has them."""
+
+    def __init__(
+        self,
+        output_tensors: list[Tensor] | None = None,
+        error: TritonError | None = None,
+        parameters: dict[str, Any] | None = None,
+    ) -> None:
+        super().__init__(output_tensors, error)
+        for key, value in (parameters or {}).items():
+            if not isinstance(key, str) or not isinstance(value, str | int | bool):
+                raise TritonModelException(f"no parameter of a response: {key!r}: {value!r}")
+        self._parameters = parameters or {}
+
+    def parameters(self) -> str:
+        return json.dumps(self._parameters)
+
+
+# The newest of each kind that differs in what it asks of a model, or has for it.
+GENERATIONS = ("24.10", "26.03")
+
+
+def become(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be a server of that release, until the test is over."""
+    if generation != GENERATIONS[0]:
+        monkeypatch.setitem(globals(), "InferenceResponse", _ResponseOf2502)
+
+
+def executed(generation: str, model: Any, requests: Sequence[Any]) -> list[Any]:
+    """What a server of that release makes of requests: from 26.03 on it asks the model first."""
+    if generation != GENERATIONS[0]:
+        ready = model.is_ready()
+        if not isinstance(ready, bool):
+            raise TritonModelException("is_ready() must return a bool")
+        if not ready:
+            error = TritonError("the model is not ready", TritonError.UNAVAILABLE)
+            return [InferenceResponse(error=error) for _ in requests]
+    responses: list[Any] = model.execute(requests)
+    return responses
 
 
 class ModelConfig:

@@ -194,19 +194,6 @@ def test_padding_is_counted(tmp_path: Path, process: None) -> None:
     }  # fmt: skip
 
 
-class _Response(fake_triton.InferenceResponse):
-    """As of 25.02."""
-
-    def __init__(
-        self,
-        output_tensors: list[fake_triton.Tensor] | None = None,
-        error: fake_triton.TritonError | None = None,
-        parameters: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(output_tensors, error)
-        self.parameters = parameters
-
-
 def _watched(folder: Path) -> tuple[TritonPythonModel, Path]:
     scenario = _named("module_pt")
     repository = scenario.lay_out(folder)
@@ -219,15 +206,15 @@ def _watched(folder: Path) -> tuple[TritonPythonModel, Path]:
     return model, repository / "1"
 
 
-@pytest.mark.parametrize("newer", [False, True], ids=["24.10", "25.02"])
+@pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
 def test_answers_and_metrics_tell_the_weights_in_force(
-    newer: bool, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    generation: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Digits of the file's SHA-256: a metric's label, and a parameter where the server has some."""
     from torch_py_backend.adapter import messages
 
-    if newer:
-        monkeypatch.setattr(fake_triton, "InferenceResponse", _Response)
+    fake_triton.become(generation, monkeypatch)
+    newer = generation != fake_triton.GENERATIONS[0]
     monkeypatch.setattr(fake_triton.MetricFamily, "made", {})
     assert messages.takes_parameters() is newer
     model, folder = _watched(tmp_path)
@@ -236,7 +223,8 @@ def test_answers_and_metrics_tell_the_weights_in_force(
     while not model._watch.digest:
         time.sleep(0.01)
     bad = fake_triton.InferenceRequest([])
-    good, refused = model.execute([*_requests(scenarios.floats(1, 4)), bad])
+    sent = [*_requests(scenarios.floats(1, 4)), bad]
+    good, refused = fake_triton.executed(generation, model, sent)
     model._publisher.tell()
     (metric,) = fake_triton.MetricFamily.made["pytorch_py_weights_info"]
     assert metric.labels["weights"] == digest
@@ -244,4 +232,5 @@ def test_answers_and_metrics_tell_the_weights_in_force(
     model.finalize()
     assert metric.value() == 0
     assert refused.error() is not None
-    assert getattr(good, "parameters", None) == ({"weights": digest} if newer else None)
+    if newer:
+        assert json.loads(good.parameters()) == {"weights": digest}

@@ -329,6 +329,25 @@ def gauge() -> list[float]:
     return [one.value() for one in fake_triton.MetricFamily.made["pytorch_py_poisoned"]]
 
 
+@pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
+def test_a_poisoned_instance_is_refused_by_whoever_comes_first(
+    generation: str,
+    tmp_path: Path,
+    process: None,
+    broken: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A newer server asks whether the instance is ready; an older one hears it from the answers."""
+    fake_triton.become(generation, monkeypatch)
+    model = load(tmp_path)
+    first = [request(1), request(2)]
+    assert check(first, fake_triton.executed(generation, model, first)) == [None, None]
+    poison(model, broken)
+    later = [request(1), request(2)]
+    answered = fake_triton.executed(generation, model, later)
+    assert check(later, answered) == [TritonError.UNAVAILABLE] * 2
+
+
 def test_a_poisoned_instance(
     tmp_path: Path, process: None, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import kinds
 import models
+import packed
 import pytest
 import safetensors.torch
 import scenarios
@@ -22,8 +23,10 @@ import torch
 import typer
 from rich.console import Console
 
-from torch_py_backend import completion, examination, isolation, pbtxt, restrictions
+from torch_py_backend import completion, examination, isolation, pbtxt, restrictions, server
 from torch_py_backend.cli.check import check
+from torch_py_backend.cli.pack import pack
+from torch_py_backend.errors import PackError, ServerError
 from torch_py_backend.supervision import Event, Kind
 
 # `cli.serve` is the command; what stands beside it is in the module of the same name.
@@ -57,6 +60,32 @@ def test_install_twice_and_uninstall(tmp_path: Path) -> None:
     assert done.returncode == 0
 
 
+@pytest.mark.parametrize("told", [True, False], ids=["told", "found"])
+def test_pack(told: bool, tmp_path: Path) -> None:
+    """What was packed, and the line for config.pbtxt; the stub's Python is told, or found here."""
+    packed.make(tmp_path / "env", layer=True)
+    python = [f"--python={packed.PYTHON}"] if told else []
+    done = _run("pack", "env", *python, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    archive, versions, _, line, layer = done.stdout.splitlines()
+    assert archive.startswith(f"packed {tmp_path / 'env.tar.gz'}: 0.0 MB, unpacked ")
+    assert "torch 2.13.0+cpu, numpy 1.26.4, safetensors" in versions
+    assert 'string_value: "$$TRITON_MODEL_DIRECTORY/env.tar.gz"' in line
+    assert str(Path(sys.base_prefix)) in layer
+    assert {one.name for one in tmp_path.iterdir()} == {"env", "env.tar.gz"}
+
+
+def test_pack_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no server is installed, the Python must be told."""
+
+    def find() -> server.Triton:
+        raise ServerError("there is none.")
+
+    monkeypatch.setattr(server, "find", find)
+    with pytest.raises(PackError, match=r"is not known: there is none\. Or name it: --python"):
+        pack(Path("env"))
+
+
 def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
     """Triton would prefer the library: one sentence, exit code 1, nothing written."""
     (tmp_path / "pytorch").mkdir()
@@ -78,6 +107,8 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
         (["check", "/no/such/models"], "/no/such/models is not a folder"),
         (["check", "/dev/null"], "/dev/null is not a folder"),
         (["init", "/no/such/model.pt"], "/no/such/model.pt is not a file"),
+        (["pack", "/no/env", "--python=3.11"], "/no/env is no environment"),
+        (["pack", ".", "--python=py3"], "--python is 'py3'; expected a version such as 3.12"),
         (["init", "/"], "/ is not a file"),
         pytest.param(
             ["check", "/no/[extra]/[/x]"],
@@ -107,6 +138,8 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
         "check-nothing",
         "check-a-file",
         "init-nothing",
+        "pack-nothing",
+        "pack-python",
         "init-a-folder",
         "brackets",
         "bench-nothing",

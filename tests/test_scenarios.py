@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import compatibility
 import fake_triton
 import hooked
 import kinds
@@ -23,11 +24,25 @@ _STATUS = {
 }
 
 
+_TABLE = scenarios.TABLE + kinds.TABLE + hooked.TABLE
+_OLD, _NEW = fake_triton.GENERATIONS
+# The newer utilities have the same ways through them: one of each is enough.
+_ROWS = [(one, _OLD) for one in _TABLE]
+_ROWS += [(one, _NEW) for one in _TABLE if one.name in compatibility.SCENARIOS]
+
+
 @pytest.mark.parametrize(
-    "scenario", scenarios.TABLE + kinds.TABLE + hooked.TABLE, ids=lambda one: one.name
+    ("scenario", "generation"), _ROWS, ids=[f"{one.name}-{release}" for one, release in _ROWS]
 )
-def test_scenario(scenario: Scenario, tmp_path: Path, process: None) -> None:
-    """What the table says happens, without a server."""
+def test_scenario(
+    scenario: Scenario,
+    generation: str,
+    tmp_path: Path,
+    process: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the table says happens, without a server, on the oldest and the newest of them."""
+    fake_triton.become(generation, monkeypatch)
     model = TritonPythonModel()
     arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
     if scenario.load_error:
@@ -40,19 +55,17 @@ def test_scenario(scenario: Scenario, tmp_path: Path, process: None) -> None:
     model.initialize(arguments)
     document = json.loads(arguments["model_config"])
     for call in scenario.calls:
-        (response,) = model.execute([_request(call, document)])
+        (response,) = fake_triton.executed(generation, model, [_request(call, document)])
         _check(call, response)
     good = [call for call in scenario.calls if isinstance(call.expected, dict)]
-    together = model.execute([_request(call, document) for call in good])
+    together = fake_triton.executed(generation, model, [_request(call, document) for call in good])
     for call, response in zip(good, together, strict=True):
         _check(call, response)
     for batch in scenario.batches:
-        responses = model.execute(
-            [
-                _request(call, document, f"{scenario.name}-{place}")
-                for place, call in enumerate(batch)
-            ]
-        )
+        sent = [
+            _request(call, document, f"{scenario.name}-{place}") for place, call in enumerate(batch)
+        ]
+        responses = fake_triton.executed(generation, model, sent)
         for call, response in zip(batch, responses, strict=True):
             _check(call, response)
     log = "\n".join(text for _, text in fake_triton.Logger.lines)

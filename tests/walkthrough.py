@@ -95,13 +95,13 @@ class Walkthrough:
         return "" if how is None else how(self, block, arguments)
 
     def _ours(self, block: Block, arguments: Sequence[str]) -> str:
-        """`init`, `check`, `profile` as they are, `serve` on free ports, `bench` for a moment."""
+        """`init`, `check`, `profile`, `pack` as they are, `serve` on free ports, `bench` briefly."""
         command = arguments[0]
         if command == "serve":
             return self._serve(block, arguments)
         if command == "bench" and self._server is not None:
             arguments = [*arguments, *_SHORT]
-        elif command not in ("init", "check", "profile"):
+        elif command not in ("init", "check", "profile", "pack"):
             return ""  # install writes where the server is, tune takes minutes
         return self._run(block, sys.executable, "-c", _APP, *arguments)
 

@@ -27,7 +27,8 @@ BackendError
 ├── BenchError              what is to be measured contradicts itself, or gave no figures
 ├── ArchiveError            a TorchServe archive cannot be read, or cannot be served here
 ├── ProfileError            a model cannot be profiled as asked, or its trace cannot be kept
-└── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
+├── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
+└── PackError               a Python environment cannot be packed for a server
 
 A sentence names the model, what was found, what was expected, and what to do. What a client reads
 (InputError, ForwardError, HookError, CallError, OutputError, UnavailableError) holds no path of the
@@ -277,6 +278,10 @@ class ProfileError(BackendError):
 
 
 class TuneError(BackendError):
+    pass
+
+
+class PackError(BackendError):
     pass
 
 

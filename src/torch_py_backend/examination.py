@@ -5,12 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from torch_py_backend import pbtxt, server
+from torch_py_backend import environments, pbtxt, server
 from torch_py_backend.errors import BackendError, ServerError
+from torch_py_backend.server import Triton
 
 # One region of 1 MB for each instance, and more for larger tensors.
 _SHARED_MEMORY_BYTES = 256 << 20
@@ -42,12 +44,29 @@ def _server() -> Iterator[str]:
     except ServerError as error:
         yield str(error)
         return
-    # The wheel's stub is of 24.10, which numpy 2 garbles; others tell when a model loads.
-    if "pytriton" in triton.executable.parts and _major("numpy") >= 2:  # noqa: PLR2004
+    if garbles_numpy_2(triton) and _major("numpy") >= 2:  # noqa: PLR2004
         yield (
             f"numpy {metadata.version('numpy')} garbles tensors in the wheel's tritonserver;"
             " pip install 'numpy<2'."
         )
+
+
+def garbles_numpy_2(triton: Triton) -> bool:
+    """Whether the stub is known to: the wheel's is of 24.10; others tell when a model loads."""
+    return "pytriton" in triton.executable.parts
+
+
+def execution_environment(path: Path, document: Mapping[str, Any]) -> None:
+    """Look at the Python environment that a model's config names, if it does.
+
+    Raises:
+        PlatformError: it is not there, or not for the Python of this machine's server.
+    """
+    try:
+        stub = server.stub_python(server.find())
+    except ServerError:
+        stub = ""  # `environment` tells
+    environments.check(path, document, stub)
 
 
 def _major(distribution: str) -> int:

@@ -372,7 +372,8 @@ class Options:
         default=True,
     )
     execution_env_path: str | None = _option(
-        TEXT, "Triton's own: a packed Python environment for this model."
+        TEXT,
+        "Triton's own: a [packed Python environment](environments.md) for this model.",
     )
 
     @property

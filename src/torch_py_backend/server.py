@@ -7,6 +7,7 @@ import http.client
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 NGC = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
+_LIBPYTHON = re.compile(rb"libpython(3\.\d+)\.so")
 # Triton waits this long for models in use, then leaves; a little later we end what is left.
 _EXIT_SECONDS = 30
 _GRACE_SECONDS = 5
@@ -127,6 +129,21 @@ def _complete(executable: Path, backend: Path, stub: Path, libraries: tuple[Path
             )
     libpython = sysconfig.get_config_var("LIBDIR")
     return Triton(executable, backend, stub, (*libraries, Path(libpython or "/usr/lib")))
+
+
+def stub_python(triton: Triton) -> str:
+    """The Python that a server's stub is built for, as 3.12, told by the library that it loads.
+
+    Raises:
+        ServerError: the stub cannot be read, or is none.
+    """
+    try:
+        found = _LIBPYTHON.search(triton.stub.read_bytes())
+    except OSError as error:
+        raise ServerError(f"cannot read {triton.stub}: {error.strerror}.") from None
+    if found is None:
+        raise ServerError(f"{triton.stub} names no libpython; expected a stub of Triton's.")
+    return found[1].decode()
 
 
 def lay_out(triton: Triton, backends: Path) -> None:

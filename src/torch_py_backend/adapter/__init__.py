@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import completion, composition, config, threads, tuned, vitals
+from torch_py_backend import completion, composition, config, environments, threads, tuned, vitals
 from torch_py_backend.adapter import logs, metrics
 from torch_py_backend.errors import BackendError, PlatformError
 
@@ -77,6 +77,7 @@ class TritonPythonModel:
         document = auto_complete_model_config.as_dict()
         told = vitals.completing(document["name"])
         try:
+            _check_python(document)
             if completion.needed(document):
                 _complete(auto_complete_model_config, document)
             elif completion.decide(document, Path(pb_utils.get_model_dir())):
@@ -87,6 +88,7 @@ class TritonPythonModel:
 
     def _start(self, args: Mapping[str, str]) -> None:
         settings = tuned.apply(config.parse(args))
+        environments.refuse_another_python(settings.name, settings.options.execution_env_path or "")
         self._vitals = vitals.start(settings)
         share = threads.budget(settings)
         threads.reserve(share)
@@ -212,6 +214,13 @@ class TritonPythonModel:
     def leave(self) -> None:
         """Leave what `initialize` entered; to call it twice, or after a failure, is no error."""
         self._modes.close()
+
+
+def _check_python(document: Mapping[str, Any]) -> None:
+    try:
+        environments.refuse_another_python(document["name"], environments.named(document))
+    except BackendError as error:
+        raise pb_utils.TritonModelException(str(error)) from error
 
 
 def _complete(completed: Any, document: dict[str, Any]) -> None:

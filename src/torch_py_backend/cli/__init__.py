@@ -13,6 +13,7 @@ from torch_py_backend.cli.check import check
 from torch_py_backend.cli.import_mar import import_mar
 from torch_py_backend.cli.init import init
 from torch_py_backend.cli.install import install
+from torch_py_backend.cli.pack import pack
 from torch_py_backend.cli.profile import profile
 from torch_py_backend.cli.serve import serve
 from torch_py_backend.cli.tune import tune
@@ -29,6 +30,7 @@ commands.command()(init)
 commands.command()(import_mar)
 commands.command()(check)
 commands.command()(install)
+commands.command()(pack)
 commands.command()(bench)
 commands.command()(tune)
 commands.command()(profile)

@@ -50,6 +50,7 @@ def _report(folder: Path, timeout: float) -> dict[str, Any]:
                 f"config.pbtxt names the model '{document['name']}'",
                 expected="the folder's name; Triton refuses another",
             )
+        examination.execution_environment(folder, document)
         version = repository.latest(folder)
         filled = completion.needed(document)
         if filled:

@@ -1,0 +1,77 @@
+"""The page of tried versions, and what writes it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import compatibility
+import kinds
+import pytest
+import scenarios
+
+_ROOT = Path(__file__).parents[1]
+_PAGE = compatibility.PAGE.read_text(encoding="utf-8")
+_EMPTY = (
+    "before\n<!-- servers: x -->\n| a | b | c |\n|---|---|---|\n<!-- end of servers -->\nafter\n"
+)
+
+
+@pytest.mark.parametrize(("table", "cells"), [("servers", 5), ("tests", 5)])
+def test_tables(table: str, cells: int) -> None:
+    """Each has rows, all of its columns, and this machine's versions are no secret of theirs."""
+    rows = compatibility.rows(_PAGE, table)
+    assert rows
+    assert all(len(row) == cells and all(row) for row in rows)
+
+
+def test_row_takes_the_place_of_an_older_one() -> None:
+    """A row with the same versions is replaced, others stay; what is around the table, too."""
+    page = compatibility.written(_EMPTY, "servers", ["2.51.0", "3.11", "bad"], 2)
+    page = compatibility.written(page, "servers", ["2.44.0", "3.11", "good"], 2)
+    page = compatibility.written(page, "servers", ["2.51.0", "3.11", "good"], 2)
+    assert compatibility.rows(page, "servers") == [
+        ["2.51.0", "3.11", "good"],
+        ["2.44.0", "3.11", "good"],
+    ]
+    assert page.startswith("before\n<!-- servers: x -->\n| a | b | c |\n|---|")
+    assert page.endswith("|\n<!-- end of servers -->\nafter\n")
+
+
+def test_models_that_are_tried() -> None:
+    """The script's models are rows of the tables."""
+    known = {one.name for one in (*scenarios.TABLE, *kinds.TABLE) if not one.load_error}
+    assert set(compatibility.SCENARIOS) <= known
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("2.42.0", "2.42.0 (24.01)"),
+        ("2.51.0", "2.51.0 (24.10)"),
+        ("2.60.0", "2.60.0"),
+        ("2.41.0", "2.41.0"),
+    ],
+)
+def test_release(version: str, release: str) -> None:
+    """A server tells its own version; NVIDIA's releases are named by month."""
+    assert compatibility._release(version) == release
+
+
+def test_rooms_without_torch() -> None:
+    """Tests that need no torch are told from what they import, and what their helpers import."""
+    chosen = compatibility.without_torch()
+    assert {"tests/test_options.py", "tests/test_packing.py"} <= set(chosen)
+    assert not {"tests/test_engine.py", "tests/test_scenarios.py"} & set(chosen)
+
+
+def test_readme_has_what_was_tried() -> None:
+    """The table in the README names the servers and Pythons of the page, and leads to it."""
+    readme = (_ROOT / "README.md").read_text(encoding="utf-8")
+    section = readme.partition("## What was tried")[2].partition("\n## ")[0]
+    assert "docs/compatibility.md" in section
+    for server, *_ in compatibility.rows(_PAGE, "servers"):
+        assert server.partition(" ")[0] in section, server
+    for python, *_ in compatibility.rows(_PAGE, "tests"):
+        minor = re.sub(r"\.\d+$", "", python)
+        assert minor in section, python
