@@ -222,6 +222,17 @@ class OutOfMemoryError(UnavailableError):
         )
 
 
+class WorkerError(UnavailableError):
+    """A process of those that compute one model together is lost, and the others with it."""
+
+    def __init__(self, model: str, found: str) -> None:
+        super().__init__(
+            model,
+            f"the processes of TENSOR_PARALLEL cannot go on together: {found}",
+            cure="Load the model anew; the server's log may say more.",
+        )
+
+
 class StateMemoryError(UnavailableError):
     def __init__(self, model: str, name: str, needed: int, limit_mb: int, sequences: int) -> None:
         super().__init__(

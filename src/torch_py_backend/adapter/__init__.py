@@ -53,6 +53,7 @@ class TritonPythonModel:
         self._modes = contextlib.ExitStack()
         self._vitals: vitals.Vitals = vitals.Untold()
         self._streaming: Streaming | None = None
+        self._lost = False
         # Triton's stub runs in the C locale; torch.compile reads its templates as UTF-8.
         locale.setlocale(locale.LC_ALL, "C.UTF-8")
         try:
@@ -129,6 +130,7 @@ class TritonPythonModel:
         self._publisher = (
             metrics.Publisher(settings, self._engine.counts) if self._engine.fills else None
         )
+        self._engine.watch(self._end)
 
     def _answers(self, weights: Weights | None) -> Answering:
         """Who makes responses of requests."""
@@ -165,7 +167,10 @@ class TritonPythonModel:
         return self._engine.recovery.fatal is None
 
     def _end(self, reason: str) -> None:
-        """The process cannot compute any more: tell it to everyone who can help."""
+        """The process cannot compute any more: tell it, once, to everyone who can help."""
+        if self._lost:
+            return
+        self._lost = True
         self._vitals.poisoned(reason)
         self._health.poisoned()
         leaves = self._settings.options.on_fatal == "exit"
