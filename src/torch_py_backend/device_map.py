@@ -78,7 +78,7 @@ def _wished(config: ModelConfig) -> Mapping[str, str]:
 
 
 def _refuse_missing(config: ModelConfig, chosen: Mapping[str, str]) -> None:
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    seen = torch.cuda.device_count()  # 0, where this torch has no CUDA
     for name, device in chosen.items():
         index = torch.device(device).index
         if index is not None and index >= seen:
