@@ -563,5 +563,5 @@ def test_wrong_device_map(text: str) -> None:
 @pytest.mark.parametrize("text", ["1", "0", "-2", "two", "2.0", ""])
 def test_wrong_count_of_processes(text: str) -> None:
     """Less than two processes are not several."""
-    with pytest.raises(OptionError, match="TENSOR_PARALLEL is '.*'; expected an integer of at lea"):
+    with pytest.raises(OptionError, match=r"TENSOR_PARALLEL is '.*'; expected an integer of at"):
         parsed(TENSOR_PARALLEL=text)

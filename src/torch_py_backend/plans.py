@@ -41,20 +41,27 @@ _EXPECTED = (
 )
 
 
-def apply(config: ModelConfig, module: nn.Module, mesh: DeviceMesh, *, whole: bool) -> None:
+def apply(
+    config: ModelConfig,
+    module: nn.Module,
+    plan: dict[str, ParallelStyle],
+    mesh: DeviceMesh,
+    *,
+    whole: bool,
+) -> None:
     """Let this process keep its share of the weights that the plan names.
 
     Args:
         config: the model's config.
         module: the module, with all its weights.
+        plan: its plan.
         mesh: the processes.
         whole: whether a share may hold on to the memory of the whole, as it does in a mapped file,
             of which only the pages that are used take memory.
 
     Raises:
-        ConfigError, SourceError: there is no plan, or it does not fit the module.
+        ConfigError: the plan does not fit the module.
     """
-    plan = find(config, module)
     try:
         # Each slices what it has read from the same file: nothing is sent.
         parallelize_module(module, mesh, plan, src_data_rank=None)

@@ -96,6 +96,8 @@ def load(config: ModelConfig, artifact: Artifact) -> Loaded:
         stack.callback(first.store.unlink, missing_ok=True)
         others = Workers(config.name, _WORK, first.size - 1)
         stack.callback(others.end)
+        # One that still loads does not listen.
+        stack.push(lambda kind, *_: others.kill() if kind is not None else None)
         jobs = [dataclasses.replace(first, rank=rank) for rank in range(1, first.size)]
         others.tell([pickle.dumps(job) for job in jobs])
         share = _Share(first)
@@ -147,10 +149,15 @@ class _Share:
         torch.manual_seed(job.seed)
         self.loaded = loaders.load(job.artifact, job.config, _CPU)
         self._called = self.loaded.module
+        # Takes a second to import.
+        from torch_py_backend import plans  # noqa: PLC0415
+
+        owner = self.loaded.owner
+        assert owner is not None  # noqa: S101  functions are refused when they are loaded
+        self._owner, self._plan = owner, plans.find(job.config, owner)
 
     def join(self) -> None:
         """Meet the other ranks, and let go of what is theirs to compute."""
-        # Takes a second to import.
         from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
 
         from torch_py_backend import plans  # noqa: PLC0415
@@ -166,13 +173,11 @@ class _Share:
             timeout=_COLLECTIVE,
         )
         mesh = init_device_mesh(self.device.type, (job.size,))
-        owner = self.loaded.owner
-        assert owner is not None  # noqa: S101  functions are refused when they are loaded
         mapped = job.artifact.weights is not None
         whole = mapped and config.options.enable_weight_sharing is not False
-        plans.apply(config, owner, mesh, whole=whole)
+        plans.apply(config, self._owner, self._plan, mesh, whole=whole)
         if self.device != _CPU:
-            owner.to(self.device)
+            self._owner.to(self.device)
 
     def leave(self) -> None:
         """Leave the other ranks."""

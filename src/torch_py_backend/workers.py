@@ -124,9 +124,13 @@ class Workers:
         """They cannot be called any more: end them; the error that says so."""
         if self.lost is None:
             self.lost = WorkerError(self._model, found)
-            for worker in self._workers:
-                worker.process.kill()
+            self.kill()
         return self.lost
+
+    def kill(self) -> None:
+        """End them whatever they do."""
+        for worker in self._workers:
+            worker.process.kill()
 
     def watch(self, lost: Callable[[WorkerError], None]) -> None:
         """Call `lost`, in a thread, when a worker dies that nobody calls."""
