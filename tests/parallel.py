@@ -87,3 +87,10 @@ def workers(process: int) -> list[psutil.Process]:
             if "workers.attend()" in " ".join(one.cmdline()):
                 found.append(one)
     return found
+
+
+def ended(process: psutil.Process) -> bool:
+    """Whether it is gone, or nobody has asked yet how it ended."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    return True

@@ -50,7 +50,7 @@ def test_plans_of_hugging_face() -> None:
 )
 def test_words(word: str, kind: type, layouts: tuple[Any, Any]) -> None:
     """Each word is a style of torch, with the layouts that Hugging Face means by it."""
-    (style,) = found({"0.up": word}).values()
+    style: Any = found({"0.up": word})["0.up"]
     assert type(style) is kind
     assert (style.input_layouts[0], style.output_layouts[0]) == layouts
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -162,11 +163,8 @@ with group.turn:
 
 def test_a_call_that_is_stuck(tmp_path: Path) -> None:
     """A call that waits for a dead worker where nothing wakes it: the process exits."""
-    child = children.Child(tmp_path, _STUCK)
-    try:
-        assert child.process.wait(120) == os.EX_SOFTWARE
-    finally:
-        child.kill()
+    with children.starting(tmp_path) as begin:
+        assert begin(_STUCK).process.wait(120) == os.EX_SOFTWARE
 
 
 _PARENT = """
@@ -180,12 +178,15 @@ input()
 
 def test_workers_end_with_who_started_them(tmp_path: Path) -> None:
     """However that ends."""
-    child = children.Child(tmp_path, _PARENT)
-    processes = [psutil.Process(int(one)) for one in child.hear().split()]
-    assert parallel.workers(child.pid) == processes
-    child.kill()
-    gone, alive = psutil.wait_procs(processes, timeout=60)
-    assert (len(gone), alive) == (2, [])
+    with children.starting(tmp_path) as begin:
+        child = begin(_PARENT)
+        processes = [psutil.Process(int(one)) for one in child.hear().split()]
+        assert parallel.workers(child.pid) == processes
+        child.kill()
+    deadline = time.monotonic() + 60
+    while not all(map(parallel.ended, processes)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert all(map(parallel.ended, processes))
 
 
 def test_a_worker_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import FileStore
 
 from torch_py_backend import loaders, rendezvous, runtime, trees, workers
 from torch_py_backend.artifacts import Artifact
@@ -44,6 +45,7 @@ _WORK = "torch_py_backend.ranks:work"
 _LOAD_S = 3600.0
 # Within a batch, in which ranks meet again and again.
 _COLLECTIVE = timedelta(minutes=5)
+_SEEDS = 1 << 62
 # Instead of a call: all add up ones.
 _CHECK = b""
 
@@ -54,7 +56,7 @@ class _Job:
 
     Attributes:
         store: the file in which ranks find each other.
-        seed: what they draw from alike.
+        seed: what they draw alike with, at load.
         patience: seconds that one that has failed waits for the first to fail, too.
     """
 
@@ -167,7 +169,7 @@ class _Share:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
             "gloo" if self.device == _CPU else "nccl",
-            store=dist.FileStore(str(job.store), job.size),
+            store=FileStore(str(job.store), job.size),
             rank=job.rank,
             world_size=job.size,
             timeout=_COLLECTIVE,
@@ -185,9 +187,14 @@ class _Share:
         if self.device == _CPU and dist.is_initialized():
             dist.destroy_process_group()
 
-    def compute(self, args: Any, kwargs: Any) -> Any:
+    def compute(self, seed: int, args: Any, kwargs: Any) -> Any:
         """What the whole model returns; all ranks call this at the same time."""
-        return trees.changed(self._called(*args, **kwargs), _whole)
+        torch.manual_seed(seed)
+        # Under inference_mode a Linear is one operation for DTensor, which gathers what it has
+        # shared out instead of adding up.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            args, kwargs = trees.changed((args, kwargs), _plain)
+            return trees.changed(self._called(*args, **kwargs), _whole)
 
     def check(self) -> None:
         """See that all ranks are here, and none is elsewhere.
@@ -201,10 +208,17 @@ class _Share:
             raise RuntimeError(f"ranks are out of step: {ones.item()} of {self._job.size}")
 
 
+def _plain(tensor: Tensor) -> Tensor:
+    """A tensor that may be written to outside of inference_mode, too."""
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
 def _whole(tensor: Tensor) -> Tensor:
-    """A tensor that the plan leaves in shares, put together."""
-    full: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-    return tensor if full is None else full()
+    """A tensor that the plan leaves in shares, put together; one that is on its way, arrived."""
+    for name in ("full_tensor", "wait"):  # of a DTensor, and of torch's AsyncCollectiveTensor
+        change: Callable[[], Tensor] | None = getattr(tensor, name, None)
+        tensor = tensor if change is None else change()
+    return tensor
 
 
 class Ranks:
@@ -230,12 +244,14 @@ class Ranks:
         with self._others.turn:
             if self._others.lost is not None:
                 raise self._others.lost
-            message, tensors = _packed((args, kwargs))
+            # Each time anew: between two calls, others draw in this process and not in those.
+            seed = int(torch.randint(_SEEDS, ()).item())
+            message, tensors = _packed((seed, args, kwargs))
             self._others.tell([message])
             try:
                 for tensor in tensors:
                     _broadcast(tensor.contiguous())
-                result = self._share.compute(args, kwargs)
+                result = self._share.compute(seed, args, kwargs)
             except BaseException as error:
                 self._agree(error)
                 raise
@@ -345,28 +361,26 @@ def work(connection: Connection) -> None:
         connection.send_bytes(str(refusal).encode())
         return
     connection.send_bytes(b"")
-    guard = runtime.surround(job.config.options, share.device, ()).guard
     failed = ""
     # One that failed, where the first did not, would keep that one in a collective.
     while not failed or connection.poll(job.patience):
-        failed = _follow(share, guard, connection.recv_bytes())
+        failed = _follow(share, connection.recv_bytes())
         connection.send_bytes(failed.encode())
 
 
-def _follow(share: _Share, guard: runtime.Guard, message: bytes) -> str:
+def _follow(share: _Share, message: bytes) -> str:
     """Do what the first rank does; why it failed, or nothing."""
     try:
-        with guard():
-            if message == _CHECK:
-                share.check()
-                return ""
-            unpacker = _Unpacker(io.BytesIO(message), share.device)
-            args, kwargs = unpacker.load()
-            for tensor in unpacker.tensors:
-                _broadcast(tensor)
-            share.compute(args, kwargs)
-            if share.device.type == "cuda":
-                torch.cuda.synchronize(share.device)
+        if message == _CHECK:
+            share.check()
+            return ""
+        unpacker = _Unpacker(io.BytesIO(message), share.device)
+        seed, args, kwargs = unpacker.load()
+        for tensor in unpacker.tensors:
+            _broadcast(tensor)
+        share.compute(seed, args, kwargs)
+        if share.device.type == "cuda":
+            torch.cuda.synchronize(share.device)
     except BaseException as error:
         return brief(error)
     return ""

@@ -33,12 +33,11 @@ def _workers(served: Supervised) -> list[psutil.Process]:
     return [one for stub in served.stubs("wide") for one in parallel.workers(stub.pid)]
 
 
-def _ask(served: Supervised, x: np.ndarray) -> np.ndarray:
+def _ask(served: Supervised, x: Any) -> Any:
     with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
         tensor = tritonclient.grpc.InferInput("x", list(x.shape), "FP32")
         tensor.set_data_from_numpy(x)
-        made: np.ndarray = client.infer("wide", [tensor], client_timeout=60).as_numpy("y")
-        return made
+        return client.infer("wide", [tensor], client_timeout=60).as_numpy("y")
 
 
 def test_values(served: Supervised) -> None:
@@ -79,7 +78,7 @@ def test_an_instance_that_is_killed(served: Supervised) -> None:
     """Its workers end with it, and the model is loaded again."""
     (stub,), (worker,) = served.stubs("wide"), _workers(served)
     stub.kill()
-    until(lambda: not worker.is_running(), served)
+    until(lambda: parallel.ended(worker), served)
     until(lambda: served.stubs("wide") not in ([], [stub]) and served.ready("wide"), served)
 
 
@@ -88,4 +87,4 @@ def test_an_unload_leaves_nothing(served: Supervised) -> None:
     (worker,) = _workers(served)
     with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
         client.unload_model("wide")
-    until(lambda: not worker.is_running() and not served.stubs("wide"), served)
+    until(lambda: parallel.ended(worker) and not served.stubs("wide"), served)
