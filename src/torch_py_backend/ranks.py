@@ -27,7 +27,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.distributed_c10d import FileStore
 
 from torch_py_backend import loaders, rendezvous, runtime, trees, workers
 from torch_py_backend.artifacts import Artifact
@@ -169,7 +168,7 @@ class _Share:
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         dist.init_process_group(
             "gloo" if self.device == _CPU else "nccl",
-            store=FileStore(str(job.store), job.size),
+            store=dist.FileStore(str(job.store), job.size),  # type: ignore[attr-defined]
             rank=job.rank,
             world_size=job.size,
             timeout=_COLLECTIVE,
