@@ -194,7 +194,7 @@ def _started(number: int, task: str) -> _Worker:
         process = subprocess.Popen(  # noqa: S603  this Python, this package
             [
                 *(sys.executable, "-c", _START, str(Path(__file__).parents[1])),
-                *(task, str(theirs.fileno())),
+                *(task, str(theirs.fileno()), str(os.getpid())),
             ],
             stdin=subprocess.DEVNULL,
             # What a model prints must not mix with what a command prints.
@@ -207,8 +207,10 @@ def _started(number: int, task: str) -> _Worker:
 
 def attend() -> None:
     """A worker's own process: run the function that the arguments name."""
-    _, _, task, descriptor = sys.argv
+    _, _, task, descriptor, parent = sys.argv
     isolation.end_with_parent()
+    if os.getppid() != int(parent):  # it has ended before it could be watched
+        return
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
     module, _, function = task.partition(":")
     code = 0
