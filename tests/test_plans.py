@@ -48,7 +48,7 @@ def test_plans_of_hugging_face() -> None:
         ("embedding_rowwise", RowwiseParallel, (Replicate(), Replicate())),
     ],
 )
-def test_words(word: str, kind: type, layouts: tuple[Any, Any]) -> None:
+def test_words(word: str, kind: Any, layouts: tuple[Any, Any]) -> None:
     """Each word is a style of torch, with the layouts that Hugging Face means by it."""
     style: Any = found({"0.up": word})["0.up"]
     assert type(style) is kind

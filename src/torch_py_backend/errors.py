@@ -20,6 +20,7 @@ BackendError
 ├── InternalError           the backend itself failed
 ├── UnavailableError        the instance cannot answer, and another one might
 │   ├── OutOfMemoryError    not even one row of a request fits in memory
+│   ├── WorkerError         a process of those that compute one model together is lost
 │   └── StateMemoryError    the states of all sequences together would take more than they may
 ├── CancelledError          a request was cancelled before it was run, or in mid-stream
 ├── InstallError            a backend folder cannot be written
