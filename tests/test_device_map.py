@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import build
+import models
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torch_py_backend import device_map
+from torch_py_backend import artifacts, device_map, loaders, replacement
+from torch_py_backend.artifacts import Artifact
 from torch_py_backend.device_map import Home
 from torch_py_backend.errors import ConfigError, LoadError, PlatformError
 
@@ -254,3 +256,26 @@ def test_a_file_elsewhere(name: str, tmp_path: Path) -> None:
     config = build.config(tmp_path, kind="MODEL", device_map=name)
     with pytest.raises(ConfigError, match="expected a file in the model's own folder"):
         device_map.spread(config, Net())
+
+
+def test_new_weights(tmp_path: Path) -> None:
+    """Those of a file that replaces the old one go where the old ones are."""
+    config, artifact, _ = stored(tmp_path, 0.0)
+    loaded = loaders.load(artifact, config, None)
+    fresh = stored(tmp_path, 1.0)[2]
+    replacement.put(loaded, replacement.read(config, artifact, loaded))
+    x = torch.rand(3, 4)
+    with torch.no_grad():
+        assert torch.equal(loaded.module(x), fresh(x))
+
+
+def stored(folder: Path, start: float) -> tuple[Any, Artifact, Net]:
+    net = Net()
+    nn.init.constant_(net.start, start)
+    build.write(folder, "model.py", models.source(Block, Net))
+    torch.save(net.state_dict(), folder / "1" / "new.pt")
+    (folder / "1" / "new.pt").rename(folder / "1" / "model.pt")
+    config = build.config(
+        folder, kind="MODEL", device_map={"": "cpu"}, watch_weights=True, model_class="Net"
+    )
+    return config, artifacts.find(config), net

@@ -14,6 +14,7 @@ import parallel
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 
 from torch_py_backend import artifacts, faults, ranks, workers
 from torch_py_backend.errors import ConfigError, LoadError, PlatformError, WorkerError
@@ -126,3 +127,25 @@ def test_too_few_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parallel.write(tmp_path / "1")
     with pytest.raises(PlatformError, match=r"TENSOR_PARALLEL is 2, and torch .* sees 1 GPUs"):
         load(tmp_path, kind="MODEL")
+
+
+def test_a_model_of_hugging_face(tmp_path: Path) -> None:
+    """Its own plan will do, and its answers are those of one process."""
+    small = transformers.LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        use_cache=False,
+    )
+    whole = transformers.LlamaForCausalLM(small).eval()
+    whole.save_pretrained(tmp_path / "1")
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    loaded = load(tmp_path, model_factory="transformers:LlamaForCausalLM")
+    with contextlib.ExitStack() as stack, torch.inference_mode():
+        stack.callback(loaded.leave)
+        made = loaded.module(input_ids=ids)["logits"]
+        torch.testing.assert_close(made, whole(input_ids=ids)["logits"])
+    nothing_remains()

@@ -28,10 +28,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_py_backend import loaders, rendezvous, runtime, trees, workers
+from torch_py_backend import loaders, rendezvous, runtime, sharing, trees, workers
 from torch_py_backend.artifacts import Artifact
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import BackendError, LoadError, PlatformError, WorkerError, brief
+from torch_py_backend.guarding import Guard
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.threads import Threads
 from torch_py_backend.workers import Workers
@@ -359,12 +360,21 @@ def work(connection: Connection) -> None:
         refusal = error if known else LoadError(job.config.name, f"a worker raised {brief(error)}")
         connection.send_bytes(str(refusal).encode())
         return
-    connection.send_bytes(b"")
-    failed = ""
-    # One that failed, where the first did not, would keep that one in a collective.
-    while not failed or connection.poll(job.patience):
-        failed = _follow(share, connection.recv_bytes())
-        connection.send_bytes(failed.encode())
+    with _guarded(job, share):
+        connection.send_bytes(b"")
+        failed = ""
+        # One that failed, where the first did not, would keep that one in a collective.
+        while not failed or connection.poll(job.patience):
+            failed = _follow(share, connection.recv_bytes())
+            connection.send_bytes(failed.encode())
+
+
+def _guarded(job: _Job, share: _Share) -> contextlib.AbstractContextManager[Any]:
+    """Files that are mapped by this process are kept from changing under it."""
+    ranges = sharing.mapped(share.loaded).ranges
+    if not ranges:
+        return contextlib.nullcontext()
+    return contextlib.closing(Guard(job.config.name, job.artifact.weight_files(), ranges))
 
 
 def _follow(share: _Share, message: bytes) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,18 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's file of weights, in its repository."""
     repository = tmp_path_factory.mktemp("parallel") / "repository"
     text = config(
         {"x": [4]}, {"y": [4]}, parameters={"TENSOR_PARALLEL": "2"}, more="dynamic_batching { }\n"
     )
-    Scenario("wide", parallel.write, text).lay_out(repository)
-    with serve(repository) as running:
+    return Scenario("wide", parallel.write, text).lay_out(repository) / "1" / "model.pt"
+
+
+@pytest.fixture(scope="module")
+def served(weights: Path) -> Iterator[Supervised]:
+    with serve(weights.parents[2]) as running:
         running.settle()
         yield running
 
@@ -81,6 +87,17 @@ def test_an_instance_that_is_killed(served: Supervised) -> None:
     stub.kill()
     until(lambda: parallel.ended(worker), served)
     until(lambda: served.stubs("wide") not in ([], [stub]) and served.ready("wide"), served)
+
+
+def test_a_file_that_is_written_over(served: Supervised, weights: Path) -> None:
+    """All processes go on with the weights that they have loaded."""
+    x = np.ones((2, 4), dtype=np.float32)
+    before = _ask(served, x)
+    with weights.open("r+b") as file:
+        size = len(file.read())
+        file.seek(0)
+        file.write(bytes(size))
+    assert (_ask(served, x) == before).all()
 
 
 def test_an_unload_leaves_nothing(served: Supervised) -> None:
