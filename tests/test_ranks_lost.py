@@ -140,7 +140,8 @@ def test_a_model_of_hugging_face(tmp_path: Path) -> None:
         num_key_value_heads=2,
         use_cache=False,
     )
-    whole = transformers.LlamaForCausalLM(small).eval()
+    whole: Any = transformers.LlamaForCausalLM(small)
+    whole.eval()
     whole.save_pretrained(tmp_path / "1")
     ids = torch.tensor([[1, 2, 3], [4, 5, 6]])
     loaded = load(tmp_path, model_factory="transformers:LlamaForCausalLM")
