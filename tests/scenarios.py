@@ -367,6 +367,21 @@ BATCHES = (
         (_AFFINE,),
     ),
     Scenario(
+        "device_map",
+        both(
+            python(models.Affine),
+            safe(affine().state_dict()),
+            text('{"": "cpu", "linear": "cpu"}', "devices.json"),
+        ),
+        config(
+            {"x": [4]},
+            {"y": [3]},
+            parameters={"DEVICE_MAP": "devices.json"},
+            more="instance_group [{ kind: KIND_MODEL count: 1 }]\n",
+        ),
+        (_AFFINE,),
+    ),
+    Scenario(
         "large_tensors",
         python(models.Negate),
         config({"x": [64, 64]}, {"y": [64, 64]}),
@@ -1153,6 +1168,40 @@ _NOTHING: Writer = lambda folder: None  # noqa: E731
 _SCRIPTED = torch.jit.script(models.Negate())
 
 LOAD_ERRORS = (
+    refused(
+        "device_map_of_cpu",
+        python(models.Negate),
+        x_to_y(4, DEVICE_MAP='{"": "cpu"}'),
+        "DEVICE_MAP is set, and the instance is KIND_CPU. Use KIND_MODEL",
+    ),
+    refused(
+        "device_map_of_other_parts",
+        both(python(models.Affine), safe(affine().state_dict())),
+        config(
+            {"x": [4]},
+            {"y": [3]},
+            parameters={"DEVICE_MAP": '{"": "cpu", "head": "cpu"}'},
+            more="instance_group [{ kind: KIND_MODEL count: 1 }]\n",
+        ),
+        "DEVICE_MAP names head, and Affine has no such part",
+    ),
+    refused(
+        "device_map_of_missing_gpu",
+        both(python(models.Affine), safe(affine().state_dict())),
+        config(
+            {"x": [4]},
+            {"y": [3]},
+            parameters={"DEVICE_MAP": '{"": "cuda:31"}'},
+            more="instance_group [{ kind: KIND_MODEL count: 1 }]\n",
+        ),
+        "DEVICE_MAP puts '' on cuda:31, and torch",
+    ),
+    refused(
+        "tensor_parallel_without_plan",
+        both(python(models.Affine), safe(affine().state_dict())),
+        x_to_y(3, TENSOR_PARALLEL="2"),
+        "TENSOR_PARALLEL is set, and Affine has no tensor_parallel_plan",
+    ),
     refused(
         "fatal_action",
         python(models.Negate),

@@ -10,6 +10,9 @@ from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.options import Options
 
+_MAP = {"DEVICE_MAP": '{"": "cpu"}'}
+_PARALLEL = {"TENSOR_PARALLEL": "2"}
+
 
 def parsed(**document: Any) -> ModelConfig:
     return config.parse(build.arguments(**document))
@@ -282,6 +285,43 @@ def test_spec_reads_like_the_config() -> None:
         pytest.param(
             {"PAD": '{"x": {}}'}, {"max_batch_size": 0}, "PAD is set, and max_batch_size", id="PAD"
         ),
+        *(
+            pytest.param(parameters, document, says, id=says)
+            for parameters, document, says in (
+                (_MAP | _PARALLEL, {}, "DEVICE_MAP and TENSOR_PARALLEL are set"),
+                (_MAP, {}, "DEVICE_MAP is set, and the instance is KIND_CPU"),
+                (
+                    _PARALLEL,
+                    {"model_transaction_policy": {"decoupled": True}},
+                    "TENSOR_PARALLEL is set, and so is model_transaction_policy",
+                ),
+                (
+                    _PARALLEL | {"TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}"},
+                    {},
+                    "TENSOR_PARALLEL is set, and so is TORCH_COMPILE_OPTIONAL_PARAMETERS",
+                ),
+                (
+                    _PARALLEL | {"OPTIMIZE": "channels_last,bf16"},
+                    {},
+                    "TENSOR_PARALLEL is set, and so is OPTIMIZE's bf16, channels_last",
+                ),
+                (
+                    _PARALLEL | {"ENABLE_WEIGHT_SHARING": "true"},
+                    {},
+                    'TENSOR_PARALLEL is set, and so is ENABLE_WEIGHT_SHARING "true"',
+                ),
+                (
+                    _PARALLEL,
+                    {"sequence_batching": {"direct": {}}},
+                    "TENSOR_PARALLEL is set, and so is sequence_batching",
+                ),
+                (
+                    _PARALLEL | {"WATCH_WEIGHTS": "true"},
+                    {},
+                    "TENSOR_PARALLEL is set, and so is WATCH_WEIGHTS",
+                ),
+            )
+        ),
     ],
 )
 def test_options_that_contradict_the_config(
@@ -294,6 +334,31 @@ def test_options_that_contradict_the_config(
     with pytest.raises(ConfigError, match=says):
         config.parse(arguments)
     config.parse(arguments, complete=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "says"),
+    [
+        ("GPU", _MAP, "DEVICE_MAP is set, and the instance is KIND_GPU"),
+        ("GPU", _PARALLEL, "TENSOR_PARALLEL is set, and the instance is KIND_GPU"),
+        ("MODEL", _MAP | {"OPTIMIZE": "bf16"}, "DEVICE_MAP is set, and so is OPTIMIZE's bf16"),
+        ("MODEL", _MAP | {"OPTIMIZE": "channels_last"}, ""),
+        ("MODEL", _MAP | {"WATCH_WEIGHTS": "true"}, ""),
+        ("MODEL", _MAP, ""),
+        ("MODEL", _PARALLEL, ""),
+        ("CPU", _PARALLEL, ""),
+    ],
+)
+def test_several_devices(kind: str, parameters: dict[str, str], says: str) -> None:
+    """What is spread over devices or processes needs a kind that has several."""
+    written = {key: {"string_value": value} for key, value in parameters.items()}
+    arguments = build.arguments(parameters=written) | {"model_instance_kind": kind}
+
+    if says:
+        with pytest.raises(ConfigError, match=says):
+            config.parse(arguments)
+    else:
+        assert config.parse(arguments).kind == kind
 
 
 @pytest.mark.parametrize("ragged", [True, False])

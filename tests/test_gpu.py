@@ -8,15 +8,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import build
 import fake_triton
 import models
 import numpy as np
+import parallel
 import pytest
 import scenarios
 import test_sequences
 import torch
 from children import Start, starting
 
+from torch_py_backend import artifacts, loaders, ranks
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.artifacts import Kind
 
@@ -363,3 +366,54 @@ def test_a_device_that_is_missing(tmp_path: Path, process: None) -> None:
         TritonPythonModel().initialize(
             arguments | {"model_instance_kind": "GPU", "model_instance_device_id": "99"}
         )
+
+
+_TWO_GPUS = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+@pytest.mark.parametrize(
+    "places",
+    [
+        {"": "cuda:0"},
+        {"up": "cpu", "down": "cuda:0"},
+        {"up": "cuda:0", "down": "cpu"},
+        {"": "cuda:0", "down": "cpu"},
+        pytest.param({"up": "cuda:0", "down": "cuda:1"}, marks=_TWO_GPUS),
+        pytest.param({"up": "cuda:1", "down": "cuda:0"}, marks=_TWO_GPUS),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("shared", [None, False], ids=["mapped", "copied"])
+def test_parts_on_several_devices(
+    places: dict[str, str], shared: bool | None, tmp_path: Path, process: None
+) -> None:
+    """Weights are where the map says, and answers are those of one device, at home."""
+    parallel.write(tmp_path / "1")
+    config = build.config(tmp_path, kind="MODEL", device_map=places, enable_weight_sharing=shared)
+    loaded = loaders.load(artifacts.find(config), config, None)
+    assert loaded.owner is not None
+    devices = {name: str(one.device) for name, one in loaded.owner.named_parameters()}
+    for name in ("up", "down"):
+        assert devices[f"{name}.weight"] == places.get(name, places.get(""))
+    for rows in range(1, 9):
+        x = torch.rand(rows, 4)
+        with torch.inference_mode():
+            made = loaded.module(x)
+        assert str(made.device) == devices["up.weight"]
+        torch.testing.assert_close(made.cpu(), parallel.expected(x), rtol=1e-3, atol=1e-4)
+
+
+@_TWO_GPUS
+def test_ranks_on_gpus(tmp_path: Path, process: None) -> None:
+    """Two processes with a GPU each, over NCCL, compute what one does."""
+    parallel.write(tmp_path / "1")
+    config = build.config(tmp_path, kind="MODEL", tensor_parallel=2)
+    loaded = ranks.load(config, artifacts.find(config))
+    try:
+        for rows in range(1, 9):
+            x = torch.rand(rows, 4)
+            with torch.inference_mode():
+                made = loaded.module(x.to("cuda:0"))
+            torch.testing.assert_close(made.cpu(), parallel.expected(x), rtol=1e-3, atol=1e-4)
+    finally:
+        loaded.leave()

@@ -698,3 +698,37 @@ def test_handlers_answer_once(overrides: dict[str, Any], says: str) -> None:
     archive = Artifact(Kind.TORCHSERVE, Path("/models/digits/1/model.mar"))
     with pytest.raises(ConfigError, match=says):
         loaders.load(archive, build.config(**overrides), None)
+
+
+# --- options for modules only ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("option", "key"),
+    [({"device_map": {"": "cpu"}}, "DEVICE_MAP"), ({"tensor_parallel": 2}, "TENSOR_PARALLEL")],
+)
+@pytest.mark.parametrize("kind", ["script", "function"])
+def test_parts_of_what_has_none(
+    kind: str, option: dict[str, Any], key: str, tmp_path: Path
+) -> None:
+    """Programs and functions have no parts that could be taken apart."""
+    if kind == "script":
+        store_script(tmp_path, scripted())
+        found = "the model is TorchScript"
+    else:
+        store(tmp_path, "def double(x):\n    return 2 * x\n")
+        found = "what model.py serves is a function"
+
+    with pytest.raises(ConfigError, match=f"{key} is set, and {found}; expected a model.py or"):
+        load(tmp_path, None, **option)
+
+
+def test_module_with_a_device_map(tmp_path: Path) -> None:
+    """Its method is called through the map, and its weights stay in their file."""
+    store(tmp_path, state=STATE)
+
+    loaded = load(tmp_path, None, device_map={"linear": "cpu", "offset": "cpu"})
+
+    assert torch.equal(loaded.module(X), Y)
+    assert not isinstance(loaded.module, nn.Module)
+    assert [one.name for one in loaded.signature.arguments] == ["x"]

@@ -521,3 +521,47 @@ def test_faults_that_are_not_accepted(key: str, text: str) -> None:
     """Anything else fails the load with what is accepted."""
     with pytest.raises(OptionError, match=f"the parameter {key} is '{text}'; expected"):
         parsed(**{key: text})
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('{"a.b": "cuda:1", "": "cpu"}', {"a.b": "cuda:1", "": "cpu"}),
+        ('{"a": 0, "b": "cuda"}', {"a": "cuda:0", "b": "cuda:0"}),
+        (" devices.json\n", "devices.json"),
+    ],
+)
+def test_device_map(text: str, value: Any) -> None:
+    """A map is written out, or a file's name; numbers are those of GPUs, as accelerate has them."""
+    assert parsed(DEVICE_MAP=text).device_map == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "auto",
+        "{}",
+        "[]",
+        '{"a": "disk"}',
+        '{"a": "meta"}',
+        '{"a": "cuda:-1"}',
+        '{"a": -1}',
+        '{"a": true}',
+        '{"a": null}',
+        '{"a": {"b": "cpu"}}',
+        '{"a": "cpu", "a": "cuda:0"}',
+        "devices.yaml",
+    ],
+)
+def test_wrong_device_map(text: str) -> None:
+    """Anything else is refused; so is a part that is named twice."""
+    with pytest.raises(OptionError, match="expected a JSON object from each module once to its"):
+        parsed(DEVICE_MAP=text)
+
+
+@pytest.mark.parametrize("text", ["1", "0", "-2", "two", "2.0", ""])
+def test_wrong_count_of_processes(text: str) -> None:
+    """Less than two processes are not several."""
+    with pytest.raises(OptionError, match=r"TENSOR_PARALLEL is '.*'; expected an integer of at"):
+        parsed(TENSOR_PARALLEL=text)

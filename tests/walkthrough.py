@@ -95,7 +95,7 @@ class Walkthrough:
         return "" if how is None else how(self, block, arguments)
 
     def _ours(self, block: Block, arguments: Sequence[str]) -> str:
-        """`init`, `check`, `profile`, `pack` as they are, `serve` on free ports, `bench` briefly."""
+        """`init` and the like as they are, `serve` on free ports, `bench` for a moment."""
         command = arguments[0]
         if command == "serve":
             return self._serve(block, arguments)

@@ -29,6 +29,7 @@ from torch_py_backend import (
     loading,
     optimization,
     outputs,
+    ranks,
     runtime,
     sequences,
     sharing,
@@ -38,13 +39,20 @@ from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Batch, Item, Outcome, Owned, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.counts import Counts
-from torch_py_backend.errors import BackendError, InputError, OutputError, UnavailableError
+from torch_py_backend.errors import (
+    BackendError,
+    InputError,
+    OutputError,
+    UnavailableError,
+    WorkerError,
+)
 from torch_py_backend.graphs import Graphs
 from torch_py_backend.hooks import Hooks
 from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.padding import Padding
 from torch_py_backend.purity import Purity
+from torch_py_backend.ranks import Ranks
 from torch_py_backend.recovery import Recovery
 from torch_py_backend.stages import Stages
 from torch_py_backend.threads import Threads
@@ -100,9 +108,13 @@ def _build(
 ) -> Engine:
     """An engine for a device, with its weights on that one or on another."""
     loaded = _load(config, artifact, onto)
-    config = sequences.bound(config, loaded.signature)
-    surroundings = runtime.surround(config.options, device, loaded.weights)
-    return Engine(config, loaded, surroundings, artifact, hooks.load(config, artifact))
+    try:
+        config = sequences.bound(config, loaded.signature)
+        surroundings = runtime.surround(config.options, device, loaded.weights)
+        return Engine(config, loaded, surroundings, artifact, hooks.load(config, artifact))
+    except BaseException:
+        loaded.leave()
+        raise
 
 
 def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) -> Loaded:
@@ -112,6 +124,8 @@ def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) ->
     on_gpu = onto is not None and onto.type == "cuda"
     claim = loading.claim(config, artifact, on_gpu=on_gpu)
     with loading.turn(config, claim, runtime.free_memory(onto)):
+        if config.options.tensor_parallel is not None:
+            return ranks.load(config, artifact)
         loaded = loaders.load(artifact, config, onto)
         return dataclasses.replace(loaded, module=optimization.apply(config, loaded))
 
@@ -216,8 +230,19 @@ class Engine:
         self._shared, self.turn = shared, shared.lock
         self.purity.settle()
 
+    def watch(self, end: Callable[[str], None]) -> None:
+        """Have `end` called, with the reason, when the model is lost while nobody calls it."""
+
+        def lost(error: WorkerError) -> None:
+            self.recovery.judge(error)
+            end(self.recovery.reason)
+
+        if isinstance(self.loaded.module, Ranks):
+            self.loaded.module.watch(lost)
+
     def leave(self) -> None:
-        """Give back what other instances share; to leave twice is no error."""
+        """Let go of what is other processes', too; to leave twice is no error."""
+        self.loaded.leave()
         if self._shared is not None:
             self._shared.leave()
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 
 import torch
 
+from torch_py_backend.errors import WorkerError
+
 # CUDA's documentation on each: "leaves the process in an inconsistent state and any further CUDA
 # work will return the same error. To continue using CUDA, the process must be terminated".
 _STICKY = {
@@ -40,8 +42,11 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether torch names an error after which the device cannot be used by this process."""
-    return any(_code(one) in _STICKY for one in _chain(error))
+    """Whether it is an error after which this process cannot compute any more.
+
+    That is what torch says of the device, or that the processes it computes with are lost.
+    """
+    return any(_code(one) in _STICKY or isinstance(one, WorkerError) for one in _chain(error))
 
 
 def release(error: BaseException) -> None:

@@ -169,7 +169,7 @@ def _died(code: int | None, seconds: float) -> str:
     return f"trying the model ended the process with exit code {code}"
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Be killed when the process dies that waits for us: what a model does may take for ever."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -178,7 +178,7 @@ def answer() -> None:
     """The child: run the task that the arguments name, and write down what it returned."""
     _, _, task, path = sys.argv
     child = os.getpid()
-    _end_with_parent()
+    end_with_parent()
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
     arguments = json.load(sys.stdin)
     module, _, function = task.partition(":")

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend import mapping, programs, signatures, sources, torchserve, weights
+from torch_py_backend import (
+    device_map,
+    mapping,
+    programs,
+    signatures,
+    sources,
+    torchserve,
+    weights,
+)
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import ANY_ROWS, Rows
 from torch_py_backend.binding import Signature
@@ -22,6 +30,9 @@ log = logging.getLogger(__name__)
 
 # What a module has that defines no forward() of its own.
 _NO_FORWARD = nn.Module.forward
+
+
+def _nothing() -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +46,7 @@ class Loaded:
         owner: what holds its parameters and buffers; None: it has none, or they are not at hand.
         rows: how many rows one call takes.
         step: what advances several streams at once, where `module` is what begins one.
+        leave: called when it is not needed any more; twice is no error.
     """
 
     kind: Kind
@@ -43,6 +55,7 @@ class Loaded:
     owner: nn.Module | None = None
     rows: Rows = ANY_ROWS
     step: Callable[[list[Any]], Any] | None = None
+    leave: Callable[[], None] = _nothing
 
     @property
     def returns(self) -> str:
@@ -69,8 +82,27 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
 
     Raises:
         ArtifactError, SourceError, WeightsError: it cannot be loaded; the message says why.
+        ConfigError: an option is not for such an artifact.
     """
+    if artifact.kind not in (Kind.MODULE, Kind.FACTORY):
+        _refuse_parts(config, f"the model is {artifact.kind.value}")
     return _LOADERS[artifact.kind](artifact, config, device)
+
+
+def _refuse_parts(config: ModelConfig, found: str) -> None:
+    """Refuse options that take a module's parts apart, for what has none."""
+    wished = config.options
+    for key, value in (
+        ("DEVICE_MAP", wished.device_map),
+        ("TENSOR_PARALLEL", wished.tensor_parallel),
+    ):
+        if value is not None:
+            raise ConfigError(
+                config.name,
+                f"{key} is set, and {found}",
+                expected="a model.py or a factory that makes a torch.nn.Module",
+                cure=f"Take {key} out, or serve the module itself.",
+            )
 
 
 def _load_torchscript(
@@ -135,6 +167,7 @@ def _serve(
     has_weights: bool,
 ) -> Loaded:
     """A module with its weights, or a function."""
+    spread = device is None and config.options.device_map is not None
     if isinstance(built, nn.Module):
         if not has_weights:
             weights.fill(config, artifact, built)
@@ -143,6 +176,8 @@ def _serve(
             parameter.requires_grad = False
         if device is not None:
             built.to(device)
+        elif spread:
+            device_map.spread(config, built)
     else:
         _refuse_no_function(artifact, config, built)
     called, step = _served(config, built)
@@ -158,6 +193,8 @@ def _serve(
     if not config.decoupled:
         _refuse_streams(config, built, described)
     owner = built if isinstance(built, nn.Module) else None
+    if spread and owner is not None:
+        called = device_map.Home(called, owner, config)
     return Loaded(artifact.kind, called, signature, owner, step=step)
 
 
@@ -222,6 +259,7 @@ def _refuse_no_function(artifact: Artifact, config: ModelConfig, built: Any) -> 
             f"what {artifact.path.name} builds is a {type(built).__name__}",
             expected="a torch.nn.Module or a function",
         )
+    _refuse_parts(config, f"what {artifact.path.name} serves is a function")
     if artifact.weights is not None:
         raise ArtifactError(
             config.name,

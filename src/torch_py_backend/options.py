@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any
@@ -34,6 +35,13 @@ def _boolean(text: str) -> bool:
 def _positive(text: str) -> int:
     number = int(text)
     if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def _several(text: str) -> int:
+    number = int(text)
+    if number < 2:  # noqa: PLR2004  one process needs no others
         raise ValueError(text)
     return number
 
@@ -134,6 +142,43 @@ def _pad(text: str) -> dict[str, dict[str, Any]]:
     return wished
 
 
+_DEVICE = re.compile(r"cpu|cuda(:\d+)?")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """JSON takes the last of two entries with one name; here they contradict each other."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(pairs)
+    return found
+
+
+def _device(value: Any) -> str:
+    """A device as torch calls it; a number is a GPU's."""
+    if type(value) is int and value >= 0:
+        return f"cuda:{value}"
+    if not isinstance(value, str) or not _DEVICE.fullmatch(value):
+        raise ValueError(value)
+    return "cuda:0" if value == "cuda" else value
+
+
+def devices(text: str) -> dict[str, str]:
+    """A device map as JSON.
+
+    Raises:
+        ValueError, TypeError: it is none.
+    """
+    value = json.loads(text, object_pairs_hook=_distinct)
+    if not isinstance(value, dict) or not value:
+        raise TypeError(text)
+    return {name: _device(device) for name, device in value.items()}
+
+
+def _device_map(text: str) -> dict[str, str] | str:
+    name = _text(text)
+    return name if name.endswith(".json") else devices(text)
+
+
 def _names(text: str) -> dict[str, str]:
     value = _json_object(text)
     if not value or not all(isinstance(one, str) and one and key for key, one in value.items()):
@@ -143,6 +188,7 @@ def _names(text: str) -> dict[str, str]:
 
 BOOLEAN = Parser("true, on, 1, false, off or 0", _boolean)
 POSITIVE = Parser("an integer of at least 1", _positive)
+SEVERAL = Parser("an integer of at least 2", _several)
 FRACTION = Parser("a number above 0, at most 1", _fraction)
 COUNT = Parser("an integer; 0 or less leaves it unset", _count)
 TEXT = Parser("a name", _text)
@@ -159,6 +205,12 @@ PAD = Parser(
 STATE = Parser(
     "a JSON object from inputs of forward() to parts of its result",
     _names,
+)
+DEVICES = "cpu, cuda:0, or the number of a GPU"
+DEVICE_MAP = Parser(
+    f"a JSON object from each module once to its device ({DEVICES}), or the .json file that holds"
+    " one",
+    _device_map,
 )
 COMPILE_PARAMETERS = Parser(
     f"a JSON object with keys among {', '.join(_COMPILE_KEYS)}", _compile_parameters
@@ -313,6 +365,17 @@ class Options:
         BOOLEAN,
         "Watch the file of weights, and swap in what replaces it, without a reload.",
         default=False,
+    )
+    device_map: dict[str, str] | str | None = _option(
+        DEVICE_MAP,
+        "For `KIND_MODEL`: which part of a module is on which device, as JSON or as a file in the"
+        ' version folder: `{"encoder": "cuda:0", "head": "cuda:1"}`. The longest name counts;'
+        ' `""` is all the rest.',
+    )
+    tensor_parallel: int | None = _option(
+        SEVERAL,
+        "Processes that compute each batch together, each with its share of the weights, as the"
+        " model's `tensor_parallel_plan` says. `KIND_CPU`, or `KIND_MODEL` with as many GPUs.",
     )
     parallel_loads: int | None = _option(
         POSITIVE,

@@ -70,7 +70,9 @@ def mapped(loaded: Loaded) -> Mapped:
     Buffers that are computed when a module is built are in no file, and each instance's own.
     """
     owner = loaded.owner
-    return mapping.find([] if owner is None else owner.state_dict(keep_vars=True).values())
+    held = [] if owner is None else owner.state_dict(keep_vars=True).values()
+    # Of a weight that processes have parts of, this one's part.
+    return mapping.find(getattr(one, "_local_tensor", one) for one in held)
 
 
 def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, found: Mapped) -> str:

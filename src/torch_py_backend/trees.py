@@ -1,9 +1,9 @@
-"""Trees of tensors, as hooks and models hand them on: moved, and taken apart by rows."""
+"""Trees of tensors, as hooks and models hand them on: moved, changed, taken apart by rows."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,19 @@ from torch_py_backend.errors import OutputError
 
 def sent(tree: Any, device: torch.device) -> Any:
     """A tree with its tensors on a device; as it is, where they are there."""
+    return changed(tree, lambda one: one if one.device == device else one.to(device))
+
+
+def changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A tree with its tensors as `change` makes them; as it is, where that changes none."""
     if isinstance(tree, Tensor):
-        return tree if tree.device == device else tree.to(device)
+        return change(tree)
     if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
         parts = _parts(tree)
-        moved = [sent(part, device) for part in parts]
-        if all(one is part for one, part in zip(moved, parts, strict=True)):
+        made = [changed(part, change) for part in parts]
+        if all(one is part for one, part in zip(made, parts, strict=True)):
             return tree
-        return _like(tree, moved)
+        return _like(tree, made)
     return tree
 
 

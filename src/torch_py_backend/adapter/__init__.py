@@ -54,6 +54,7 @@ class TritonPythonModel:
         self._modes = contextlib.ExitStack()
         self._vitals: vitals.Vitals = vitals.Untold()
         self._streaming: Streaming | None = None
+        self._lost = False
         # Triton's stub runs in the C locale; torch.compile reads its templates as UTF-8.
         locale.setlocale(locale.LC_ALL, "C.UTF-8")
         try:
@@ -145,6 +146,7 @@ class TritonPythonModel:
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
+        self._engine.watch(self._end)
 
     def _answers(self, weights: Weights | None, traces: Tracing | None) -> Answering:
         """Who makes responses of requests."""
@@ -190,7 +192,10 @@ class TritonPythonModel:
         return self._engine.recovery.fatal is None
 
     def _end(self, reason: str) -> None:
-        """The process cannot compute any more: tell it to everyone who can help."""
+        """The process cannot compute any more: tell it, once, to everyone who can help."""
+        if self._lost:
+            return
+        self._lost = True
         self._vitals.poisoned(reason)
         self._publisher.poisoned()
         leaves = self._settings.options.on_fatal == "exit"
