@@ -88,6 +88,10 @@ def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, found: Ma
     causes = (
         (config.options.enable_weight_sharing is False, "ENABLE_WEIGHT_SHARING is false"),
         (config.kind != "CPU", "each instance has a copy on its device"),
+        (
+            config.options.tensor_parallel is not None,
+            "each process of TENSOR_PARALLEL copies its share of what is divided across rows",
+        ),
         (artifact.weightless, "WEIGHTS is none: they are computed when the module is built"),
         (bool(unmappable), unmappable),
         (
