@@ -209,5 +209,7 @@ def test_workflow_is_what_runs_here() -> None:
     workflow = yaml.safe_load((_ROOT / ".github/workflows/test.yml").read_text())
     (job,) = workflow["jobs"].values()
     assert [one["run"] for one in job["steps"] if "run" in one] == [".ci/run"]
-    assert job["strategy"]["matrix"]["python"] == re.findall(r"Python :: (3\.\d+)", _PROJECT)
+    *run, newest = re.findall(r"Python :: (3\.\d+)", _PROJECT)
+    assert job["strategy"]["matrix"]["python"] == run
+    assert newest == "3.13"  # which the server in the wheel does not support
     assert "make test" in (_ROOT / ".ci/run").read_text()
