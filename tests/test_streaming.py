@@ -198,6 +198,7 @@ def test_a_task_that_ends_the_program(tmp_path: Path, process: None) -> None:
             "import asyncio\nimport sys\n\n\nasync def _leave():\n    sys.exit(3)\n\n\n"
             "async def forward(x):\n    yield x\n    if x > 1:\n"
             "        forward.task = asyncio.create_task(_leave())\n"
+            "        forward.task.add_done_callback(asyncio.Task.exception)\n"
             "        await asyncio.sleep(0.01)\n        yield x\n"
         ),
     )

@@ -154,7 +154,7 @@ def test_a_repository(repository: Path, tmp_path: Path) -> None:
     [
         (
             "raises",
-            "requests failed; the first: model 'raises': forward() raised ValueError: never",
+            "requests failed; the first: model 'raises': raises() raised ValueError: never",
         ),
         ("broken", "model 'broken' is not ready on the server: "),
         ("nothing", "no model 'nothing'; its models: broken, example, negate, raises, single."),

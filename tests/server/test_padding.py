@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,17 +43,26 @@ def test_lengths_share_a_batch_and_come_back(tmp_path: Path, side: str) -> None:
             list(pool.map(lambda number: _ask(client, number), range(_REQUESTS)))
         (statistics,) = client.get_inference_statistics("padded").model_stats
         client.close()
-        with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as answer:
-            metrics = answer.read().decode()
-    # What was counted within the last second is told later.
-    for name in ("rows", "values", "padded_values"):
-        (value,) = re.findall(
-            rf'pytorch_py_{name}_total{{model="padded",version="1"}} (\S+)', metrics
-        )
-        assert float(value) > 0
+        # Triton is told once a second.
+        deadline = time.monotonic() + 60
+        while not all(told := _told(server)):
+            assert time.monotonic() < deadline, told
+            time.sleep(0.1)
     assert statistics.inference_count == _REQUESTS
     # One length a batch would need about as many executions as requests.
     assert statistics.execution_count < _REQUESTS / 2
+
+
+def _told(server: Server) -> list[float]:
+    """Rows, values and padded values, by Triton's metrics."""
+    with urllib.request.urlopen(f"http://{server.metrics_address}/metrics") as answer:
+        metrics = answer.read().decode()
+    labels = '{model="padded",version="1"}'
+    found = (
+        re.search(rf"pytorch_py_{name}_total{re.escape(labels)} (\S+)", metrics)
+        for name in ("rows", "values", "padded_values")
+    )
+    return [float(one[1]) if one else 0.0 for one in found]
 
 
 def _ask(client: tritonclient.grpc.InferenceServerClient, number: int) -> None:
