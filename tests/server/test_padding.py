@@ -5,8 +5,10 @@ from __future__ import annotations
 import re
 import time
 import urllib.request
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import models
 import numpy as np
@@ -41,16 +43,24 @@ def test_lengths_share_a_batch_and_come_back(tmp_path: Path, side: str) -> None:
         client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
         with ThreadPoolExecutor(16) as pool:
             list(pool.map(lambda number: _ask(client, number), range(_REQUESTS)))
-        (statistics,) = client.get_inference_statistics("padded").model_stats
+        # Triton counts a batch after it has answered it, and is told ours once a second.
+        _until(lambda: _statistics(client).inference_count == _REQUESTS)
+        _until(lambda: all(_told(server)))
+        # One length a batch would need about as many executions as requests.
+        assert _statistics(client).execution_count < _REQUESTS / 2
         client.close()
-        # Triton is told once a second.
-        deadline = time.monotonic() + 60
-        while not all(told := _told(server)):
-            assert time.monotonic() < deadline, told
-            time.sleep(0.1)
-    assert statistics.inference_count == _REQUESTS
-    # One length a batch would need about as many executions as requests.
-    assert statistics.execution_count < _REQUESTS / 2
+
+
+def _until(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def _statistics(client: tritonclient.grpc.InferenceServerClient) -> Any:
+    (statistics,) = client.get_inference_statistics("padded").model_stats
+    return statistics
 
 
 def _told(server: Server) -> list[float]:
