@@ -11,6 +11,7 @@ here: Triton gives such a model to its Python backend, and none of ours is asked
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -442,6 +443,10 @@ def test_requests_of_one_batch_get_their_own_strings(serving: Serving) -> None:
 
 
 def executions(serving: Serving, model: str) -> int:
-    (statistics,) = serving.grpc.get_inference_statistics(model).model_stats
-    count: int = statistics.execution_count
-    return count
+    """Calls of a model, once they stand still: Triton counts a batch after it has answered it."""
+    seen: list[int] = []
+    while len(seen) < 2 or seen[-1] != seen[-2]:
+        (statistics,) = serving.grpc.get_inference_statistics(model).model_stats
+        seen.append(statistics.execution_count)
+        time.sleep(0.5)
+    return seen[-1]
