@@ -291,6 +291,25 @@ def test_triton_that_takes_nothing_any_more(
     assert line.startswith("model 'judge': metrics cannot be told any more.")
 
 
+def test_a_refusal_keeps_nobody_from_leaving(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Triton has against metrics stops neither what follows a fatal error nor an unload."""
+
+    def refuse(metric: Any, value: float) -> None:
+        raise TritonModelException("gone")
+
+    model = load(tmp_path, judge())
+    with monkeypatch.context() as patched:
+        patched.setattr(fake_triton.Metric, "increment", refuse)
+        patched.setattr(fake_triton.Metric, "set", refuse)
+        model._end("the device is gone")
+        model.finalize()
+
+    errors = [text for kind, text in fake_triton.Logger.lines if kind == "error"]
+    assert any("is poisoned and refuses all requests" in text for text in errors)
+
+
 # --- at load ---------------------------------------------------------------------------------
 
 

@@ -184,7 +184,7 @@ class Publisher:
     def poisoned(self) -> None:
         """Tell that the instance is beyond help."""
         self._beyond_help = True
-        self.tell()
+        self._could_tell()
 
     def close(self) -> None:
         """Tell the last counts, and that the instance has ended; twice is no error."""
@@ -192,18 +192,25 @@ class Publisher:
             return
         self._left.set()
         self._thread.join()
-        self.tell()
+        if not self._could_tell():
+            return
         held = (self._told[series] for series, _ in self._held())
         for gauge in (self._alive, self._ready, self._poisoned, *held):
             gauge.tell(0)
         self._weights.tell("")
 
     def _run(self) -> None:
+        while not self._left.wait(_SECONDS) and self._could_tell():
+            pass
+
+    def _could_tell(self) -> bool:
+        """Tell, if Triton takes it: a refusal harms no request, and keeps nobody from leaving."""
         try:
-            while not self._left.wait(_SECONDS):
-                self.tell()
-        except Exception:  # Triton's side of it; to tell nothing harms no request
+            self.tell()
+        except Exception:  # Triton's side of it
             log.exception("model '%s': metrics cannot be told any more.", self._config.name)
+            return False
+        return True
 
     def _made(self, series: _Series) -> Metric:
         return Metric(self._config, *series)
