@@ -3,9 +3,10 @@
     python -m benchmarks.compilation [--model transformer] [--pairs 3] [--seconds 60]
 
 A cold start compiles, a warm one finds the bundle of a cold one beside the model and nothing else;
-an eager one shows what of a start is not compilation. They take turns, each with a server of its
-own and an empty cache of torch's. Then requests of 1 to 8 rows come for a while, in an order that
-is drawn once; what inductor writes into its cache after READY would be a compilation.
+an eager one shows what of a start is not compilation. A package of AOTInductor was compiled
+beforehand: its start neither traces nor imports a compiler. They take turns, each with a server of
+its own and an empty cache of torch's. Then requests of 1 to 8 rows come for a while, in an order
+that is drawn once; what inductor writes into its cache after READY would be a compilation.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _COMPILED = 'parameters { key: "TORCH_COMPILE_OPTIONAL_PARAMETERS" value { strin
 _CONCURRENCY = 8
 _PAYLOADS = 200
 _LOAD_SECONDS = 600
-_STARTS = ("eager", "cold", "warm")
+_STARTS = ("eager", "package", "cold", "warm")
 
 
 @dataclass(frozen=True)
@@ -58,11 +59,11 @@ class Start:
 
 @contextlib.contextmanager
 def started(name: str, how: str, repository: Path) -> Iterator[Start]:
-    """The model, eager, compiled anew or with the bundle of an earlier start."""
+    """The model of a repository: as it is, compiled anew, or with an earlier start's bundle."""
     folder = repository / name
     config = folder / "config.pbtxt"
     plain = config.read_text().replace(_COMPILED, "")
-    config.write_text(plain if how == "eager" else plain + _COMPILED)
+    config.write_text(plain + _COMPILED if how in {"cold", "warm"} else plain)
     if how == "cold":
         shutil.rmtree(folder / "compile_cache", ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
@@ -79,16 +80,19 @@ def started(name: str, how: str, repository: Path) -> Iterator[Start]:
             yield Start(time.perf_counter() - begun, server, cache)
 
 
-def mixed(name: str, server: Server, seconds: float) -> Result:
+def mixture(name: str) -> list[Payload]:
     """Requests of 1 to 8 rows, in an order that is the same each time."""
-    model = MODELS[name]
     rows = random.Random(0).choices(range(1, MAX_BATCH_SIZE + 1), k=_PAYLOADS)  # noqa: S311
-    payloads = [_payload(model, count) for count in rows]
+    return [_payload(MODELS[name], count) for count in rows]
+
+
+def measured(served: str, payloads: list[Payload], server: Server, seconds: float) -> Result:
+    """The requests, in a closed loop."""
 
     async def measure() -> Result:
         connection = client.connect(Address("grpc", server.grpc_address))
         try:
-            send = connection.sender(name, payloads)
+            send = connection.sender(served, payloads)
             return await load.run(send, Closed(_CONCURRENCY), seconds)
         finally:
             await connection.close()
@@ -119,16 +123,20 @@ def main(words: list[str]) -> int:
     seconds: dict[str, list[float]] = {how: [] for how in _STARTS}
     rows = []
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
-        repository = Path(scratch) / "repository"
+        repository, packages = Path(scratch) / "repository", Path(scratch) / "packages"
         repositories.write(settings.model, repository)
+        package = repositories.write_package(settings.model, packages)
         for turn in range(settings.pairs):
             for how in _STARTS:
-                with started(settings.model, how, repository) as start:
+                packaged = how == "package"
+                served, place = (package, packages) if packaged else (settings.model, repository)
+                with started(served, how, place) as start:
                     seconds[how].append(start.seconds)
                     told.print(f"{how} start: {start.seconds:.1f} s")
                     if turn == settings.pairs - 1 and how != "cold":
                         before = start.compiled()
-                        found = mixed(settings.model, start.server, settings.seconds)
+                        payloads = mixture(settings.model)
+                        found = measured(served, payloads, start.server, settings.seconds)
                         rows.append((how, found, start.compiled() - before))
     print(f"{settings.model}: seconds from the server's start to READY\n")
     print("| start | median | min | max |\n|---|---|---|---|")
@@ -136,15 +144,16 @@ def main(words: list[str]) -> int:
         print(
             f"| {how} | {statistics.median(values):.1f} | {min(values):.1f} | {max(values):.1f} |"
         )
-    ratios = [warm / cold for warm, cold in zip(seconds["warm"], seconds["cold"], strict=True)]
-    print(f"| warm ÷ cold | {_spread(ratios, 2)} |")
+    for how in ("warm", "package"):
+        ratios = [one / cold for one, cold in zip(seconds[how], seconds["cold"], strict=True)]
+        print(f"| {how} ÷ cold | {_spread(ratios, 2)} |")
     print(f"\nRequests of 1 to {MAX_BATCH_SIZE} rows at concurrency {_CONCURRENCY}\n")
     print("| model | requests/s | p50 ms | p99 ms | max ms | max ÷ p50 | graphs compiled |")
     print("|---|---|---|---|---|---|---|")
     for how, found, compiled in rows:
         p50, p99, most = (value * 1e3 for value in found.percentiles(50, 99, 100))
         print(
-            f"| {'eager' if how == 'eager' else 'compiled'} | {found.throughput:.0f} | {p50:.1f}"
+            f"| {'compiled' if how == 'warm' else how} | {found.throughput:.0f} | {p50:.1f}"
             f" | {p99:.1f} | {most:.1f} | {most / p50:.1f} | {compiled} |"
         )
     return 0

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import safetensors.torch
+import torch
+from torch._inductor import aoti_compile_and_package
 
 from benchmarks import models
 from benchmarks.models import MAX_BATCH_SIZE, MODELS, Parameter
@@ -34,6 +36,20 @@ def write(name: str, repository: Path) -> None:
     shutil.copy(models.__file__, version / "model.py")
     chosen = _parameter("MODEL_CLASS", _fill(name, version))
     (repository / name / "config.pbtxt").write_text(_config("pytorch_py", name) + chosen)
+
+
+def write_package(name: str, repository: Path) -> str:
+    """The model as a package of AOTInductor; returns what it is served under."""
+    served = f"{name}_package"
+    version = _version(repository / served)
+    model = MODELS[name]
+    example = tuple(torch.stack([tensor] * MAX_BATCH_SIZE) for tensor in model.example())
+    rows = torch.export.Dim("rows", min=1, max=MAX_BATCH_SIZE)
+    shapes = tuple({0: rows} for _ in example)
+    program = torch.export.export(model.build(), example, dynamic_shapes=shapes)
+    aoti_compile_and_package(program, package_path=str(version / "model.pt2"))
+    (repository / served / "config.pbtxt").write_text(_config("pytorch_py", name))
+    return served
 
 
 def write_floor(name: str, repository: Path) -> str:

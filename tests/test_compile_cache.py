@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import multiprocessing
@@ -332,6 +333,32 @@ def test_one_of_several_instances_compiles(tmp_path: Path, artifact: Artifact) -
     assert compiled.value == 1
 
 
+@pytest.mark.parametrize(
+    ("users", "compilers", "settled"),
+    [
+        pytest.param(None, ["avx512", "avx2"], True, id="what the processor has"),
+        pytest.param(None, ["avx2"], None, id="a compiler that knows fewer"),
+        pytest.param(False, ["avx512", "avx2"], False, id="TORCHINDUCTOR_VEC_ISA_OK=0"),
+    ],
+)
+def test_vector_instructions_are_looked_for_once(
+    monkeypatch: pytest.MonkeyPatch, users: bool | None, compilers: list[str], settled: bool | None
+) -> None:
+    """Inductor is told to take all that the processor has, where it would find just these."""
+    from torch._inductor import config, cpu_vec_isa
+
+    @functools.cache
+    def found() -> list[str]:
+        return ["avx512", "avx2"] if config.cpp.vec_isa_ok else compilers
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", found)
+    with config.patch({"cpp.vec_isa_ok": users}):
+        assert compile_cache._find_vectors() == compilers
+
+        assert config.cpp.vec_isa_ok is settled
+        assert found() == compilers
+
+
 # --- with torch's own part ---------------------------------------------------------------------
 
 _START = """
@@ -339,13 +366,16 @@ import json, sys
 import torch
 from torch_py_backend import config, engine, threads, warmup
 
+asked = []  # processes that try a vector instruction
+sys.addaudithook(lambda event, args: asked.append(args) if "LoadLibrary" in str(args) else None)
 torch.manual_seed(0)
 settings = config.parse(json.loads(sys.argv[1]))
 made = engine.build(settings, threads.budget(settings))
 warmup.run(made)
 from torch._dynamo.utils import counters
 (outcome,) = made.run([{"x": torch.ones(3, 4)}])
-print(json.dumps({"y": outcome["y"].tolist(), **counters["inductor"]}))
+asked = [args for args in asked if args[0] == sys.executable]
+print(json.dumps({"y": outcome["y"].tolist(), "asked": len(asked), **counters["inductor"]}))
 """
 
 
@@ -409,4 +439,6 @@ def test_warm_start_compiles_nothing(tmp_path: Path) -> None:
     assert warm["fxgraph_cache_hit"] == cold["fxgraph_cache_miss"]
     assert cold["built"] > 0
     assert warm["built"] == 0
+    # The families that hang on AVX-512 (BF16, VNNI) are tried out all the same.
+    assert warm["asked"] < cold["asked"]
     assert warm["y"] == cold["y"]

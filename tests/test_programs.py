@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from torch_py_backend.errors import ArtifactError
 from torch_py_backend.programs import Program
 
 CPU = torch.device("cpu")
+PACKAGE = Path(__file__).parents[1] / "examples/model_repository/digits_aoti/1/model.pt2"
 
 
 class Net(nn.Module):
@@ -447,15 +447,8 @@ class Loader:
         return [leaves[0] + 10 * leaves[1] + 100 * leaves[2]]
 
 
-class Opened:
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
-
-
 def aoti(folder: Path, monkeypatch: pytest.MonkeyPatch, loader: Loader, rows: int = 8) -> Program:
-    monkeypatch.setattr(
-        torch._inductor, "aoti_load_package", lambda path, device_index: Opened(loader)
-    )
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *_: loader)
     settings = config(folder, "arg0", "a", "b", rows=rows)
     return programs.load_aoti(settings, folder / "model.pt2", CPU)
 
@@ -548,28 +541,34 @@ print(program.rows)
     assert done.stdout.strip() == str(Rows(1, 5))
 
 
-@pytest.mark.usefixtures("process")
-def test_torch_does_not_judge_the_machine_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Whether a package fits is told by `misfit`; torch's own comparison is kept out of the log."""
-    torchs = logging.getLogger("torch.export.pt2_archive._package")
-    monkeypatch.setattr(torchs, "propagate", True)
-    torchs.addHandler(caplog.handler)
-    before = torchs.level
+_LOADED_ALONE = """
+import sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1]]
+import torch
+import build
+from torch_py_backend import binding, programs
 
-    def load(path: str, device_index: int) -> Opened:
-        torchs.warning("Device information mismatch")
-        torchs.error("something else")
-        return Opened(Loader())
+processes = []
+sys.addaudithook(lambda event, args: event == "subprocess.Popen" and processes.append(args))
+config = build.config(inputs=(build.spec("x", dims=(1, 8, 8)),))
+program = programs.load_aoti(config, Path(sys.argv[2]), torch.device("cpu"))
+inputs = binding.bind_inputs("digits", ["INPUT__0"], program.signature)
+scores = inputs.call(program.module, [torch.zeros(2, 1, 8, 8)])
+print(scores.shape[-1], processes, [name for name in sys.modules if "torch._dynamo" in name])
+"""
 
-    monkeypatch.setattr(torch._inductor, "aoti_load_package", load)
-    try:
-        programs.load_aoti(config(tmp_path, "arg0", "a", "b"), tmp_path / "model.pt2", CPU)
-    finally:
-        torchs.removeHandler(caplog.handler)
-    assert {record.getMessage() for record in caplog.records} == {"something else"}
-    assert torchs.level == before
+
+def test_package_starts_without_the_compiler() -> None:
+    """A package is loaded and run; no compiler is imported, no process looks what it could build.
+
+    The library of an instruction set, built to see whether it runs, cost 2 to 10 s a load.
+    """
+    words = [sys.executable, "-c", _LOADED_ALONE, str(Path(__file__).parent), str(PACKAGE)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "10 [] []"
 
 
 class Limited(Loader):

@@ -31,6 +31,12 @@ def static(config: ModelConfig) -> bool:
     return requested(config) and parameters.get("dynamic") is False
 
 
+def by_inductor(config: ModelConfig) -> bool:
+    """Whether the config asks for what torch.compile does unless it is told otherwise."""
+    parameters = config.options.torch_compile_optional_parameters or {}
+    return requested(config) and parameters.get("backend", "inductor") == "inductor"
+
+
 def graphs() -> int:
     """How many graphs this process has compiled, or found in a cache."""
     counted: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]

@@ -4,6 +4,9 @@ A bundle is a line of JSON that says what it is for, with the payload's hash, th
 zip of PyTorch's own portable bundle (`torch.compiler.save_cache_artifacts`) and of the libraries
 that inductor built for the CPU, which PyTorch's leaves out. Loading it runs compiled code from it:
 it is loaded only where nobody but this user could have written it.
+
+The first line also names the vector instructions that inductor may use: in every start it would
+else try out each in a process of its own (1 s of a warm start with torch 2.13 and AVX-512).
 """
 
 from __future__ import annotations
@@ -19,13 +22,13 @@ import os
 import platform
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torch_py_backend import private_files
+from torch_py_backend import compilation, private_files
 from torch_py_backend.artifacts import Artifact
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import ConfigError, PlatformError, brief
@@ -51,7 +54,8 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
     folder = config.folder / _FOLDER if wished is None else _named(config, wished)
     facts = _facts(config, artifact, device)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    bundle = Bundle(config.name, folder / f"{config.name}-{digest[:16]}.bundle", facts)
+    vectors = device.type == "cpu" and compilation.by_inductor(config)
+    bundle = Bundle(config.name, folder / f"{config.name}-{digest[:16]}.bundle", facts, vectors)
     try:
         reason = private_files.make(folder)
         if reason:
@@ -134,11 +138,13 @@ class Bundle:
         model: the model's name.
         path: the file.
         facts: what it is for.
+        vectors: whether inductor looks for vector instructions.
     """
 
     model: str
     path: Path
     facts: Mapping[str, Any]
+    vectors: bool
 
     @contextlib.contextmanager
     def used(self) -> Iterator[bool]:
@@ -153,9 +159,11 @@ class Bundle:
                 return
             with _locked(self.path.with_suffix(".lock")):
                 found = self._load(cache, logging.WARNING)
+                # Before anything is compiled: the answer is part of the keys in inductor's cache.
+                names = _find_vectors() if self.vectors and not found else []
                 yield found
                 if not found:
-                    self._save(cache)
+                    self._save(cache, names)
 
     def _load(self, cache: Path, level: int) -> bool:
         if not self.path.is_file():
@@ -168,6 +176,8 @@ class Bundle:
             if header["sha256"] != hashlib.sha256(payload).hexdigest():
                 raise ValueError("it is damaged")
             _unpack(payload, cache)
+            if self.vectors:
+                _take_vectors(header["vectors"])
         except Exception as error:  # whatever a file of this name may hold
             log.log(
                 level, "model '%s': %s is ignored: %s.", self.model, self.path.name, brief(error)
@@ -175,12 +185,16 @@ class Bundle:
             return False
         return True
 
-    def _save(self, cache: Path) -> None:
+    def _save(self, cache: Path, vectors: Sequence[str]) -> None:
         made = torch.compiler.save_cache_artifacts()
         if made is None:  # a backend that keeps nothing
             return
         payload = _pack(made[0], cache)
-        header = {"facts": self.facts, "sha256": hashlib.sha256(payload).hexdigest()}
+        header = {
+            "facts": self.facts,
+            "sha256": hashlib.sha256(payload).hexdigest(),
+            "vectors": vectors,
+        }
         try:
             _write(self.path, json.dumps(header).encode() + b"\n" + payload)
         except OSError as error:  # a full disk: the model serves all the same
@@ -204,6 +218,32 @@ def _settle() -> None:
         log.warning("%s, %s, is not used: %s.", _VARIABLE, named, reason)
     if reason or not named:
         os.environ[_VARIABLE] = str(private_files.of_user())
+
+
+def _find_vectors() -> list[str]:
+    """The vector instructions that inductor may use here; it does not look for them again."""
+    found = _vectors()
+    _take_vectors(found)
+    return found
+
+
+def _take_vectors(names: Sequence[str]) -> None:
+    """Spare inductor the search for vector instructions, where it would end with these."""
+    from torch._inductor import config, cpu_vec_isa  # noqa: PLC0415  only who compiles pays it
+
+    if config.cpp.vec_isa_ok is not None:  # TORCHINDUCTOR_VEC_ISA_OK: the user's word
+        return
+    config.cpp.vec_isa_ok = True
+    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    if _vectors() != names:  # the compiler knows fewer than the processor
+        config.cpp.vec_isa_ok = None
+        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+
+
+def _vectors() -> list[str]:
+    from torch._inductor import cpu_vec_isa  # noqa: PLC0415
+
+    return [str(one) for one in cpu_vec_isa.valid_vec_isa_list()]
 
 
 @contextlib.contextmanager

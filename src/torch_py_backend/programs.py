@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import os
 import platform
 import re
@@ -256,15 +255,14 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
     Raises:
         ArtifactError: this torch cannot load it.
     """
-    # A second that other kinds need not wait for.
-    from torch._inductor import aoti_load_package  # noqa: PLC0415
-
     # Without it, a wrong shape is not noticed: the program reads past the memory of its inputs.
     os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
     index = device.index if device is not None and device.type == "cuda" else -1
     try:
-        with _errors_only(_TORCHS_OWN):  # it warns of what `misfit` has judged
-            loader = aoti_load_package(str(path), device_index=index).loader
+        # What aoti_load_package ends with. Before that it imports the compiler and builds a library
+        # for each instruction set, to warn of what `misfit` has judged: 2 to 10 s.
+        open_package = torch._C._aoti.AOTIModelPackageLoader
+        loader = open_package(str(path), _ONLY_MODEL, _SINGLE_THREADED, _RUNNERS, index)
         in_spec, out_spec = (pytree.treespec_loads(text) for text in loader.get_call_spec())
     except Exception as error:  # a foreign or damaged package raises nearly anything
         raise ArtifactError(
@@ -284,7 +282,9 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
     return Program(run, signature, None, _probe(config, signature, run))
 
 
-_TORCHS_OWN = logging.getLogger("torch.export.pt2_archive._package")
+# As aoti_compile_and_package calls the model; and how aoti_load_package opens it.
+_ONLY_MODEL = "model"
+_SINGLE_THREADED, _RUNNERS = False, 1
 _AT_LEAST = re.compile(r"at 0, expected (?:it )?to be >= (\d+)")
 _AT_MOST = re.compile(r"at 0, expected (?:it )?to be <= (\d+)")
 _EXACTLY = re.compile(r"unmatched dim value at 0, expected: (\d+)")
@@ -368,13 +368,3 @@ def _standard_error_to(descriptor: int) -> Iterator[None]:
     finally:
         os.dup2(before, 2)
         os.close(before)
-
-
-@contextlib.contextmanager
-def _errors_only(logger: logging.Logger) -> Iterator[None]:
-    before = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
