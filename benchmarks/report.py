@@ -15,9 +15,9 @@ FLOOR, PLAIN, HTTP, FORWARD = "floor", "plain", "http", "forward"
 _OURSELVES = {FLOOR: "no-op floor", PLAIN: "written by hand", HTTP: "ours over HTTP"}
 _TITLES = _OURSELVES | {name: peer.title for name, peer in PEERS.items()}
 _SERVED = {
-    FLOOR: "a Python-based backend model that returns a ready-made response; the same server, gRPC",
+    FLOOR: "a Python-based backend model that returns a ready-made response; the same server",
     PLAIN: "a Python-based backend model for this network alone, that checks nothing; the same"
-    " server, gRPC",
+    " server",
     HTTP: "our backend once more, in the same server, asked over HTTP",
 } | {name: peer.words for name, peer in PEERS.items()}
 _COLUMNS = (
@@ -110,8 +110,8 @@ with eager PyTorch. "ours ÷ other" is the ratio of the throughputs within a pai
 pairs, and in brackets the least and the most. The other figures are medians of the turns.
 
 All servers form batches of at most {MAX_BATCH_SIZE} and run one instance (worker, replica) with
-the same number of threads. One asyncio client asks them in a closed loop, with one row a request:
-ours over gRPC, the others over the best that they offer. "client's core" is the share of a core
+the same number of threads. One asyncio client asks them in a closed loop, with one row a request,
+the others over the best that they offer. "client's core" is the share of a core
 that it used for ours and for the other; near 1 it is the client that sets the figures. What a
 server does while the other one is loaded stays in the figures: LitServe and Ray Serve use an
 eighth of a core when nobody asks them."""

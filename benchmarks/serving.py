@@ -2,7 +2,7 @@
 
     python -m benchmarks.serving --output docs/benchmarks.md
         [--models add,mlp] [--against floor,pytriton] [--concurrency 1,8,32]
-        [--seconds 5] [--pairs 5] [--threads 1]
+        [--seconds 5] [--pairs 5] [--threads 1] [--protocol grpc]
 
 Answers are compared with eager PyTorch first; then both sides are loaded in turn. What a peer needs
 is installed at first use. Ctrl-C ends the run and keeps what was measured.
@@ -54,14 +54,15 @@ class Settings:
     seconds: float
     pairs: int
     threads: int
+    protocol: str
     output: Path | None
 
 
 @dataclass(frozen=True)
 class Ours:
-    """One tritonserver with our model, over both protocols, and what else it serves."""
+    """One tritonserver with our model, over one of its protocols, and what else it serves."""
 
-    grpc: Endpoint
+    asked: Endpoint
     others: Mapping[str, Endpoint]
     version: str
 
@@ -91,7 +92,7 @@ def _run(settings: Settings, found: Report, progress: Progress) -> None:
     task = progress.add_task("", total=each * len(settings.models) * len(settings.against))
     done = 0
     for model in settings.models:
-        with _serving(model) as ours:
+        with _serving(model, settings.protocol) as ours:
             found.facts["tritonserver"] = ours.version
             for against in settings.against:
                 progress.update(task, description=f"{model} against {against}", completed=done)
@@ -104,7 +105,7 @@ def _run(settings: Settings, found: Report, progress: Progress) -> None:
 
 
 @contextlib.contextmanager
-def _serving(model: str) -> Iterator[Ours]:
+def _serving(model: str, protocol: str) -> Iterator[Ours]:
     """Our model, the floor and one by hand in a tritonserver, answering as eager PyTorch does."""
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
         folder = Path(scratch)
@@ -120,16 +121,17 @@ def _serving(model: str) -> Iterator[Ours]:
             for state in server.wait_loaded(timeout=_LOAD_SECONDS):
                 if not state.ready:
                     raise BenchError(f"{state.name} was not loaded: {state.reason}")
+            addresses = {"grpc": server.grpc_address, "http": server.http_address}
             ours = Ours(
-                Endpoint(model, "grpc", server.grpc_address, model, counts=True),
+                Endpoint(model, protocol, addresses[protocol], model, counts=True),
                 {
                     HTTP: Endpoint(model, "http", server.http_address, model, counts=True),
-                    FLOOR: Endpoint(model, "grpc", server.grpc_address, floor, counts=True),
-                    PLAIN: Endpoint(model, "grpc", server.grpc_address, plain, counts=True),
+                    FLOOR: Endpoint(model, protocol, addresses[protocol], floor, counts=True),
+                    PLAIN: Endpoint(model, protocol, addresses[protocol], plain, counts=True),
                 },
                 _triton_version(server.http_address),
             )
-            for endpoint in (ours.grpc, *ours.others.values()):
+            for endpoint in (ours.asked, *ours.others.values()):
                 contenders.check(endpoint)
             yield ours
 
@@ -158,7 +160,7 @@ def _against(
         for concurrency in settings.concurrency:
             done: list[Pair] = []
             try:
-                asyncio.run(_measure(ours.grpc, endpoint, concurrency, settings, done, advance))
+                asyncio.run(_measure(ours.asked, endpoint, concurrency, settings, done, advance))
             finally:
                 if done:
                     found.rows.append(Row(model, against, concurrency, tuple(done)))
@@ -192,6 +194,7 @@ def _facts(settings: Settings) -> dict[str, str]:
         "Python": platform.python_version(),
         **versions,
         "OMP_NUM_THREADS": str(settings.threads),
+        "ours is asked over": settings.protocol,
         "turns": f"{settings.pairs} pairs of {settings.seconds:g} s each, after one to warm up",
     }
 
@@ -219,6 +222,7 @@ def _settings(words: Sequence[str]) -> Settings:
     add("--seconds", type=_seconds, default=5.0, help="of one turn")
     add("--pairs", type=_count, default=5, help="turns of each side")
     add("--threads", type=_count, default=1, help="OMP_NUM_THREADS of every server")
+    add("--protocol", choices=("grpc", "http"), default="grpc", help="over which ours is asked")
     add("--output", type=_file, help="the Markdown file to write; unset: print it")
     return Settings(**vars(parser.parse_args(words)))
 
