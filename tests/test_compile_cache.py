@@ -337,11 +337,11 @@ def test_one_of_several_instances_compiles(tmp_path: Path, artifact: Artifact) -
 _START = """
 import json, sys
 import torch
-from torch_py_backend import config, engine, threads, warmup
+from torch_py_backend import assembly, config, threads, warmup
 
 torch.manual_seed(0)
 settings = config.parse(json.loads(sys.argv[1]))
-made = engine.build(settings, threads.budget(settings))
+made = assembly.build(settings, threads.budget(settings))
 warmup.run(made)
 from torch._dynamo.utils import counters
 (outcome,) = made.run([{"x": torch.ones(3, 4)}])

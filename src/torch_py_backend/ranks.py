@@ -110,7 +110,7 @@ def load(config: ModelConfig, artifact: Artifact) -> Loaded:
         _confirm(others.answers(_LOAD_S))
         log.info("model '%s': computed with processes %s.", config.name, others.processes)
         ranks = Ranks(share, others, stack.pop_all())
-    return dataclasses.replace(share.loaded, module=ranks, leave=ranks.leave)
+    return dataclasses.replace(share.loaded, module=ranks, leave=ranks.leave, watch=ranks.watch)
 
 
 def _refuse_missing(config: ModelConfig, size: int) -> None:
