@@ -200,6 +200,12 @@ def test_what_cannot_be_sent(loaded: Loaded, alone: Callable[..., Any]) -> None:
         torch.testing.assert_close(loaded.module(_x(3)), alone(_x(3)))
 
 
+def test_what_hooks_want_of_it(loaded: Loaded) -> None:
+    """Only a call is done by all ranks: whatever else hooks do with the module is refused."""
+    with pytest.raises(AttributeError, match="'embed': with TENSOR_PARALLEL hooks can call"):
+        loaded.module.embed  # type: ignore[attr-defined]  # noqa: B018
+
+
 def test_one_worker_for_two_ranks(loaded: Loaded) -> None:
     """This process is the first of them."""
     assert len(parallel.workers(os.getpid())) == 1

@@ -85,12 +85,12 @@ def find(config: ModelConfig, module: nn.Module) -> dict[str, ParallelStyle]:
         ConfigError: it has none, or one that does not fit it.
         SourceError: to ask for it fails.
     """
-    plan = getattr(module, NAME, None)
-    if callable(plan):
-        try:
+    try:  # the model's own code runs here
+        plan = getattr(module, NAME, None)
+        if callable(plan):
             plan = plan()
-        except Exception as error:  # the model's own code runs here
-            raise SourceError(config.name, f"{NAME}() fails: {brief(error)}") from error
+    except Exception as error:
+        raise SourceError(config.name, f"{NAME} fails: {brief(error)}") from error
     if plan is None:
         plan = getattr(module, "_tp_plan", None)
     if not plan:
@@ -104,10 +104,10 @@ def find(config: ModelConfig, module: nn.Module) -> dict[str, ParallelStyle]:
     known = [name for name, _ in module.named_modules() if name]
     unknown = [name for name in plan if not any(_matches(one, name) for one in known)]
     if unknown:
+        named = shown(str(one) or "''" for one in unknown)
         raise ConfigError(
             config.name,
-            f"{NAME} names {shown(map(str, unknown))}, and {type(module).__name__} has no such"
-            " module",
+            f"{NAME} names {named}, and {type(module).__name__} has no such module",
             expected=f"modules of it, such as {shown(known)}",
         )
     styles = {name: _style(config, name, value) for name, value in plan.items()}
