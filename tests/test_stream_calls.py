@@ -9,6 +9,7 @@ import streamed
 import torch
 from torch import Tensor
 
+from torch_py_backend.batching import Item
 from torch_py_backend.errors import BackendError, InputError, OutputError
 
 
@@ -20,7 +21,7 @@ def test_what_begins_a_stream_is_what_the_model_returns() -> None:
     """begin() looks into nothing that the model returned; it is counted as a batch of its rows."""
     kept = object()
     engine = streamed.engine(lambda x: (kept, x))
-    item = {"x": torch.rand(3, 2)}
+    item: Item = {"x": torch.rand(3, 2)}
 
     (result, x), given = engine.stream_calls.begin(item)
 
