@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -76,6 +76,17 @@ def apply(
         local = parameter._local_tensor if isinstance(parameter, DTensor) else None
         if local is not None and not (whole and local.device.type == "cpu"):
             parameter._local_tensor = local.clone()  # type: ignore[attr-defined]
+
+
+def uneven(module: nn.Module) -> list[str]:
+    """Weights of which the processes have shares of different sizes."""
+    return [
+        name
+        for name, one in module.named_parameters()
+        if isinstance(one, DTensor)
+        for placement in one.placements
+        if isinstance(placement, Shard) and one.shape[placement.dim] % one.device_mesh.size()
+    ]
 
 
 def find(config: ModelConfig, module: nn.Module) -> dict[str, ParallelStyle]:

@@ -31,7 +31,14 @@ from torch import Tensor
 from torch_py_backend import loaders, rendezvous, runtime, sharing, trees, workers
 from torch_py_backend.artifacts import Artifact
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import BackendError, LoadError, PlatformError, WorkerError, brief
+from torch_py_backend.errors import (
+    BackendError,
+    LoadError,
+    PlatformError,
+    WorkerError,
+    brief,
+    shown,
+)
 from torch_py_backend.guarding import Guard
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.threads import Threads
@@ -197,6 +204,15 @@ class _Share:
         mapped = job.artifact.weights is not None
         whole = mapped and config.options.enable_weight_sharing is not False
         plans.apply(config, self._owner, self._plan, mesh, whole=whole)
+        uneven = plans.uneven(self._owner)
+        if uneven:
+            log.warning(
+                "model '%s': %s cannot be divided evenly among %d processes. Outputs that the plan"
+                " leaves in shares do not fit what follows: use output_layouts=Replicate() there.",
+                config.name,
+                shown(uneven),
+                job.size,
+            )
         if self.device != _CPU:
             self._owner.to(self.device)
 
