@@ -35,8 +35,10 @@ class Wide(nn.Module):
         rank = dist.get_rank() if dist.is_initialized() else 0
         if what == 101:
             raise ValueError("all refuse this")
-        if (what, rank) in ((102, 0), (103, 1)):
+        if (what, rank) == (102, 0):
             raise ValueError("one refuses this")
+        if (what, rank) == (103, 1):
+            raise RuntimeError("one cannot")
         if (what, rank) == (104, 1):
             os.kill(os.getpid(), signal.SIGKILL)
         return self.down(torch.relu(self.up(x)))

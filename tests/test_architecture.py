@@ -75,7 +75,7 @@ def test_without_torch(room: str) -> None:
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("room", ["engine", "warmup", "schema", "inspection"])
+@pytest.mark.parametrize("room", ["assembly", "warmup", "schema", "inspection"])
 def test_without_the_compiler(room: str) -> None:
     """Inductor takes a second to import: only models that are compiled wait for it."""
     code = f"import sys, torch_py_backend.{room}; print('torch._inductor' in sys.modules)"
@@ -90,9 +90,9 @@ def test_an_eager_model_starts_without_the_compiler(tmp_path: Path) -> None:
     (tmp_path / "1" / "model.safetensors").write_bytes(safetensors.torch.save(weights))
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); import build; from pathlib import Path;"
-        "from torch_py_backend import engine, threads, warmup; import torch;"
+        "from torch_py_backend import assembly, threads, warmup; import torch;"
         "config = build.config(Path(sys.argv[2]));"
-        "made = engine.build(config, threads.budget(config)); warmup.run(made);"
+        "made = assembly.build(config, threads.budget(config)); warmup.run(made);"
         "(outcome,) = made.run([{'x': torch.ones(1, 4)}]);"
         "assert outcome['y'].tolist() == [[4] * 4], outcome;"
         "print([name for name in ('torch._dynamo', 'sympy') if name in sys.modules])"

@@ -23,7 +23,7 @@ from benchmarks.models import MAX_BATCH_SIZE, MODELS, Model, Parameter
 from benchmarks.pairs import Pair, Turn
 from benchmarks.peers import wire
 from benchmarks.report import Report, Row
-from torch_py_backend import completion, config, engine, pbtxt, threads
+from torch_py_backend import assembly, completion, config, pbtxt, threads
 from torch_py_backend.errors import BenchError, ServerError
 
 _PEERS = Path(contenders.__file__).parent / "peers"
@@ -85,7 +85,7 @@ def test_repository_loads_and_equals_eager(name: str, tmp_path: Path) -> None:
     assert document["max_batch_size"] == MAX_BATCH_SIZE
     assert "dynamic_batching" in document
     settings = config.parse(pbtxt.arguments(tmp_path / name, "1", document))
-    made = engine.build(settings, threads.Threads(1, 1))
+    made = assembly.build(settings, threads.Threads(1, 1))
     model = MODELS[name]
     named = zip(model.inputs, model.example(), strict=True)
     item: Any = {one.name: tensor[None] for one, tensor in named}

@@ -364,13 +364,13 @@ def test_vector_instructions_are_looked_for_once(
 _START = """
 import json, sys
 import torch
-from torch_py_backend import config, engine, threads, warmup
+from torch_py_backend import assembly, config, threads, warmup
 
 asked = []  # processes that try a vector instruction
 sys.addaudithook(lambda event, args: asked.append(args) if "LoadLibrary" in str(args) else None)
 torch.manual_seed(0)
 settings = config.parse(json.loads(sys.argv[1]))
-made = engine.build(settings, threads.budget(settings))
+made = assembly.build(settings, threads.budget(settings))
 warmup.run(made)
 from torch._dynamo.utils import counters
 (outcome,) = made.run([{"x": torch.ones(3, 4)}])

@@ -150,6 +150,15 @@ def test_values_are_the_same() -> None:
     assert torch.equal(home(x), before)
 
 
+def test_hooks_see_the_module() -> None:
+    """What they ask of it, a config or a part, is the module's own."""
+    net = spread({"": "cpu"})
+    home = Home(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
+    assert home.head is net.head
+    with pytest.raises(AttributeError, match="tail"):
+        home.tail  # noqa: B018
+
+
 def test_only_borders_are_hooked() -> None:
     """Within a device nothing is called that was not called before."""
     net = spread({"": "cpu", "blocks": "cpu", "blocks.1.inner": "cpu"})

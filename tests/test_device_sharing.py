@@ -19,7 +19,7 @@ import twin
 from children import Start, starting
 from torch import Tensor, nn
 
-from torch_py_backend import device_sharing, engine, warmup
+from torch_py_backend import assembly, device_sharing, warmup
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Item
@@ -35,7 +35,7 @@ _INSTANCE = """
 import os, sys, time
 from pathlib import Path
 import build, numpy, twin, torch
-from torch_py_backend import device_sharing, engine, loaders, ownership, warmup
+from torch_py_backend import assembly, device_sharing, loaders, ownership, warmup
 from torch_py_backend.threads import Threads
 
 def die(*_):
@@ -47,7 +47,7 @@ device_sharing.wished = lambda config: True
 exec("".join(sys.argv[3:]))
 outputs = (build.spec("y", dims=(3,)),)
 config = build.config(Path(sys.argv[1]), instance=sys.argv[2], outputs=outputs)
-made = engine.build(config, Threads(1, 1))
+made = assembly.build(config, Threads(1, 1))
 warmup.run(made)
 print("ready", flush=True)
 with torch.inference_mode():
@@ -204,7 +204,7 @@ def test_killed_all_together(start: Start, gpu: None, tmp_path: Path) -> None:
 def _engine(folder: Path, name: str = "x", **overrides: Any) -> Engine:
     outputs = (build.spec("y", dims=(3,)),)
     settings = build.config(folder, instance=name, outputs=outputs, **overrides)
-    return engine.build(settings, Threads(1, torch.get_num_interop_threads()))
+    return assembly.build(settings, Threads(1, torch.get_num_interop_threads()))
 
 
 def _answer(made: Engine) -> str:

@@ -257,7 +257,7 @@ _INSTANCE = """
 import sys
 from pathlib import Path
 import build, numpy, torch
-from torch_py_backend import engine, warmup
+from torch_py_backend import assembly, warmup
 from torch_py_backend.threads import Threads
 
 config = build.config(
@@ -268,7 +268,7 @@ config = build.config(
     inputs=(build.spec("x", dims=(4096,)),),
     outputs=(build.spec("y", dims=(4096,)),),
 )
-made = engine.build(config, Threads(1, 1))
+made = assembly.build(config, Threads(1, 1))
 warmup.run(made)
 print("ready", flush=True)
 with torch.inference_mode():

@@ -75,7 +75,8 @@ def _raises() -> Any:
         ({"*": "colwise", 3: "colwise"}, ConfigError, "names 3"),
         ({"0.up": "colwize"}, ConfigError, "has 'colwize' for 0.up; expected"),
         ({"0.up": ColwiseParallel}, ConfigError, "for 0.up; expected"),
-        (_raises, SourceError, r"tensor_parallel_plan\(\) fails: ValueError: of no use"),
+        (_raises, SourceError, "tensor_parallel_plan fails: ValueError: of no use"),
+        ({"": "colwise"}, ConfigError, "names '', and Sequential has no such module"),
     ],
 )
 def test_wrong_plan(plan: Any, kind: type[LoadError], says: str) -> None:

@@ -225,7 +225,7 @@ def test_nothing_stands_around_afterwards(process: None, tmp_path: Path) -> None
     during = engine.__dict__.keys()
     served.ask(1)
     assert not {"_run", "_attempt", "_scatter"} & engine.__dict__.keys()
-    assert engine._module is engine.loaded.module
+    assert engine.callee.module is engine.loaded.module
     assert during >= {"_gather", "_to_device", "_to_host"}
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from torch_py_backend import artifacts, loaders, ranks, sharing
+from torch_py_backend import artifacts, loaders, plans, ranks, sharing
 from torch_py_backend.loaders import Loaded
 
 _SOURCE = (
@@ -31,7 +31,7 @@ class Served(Wide):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(10, 4)
-        self.gather = nn.Linear(4, 8)
+        self.gather = nn.Linear(4, 9)
         self.register_buffer("noise", torch.rand(4), persistent=False)
 
     def tensor_parallel_plan(self):
@@ -63,8 +63,8 @@ def _state() -> dict[str, torch.Tensor]:
     return {
         **parallel.wide().state_dict(),
         "embed.weight": torch.rand(10, 4, generator=generator),
-        "gather.weight": torch.rand(8, 4, generator=generator),
-        "gather.bias": torch.rand(8, generator=generator),
+        "gather.weight": torch.rand(9, 4, generator=generator),
+        "gather.bias": torch.rand(9, generator=generator),
     }
 
 
@@ -174,12 +174,18 @@ def test_each_rank_has_its_share(loaded: Loaded) -> None:
         "down.weight": [4, 3],
         "down.bias": [4],
         "embed.weight": [5, 4],
-        "gather.weight": [4, 4],
-        "gather.bias": [4],
+        "gather.weight": [5, 4],
+        "gather.bias": [5],
     }
     mapped = sharing.mapped(loaded)
     assert mapped.ranges
     assert mapped.shared > 0
+
+
+def test_uneven_shares(loaded: Loaded) -> None:
+    """They compute the same where the output is put together; the log tells of them."""
+    assert loaded.owner is not None
+    assert plans.uneven(loaded.owner) == ["gather.weight", "gather.bias"]
 
 
 def test_ranks_that_fail_alike_go_on(loaded: Loaded, alone: Callable[..., Any]) -> None:
@@ -198,6 +204,12 @@ def test_what_cannot_be_sent(loaded: Loaded, alone: Callable[..., Any]) -> None:
         with pytest.raises((TypeError, AttributeError, Exception), match="pickle"):
             loaded.module(_x(1), None, (one for one in "ab"))
         torch.testing.assert_close(loaded.module(_x(3)), alone(_x(3)))
+
+
+def test_what_hooks_want_of_it(loaded: Loaded) -> None:
+    """Only a call is done by all ranks: whatever else hooks do with the module is refused."""
+    with pytest.raises(AttributeError, match="'embed': with TENSOR_PARALLEL hooks can call"):
+        loaded.module.embed  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_one_worker_for_two_ranks(loaded: Loaded) -> None:

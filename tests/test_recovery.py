@@ -209,7 +209,7 @@ def test_config_that_does_not_bind_is_tried_once() -> None:
     """No request can help that the config names what forward() does not return."""
     model = Model()
     made = engine(model)
-    made._take = Taker(build.config(outputs=(build.spec("RESULT[3]"),))).take
+    made.callee.take = Taker(build.config(outputs=(build.spec("RESULT[3]"),))).take
 
     outcomes = made.run(items([1.0, 2.0, 3.0]))
 

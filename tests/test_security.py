@@ -19,7 +19,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from torch_py_backend import artifacts, compile_cache, engine, examples, options, threads
+from torch_py_backend import artifacts, assembly, compile_cache, examples, options, threads
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, OptionError
@@ -83,7 +83,7 @@ def test_weights_run_no_code(
     config = build.config(tmp_path, weights=name)
 
     with pytest.raises(LoadError):
-        engine.build(config, threads.budget(config))
+        assembly.build(config, threads.budget(config))
 
     assert not mark.exists()
 
@@ -98,7 +98,7 @@ def test_model_file_runs_no_code_of_a_pickle(
     config = build.config(tmp_path)
 
     with pytest.raises(LoadError):
-        engine.build(config, threads.budget(config))
+        assembly.build(config, threads.budget(config))
 
     assert not mark.exists()
 
@@ -116,7 +116,7 @@ def test_repacked_weights_are_copied(tmp_path: Path, process: None) -> None:
             packed.writestr(name, sound.read(name))
     config = build.config(tmp_path)
 
-    loaded = engine.build(config, threads.budget(config)).loaded
+    loaded = assembly.build(config, threads.budget(config)).loaded
     assert loaded.owner is not None
     for name, tensor in loaded.owner.state_dict().items():
         assert torch.equal(tensor, expected[name])
@@ -235,7 +235,7 @@ def test_no_shard_leads_out_of_the_folder(tmp_path: Path, process: None, shard: 
     config = build.config(folder)
 
     with pytest.raises(ArtifactError, match="expected a file beside the index"):
-        engine.build(config, threads.budget(config))
+        assembly.build(config, threads.budget(config))
 
 
 # --- what is compiled is this user's alone -----------------------------------------------------

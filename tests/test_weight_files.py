@@ -14,7 +14,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend import artifacts, engine, mapping, sharing, weight_files
+from torch_py_backend import artifacts, assembly, mapping, sharing, weight_files
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.threads import Threads
@@ -106,7 +106,7 @@ def served(folder: Path, name: str, write: Writer, **options: Any) -> Engine:
     (folder / "1").mkdir(parents=True, exist_ok=True)
     write(folder / "1" / name, Net(1))
     config = build.config(folder, watch_weights=True, **options)
-    return engine.build(config, Threads(1, 1))
+    return assembly.build(config, Threads(1, 1))
 
 
 def answer(made: Engine) -> Tensor:
@@ -355,7 +355,7 @@ def test_without_the_option_files_are_guarded_and_not_watched(tmp_path: Path) ->
     build.write(tmp_path, "model.py", SOURCE)
     path = tmp_path / "1" / "model.pt"
     _state_dict(path, Net(1))
-    made = engine.build(build.config(tmp_path), Threads(1, 1))
+    made = assembly.build(build.config(tmp_path), Threads(1, 1))
     watch = Watch(made)
     path.write_bytes(b"")
     assert torch.equal(answer(made), Net(1)(X))
@@ -407,7 +407,7 @@ def test_an_archive_whose_weights_are_not_all_is_not_loaded(
     path = tmp_path / "1" / "model.pt"
     path.parent.mkdir()
     torch.jit.script(module.eval()).save(path)
-    made = engine.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
+    made = assembly.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
     with pytest.raises(ConfigError, match=reason):
         Watch(made)
 
@@ -425,7 +425,7 @@ def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[Watc
     write(1)
     names = {key: f"{key}.safetensors" for key in Net(1).state_dict()}
     build.write(tmp_path, "model.safetensors.index.json", json.dumps({"weight_map": names}))
-    made = engine.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
+    made = assembly.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
     watch = Watch(made)
     closing.append(watch)
     until(lambda: watch.digest)

@@ -110,6 +110,69 @@ def test_a_worker_that_is_killed(started: list[Workers]) -> None:
         group.tell([b"x"])
 
 
+def test_last_words(started: list[Workers]) -> None:
+    """What a worker has said before it ended is told with its end."""
+    group = start(started, "complains", 1)
+    group._workers[0].process.wait(60)
+    with pytest.raises(WorkerError, match="has ended with exit code 7, after it cannot"):
+        group.tell([b"x"])
+
+
+def test_the_first_refusal(started: list[Workers]) -> None:
+    """For who has not answered yet nobody waits; what agrees is no refusal."""
+    group = start(started, "says")
+    group.tell([b"", b"no"])
+    assert group.refusal(60) == "no"
+    group.tell([b"later", b"not me"])
+    assert group.refusal(60) == "not me"
+    group.kill()
+
+
+def test_no_refusal(started: list[Workers]) -> None:
+    """All have agreed."""
+    group = start(started, "says")
+    group.tell([b"", b""])
+    assert group.refusal(60) == ""
+
+
+def _refuses() -> None:
+    raise ValueError("not here")
+
+
+def test_work_with_all_workers(started: list[Workers]) -> None:
+    """It ends as it would without them: done, or with its own error."""
+    group = start(started, "echo")
+    done: list[bool] = []
+    assert group.accompany(lambda: done.append(True)) == ""
+    assert done == [True]
+    with pytest.raises(ValueError, match="not here"):
+        group.accompany(_refuses)
+    assert group.lost is None
+
+
+def _wait(event: threading.Event) -> None:
+    event.wait()
+
+
+def test_work_that_a_worker_leaves(started: list[Workers]) -> None:
+    """It is given up, whatever it waits for; the others are ended."""
+    group = start(started, "says")
+    forever = threading.Event()
+    os.kill(group.processes[1], signal.SIGKILL)
+    with pytest.raises(WorkerError, match="worker 2 has ended with signal SIGKILL"):
+        group.accompany(lambda: _wait(forever))
+    assert group._workers[0].process.wait(60) == -signal.SIGKILL
+    forever.set()
+
+
+def test_work_that_a_worker_refuses(started: list[Workers]) -> None:
+    """It is given up, and what the worker has said is the reason."""
+    group = start(started, "complains", 1)
+    forever = threading.Event()
+    assert group.accompany(lambda: _wait(forever)) == "it cannot"
+    forever.set()
+
+
 def test_a_worker_that_does_not_answer(started: list[Workers]) -> None:
     """Who waits, waits no longer than was said."""
     group = start(started, "silent", 1)

@@ -29,6 +29,19 @@ def stubborn(connection: Connection) -> None:
         time.sleep(600)
 
 
+def complains(connection: Connection) -> None:
+    connection.send_bytes(b"it cannot")
+    os._exit(7)
+
+
+def says(connection: Connection) -> None:
+    while True:
+        word = connection.recv_bytes()
+        if word == b"later":
+            time.sleep(600)
+        connection.send_bytes(word)
+
+
 def exits(connection: Connection) -> None:
     os._exit(7)
 

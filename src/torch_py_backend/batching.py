@@ -121,6 +121,11 @@ def gather(
     return Batch([pads.get(name, join)([item[name] for item in items]) for name in names], sizes)
 
 
+def rows_in(columns: Sequence[Value]) -> int:
+    """The rows of a batch; 0 where there is no column to tell them."""
+    return columns[0].shape[0] if columns and columns[0].ndim else 0
+
+
 def to_column(value: Value) -> Value:
     """An item's value as batches have it: numbers as a tensor, which shares their memory."""
     if isinstance(value, Tensor) or value.dtype.hasobject:

@@ -21,10 +21,11 @@ from typing import Any
 
 from torch_py_backend.batching import ANY_ROWS, Outcome
 from torch_py_backend.capacity import Capacity
-from torch_py_backend.engine import Engine, Given
+from torch_py_backend.engine import Engine
 from torch_py_backend.errors import BackendError, OutputError
 from torch_py_backend.narrowing import narrow
 from torch_py_backend.recovery import Failure
+from torch_py_backend.stream_calls import Given
 
 # Calls that finding the streams at fault may take: enough for every step of up to 64 streams.
 _CALLS = 128
@@ -163,7 +164,7 @@ class Steps:
             for one, (_, outputs) in zip(wishes, pairs, strict=True)
             if outputs is not None
         ]
-        outcomes = iter(self._engine.outcomes(made))
+        outcomes = iter(self._engine.stream_calls.outcomes(made))
         return [
             Stepped(state, None if outputs is None else next(outcomes)) for state, outputs in pairs
         ]

@@ -53,6 +53,7 @@ class Home:
         rest = _wished(config).get("")
         first = next(itertools.chain(owner.parameters(), owner.buffers()), None)
         self._called = called
+        self._owner = owner
         self._home = torch.device("cpu") if first is None else first.device
         self._begin = self._home if rest is None else torch.device(rest)
 
@@ -60,6 +61,10 @@ class Home:
         """Call it where its own code is to run."""
         given, named = trees.sent((args, kwargs), self._begin)
         return trees.sent(self._called(*given, **named), self._home)
+
+    def __getattr__(self, name: str) -> Any:
+        """What hooks want to know of the module."""
+        return getattr(self.__dict__["_owner"], name)
 
 
 def _wished(config: ModelConfig) -> Mapping[str, str]:

@@ -1,4 +1,4 @@
-"""Builds a model once; then runs items: admit → group → gather → call → outputs → scatter.
+"""Runs items: admit → group → gather → call → outputs → scatter.
 
 Inside the engine an error is a value: each item gets a result or the error that is its own.
 """
@@ -6,63 +6,41 @@ Inside the engine an error is a value: each item gets a result or the error that
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import torch
 
 from torch_py_backend import (
-    artifacts,
     batching,
-    buckets,
-    compilation,
-    compile_cache,
     device_sharing,
     examples,
-    hooks,
-    loaders,
-    loading,
-    optimization,
     outputs,
-    ranks,
     runtime,
-    sequences,
     sharing,
     stages,
+    wrapping,
 )
-from torch_py_backend.artifacts import Artifact, Kind
-from torch_py_backend.batching import Batch, Item, Outcome, Owned, Value
+from torch_py_backend.artifacts import Artifact
+from torch_py_backend.batching import Batch, Item, Outcome, Owned, Value, rows_in
+from torch_py_backend.callee import Callee, Take
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.counts import Counts
-from torch_py_backend.errors import (
-    BackendError,
-    InputError,
-    OutputError,
-    UnavailableError,
-    WorkerError,
-)
-from torch_py_backend.graphs import Graphs
+from torch_py_backend.errors import BackendError, InputError, UnavailableError, WorkerError
 from torch_py_backend.hooks import Hooks
 from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.padding import Padding
 from torch_py_backend.purity import Purity
-from torch_py_backend.ranks import Ranks
 from torch_py_backend.recovery import Recovery
 from torch_py_backend.stages import Stages
-from torch_py_backend.threads import Threads
+from torch_py_backend.state_columns import StateColumns
+from torch_py_backend.stream_calls import StreamCalls
+from torch_py_backend.wrapping import Around, Stage
 
-if TYPE_CHECKING:
-    import torch
-
-# Given a stage's name and what does it, what does it instead; the same, where nothing shall.
-Around: TypeAlias = "Callable[[str, Callable[..., Any]], Callable[..., Any]]"
-# The stages of every engine, and where they stand in it.
+# The stages of every engine that are its own, and where they stand in it.
 _STAGES = {
     "run": "_run",
     "streamed": "calling",
@@ -70,77 +48,9 @@ _STAGES = {
     "call": "_attempt",
     "gather": "_gather",
     "host to device": "_to_device",
-    "outputs": "_take",
     "device to host": "_to_host",
     "scatter": "_scatter",
 }
-
-
-def build(config: ModelConfig, threads: Threads) -> Engine:
-    """Load what the config describes.
-
-    Raises:
-        LoadError: it cannot be served; the message says why.
-    """
-    runtime.settle(config.options, threads)
-    device = runtime.placement(config)
-    artifact = artifacts.find(config)
-    if not device_sharing.wished(config):
-        return _build(config, artifact, device, device)
-    shared = device_sharing.start(
-        config, artifact, device, lambda: _load(config, artifact, device).owner
-    )
-    try:
-        # A module is built on the CPU, and what it shares need never have been on the device. The
-        # constants of a graph, which are not shared, must be.
-        movable = artifact.kind in (Kind.MODULE, Kind.FACTORY) and not shared.owns
-        onto = torch.device("cpu") if movable else device
-        made = _build(config, artifact, device, onto)
-        made.share(shared)
-    except BaseException:
-        shared.leave()
-        raise
-    return made
-
-
-def _build(
-    config: ModelConfig, artifact: Artifact, device: torch.device | None, onto: torch.device | None
-) -> Engine:
-    """An engine for a device, with its weights on that one or on another."""
-    loaded = _load(config, artifact, onto)
-    try:
-        config = sequences.bound(config, loaded.signature)
-        surroundings = runtime.surround(config.options, device, loaded.weights)
-        return Engine(config, loaded, surroundings, artifact, hooks.load(config, artifact))
-    except BaseException:
-        loaded.leave()
-        raise
-
-
-def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) -> Loaded:
-    """The model, as OPTIMIZE wants it."""
-    # What allocates for all the model's life happens here. The warm-up, which may compile for
-    # minutes and whose memory the files' sizes do not tell, keeps nobody waiting.
-    on_gpu = onto is not None and onto.type == "cuda"
-    claim = loading.claim(config, artifact, on_gpu=on_gpu)
-    with loading.turn(config, claim, runtime.free_memory(onto)):
-        if config.options.tensor_parallel is not None:
-            return ranks.load(config, artifact)
-        loaded = loaders.load(artifact, config, onto)
-        return dataclasses.replace(loaded, module=optimization.apply(config, loaded))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Given:
-    """What a stream was begun with, which its outputs are measured by.
-
-    Attributes:
-        rows: the rows of its request.
-        columns: its inputs, on the device.
-    """
-
-    rows: int
-    columns: Sequence[Value]
 
 
 class Engine:
@@ -176,40 +86,29 @@ class Engine:
         self.patterns = self._intake.patterns
         self.sharing = sharing.settle(config, artifact, loaded)
         self.counts = Counts()
-        self._compiled = compilation.apply(config, loaded.kind, loaded.module, self.counts)
-        self._eager = loaded.module
-        self._module = self._compiled or loaded.module
-        captured = "cuda_graphs" in config.options.optimize
-        self._graphs = Graphs(config.name, self._module, self.counts) if captured else None
-        self._module = self._graphs or self._module
-        fixed = compilation.static(config) or captured
-        self.rows = buckets.plan(config, loaded.rows, fixed=fixed)
-        self._runtime = surroundings
         self._batched = config.max_batch_size > 0
+        columns = StateColumns(config)
+        self._state_inputs, self._owned, self._sent = columns.inputs, columns.owned, columns.sent
+        self._finite = outputs.Finite(config) if config.options.check_finite else None
+        take: Take = outputs.Taker(config, f"{loaded.returns}()").take
+        self._names = columns.outputs
+        if isinstance(self._intake, Stages) and self._intake.finishes:  # after scatter
+            self._names, take, self._finite = stages.UNREAD, self._intake.split, None
+        self.callee = Callee(config, loaded, self._intake, take, self.counts)
+        self._runtime = surroundings
         self._gather = batching.gather
         self._to_device = surroundings.to_device
+        self._call = self.callee.call
         self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
-        told, carried = [spec.name for spec in config.outputs], config.carried
-        self._names = (*told, *(state.output for state in carried))
-        # What is kept between calls: by the names of inputs, and the places of outputs.
-        self._state_inputs = frozenset(state.input for state in config.states)
-        self._state_places = (
-            range(len(told), len(self._names))
-            if carried
-            else [told.index(state.output) for state in config.states]
+        self.stream_calls = StreamCalls(
+            config, self._intake, self.callee, surroundings, self._finite, self.counts
         )
-        self._take: Callable[[Any, int], list[Value]] = outputs.Taker(
-            config, f"{loaded.returns}()"
-        ).take
-        self._finite = outputs.Finite(config) if config.options.check_finite else None
-        if isinstance(self._intake, Stages) and self._intake.finishes:  # after scatter
-            self._names, self._take, self._finite = stages.UNREAD, self._intake.split, None
         self.purity = Purity(loaded.owner)
         self.recovery = Recovery(
             config.name,
             lambda group: self._attempt(group),  # noqa: PLW0108  what stands around it by then
             called=loaded.signature.name,
-            rows=self.rows if config.max_batch_size else None,
+            rows=self.callee.rows if config.max_batch_size else None,
             repeats=self.repeats,
             free=runtime.free,
             probe=runtime.probe,
@@ -237,8 +136,7 @@ class Engine:
             self.recovery.judge(error)
             end(self.recovery.reason)
 
-        if isinstance(self.loaded.module, Ranks):
-            self.loaded.module.watch(lost)
+        self.loaded.watch(lost)
 
     def leave(self) -> None:
         """Let go of what is other processes', too; to leave twice is no error."""
@@ -249,22 +147,13 @@ class Engine:
     @property
     def fills(self) -> bool:
         """Whether batches are filled up or padded."""
-        return self._padding is not None or bool(self.rows.buckets) or self.rows.least > 1
+        rows = self.callee.rows
+        return self._padding is not None or bool(rows.buckets) or rows.least > 1
 
     @property
     def device(self) -> torch.device:
         """Where it runs."""
         return self._runtime.device
-
-    @property
-    def captures(self) -> bool:
-        """Whether calls are replayed from CUDA graphs."""
-        return self._graphs is not None
-
-    @property
-    def compiles(self) -> bool:
-        """Whether a new shape may cost a compilation."""
-        return self._compiled is not None
 
     def memory(self) -> list[tuple[int, int, int]]:
         """Of each GPU that is used: its index, and bytes that are allocated and reserved."""
@@ -278,20 +167,9 @@ class Engine:
     def preparing(self) -> Iterator[None]:
         """The calls within may compile; once they are done, nothing is compiled any more."""
         self._prepares = True
-        if self._compiled is None:
+        with self.callee.preparing(self.artifact, self._runtime.device):
             yield
-            sealed = self._eager
-        else:
-            bundle = compile_cache.at(self.config, self.artifact, self._runtime.device)
-            before = compilation.graphs()
-            with contextlib.nullcontext() if bundle is None else bundle.used() as found:
-                yield
-            self.counts.compiled_graphs += compilation.graphs() - before
-            if found is not None:
-                self.counts.compile_cache["hit" if found else "miss"] = 1
-            sealed = self._compiled.seal()
         self._prepares = False
-        self._module = sealed if self._graphs is None else self._graphs.seal(sealed)
         if self._shared is not None and self.purity.writes_buffers():
             raise device_sharing.refused(
                 self.config, "the model writes to its buffers, which would be the others' as well"
@@ -311,76 +189,17 @@ class Engine:
             with self._runtime.guard():
                 yield
 
-    def begin(self, item: Item) -> tuple[Any, Given]:
-        """What the model returns for one item, as it is: a stream. Called within `calling`.
-
-        Raises:
-            InputError: the item is not what the model takes.
-        """
-        assert isinstance(self._intake, Intake)  # noqa: S101  hooks around streams are refused
-        admitted = self._intake.admit(item)
-        if isinstance(admitted, BackendError):
-            raise admitted
-        (group,) = self._intake.group([(0, admitted)])
-        began = time.perf_counter()
-        batch = self._gather(group.items, group.inputs.names)
-        gathered = time.perf_counter()
-        columns = self._to_device(batch.columns)
-        sent = time.perf_counter()
-        given = Given(_rows(columns), columns)
-        result = group.inputs.call(self._module, self._intake.convert(group.inputs, columns))
-        counts = self.counts
-        counts.forward_seconds += time.perf_counter() - sent
-        counts.gather_seconds += gathered - began
-        counts.host_to_device_seconds += sent - gathered
-        counts.batch(given.rows if self._batched else 1)
-        return result, given
-
-    def outcomes(self, results: Sequence[tuple[Any, Given]]) -> list[Outcome]:
-        """What streams have made, each as the config says. Called within `calling`."""
-        taken = [self._taken(result, given.rows) for result, given in results]
-        made = [
-            value for values in taken if not isinstance(values, OutputError) for value in values
-        ]
-        came = [column for _, given in results for column in given.columns]
-        began = time.perf_counter()
-        sent = iter(self._to_host(made, came))
-        self.counts.device_to_host_seconds += time.perf_counter() - began
-        return [
-            values
-            if isinstance(values, OutputError)
-            else self._finite_only({name: next(sent) for name in self._names})
-            for values in taken
-        ]
-
-    def _taken(self, result: Any, rows: int) -> list[Value] | OutputError:
-        try:
-            return self._take(result, rows)
-        except OutputError as error:
-            return error
-
-    def _finite_only(self, outcome: dict[str, Value]) -> Outcome:
-        refusal = None if self._finite is None else self._finite.refusal(outcome)
-        return outcome if refusal is None else refusal
-
     def surround(self, around: Around) -> Callable[[], None]:
-        """Let something stand around stages, until what is returned is called.
-
-        Stages are replaced, so that nothing is asked on the way of a batch where nothing stands.
-        """
-        places: list[tuple[str, Any, str]] = [
+        """Let something stand around stages, until what is returned is called."""
+        found: list[Stage] = [
             *((name, self, attribute) for name, attribute in _STAGES.items()),
+            *self.callee.stages(),
+            *self.stream_calls.stages(),
             *self._intake.stages(),
         ]
         if self.hooks is None:  # else hooks have the module itself, whose attributes they may want
-            places.append(("forward", self, "_module"))
-        replaced = contextlib.ExitStack()
-        for name, owner, attribute in places:
-            stage = getattr(owner, attribute)
-            made = around(name, stage)
-            if made is not stage:
-                replaced.callback(_replace(owner, attribute, made))
-        return replaced.close
+            found.append(("forward", self.callee, "module"))
+        return wrapping.wrap(found, around)
 
     def clean(self) -> None:
         """What the config asks for after each execution."""
@@ -508,12 +327,12 @@ class Engine:
             began = time.perf_counter()
             batch = self._gather(group.items, names, self._pads, self._state_inputs)
             if self._padding is not None:
-                self._count_padding(group, batch)
+                self._padding.count(self.counts, group.items, names, batch.columns)
             gathered = time.perf_counter()
             columns = self._to_device(batch.columns)
             sent = time.perf_counter()
-            rows = _rows(columns)
-            raw = self._call(group, columns, rows)
+            rows = rows_in(columns)
+            raw = self._call(group.inputs, columns, rows)
             called = time.perf_counter()
             made = self._to_host(self._owned(raw, batch), self._sent(names, batch))
             fetched = time.perf_counter()
@@ -533,22 +352,6 @@ class Engine:
             ]
         return outcomes
 
-    def _owned(self, made: Sequence[Value], batch: Batch) -> Sequence[Value | Owned]:
-        """What the model made; each item gets a state of its own, which outlives the batch."""
-        if not self._state_places:
-            return made
-        whole: list[Value | Owned] = list(made)
-        for place in self._state_places:
-            whole[place] = batching.owned(made[place], batch.sizes)
-        return whole
-
-    def _sent(self, names: Sequence[str], batch: Batch) -> Sequence[Value]:
-        """The columns that requests brought."""
-        if not self._state_inputs:
-            return batch.columns
-        columns = zip(names, batch.columns, strict=True)
-        return [column for name, column in columns if name not in self._state_inputs]
-
     def _checked(self, finite: outputs.Finite, outcome: Outcome, position: int) -> Outcome:
         refusal = None if isinstance(outcome, BackendError) else finite.refusal(outcome)
         if refusal is None:
@@ -564,42 +367,3 @@ class Engine:
             seen = zip(group.inputs.names, batch.columns, strict=True)
             self._padding.cut(outcomes, group.items, {name: one.shape for name, one in seen})
         return outcomes
-
-    def _count_padding(self, group: Group, batch: Batch) -> None:
-        for name, column in zip(group.inputs.names, batch.columns, strict=True):
-            if name in self._pads:
-                values = math.prod(column.shape)
-                self.counts.values += values
-                sent = sum(math.prod(item[name].shape) for item in group.items)
-                self.counts.padded_values += values - sent
-
-    def _call(self, group: Group, columns: Sequence[Value], rows: int) -> Sequence[Value]:
-        """The model's outputs for a batch, in as many calls as the model needs."""
-        if self.rows.take(rows):
-            return self._call_once(group, columns, rows)
-        pieces = []
-        for piece, present in batching.fit(columns, self.rows):
-            made = self._call_once(group, piece, piece[0].shape[0])
-            self.counts.filled_rows += piece[0].shape[0] - present
-            pieces.append([value[:present] for value in made])
-        return batching.join(pieces)
-
-    def _call_once(self, group: Group, columns: Sequence[Value], rows: int) -> Sequence[Value]:
-        passed = self._intake.convert(group.inputs, columns)
-        self.counts.rows += rows
-        return self._take(group.inputs.call(self._module, passed), rows)
-
-
-def _replace(owner: Any, attribute: str, made: Any) -> Callable[[], None]:
-    """Set an attribute; what is returned makes it what it was."""
-    own = vars(owner)
-    # A method is the class's own, and is seen again once nothing hides it.
-    before = own.get(attribute, own)
-    setattr(owner, attribute, made)
-    if before is own:
-        return partial(delattr, owner, attribute)
-    return partial(setattr, owner, attribute, before)
-
-
-def _rows(columns: Sequence[Value]) -> int:
-    return columns[0].shape[0] if columns and columns[0].ndim else 0

@@ -62,6 +62,7 @@ class ModelError(BackendError):
         sentence = f"model '{model}': {found}"
         if expected:
             sentence += f"; expected {expected}"
+        sentence = sentence.rstrip(".")  # of another error, which ends with its own
         super().__init__(f"{sentence}. {cure}" if cure else f"{sentence}.")
 
 

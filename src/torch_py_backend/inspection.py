@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from torch_py_backend import artifacts, config, engine, threads, tuned, warmup
+from torch_py_backend import artifacts, assembly, config, threads, tuned, warmup
 from torch_py_backend.config import Origin, TensorSpec
 from torch_py_backend.options import TABLE
 
@@ -41,7 +41,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     logger.propagate = False
     settings = tuned.apply(config.parse(arguments))
     share = threads.budget(settings)
-    made = engine.build(settings, share)
+    made = assembly.build(settings, share)
     if settings.options.warmup:
         warmup.run(made)
     made.leave()

@@ -24,7 +24,7 @@ from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import ANY_ROWS, Rows
 from torch_py_backend.binding import Signature
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, SourceError, brief
+from torch_py_backend.errors import ArtifactError, ConfigError, SourceError, WorkerError, brief
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 _NO_FORWARD = nn.Module.forward
 
 
-def _nothing() -> None: ...
+def _nothing(*_: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +47,7 @@ class Loaded:
         rows: how many rows one call takes.
         step: what advances several streams at once, where `module` is what begins one.
         leave: called when it is not needed any more; twice is no error.
+        watch: has what it is given called, in a thread, when the model is lost between two calls.
     """
 
     kind: Kind
@@ -56,6 +57,7 @@ class Loaded:
     rows: Rows = ANY_ROWS
     step: Callable[[list[Any]], Any] | None = None
     leave: Callable[[], None] = _nothing
+    watch: Callable[[Callable[[WorkerError], None]], None] = _nothing
 
     @property
     def returns(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from torch_py_backend.batching import Item, Value, to_column
 from torch_py_backend.config import ModelConfig, TensorSpec
+from torch_py_backend.counts import Counts
 from torch_py_backend.errors import ConfigError, shown
 
 log = logging.getLogger(__name__)
@@ -188,6 +190,28 @@ class Padding:
                 if tuple(item[mask].shape) != masked:
                     return mask, name
         return None
+
+    def count(
+        self,
+        counts: Counts,
+        items: Sequence[Item],
+        names: Sequence[str],
+        columns: Sequence[Value],
+    ) -> None:
+        """Count what a batch has of padding.
+
+        Args:
+            counts: where.
+            items: the items.
+            names: their inputs.
+            columns: what was gathered of each.
+        """
+        for name, column in zip(names, columns, strict=True):
+            if name in self.pads:
+                values = math.prod(column.shape)
+                counts.values += values
+                sent = sum(math.prod(item[name].shape) for item in items)
+                counts.padded_values += values - sent
 
     def cut(
         self, outcomes: Sequence[dict[str, Value]], items: Sequence[Item], shapes: Mapping[str, Any]

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -78,6 +78,17 @@ def apply(
             parameter._local_tensor = local.clone()  # type: ignore[attr-defined]
 
 
+def uneven(module: nn.Module) -> list[str]:
+    """Weights of which the processes have shares of different sizes."""
+    return [
+        name
+        for name, one in module.named_parameters()
+        if isinstance(one, DTensor)
+        for placement in one.placements
+        if isinstance(placement, Shard) and one.shape[placement.dim] % one.device_mesh.size()
+    ]
+
+
 def find(config: ModelConfig, module: nn.Module) -> dict[str, ParallelStyle]:
     """The module's plan: `tensor_parallel_plan`, or what Hugging Face's models have.
 
@@ -85,12 +96,12 @@ def find(config: ModelConfig, module: nn.Module) -> dict[str, ParallelStyle]:
         ConfigError: it has none, or one that does not fit it.
         SourceError: to ask for it fails.
     """
-    plan = getattr(module, NAME, None)
-    if callable(plan):
-        try:
+    try:  # the model's own code runs here
+        plan = getattr(module, NAME, None)
+        if callable(plan):
             plan = plan()
-        except Exception as error:  # the model's own code runs here
-            raise SourceError(config.name, f"{NAME}() fails: {brief(error)}") from error
+    except Exception as error:
+        raise SourceError(config.name, f"{NAME} fails: {brief(error)}") from error
     if plan is None:
         plan = getattr(module, "_tp_plan", None)
     if not plan:
@@ -104,10 +115,10 @@ def find(config: ModelConfig, module: nn.Module) -> dict[str, ParallelStyle]:
     known = [name for name, _ in module.named_modules() if name]
     unknown = [name for name in plan if not any(_matches(one, name) for one in known)]
     if unknown:
+        named = shown(str(one) or "''" for one in unknown)
         raise ConfigError(
             config.name,
-            f"{NAME} names {shown(map(str, unknown))}, and {type(module).__name__} has no such"
-            " module",
+            f"{NAME} names {named}, and {type(module).__name__} has no such module",
             expected=f"modules of it, such as {shown(known)}",
         )
     styles = {name: _style(config, name, value) for name, value in plan.items()}

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import profile, record_function
 
-from torch_py_backend import config, engine, streams, threads, trial, tuned, warmup
+from torch_py_backend import assembly, config, streams, threads, trial, tuned, warmup
 from torch_py_backend.batching import Item, Outcome
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
@@ -288,7 +288,7 @@ def run(
         LoadError: the model cannot be run, or the inputs do not fit it.
     """
     settings = tuned.apply(config.parse(arguments))
-    made = engine.build(settings, threads.budget(settings))
+    made = assembly.build(settings, threads.budget(settings))
     settings = made.config  # with the controls of a sequence that the model takes
     item, source = trial.find_inputs(settings, inputs)
     items = _requests(settings, item, requests)

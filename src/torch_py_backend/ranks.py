@@ -31,7 +31,14 @@ from torch import Tensor
 from torch_py_backend import loaders, rendezvous, runtime, sharing, trees, workers
 from torch_py_backend.artifacts import Artifact
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import BackendError, LoadError, PlatformError, WorkerError, brief
+from torch_py_backend.errors import (
+    BackendError,
+    LoadError,
+    PlatformError,
+    WorkerError,
+    brief,
+    shown,
+)
 from torch_py_backend.guarding import Guard
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.threads import Threads
@@ -103,14 +110,16 @@ def load(config: ModelConfig, artifact: Artifact) -> Loaded:
         jobs = [dataclasses.replace(first, rank=rank) for rank in range(1, first.size)]
         others.tell([pickle.dumps(job) for job in jobs])
         share = _Share(first)
-        _confirm(others.answers(_LOAD_S))
+        _confirm(others.refusal(_LOAD_S))
         others.tell([_CHECK])
         stack.callback(share.leave)
-        share.join()
-        _confirm(others.answers(_LOAD_S))
+        # In a store and in sockets of torch's own, which tell of no process that has died.
+        _confirm(others.accompany(share.meet))
+        share.divide()
+        _confirm(others.refusal(_LOAD_S))
         log.info("model '%s': computed with processes %s.", config.name, others.processes)
         ranks = Ranks(share, others, stack.pop_all())
-    return dataclasses.replace(share.loaded, module=ranks, leave=ranks.leave)
+    return dataclasses.replace(share.loaded, module=ranks, leave=ranks.leave, watch=ranks.watch)
 
 
 def _refuse_missing(config: ModelConfig, size: int) -> None:
@@ -127,22 +136,24 @@ def _refuse_missing(config: ModelConfig, size: int) -> None:
         )
 
 
-def _confirm(told: Sequence[str]) -> None:
+def _confirm(refusal: str) -> None:
     """Raise what another rank could not do."""
-    for sentence in filter(None, told):
-        raise LoadError.told(sentence)
+    if refusal:
+        raise LoadError.told(refusal)
 
 
 class _Share:
     """What one rank holds and computes of a model.
 
     Attributes:
-        loaded: the model; all of it, until `join`.
+        loaded: the model; all of it, until `divide`.
         device: where it is.
+        patience: seconds that it waits for the first rank to fail, where it has failed itself.
     """
 
     def __init__(self, job: _Job) -> None:
         self._job = job
+        self.patience = job.patience
         on_gpu = job.config.kind == "MODEL" and torch.cuda.is_available()
         self.device = torch.device("cuda", job.rank) if on_gpu else _CPU
         if on_gpu:
@@ -158,26 +169,50 @@ class _Share:
         assert owner is not None  # noqa: S101  functions are refused when they are loaded
         self._owner, self._plan = owner, plans.find(job.config, owner)
 
-    def join(self) -> None:
-        """Meet the other ranks, and let go of what is theirs to compute."""
+    def meet(self) -> None:
+        """Meet the other ranks.
+
+        Raises:
+            PlatformError: torch's processes cannot reach each other.
+        """
+        job = self._job
+        # All ranks are of this machine: nobody else is to reach them.
+        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        try:
+            dist.init_process_group(
+                "gloo" if self.device == _CPU else "nccl",
+                store=dist.FileStore(str(job.store), job.size),  # type: ignore[attr-defined]
+                rank=job.rank,
+                world_size=job.size,
+                timeout=_COLLECTIVE,
+            )
+        except Exception as error:  # no loopback interface, or a group of the model's own
+            raise PlatformError(
+                job.config.name,
+                f"the processes of TENSOR_PARALLEL cannot meet: {brief(error)}",
+                expected="a loopback interface, and a model that starts no process group itself",
+            ) from error
+
+    def divide(self) -> None:
+        """Let go of what is the other ranks' to compute."""
         from torch.distributed.device_mesh import init_device_mesh  # noqa: PLC0415
 
         from torch_py_backend import plans  # noqa: PLC0415
 
         job, config = self._job, self._job.config
-        # All ranks are of this machine: nobody else is to reach them.
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-        dist.init_process_group(
-            "gloo" if self.device == _CPU else "nccl",
-            store=dist.FileStore(str(job.store), job.size),  # type: ignore[attr-defined]
-            rank=job.rank,
-            world_size=job.size,
-            timeout=_COLLECTIVE,
-        )
         mesh = init_device_mesh(self.device.type, (job.size,))
         mapped = job.artifact.weights is not None
         whole = mapped and config.options.enable_weight_sharing is not False
         plans.apply(config, self._owner, self._plan, mesh, whole=whole)
+        uneven = plans.uneven(self._owner)
+        if uneven:
+            log.warning(
+                "model '%s': %s cannot be divided evenly among %d processes. Outputs that the plan"
+                " leaves in shares do not fit what follows: use output_layouts=Replicate() there.",
+                config.name,
+                shown(uneven),
+                job.size,
+            )
         if self.device != _CPU:
             self._owner.to(self.device)
 
@@ -264,8 +299,8 @@ class Ranks:
         Raises:
             WorkerError: they did not; they cannot go on.
         """
-        told = self._others.answers(workers.GRACE_S)
         own = "" if error is None else brief(error)
+        told = self._others.answers(workers.GRACE_S, f" after {own} in the first" if own else "")
         for number, text in enumerate(told, start=1):
             # Of an exception its class: what it says may differ, of a process or a place in memory.
             if text.partition(":")[0] != own.partition(":")[0]:
@@ -274,16 +309,25 @@ class Ranks:
                     f" process, {own or 'a result'}"
                 ) from error
         if error is not None:
-            self._check()
+            self._check(own, told)
 
-    def _check(self) -> None:
+    def _check(self, own: str, told: Sequence[str]) -> None:
+        """See that all ranks are here. Torch's own error in a collective is of a common class."""
         self._others.tell([_CHECK])
         try:
             self._share.check()
         except RuntimeError as error:
-            raise self._others.fail(brief(error)) from error
-        for text in filter(None, self._others.answers(workers.GRACE_S)):
+            ends = "; ".join(dict.fromkeys([*told, own]))
+            raise self._others.fail(f"{brief(error)}, after {ends}") from error
+        text = self._others.refusal(workers.GRACE_S)
+        if text:
             raise self._others.fail(text)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"'{name}': with TENSOR_PARALLEL hooks can call the module and nothing else of it, for"
+            " that alone is done by all processes; METHOD chooses another method than forward()"
+        )
 
     def watch(self, lost: Callable[[WorkerError], None]) -> None:
         """Call `lost`, in a thread, when a rank dies between two calls."""
@@ -352,7 +396,8 @@ def work(connection: Connection) -> None:
         share = _Share(job)
         connection.send_bytes(b"")
         connection.recv_bytes()
-        share.join()
+        share.meet()
+        share.divide()
     except (EOFError, ConnectionError):
         raise
     except BaseException as error:
@@ -362,10 +407,10 @@ def work(connection: Connection) -> None:
         return
     with _guarded(job, share):
         connection.send_bytes(b"")
-        failed = ""
+        failed, patience = "", 0.0
         # One that failed, where the first did not, would keep that one in a collective.
-        while not failed or connection.poll(job.patience):
-            failed = _follow(share, connection.recv_bytes())
+        while not failed or connection.poll(patience):
+            failed, patience = _follow(share, connection.recv_bytes())
             connection.send_bytes(failed.encode())
 
 
@@ -377,19 +422,26 @@ def _guarded(job: _Job, share: _Share) -> contextlib.AbstractContextManager[Any]
     return contextlib.closing(Guard(job.config.name, job.artifact.weight_files(), ranges))
 
 
-def _follow(share: _Share, message: bytes) -> str:
-    """Do what the first rank does; why it failed, or nothing."""
+def _follow(share: _Share, message: bytes) -> tuple[str, float]:
+    """Do what the first rank does.
+
+    Returns:
+        Why it failed, or nothing; and how many seconds the first one may take to fail as well.
+    """
+    patience = 0.0
     try:
         if message == _CHECK:
             share.check()
-            return ""
+            return "", patience
         unpacker = _Unpacker(io.BytesIO(message), share.device)
         seed, args, kwargs = unpacker.load()
         for tensor in unpacker.tensors:
             _broadcast(tensor)
+        # From here on what fails may fail in all ranks.
+        patience = share.patience
         share.compute(seed, args, kwargs)
         if share.device.type == "cuda":
             torch.cuda.synchronize(share.device)
     except BaseException as error:
-        return brief(error)
-    return ""
+        return brief(error), patience
+    return "", patience

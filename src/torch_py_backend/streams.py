@@ -18,7 +18,7 @@ from typing import Any, Protocol, TypeVar
 from torch_py_backend import continuous, runtime
 from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.continuous import FailedError, Steps
-from torch_py_backend.engine import Engine, Given
+from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
@@ -27,6 +27,7 @@ from torch_py_backend.errors import (
     brief,
 )
 from torch_py_backend.recovery import Failure
+from torch_py_backend.stream_calls import Given
 
 log = logging.getLogger(__name__)
 
@@ -139,14 +140,14 @@ class Streams:
 
     def outcome(self, result: Any, given: Given) -> Outcome:
         """A result of the model, as the config says. Called within `calling`."""
-        (outcome,) = self._engine.outcomes([(result, given)])
+        (outcome,) = self._engine.stream_calls.outcomes([(result, given)])
         return outcome
 
     def _begin(self, item: Item) -> _Source:
         if self._engine.recovery.fatal is not None:
             raise self._engine.recovery.fatal
         with self.calling():
-            result, given = self._engine.begin(item)
+            result, given = self._engine.stream_calls.begin(item)
         if self.steps is not None:
             return _Stepped(self.steps, result, given)
         if isinstance(result, AsyncIterator):

@@ -25,7 +25,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torch_py_backend import artifacts, config, engine, examples, samples, threads, warmup
+from torch_py_backend import artifacts, assembly, config, examples, samples, threads, warmup
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.engine import Engine
@@ -60,7 +60,7 @@ def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> di
         LoadError: the model cannot be run, or the inputs do not fit it.
     """
     settings = config.parse(arguments)
-    made = engine.build(settings, threads.budget(settings))
+    made = assembly.build(settings, threads.budget(settings))
     settings = made.config  # with the controls of a sequence that the model takes
     _warm_up(made)
     item, source = find_inputs(settings, inputs)
@@ -198,7 +198,7 @@ def measure(
     complaints = _Complaints(watched)
     logging.getLogger("torch_py_backend").addHandler(complaints)
     settings = config.parse(arguments)
-    made = engine.build(settings, threads.budget(settings))
+    made = assembly.build(settings, threads.budget(settings))
     settings = made.config
     complaints.refuse()  # before the warm-up, which may compile for minutes
     _warm_up(made)

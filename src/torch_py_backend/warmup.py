@@ -134,9 +134,9 @@ def _row_counts(engine: Engine) -> Sequence[int | None]:
     largest = engine.config.max_batch_size
     if largest == 0:
         return [None]
-    if engine.rows.buckets:
-        return engine.rows.buckets[::-1]
-    if engine.compiles:
+    if engine.callee.rows.buckets:
+        return engine.callee.rows.buckets[::-1]
+    if engine.callee.compiles:
         # A graph for all row counts may have a guard that only some of them pass.
         every = largest if compilation.static(engine.config) else min(largest, _EVERY)
         counts = {*range(1, every + 1), *buckets.powers_of_two(largest)}

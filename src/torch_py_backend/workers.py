@@ -19,7 +19,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -33,8 +35,9 @@ _START = (
     # In the place of the current folder, whose files must shadow nothing.
     "import sys; sys.path[0] = sys.argv[1]; from torch_py_backend import workers; workers.attend()"
 )
-# How often it is looked whether one has died that nobody calls.
+# How often it is looked whether one has died that nobody calls, and that a thread waits for.
 _POLL_S = 0.5
+_POLL_ACCOMPANIED_S = 0.1
 # How long a call may go on that has lost a worker: in a collective of NCCL it would for ever.
 GRACE_S = 30.0
 # How long one that is told to end may take.
@@ -70,6 +73,8 @@ class Workers:
         self._ended = threading.Event()
         self._watcher: threading.Thread | None = None
         self._workers: list[_Worker] = []
+        # What each that failed has said of it.
+        self._said: dict[int, str] = {}
         try:
             for number in range(1, count + 1):
                 self._workers.append(_started(number, task))
@@ -98,27 +103,76 @@ class Workers:
         except OSError:
             raise self.fail(self._gone(worker)) from None
 
-    def answers(self, seconds: float) -> list[str]:
+    def answers(self, seconds: float, since: str = "") -> list[str]:
         """One message from each, in their order.
+
+        Args:
+            seconds: how long to wait for them.
+            since: what has happened before, for the error.
 
         Raises:
             WorkerError: one is gone, or has not answered in time.
         """
+        told = dict(self._heard(seconds, since))
+        return [told[number] for number in sorted(told)]
+
+    def refusal(self, seconds: float) -> str:
+        """The first message that is not empty, whoever else has not answered; empty: there is none.
+
+        Raises:
+            WorkerError: one is gone, or has not answered in time.
+        """
+        return next((text for _, text in self._heard(seconds) if text), "")
+
+    def _heard(self, seconds: float, since: str = "") -> Iterator[tuple[int, str]]:
+        """One message from each, as they come."""
         until = time.monotonic() + seconds
         pending = {worker.connection: worker for worker in self._workers}
-        told: dict[int, str] = {}
         while pending:
             ready = wait(list(pending), max(0.0, until - time.monotonic()))
             if not ready:
                 late = next(iter(pending.values()))
-                raise self.fail(f"worker {late.number} has not answered for {seconds:g} seconds")
+                raise self.fail(
+                    f"worker {late.number} has not answered for {seconds:g} seconds{since}"
+                )
             for worker in [pending[one] for one in ready if isinstance(one, Connection)]:
                 try:
-                    told[worker.number] = worker.connection.recv_bytes().decode()
+                    text = worker.connection.recv_bytes().decode()
                 except (EOFError, OSError):
                     raise self.fail(self._gone(worker)) from None
+                self._said[worker.number] = text
                 del pending[worker.connection]
-        return [told[number] for number in sorted(told)]
+                yield worker.number, text
+
+    def accompany(self, work: Callable[[], None]) -> str:
+        """Do what waits for the workers; it is given up, and its thread left alone, when one ends.
+
+        Returns:
+            What a worker has said before it ended; empty: the work is done.
+
+        Raises:
+            WorkerError: a worker has ended without a word.
+        """
+        done: Future[None] = Future()
+
+        def run() -> None:
+            try:
+                work()
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        threading.Thread(target=run, name="accompanied", daemon=True).start()
+        while not futures.wait([done], _POLL_ACCOMPANIED_S).done:
+            dead = self._dead()
+            if dead is not None:
+                error = self.fail(self._gone(dead))
+                if self._said.get(dead.number):
+                    return self._said[dead.number]
+                raise error
+        done.result()
+        return ""
 
     def fail(self, found: str) -> WorkerError:
         """They cannot be called any more: end them; the error that says so."""
@@ -141,7 +195,7 @@ class Workers:
 
     def _watch(self, lost: Callable[[WorkerError], None]) -> None:
         while not self._ended.wait(_POLL_S):
-            dead = next((one for one in self._workers if one.process.poll() is not None), None)
+            dead = self._dead()
             if dead is None:
                 continue
             if not self.turn.acquire(timeout=GRACE_S):
@@ -175,17 +229,26 @@ class Workers:
             worker.process.kill()
             worker.process.wait()
 
+    def _dead(self) -> _Worker | None:
+        return next((one for one in self._workers if one.process.poll() is not None), None)
+
     def _gone(self, worker: _Worker) -> str:
-        """How it ended; its socket may close before it does."""
+        """How it ended, and what it had to say; its socket may close before it ends."""
         code: float = math.nan
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = worker.process.wait(_LEAVE_S)
+        with contextlib.suppress(EOFError, OSError):
+            while worker.connection.poll():
+                self._said[worker.number] = worker.connection.recv_bytes().decode()
+        said = self._said.get(worker.number)
+        after = f", after {said}" if said else ""
         if math.isnan(code):
-            return f"worker {worker.number} has closed its socket"
+            return f"worker {worker.number} has closed its socket{after}"
         if code < 0:
             names = {one.value: one.name for one in signal.Signals}
-            return f"worker {worker.number} has ended with signal {names.get(-int(code), -code)}"
-        return f"worker {worker.number} has ended with exit code {code}"
+            named = names.get(-int(code), -code)
+            return f"worker {worker.number} has ended with signal {named}{after}"
+        return f"worker {worker.number} has ended with exit code {code}{after}"
 
 
 def _started(number: int, task: str) -> _Worker:

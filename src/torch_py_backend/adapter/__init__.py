@@ -96,7 +96,7 @@ class TritonPythonModel:
         # torch reads its environment when it is imported: not before this line.
         import torch  # noqa: PLC0415
 
-        from torch_py_backend import engine, tracing, warmup, weight_files  # noqa: PLC0415
+        from torch_py_backend import assembly, tracing, warmup, weight_files  # noqa: PLC0415
         from torch_py_backend.adapter import answering, calling, messages, streaming  # noqa: PLC0415
 
         _check_numpy(settings.name)
@@ -105,7 +105,7 @@ class TritonPythonModel:
             from torch_py_backend import profiling  # noqa: PLC0415
 
             profiling.refuse_unwritable(settings)
-        self._engine = engine.build(settings, share)
+        self._engine = assembly.build(settings, share)
         self._modes.callback(self._engine.leave)
         self._settings = settings
         self._watch = weight_files.Watch(self._engine)

@@ -235,7 +235,7 @@ class Publisher:
         yield from ("retried_rows", "memory_splits")
         if self._engine.fills:
             yield from ("rows", "filled_rows", "values", "padded_values")
-        if self._engine.compiles or self._engine.captures:
+        if self._engine.callee.compiles or self._engine.callee.captures:
             yield "eager_calls"
 
     def _batch_rows(self, batches: dict[int, int]) -> Iterator[tuple[_Series, float]]:
@@ -250,7 +250,7 @@ class Publisher:
 
     def _compiled(self) -> Iterator[tuple[_Series, float]]:
         counts = self._engine.counts
-        if self._engine.compiles:
+        if self._engine.callee.compiles:
             yield ("pytorch_py_compiled_graphs_total", ()), counts.compiled_graphs
             for result in ("hit", "miss"):
                 found = counts.compile_cache.get(result, 0)

@@ -1,0 +1,78 @@
+"""A config becomes an engine: the model is loaded in its turn, optimized, and shared."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from torch_py_backend import (
+    artifacts,
+    device_sharing,
+    hooks,
+    loaders,
+    loading,
+    optimization,
+    ranks,
+    runtime,
+    sequences,
+)
+from torch_py_backend.artifacts import Artifact, Kind
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.engine import Engine
+from torch_py_backend.loaders import Loaded
+from torch_py_backend.threads import Threads
+
+
+def build(config: ModelConfig, threads: Threads) -> Engine:
+    """Load what the config describes.
+
+    Raises:
+        LoadError: it cannot be served; the message says why.
+    """
+    runtime.settle(config.options, threads)
+    device = runtime.placement(config)
+    artifact = artifacts.find(config)
+    if not device_sharing.wished(config):
+        return _engine(config, artifact, device, device)
+    shared = device_sharing.start(
+        config, artifact, device, lambda: _load(config, artifact, device).owner
+    )
+    try:
+        # A module is built on the CPU, and what it shares need never have been on the device. The
+        # constants of a graph, which are not shared, must be.
+        movable = artifact.kind in (Kind.MODULE, Kind.FACTORY) and not shared.owns
+        onto = torch.device("cpu") if movable else device
+        made = _engine(config, artifact, device, onto)
+        made.share(shared)
+    except BaseException:
+        shared.leave()
+        raise
+    return made
+
+
+def _engine(
+    config: ModelConfig, artifact: Artifact, device: torch.device | None, onto: torch.device | None
+) -> Engine:
+    """An engine for a device, with its weights on that one or on another."""
+    loaded = _load(config, artifact, onto)
+    try:
+        config = sequences.bound(config, loaded.signature)
+        surroundings = runtime.surround(config.options, device, loaded.weights)
+        return Engine(config, loaded, surroundings, artifact, hooks.load(config, artifact))
+    except BaseException:
+        loaded.leave()
+        raise
+
+
+def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) -> Loaded:
+    """The model, as OPTIMIZE wants it."""
+    # What allocates for all the model's life happens here. The warm-up, which may compile for
+    # minutes and whose memory the files' sizes do not tell, keeps nobody waiting.
+    on_gpu = onto is not None and onto.type == "cuda"
+    claim = loading.claim(config, artifact, on_gpu=on_gpu)
+    with loading.turn(config, claim, runtime.free_memory(onto)):
+        if config.options.tensor_parallel is not None:
+            return ranks.load(config, artifact)
+        loaded = loaders.load(artifact, config, onto)
+        return dataclasses.replace(loaded, module=optimization.apply(config, loaded))

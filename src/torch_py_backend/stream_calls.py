@@ -1,0 +1,129 @@
+"""The line as streams follow it: an item begins one, and what the model makes becomes outcomes.
+
+Between the two the model goes on by itself, as often as it wants: `streams` and `continuous`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch_py_backend import batching
+from torch_py_backend.batching import Item, Outcome, Value, rows_in
+from torch_py_backend.callee import Callee
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.counts import Counts
+from torch_py_backend.errors import BackendError, OutputError
+from torch_py_backend.intake import Intake
+from torch_py_backend.outputs import Finite
+from torch_py_backend.runtime import Runtime
+from torch_py_backend.stages import Stages
+from torch_py_backend.wrapping import Stage
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a stream was begun with, which its outputs are measured by.
+
+    Attributes:
+        rows: the rows of its request.
+        columns: its inputs, on the device.
+    """
+
+    rows: int
+    columns: Sequence[Value]
+
+
+class StreamCalls:
+    """The first and the last stages of streams. Both are called within `Engine.calling`.
+
+    Args:
+        config: the model's config.
+        intake: what makes arguments of items.
+        callee: the model.
+        surroundings: where it is.
+        finite: refuses outputs with other than finite numbers; None: they are not looked at.
+        counts: where calls and seconds are counted.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        intake: Intake | Stages,
+        callee: Callee,
+        surroundings: Runtime,
+        finite: Finite | None,
+        counts: Counts,
+    ) -> None:
+        self._intake = intake
+        self._callee = callee
+        self._finite = finite
+        self._counts = counts
+        self._batched = config.max_batch_size > 0
+        self._names = tuple(spec.name for spec in config.outputs)
+        self._gather = batching.gather
+        self._to_device = surroundings.to_device
+        self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
+
+    def stages(self) -> list[Stage]:
+        """The stages of its own."""
+        return [
+            ("gather", self, "_gather"),
+            ("host to device", self, "_to_device"),
+            ("device to host", self, "_to_host"),
+        ]
+
+    def begin(self, item: Item) -> tuple[Any, Given]:
+        """What the model returns for one item, as it is: a stream.
+
+        Raises:
+            InputError: the item is not what the model takes.
+        """
+        assert isinstance(self._intake, Intake)  # noqa: S101  hooks around streams are refused
+        admitted = self._intake.admit(item)
+        if isinstance(admitted, BackendError):
+            raise admitted
+        (group,) = self._intake.group([(0, admitted)])
+        began = time.perf_counter()
+        batch = self._gather(group.items, group.inputs.names)
+        gathered = time.perf_counter()
+        columns = self._to_device(batch.columns)
+        sent = time.perf_counter()
+        given = Given(rows_in(columns), columns)
+        passed = self._intake.convert(group.inputs, columns)
+        result = group.inputs.call(self._callee.module, passed)
+        counts = self._counts
+        counts.forward_seconds += time.perf_counter() - sent
+        counts.gather_seconds += gathered - began
+        counts.host_to_device_seconds += sent - gathered
+        counts.batch(given.rows if self._batched else 1)
+        return result, given
+
+    def outcomes(self, results: Sequence[tuple[Any, Given]]) -> list[Outcome]:
+        """What streams have made, each as the config says."""
+        taken = [self._taken(result, given.rows) for result, given in results]
+        made = [
+            value for values in taken if not isinstance(values, OutputError) for value in values
+        ]
+        came = [column for _, given in results for column in given.columns]
+        began = time.perf_counter()
+        sent = iter(self._to_host(made, came))
+        self._counts.device_to_host_seconds += time.perf_counter() - began
+        return [
+            values
+            if isinstance(values, OutputError)
+            else self._finite_only({name: next(sent) for name in self._names})
+            for values in taken
+        ]
+
+    def _taken(self, result: Any, rows: int) -> list[Value] | OutputError:
+        try:
+            return self._callee.take(result, rows)
+        except OutputError as error:
+            return error
+
+    def _finite_only(self, outcome: dict[str, Value]) -> Outcome:
+        refusal = None if self._finite is None else self._finite.refusal(outcome)
+        return outcome if refusal is None else refusal
