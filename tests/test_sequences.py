@@ -626,6 +626,24 @@ def test_memory_is_limited() -> None:
     assert served.states.size == 2 << 20
 
 
+def test_what_memory_refuses_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has one line of it in a minute, with how many steps that were."""
+    served = doubling(1)
+    served.send(step(1, 1, "s"))
+
+    served.send(step(1, 1), *(step(name, 1, "s") for name in (2, 3)))
+    served.clock.now += 59
+    served.send(step(1, 1))
+    assert [line.levelname for line in caplog.records] == ["WARNING"]
+    assert caplog.messages[0].startswith("model 'digits': with the new state of sequence 1, ")
+    assert caplog.messages[0].endswith(" since the model was loaded: 1.")
+
+    served.clock.now += 1
+    served.send(step(1, 1))
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith(": 5.")
+
+
 def test_memory_without_a_limit() -> None:
     """Unset, there is none."""
     served = doubling(None)

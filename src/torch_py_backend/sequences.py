@@ -7,6 +7,7 @@ batch as other items do, and a step that fails may be tried again: it replaces n
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import struct
 import threading
@@ -25,12 +26,16 @@ from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import ArtifactError, BackendError, InputError, StateMemoryError
 from torch_py_backend.states import Initial, State
 
+log = logging.getLogger(__name__)
+
 # A correlation id. Triton's requests that only fill a slot have 0, or no text.
 Id: TypeAlias = "int | str"
 
 _FOLDER = "initial_state"
 # An instance that was not asked for so long has nothing in its queue; what came, was run.
 _QUIET_S = 1.0
+# A model that lacks memory refuses many steps in a second.
+_BETWEEN_WARNINGS_S = 60.0
 _MEGABYTE = 1 << 20
 
 
@@ -218,6 +223,8 @@ class Sequences:
         limit = config.options.sequence_memory_mb
         self._limit_mb = limit or 0
         self._limit = math.inf if limit is None else limit * _MEGABYTE
+        self._refused = 0
+        self._silent_until = -math.inf
         self._quiet = _QUIET_S + sequencing.delay_s
         self._idle = sequencing.idle_s + self._quiet
         # As many requests may be waiting for an instance, and as many are being run.
@@ -311,14 +318,25 @@ class Sequences:
                 self._free()
                 total = self.size + size - kept.size
             if total > self._limit:
-                return StateMemoryError(
-                    self._model, str(step.id), total, self._limit_mb, len(self._kept)
-                )
+                return self._refuse(step, total, now)
             self.size = total
             kept.values, kept.size = values, size
         for output in self._hidden:
             del outcome[output]
         return outcome
+
+    def _refuse(self, step: Step, total: int, now: float) -> StateMemoryError:
+        """What a step gets that memory does not suffice for; the log is told now and then."""
+        error = StateMemoryError(self._model, str(step.id), total, self._limit_mb, len(self._kept))
+        self._refused += 1
+        if now >= self._silent_until:
+            self._silent_until = now + _BETWEEN_WARNINGS_S
+            log.warning(
+                "%s So many steps were refused for that since the model was loaded: %d.",
+                error,
+                self._refused,
+            )
+        return error
 
     def _unknown(self, step: Step) -> InputError:
         return InputError(
