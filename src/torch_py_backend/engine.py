@@ -257,6 +257,11 @@ class Engine:
         return self._runtime.device
 
     @property
+    def guard(self) -> runtime.Guard:
+        """What surrounds whatever works on the device's tensors."""
+        return self._runtime.guard
+
+    @property
     def captures(self) -> bool:
         """Whether calls are replayed from CUDA graphs."""
         return self._graphs is not None

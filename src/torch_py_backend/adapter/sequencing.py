@@ -46,7 +46,7 @@ class Sequencing:
         self.run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None
         self._left = threading.Event()
         if config.states:
-            self._sequences = Sequences(config, engine.run_some, engine.device)
+            self._sequences = Sequences(config, engine.run_some, engine.device, guard=engine.guard)
             self.run = self._sequences.run
             self._gauges = metrics.Sequences(config)
             self._thread = threading.Thread(target=self._tend, name="sequences", daemon=True)
