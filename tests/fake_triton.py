@@ -389,6 +389,10 @@ class ModelConfig:
 _model_dir = ""
 
 
+def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
+    return next((one for one in request.inputs() if one.name() == name), None)
+
+
 def get_model_dir() -> str:
     return _model_dir
 

@@ -222,11 +222,12 @@ def test_output_of_one_call_is_not_copied() -> None:
     assert batching.join([piece]) is piece
 
 
-@pytest.mark.parametrize("sizes", [[2], [1, 1], [1, 2, 1]], ids=str)
+@pytest.mark.parametrize("sizes", [[2], [1, 1], [1, 2, 1], [2, 0]], ids=str)
 @pytest.mark.parametrize("strings", [False, True], ids=["numbers", "strings"])
-def test_what_an_item_owns(sizes: list[int], strings: bool) -> None:
-    """Each item's rows are in memory of their own, whatever becomes of the column."""
-    column: Value = torch.arange(2.0 * sum(sizes)).reshape(-1, 2)
+@pytest.mark.parametrize("width", [2, 1 << 15], ids=["small", "large"])
+def test_what_an_item_owns(sizes: list[int], strings: bool, width: int) -> None:
+    """Each item's rows are what they are, whatever becomes of the column."""
+    column: Value = torch.arange(1.0 * width * sum(sizes)).reshape(-1, width)
     if strings:
         column = np.array(column.tolist(), dtype=np.object_)
     expected = [part.tolist() for part in np.split(np.array(column), np.cumsum(sizes)[:-1])]
@@ -235,7 +236,8 @@ def test_what_an_item_owns(sizes: list[int], strings: bool) -> None:
     outcomes = batching.scatter([column, owned], ["x", "state"], sizes)
     column[:] = 7
 
-    assert [outcome["state"].tolist() for outcome in outcomes] == expected
+    found = [batching.taken(outcome["state"]) for outcome in outcomes]
+    assert [one.tolist() for one in found] == expected
     assert all((np.array(outcome["x"]) == 7).all() for outcome in outcomes)
 
 

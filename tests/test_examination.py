@@ -193,3 +193,22 @@ def test_closed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
     (note,) = examination.folder(folder)
     assert note == f"{folder} cannot be read by this user."
+
+
+@pytest.mark.parametrize(
+    ("groups", "noted"),
+    [
+        pytest.param([("KIND_GPU", 1)], True, id="one"),
+        pytest.param([("KIND_GPU", 2)], False, id="two"),
+        pytest.param([("KIND_CPU", 1)], False, id="no GPU"),
+        pytest.param([("KIND_CPU", 2), ("KIND_GPU", 1)], True, id="both"),
+    ],
+)
+def test_hooks_before_an_idle_gpu(groups: list[tuple[str, int]], noted: bool) -> None:
+    """What would run while hooks do is pointed out where no other instance is there to do so."""
+    document = {"instance_group": [{"kind": kind, "count": count} for kind, count in groups]}
+
+    found = list(examination.waits(document))
+
+    assert len(found) == noted
+    assert all("count: 2" in one for one in found)

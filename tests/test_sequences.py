@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from torch_py_backend import dtypes, runtime, samples, sequences, signatures, warmup
+from torch_py_backend import dtypes, pools, runtime, samples, sequences, signatures, warmup
 from torch_py_backend.artifacts import Kind
-from torch_py_backend.batching import Outcome
+from torch_py_backend.batching import Item, Outcome
 from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
@@ -28,9 +28,11 @@ from torch_py_backend.errors import (
     ConfigError,
     ForwardError,
     InputError,
+    OutputError,
 )
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.options import Options
+from torch_py_backend.pools import Pool
 from torch_py_backend.sequences import Sequences, Step
 from torch_py_backend.states import Control, Initial, Sequencing, State
 
@@ -270,17 +272,104 @@ def test_a_model_that_writes_where_it_should_not() -> None:
     assert served.send(step(3, 7)) == [14]
 
 
-def test_a_state_does_not_keep_its_batch() -> None:
-    """What is left of a large batch is one row, in memory of its own."""
-    served = accumulating()
-    served.send(*(step(name, 1, "s") for name in range(1, 9)))
-
+def _memory(served: Served) -> int:
+    """Bytes that states take, what is kept along with them included."""
     values = [one.values["total"] for one in served.states._kept.values()]
+    stores = [one.untyped_storage() for one in values if isinstance(one, Tensor)]
+    return sum({one.data_ptr(): one.nbytes() for one in stores}.values())
 
-    assert all(
-        isinstance(one, Tensor) and one.untyped_storage().nbytes() == 4 * 4 for one in values
+
+@pytest.mark.parametrize("width", [4, 1 << 15], ids=["small", "large"])
+def test_a_state_does_not_keep_its_batch(width: int) -> None:
+    """What is left of many sequences is the memory of few, and what is told is what they take."""
+    wide: Item = {"x": np.ones((1, width), dtype=np.float32)}
+    settings = config(
+        kept(dims=(width,)),
+        inputs=(build.spec(dims=(width,)),),
+        outputs=(build.spec("y", dims=(width,)),),
     )
-    assert served.states.size == 8 * 4 * 4
+    served = Served(settings, models.Accumulate())
+    for first in range(1, 201, 8):
+        names = range(first, first + 8)
+        served.states.run([Step(name, True, False, wide) for name in names])
+    assert served.states.size == 200 * width * 4
+
+    served.states.run([Step(name, False, True, wide) for name in range(2, 201)])
+    served.states.sweep()
+
+    assert served.states.size == width * 4
+    assert _memory(served) <= 64 * width * 4
+    assert _memory(served) == width * 4 or width == 4
+    (found,) = served.states.run([Step(1, False, True, wide)])
+    assert isinstance(found, dict)
+    assert torch.as_tensor(found["y"]).unique().tolist() == [2]
+
+
+def test_a_state_that_clients_see() -> None:
+    """What is also an output is told, alone and in a batch, and refused where it is not finite."""
+    served = Served(config(kept(("total", "y")), check_finite=True), models.Accumulate())
+
+    assert served.send(step(1, 1, "s")) == [1]
+    assert served.send(step(1, 1), step(2, 5, "s"), step(3, 7, "se")) == [2, 5, 7]
+    found = served.send(step(1, float("nan")), step(2, 5))
+    assert isinstance(found[0], OutputError)
+    assert found[1] == 10
+    assert served.send(step(1, 1), step(2, 5)) == [3, 15]
+
+
+class Shapes(nn.Module):
+    """A state of as many columns as the input says, and of another type when it is negative."""
+
+    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
+        before = 0 if total is None else total[:, :1].double()
+        made = (before + x[:, :1].double().abs()).expand(-1, int(x[0, 1]))
+        return {"y": made[:, :1].float(), "sum": made if x[0, 0] < 0 else made.float()}
+
+
+def _shaped(name: int, value: float, width: int, flags: str = "") -> Step:
+    row = np.array([[value, width]], dtype=np.float32)
+    return Step(name, "s" in flags, "e" in flags, {"x": row})
+
+
+def test_states_that_change_their_form() -> None:
+    """A state may take another shape or type at any step, and come back to what it was."""
+    settings = config(
+        State("total", "sum"),
+        inputs=(build.spec("x", dims=(2,)),),
+        outputs=(build.spec("y", dims=(1,)),),
+    )
+    served = Served(settings, Shapes())
+    for name in (1, 2, 3):
+        assert served.send(_shaped(name, name, 4, "s")) == [name]
+    assert served.send(*(_shaped(name, name, 4) for name in (1, 2, 3))) == [2, 4, 6]
+    assert served.states.size == 3 * 16
+    assert served.send(_shaped(1, 1, 8)) == [3]
+    assert served.send(_shaped(2, -2, 4)) == [6]
+    assert served.states.size == 32 + 32 + 16
+    assert served.send(*(_shaped(name, name, 4) for name in (1, 3))) == [4, 9]
+    assert served.send(*(_shaped(name, name, 4) for name in (1, 2, 3))) == [5, 8, 12]
+    assert served.states.size == 3 * 16
+    assert served.send(*(_shaped(name, name, 4, "e") for name in (1, 2, 3))) == [6, 10, 15]
+    assert served.states.size == 0
+
+
+def test_states_that_are_replaced_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a batch's states cannot be written, its sequences are over: none has half of one."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "s"), step(3, 1, "s"))
+
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "write", fails)
+        with pytest.raises(MemoryError):
+            served.send(step(1, 1), step(2, 1))
+
+    found = served.send(step(1, 1), step(2, 1), step(3, 1))
+    assert [type(one) for one in found[:2]] == [InputError, InputError]
+    assert found[2] == 2
+    assert served.states.size == 16
 
 
 # --- kinds of states ---------------------------------------------------------------------------
@@ -626,6 +715,24 @@ def test_memory_is_limited() -> None:
     assert served.states.size == 2 << 20
 
 
+def test_what_memory_refuses_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has one line of it in a minute, with how many steps that were."""
+    served = doubling(1)
+    served.send(step(1, 1, "s"))
+
+    served.send(step(1, 1), *(step(name, 1, "s") for name in (2, 3)))
+    served.clock.now += 59
+    served.send(step(1, 1))
+    assert [line.levelname for line in caplog.records] == ["WARNING"]
+    assert caplog.messages[0].startswith("model 'digits': with the new state of sequence 1, ")
+    assert caplog.messages[0].endswith(" since the model was loaded: 1.")
+
+    served.clock.now += 1
+    served.send(step(1, 1))
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith(": 5.")
+
+
 def test_memory_without_a_limit() -> None:
     """Unset, there is none."""
     served = doubling(None)
@@ -731,7 +838,12 @@ _EVENTS = st.lists(
 def test_no_state_leaks(events: list[list[Step] | str], carried: bool) -> None:
     """In whatever order sequences begin, go on, fail, end and idle, each sums up its own steps."""
     state = State("total", "sum") if carried else kept()
-    served = Served(config(state), _Sums() if carried else models.Accumulate())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pools, "_LEAST", 1)  # so that tables grow and shrink all the time
+        _play(events, Served(config(state), _Sums() if carried else models.Accumulate()))
+
+
+def _play(events: list[list[Step] | str], served: Served) -> None:
     totals: dict[int | str, float] = {}
     used: dict[int | str, float] = {}
     sent = served.clock.now

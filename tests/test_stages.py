@@ -583,6 +583,65 @@ def test_a_batch_that_fails_is_narrowed_down(name: str, kind: type) -> None:
     assert f"{name}() r" in str(outcomes[2])
 
 
+class Changed:
+    """What preprocess() returns, for a collate() that uses it up."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.parts = {"x": 10 * x}
+
+
+class Uncopied(Changed):
+    """As an open file, say."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("cannot be copied")
+
+
+def uses_up(rows: list[Changed]) -> Tensor:
+    """A batch of what it changes in place, and takes out."""
+    for row in rows:
+        row.parts["x"] += 1
+    return torch.stack([row.parts.pop("x") for row in rows])
+
+
+@pytest.mark.parametrize("kind", [Changed, Uncopied])
+@pytest.mark.parametrize("threads", [None, 2])
+def test_collate_may_change_its_rows(kind: type[Changed], threads: int | None) -> None:
+    """What is run again is prepared again: nobody's answer depends on who shared the batch."""
+    prepared: list[float] = []
+
+    def preprocess(x: Tensor) -> Changed:
+        prepared.append(float(x))
+        return kind(x)
+
+    made = engine(
+        picky,
+        {"preprocess": preprocess, "collate": uses_up},
+        preprocess_threads=threads,
+    )
+
+    assert values(made.run([item([1.0]), item([2.0], [3.0])])) == [[[11]], [[21], [31]]]
+    assert sorted(prepared) == [1, 2, 3]
+    outcomes = made.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])])
+    assert values([*outcomes[:2], outcomes[3]]) == [[[11]], [[21]], [[31]]]
+    assert isinstance(outcomes[2], BackendError)
+
+
+@pytest.mark.parametrize(("kind", "calls"), [(Changed, 2), (Uncopied, 4)])
+def test_rows_that_fill_a_batch_up_are_copies(kind: type[Changed], calls: int) -> None:
+    """They repeat the last row, which collate() may change; one without a copy is made anew."""
+    prepared: list[float] = []
+
+    def preprocess(x: Tensor) -> Changed:
+        prepared.append(float(x))
+        return kind(x)
+
+    made = engine(doubled, {"preprocess": preprocess, "collate": uses_up}, rows=Rows(4, 4))
+
+    assert values(made.run([item([1.0], [2.0])])) == [[[22], [42]]]
+    assert len(prepared) == calls
+
+
 def test_reports() -> None:
     """The log has tracebacks of what fails, with the places; not of what clients did wrong."""
     made = engine(doubled, {"preprocess": picky, "postprocess": lambda result: 1 / 0})

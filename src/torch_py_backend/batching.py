@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
@@ -24,11 +25,18 @@ Item: TypeAlias = "dict[str, Value]"
 Outcome: TypeAlias = "dict[str, Value] | BackendError"
 
 
-class Owned(tuple[Value, ...]):
-    """A column, taken apart: for each item its rows, in memory of their own."""
+# A row of a copy that the small rows of a batch share until each is kept, and its number.
+Part: TypeAlias = "tuple[Tensor, int]"
+
+
+class Owned(tuple[Any, ...]):
+    """A column, taken apart: for each item its rows in memory of their own, or a `Part`."""
 
     __slots__ = ()
 
+
+# Rows below this size are copied at once: to make a tensor of each costs more.
+SMALL_BYTES = 1 << 16
 
 # Makes one value of those of several items.
 Gather: TypeAlias = "Callable[[list[Any]], Value]"
@@ -172,9 +180,20 @@ def owned(column: Value, sizes: Sequence[int]) -> Owned:
     if len(sizes) <= 1:
         return Owned([own(column)])
     if isinstance(column, Tensor):
+        alone = list(sizes).count(1) == len(sizes) == column.shape[0]
+        if alone and column.nbytes <= SMALL_BYTES * len(sizes):
+            return Owned(zip(itertools.repeat(column.clone()), range(len(sizes)), strict=False))
         copies: list[Tensor] = torch.split_with_sizes_copy(column, list(sizes))  # type: ignore[func-returns-value,assignment]
         return Owned(copies)
     return Owned([own(rows) for rows in _split(column, sizes)])
+
+
+def taken(owned: Value | Part) -> Value:
+    """What an item owns, as a value."""
+    if not isinstance(owned, tuple):
+        return owned
+    column, row = owned
+    return column[row : row + 1]
 
 
 def own(value: Value) -> Value:

@@ -155,6 +155,11 @@ class Engine:
         """Where it runs."""
         return self._runtime.device
 
+    @property
+    def guard(self) -> runtime.Guard:
+        """What surrounds whatever works on the device's tensors."""
+        return self._runtime.guard
+
     def memory(self) -> list[tuple[int, int, int]]:
         """Of each GPU that is used: its index, and bytes that are allocated and reserved."""
         return runtime.memory()

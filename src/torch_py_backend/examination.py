@@ -90,3 +90,13 @@ def folder(path: Path) -> Iterator[str]:
             f"{path.name}: config.pbtxt has no `backend`, so Triton takes its own for what it"
             ' finds; add backend: "pytorch_py", or install with --name pytorch.'
         )
+
+
+def waits(document: Mapping[str, Any]) -> Iterator[str]:
+    """What one instance on a GPU leaves undone, of a model with hooks."""
+    groups = document["instance_group"]
+    if any(group["kind"] == "KIND_GPU" and group["count"] == 1 for group in groups):
+        yield (
+            "one instance: its GPU waits while hooks run. A second one (count: 2 in instance_group)"
+            " prepares a batch meanwhile; `torch-py-backend tune` measures whether that pays."
+        )

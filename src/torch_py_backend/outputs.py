@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend import results
-from torch_py_backend.batching import Owned, Strings, Value
+from torch_py_backend import batching, results
+from torch_py_backend.batching import Owned, Part, Strings, Value
 from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, brief
 
@@ -129,7 +129,10 @@ class Finite:
         return None
 
 
-def _finite(value: Value | Owned) -> bool:
+def _finite(value: Value | Owned | Part) -> bool:
+    if isinstance(value, Owned):
+        return all(map(_finite, value))
+    value = batching.taken(value)
     return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -62,6 +63,48 @@ class ByBatch:
         return inputs.call(self._stage.told(told), passed)
 
 
+class _Begun(NamedTuple):
+    """A row that is being prepared.
+
+    Attributes:
+        ended: gives what preprocess() made: a thread has begun with it, or it begins then.
+        again: prepares it once more, in this thread.
+    """
+
+    ended: Callable[[], Any]
+    again: Callable[[], Any]
+
+
+class _Prepared:
+    """What preprocess() made of a row, for collate(), which may change what it is given.
+
+    Args:
+        row: what it made.
+        again: makes it once more.
+    """
+
+    __slots__ = ("_again", "_given", "_row")
+
+    def __init__(self, row: Any, again: Callable[[], Any]) -> None:
+        self._row = row
+        self._again = again
+        self._given = False
+
+    def take(self) -> Any:
+        """The row; prepared anew, where collate() has had it: parts of its batch are run again."""
+        if self._given:
+            self._row = self._again()
+        self._given = True
+        return self._row
+
+    def copied(self) -> Any:
+        """The row once more, which `take` has just given."""
+        try:
+            return copy.deepcopy(self._row)
+        except Exception:  # of whatever preprocess() returns
+            return self._again()
+
+
 class ByRow:
     """Each row of a request is prepared by itself; collate() makes batches, or rows are stacked.
 
@@ -91,7 +134,7 @@ class ByRow:
 
     def begin(self, item: Item, told: Parameters) -> Callable[[], Item | InputError]:
         if not self._batched:
-            return partial(self._whole, [self._later(item, told)])
+            return partial(self._whole, [self._begun(item, told)])
         count = count_rows(self._model, item, self._axes)
         if count == 0:
             count = InputError(self._model, "the request has no rows")
@@ -99,30 +142,33 @@ class ByRow:
             refusal = count
             return lambda: refusal
         rows = [
-            self._later({name: value[row, ...] for name, value in item.items()}, told)
+            self._begun({name: value[row, ...] for name, value in item.items()}, told)
             for row in range(count)
         ]
         return partial(self._whole, rows)
 
-    def _later(self, row: Item, told: Parameters) -> Callable[[], Any]:
-        """What gives a prepared row: a thread has begun with it, or it begins then."""
+    def _begun(self, row: Item, told: Parameters) -> _Begun:
+        prepare = partial(self._row, row, told)
         if self._threads is None:
-            return partial(self._row, row, told)
+            return _Begun(prepare, prepare)
         # What is current for this request, a trace's context say, is so for its rows.
         current = contextvars.copy_context()
-        return self._threads.submit(current.run, self._guarded, row, told).result
+        return _Begun(self._threads.submit(current.run, self._guarded, prepare).result, prepare)
 
-    def _guarded(self, row: Item, told: Parameters) -> Any:
+    def _guarded(self, prepare: Callable[[], Any]) -> Any:
         with self._guard():  # of this thread
-            return self._row(row, told)
+            return prepare()
 
-    def _whole(self, begun: Sequence[Callable[[], Any]]) -> Item | InputError:
+    def _whole(self, begun: Sequence[_Begun]) -> Item | InputError:
         """The request of these rows."""
-        rows = [row() for row in begun]
+        rows = [one.ended() for one in begun]
         refused = next((one for one in rows if isinstance(one, InputError)), None)
         if refused is not None:
             return refused
-        return self._stack(rows) if self._collate is None else {ROWS: parameters.column(rows)}
+        if self._collate is None:
+            return self._stack(rows)
+        made = (_Prepared(row, one.again) for row, one in zip(rows, begun, strict=True))
+        return {ROWS: parameters.column(made)}
 
     def _row(self, row: Item, told: Parameters) -> Any:
         """What becomes of one row, or why it is refused."""
@@ -198,10 +244,19 @@ class ByRow:
         """What the module is called with."""
         if self._collate is not None:
             (held,) = columns
-            return self._collate.told(told)(parameters.values(held))
+            return self._collate.told(told)(_distinct(parameters.values(held)))
         if not inputs.names or not inputs.names[0].startswith(NUMBERED):
             return dict(zip(inputs.names, columns, strict=True))
         return columns[0] if len(columns) == 1 else tuple(columns)
+
+
+def _distinct(prepared: Sequence[_Prepared]) -> list[Any]:
+    """The rows of a batch; those that fill it up repeat the last one, and are copies."""
+    rows, last = [], None
+    for one in prepared:
+        rows.append(one.copied() if one is last else one.take())
+        last = one
+    return rows
 
 
 def _columns(item: Item) -> Inputs:

@@ -6,24 +6,30 @@ batch as other items do, and a step that fails may be tried again: it replaces n
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import math
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend import artifacts, binding
+from torch_py_backend import artifacts, batching, binding, pools
 from torch_py_backend.batching import Item, Outcome, Strings, Value
 from torch_py_backend.binding import Signature
 from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import ArtifactError, BackendError, InputError, StateMemoryError
+from torch_py_backend.pools import Form, Pool
 from torch_py_backend.states import Initial, State
+
+log = logging.getLogger(__name__)
 
 # A correlation id. Triton's requests that only fill a slot have 0, or no text.
 Id: TypeAlias = "int | str"
@@ -31,6 +37,8 @@ Id: TypeAlias = "int | str"
 _FOLDER = "initial_state"
 # An instance that was not asked for so long has nothing in its queue; what came, was run.
 _QUIET_S = 1.0
+# A model that lacks memory refuses many steps in a second.
+_BETWEEN_WARNINGS_S = 60.0
 _MEGABYTE = 1 << 20
 
 
@@ -84,7 +92,7 @@ def initial(config: ModelConfig, rows: int | None) -> Item:
 
 def following(config: ModelConfig, item: Item, outcome: dict[str, Value]) -> Item:
     """The item of the next step: the same, with what this one returned for its states."""
-    return item | {state.input: outcome[state.output] for state in config.states}
+    return item | {state.input: batching.taken(outcome[state.output]) for state in config.states}
 
 
 def _in_rows(value: Value, rows: int | None) -> Value:
@@ -157,18 +165,43 @@ class _Kept:
 
     Attributes:
         values: the states, by the names of the inputs that they will be.
+        slot: where they are in the pool; negative: they are not.
+        form: theirs, where they might be in one.
         size: bytes that they take; what all sequences begin with is nobody's.
         used: when its last step was done.
         passed: how many requests had been run when it was found idle; None: it was not.
     """
 
-    __slots__ = ("passed", "size", "used", "values")
+    __slots__ = ("form", "passed", "size", "slot", "used", "values")
 
     def __init__(self, values: Item, used: float) -> None:
         self.values = values
+        self.slot = -1
+        self.form: Form | None = None
         self.size = 0
         self.used = used
         self.passed: int | None = None
+
+
+class _Batch:
+    """Columns that the new states of several steps are rows of.
+
+    Attributes:
+        columns: one for each state.
+        form: theirs; None: the rows cannot be in a pool.
+        fits: whether it is the pool's.
+        holders: those that keep their rows in the pool.
+        rows: the rows of these.
+    """
+
+    __slots__ = ("columns", "fits", "form", "holders", "rows")
+
+    def __init__(self, columns: Sequence[Any], form: Form | None, *, fits: bool) -> None:
+        self.columns = columns
+        self.form = form
+        self.fits = fits
+        self.holders: list[_Kept] = []
+        self.rows: list[int] = []
 
 
 class Sequences:
@@ -183,6 +216,7 @@ class Sequences:
             they stand.
         device: where states are kept.
         clock: seconds.
+        guard: entered around what is done with them there.
     """
 
     def __init__(
@@ -191,6 +225,7 @@ class Sequences:
         run: Callable[[Sequence[Item], Sequence[int]], Sequence[Outcome]],
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
+        guard: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         sequencing = config.sequencing
         assert sequencing is not None  # noqa: S101  states belong to sequences
@@ -198,13 +233,18 @@ class Sequences:
         self._model = config.name
         self._run_items = run
         self._clock = clock
-        self._pairs = [(state.input, state.output) for state in config.states]
+        self._guard = guard
+        self._inputs = [state.input for state in config.states]
+        self._outputs = [state.output for state in config.states]
+        self._first = self._outputs[0]
         self._texts = any(
             state.dtype is not None and state.dtype.torch is None for state in config.states
         )
         told = {spec.name for spec in config.outputs if spec.origin is Origin.CLIENT}
-        self._hidden = [state.output for state in config.states if state.output not in told]
-        one_row = 1 if config.max_batch_size else None
+        self._hidden = [name for name in self._outputs if name not in told]
+        self._told = [name for name in self._outputs if name in told]
+        self._batched = config.max_batch_size > 0
+        one_row = 1 if self._batched else None
         self._initial = {
             name: value.to(device) if isinstance(value, Tensor) else value
             for name, value in initial(config, one_row).items()
@@ -218,11 +258,15 @@ class Sequences:
         limit = config.options.sequence_memory_mb
         self._limit_mb = limit or 0
         self._limit = math.inf if limit is None else limit * _MEGABYTE
+        self._refused = 0
+        self._silent_until = -math.inf
         self._quiet = _QUIET_S + sequencing.delay_s
         self._idle = sequencing.idle_s + self._quiet
         # As many requests may be waiting for an instance, and as many are being run.
         self._backlog = sequencing.slots + max(1, config.max_batch_size)
         self._kept: dict[Id, _Kept] = {}
+        # Made with the first states that may be in one.
+        self._pool: Pool | None = None
         self._passed = 0
         self._ended = clock()
         # Held while a batch is run: who frees what idles comes from another thread.
@@ -261,6 +305,9 @@ class Sequences:
             return
         try:
             self._free()
+            if self._pool is not None:
+                with self._guard():
+                    self._pool.trim()
         finally:
             self._lock.release()
 
@@ -268,17 +315,19 @@ class Sequences:
         """The outcomes of steps of different sequences, which stand at these places."""
         found = [self._begin(step.id) if step.starts else self._kept.get(step.id) for step in steps]
         now = self._clock()
-        ready, at = [], []
+        run, ready, at = [], [], []
         for step, kept, place in zip(steps, found, places, strict=True):
             if kept is not None:
                 kept.used, kept.passed = now, None
+                run.append((step, kept))
                 ready.append(step.item | kept.values)
                 at.append(place)
         try:
-            made = iter(self._run_items(ready, at) if ready else ())
-            now = self._clock()
+            made = self._run_items(ready, at) if ready else ()
+            with self._guard():
+                settled = iter(self._settle(run, made))
             return [
-                self._unknown(step) if kept is None else self._settle(step, kept, next(made), now)
+                self._unknown(step) if kept is None else next(settled)
                 for step, kept in zip(steps, found, strict=True)
             ]
         finally:
@@ -295,30 +344,114 @@ class Sequences:
         kept = self._kept.pop(name, None)
         if kept is not None:
             self.size -= kept.size
+            self._leave(kept)
 
-    def _settle(self, step: Step, kept: _Kept, outcome: Outcome, now: float) -> Outcome:
-        """What the client gets; a step that went well has replaced the state."""
-        if isinstance(outcome, BackendError):
-            return outcome
+    def _leave(self, kept: _Kept) -> None:
+        if kept.slot >= 0 and self._pool is not None:
+            self._pool.leave(kept)
+
+    def _settle(self, run: Sequence[tuple[Step, _Kept]], made: Sequence[Outcome]) -> list[Outcome]:
+        """What clients get; a step that went well has replaced the state."""
+        now = self._clock()
+        batches: dict[int, _Batch] = {}
+        settled = [
+            outcome
+            if isinstance(outcome, BackendError)
+            else self._settle_one(step, kept, outcome, batches, now)
+            for (step, kept), outcome in zip(run, made, strict=True)
+        ]
+        try:
+            for batch in batches.values():
+                if batch.holders and self._pool is not None:
+                    self._pool.write(batch.holders, batch.columns, batch.rows)
+        except BaseException:  # what was replaced by half is nobody's state
+            for step, _ in run:
+                self._drop(step.id)
+            raise
+        return settled
+
+    def _settle_one(
+        self,
+        step: Step,
+        kept: _Kept,
+        outcome: dict[str, Any],
+        batches: dict[int, _Batch],
+        now: float,
+    ) -> Outcome:
         kept.used = now
         if not step.ends:
-            values = {name: outcome[output] for name, output in self._pairs}
-            if self._texts:
-                values = {name: _as_input(value) for name, value in values.items()}
-            size = sum(map(_size, values.values())) if self._fixed is None else self._fixed
-            total = self.size + size - kept.size
-            if total > self._limit:
-                self._free()
-                total = self.size + size - kept.size
-            if total > self._limit:
-                return StateMemoryError(
-                    self._model, str(step.id), total, self._limit_mb, len(self._kept)
-                )
-            self.size = total
-            kept.values, kept.size = values, size
+            first = outcome[self._first]
+            column, row = first if type(first) is tuple else (first, 0)
+            batch = batches.get(id(column))
+            if batch is None:
+                batch = batches[id(column)] = self._batch([outcome[one] for one in self._outputs])
+            if kept.slot >= 0 and batch.fits:
+                batch.holders.append(kept)
+                batch.rows.append(row)
+            else:
+                refusal = self._keep(step, kept, outcome, batch, row)
+                if refusal is not None:
+                    return refusal
+        for output in self._told:
+            outcome[output] = batching.taken(outcome[output])
         for output in self._hidden:
             del outcome[output]
         return outcome
+
+    def _batch(self, values: Sequence[Any]) -> _Batch:
+        columns = [one[0] if type(one) is tuple else one for one in values]
+        small = self._batched and all(
+            isinstance(one, Tensor) and one.nbytes <= batching.SMALL_BYTES * one.shape[0]
+            for one in columns
+        )
+        form = pools.form(columns) if small else None
+        return _Batch(columns, form, fits=self._pool is not None and self._pool.form == form)
+
+    def _keep(
+        self, step: Step, kept: _Kept, outcome: Mapping[str, Any], batch: _Batch, row: int
+    ) -> StateMemoryError | None:
+        """Keep a state that is not in the pool, or cannot stay there; or say what it lacks."""
+        values = [batching.taken(outcome[name]) for name in self._outputs]
+        if self._texts:
+            values = [_as_input(value) for value in values]
+        size = sum(map(_size, values)) if self._fixed is None else self._fixed
+        total = self.size + size - kept.size
+        if total > self._limit:
+            self._free()
+            total = self.size + size - kept.size
+        if total > self._limit:
+            return self._refuse(step, total)
+        self.size, kept.size = total, size
+        self._leave(kept)
+        # What grows would leave the pool with each step.
+        if batch.form is not None and (self._fixed is not None or kept.form == batch.form):
+            if self._pool is None:
+                self._pool = Pool(self._inputs, batch.columns)
+            if self._pool.form == batch.form:
+                self._pool.enter(kept)
+                batch.holders.append(kept)
+                batch.rows.append(row)
+                return None
+        kept.form = batch.form
+        kept.values = {
+            name: batching.own(value) if type(outcome[output]) is tuple else value
+            for name, output, value in zip(self._inputs, self._outputs, values, strict=True)
+        }
+        return None
+
+    def _refuse(self, step: Step, total: int) -> StateMemoryError:
+        """What a step gets that memory does not suffice for; the log is told now and then."""
+        error = StateMemoryError(self._model, str(step.id), total, self._limit_mb, len(self._kept))
+        self._refused += 1
+        now = self._clock()
+        if now >= self._silent_until:
+            self._silent_until = now + _BETWEEN_WARNINGS_S
+            log.warning(
+                "%s So many steps were refused for that since the model was loaded: %d.",
+                error,
+                self._refused,
+            )
+        return error
 
     def _unknown(self, step: Step) -> InputError:
         return InputError(

@@ -1,4 +1,4 @@
-"""Many clients at once: every row goes back to its owner."""
+"""Many clients at once: rows go back to their owners, and instances work at the same time."""
 
 from __future__ import annotations
 
@@ -58,6 +58,72 @@ def _client(server: Server, protocol: str, number: int) -> int:
 _MODULE = scenarios.affine()
 
 
+# --- two instances of a model with hooks ---------------------------------------------------------
+
+_COMPUTED, _PREPARED = 2.0, 3.0  # requests; the warm-up's values are others
+_MARKS = f"""
+import os
+import time
+from pathlib import Path
+
+from torch import Tensor, nn
+
+FOLDER = Path(__file__).parent
+
+
+def is_there(mark: str) -> float:
+    until = time.monotonic() + 30
+    while not (FOLDER / mark).exists() and time.monotonic() < until:
+        time.sleep(0.01)
+    return float((FOLDER / mark).exists())
+
+
+class Net(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        seen = x.clone()
+        if x[0, 0] == {_COMPUTED}:
+            (FOLDER / "computing").touch()
+            seen[:] = is_there("prepared")
+        return {{"seen": seen, "process": x.new_full(x.shape, os.getpid())}}
+
+
+class Hooks:
+    def preprocess(self, x: Tensor) -> Tensor:
+        if x[0] == {_PREPARED} and is_there("computing"):
+            (FOLDER / "prepared").touch()
+        return x
+"""
+_OVERLAPPING = scenarios.Scenario(
+    "overlapping",
+    scenarios.text(_MARKS),
+    scenarios.config(
+        {"x": [1]},
+        {"seen": [1], "process": [1]},
+        more="instance_group [{ kind: KIND_CPU count: 2 }]\n",
+        parameters={"WEIGHTS": "none"},
+    ),
+)
+
+
+def test_hooks_of_one_batch_overlap_with_forward_of_another(server: Server) -> None:
+    """While one instance computes, another prepares the next batch: forward() waits to see it."""
+    with (
+        tritonclient.grpc.InferenceServerClient(server.grpc_address) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        computed, prepared = pool.map(lambda value: _sent(client, value), (_COMPUTED, _PREPARED))
+    assert computed["seen"] == 1
+    assert prepared["seen"] == _PREPARED
+    assert computed["process"] != prepared["process"]
+
+
+def _sent(client: tritonclient.grpc.InferenceServerClient, value: float) -> dict[str, float]:
+    tensor = tritonclient.grpc.InferInput("x", [1, 1], "FP32")
+    tensor.set_data_from_numpy(np.array([[value]], dtype=np.float32))
+    answer = client.infer("overlapping", [tensor], client_timeout=120)
+    return {name: float(answer.as_numpy(name)[0, 0]) for name in ("seen", "process")}
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("concurrency")
@@ -74,10 +140,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             "instance_group [{ kind: KIND_CPU count: 2 }]\n",
         )
     )
+    _OVERLAPPING.lay_out(folder / "repository")
     with (
         (folder / "server.log").open("wb") as log,
         Server(folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
     ):
-        (state,) = server.wait_loaded(timeout=120)
-        assert state.ready, state.reason
+        for state in server.wait_loaded(timeout=120):
+            assert state.ready, state.reason
         yield server

@@ -31,9 +31,8 @@ def read(request: Any) -> Item:
 
 def read_some(request: Any, names: Collection[str]) -> Item:
     """Those of a request's tensors that have one of these names; of others not even memory."""
-    return {
-        name: read_tensor(tensor) for tensor in request.inputs() if (name := tensor.name()) in names
-    }
+    found = ((name, pb_utils.get_input_tensor_by_name(request, name)) for name in names)
+    return {name: read_tensor(tensor) for name, tensor in found if tensor is not None}
 
 
 def read_kept(request: Any) -> Item:

@@ -38,11 +38,15 @@ class Sequencing:
             spec.name for spec in config.inputs if spec.origin is not Origin.STATE
         )
         self._sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
+        # Whether any request only filled a slot so far: to ask each for its id once more costs.
+        self._fills = False
+        self._starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
+        self._ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
         self._sequences: Sequences | None = None
         self.run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None
         self._left = threading.Event()
         if config.states:
-            self._sequences = Sequences(config, engine.run_some, engine.device)
+            self._sequences = Sequences(config, engine.run_some, engine.device, guard=engine.guard)
             self.run = self._sequences.run
             self._gauges = metrics.Sequences(config)
             self._thread = threading.Thread(target=self._tend, name="sequences", daemon=True)
@@ -55,13 +59,15 @@ class Sequencing:
         sends next, the state of an older sequence with the same id must not be given.
         """
         if self._sequences is None:
-            item = messages.read_some(request, self._names)
-            return item if request.correlation_id() else self._blank(item)
+            if request.correlation_id():
+                return messages.read_some(request, self._names)
+            self._fills = True
+            return self._blank(messages.read_some(request, self._names))
         flags = request.flags()
         name = request.correlation_id()
-        starts = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START)
-        ends = bool(flags & pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END)
+        starts, ends = bool(flags & self._starts), bool(flags & self._ends)
         if not name:
+            self._fills = True
             return Step(name, starts, ends, {})
         try:
             item = messages.read_some(request, self._names)
@@ -72,6 +78,8 @@ class Sequencing:
 
     def asked(self, requests: Sequence[Any]) -> int:
         """How many of these are a client's: the others only fill a slot."""
+        if not self._fills:
+            return len(requests)
         return sum(1 for request in requests if request.correlation_id())
 
     def _blank(self, item: Item) -> Item:

@@ -69,6 +69,8 @@ def _report(folder: Path, timeout: float) -> dict[str, Any]:
         return {"model": folder.name, "error": str(error), "notes": notes}
     if filled:
         notes.append("config.pbtxt leaves out inputs or outputs; they were told by the model.")
+    if report["hooks"]:
+        notes.extend(examination.waits(document))
     return {"model": folder.name, "version": version, "notes": notes, **report}
 
 
