@@ -54,6 +54,19 @@ def told(name: str, label: str = "") -> dict[str, float]:
     }
 
 
+_KINDS = {
+    "plain": judge(),
+    "buckets": judge(BATCH_BUCKETS="1,4,8"),
+    "hooked": hooked.TABLE[0],
+    "stepped": Scenario(
+        "stepped",
+        scenarios.text(streamed.CONTINUOUS),
+        streamed.config({"start": "FP32", "count": "INT32"}, {"y": "FP32"}),
+    ),
+    "sequences": next(one for one in scenarios.SEQUENCES if one.name == "state_begins_anew"),
+}
+
+
 # --- what adds up ----------------------------------------------------------------------------
 
 
@@ -134,22 +147,57 @@ def test_model_without_rows(tmp_path: Path, process: None) -> None:
     assert told("batch_rows_sum") == {"": 1}
 
 
+_HOOKED = (
+    "from torch import Tensor, nn\n\n\nclass Net(nn.Module):\n"
+    "    def forward(self, x: Tensor) -> Tensor:\n        return x\n\n\n"
+    "class Hooks:\n    def preprocess(self, x: Tensor) -> Tensor:\n"
+    "        if (x < 0).any():\n            raise ValueError('negative')\n        return x\n\n"
+    "    def postprocess(self, result: Tensor) -> Tensor:\n        return result + 1\n"
+)
+
+
 def test_models_with_hooks(tmp_path: Path, process: None) -> None:
     """Hooks count too: their seconds, and a request that preprocess() refuses."""
-    code = (
-        "from torch import Tensor, nn\n\n\nclass Net(nn.Module):\n"
-        "    def forward(self, x: Tensor) -> Tensor:\n        return x\n\n\n"
-        "class Hooks:\n    def preprocess(self, x: Tensor) -> Tensor:\n"
-        "        if (x < 0).any():\n            raise ValueError('negative')\n        return x\n\n"
-        "    def postprocess(self, result: Tensor) -> Tensor:\n        return result + 1\n"
-    )
-    model = load(tmp_path, Scenario("hooked", hooked.model(code), scenarios.x_to_y(4)))
+    model = load(tmp_path, Scenario("hooked", hooked.model(_HOOKED), scenarios.x_to_y(4)))
     model.execute([request(1, 2), request(-1), request(3)])
     model.finalize()
 
     assert told("requests_total", "code") == {"OK": 2, "INVALID_ARG": 1}
     assert told("batch_rows_sum") == {"": 3}
     assert set(told("stage_seconds_total", "stage")) == {*families.STAGES, *families.AROUND}
+
+
+_TOOK = {
+    "preprocess": 1,
+    "gather": 2,
+    "host to device": 4,
+    "forward": 8,
+    "device to host": 16,
+    "postprocess": 32,
+}
+
+
+def test_seconds_of_stages(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each stage takes is told of that one."""
+    model = load(tmp_path, Scenario("hooked", hooked.model(_HOOKED), scenarios.x_to_y(4)))
+    now = [0.0]
+
+    def around(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def taking(*given: Any, **named: Any) -> Any:
+            now[0] += _TOOK[stage]
+            return function(*given, **named)
+
+        return taking if stage in _TOOK else function
+
+    model._engine.surround(around)
+    with monkeypatch.context() as patched:
+        patched.setattr(time, "perf_counter", lambda: now[0])
+        model.execute([request(1, 1)])
+    model.finalize()
+
+    assert told("stage_seconds_total", "stage") == {
+        stage.replace(" ", "_"): took for stage, took in _TOOK.items()
+    }
 
 
 def test_streams(tmp_path: Path, process: None) -> None:
@@ -230,6 +278,9 @@ def test_memory_of_gpus(tmp_path: Path, process: None, monkeypatch: pytest.Monke
 
     assert told("device_memory_allocated_bytes", "device") == {"0": 10, "3": 30}
     assert told("device_memory_reserved_bytes", "device") == {"0": 20, "3": 40}
+    monkeypatch.setattr(runtime, "memory", lambda: [(3, 30, 40)])  # device 0 was given back
+    model._publisher.tell()
+    assert told("device_memory_reserved_bytes", "device") == {"3": 40}
     model.finalize()
     assert told("device_memory_allocated_bytes", "device") == {}
 
@@ -254,6 +305,40 @@ def test_no_further_request_is_needed(
     _await(lambda: told("requests_total", "code") == {"OK": 1})
     (beat,) = told("heartbeat_timestamp_seconds").values()
     _await(lambda: told("heartbeat_timestamp_seconds") != {"": beat})
+
+
+def test_buckets_grow_from_the_last_one_down(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who scrapes while it is told sees no bucket above the one that holds it."""
+    model = load(tmp_path, judge())
+    model.execute([request(1), request(2)])
+    increment, seen = fake_triton.Metric.increment, []
+
+    def incremented(metric: fake_triton.Metric, value: float) -> None:
+        increment(metric, value)
+        buckets = told("batch_rows_bucket", "le")
+        seen.append([buckets.get(bound, 0) for bound in ("1", "2", "4", "8", "+Inf")])
+
+    monkeypatch.setattr(fake_triton.Metric, "increment", incremented)
+    model._publisher.tell()
+    assert seen[-1] == [0, 1, 1, 1, 1]
+    assert all(one == sorted(one) for one in seen)
+
+
+def test_a_call_that_goes_on(tmp_path: Path, process: None) -> None:
+    """How long the call has taken that is under way; the heart beats all the same."""
+    model = load(tmp_path, judge())
+    assert told("running_call_seconds") == {}
+    model._vitals.busy()
+    model._publisher.tell()
+    (seconds,) = told("running_call_seconds").values()
+    assert 0 < seconds < _SECONDS
+    model._publisher.tell()
+    assert told("running_call_seconds")[""] > seconds
+    model.execute([request(1)])
+    model._publisher.tell()
+    assert told("running_call_seconds") == {}
 
 
 def test_the_end(tmp_path: Path, process: None) -> None:
@@ -291,15 +376,16 @@ def test_triton_that_takes_nothing_any_more(
     assert line.startswith("model 'judge': metrics cannot be told any more.")
 
 
+@pytest.mark.parametrize("kind", ["plain", "stepped", "sequences"])
 def test_a_refusal_keeps_nobody_from_leaving(
-    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+    kind: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Triton has against metrics stops neither what follows a fatal error nor an unload."""
 
     def refuse(metric: Any, value: float) -> None:
         raise TritonModelException("gone")
 
-    model = load(tmp_path, judge())
+    model = load(tmp_path, _KINDS[kind])
     with monkeypatch.context() as patched:
         patched.setattr(fake_triton.Metric, "increment", refuse)
         patched.setattr(fake_triton.Metric, "set", refuse)
@@ -311,19 +397,6 @@ def test_a_refusal_keeps_nobody_from_leaving(
 
 
 # --- at load ---------------------------------------------------------------------------------
-
-
-_KINDS = {
-    "plain": judge(),
-    "buckets": judge(BATCH_BUCKETS="1,4,8"),
-    "hooked": hooked.TABLE[0],
-    "stepped": Scenario(
-        "stepped",
-        scenarios.text(streamed.CONTINUOUS),
-        streamed.config({"start": "FP32", "count": "INT32"}, {"y": "FP32"}),
-    ),
-    "sequences": next(one for one in scenarios.SEQUENCES if one.name == "state_begins_anew"),
-}
 
 
 @pytest.mark.parametrize("kind", _KINDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -192,7 +193,7 @@ def test_first_batches(process: None, tmp_path: Path) -> None:
     _wait(served.written)
     served.model.finalize()
     (path,) = served.written()
-    assert path.name.startswith("negate_0_0-")
+    assert path.name.startswith("negate_0_0-1-")  # the instance, and its version
     came = [one.name for one in ranges.read(path)]
     assert came.count("batch") == came.count("forward") == came.count("gather") == 2
     assert [one.name for one in served.traces.iterdir()] == [path.name]
@@ -227,6 +228,27 @@ def test_nothing_stands_around_afterwards(process: None, tmp_path: Path) -> None
     assert not {"_run", "_attempt", "_scatter"} & engine.__dict__.keys()
     assert engine.callee.module is engine.loaded.module
     assert during >= {"_gather", "_to_device", "_to_host"}
+
+
+def test_a_batch_that_ends_while_a_trace_is_asked_for(process: None, tmp_path: Path) -> None:
+    """The last batch may have ended before who asks for a trace is done: nothing stays around."""
+    served = _Served(tmp_path, PROFILE_BATCHES="1", TRACING="false")
+    served.ask(1)
+    engine = served.model._engine
+    surround = engine.surround
+    asking = threading.Thread(target=served.ask, args=(1,))
+
+    def surrounding(around: Any) -> Callable[[], None]:
+        restore = surround(around)
+        asking.start()
+        _wait(lambda: around.__self__._left == 0)
+        return restore
+
+    engine.surround = surrounding  # type: ignore[method-assign]
+    profiles = profiling.Profiles(engine)
+    asking.join()
+    assert "_run" not in vars(engine)
+    profiles.close()
 
 
 def test_ended_in_mid_trace(process: None, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from fake_triton import MetricFamily, TritonError, Turn
 from torch import Tensor, nn
 
-from torch_py_backend.adapter import TritonPythonModel, sequencing
+from torch_py_backend.adapter import TritonPythonModel, metrics, sequencing
 
 
 class Loaded:
@@ -124,8 +124,8 @@ def _gauges() -> dict[str, list[float]]:
 def test_metrics_are_told_beside(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figures come from a thread of their own, which ends with the model."""
-    monkeypatch.setattr(sequencing, "_SECONDS", 0.01)
+    """The figures come from beside; the thread that frees what idles ends with the model."""
+    monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     loaded = Loaded(tmp_path)
     loaded.send(loaded.request(1, "s"))
     _await({"sequences": [1], "sequence_bytes": [16]})

@@ -15,7 +15,7 @@ import streamed
 from scenarios import Refused, Scenario, assert_close
 from streamed import Stream, Streamed
 
-from torch_py_backend.adapter import TritonPythonModel, streaming
+from torch_py_backend.adapter import TritonPythonModel, metrics, streaming
 
 _SECONDS = 30
 _STATUS = {
@@ -159,7 +159,7 @@ def test_a_client_that_leaves_before_its_stream_begins(
 ) -> None:
     """Triton waits for a last response to each request, also of one that nothing was done for."""
     # Who has left is found out in the turn of the loop in which the stream is launched.
-    monkeypatch.setattr(streaming, "_BETWEEN_TELLS_S", 0)
+    monkeypatch.setattr(streaming, "_BETWEEN_ROUNDS_S", 0)
     monkeypatch.setattr(streaming, "_BETWEEN_LOOKS_S", 0)
     served = _Served(tmp_path, _model(_ENDLESS))
     living, late = served.request(_X), served.request(_X)
@@ -260,8 +260,11 @@ def test_the_end_of_an_instance(tmp_path: Path, process: None) -> None:
     assert _live() == 0
 
 
-def test_live_streams_are_counted(tmp_path: Path, process: None) -> None:
+def test_live_streams_are_counted(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A gauge says how many streams are live, and falls when they end."""
+    monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     served = _Served(tmp_path, _model(_ENDLESS))
     requests = [served.request(_X) for _ in range(3)]
     served.start(*requests)

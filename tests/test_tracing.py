@@ -14,8 +14,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import fake_triton
+import models
 import numpy as np
 import pytest
+import scenarios
 import traced
 from fake_triton import InferenceTrace, Turn
 from opentelemetry import trace
@@ -23,6 +25,7 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.util._once import Once
+from scenarios import Scenario
 
 from torch_py_backend import tracing
 from torch_py_backend.adapter import TritonPythonModel
@@ -217,6 +220,67 @@ def test_off(tmp_path: Path, spans: InMemorySpanExporter, monkeypatch: pytest.Mo
     monkeypatch.setattr(builtins, "__import__", importing)
     served = _Served(tmp_path, "off")
     assert served.ask(served.request(*_FIRST)) == [[0, 0]]
+
+
+def _negate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TritonPythonModel, Any]:
+    """A model that does not use OpenTelemetry, in a process that has not imported it."""
+    text = scenarios.config({"x": [4]}, {"y": [4]})
+    scenario = Scenario("negate", scenarios.python(models.Negate), text)
+    for name in [name for name in sys.modules if name.startswith("opentelemetry.context")]:
+        monkeypatch.delitem(sys.modules, name)
+    model = TritonPythonModel()
+    model.initialize(fake_triton.arguments(scenario.lay_out(folder)))
+    x = fake_triton.Tensor("x", np.ones((1, 4), dtype=np.float32))
+    told = InferenceTrace(traced.context(*_FIRST))
+    return model, fake_triton.InferenceRequest([x], trace=told)
+
+
+def test_unset_where_nobody_sees_it(
+    tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that does not use OpenTelemetry, where no variables say so: it is not imported."""
+
+    def asked(request: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(fake_triton.InferenceRequest, "trace", asked)
+    model, request = _negate(tmp_path, monkeypatch)
+    (response,) = model.execute([request])
+    assert response.error() is None
+    assert "opentelemetry.context" not in sys.modules
+
+
+def test_unset_where_variables_say_where_spans_go(
+    tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With an exporter in the environment there is a span, whatever the model's code imports."""
+    with traced.Collector() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        model, request = _negate(tmp_path, monkeypatch)
+        model.execute([request])
+        model.finalize()
+        (span,) = collector.spans
+    assert (span.name, span.trace, span.parent) == ("forward", *_FIRST)
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "{",
+        "null",
+        "[]",
+        '{"traceparent": 5}',
+        json.dumps({"traceparent": "00-nothing-01"}),
+        json.dumps({"traceparent": f"00-{_FIRST[0]}-{_FIRST[1]}-01", "tracestate": '=,"\\'}),
+    ],
+)
+def test_a_context_that_makes_no_sense(
+    told: str, tmp_path: Path, spans: InMemorySpanExporter
+) -> None:
+    """Part of it comes from the client: the request is answered all the same."""
+    served = _Served(tmp_path, "plain")
+    x = fake_triton.Tensor("x", np.ones((1, 1), dtype=np.float32))
+    served.ask(fake_triton.InferenceRequest([x], trace=InferenceTrace(told)))
 
 
 def test_completing_a_config_imports_none(tmp_path: Path) -> None:

@@ -62,6 +62,23 @@ def test_nobody_watches(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("watched", [True, False])
+def test_the_call_under_way(watched: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long it has taken by now, be the instance watched or not; nothing between calls."""
+    if not watched:
+        monkeypatch.delenv(leftovers.VARIABLE)
+    told = vitals.start(_config())
+    told.ready()
+    assert told.under_way() == 0
+    told.busy()
+    seen = [told.under_way(), told.under_way()]
+    assert 0 < seen[0] < seen[1] < 60
+    told.busy()  # the next try
+    assert told.under_way() > 0
+    told.idle()
+    assert told.under_way() == 0
+
+
 @pytest.mark.parametrize(("given", "limit"), [({}, None), ({"EXECUTION_TIMEOUT_MS": "250"}, 250)])
 def test_who_tells(
     given: dict[str, str], limit: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -286,7 +286,18 @@ TABLE = (
         "seconds since 1970",
         _ALL,
         "When an instance was last alive, told once a second; 0 once it has ended in order",
-        "It stands still: the process is gone or hangs, whatever Triton says of the model.",
+        "It stands still: the process is gone, or its Python is stuck, whatever Triton says of the"
+        " model. A model that hangs need not stop it: see running_call_seconds.",
+    ),
+    Family(
+        "pytorch_py_running_call_seconds",
+        Kind.GAUGE,
+        _INSTANCE,
+        "seconds",
+        _ALL,
+        "How long the call of the model's code has taken that is under way; 0 between calls",
+        "It grows far beyond what a call takes: the model hangs. EXECUTION_TIMEOUT_MS has"
+        " `torch-py-backend serve` replace it; elsewhere unload and load the model.",
     ),
 )
 

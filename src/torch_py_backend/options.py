@@ -421,7 +421,7 @@ class Options:
     tracing: bool | None = _option(
         BOOLEAN,
         "Make the context of a request that Triton traces with OpenTelemetry the current one in the"
-        " model's code. Unset: where opentelemetry-sdk is installed.",
+        " model's code. Unset: where [somebody there sees it](tracing.md#switch-it-on).",
     )
     profile_dir: str | None = _option(
         TEXT,

@@ -139,6 +139,8 @@ class Profiles:
         self._left = 0
         self._recording: Recording | None = None
         self._disarm: Callable[[], None] | None = None
+        # What stands around the batches is put there by one thread, and taken away by another.
+        self._turn = threading.Lock()
         self._ended = threading.Event()
         self._writer: threading.Thread | None = None
         self._seen = self._touched()
@@ -178,8 +180,9 @@ class Profiles:
             return 0
 
     def _arm(self) -> None:
-        self._left = self._batches
-        self._disarm = self._engine.surround(self._around)
+        with self._turn:
+            self._left = self._batches
+            self._disarm = self._engine.surround(self._around)
 
     def _around(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
         if stage == "streamed" and self._engine.config.decoupled:
@@ -222,7 +225,8 @@ class Profiles:
 
     def _finish(self) -> None:
         recording, self._recording = self._recording, None
-        disarm = self._disarm
+        with self._turn:
+            disarm = self._disarm
         if disarm is not None:
             disarm()
         if recording is not None:
@@ -236,8 +240,10 @@ class Profiles:
         self._disarm = None
 
     def _write(self, recorded: profile) -> None:
-        instance = self._engine.config.instance
-        path = self._folder / f"{instance}-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
+        config = self._engine.config
+        # An instance of another version has the same name.
+        name = f"{config.instance}-{config.version}-{time.strftime('%Y%m%d-%H%M%S')}.json.gz"
+        path = self._folder / name
         try:
             write(recorded, path)
         except Exception as error:
@@ -245,7 +251,7 @@ class Profiles:
         else:
             log.info(
                 "model '%s': %d batches were profiled: %s; https://ui.perfetto.dev opens it.",
-                self._engine.config.name,
+                config.name,
                 self._batches,
                 path,
             )

@@ -1,6 +1,6 @@
 """Triton's traces go on in the model's code: their context is OpenTelemetry's current one there.
 
-OpenTelemetry is imported when a model is loaded that is traced, and not before.
+OpenTelemetry is imported where somebody has a use for it, and not before.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
@@ -55,31 +56,45 @@ class Traced(dict[str, Value]):
         return Traced({**self, **other}, self.context)
 
 
-def wanted(config: ModelConfig, *, told: bool) -> bool:
-    """Whether the model's requests are to be asked for their traces.
+def refuse_impossible(config: ModelConfig, *, told: bool) -> None:
+    """Find out before a model is loaded whether TRACING asks for what cannot be.
 
     Args:
         config: the model's config.
-        told: whether requests of this server can be asked.
+        told: whether requests of this server can be asked for their traces.
 
     Raises:
-        PlatformError: the config says so, and it is not possible.
+        PlatformError: it does.
     """
-    wished = config.options.tracing
-    if wished is None:
-        return told and _installed()
-    if wished and not told:
+    if not config.options.tracing:
+        return
+    if not told:
         raise PlatformError(
             config.name,
             "TRACING is set, and this server does not tell models of traces",
             expected="Triton 24.04 or later",
             cure="Take TRACING out.",
         )
-    if wished and not _installed():
+    if not _installed():
         raise PlatformError(
             config.name, "TRACING is set, and opentelemetry-sdk is not installed", cure=_CURE
         )
-    return wished
+
+
+def wanted(config: ModelConfig, *, told: bool) -> bool:
+    """Whether the model's requests are to be asked for their traces.
+
+    Unless TRACING says so: where somebody would see the context. Asked when the model is warmed up,
+    by when its code has imported what it uses.
+
+    Args:
+        config: the model's config.
+        told: whether requests of this server can be asked.
+    """
+    if config.options.tracing is not None:
+        return config.options.tracing
+    used = "opentelemetry.context" in sys.modules or bool(_names())
+    return told and used and _installed()
 
 
 def _installed() -> bool:
@@ -106,6 +121,7 @@ class Tracing:
         from opentelemetry import context, trace  # noqa: PLC0415
         from opentelemetry.trace.propagation import tracecontext  # noqa: PLC0415
 
+        self._model = engine.config.name
         self._provider = _provide(engine.config)
         self._api, self._context = trace, context
         self._extract = tracecontext.TraceContextTextMapPropagator().extract
@@ -137,7 +153,12 @@ class Tracing:
             handle: the trace, as Triton's utilities have it.
         """
         context = self._context.set_value(_HANDLE, handle, self._context.Context())
-        return Traced(item, self._extract(json.loads(told), context))
+        try:
+            context = self._extract(json.loads(told), context)
+        except Exception as error:  # part of it comes from the client: not the request's fault
+            log.warning("model '%s': a trace cannot be read: %s.", self._model, brief(error))
+            return item
+        return Traced(item, context)
 
     def handle(self) -> Any:
         """The trace that a call of another model belongs to; None: none."""

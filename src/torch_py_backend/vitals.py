@@ -30,6 +30,7 @@ from torch_py_backend.leftovers import VARIABLE
 SUFFIX = ".vitals"
 _SIZE = mmap.PAGESIZE
 _STATE_BITS = 3
+_STATES = (1 << _STATE_BITS) - 1
 _REASON = slice(8, 1024)
 _IDENTITY = slice(1024, _SIZE)
 
@@ -90,6 +91,9 @@ class Vitals(Protocol):
     def idle(self) -> None:
         """The call is over. A poisoned instance stays poisoned."""
 
+    def under_way(self) -> float:
+        """Seconds that the call has taken that goes on; 0: none does."""
+
     def poisoned(self, reason: str) -> None:
         """It cannot compute any more; only a new process can."""
 
@@ -98,13 +102,22 @@ class Vitals(Protocol):
 
 
 class Untold:
-    """The vitals of an instance that nobody watches."""
+    """The vitals of an instance that nobody watches but its own metrics."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
 
     def ready(self) -> None: ...
 
-    def busy(self) -> None: ...
+    def busy(self) -> None:
+        self._began = time.monotonic()
 
-    def idle(self) -> None: ...
+    def idle(self) -> None:
+        self._began = 0.0
+
+    def under_way(self) -> float:
+        began = self._began
+        return time.monotonic() - began if began else 0.0
 
     def poisoned(self, reason: str) -> None: ...
 
@@ -163,6 +176,12 @@ class Told:
         if not self._poisoned:
             self._word[0] = time.monotonic_ns() << _STATE_BITS | State.IDLE
 
+    def under_way(self) -> float:
+        word = self._word[0]
+        if word & _STATES != State.BUSY:
+            return 0.0
+        return (time.monotonic_ns() - (word >> _STATE_BITS)) * 1e-9
+
     def poisoned(self, reason: str) -> None:
         room = _REASON.stop - _REASON.start
         self._map[_REASON] = reason.encode(errors="replace")[:room].ljust(room, b"\0")
@@ -207,7 +226,7 @@ class Reader:
     def sign(self) -> Sign:
         """What the instance told last."""
         word = int.from_bytes(self._map[:8], sys.byteorder)
-        state = State(word & (1 << _STATE_BITS) - 1)
+        state = State(word & _STATES)
         reason = self._map[_REASON].rstrip(b"\0").decode(errors="ignore")
         return Sign(state, word >> _STATE_BITS, reason)
 

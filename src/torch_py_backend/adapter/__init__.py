@@ -100,7 +100,7 @@ class TritonPythonModel:
         from torch_py_backend.adapter import answering, calling, messages, streaming  # noqa: PLC0415
 
         _check_numpy(settings.name)
-        traced = tracing.wanted(settings, told=messages.tells_traces())
+        tracing.refuse_impossible(settings, told=messages.tells_traces())
         if settings.options.profile_dir is not None:
             from torch_py_backend import profiling  # noqa: PLC0415
 
@@ -120,8 +120,9 @@ class TritonPythonModel:
             warmup.run(self._engine)
         # Closed after what is made below, whose last counts it tells.
         told = (lambda: self._watch.digest) if watched else None
-        self._publisher = metrics.Publisher(self._engine, told)
+        self._publisher = metrics.Publisher(self._engine, self._vitals, told)
         self._modes.callback(self._publisher.close)
+        traced = tracing.wanted(settings, told=messages.tells_traces())
         traces = tracing.Tracing(self._engine) if traced else None
         if traces is None:
             calls = calling.Calls(settings.name)
@@ -140,6 +141,7 @@ class TritonPythonModel:
                 self._engine, self._end, self._vitals.idle, traces
             )
             self._modes.callback(self._streaming.close)
+            self._publisher.follow(streams=self._streaming.streams)
         else:
             self._answering = self._answers(weights, traces)
         # torch and the model are hundreds of thousands of objects, and they stay: a collection
@@ -161,6 +163,7 @@ class TritonPythonModel:
             return answering.Answering(self._engine, self._end, weights, read=read)
         steps = sequencing.Sequencing(self._engine)
         self._modes.callback(steps.close)
+        self._publisher.follow(sequences=steps.sequences)
         read = steps.read
         if traces is not None:
             read = messages.traced(steps.read, traces.carry)

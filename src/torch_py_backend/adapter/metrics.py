@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,9 +24,11 @@ from torch_py_backend import families
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.families import Kind
+from torch_py_backend.vitals import Vitals
 
 if TYPE_CHECKING:  # they need torch, which Triton's look at a config shall not cost
     from torch_py_backend.engine import Engine
+    from torch_py_backend.sequences import Sequences
     from torch_py_backend.streams import Streams
 
 log = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ _WITHOUT_METRICS = "metrics not supported"
 
 # A series: its name, and the labels that it has beside those of the instance.
 _Series: TypeAlias = "tuple[str, tuple[tuple[str, str], ...]]"
+_Values: TypeAlias = "Iterator[tuple[_Series, float]]"
 
 
 class Metric:
@@ -48,6 +52,7 @@ class Metric:
 
     Attributes:
         supported: whether this server has metrics; asked once.
+        grows: it is a counter's.
 
     Raises:
         PlatformError: Triton refuses it.
@@ -66,8 +71,9 @@ class Metric:
             **dict(more),
         }
         labels = {label: known[label] for label in row.labels if label in known}
-        self._grows = row.kind is not Kind.GAUGE
-        self._told = 0.0
+        self.grows = row.kind is not Kind.GAUGE
+        # A gauge may have another value, of an instance of this name whose process died.
+        self._told = 0.0 if self.grows else math.nan
         self._metric: Any = None
         if not Metric.supported:
             return
@@ -76,7 +82,7 @@ class Metric:
             made = family(
                 name=name,
                 description=row.doc,
-                kind=family.COUNTER if self._grows else family.GAUGE,
+                kind=family.COUNTER if self.grows else family.GAUGE,
             )
             self._metric = made.Metric(labels=labels)
         except pb_utils.TritonModelException as error:
@@ -97,10 +103,11 @@ class Metric:
         """
         if self._metric is None:
             return
-        if not self._grows:
+        if self.grows:
+            if value > self._told:
+                self._metric.increment(value - self._told)
+        elif value or self._told:
             self._metric.set(value)
-        elif value > self._told:
-            self._metric.increment(value - self._told)
         self._told = value
 
 
@@ -115,49 +122,30 @@ def _refused(config: ModelConfig, name: str, error: Exception) -> PlatformError:
     )
 
 
-class _Weights:
-    """A gauge of 1, whose label `weights` tells which weights an instance's model has."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self._told: dict[str, Metric] = {}
-
-    def tell(self, digest: str) -> None:
-        """Tell which they are; empty: none any more. Those that were are 0."""
-        if digest and digest not in self._told:
-            self._told[digest] = Metric(
-                self._config, "pytorch_py_weights_info", (("weights", digest),)
-            )
-        for one, metric in self._told.items():
-            metric.tell(one == digest)
-
-
 class Publisher:
-    """Tells what an instance has counted, until it is closed.
+    """Tells what an instance counts and how it is, until it is closed.
 
     Args:
         engine: the model, warmed up: what the warm-up has counted is not the clients' doing.
+        vitals: what the instance tells of itself.
         digest: of the weights in force, empty until it is known; None: nobody watches them.
 
     Raises:
         PlatformError: Triton refuses a metric.
     """
 
-    def __init__(self, engine: Engine, digest: Callable[[], str] | None = None) -> None:
+    def __init__(
+        self, engine: Engine, vitals: Vitals, digest: Callable[[], str] | None = None
+    ) -> None:
         self._engine = engine
-        self._digest = digest
-        self._weights = _Weights(engine.config)
         self._config = engine.config
+        self._vitals = vitals
+        self._digest = digest
+        self._streams: Streams | None = None
+        self._sequences: Sequences | None = None
         self._bounds = families.buckets(engine.config.max_batch_size)
         self._warmed_up = dict(self._counted())
-        self._told = {series: self._made(series) for series in self._warmed_up}
-        # Compiled graphs are those of the warm-up.
-        for series, value in self._compiled():
-            self._told[series] = self._made(series)
-            self._told[series].tell(value)
-        self._poisoned = self._made(("pytorch_py_poisoned", ()))
-        self._ready = self._made(("pytorch_py_ready_timestamp_seconds", ()))
-        self._alive = self._made(("pytorch_py_heartbeat_timestamp_seconds", ()))
+        self._told: dict[_Series, Metric] = {}
         self._since = time.time()
         self._beyond_help = False
         self._turn = threading.Lock()
@@ -166,20 +154,30 @@ class Publisher:
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
         self._thread.start()
 
-    def tell(self) -> None:
-        """Tell all that was counted by now. May be called in any thread."""
+    def follow(self, *, streams: Streams | None = None, sequences: Sequences | None = None) -> None:
+        """Tell from now on of an instance's streams, or of its sequences.
+
+        Raises:
+            PlatformError: Triton refuses a metric.
+        """
         with self._turn:
-            for series, value in itertools.chain(self._counted(), self._held()):
+            self._streams, self._sequences = streams, sequences
+        self.tell()
+
+    def tell(self) -> None:
+        """Tell all that is known by now. May be called in any thread."""
+        with self._turn:
+            # Gauges that are not among them any more are 0: all of them, once the instance ends.
+            gauges = {} if self._left.is_set() else dict(self._gauges())
+            for series, value in itertools.chain(self._counters(), gauges.items()):
                 metric = self._told.get(series)
-                if metric is None:  # a code that is rare, or a device that is used since
-                    metric = self._told[series] = self._made(series)
-                metric.tell(value - self._warmed_up.get(series, 0))
+                if metric is None:
+                    metric = self._told[series] = Metric(self._config, *series)
+                metric.tell(value)
                 time.sleep(0)  # a request that waits for Python goes first
-            if self._digest is not None:
-                self._weights.tell(self._digest())
-            self._poisoned.tell(self._beyond_help)
-            self._ready.tell(self._since)
-            self._alive.tell(time.time())
+            for series, metric in self._told.items():
+                if not metric.grows and series not in gauges:
+                    metric.tell(0)
 
     def poisoned(self) -> None:
         """Tell that the instance is beyond help."""
@@ -192,12 +190,7 @@ class Publisher:
             return
         self._left.set()
         self._thread.join()
-        if not self._could_tell():
-            return
-        held = (self._told[series] for series, _ in self._held())
-        for gauge in (self._alive, self._ready, self._poisoned, *held):
-            gauge.tell(0)
-        self._weights.tell("")
+        self._could_tell()
 
     def _run(self) -> None:
         while not self._left.wait(_SECONDS) and self._could_tell():
@@ -212,12 +205,16 @@ class Publisher:
             return False
         return True
 
-    def _made(self, series: _Series) -> Metric:
-        return Metric(self._config, *series)
+    # --- counters --------------------------------------------------------------------------------
 
-    # --- what was counted ------------------------------------------------------------------------
+    def _counters(self) -> _Values:
+        for series, value in self._counted():
+            yield series, value - self._warmed_up.get(series, 0)
+        yield from self._compiled()
+        if self._streams is not None:
+            yield from self._streamed(self._streams)
 
-    def _counted(self) -> Iterator[tuple[_Series, float]]:
+    def _counted(self) -> _Values:
         """All series of what requests have caused, with their totals."""
         counts = self._engine.counts
         for code in dict.fromkeys((*families.CODES, *list(counts.requests))):
@@ -238,17 +235,19 @@ class Publisher:
         if self._engine.callee.compiles or self._engine.callee.captures:
             yield "eager_calls"
 
-    def _batch_rows(self, batches: dict[int, int]) -> Iterator[tuple[_Series, float]]:
+    def _batch_rows(self, batches: dict[int, int]) -> _Values:
+        """From the last bucket down: who reads in between sees none above the next one."""
         name = "pytorch_py_batch_rows"
         count = sum(batches.values())
-        for bound in self._bounds:
+        yield (f"{name}_count", ()), count
+        yield (f"{name}_sum", ()), sum(rows * seen for rows, seen in batches.items())
+        yield (f"{name}_bucket", (("le", "+Inf"),)), count
+        for bound in reversed(self._bounds):
             below = sum(seen for rows, seen in batches.items() if rows <= bound)
             yield (f"{name}_bucket", (("le", str(bound)),)), below
-        yield (f"{name}_bucket", (("le", "+Inf"),)), count
-        yield (f"{name}_sum", ()), sum(rows * seen for rows, seen in batches.items())
-        yield (f"{name}_count", ()), count
 
-    def _compiled(self) -> Iterator[tuple[_Series, float]]:
+    def _compiled(self) -> _Values:
+        """Graphs of the warm-up."""
         counts = self._engine.counts
         if self._engine.callee.compiles:
             yield ("pytorch_py_compiled_graphs_total", ()), counts.compiled_graphs
@@ -256,53 +255,28 @@ class Publisher:
                 found = counts.compile_cache.get(result, 0)
                 yield ("pytorch_py_compile_cache_total", (("result", result),)), found
 
-    def _held(self) -> Iterator[tuple[_Series, float]]:
-        """Memory of GPUs."""
+    def _streamed(self, streams: Streams) -> _Values:
+        yield ("pytorch_py_stream_responses_total", ()), streams.counts.responses
+        if streams.steps is not None:
+            yield ("pytorch_py_steps_total", ()), streams.steps.calls
+            yield ("pytorch_py_stepped_streams_total", ()), streams.steps.streams
+
+    # --- gauges ----------------------------------------------------------------------------------
+
+    def _gauges(self) -> _Values:
+        yield ("pytorch_py_poisoned", ()), self._beyond_help
+        yield ("pytorch_py_ready_timestamp_seconds", ()), self._since
+        yield ("pytorch_py_heartbeat_timestamp_seconds", ()), time.time()
+        yield ("pytorch_py_running_call_seconds", ()), self._vitals.under_way()
+        if self._streams is not None:
+            yield ("pytorch_py_live_streams", ()), self._streams.live
+        if self._sequences is not None:
+            yield ("pytorch_py_sequences", ()), len(self._sequences)
+            yield ("pytorch_py_sequence_bytes", ()), self._sequences.size
+        digest = self._digest() if self._digest is not None else ""
+        if digest:
+            yield ("pytorch_py_weights_info", (("weights", digest),)), 1
         for device, allocated, reserved in self._engine.memory():
             label = (("device", str(device)),)
             yield ("pytorch_py_device_memory_allocated_bytes", label), allocated
             yield ("pytorch_py_device_memory_reserved_bytes", label), reserved
-
-
-class LiveStreams:
-    """The streams of one instance: how many are live, and how well they share their steps."""
-
-    def __init__(self, config: ModelConfig, streams: Streams) -> None:
-        self._streams = streams
-        self._live = Metric(config, "pytorch_py_live_streams")
-        self._responses = Metric(config, "pytorch_py_stream_responses_total")
-        self._live.tell(0)
-        self._steps = streams.steps
-        if streams.steps is not None:
-            self._calls = Metric(config, "pytorch_py_steps_total")
-            self._stepped = Metric(config, "pytorch_py_stepped_streams_total")
-
-    def tell(self) -> None:
-        """Tell what has changed."""
-        self._live.tell(self._streams.live)
-        self._responses.tell(self._streams.counts.responses)
-        if self._steps is not None:
-            self._calls.tell(self._steps.calls)
-            self._stepped.tell(self._steps.streams)
-
-    def end(self) -> None:
-        """Tell the last counts; twice is no error."""
-        self.tell()
-        self._live.tell(0)
-
-
-class Sequences:
-    """Gauges of one instance: its live sequences, and the memory that their states take."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._live = Metric(config, "pytorch_py_sequences")
-        self._size = Metric(config, "pytorch_py_sequence_bytes")
-
-    def tell(self, sequences: int, size: int) -> None:
-        """Tell both."""
-        self._live.tell(sequences)
-        self._size.tell(size)
-
-    def end(self) -> None:
-        """There are none any more; twice is no error."""
-        self.tell(0, 0)

@@ -1,4 +1,4 @@
-"""Requests of sequences become steps; what idles is freed, and metrics told, from beside.
+"""Requests of sequences become steps; what idles is freed from beside.
 
 Imported when an instance starts, not before: it needs torch, and Triton's utilities complete.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import triton_python_backend_utils as pb_utils
 from torch import Tensor
 
-from torch_py_backend.adapter import messages, metrics
+from torch_py_backend.adapter import messages
 from torch_py_backend.batching import Item, Outcome
 from torch_py_backend.config import Origin
 from torch_py_backend.engine import Engine
@@ -28,6 +28,7 @@ class Sequencing:
     Triton hands over is run as it comes, and that which only fills a slot with it.
 
     Attributes:
+        sequences: whose states are kept; None: nothing is kept.
         run: one outcome for each request that was read; None: the engine runs items.
     """
 
@@ -42,13 +43,12 @@ class Sequencing:
         self._fills = False
         self._starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
         self._ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
-        self._sequences: Sequences | None = None
+        self.sequences: Sequences | None = None
         self.run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None
         self._left = threading.Event()
         if config.states:
-            self._sequences = Sequences(config, engine.run_some, engine.device, guard=engine.guard)
-            self.run = self._sequences.run
-            self._gauges = metrics.Sequences(config)
+            self.sequences = Sequences(config, engine.run_some, engine.device, guard=engine.guard)
+            self.run = self.sequences.run
             self._thread = threading.Thread(target=self._tend, name="sequences", daemon=True)
             self._thread.start()
 
@@ -58,7 +58,7 @@ class Sequencing:
         A request that cannot be read begins and ends its sequence all the same: to what Triton
         sends next, the state of an older sequence with the same id must not be given.
         """
-        if self._sequences is None:
+        if self.sequences is None:
             if request.correlation_id():
                 return messages.read_some(request, self._names)
             self._fills = True
@@ -72,7 +72,7 @@ class Sequencing:
         try:
             item = messages.read_some(request, self._names)
         except Exception:
-            self._sequences.skip(name, starts=starts, ends=ends)
+            self.sequences.skip(name, starts=starts, ends=ends)
             raise
         return Step(name, starts, ends, item)
 
@@ -94,12 +94,10 @@ class Sequencing:
     def close(self) -> None:
         """End what goes on beside; to call it twice is no error."""
         self._left.set()
-        if self._sequences is not None:
+        if self.sequences is not None:
             self._thread.join()
-            self._gauges.end()
 
     def _tend(self) -> None:
-        sequences = self._sequences
+        sequences = self.sequences
         while sequences is not None and not self._left.wait(_SECONDS):
             sequences.sweep()
-            self._gauges.tell(len(sequences), sequences.size)

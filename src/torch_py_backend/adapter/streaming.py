@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend.adapter import messages, metrics
+from torch_py_backend.adapter import messages
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
@@ -38,13 +38,16 @@ log = logging.getLogger(__name__)
 _BETWEEN_ASKS_S = 20 * 26e-6
 # How long an instance that ends waits for what its streams still do.
 _SECONDS_TO_END = 10.0
-_BETWEEN_TELLS_S = 0.1
+_BETWEEN_ROUNDS_S = 0.1
 # When a stream is asked that has not come back to its client for so long.
 _BETWEEN_LOOKS_S = 0.5
 
 
 class Streaming:
     """One instance's way from requests to streams of responses.
+
+    Attributes:
+        streams: the streams.
 
     Args:
         engine: the model, warmed up.
@@ -70,11 +73,10 @@ class Streaming:
             self._read_request = messages.traced(messages.read_kept, traces.carry, kept=True)
         # Who waits for it is Triton, which then gives requests to another instance, or queues them.
         self._room = threading.BoundedSemaphore(engine.config.options.max_streams)
-        self._streams = Streams(engine, rests)
-        self._metrics = metrics.LiveStreams(engine.config, self._streams)
+        self.streams = Streams(engine, rests)
         # Streams end in their thread, and requests that cannot be read in Triton's.
         self._counting = threading.Lock()
-        self._telling = False
+        self._looking = False
         self._clients: dict[asyncio.Task[None], _Client] = {}
         self._loop = asyncio.new_event_loop()
         # Of this thread; in another one they would be torch's own again.
@@ -87,7 +89,7 @@ class Streaming:
     @property
     def between_asks(self) -> float:
         """Seconds until it pays to ask a stream again whether it was cancelled."""
-        return _BETWEEN_ASKS_S * max(self._streams.live, 1)
+        return _BETWEEN_ASKS_S * max(self.streams.live, 1)
 
     def start(self, requests: Sequence[Any]) -> None:
         """Let requests become streams, which go on after this; wait while there are too many."""
@@ -162,52 +164,50 @@ class Streaming:
 
     def _launch(self, item: Item, client: _Client) -> None:
         if self._traces is None:
-            task = self._loop.create_task(self._streams.run(item, client))
+            task = self._loop.create_task(self.streams.run(item, client))
         else:
             with self._traces.streaming(item) as ended:  # a task keeps what is current here
-                task = self._loop.create_task(self._streams.run(item, client))
+                task = self._loop.create_task(self.streams.run(item, client))
             task.add_done_callback(ended)
         self._clients[task] = client
         task.add_done_callback(self._landed)
-        self._tell_soon()
+        self._look_soon()
 
     def _landed(self, task: asyncio.Task[None]) -> None:
         client = self._clients.pop(task)
         self._room.release()
-        self._tell_soon()
         # A stream tells its client how it ended, but for what nobody has foreseen.
         if task.cancelled():  # before it began
-            client.end(self._streams.failure(asyncio.CancelledError(), client).error)
+            client.end(self.streams.failure(asyncio.CancelledError(), client).error)
             return
         error = task.exception()
         if error is not None:
             text = self.engine.recovery.judge(error).text
             client.end(self.engine.recovery.fatal or InternalError(self.model), text)
 
-    def _tell_soon(self) -> None:
+    def _look_soon(self) -> None:
         """What is done now and then, off the way of the responses."""
-        if not self._telling:
-            self._telling = True
-            self._loop.call_later(_BETWEEN_TELLS_S, self._tell)
+        if not self._looking:
+            self._looking = True
+            self._loop.call_later(_BETWEEN_ROUNDS_S, self._look)
 
-    def _tell(self) -> None:
-        self._telling = False
+    def _look(self) -> None:
+        """End the streams of clients that have gone."""
+        self._looking = False
         if self._clients:  # first: whatever fails below is tried again
-            self._tell_soon()
-        self._metrics.tell()
+            self._look_soon()
         for task, client in self._clients.items():
             if client.left():
                 task.cancel()
 
     async def _finish(self) -> None:
-        self._streams.closing = True
+        self.streams.closing = True
         # Also what the model itself has started.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
         await self._loop.shutdown_asyncgens()
-        self._metrics.end()
 
 
 class _Client:
