@@ -17,7 +17,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ CONFIGURATION = Path(__file__).parents[1] / "deploy" / "haproxy.cfg"
 MODEL = "versioned"
 _NETWORK = f"127.{1 + os.getpid() % 250}.{1 + os.getpid() // 250 % 250}"
 _FRONT = f"{_NETWORK}.100"
+_SERVICE = f"{_NETWORK}.101"
 _PORTS = ("--http-port=8000", "--grpc-port=8001", "--metrics-port=8002", "--health-port=8003")
 # As long as somebody may hold a request: long enough for one to be held when its host falls.
 _MODULE = """
@@ -56,6 +57,28 @@ input [{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }]
 output [{ name: "y" data_type: TYPE_FP32 dims: [ 1 ] }]
 instance_group [{ kind: KIND_CPU count: 1 }]
 """
+# A Service of Kubernetes: it spreads connections over ready replicas, and looks into none.
+_CONNECTIONS = """
+defaults
+    mode tcp
+    timeout connect 2s
+    timeout check 2s
+    timeout client 300s
+    timeout server 300s
+    balance leastconn
+    option httpchk GET /ready
+    default-server check port 8003 inter 250ms fall 1 rise 1
+
+listen grpc
+    bind {service}:8001
+    {hosts}
+
+frontend state
+    mode http
+    bind {service}:8404
+    stats enable
+    stats uri /stats
+"""
 # More than any buffer of HAProxy's: what does not fit there cannot be sent a second time.
 _LARGE = 20_000
 
@@ -63,8 +86,9 @@ _LARGE = 20_000
 class Host:
     """A machine of its own, as far as the balancer can see."""
 
-    def __init__(self, folder: Path, number: int) -> None:
+    def __init__(self, folder: Path, number: int, *arguments: str) -> None:
         self.name = f"host-{number}"
+        self._arguments = arguments
         self.address = f"{_NETWORK}.{number}"
         self._repository = folder / self.name
         (self._repository / MODEL).mkdir(parents=True)
@@ -86,7 +110,7 @@ class Host:
     def start(self) -> None:
         """Start `serve`, and do not wait for it."""
         command = supervised.serve(
-            self._repository, f"--address={self.address}", *_PORTS, "--drain=3"
+            self._repository, f"--address={self.address}", *_PORTS, "--drain=3", *self._arguments
         )
         self._served = self._running.enter_context(command)
 
@@ -134,13 +158,14 @@ class Host:
 class Balancer:
     """A running HAProxy."""
 
-    def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
-        self._process, self._log = process, log
+    def __init__(self, process: subprocess.Popen[bytes], log: Path, address: str) -> None:
+        self._process, self._log, self._address = process, log, address
 
     def states(self) -> set[tuple[str, str, str]]:
         """(backend, host, UP, DOWN or NOLB) for each of the hosts."""
         assert self._process.poll() is None, self._log.read_text(errors="replace")
-        rows = csv.DictReader(_get(f"{_FRONT}:8404", "/stats;csv").lstrip("# ").splitlines())
+        told = _get(f"{self._address}:8404", "/stats;csv")
+        rows = csv.DictReader(told.lstrip("# ").splitlines())
         return {
             (row["pxname"], row["svname"], row["status"].split()[0])
             for row in rows
@@ -148,9 +173,12 @@ class Balancer:
         }
 
     def until(self, state: str, *hosts: Host) -> None:
-        """Wait until the hosts are in this state, for HTTP and for gRPC."""
-        wanted = {(backend, host.name, state) for backend in ("http", "grpc") for host in hosts}
-        until(lambda: wanted <= self.states(), lambda: self._log.read_text(errors="replace"))
+        """Wait until the hosts are in this state, for every protocol."""
+        names = {host.name for host in hosts}
+        until(
+            lambda: {told for _, name, told in self.states() if name in names} == {state},
+            lambda: self._log.read_text(errors="replace"),
+        )
 
 
 @dataclass(frozen=True)
@@ -167,14 +195,20 @@ class Asked:
 
 
 class Load:
-    """Clients of both protocols; each sends a request as soon as the last one has an answer."""
+    """Clients of both protocols; each sends a request as soon as the last one has an answer.
 
-    def __init__(self, clients: int) -> None:
+    Args:
+        clients: how many of each protocol.
+        service: they are gRPC's alone, and ask the Service.
+    """
+
+    def __init__(self, clients: int, *, service: bool = False) -> None:
         self.asked: list[Asked] = []
         self._over = threading.Event()
+        kinds = (lambda: _OverGrpc(_SERVICE),) if service else (_OverHttp, _OverGrpc)
         self._threads = [
             threading.Thread(target=self._run, args=(kind,), daemon=True)
-            for kind in (_OverHttp, _OverGrpc) * clients
+            for kind in kinds * clients
         ]
 
     def __enter__(self) -> Self:
@@ -256,8 +290,8 @@ class _OverHttp(_Client):
 
 
 class _OverGrpc(_Client):
-    def __init__(self) -> None:
-        self._client = tritonclient.grpc.InferenceServerClient(f"{_FRONT}:8001")
+    def __init__(self, address: str = _FRONT) -> None:
+        self._client = tritonclient.grpc.InferenceServerClient(f"{address}:8001")
 
     def infer(self, values: list[float]) -> float:
         tensor = tritonclient.grpc.InferInput("x", [1, len(values)], "FP32")
@@ -273,9 +307,9 @@ class _OverGrpc(_Client):
 
 
 @contextlib.contextmanager
-def hosts(folder: Path, count: int) -> Iterator[list[Host]]:
-    """So many hosts, which serve version 1."""
-    made = [Host(folder, number) for number in range(1, count + 1)]
+def hosts(folder: Path, numbers: Iterable[int], *arguments: str) -> Iterator[list[Host]]:
+    """Hosts, which serve version 1; with more arguments."""
+    made = [Host(folder, number, *arguments) for number in numbers]
     with contextlib.ExitStack() as running:
         for one in made:
             running.callback(one.end)
@@ -288,17 +322,33 @@ def hosts(folder: Path, count: int) -> Iterator[list[Host]]:
 
 @contextlib.contextmanager
 def balancer(folder: Path, members: list[Host]) -> Iterator[Balancer]:
-    """HAProxy in front of the hosts."""
+    """HAProxy in front of the hosts, as deploy/haproxy.cfg has it."""
+    text = _configuration({one.name: one.address for one in members})
+    with _haproxy(folder, text, _FRONT, members) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def service(folder: Path, members: list[Host]) -> Iterator[Balancer]:
+    """What a Service of Kubernetes does for gRPC."""
+    servers = "\n    ".join(f"server {one.name} {one.address}:8001" for one in members)
+    text = _CONNECTIONS.format(service=_SERVICE, hosts=servers)
+    with _haproxy(folder, text, _SERVICE, members) as running:
+        yield running
+
+
+@contextlib.contextmanager
+def _haproxy(folder: Path, text: str, address: str, members: list[Host]) -> Iterator[Balancer]:
     configuration = folder / "haproxy.cfg"
-    configuration.write_text(_configuration({one.name: one.address for one in members}))
+    configuration.write_text(text)
     log = folder / "haproxy.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
             [executable(), "-f", configuration], stdout=output, stderr=output
         )
         try:
-            started = Balancer(process, log)
-            until(lambda: _listens(process), lambda: log.read_text(errors="replace"))
+            started = Balancer(process, log, address)
+            until(lambda: _listens(process, address), lambda: log.read_text(errors="replace"))
             started.until("UP", *members)
             yield started
         finally:
@@ -329,10 +379,10 @@ def _gone(process: psutil.Process) -> bool:
         return True
 
 
-def _listens(process: subprocess.Popen[bytes]) -> bool:
+def _listens(process: subprocess.Popen[bytes], address: str) -> bool:
     assert process.poll() is None, "HAProxy ended; see its log"
     with contextlib.suppress(OSError):
-        _get(f"{_FRONT}:8404", "/stats;csv")
+        _get(f"{address}:8404", "/stats;csv")
         return True
     return False
 

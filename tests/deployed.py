@@ -32,6 +32,8 @@ KSERVE = DEPLOY / "kserve"
 NAME = "torch-py-backend"
 Document = dict[str, Any]
 _PACKAGES = ("pykustomize==0.1.4", "kserve==0.21.0", "kubernetes==35.0.0", "six==1.17.0")
+# https://kubernetes.io/docs/concepts/security/pod-security-standards/#restricted
+_RESTRICTED = {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
 _KSERVE = {
     "ClusterServingRuntime": "V1alpha1ClusterServingRuntime",
     "InferenceService": "V1beta1InferenceService",
@@ -179,6 +181,22 @@ def _compare(sent: Any, taken: Any) -> None:
 def parse_promql(query: str) -> None:
     """Raises ValueError for what Prometheus cannot read."""
     promql_parser.parse(query)
+
+
+def unrestricted(spec: Document) -> set[str]:
+    """What Pod Security's level `restricted` has against a pod: names of settings."""
+    whole = spec.get("securityContext", {})
+    found = set()
+    for container in (*spec.get("initContainers", ()), *spec["containers"]):
+        own = container.get("securityContext", {})
+        if own.get("allowPrivilegeEscalation") is not False:
+            found.add("allowPrivilegeEscalation")
+        if own.get("capabilities", {}).get("drop") != ["ALL"]:
+            found.add("capabilities")
+        for setting, wanted in _RESTRICTED.items():
+            if {**whole, **own}.get(setting) != wanted:
+                found.add(setting)
+    return found
 
 
 # --- looking ---------------------------------------------------------------------------------

@@ -66,12 +66,20 @@ def test_rooms_without_torch() -> None:
 
 
 def test_readme_has_what_was_tried() -> None:
-    """The table in the README names the servers and Pythons of the page, and leads to it."""
+    """The README's table has each row of the page, with its result, and leads to it."""
     readme = (_ROOT / "README.md").read_text(encoding="utf-8")
     section = readme.partition("## What was tried")[2].partition("\n## ")[0]
     assert "docs/compatibility.md" in section
-    for server, *_ in compatibility.rows(_PAGE, "servers"):
-        assert server.partition(" ")[0] in section, server
-    for python, *_ in compatibility.rows(_PAGE, "tests"):
-        minor = re.sub(r"\.\d+$", "", python)
-        assert minor in section, python
+    lines = section.splitlines()
+    for server, python, torch, _, served in compatibility.rows(_PAGE, "servers"):
+        version = server.partition(" ")[0]
+        parts = (version, _minor(python), torch.partition("+")[0], served.partition(";")[0])
+        assert any(all(part in line for part in parts) for line in lines), server
+    for python, *_, result in compatibility.rows(_PAGE, "tests"):
+        assert re.search(rf"^\| none \|.*\b{re.escape(_minor(python))}\b", section, re.MULTILINE)
+        assert "passed" in result
+        assert "failed" not in result
+
+
+def _minor(version: str) -> str:
+    return re.sub(r"\.\d+$", "", version)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import json
@@ -10,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +22,7 @@ import models
 import pytest
 import torch
 
-from torch_py_backend import compile_cache
+from torch_py_backend import compile_cache, private_files
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.compile_cache import Bundle
 from torch_py_backend.errors import PlatformError
@@ -304,6 +306,33 @@ def test_folder_beside_the_model_that_cannot_be_written(tmp_path: Path, artifact
     (tmp_path / "compile_cache").touch()
 
     assert compile_cache.at(build.config(tmp_path), artifact, CPU) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(("mode", "kept"), [(0o700, False), (0o755, True)])
+def test_folder_beside_the_model_of_root(
+    mode: int, kept: bool, artifact: Artifact, tmp_path: Path
+) -> None:
+    """What root compiled serves another user who may read it, and else harms nobody."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(tmp_path, folder, dirs_exist_ok=True)
+        folder.chmod(0o755)
+        there = dataclasses.replace(
+            artifact, path=folder / artifact.path.name, weights=folder / "model.safetensors"
+        )
+        made = bundle(folder, there)
+        with made.used():
+            pass
+        made.path.parent.chmod(mode)
+        made.path.chmod(mode & 0o644)
+        os.seteuid(12345)
+        try:
+            found = compile_cache.at(build.config(folder), there, CPU)
+            assert found is None or private_files.read(found.path)
+        finally:
+            os.seteuid(0)
+        assert (found is not None) is kept
 
 
 def _compile(folder: Path, artifact: Artifact, barrier: Any, compiled: Any) -> None:

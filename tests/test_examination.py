@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from torch_py_backend import examination, server
+from torch_py_backend import environments, examination, server
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import Triton
 
@@ -184,6 +185,17 @@ def test_backend(tmp_path: Path, text: str | bytes | None, noted: bool) -> None:
     notes = list(examination.folder(folder))
     assert len(notes) == noted
     assert all(note.startswith("digits: ") and '"pytorch_py"' in note for note in notes)
+
+
+def test_environment_of_a_models_own(tmp_path: Path) -> None:
+    """Whoever reads of a package that is missing is told that its environment was not looked at."""
+    folder = tmp_path / "digits"
+    folder.mkdir()
+    named = f'key: "{environments.KEY}" value {{ string_value: "/env.tar.gz" }}'
+    (folder / "config.pbtxt").write_text(f'backend: "pytorch_py" parameters {{ {named} }}')
+    (note,) = examination.folder(folder)
+    assert environments.KEY in note
+    assert sys.prefix in note
 
 
 def test_closed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

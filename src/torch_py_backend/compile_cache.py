@@ -76,7 +76,8 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
                 f"COMPILE_CACHE_DIR is '{wished}', which cannot be written: {brief(error)}",
                 cure='Name another folder, or "none".',
             ) from error
-        if not bundle.path.is_file():
+        # Not is_file(): it raises where another user alone may enter the folder.
+        if not os.access(bundle.path, os.R_OK, effective_ids=True):
             log.info("model '%s': %s cannot be written: nothing is kept.", config.name, folder)
             return None
     return bundle

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
 from pathlib import Path
@@ -82,10 +83,15 @@ def folder(path: Path) -> Iterator[str]:
         yield f"{path} cannot be read by this user."
         return
     try:
-        backend = pbtxt.read(path)["backend"]
+        document = pbtxt.read(path)
     except BackendError:
-        backend = ""  # and the load will say why it cannot be read
-    if not backend:
+        document = {"backend": ""}  # and the load will say why it cannot be read
+    if environments.named(document):
+        yield (
+            f"{path.name}: {environments.KEY} names an environment for this model; here it is tried"
+            f" without that, with the packages of {sys.prefix}."
+        )
+    if not document["backend"]:
         yield (
             f"{path.name}: config.pbtxt has no `backend`, so Triton takes its own for what it"
             ' finds; add backend: "pytorch_py", or install with --name pytorch.'

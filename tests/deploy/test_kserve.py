@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import deployed
+import monitoring
 import pytest
 from deployed import KSERVE, Document
 
@@ -67,8 +68,34 @@ def test_the_runtime_serves_as_the_base_does() -> None:
     assert container["resources"] == ours["resources"]
     kserve_s = {"/mnt/models", "--http-port=8080", "--grpc-port=9000"}
     assert set(container["args"]) - kserve_s == set(ours["args"]) - {"/models"}
-    assert container["ports"][0]["containerPort"] == 8080
+    assert container["imagePullPolicy"] == ours["imagePullPolicy"]
     assert container["volumeMounts"] == [{"name": "shared-memory", "mountPath": "/dev/shm"}]
+
+
+def test_every_port_is_in_the_service() -> None:
+    """KServe makes the Service of the container's ports: HTTP, the first, becomes 80."""
+    (container,) = _read("runtime.yaml")["spec"]["containers"]
+    ports = [one["containerPort"] for one in container["ports"]]
+    assert ports == [8080, 9000, 8002]
+    assert {"--http-port=8080", "--grpc-port=9000"} <= set(container["args"])
+
+
+def test_the_monitor_finds_the_runtime_s_pods() -> None:
+    """By a label that Services of the base do not select, which is the job's name for alerts."""
+    spec = _read("runtime.yaml")["spec"]
+    monitor = _read("pod-monitor.yaml")["spec"]
+    assert monitor["selector"]["matchLabels"].items() <= spec["labels"].items()
+    assert spec["labels"][monitor["jobLabel"]] == monitoring.JOB
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    ports = {one["name"]: one["containerPort"] for one in spec["containers"][0]["ports"]}
+    assert ports[endpoint["port"]] == 8002
+    service = deployed.one(deployed.build(deployed.BASE), "Service")
+    assert not service["spec"]["selector"].items() <= spec["labels"].items()
+
+
+def test_pod_security() -> None:
+    """A namespace whose pods are `restricted` takes them."""
+    assert deployed.unrestricted(_read("runtime.yaml")["spec"]) == set()
 
 
 def test_grace_is_longer_than_leaving_takes() -> None:

@@ -65,7 +65,12 @@ _WAYS: dict[str, Callable[[Path], list[Document]]] = {
     "both": _kustomized("gpu", "object-store"),
     "chart": lambda _: deployed.render({}),
     "chart-gpus": lambda _: deployed.render(
-        {"gpus": 2, "drain": 30, "arguments": ["--restarts=3"]}
+        {
+            "gpus": 2,
+            "drain": 30,
+            "arguments": ["--restarts=3"],
+            "tritonArguments": ["--log-verbose=1"],
+        }
     ),
     "chart-object-store": lambda _: deployed.render(
         {"models": {"objectStore": {"path": "s3:bucket/models"}}}
@@ -196,6 +201,17 @@ def test_grace_is_longer_than_leaving_takes(documents: list[Document]) -> None:
     assert deployed.pod(documents)["terminationGracePeriodSeconds"] > leaving
 
 
+def test_grpc_clients_leave_within_the_drain(documents: list[Document]) -> None:
+    """Their connections end, with what gRPC adds to them (10 %), before the replica does."""
+    arguments = _arguments(deployed.server(documents)["args"])
+    age, *others = arguments["arguments"]
+    name, _, milliseconds = age.partition("=")
+    assert name == "--grpc-max-connection-age"
+    assert 1.1 * int(milliseconds) < 1000 * arguments["drain"]
+    # What is the user's goes to whom it is for.
+    assert others == (["--log-verbose=1"] if arguments["restarts"] == 3 else [])
+
+
 def test_shared_memory_is_memory(documents: list[Document]) -> None:
     """/dev/shm is a volume in memory, which the container's limit holds."""
     (volume,) = _volumes(documents, "/dev/shm")
@@ -213,6 +229,20 @@ def test_nothing_else_is_written_to(documents: list[Document]) -> None:
     assert deployed.pod(documents)["securityContext"]["runAsNonRoot"]
     names = {one["name"] for one in deployed.pod(documents)["volumes"]}
     assert names == {one["name"] for one in container["volumeMounts"]}
+
+
+def test_pod_security(documents: list[Document]) -> None:
+    """A namespace whose pods are `restricted` takes them; a pod that asks for more is found."""
+    spec = deployed.pod(documents)
+    assert deployed.unrestricted(spec) == set()
+    del spec["securityContext"]["runAsNonRoot"]
+    spec["containers"][0]["securityContext"]["capabilities"] = {"add": ["SYS_ADMIN"]}
+    assert deployed.unrestricted(spec) == {"runAsNonRoot", "capabilities"}
+
+
+def test_the_image_is_pulled_once(documents: list[Document]) -> None:
+    """Also one without a tag, which Kubernetes would ask its registry for at each start."""
+    assert deployed.server(documents)["imagePullPolicy"] == "IfNotPresent"
 
 
 def test_the_autoscaler_reads_what_the_adapter_makes(documents: list[Document]) -> None:
@@ -291,6 +321,29 @@ def test_the_chart_makes_what_the_base_makes() -> None:
     assert _by_name(_without(deployed.render({}), helm_s)) == _by_name(deployed.build(BASE))
 
 
+def test_what_the_chart_takes_for_an_operator_and_for_models() -> None:
+    """Labels that a Prometheus asks for, and variables beside the chart's own."""
+    label, variable = {"release": "prometheus"}, {"name": "OTEL_SERVICE_NAME", "value": "models"}
+    documents = deployed.render(
+        {
+            "podMonitor": {"labels": label},
+            "alerts": {"labels": label},
+            "environment": [variable],
+            "image": {"pullPolicy": "Always"},
+        }
+    )
+    for kind in ("PodMonitor", "PrometheusRule"):
+        assert label.items() <= deployed.one(documents, kind)["metadata"]["labels"].items()
+    container = deployed.server(documents)
+    assert [one["name"] for one in container["env"]] == [
+        "TORCH_PY_BACKEND_ADMIN_KEY",
+        variable["name"],
+    ]
+    assert container["imagePullPolicy"] == "Always"
+    for document in documents:
+        deployed.validate(document, _KUBERNETES[-1])
+
+
 def test_two_releases_of_the_chart_do_not_meet() -> None:
     """Their objects have other names, and their selectors other labels."""
     first, second = (deployed.render({}, release) for release in ("a", "b"))
@@ -312,7 +365,10 @@ def test_two_releases_of_the_chart_do_not_meet() -> None:
         ({"image": {"repository": ""}}, "repository"),
         ({"sharedMemory": "a lot"}, "sharedMemory"),
         ({"arguments": ["restarts=3"]}, "arguments"),
+        ({"arguments": ["--"]}, "arguments"),
         ({"models": {"pvc": "models"}}, "pvc"),
+        ({"environment": [{"value": "1"}]}, "name"),
+        ({"podMonitor": {"labels": {"release": 1}}}, "release"),
     ],
 )
 def test_the_chart_refuses_other_values(values: Document, says: str) -> None:

@@ -21,7 +21,7 @@ _ADAPTER = Path(__file__).parents[2] / "deploy" / "prometheus-adapter.yaml"
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
     """Three hosts."""
-    with balanced.hosts(tmp_path_factory.mktemp("hosts"), 3) as running:
+    with balanced.hosts(tmp_path_factory.mktemp("hosts"), (1, 2, 3)) as running:
         yield running
 
 
@@ -104,6 +104,22 @@ def test_a_host_whose_model_falls_gets_no_requests(hosts: list[Host], balancer: 
         balancer.until("UP", host)
         load.go_on(50)
     assert all(one.sent < aside for one in load.failures), load.failures
+
+
+def test_grpc_clients_of_a_service_follow_the_replicas(tmp_path: Path) -> None:
+    """Connections that end now and then, as in deploy/kustomize: a restart loses no request."""
+    ageing = ("--", "--grpc-max-connection-age=1000")
+    with (
+        balanced.hosts(tmp_path, (4, 5), *ageing) as members,
+        balanced.service(tmp_path, members) as service,
+        Load(2, service=True) as load,
+    ):
+        load.go_on(20)
+        members[0].restart()
+        service.until("UP", *members)
+        # It is new, and would have been asked for nothing.
+        balanced.until(lambda: members[0].answered() > 0, lambda: str(load.failures))
+    assert load.failures == []
 
 
 def test_metrics_of_the_autoscaler(hosts: list[Host]) -> None:
