@@ -8,16 +8,18 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import fake_triton
 import hypothesis
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 # The adapter imports Triton's utilities, which exist only inside Triton's stub.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton)
 
-from torch_py_backend import composition  # noqa: E402  after the fake
+from torch_py_backend import composition, rendezvous  # noqa: E402  after the fake
 from torch_py_backend.adapter import TritonPythonModel  # noqa: E402
 
 # The same examples in every run, no time limit of its own: pytest's ends what hangs.
@@ -25,6 +27,32 @@ hypothesis.settings.register_profile(
     "suite", derandomize=True, deadline=None, database=None, max_examples=150
 )
 hypothesis.settings.load_profile("suite")
+
+
+class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
+    """Whole files; all those with real servers in one process, in turn.
+
+    Servers remove what dead ones have left, and some tests leave such things on purpose. Nor would
+    the models of two servers always fit into a small machine's memory.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        return "servers" if "tests/server/" in file else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """What hands out the tests where there are several processes (`make test`)."""
+    return _Scheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_its_own() -> Iterator[None]:
+    """Engines that run here meet nobody: all processes of a run have the same parent."""
+    told = rendezvous._server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_server", lambda _parent: f"{told(os.getpid())}-itself")
+        yield
 
 
 @pytest.fixture

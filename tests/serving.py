@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,9 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from torch_py_backend.server import ModelState, Server
 
+_LONGEST_S = 540
+# As long Triton waits for connections that clients keep open, and for those who will never answer.
+_EXIT = "--exit-timeout-secs=10"
 _GRPC = {
     400: "INVALID_ARGUMENT",
     500: "INTERNAL",
@@ -97,6 +101,45 @@ class Serving:
         wanted = [module.InferRequestedOutput(one) for one in outputs]
         send = getattr(self, protocol).infer
         return send(name, _inputs(module, inputs), outputs=wanted, **told)
+
+
+@contextlib.contextmanager
+def running(folder: Path, *arguments: str, ready: bool = True) -> Iterator[Server]:
+    """A server that has tried to load every model.
+
+    Args:
+        folder: with the models in `repository`; beside it comes `server.log`.
+        arguments: more arguments for tritonserver.
+        ready: none may have been refused.
+    """
+    log_path = folder / "server.log"
+    with (
+        log_path.open("wb") as log,
+        Server(
+            folder / "repository",
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            arguments=(_EXIT, *arguments),
+            log=log,
+        ) as server,
+    ):
+        states = server.wait_loaded(_LONGEST_S)
+        refused = [one for one in states if one.reason]
+        assert not (ready and refused), (refused, log_path.read_text(errors="replace"))
+        yield server
+
+
+@contextlib.contextmanager
+def asked(folder: Path) -> Iterator[Serving]:
+    """Such a server, some of whose models may have been refused, with its clients."""
+    with running(folder, ready=False) as server:
+        states = {state.name: state for state in server.models()}
+        http = tritonclient.http.InferenceServerClient(server.http_address)
+        grpc = tritonclient.grpc.InferenceServerClient(server.grpc_address)
+        yield Serving(server, states, http, grpc, folder / "server.log")
+        http.close()
+        grpc.close()
 
 
 def _told(call: Call) -> dict[str, Any]:

@@ -279,10 +279,10 @@ def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
     """--load-timeout ends a load that hangs, and says so; the others serve."""
     _model("steady").lay_out(tmp_path)
     _model("endless", built="time.sleep(1000)").lay_out(tmp_path)
-    with serve(tmp_path, "--load-timeout=90", "--restarts=0") as served:
+    with serve(tmp_path, "--load-timeout=40", "--restarts=0") as served:
         served.settle()
         assert served.infer("steady", 1.0) == [-1.0] * 4
-        assert "took longer than 90 s (--load-timeout)" in served.ask("/ready/endless")[1]["reason"]
+        assert "took longer than 40 s (--load-timeout)" in served.ask("/ready/endless")[1]["reason"]
         assert served.stubs("endless") == []
 
 
@@ -349,7 +349,7 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
 def test_triton_alone_controls_its_models(tmp_path: Path) -> None:
     """With another --model-control-mode nothing is healed, and readiness tells the truth."""
     _model("steady").lay_out(tmp_path)
-    with serve(tmp_path, "--", "--model-control-mode=none") as served:
+    with serve(tmp_path, triton=["--model-control-mode=none"]) as served:
         served.settle()
         assert served.ask("/ready") == (200, {"ready": True})
         for one in served.stubs("steady"):
