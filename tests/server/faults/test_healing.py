@@ -254,7 +254,8 @@ def test_death_while_a_config_is_completed(tmp_path: Path) -> None:
     """Triton would wait for ever: that model is given up at once, and the others serve."""
     _model("steady").lay_out(tmp_path)
     _model("completed", imported="time.sleep(60)", config=_INCOMPLETE).lay_out(tmp_path)
-    with serve(tmp_path) as served:
+    # Nor will it end by itself.
+    with serve(tmp_path, triton=["--exit-timeout-secs=1"]) as served:
         stubs = until(lambda: _completing(served), served)
         for one in stubs:
             one.kill()
