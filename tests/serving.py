@@ -18,13 +18,12 @@ import torch
 import tritonclient.grpc
 import tritonclient.http
 from scenarios import Call, Refused, assert_close
+from supervised import EXIT
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from torch_py_backend.server import ModelState, Server
 
 _LONGEST_S = 540
-# As long Triton waits for connections that clients keep open, and for those who will never answer.
-_EXIT = "--exit-timeout-secs=10"
 _GRPC = {
     400: "INVALID_ARGUMENT",
     500: "INTERNAL",
@@ -120,7 +119,7 @@ def running(folder: Path, *arguments: str, ready: bool = True) -> Iterator[Serve
             http_port=0,
             grpc_port=0,
             metrics_port=0,
-            arguments=(_EXIT, *arguments),
+            arguments=(EXIT, *arguments),
             log=log,
         ) as server,
     ):

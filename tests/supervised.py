@@ -31,7 +31,7 @@ _SERVING = re.compile(
     r"serving on http://(\S+) and grpc://(\S+); metrics on \S+, readiness on http://(\S+)/ready"
 )
 # As long Triton waits for connections that clients keep open, and for those who will never answer.
-_EXIT = "--exit-timeout-secs=10"
+EXIT = "--exit-timeout-secs=5"
 LONGEST_S = 240.0
 
 
@@ -192,7 +192,7 @@ def serve(
     with tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log") as log:
         # Not a pipe: a server that outlives its `serve` would hold its other end.
         process = subprocess.Popen(
-            [*within, *command, "--", _EXIT, *triton],
+            [*within, *command, "--", EXIT, *triton],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"TERM": "dumb"} | variables,

@@ -330,7 +330,7 @@ def test_tritonserver_dies(number: signal.Signals, tmp_path: Path) -> None:
 def test_sigterm_under_load(tmp_path: Path) -> None:
     """Readiness ends first; the request in flight gets its answer; nothing is left."""
     _model("steady", config=x_to_y(WARMUP="false")).lay_out(tmp_path)
-    with serve(tmp_path) as served:
+    with serve(tmp_path, triton=["--exit-timeout-secs=30"]) as served:
         served.settle()
         family, prefix, answers = served.family(), served.prefix(), []
         asking = threading.Thread(target=lambda: answers.append(served.infer("steady", 104.0)))
