@@ -28,17 +28,29 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
+# In tests/server/: those that wait rather than compute.
+_COMMANDS = (
+    "faults/",
+    "test_balancer",
+    "test_bench",
+    "test_docker",
+    "test_documentation",
+    "test_serve",
+)
+
 
 class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
-    """Whole files; all those with real servers in one process, in turn.
+    """Whole files. Those with real servers in two processes: one for commands that start them.
 
-    Servers remove what dead ones have left, and some tests leave such things on purpose. Nor would
-    the models of two servers always fit into a small machine's memory.
+    Each in turn: the models of more servers would not fit into a small machine's memory.
     """
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        return "servers" if "tests/server/" in file else file
+        _, folder, name = file.rpartition("tests/server/")
+        if not folder:
+            return file
+        return "commands" if name.startswith(_COMMANDS) else "servers"
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

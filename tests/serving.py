@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 from torch_py_backend.server import ModelState, Server
 
 _LONGEST_S = 540
+# A port that is free here may be the one that a server of another process will have in a moment.
+_ADDRESS = f"127.0.0.{2 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw'))}"
 _GRPC = {
     400: "INVALID_ARGUMENT",
     500: "INTERNAL",
@@ -119,6 +122,7 @@ def running(folder: Path, *arguments: str, ready: bool = True) -> Iterator[Serve
             http_port=0,
             grpc_port=0,
             metrics_port=0,
+            address=_ADDRESS,
             arguments=(EXIT, *arguments),
             log=log,
         ) as server,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import signal
 import threading
 from collections.abc import Iterator
@@ -287,6 +288,18 @@ def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
         assert served.stubs("endless") == []
 
 
+@contextlib.contextmanager
+def _held(prefix: str) -> Iterator[None]:
+    """Others who start a server meanwhile find an owner, and remove nothing."""
+    with Path(f"/dev/shm/{prefix}owner").open("rb") as file:
+        # Granted when the owner dies.
+        waiting = threading.Thread(target=fcntl.flock, args=(file, fcntl.LOCK_EX))
+        waiting.start()
+        yield
+        waiting.join(60)
+        assert not waiting.is_alive()
+
+
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "guard killed, too"])
 def test_serve_is_killed(guarded: bool, tmp_path: Path) -> None:
     """Kill -9 of serve takes tritonserver and all instances along; no shared memory stays."""
@@ -298,14 +311,16 @@ def test_serve_is_killed(guarded: bool, tmp_path: Path) -> None:
         for one in served.stubs("hangs"):
             one.suspend()
         guard = next(one for one in family if "leftovers" in " ".join(one.cmdline()))
-        if not guarded:
-            guard.kill()
-        served.process.kill()
         if guarded:
+            served.process.kill()
             assert psutil.wait_procs(family, timeout=60)[1] == []
             until(lambda: not regions(prefix), served)
             return
-        assert regions(prefix)
+        guard.kill()
+        with _held(prefix):
+            served.process.kill()
+            served.process.wait()
+            assert regions(prefix)
     with serve(tmp_path) as served:
         served.settle()
         assert regions(prefix) == []
