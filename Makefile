@@ -23,7 +23,7 @@ demo: $(VENV)/installed
 serve: $(VENV)/installed
 	$(BIN)/torch-py-backend serve examples/model_repository
 
-# Several files at a time, but those with real servers in turn (tests/conftest.py); the longest first.
+# Several files at a time, in order, for the longest come first; tests/conftest.py hands them out.
 test: lint types
 	$(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder
 
