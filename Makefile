@@ -4,7 +4,11 @@ VENV ?= .venv
 PIP_ARGS ?=
 FUZZ_SECONDS ?= 60
 SOAK_SECONDS ?= 1200
+WORKERS ?= 3
 BIN := $(VENV)/bin
+
+# Where it is set, each of the thousands of processes that tests start would compile our modules anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test docs fuzz soak release lint types clean
 
@@ -19,8 +23,9 @@ demo: $(VENV)/installed
 serve: $(VENV)/installed
 	$(BIN)/torch-py-backend serve examples/model_repository
 
+# Several files at a time, in order, for the longest come first; tests/conftest.py hands them out.
 test: lint types
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder
 
 # The documentation as a site, in site/; a page, link or heading that is missing is an error.
 docs: $(VENV)/installed

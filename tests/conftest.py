@@ -8,16 +8,18 @@ import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import fake_triton
 import hypothesis
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 # The adapter imports Triton's utilities, which exist only inside Triton's stub.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton)
 
-from torch_py_backend import composition  # noqa: E402  after the fake
+from torch_py_backend import composition, rendezvous  # noqa: E402  after the fake
 from torch_py_backend.adapter import TritonPythonModel  # noqa: E402
 
 # The same examples in every run, no time limit of its own: pytest's ends what hangs.
@@ -25,6 +27,54 @@ hypothesis.settings.register_profile(
     "suite", derandomize=True, deadline=None, database=None, max_examples=150
 )
 hypothesis.settings.load_profile("suite")
+
+# In tests/server/: those that wait rather than compute.
+_COMMANDS = (
+    "faults/",
+    "test_balancer",
+    "test_bench",
+    "test_docker",
+    "test_documentation",
+    "test_serve",
+)
+
+
+class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no types
+    """Whole files. Those with real servers in two processes: one for commands that start them.
+
+    Each in turn: the models of more servers would not fit into a small machine's memory.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        file = nodeid.partition("::")[0]
+        _, folder, name = file.rpartition("tests/server/")
+        if not folder:
+            return file
+        return "commands" if name.startswith(_COMMANDS) else "servers"
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """What hands out the tests where there are several processes (`make test`)."""
+    return _Scheduling(config, log)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def server_of_its_own() -> Iterator[None]:
+    """Engines that run here meet nobody: all processes of a run have the same parent."""
+    told = rendezvous._server
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "_server", lambda _parent: f"{told(os.getpid())}-itself")
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def young_objects() -> None:
+    """Collections look at what this file's tests make, not at all that was ever imported.
+
+    A model collects as it starts, and a look at a million objects takes half a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -45,6 +95,8 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     fake_triton.Logger.lines.clear()
     fake_triton.MetricFamily.made.clear()
     fake_triton.MetricFamily.kinds.clear()
+    # What a test has made may be collected after it.
+    monkeypatch.setattr(gc, "freeze", lambda: None)
     # torch takes this call once in a process; every test is one.
     interop = {"threads": torch.get_num_interop_threads()}
     monkeypatch.setattr(torch, "get_num_interop_threads", lambda: interop["threads"])
@@ -74,7 +126,6 @@ def process(monkeypatch: pytest.MonkeyPatch, dynamo: None) -> Iterator[None]:
     yield
     for model in started:
         model.leave()
-    gc.unfreeze()
     environment, language, threads, cudnn, fuser, path, logger = before
     os.environ.clear()
     os.environ.update(environment)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,14 @@ import torch
 import tritonclient.grpc
 import tritonclient.http
 from scenarios import Call, Refused, assert_close
+from supervised import EXIT
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
 from torch_py_backend.server import ModelState, Server
 
+_LONGEST_S = 540
+# A port that is free here may be the one that a server of another process will have in a moment.
+_ADDRESS = f"127.0.0.{2 + int(os.environ.get('PYTEST_XDIST_WORKER', 'gw0').removeprefix('gw'))}"
 _GRPC = {
     400: "INVALID_ARGUMENT",
     500: "INTERNAL",
@@ -97,6 +103,46 @@ class Serving:
         wanted = [module.InferRequestedOutput(one) for one in outputs]
         send = getattr(self, protocol).infer
         return send(name, _inputs(module, inputs), outputs=wanted, **told)
+
+
+@contextlib.contextmanager
+def running(folder: Path, *arguments: str, ready: bool = True) -> Iterator[Server]:
+    """A server that has tried to load every model.
+
+    Args:
+        folder: with the models in `repository`; beside it comes `server.log`.
+        arguments: more arguments for tritonserver.
+        ready: none may have been refused.
+    """
+    log_path = folder / "server.log"
+    with (
+        log_path.open("wb") as log,
+        Server(
+            folder / "repository",
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            address=_ADDRESS,
+            arguments=(EXIT, *arguments),
+            log=log,
+        ) as server,
+    ):
+        states = server.wait_loaded(_LONGEST_S)
+        refused = [one for one in states if one.reason]
+        assert not (ready and refused), (refused, log_path.read_text(errors="replace"))
+        yield server
+
+
+@contextlib.contextmanager
+def asked(folder: Path) -> Iterator[Serving]:
+    """Such a server, some of whose models may have been refused, with its clients."""
+    with running(folder, ready=False) as server:
+        states = {state.name: state for state in server.models()}
+        http = tritonclient.http.InferenceServerClient(server.http_address)
+        grpc = tritonclient.grpc.InferenceServerClient(server.grpc_address)
+        yield Serving(server, states, http, grpc, folder / "server.log")
+        http.close()
+        grpc.close()
 
 
 def _told(call: Call) -> dict[str, Any]:

@@ -30,6 +30,8 @@ _PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0
 _SERVING = re.compile(
     r"serving on http://(\S+) and grpc://(\S+); metrics on \S+, readiness on http://(\S+)/ready"
 )
+# As long Triton waits for connections that clients keep open, and for those who will never answer.
+EXIT = "--exit-timeout-secs=5"
 LONGEST_S = 240.0
 
 
@@ -171,13 +173,26 @@ class Steady:
 
 @contextlib.contextmanager
 def serve(
-    repository: Path, *arguments: str, within: Sequence[str] = (), **variables: str
+    repository: Path,
+    *arguments: str,
+    within: Sequence[str] = (),
+    triton: Sequence[str] = (),
+    **variables: str,
 ) -> Iterator[Supervised]:
-    """A `serve` on a repository, perhaps within a command; whatever is left of it is ended."""
+    """A `serve` on a repository, perhaps within a command; whatever is left of it is ended.
+
+    Args:
+        repository: the model repository.
+        arguments: more arguments for `serve`.
+        within: a command that runs another one.
+        triton: more arguments for tritonserver.
+        variables: more variables of its environment.
+    """
+    command = [sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments]
     with tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log") as log:
         # Not a pipe: a server that outlives its `serve` would hold its other end.
         process = subprocess.Popen(
-            [*within, sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments],
+            [*within, *command, "--", EXIT, *triton],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"TERM": "dumb"} | variables,

@@ -1,5 +1,7 @@
 import errno
+import importlib.util
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from torch_py_backend import installation
 from torch_py_backend.errors import BackendError, InstallError
 
 NAME = "pytorch_py"
+CONTENT = ["__pycache__", "model.py", "torch_py_backend"]
 REPOSITORY = Path(__file__).parents[1]
 PACKAGE = Path(torch_py_backend.__file__).parent
 Command = Callable[[Path, str], object]
@@ -47,15 +50,26 @@ def test_shim_is_the_repositorys() -> None:
 
 
 def test_backend_is_the_shim_and_the_package(backends: Path) -> None:
-    """A backend folder holds the shim and the whole package, and nothing that Python compiled."""
+    """A backend folder holds the shim and the whole package, and nothing else that has a source."""
     target = installation.install(backends, NAME)
 
     written = files(target)
     assert target == backends / NAME
     assert written.pop("model.py") == installation.SHIM.encode()
     assert written == {f"torch_py_backend/{name}": data for name, data in files(PACKAGE).items()}
-    assert not list(target.rglob("__pycache__"))
-    assert sorted(path.name for path in target.iterdir()) == ["model.py", "torch_py_backend"]
+    assert names(target) == CONTENT
+
+
+def test_nothing_is_left_to_compile(backends: Path) -> None:
+    """Python takes each module as it was compiled: instances that may not write compile nothing."""
+    target = installation.install(backends, NAME)
+
+    for source in target.rglob("*.py"):
+        compiled = Path(importlib.util.cache_from_source(str(source))).read_bytes()
+        told = source.stat()
+        assert compiled[:4] == importlib.util.MAGIC_NUMBER
+        # Of PEP 552: no flags, then what the source must have for this to be of it.
+        assert struct.unpack("<III", compiled[4:16]) == (0, int(told.st_mtime), told.st_size)
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077], ids=oct)
@@ -142,7 +156,7 @@ def test_folder_for_backends_is_made(tmp_path: Path) -> None:
     """The backends' folder need not be there, nor the one above it."""
     target = installation.install(tmp_path / "opt" / "triton" / "backends", NAME)
 
-    assert names(target) == ["model.py", "torch_py_backend"]
+    assert names(target) == CONTENT
 
 
 def test_several_names_stand_side_by_side(backends: Path) -> None:
@@ -185,7 +199,7 @@ def test_folder_of_an_image_layer_is_replaced(
 
     installation.install(backends, NAME)
 
-    assert names(target) == ["model.py", "torch_py_backend"]
+    assert names(target) == CONTENT
     assert names(backends) == [NAME]
 
 

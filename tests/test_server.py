@@ -122,6 +122,23 @@ def test_a_server_that_was_not_started(tmp_path: Path) -> None:
     made.stop()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "seconds"),
+    [
+        ([], 30),
+        (["--log-verbose=1"], 30),
+        (["--exit-timeout-secs=120"], 120),
+        (["--exit-timeout-secs", "5", "--log-verbose", "1"], 5),
+        (["--exit-timeout-secs=5", "--exit-timeout-secs=7"], 7),
+        (["--exit-timeout-secs=soon"], 30),
+        (["--exit-timeout-secs"], 30),
+    ],
+)
+def test_time_to_leave(arguments: list[str], seconds: int) -> None:
+    """Who gives tritonserver more time to end, or less, gives us the same."""
+    assert server.exit_seconds(arguments) == seconds
+
+
 def test_states_of_models() -> None:
     """Triton's index as plain data; what is not READY carries a reason."""
     ready = server.state({"name": "a", "version": "1", "state": "READY"})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import compileall
 import contextlib
 import errno
 import re
@@ -14,6 +15,7 @@ from torch_py_backend.errors import InstallError
 
 PACKAGE = Path(__file__).parent
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
+_SILENT = 2
 # The same lines as backends/pytorch_py/model.py in the repository; a test keeps them equal.
 SHIM = '''"""What Triton loads for `backend: "pytorch_py"`; the code is in torch_py_backend."""
 
@@ -86,8 +88,12 @@ def _target(backends: Path, name: str) -> Path:
 
 
 def _write(folder: Path) -> None:
-    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("__pycache__"))
+    # Less what another Python is writing there just now, under a name of its own.
+    shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("*.pyc.*"))
     (folder / "model.py").write_text(SHIM, encoding="utf-8")
+    # Here, and what was not copied with the package: a server that may not write into its backends,
+    # or is told not to by PYTHONDONTWRITEBYTECODE, would compile it for each instance anew.
+    compileall.compile_dir(folder, quiet=_SILENT)
     # A server may run as another user, whoever installs, and with whatever umask.
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import importlib.util
+import itertools
 import json
 import os
 import re
@@ -37,6 +38,7 @@ _STUB = "triton_python_backend_stub"
 _LIBPYTHON = re.compile(rb"libpython(3\.\d+)\.so")
 # Triton waits this long for models in use, then leaves; a little later we end what is left.
 _EXIT_SECONDS = 30
+_EXIT = "--exit-timeout-secs"
 _GRACE_SECONDS = 5
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 10
@@ -223,6 +225,7 @@ class Server:
         self._address = address
         self._triton = find(executable)
         self._arguments = tuple(arguments)
+        self._exit_seconds = exit_seconds(arguments)
         self._log = log
         self.keys = restrictions.keys(arguments)
         self._ownership: Ownership | None = None
@@ -306,7 +309,7 @@ class Server:
             f"--backend-directory={owned.backends}",
             # Regions of shared memory bear this prefix, so that ours can be told from others'.
             f"--backend-config=python,shm-region-prefix-name={owned.prefix}",
-            f"--exit-timeout-secs={_EXIT_SECONDS}",
+            f"{_EXIT}={_EXIT_SECONDS}",
             # One model that does not load must not take the others with it.
             "--exit-on-error=false",
         ]
@@ -358,7 +361,7 @@ class Server:
         process, self._process = self._process, None
         if process is not None:
             with _interrupts_deferred():
-                _end(process)
+                _end(process, self._exit_seconds)
         ownership, self._ownership = self._ownership, None
         if ownership is not None:
             ownership.end()
@@ -385,7 +388,18 @@ def state(entry: Mapping[str, str]) -> ModelState:
     )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def exit_seconds(arguments: Sequence[str]) -> int:
+    """How long a server with these arguments waits for models in use when it is told to leave."""
+    told = str(_EXIT_SECONDS)
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        name, equals, value = argument.partition("=")
+        if name == _EXIT:
+            told = value if equals else following
+    # What is no number Triton refuses itself, in its own words.
+    return int(told) if told.isdecimal() else _EXIT_SECONDS
+
+
+def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
     """Ask the server to leave; after its own time limit end it and what it started."""
     try:
         family = psutil.Process(process.pid).children(recursive=True)
@@ -393,7 +407,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         family = []
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(_EXIT_SECONDS + _GRACE_SECONDS)
+        process.wait(seconds + _GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

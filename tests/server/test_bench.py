@@ -19,6 +19,7 @@ import psutil
 import pytest
 import safetensors.numpy
 import scenarios
+import serving
 from scenarios import Scenario
 
 from torch_py_backend.server import Server
@@ -62,13 +63,8 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    log_path = tmp_path_factory.mktemp("log") / "server.log"
-    with (
-        log_path.open("wb") as log,
-        Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-    ):
-        server.wait_loaded(timeout=120)
+def server(repository: Path) -> Iterator[Server]:
+    with serving.running(repository.parent, ready=False) as server:
         yield server
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import models
 import numpy as np
 import scenarios
+import serving
 import tritonclient.http
 from torch import Tensor, nn
-
-from torch_py_backend.server import Server
 
 # A compiler that counts its calls in a file, and then leaves the work to inductor.
 _COUNTING = """
@@ -43,14 +42,7 @@ def test_no_request_pays_for_a_compilation(tmp_path: Path) -> None:
         + 'parameters { key: "MODEL_CLASS" value { string_value: "Compiled" } }\n',
     ).lay_out(tmp_path / "repository")
     count = folder / "1" / "compilations"
-    with (
-        (tmp_path / "server.log").open("wb") as log,
-        Server(
-            tmp_path / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log
-        ) as server,
-    ):
-        (state,) = server.wait_loaded(timeout=240)
-        assert state.ready, state.reason
+    with serving.running(tmp_path) as server:
         before = count.read_text()
         client = tritonclient.http.InferenceServerClient(server.http_address)
         for rows in (3, 8, 1, 5, 2, 7, 4, 6):
@@ -83,15 +75,7 @@ def test_shape_that_was_not_met_runs_eagerly(tmp_path: Path) -> None:
         scenarios.config({"x": [-1]}, {"y": [-1]}, parameters=parameters),
     ).lay_out(tmp_path / "repository")
     count = folder / "1" / "compilations"
-    log_file = tmp_path / "server.log"
-    with (
-        log_file.open("wb") as log,
-        Server(
-            tmp_path / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log
-        ) as server,
-    ):
-        (state,) = server.wait_loaded(timeout=240)
-        assert state.ready, state.reason
+    with serving.running(tmp_path) as server:
         before = count.read_text()
         client = tritonclient.http.InferenceServerClient(server.http_address)
         for length in (8, 6, 3, 2, 9, 1):
@@ -102,4 +86,5 @@ def test_shape_that_was_not_met_runs_eagerly(tmp_path: Path) -> None:
         client.close()
         assert before
         assert count.read_text() == before
-    assert log_file.read_text(errors="replace").count("were not met in the warm-up") == 1
+    log = (tmp_path / "server.log").read_text(errors="replace")
+    assert log.count("were not met in the warm-up") == 1

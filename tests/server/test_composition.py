@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import serving
 import tritonclient.grpc
 from scenarios import config, tensor
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from torch_py_backend.server import ModelState, Server
+from torch_py_backend.server import ModelState
 
 _CALLS = """\
 import asyncio
@@ -155,14 +156,10 @@ def asked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asked]:
         (folder / "repository" / name / "config.pbtxt").write_text(text)
         if code:
             (folder / "repository" / name / "1" / "model.py").write_text(_CALLS + code)
-    log_path = folder / "server.log"
-    with (
-        log_path.open("wb") as log,
-        Server(folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-    ):
-        states = {state.name: state for state in server.wait_loaded(timeout=300)}
+    with serving.running(folder, ready=False) as server:
+        states = {state.name: state for state in server.models()}
         client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
-        yield Asked(states, client, log_path)
+        yield Asked(states, client, folder / "server.log")
         client.close()
 
 

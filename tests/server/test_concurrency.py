@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import scenarios
+import serving
 import tritonclient.grpc
 import tritonclient.http
 
@@ -141,10 +142,5 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         )
     )
     _OVERLAPPING.lay_out(folder / "repository")
-    with (
-        (folder / "server.log").open("wb") as log,
-        Server(folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-    ):
-        for state in server.wait_loaded(timeout=120):
-            assert state.ready, state.reason
+    with serving.running(folder) as server:
         yield server

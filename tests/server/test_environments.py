@@ -12,11 +12,12 @@ import numpy as np
 import packed
 import pytest
 import scenarios
+import serving
 import tritonclient.grpc
 from packed import PYTHON, SITE
 
 from torch_py_backend import environments, packing
-from torch_py_backend.server import ModelState, Server
+from torch_py_backend.server import ModelState
 
 pytestmark = pytest.mark.server
 
@@ -55,14 +56,11 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Running]:
         _pack(folder / name, repository / name / "env.tar.gz", layer=layer)
     packed.unpack(repository / "packed" / "env.tar.gz", repository / "folder" / "env")
     _pack_for_another(repository / "packed" / "env.tar.gz", repository / "foreign" / "env.tar.gz")
-    path = folder / "server.log"
-    with (
-        path.open("w+b") as log,
-        Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-    ):
-        states = {one.name: one for one in server.wait_loaded(timeout=240)}
+    with serving.running(folder, ready=False) as server:
+        states = {one.name: one for one in server.models()}
+        log = (folder / "server.log").read_text(errors="replace")
         with tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
-            yield _Running(states, client, path.read_text(errors="replace"))
+            yield _Running(states, client, log)
 
 
 def _named(model: str) -> str:

@@ -16,12 +16,8 @@ import numpy as np
 import pytest
 import scenarios
 import torch
-import tritonclient.grpc
-import tritonclient.http
 from scenarios import Call, tensor
-from serving import Serving
-
-from torch_py_backend.server import Server
+from serving import Serving, asked
 
 transformers = pytest.importorskip("transformers")
 
@@ -99,17 +95,8 @@ def serving(bert: Any, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> It
     folder = tmp_path_factory.mktemp("factory")
     repository = folder / "repository"
     scenarios.Scenario(MODEL, bert.save_pretrained, CONFIG).lay_out(repository)
-    log_path = folder / "server.log"
-    with (
-        log_path.open("wb") as log,
-        Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-    ):
-        states = {state.name: state for state in server.wait_loaded(timeout=200)}
-        http = tritonclient.http.InferenceServerClient(server.http_address)
-        grpc = tritonclient.grpc.InferenceServerClient(server.grpc_address)
-        yield Serving(server, states, http, grpc, log_path)
-        http.close()
-        grpc.close()
+    with asked(folder) as running:
+        yield running
 
 
 def texts(bert: Any, rows: int, length: int) -> Call:

@@ -15,6 +15,7 @@ from typing import Any
 import archives
 import numpy as np
 import pytest
+import serving
 import torch
 import tritonclient.grpc
 import tritonclient.http
@@ -84,7 +85,7 @@ def _input(module: Any, field: str, body: bytes) -> Any:
 def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Imported]:
     """A server with every archive, each imported by the command."""
     folder = tmp_path_factory.mktemp("imported")
-    repository = folder / "models"
+    repository = folder / "repository"
     for name, (files, options) in _ARCHIVES.items():
         archive = archives.write(folder / f"{name}.mar", files)
         arguments = ["import-mar", str(archive), f"--output={repository / name}", *options]
@@ -93,11 +94,8 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Imported]:
         )
         assert done.returncode == 0, done.stderr
         assert "loads; next:" in done.stdout, done.stdout
-    with (
-        (folder / "server.log").open("wb") as log,
-        Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-    ):
-        states = {state.name: state for state in server.wait_loaded(timeout=300)}
+    with serving.running(folder, ready=False) as server:
+        states = {state.name: state for state in server.models()}
         http = tritonclient.http.InferenceServerClient(server.http_address, concurrency=8)
         grpc = tritonclient.grpc.InferenceServerClient(server.grpc_address)
         yield Imported(server, states, http, grpc, repository)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 import grpc_streams
 import pytest
 import scenarios
+import serving
 import streamed
 import tritonclient.grpc
 from grpc_streams import Client, metric, responses
@@ -49,18 +50,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for scenario in _MODELS:
         scenario.lay_out(folder / "repository")
     arguments = ("--model-control-mode=explicit", "--load-model=*")
-    with (
-        (folder / "server.log").open("wb") as log,
-        Server(
-            folder / "repository",
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            arguments=arguments,
-            log=log,
-        ) as server,
-    ):
-        server.wait_loaded(timeout=240)
+    with serving.running(folder, *arguments) as server:
         yield server
 
 

@@ -11,10 +11,9 @@ import models
 import psutil
 import pytest
 import scenarios
+import serving
 import tritonclient.http
 from torch import Tensor, nn
-
-from torch_py_backend.server import Server
 
 # Writes down how many are loading while it does.
 _COUNTING = """
@@ -58,18 +57,7 @@ def test_load_in_turn_and_unload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             ),
         ).lay_out(repository)
     (repository / "present").mkdir()
-    with (
-        (tmp_path / "server.log").open("wb") as log,
-        Server(
-            repository,
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            log=log,
-            arguments=["--model-control-mode=explicit"],
-        ) as server,
-    ):
-        server.wait_loaded(timeout=240)
+    with serving.running(tmp_path, "--model-control-mode=explicit") as server:
         client = tritonclient.http.InferenceServerClient(server.http_address, network_timeout=500)
         process = psutil.Process(server.process.pid)
         # Under the prefix that it was given: other servers may run here.

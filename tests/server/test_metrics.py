@@ -16,6 +16,7 @@ import numpy as np
 import psutil
 import pytest
 import scenarios
+import serving
 import streamed
 import tritonclient.grpc
 from grpc_streams import connect, responses
@@ -88,18 +89,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for scenario in _TABLE:
         scenario.lay_out(folder / "repository")
     arguments = ["--model-control-mode=explicit", *(f"--load-model={one}" for one in _SERVED)]
-    with (
-        (folder / "server.log").open("wb") as log,
-        Server(
-            folder / "repository",
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            arguments=arguments,
-            log=log,
-        ) as made,
-    ):
-        made.wait_loaded(timeout=300)
+    with serving.running(folder, *arguments) as made:
         yield made
 
 
@@ -110,18 +100,9 @@ def alone(tmp_path: Path) -> Iterator[Server]:
     (refused,) = [one for one in scenarios.SEQUENCES if one.name == "state_begins_anew"]
     for scenario in (taker, refused):
         scenario.lay_out(tmp_path / "repository")
-    with (tmp_path / "server.log").open("wb") as log:
-        made = Server(
-            tmp_path / "repository",
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            arguments=["--model-control-mode=explicit", "--load-model=taker"],
-            log=log,
-        )
-        with made:
-            made.wait_loaded(timeout=120)
-            yield made
+    arguments = ("--model-control-mode=explicit", "--load-model=taker")
+    with serving.running(tmp_path, *arguments) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,9 @@ import pytest
 import safetensors.torch
 import scenarios
 import torch
-import tritonclient.grpc
-import tritonclient.http
 from PIL import Image
 from scenarios import Call, Refused, Scenario, tensor
-from serving import Serving
-
-from torch_py_backend.server import Server
+from serving import Serving, asked
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -264,17 +260,8 @@ def serving(
     written = Scenario("hub", scenarios.text(_HUB), _IMAGES).lay_out(repository)
     safetensors.torch.save_file(hub["net"].state_dict(), written / "1" / "model.safetensors")
     shutil.copytree(_EXAMPLES / "digits_png", repository / "digits_png")
-    log_path = folder / "server.log"
-    with (
-        log_path.open("wb") as log,
-        Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-    ):
-        states = {state.name: state for state in server.wait_loaded(timeout=200)}
-        http = tritonclient.http.InferenceServerClient(server.http_address)
-        grpc = tritonclient.grpc.InferenceServerClient(server.grpc_address)
-        yield Serving(server, states, http, grpc, log_path)
-        http.close()
-        grpc.close()
+    with asked(folder) as running:
+        yield running
 
 
 def column(*values: str | bytes) -> np.ndarray[Any, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import ranges
 import scenarios
+import serving
 from scenarios import Scenario
 
 from torch_py_backend.server import Server
@@ -45,12 +46,7 @@ def server(folder: Path) -> Iterator[Server]:
     ):
         text = scenarios.config({"x": [4]}, {"y": [4]}, parameters=wished, more=more)
         Scenario(name, writer, text).lay_out(folder / "repository")
-    with (
-        (folder / "server.log").open("wb") as log,
-        Server(folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log) as made,
-    ):
-        states = made.wait_loaded(_SECONDS)
-        assert {one.name: one.reason for one in states if not one.ready} == {}
+    with serving.running(folder) as made:
         yield made
 
 

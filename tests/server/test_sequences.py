@@ -13,6 +13,7 @@ import models
 import numpy as np
 import pytest
 import scenarios
+import serving
 import tritonclient.grpc
 from torch import Tensor, nn
 from tritonclient.utils import InferenceServerException
@@ -75,12 +76,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("sequences")
     for name, (module, text) in _MODELS.items():
         scenarios.Scenario(name, scenarios.python(module), text).lay_out(folder / "repository")
-    with (
-        (folder / "server.log").open("wb") as log,
-        Server(folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-    ):
-        for state in server.wait_loaded(timeout=120):
-            assert state.ready, state.reason
+    with serving.running(folder) as server:
         yield server
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import grpc_streams
 import pytest
 import safetensors.torch
+import serving
 import streamed
 import tritonclient.grpc
 from grpc_streams import Client, metric, responses
@@ -40,17 +41,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for scenario in _MODELS:
         scenario.lay_out(folder / "repository")
     shutil.copytree(_EXAMPLES / "model_repository" / "sonnets", folder / "repository" / "sonnets")
-    with (
-        (folder / "server.log").open("wb") as log,
-        Server(
-            folder / "repository",
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            log=log,
-        ) as server,
-    ):
-        server.wait_loaded(timeout=240)
+    with serving.running(folder, ready=False) as server:
         yield server
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import grpc_streams
 import numpy as np
 import pytest
+import serving
 import traced
 import tritonclient.grpc
 import tritonclient.http
@@ -47,26 +47,8 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> It
         patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         patch.setenv("OTEL_SERVICE_NAME", _OURS)
         patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
-        with _serving(folder, arguments) as server:
+        with serving.running(folder, *arguments) as server:
             yield server
-
-
-@contextlib.contextmanager
-def _serving(folder: Path, arguments: list[str]) -> Iterator[Server]:
-    with (
-        (folder / "server.log").open("wb") as log,
-        Server(
-            folder / "repository",
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            arguments=arguments,
-            log=log,
-        ) as server,
-    ):
-        states = server.wait_loaded(_SECONDS)
-        assert {one.name: one.reason for one in states if not one.ready} == {}
-        yield server
 
 
 @pytest.fixture
@@ -177,5 +159,5 @@ def test_tracing_without_opentelemetry(tmp_path: Path) -> None:
         "--trace-config=level=TIMESTAMPS",
         f"--trace-config=triton,file={tmp_path}/trace.json",
     ]
-    with _serving(tmp_path, arguments) as server:
+    with serving.running(tmp_path, *arguments) as server:
         assert _ask(server, "plain") == [0, 0]

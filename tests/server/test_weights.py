@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import tritonclient.grpc
+from serving import running
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.server import Server
@@ -111,22 +112,11 @@ def serving(tmp_path: Path, *, leases: bool = True) -> Iterator[Served]:
     (folder / "1" / "model.py").write_text(_SOURCE)
     path = folder / "1" / "model.safetensors"
     _write(path, 1)
-    log_path = tmp_path / "server.log"
     with (
         contextlib.nullcontext() if leases else path.open("r+b"),
-        log_path.open("wb") as log,
-        Server(
-            tmp_path / "repository",
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            log=log,
-            arguments=["--model-control-mode=explicit", "--load-model=wide"],
-        ) as server,
+        running(tmp_path, "--model-control-mode=explicit", "--load-model=wide") as server,
     ):
-        (state,) = server.wait_loaded(timeout=540)
-        assert state.ready, log_path.read_text(errors="replace")
-        made = Served(server, path, log_path)
+        made = Served(server, path, tmp_path / "server.log")
         yield made
         made.client.close()
 

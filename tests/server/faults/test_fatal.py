@@ -18,6 +18,7 @@ import numpy as np
 import psutil
 import pytest
 import scenarios
+import serving
 import torch
 import tritonclient.grpc
 from tritonclient.grpc import InferenceServerException
@@ -96,15 +97,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, 
     folder = tmp_path_factory.mktemp("faults")
     for scenario in _TABLE:
         scenario.lay_out(folder / "repository")
-    log_path = folder / "server.log"
-    with (
-        log_path.open("wb") as log,
-        Server(folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-    ):
-        for state in server.wait_loaded(timeout=300):
-            assert state.ready, state.reason
+    with serving.running(folder) as server:
         client = tritonclient.grpc.InferenceServerClient(server.grpc_address)
-        yield server, client, log_path
+        yield server, client, folder / "server.log"
         client.close()
 
 

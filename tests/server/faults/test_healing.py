@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import signal
 import threading
 from collections.abc import Iterator
@@ -254,7 +255,8 @@ def test_death_while_a_config_is_completed(tmp_path: Path) -> None:
     """Triton would wait for ever: that model is given up at once, and the others serve."""
     _model("steady").lay_out(tmp_path)
     _model("completed", imported="time.sleep(60)", config=_INCOMPLETE).lay_out(tmp_path)
-    with serve(tmp_path) as served:
+    # Nor will it end by itself.
+    with serve(tmp_path, triton=["--exit-timeout-secs=1"]) as served:
         stubs = until(lambda: _completing(served), served)
         for one in stubs:
             one.kill()
@@ -279,11 +281,23 @@ def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
     """--load-timeout ends a load that hangs, and says so; the others serve."""
     _model("steady").lay_out(tmp_path)
     _model("endless", built="time.sleep(1000)").lay_out(tmp_path)
-    with serve(tmp_path, "--load-timeout=90", "--restarts=0") as served:
+    with serve(tmp_path, "--load-timeout=40", "--restarts=0") as served:
         served.settle()
         assert served.infer("steady", 1.0) == [-1.0] * 4
-        assert "took longer than 90 s (--load-timeout)" in served.ask("/ready/endless")[1]["reason"]
+        assert "took longer than 40 s (--load-timeout)" in served.ask("/ready/endless")[1]["reason"]
         assert served.stubs("endless") == []
+
+
+@contextlib.contextmanager
+def _held(prefix: str) -> Iterator[None]:
+    """Others who start a server meanwhile find an owner, and remove nothing."""
+    with Path(f"/dev/shm/{prefix}owner").open("rb") as file:
+        # Granted when the owner dies.
+        waiting = threading.Thread(target=fcntl.flock, args=(file, fcntl.LOCK_EX))
+        waiting.start()
+        yield
+        waiting.join(60)
+        assert not waiting.is_alive()
 
 
 @pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "guard killed, too"])
@@ -297,14 +311,16 @@ def test_serve_is_killed(guarded: bool, tmp_path: Path) -> None:
         for one in served.stubs("hangs"):
             one.suspend()
         guard = next(one for one in family if "leftovers" in " ".join(one.cmdline()))
-        if not guarded:
-            guard.kill()
-        served.process.kill()
         if guarded:
+            served.process.kill()
             assert psutil.wait_procs(family, timeout=60)[1] == []
             until(lambda: not regions(prefix), served)
             return
-        assert regions(prefix)
+        guard.kill()
+        with _held(prefix):
+            served.process.kill()
+            served.process.wait()
+            assert regions(prefix)
     with serve(tmp_path) as served:
         served.settle()
         assert regions(prefix) == []
@@ -329,7 +345,7 @@ def test_tritonserver_dies(number: signal.Signals, tmp_path: Path) -> None:
 def test_sigterm_under_load(tmp_path: Path) -> None:
     """Readiness ends first; the request in flight gets its answer; nothing is left."""
     _model("steady", config=x_to_y(WARMUP="false")).lay_out(tmp_path)
-    with serve(tmp_path) as served:
+    with serve(tmp_path, triton=["--exit-timeout-secs=30"]) as served:
         served.settle()
         family, prefix, answers = served.family(), served.prefix(), []
         asking = threading.Thread(target=lambda: answers.append(served.infer("steady", 104.0)))
@@ -349,7 +365,7 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
 def test_triton_alone_controls_its_models(tmp_path: Path) -> None:
     """With another --model-control-mode nothing is healed, and readiness tells the truth."""
     _model("steady").lay_out(tmp_path)
-    with serve(tmp_path, "--", "--model-control-mode=none") as served:
+    with serve(tmp_path, triton=["--model-control-mode=none"]) as served:
         served.settle()
         assert served.ask("/ready") == (200, {"ready": True})
         for one in served.stubs("steady"):

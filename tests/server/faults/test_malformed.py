@@ -15,6 +15,7 @@ import malformed
 import numpy as np
 import psutil
 import pytest
+import serving
 from hostile import SERVED, Answer, Grpc, Http
 from malformed import Malformed
 
@@ -35,12 +36,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("malformed")
     for served in SERVED:
         served.scenario.lay_out(folder / "repository")
-    with (
-        (folder / "server.log").open("wb") as log,
-        Server(folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-    ):
-        for state in server.wait_loaded(timeout=540):
-            assert state.ready, state.reason
+    with serving.running(folder) as server:
         yield server
 
 
