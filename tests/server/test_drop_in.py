@@ -24,6 +24,7 @@ import torch
 from resnet50 import ResNet50
 from scenarios import Call, Scenario, floats, tensor
 from serving import Serving
+from serving import running as started
 from torch import Tensor, nn
 from tritonclient import grpc, http
 from typer.testing import CliRunner
@@ -311,7 +312,7 @@ def expected(network: ResNet50, images: Array) -> Array:
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory, network: ResNet50) -> Path:
     """One traced file in three models, and the small ones."""
-    root = tmp_path_factory.mktemp("repository")
+    root = tmp_path_factory.mktemp("drop_in") / "repository"
     traced = torch.jit.trace(network, torch.zeros(1, 3, 224, 224), check_trace=False)
     first: Path | None = None
     for name, config in CONFIGS.items():
@@ -342,22 +343,11 @@ def backends(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def running(repository: Path, backends: Path) -> Iterator[server.Server]:
-    log = backends.parent / "server.log"
-    with pytest.MonkeyPatch.context() as patch, log.open("wb") as file:
+    with pytest.MonkeyPatch.context() as patch:
         # These configs leave the device to Triton; a GPU would round differently.
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
-        one = server.Server(
-            repository,
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            log=file,
-            arguments=[f"--backend-directory={backends}"],
-        )
-        with one:
-            states = one.wait_loaded(timeout=200)
-            assert all(state.ready for state in states), (states, log.read_text(errors="replace"))
-            assert {state.name for state in states} == {*CONFIGS, *BY_NAME}
+        with started(repository.parent, f"--backend-directory={backends}") as one:
+            assert {state.name for state in one.models() if state.ready} == {*CONFIGS, *BY_NAME}
             yield one
 
 
@@ -412,8 +402,8 @@ def test_reshape_gives_a_model_without_batches_its_batch_dimension(
 
 
 @pytest.fixture(scope="module")
-def serving(running: server.Server, backends: Path) -> Iterator[Serving]:
-    log = backends.parent / "server.log"
+def serving(running: server.Server, repository: Path) -> Iterator[Serving]:
+    log = repository.parent / "server.log"
     with (
         http.InferenceServerClient(running.http_address) as over_http,
         grpc.InferenceServerClient(running.grpc_address) as over_grpc,
