@@ -170,7 +170,7 @@ class Streaming:
         else:
             with self._traces.streaming(item) as ended:  # a task keeps what is current here
                 task = self._loop.create_task(self._streams.run(item, client))
-            task.add_done_callback(ended)
+            task.add_done_callback(lambda _: ended(client.error))
         self._clients[task] = client
         task.add_done_callback(self._landed)
         self._look_soon()
@@ -213,7 +213,11 @@ class Streaming:
 
 
 class _Client:
-    """Who waits for the responses of one request."""
+    """Who waits for the responses of one request.
+
+    Attributes:
+        error: what the stream has ended with; None: with none, or it goes on.
+    """
 
     def __init__(self, streaming: Streaming, request: Any) -> None:
         self._streaming = streaming
@@ -221,6 +225,7 @@ class _Client:
         self._name = messages.request_id(request)
         self._asked = time.monotonic()
         self._gone = False
+        self.error: BackendError | None = None
 
     def take(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
@@ -237,6 +242,7 @@ class _Client:
 
     def end(self, error: BackendError | None, text: str = "") -> None:
         """Tell the client that there are no more, and the log why."""
+        self.error = error
         response = () if error is None else (messages.write(error),)
         self._streaming.ended(OK if error is None else error.code)
         try:
