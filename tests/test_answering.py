@@ -16,7 +16,7 @@ import scenarios
 import torch
 from fake_triton import TritonError
 
-from torch_py_backend import runtime
+from torch_py_backend import runtime, vitals
 from torch_py_backend.adapter import TritonPythonModel, answering, messages
 from torch_py_backend.errors import BackendError, UnavailableError
 
@@ -299,22 +299,15 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: state.append(probe)
 
 
-class Told:
+class Told(vitals.Untold):
     """Vitals that remember."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.reasons: list[str] = []
-
-    def ready(self) -> None: ...
-
-    def busy(self) -> None: ...
-
-    def idle(self) -> None: ...
 
     def poisoned(self, reason: str) -> None:
         self.reasons.append(reason)
-
-    def ended(self) -> None: ...
 
 
 def poison(model: TritonPythonModel, broken: Callable[[], None]) -> list[Any]:

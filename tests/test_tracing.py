@@ -157,6 +157,17 @@ def test_streams(name: str, tmp_path: Path, spans: InMemorySpanExporter) -> None
     assert served.stream(served.request()) == [[[0, 0]] * 2]
 
 
+def test_stream_that_fails(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    """A stream that ends with an error has a span that says so."""
+    served = _Served(tmp_path, "yields")
+    bad = served.request(*_FIRST, value=-1.0)
+    served.model.execute([bad])
+    assert bad.sender.ended.wait(_SECONDS)
+    status = _ended(spans).status
+    assert not status.is_ok
+    assert status.description == bad.sender.responses[-1].error().message()
+
+
 def _ended(spans: InMemorySpanExporter) -> Any:
     """The only span; it ends after the last response was sent."""
     until = time.monotonic() + _SECONDS

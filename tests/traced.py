@@ -63,6 +63,8 @@ class Yields(nn.Module):
     def forward(self, x: Tensor):
         for _ in range(2):
             yield told(len(x))
+            if bool((x < 0).any()):
+                raise ValueError("negative")
 """
 _STEPS = """\
 class Steps(nn.Module):

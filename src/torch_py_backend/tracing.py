@@ -13,13 +13,14 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
-from torch_py_backend.errors import PlatformError, brief
+from torch_py_backend.errors import BackendError, PlatformError, brief
 from torch_py_backend.intake import Group
 
 if TYPE_CHECKING:
@@ -165,15 +166,23 @@ class Tracing:
         return self._context.get_value(_HANDLE)
 
     @contextlib.contextmanager
-    def streaming(self, item: Item) -> Iterator[Callable[[object], None]]:
-        """Within it, what begins a stream is started; what it yields is called at its end."""
+    def streaming(self, item: Item) -> Iterator[Callable[[BackendError | None], None]]:
+        """Within it, what begins a stream is started; what it yields is called at its end.
+
+        With the error that the stream has ended with, if it has.
+        """
         context: Context | None = getattr(item, "context", None)
         if context is None:
             yield lambda _: None
             return
         span = self._tracer.start_span("stream", context, attributes=self._attributes)
         with self._attached(self._api.set_span_in_context(span, context)):
-            yield lambda _: span.end()
+            yield partial(self._ended, span)
+
+    def _ended(self, span: Any, error: BackendError | None) -> None:
+        if error is not None:
+            span.set_status(self._api.Status(self._api.StatusCode.ERROR, str(error)))
+        span.end()
 
     # --- around the engine's stages ------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import re
 import signal
 import time
@@ -34,11 +35,15 @@ _OF_TARGETS = {"job", "instance", "namespace"}
 
 
 class Narrow(nn.Module):
-    """Memory is enough for two rows, and an error is a negative value."""
+    """Memory is enough for two rows, an error is a negative value, and a large one takes time."""
 
     def forward(self, x: Any) -> Any:
+        import time
+
         import torch
 
+        if bool((x > 100).any()):
+            time.sleep(3)
         if x.shape[0] > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
         if bool((x < 0).any()):
@@ -306,6 +311,21 @@ def gauges(server: Server, model: str) -> set[str]:
         for one in scrape(server)
         if one.labels.get("model") == model and "model_instance" in one.labels and one.value
     }
+
+
+def test_a_call_that_goes_on(server: Server, client: Any) -> None:
+    """A model that hangs is told by the time of its call; its heart beats all the same."""
+    call, beat = "running_call_seconds", "heartbeat_timestamp_seconds"
+    x = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
+    x.set_data_from_numpy(np.full((1, 4), 200, dtype=np.float32))
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    before = told(server, "narrow", beat)
+    client.async_infer("narrow", [x], lambda result, error: answers.put(error))
+    until(lambda: max(told(server, "narrow", call).values(), default=0) > 1)
+    assert answers.empty()
+    assert told(server, "narrow", beat) != before
+    assert answers.get(timeout=_SECONDS) is None
+    until(lambda: told(server, "narrow", call) == {})
 
 
 def test_a_process_that_is_gone(server: Server, client: Any) -> None:

@@ -28,7 +28,6 @@ class Sequencing:
     Triton hands over is run as it comes, and that which only fills a slot with it.
 
     Attributes:
-        sequences: whose states are kept; None: nothing is kept.
         run: one outcome for each request that was read; None: the engine runs items.
     """
 
@@ -43,14 +42,19 @@ class Sequencing:
         self._fills = False
         self._starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
         self._ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
-        self.sequences: Sequences | None = None
+        self._sequences: Sequences | None = None
         self.run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None
         self._left = threading.Event()
         if config.states:
-            self.sequences = Sequences(config, engine.run_some, engine.device, guard=engine.guard)
-            self.run = self.sequences.run
+            self._sequences = Sequences(config, engine.run_some, engine.device, guard=engine.guard)
+            self.run = self._sequences.run
             self._thread = threading.Thread(target=self._tend, name="sequences", daemon=True)
             self._thread.start()
+
+    @property
+    def sequences(self) -> Sequences | None:
+        """Whose states are kept; None: nothing is kept."""
+        return self._sequences
 
     def read(self, request: Any) -> Item | Step:
         """A step of a sequence; an item, where nothing is kept.
@@ -58,7 +62,7 @@ class Sequencing:
         A request that cannot be read begins and ends its sequence all the same: to what Triton
         sends next, the state of an older sequence with the same id must not be given.
         """
-        if self.sequences is None:
+        if self._sequences is None:
             if request.correlation_id():
                 return messages.read_some(request, self._names)
             self._fills = True
@@ -72,7 +76,7 @@ class Sequencing:
         try:
             item = messages.read_some(request, self._names)
         except Exception:
-            self.sequences.skip(name, starts=starts, ends=ends)
+            self._sequences.skip(name, starts=starts, ends=ends)
             raise
         return Step(name, starts, ends, item)
 
@@ -94,10 +98,10 @@ class Sequencing:
     def close(self) -> None:
         """End what goes on beside; to call it twice is no error."""
         self._left.set()
-        if self.sequences is not None:
+        if self._sequences is not None:
             self._thread.join()
 
     def _tend(self) -> None:
-        sequences = self.sequences
+        sequences = self._sequences
         while sequences is not None and not self._left.wait(_SECONDS):
             sequences.sweep()

@@ -46,9 +46,6 @@ _BETWEEN_LOOKS_S = 0.5
 class Streaming:
     """One instance's way from requests to streams of responses.
 
-    Attributes:
-        streams: the streams.
-
     Args:
         engine: the model, warmed up.
         end: called once, with the reason, when the process has become useless.
@@ -73,7 +70,7 @@ class Streaming:
             self._read_request = messages.traced(messages.read_kept, traces.carry, kept=True)
         # Who waits for it is Triton, which then gives requests to another instance, or queues them.
         self._room = threading.BoundedSemaphore(engine.config.options.max_streams)
-        self.streams = Streams(engine, rests)
+        self._streams = Streams(engine, rests)
         # Streams end in their thread, and requests that cannot be read in Triton's.
         self._counting = threading.Lock()
         self._looking = False
@@ -87,9 +84,14 @@ class Streaming:
         self._thread.start()
 
     @property
+    def streams(self) -> Streams:
+        """The streams themselves."""
+        return self._streams
+
+    @property
     def between_asks(self) -> float:
         """Seconds until it pays to ask a stream again whether it was cancelled."""
-        return _BETWEEN_ASKS_S * max(self.streams.live, 1)
+        return _BETWEEN_ASKS_S * max(self._streams.live, 1)
 
     def start(self, requests: Sequence[Any]) -> None:
         """Let requests become streams, which go on after this; wait while there are too many."""
@@ -164,11 +166,11 @@ class Streaming:
 
     def _launch(self, item: Item, client: _Client) -> None:
         if self._traces is None:
-            task = self._loop.create_task(self.streams.run(item, client))
+            task = self._loop.create_task(self._streams.run(item, client))
         else:
             with self._traces.streaming(item) as ended:  # a task keeps what is current here
-                task = self._loop.create_task(self.streams.run(item, client))
-            task.add_done_callback(ended)
+                task = self._loop.create_task(self._streams.run(item, client))
+            task.add_done_callback(lambda _: ended(client.error))
         self._clients[task] = client
         task.add_done_callback(self._landed)
         self._look_soon()
@@ -178,7 +180,7 @@ class Streaming:
         self._room.release()
         # A stream tells its client how it ended, but for what nobody has foreseen.
         if task.cancelled():  # before it began
-            client.end(self.streams.failure(asyncio.CancelledError(), client).error)
+            client.end(self._streams.failure(asyncio.CancelledError(), client).error)
             return
         error = task.exception()
         if error is not None:
@@ -201,7 +203,7 @@ class Streaming:
                 task.cancel()
 
     async def _finish(self) -> None:
-        self.streams.closing = True
+        self._streams.closing = True
         # Also what the model itself has started.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -211,7 +213,11 @@ class Streaming:
 
 
 class _Client:
-    """Who waits for the responses of one request."""
+    """Who waits for the responses of one request.
+
+    Attributes:
+        error: what the stream has ended with; None: with none, or it goes on.
+    """
 
     def __init__(self, streaming: Streaming, request: Any) -> None:
         self._streaming = streaming
@@ -219,6 +225,7 @@ class _Client:
         self._name = messages.request_id(request)
         self._asked = time.monotonic()
         self._gone = False
+        self.error: BackendError | None = None
 
     def take(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
@@ -235,6 +242,7 @@ class _Client:
 
     def end(self, error: BackendError | None, text: str = "") -> None:
         """Tell the client that there are no more, and the log why."""
+        self.error = error
         response = () if error is None else (messages.write(error),)
         self._streaming.ended(OK if error is None else error.code)
         try:
