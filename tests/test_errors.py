@@ -306,3 +306,10 @@ def test_forward_error_says_what_was_raised() -> None:
     error = ForwardError(build.MODEL, ZeroDivisionError("by zero"))
 
     assert str(error) == "model 'digits': forward() raised ZeroDivisionError: by zero."
+
+
+def test_one_full_stop() -> None:
+    """A sentence that ends with another error's has one full stop between the two."""
+    inner = errors.ConfigError("other", "no such part")
+    told = errors.ConfigError("digits", f"it failed: {inner}", cure="Go on.")
+    assert str(told) == "model 'digits': it failed: model 'other': no such part. Go on."
