@@ -1,4 +1,4 @@
-"""A pipeline in one folder, with hooks, against the same as an ensemble of three models.
+"""A pipeline in one folder, with hooks: against an ensemble, and with a second instance.
 
     python -m benchmarks.hooks [--side 128] [--concurrency 1,8,32] [--seconds 5] [--pairs 3]
 
@@ -6,17 +6,24 @@ Image files go in, names of digits come out. One folder holds the network and ho
 file and name the digit; the ensemble has a Python model of Triton's own that decodes, the network
 alone, and a Python model that names. All are on one server; answers are compared first; then they
 are loaded in turn, A B A B.
+
+The second table is of one instance against two, whose hooks decode files while the other's module
+computes. No device is needed: forward() sleeps so long for each row (--device), and holds a lock,
+for there is one device. So it needs no CPU, as little as a GPU's work does, and the figures tell
+what overlaps; they are no GPU's. With --device 0 they tell what a second core gains by itself.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import shutil
 import tempfile
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tritonclient.grpc
@@ -55,6 +62,7 @@ class TritonPythonModel:
 """
 _NAME = """
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
@@ -118,24 +126,89 @@ ensemble_scheduling {{
 }}
 """,
 }
+# What stands in for a device: rows take their time, one batch after another, and no CPU.
+_DEVICE = """
+import fcntl
+import time
+from io import BytesIO
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+
+class Device(nn.Module):
+    def __init__(self, milliseconds):
+        super().__init__()
+        self.seconds = milliseconds / 1000
+        self.lock = open(Path(__file__).parents[1] / "device.lock", "w")
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        time.sleep(self.seconds * pixels.shape[0])
+        fcntl.flock(self.lock, fcntl.LOCK_UN)
+        return pixels.mean((1, 2, 3)).unsqueeze(1)
+
+
+class Hooks:
+    def preprocess(self, image: bytes) -> Tensor:
+        paper = Image.open(BytesIO(image)).convert("L").resize((8, 8), Image.Resampling.BOX)
+        return torch.from_numpy(np.array(paper, dtype=np.float32))[None]
+"""
+_INSTANCES = """backend: "pytorch_py"
+max_batch_size: 64
+dynamic_batching {{ }}
+input [{{ name: "image" data_type: TYPE_STRING dims: [ 1 ] }}]
+output [{{ name: "grey" data_type: TYPE_FP32 dims: [ 1 ] }}]
+instance_group [{{ kind: KIND_CPU count: {count} }}]
+parameters {{ key: "MODEL_KWARGS" value {{ string_value: "{{\\"milliseconds\\": {device}}}" }} }}
+parameters {{ key: "NUM_THREADS" value {{ string_value: "1" }} }}
+parameters {{ key: "WEIGHTS" value {{ string_value: "none" }} }}
+parameters {{ key: "WARMUP" value {{ string_value: "false" }} }}
+"""
 _THREADS = """
 parameters {{ key: "PREPROCESS_THREADS" value {{ string_value: "{}" }} }}
 """
 _ONE, _THREE = "digits_png", "ensemble"
+_HEAD = (
+    "| device, ms a row | in flight | 2 instances, req/s | p50 ms | 1 instance, req/s | p50 ms"
+    " | ratio |"
+)
+
+
+class Load(NamedTuple):
+    """What a model is asked, and for how long.
+
+    Attributes:
+        images: the files, one a request.
+        seconds: of a turn.
+        pairs: turns of each.
+    """
+
+    images: Sequence[bytes]
+    seconds: float
+    pairs: int
 
 
 def main(words: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--side", type=int, default=128, help="pixels, of square images")
     parser.add_argument("--threads", type=int, help="PREPROCESS_THREADS of the one folder")
+    parser.add_argument("--device", default="0,1,4", help="milliseconds of a device for a row")
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--pairs", type=int, default=3)
     wished = parser.parse_args(words)
     counts = [int(one) for one in wished.concurrency.split(",")]
+    devices = [float(one) for one in wished.device.split(",")]
     images = files(wished.side)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
         repository = lay_out(Path(scratch) / "repository", wished.threads)
+        for device in devices:
+            lay_out_instances(repository, device)
         log_path = Path(scratch) / "server.log"
         with (
             log_path.open("wb") as log,
@@ -148,9 +221,15 @@ def main(words: Sequence[str] | None = None) -> None:
             print(f"{_IMAGES} JPEG files of {wished.side} by {wished.side} pixels, one a request")
             print("| in flight | one folder, req/s | p50 ms | ensemble, req/s | p50 ms | ratio |")
             print("|---|---|---|---|---|---|")
+            load = Load(images, wished.seconds, wished.pairs)
             for count in counts:
-                turns = measure(server.grpc_address, images, count, wished.seconds, wished.pairs)
-                print(row(count, asyncio.run(turns)), flush=True)
+                turns = measure(server.grpc_address, (_ONE, _THREE), load, count)
+                print(row(str(count), asyncio.run(turns)), flush=True)
+            print(f"\n{_HEAD}")
+            print("|---|---|---|---|---|---|---|")
+            for device, count in itertools.product(devices, counts):
+                turns = measure(server.grpc_address, _instances(device), load, count)
+                print(row(f"{device:g} | {count}", asyncio.run(turns)), flush=True)
 
 
 def files(side: int) -> list[bytes]:
@@ -182,6 +261,19 @@ def lay_out(repository: Path, threads: int | None) -> Path:
     return repository
 
 
+def lay_out_instances(repository: Path, device: float) -> None:
+    """Two instances and one of the same model, with such a device."""
+    for name, count in zip(_instances(device), (2, 1), strict=True):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "1" / "model.py").write_text(_DEVICE)
+        text = _INSTANCES.format(count=count, device=device)
+        (repository / name / "config.pbtxt").write_text(text)
+
+
+def _instances(device: float) -> tuple[str, str]:
+    return f"two_{device:g}", f"one_{device:g}"
+
+
 def compare(address: str, images: Sequence[bytes]) -> None:
     """Every image has one answer, whoever is asked."""
     sent = tritonclient.grpc.InferInput("image", [len(images), 1], "BYTES")
@@ -200,32 +292,31 @@ def _column(images: Sequence[bytes]) -> NDArray[np.object_]:
 
 
 async def measure(
-    address: str, images: Sequence[bytes], concurrency: int, seconds: float, pairs: int
+    address: str, models: tuple[str, str], load: Load, concurrency: int
 ) -> list[tuple[sweep.Point, sweep.Point]]:
-    """Turns of both, one after the other."""
+    """Turns of two models, one after the other."""
     connected = client.connect(client.address(f"grpc://{address}"))
+    one, other = models
     try:
         return [
             (
-                await _turn(connected, _ONE, images, concurrency, seconds),
-                await _turn(connected, _THREE, images, concurrency, seconds),
+                await _turn(connected, one, load, concurrency),
+                await _turn(connected, other, load, concurrency),
             )
-            for _ in range(pairs)
+            for _ in range(load.pairs)
         ]
     finally:
         await connected.close()
 
 
-async def _turn(
-    connected: Client, name: str, images: Sequence[bytes], concurrency: int, seconds: float
-) -> sweep.Point:
-    payloads = [{"image": Tensor("BYTES", _column([image]))} for image in images]
+async def _turn(connected: Client, name: str, load: Load, concurrency: int) -> sweep.Point:
+    payloads = [{"image": Tensor("BYTES", _column([image]))} for image in load.images]
     found = await sweep.point(
         connected,
         name,
         connected.sender(name, payloads),
         Closed(concurrency),
-        seconds=seconds,
+        seconds=load.seconds,
         warmup=1.0,
     )
     if found is None or found.result.errors:
@@ -233,7 +324,7 @@ async def _turn(
     return found
 
 
-def row(concurrency: int, turns: Sequence[tuple[sweep.Point, sweep.Point]]) -> str:
+def row(what: str, turns: Sequence[tuple[sweep.Point, sweep.Point]]) -> str:
     """The medians of the turns, and that of the ratios within the pairs."""
     ours, others = zip(*turns, strict=True)
     ratios = [one.result.throughput / other.result.throughput for one, other in turns]
@@ -243,7 +334,7 @@ def row(concurrency: int, turns: Sequence[tuple[sweep.Point, sweep.Point]]) -> s
         for points in (ours, others)
     ]
     spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
-    return f"| {concurrency} | {' | '.join(figures)} | {np.median(ratios):.2f} ({spread}) |"
+    return f"| {what} | {' | '.join(figures)} | {np.median(ratios):.2f} ({spread}) |"
 
 
 if __name__ == "__main__":

@@ -381,11 +381,14 @@ class Sequences:
         kept.used = now
         if not step.ends:
             first = outcome[self._first]
-            column, row = first if type(first) is tuple else (first, 0)
-            batch = batches.get(id(column))
-            if batch is None:
-                batch = batches[id(column)] = self._batch([outcome[one] for one in self._outputs])
-            if kept.slot >= 0 and batch.fits:
+            batch, row = None, 0
+            if type(first) is tuple:
+                column, row = first
+                batch = batches.get(id(column))
+                if batch is None:
+                    batch = self._batch([outcome[name] for name in self._outputs])
+                    batches[id(column)] = batch
+            if batch is not None and batch.fits and kept.slot >= 0:
                 batch.holders.append(kept)
                 batch.rows.append(row)
             else:
@@ -400,6 +403,8 @@ class Sequences:
 
     def _batch(self, values: Sequence[Any]) -> _Batch:
         columns = [one[0] if type(one) is tuple else one for one in values]
+        if self._fixed is not None and self._pool is not None:  # all have its form
+            return _Batch(columns, self._pool.form, fits=True)
         small = self._batched and all(
             isinstance(one, Tensor) and one.nbytes <= batching.SMALL_BYTES * one.shape[0]
             for one in columns
@@ -408,9 +413,12 @@ class Sequences:
         return _Batch(columns, form, fits=self._pool is not None and self._pool.form == form)
 
     def _keep(
-        self, step: Step, kept: _Kept, outcome: Mapping[str, Any], batch: _Batch, row: int
+        self, step: Step, kept: _Kept, outcome: Mapping[str, Any], batch: _Batch | None, row: int
     ) -> StateMemoryError | None:
-        """Keep a state that is not in the pool, or cannot stay there; or say what it lacks."""
+        """Keep a state that is not in the pool, or does not stay there; or say what it lacks.
+
+        A step that ran alone has a copy of its own: to write that into a table would cost more.
+        """
         values = [batching.taken(outcome[name]) for name in self._outputs]
         if self._texts:
             values = [_as_input(value) for value in values]
@@ -423,16 +431,21 @@ class Sequences:
             return self._refuse(step, total)
         self.size, kept.size = total, size
         self._leave(kept)
+        form = None if batch is None else batch.form
         # What grows would leave the pool with each step.
-        if batch.form is not None and (self._fixed is not None or kept.form == batch.form):
+        if (
+            batch is not None
+            and form is not None
+            and (self._fixed is not None or kept.form == form)
+        ):
             if self._pool is None:
                 self._pool = Pool(self._inputs, batch.columns)
-            if self._pool.form == batch.form:
+            if self._pool.form == form:
                 self._pool.enter(kept)
                 batch.holders.append(kept)
                 batch.rows.append(row)
                 return None
-        kept.form = batch.form
+        kept.form = form
         kept.values = {
             name: batching.own(value) if type(outcome[output]) is tuple else value
             for name, output, value in zip(self._inputs, self._outputs, values, strict=True)
