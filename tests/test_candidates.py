@@ -64,6 +64,12 @@ def test_screened(facts: dict[str, Any], titles: list[str]) -> None:
     assert _screen(**facts) == [AS_CONFIGURED, *titles]
 
 
+def test_divided_models_run_eagerly() -> None:
+    """With DEVICE_MAP and TENSOR_PARALLEL nothing else is tried: the config would refuse it."""
+    found = _screen(Allowed(reduced_precision=True), images=True, gpu=True, divided=True)
+    assert found == [AS_CONFIGURED, "eager"]
+
+
 @pytest.mark.parametrize("kind", Kind)
 def test_reduced_precision_only_when_asked(kind: Kind) -> None:
     """No 16-bit type is tried by itself; fp16 only on a GPU; none on compiled packages."""

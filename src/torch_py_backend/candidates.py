@@ -26,8 +26,9 @@ class Facts:
         images: whether an input has the four dimensions of a batch of images.
         gpu: whether the model runs on a GPU.
         batched: whether it takes batches.
-        cores: cores of the processor that it may use.
+        cores: cores of the processor that each process of an instance may have.
         memory_mb: free memory of the machine.
+        divided: whether an instance is spread over several devices or processes.
     """
 
     kind: Kind
@@ -36,6 +37,7 @@ class Facts:
     batched: bool
     cores: int
     memory_mb: float
+    divided: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,12 @@ class _Runtime(NamedTuple):
         return {key: value for key, value in given.items() if value}
 
 
-def _eager(facts: Facts) -> bool:
+def _plain(facts: Facts) -> bool:
     return facts.kind in _COMPILABLE
+
+
+def _eager(facts: Facts) -> bool:
+    return _plain(facts) and not facts.divided  # else the config refuses it
 
 
 def _eager_images(facts: Facts) -> bool:
@@ -132,9 +138,13 @@ def _aoti(facts: Facts) -> bool:
     return facts.kind is Kind.AOTI
 
 
+def _autocast(facts: Facts) -> bool:
+    return not _aoti(facts) and not facts.divided
+
+
 # Small first: what is simple is measured even if the user loses patience.
 _FULL = (
-    _Runtime("eager", _eager),
+    _Runtime("eager", _plain),
     _Runtime("TorchScript", _torchscript),
     _Runtime("AOTInductor", _aoti),
     _Runtime("channels_last", _eager_images, ("channels_last",)),
@@ -148,9 +158,9 @@ _FULL = (
     _Runtime("compile + cuda_graphs", _eager_gpu, ("cuda_graphs",), {}, "auto"),
 )
 _REDUCED = (
-    _Runtime("bf16", lambda facts: facts.kind is not Kind.AOTI, ("bf16",)),
+    _Runtime("bf16", _autocast, ("bf16",)),
     _Runtime("freeze + bf16", _torchscript, ("freeze", "bf16")),
-    _Runtime("fp16", lambda facts: facts.gpu and not _aoti(facts), ("fp16",)),
+    _Runtime("fp16", lambda facts: facts.gpu and _autocast(facts), ("fp16",)),
     _Runtime("compile + bf16", _eager, ("bf16",), {}),
     _Runtime("compile + freeze + bf16", _eager, ("freeze", "bf16"), {}),
     _Runtime("compile + fp16", _eager_gpu, ("fp16",), {}),

@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from torch_py_backend import candidates, isolation, pbtxt, ranking, threads
+from torch_py_backend import candidates, isolation, options, pbtxt, ranking, threads
 from torch_py_backend.artifacts import Kind
 from torch_py_backend.candidates import AS_CONFIGURED, TUNED, Allowed, Candidate, Facts
 from torch_py_backend.errors import BackendError, TuneError
@@ -160,6 +160,7 @@ class Tuning:
 
     def _facts(self, kind: Kind) -> Facts:
         document = self.plan.document
+        wished = options.parse(document["name"], document.get("parameters", {}))
         batched = document["max_batch_size"] > 0
         ranks = [
             len(entry.get("reshape", {"shape": entry["dims"]})["shape"]) + batched
@@ -171,8 +172,9 @@ class Tuning:
             images=_IMAGE_RANK in ranks,
             gpu=document["instance_group"][0]["kind"] == "KIND_GPU",
             batched=batched,
-            cores=threads.cores(),
+            cores=max(1, threads.cores() // (wished.tensor_parallel or 1)),
             memory_mb=_MEMORY * psutil.virtual_memory().available / (1 << 20),
+            divided=wished.tensor_parallel is not None or wished.device_map is not None,
         )
 
     def _spread(self, facts: Facts) -> list[Candidate]:
