@@ -17,7 +17,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,9 +86,9 @@ _LARGE = 20_000
 class Host:
     """A machine of its own, as far as the balancer can see."""
 
-    def __init__(self, folder: Path, number: int, *arguments: str) -> None:
+    def __init__(self, folder: Path, number: int, triton: Sequence[str]) -> None:
         self.name = f"host-{number}"
-        self._arguments = arguments
+        self._triton = triton
         self.address = f"{_NETWORK}.{number}"
         self._repository = folder / self.name
         (self._repository / MODEL).mkdir(parents=True)
@@ -110,7 +110,11 @@ class Host:
     def start(self) -> None:
         """Start `serve`, and do not wait for it."""
         command = supervised.serve(
-            self._repository, f"--address={self.address}", *_PORTS, "--drain=3", *self._arguments
+            self._repository,
+            f"--address={self.address}",
+            *_PORTS,
+            "--drain=3",
+            triton=self._triton,
         )
         self._served = self._running.enter_context(command)
 
@@ -307,9 +311,9 @@ class _OverGrpc(_Client):
 
 
 @contextlib.contextmanager
-def hosts(folder: Path, numbers: Iterable[int], *arguments: str) -> Iterator[list[Host]]:
-    """Hosts, which serve version 1; with more arguments."""
-    made = [Host(folder, number, *arguments) for number in numbers]
+def hosts(folder: Path, numbers: Iterable[int], triton: Sequence[str] = ()) -> Iterator[list[Host]]:
+    """Hosts, which serve version 1; with more arguments for tritonserver."""
+    made = [Host(folder, number, triton) for number in numbers]
     with contextlib.ExitStack() as running:
         for one in made:
             running.callback(one.end)

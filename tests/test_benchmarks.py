@@ -371,7 +371,7 @@ def test_bad_settings(words: list[str], says: str, capsys: pytest.CaptureFixture
 
 
 @contextlib.contextmanager
-def _no_server(_: str) -> Iterator[serving.Ours]:
+def _no_server(_model: str, _protocol: str) -> Iterator[serving.Ours]:
     there = Endpoint("add", "grpc", "127.0.0.1:1", "add")
     yield serving.Ours(there, {"floor": there, "plain": there, "http": there}, "2.0")
 

@@ -361,7 +361,7 @@ def test_check_leaves_less_time_for_the_second_try(
         given.append(seconds)
         time.sleep(0.2)
         told = {"input": [], "output": [], "max_batch_size": 0, "decoupled": False}
-        return told if "schema" in task else {}
+        return told if "schema" in task else {"hooks": False}
 
     monkeypatch.setattr(isolation, "run", run)
     _lay_out(tmp_path, "gaps [red] ü")

@@ -108,9 +108,9 @@ def test_a_host_whose_model_falls_gets_no_requests(hosts: list[Host], balancer: 
 
 def test_grpc_clients_of_a_service_follow_the_replicas(tmp_path: Path) -> None:
     """Connections that end now and then, as in deploy/kustomize: a restart loses no request."""
-    ageing = ("--", "--grpc-max-connection-age=1000")
+    ageing = ["--grpc-max-connection-age=1000"]
     with (
-        balanced.hosts(tmp_path, (4, 5), *ageing) as members,
+        balanced.hosts(tmp_path, (4, 5), ageing) as members,
         balanced.service(tmp_path, members) as service,
         Load(2, service=True) as load,
     ):
