@@ -15,6 +15,7 @@ import numpy as np
 import parallel
 import pytest
 import scenarios
+import stateful
 import test_sequences
 import torch
 from children import Start, starting
@@ -73,9 +74,8 @@ def test_sequences_on_the_gpu(scenario: scenarios.Scenario, tmp_path: Path, proc
 
 def test_states_are_on_the_gpu(tmp_path: Path) -> None:
     """What is kept of a sequence never leaves the device."""
-    served = test_sequences.Served(
-        test_sequences.config(test_sequences.kept()), models.Accumulate(), "cuda"
-    )
+    settings = stateful.config(stateful.kept())
+    served = test_sequences.Served(settings, models.Accumulate(), "cuda")
     for flags in ("s", "", ""):
         served.send(test_sequences.step(1, 1, flags), test_sequences.step(2, 1, flags))
     kept = [one.values["total"] for one in served.states._kept.values()]

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import struct
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import build
@@ -15,17 +12,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from stateful import IDLE_S, SLOTS, config, kept
 from torch import Tensor, nn
 
 from torch_py_backend import dtypes, pools, runtime, samples, sequences, signatures, warmup
 from torch_py_backend.artifacts import Kind
 from torch_py_backend.batching import Item, Outcome
-from torch_py_backend.config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.config import ModelConfig, Origin
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import (
-    ArtifactError,
     BackendError,
-    ConfigError,
     ForwardError,
     InputError,
     OutputError,
@@ -34,39 +30,10 @@ from torch_py_backend.loaders import Loaded
 from torch_py_backend.options import Options
 from torch_py_backend.pools import Pool
 from torch_py_backend.sequences import Sequences, Step
-from torch_py_backend.states import Control, Initial, Sequencing, State
+from torch_py_backend.states import Control, Initial, State
 
-_IDLE_S = 5.0
 # Idle, and quiet, and the moment in which a request may still be on its way.
-_FORGOTTEN_S = _IDLE_S + 1.5
-_SLOTS = 16
-
-
-def kept(
-    names: tuple[str, str] = ("total", "sum"),
-    dtype: str = "FP32",
-    dims: tuple[int, ...] = (4,),
-    initial: Initial | None = None,
-) -> State:
-    begins = initial or Initial(tuple(max(1, size) for size in dims))
-    return State(*names, dtypes.from_triton(dtype), dims, begins)
-
-
-def config(*states: State, controls: Sequence[Control] = (), **overrides: Any) -> ModelConfig:
-    """A model whose sequences keep these states."""
-    sequencing = Sequencing(_SLOTS, _IDLE_S, 0.0, tuple(controls), states)
-    found = build.config(sequencing=sequencing, **overrides)
-    typed = [state for state in states if state.dtype is not None]
-    inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in typed if s.dtype)
-    told = {spec.name for spec in found.outputs}
-    outputs = (
-        TensorSpec(s.output, s.dtype, s.dims, origin=Origin.STATE)
-        for s in typed
-        if s.dtype and s.output not in told
-    )
-    return dataclasses.replace(
-        found, inputs=(*found.inputs, *inputs), outputs=(*found.outputs, *outputs)
-    )
+_FORGOTTEN_S = IDLE_S + 1.5
 
 
 def engine(settings: ModelConfig, module: nn.Module, device: str = "cpu") -> Engine:
@@ -470,85 +437,6 @@ class _Returns(nn.Module):
         return x, eval(self.value) if self.wrong else x
 
 
-# --- what a sequence begins with -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [one.triton for one in dtypes.TABLE if one.torch])
-@pytest.mark.parametrize("rows", [None, 1, 3])
-def test_zeros(dtype: str, rows: int | None) -> None:
-    """Of every type there are zeros, in as many rows as asked for."""
-    found = sequences.initial(config(kept(dtype=dtype, dims=(2, 3))), rows)["total"]
-
-    assert isinstance(found, Tensor)
-    assert found.dtype is getattr(torch, str(dtypes.from_triton(dtype).torch))
-    assert tuple(found.shape) == ((2, 3) if rows is None else (rows, 2, 3))
-    assert not found.any()
-
-
-def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> ModelConfig:
-    (folder / "initial_state").mkdir()
-    (folder / "initial_state" / "f").write_bytes(content)
-    return config(kept(dtype=dtype, dims=dims, initial=Initial(dims, "f")), folder=folder)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "content", "found"),
-    [
-        ("FP32", struct.pack("<2f", 1.5, -2), [1.5, -2]),
-        ("INT64", struct.pack("<3q", 5, -6, 7), [5, -6]),  # what is more is not read
-        ("BF16", struct.pack("<2H", 0x3F80, 0xC000), [1, -2]),
-        ("BOOL", b"\0\1", [False, True]),
-        ("BYTES", b"\2\0\0\0ab\0\0\0\0", [b"ab", b""]),
-    ],
-)
-def test_initial_state_of_a_file(
-    dtype: str, content: bytes, found: list[Any], tmp_path: Path
-) -> None:
-    """The bytes of data_file are the values; strings lie behind their lengths."""
-    begun = sequences.initial(_file(tmp_path, content, dtype, (2,)), 1)["total"]
-
-    assert begun.tolist() == [found]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "content", "says"),
-    [
-        ("FP32", b"1234567", "holds 7 bytes; expected 8 bytes"),
-        ("BYTES", b"\2\0\0\0ab", "holds 1 strings; expected 2"),
-        ("BYTES", b"\2\0\0\0ab\5\0\0\0", "holds 2 strings; expected 2, each behind its length"),
-        ("BYTES", b"\2\0\0\0ab\0\0\0\0\1", "expected 2, each behind its length"),
-    ],
-)
-def test_a_file_that_does_not_fit(dtype: str, content: bytes, says: str, tmp_path: Path) -> None:
-    """What the file lacks is said at load."""
-    with pytest.raises(ArtifactError) as refusal:
-        sequences.initial(_file(tmp_path, content, dtype, (2,)), 1)
-
-    assert "data_file of the state 'total'" in str(refusal.value)
-    assert says in str(refusal.value)
-
-
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """The refusal names the place."""
-    settings = config(kept(initial=Initial((4,), "f")), folder=tmp_path)
-
-    with pytest.raises(ArtifactError, match=r"cannot be read.*initial_state/f in the model's"):
-        sequences.initial(settings, 1)
-
-
-def test_initial_state_outside_the_model(tmp_path: Path) -> None:
-    """A link out of the model's folder is refused, as for every file that a config names."""
-    secret = tmp_path / "secret"
-    secret.write_bytes(bytes(16))
-    folder = tmp_path / "model"
-    (folder / "initial_state").mkdir(parents=True)
-    (folder / "initial_state" / "f").symlink_to(secret)
-    settings = config(kept(initial=Initial((4,), "f")), folder=folder)
-
-    with pytest.raises(ConfigError, match=r"'total' is 'f'.*in the model's own folder"):
-        sequences.initial(settings, 1)
-
-
 # --- before READY ------------------------------------------------------------------------------
 
 
@@ -767,11 +655,11 @@ def test_what_idles_is_freed() -> None:
     """After the idle time, with nothing else going on, the state is gone."""
     served = accumulating()
     served.send(step(1, 1, "s"))
-    served.clock.now += _IDLE_S
+    served.clock.now += IDLE_S
     served.states.sweep()
     assert len(served.states) == 1
 
-    served.clock.now += _FORGOTTEN_S - _IDLE_S
+    served.clock.now += _FORGOTTEN_S - IDLE_S
     served.states.sweep()
 
     assert len(served.states) == served.states.size == 0
@@ -798,7 +686,7 @@ def test_what_cannot_wait_any_more_is_freed() -> None:
         served.clock.now += 0.5
         served.send(step(2, 1))
     served.states.sweep()
-    for _ in range(_SLOTS + 8 + 1):
+    for _ in range(SLOTS + 8 + 1):
         served.send(step(2, 1))
     served.states.sweep()
 
@@ -857,7 +745,7 @@ def _play(events: list[list[Step] | str], served: Served) -> None:
             served.clock.now += _FORGOTTEN_S
         else:
             served.states.sweep()
-            forgotten = {name for name in totals if served.clock.now - used[name] > _IDLE_S + 1}
+            forgotten = {name for name in totals if served.clock.now - used[name] > IDLE_S + 1}
             freed = totals.keys() - served.states._kept.keys()
             assert freed <= forgotten
             assert freed == forgotten or sent == served.clock.now

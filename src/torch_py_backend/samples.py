@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend import sequences
+from torch_py_backend import initial_states
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 
@@ -42,7 +42,7 @@ def item(
         ArtifactError: a file of initial states cannot be read.
     """
     generator = torch.Generator().manual_seed(0)
-    begun = sequences.initial(config, rows)
+    begun = initial_states.find(config, rows)
     return {
         spec.name: _from_example(spec, rows, example[spec.name], shrunk=shrunk)
         if spec.name in example

@@ -19,6 +19,7 @@ from torch_py_backend import (
     dtypes,
     examples,
     hooks,
+    initial_states,
     loaders,
     outputs,
     programs,
@@ -353,7 +354,7 @@ def _begun(settings: ModelConfig, loaded: Loaded, example: Item) -> Item:
     count = rows.pop() if settings.max_batch_size and len(rows) == 1 else None
     specs = tuple(_example_spec(settings, name, value) for name, value in example.items())
     config = sequences.bound(dataclasses.replace(settings, inputs=specs), loaded.signature)
-    return {**sequences.initial(settings, count), **samples.item(config, count, example=example)}
+    return {**initial_states.find(settings, count), **samples.item(config, count, example=example)}
 
 
 def _example_spec(settings: ModelConfig, name: str, value: Value) -> TensorSpec:

@@ -1,0 +1,43 @@
+"""Configs of models whose sequences keep states."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import build
+
+from torch_py_backend import dtypes
+from torch_py_backend.config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.states import Control, Initial, Sequencing, State
+
+IDLE_S = 5.0
+SLOTS = 16
+
+
+def kept(
+    names: tuple[str, str] = ("total", "sum"),
+    dtype: str = "FP32",
+    dims: tuple[int, ...] = (4,),
+    initial: Initial | None = None,
+) -> State:
+    begins = initial or Initial(tuple(max(1, size) for size in dims))
+    return State(*names, dtypes.from_triton(dtype), dims, begins)
+
+
+def config(*states: State, controls: Sequence[Control] = (), **overrides: Any) -> ModelConfig:
+    """A model whose sequences keep these states."""
+    sequencing = Sequencing(SLOTS, IDLE_S, 0.0, tuple(controls), states)
+    found = build.config(sequencing=sequencing, **overrides)
+    typed = [state for state in states if state.dtype is not None]
+    inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in typed if s.dtype)
+    told = {spec.name for spec in found.outputs}
+    outputs = (
+        TensorSpec(s.output, s.dtype, s.dims, origin=Origin.STATE)
+        for s in typed
+        if s.dtype and s.output not in told
+    )
+    return dataclasses.replace(
+        found, inputs=(*found.inputs, *inputs), outputs=(*found.outputs, *outputs)
+    )
