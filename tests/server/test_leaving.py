@@ -81,6 +81,7 @@ def test_a_slow_stream_blocks_nobody(client: Client, server: Server) -> None:
     for _ in range(3):
         assert len(list(responses(client.ask("asynchronous", {"count": streamed.ints(5)})))) == 5
     assert slow.is_active()
+    _until(server, lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 1)
     slow.cancel()
     # It is woken from its wait.
     _until(server, lambda: metric(server, "pytorch_py_live_streams", "asynchronous") == 0)
@@ -102,6 +103,7 @@ def test_a_client_that_disconnects(server: Server) -> None:
     client = grpc_streams.connect(server)
     call = client.ask("endless", _X)
     assert len(list(itertools.islice(responses(call), 5))) == 5
+    _until(server, lambda: metric(server, "pytorch_py_live_streams", "endless") == 1)
     client.channel.close()
     _until(server, lambda: metric(server, "pytorch_py_live_streams", "endless") == 0)
 

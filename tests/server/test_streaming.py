@@ -100,6 +100,7 @@ def test_many_generators_at_once(client: Client) -> None:
 def test_many_streams_share_their_steps(client: Client, server: Server) -> None:
     """64 streams of a module with step(): values in their order, and steps of several streams."""
     names = ("pytorch_py_steps_total", "pytorch_py_stepped_streams_total")
+    _until_told(server)
     before = [metric(server, name, "continuous") for name in names]
     calls = [
         client.ask("continuous", {"start": streamed.floats(number), "count": streamed.ints(30)})
@@ -184,6 +185,14 @@ def test_the_example(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         timeout=_LONGEST_S,
     )
     assert done.stdout == f"{expected}\n"
+
+
+def _until_told(server: Server) -> None:
+    """Until no stream is live, and all that was counted before is told: once a second."""
+    heartbeat, live = "pytorch_py_heartbeat_timestamp_seconds", "pytorch_py_live_streams"
+    since = time.time()
+    _until(lambda: metric(server, heartbeat, "continuous") > since)
+    _until(lambda: metric(server, live, "continuous") == 0)
 
 
 def _until(what: Callable[[], object]) -> None:
