@@ -382,10 +382,21 @@ def test_vector_instructions_are_looked_for_once(
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", found)
     with config.patch({"cpp.vec_isa_ok": users}):
-        assert compile_cache._find_vectors() == compilers
+        assert compile_cache._find_vectors("digits") == compilers
 
         assert config.cpp.vec_isa_ok is settled
         assert found() == compilers
+
+
+def test_a_torch_that_looks_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch whose compiler has no such list compiles all the same, and looks for itself."""
+    from torch._inductor import config, cpu_vec_isa
+
+    monkeypatch.delattr(cpu_vec_isa, "valid_vec_isa_list")
+    with config.patch({"cpp.vec_isa_ok": None}):
+        assert compile_cache._find_vectors("digits") == []
+        compile_cache._take_vectors([])
+        assert config.cpp.vec_isa_ok is None
 
 
 # --- with torch's own part ---------------------------------------------------------------------

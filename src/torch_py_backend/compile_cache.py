@@ -161,7 +161,7 @@ class Bundle:
             with _locked(self.path.with_suffix(".lock")):
                 found = self._load(cache, logging.WARNING)
                 # Before anything is compiled: the answer is part of the keys in inductor's cache.
-                names = _find_vectors() if self.vectors and not found else []
+                names = _find_vectors(self.model) if self.vectors and not found else []
                 yield found
                 if not found:
                     self._save(cache, names)
@@ -221,10 +221,14 @@ def _settle() -> None:
         os.environ[_VARIABLE] = str(private_files.of_user())
 
 
-def _find_vectors() -> list[str]:
+def _find_vectors(model: str) -> list[str]:
     """The vector instructions that inductor may use here; it does not look for them again."""
-    found = _vectors()
-    _take_vectors(found)
+    try:
+        found = _vectors()
+        _take_vectors(found)
+    except Exception as error:  # a torch that arranges this otherwise: it goes on looking
+        log.info("model '%s': %s; inductor looks for them itself.", model, brief(error))
+        return []
     return found
 
 
@@ -232,13 +236,15 @@ def _take_vectors(names: Sequence[str]) -> None:
     """Spare inductor the search for vector instructions, where it would end with these."""
     from torch._inductor import config, cpu_vec_isa  # noqa: PLC0415  only who compiles pays it
 
-    if config.cpp.vec_isa_ok is not None:  # TORCHINDUCTOR_VEC_ISA_OK: the user's word
+    # Nothing was noted, or TORCHINDUCTOR_VEC_ISA_OK is set: the user's word.
+    if not names or config.cpp.vec_isa_ok is not None:
         return
+    forget = cpu_vec_isa.valid_vec_isa_list.cache_clear
     config.cpp.vec_isa_ok = True
-    cpu_vec_isa.valid_vec_isa_list.cache_clear()
+    forget()
     if _vectors() != names:  # the compiler knows fewer than the processor
         config.cpp.vec_isa_ok = None
-        cpu_vec_isa.valid_vec_isa_list.cache_clear()
+        forget()
 
 
 def _vectors() -> list[str]:
