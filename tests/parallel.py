@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 from pathlib import Path
 from typing import Any
 
+import living
 import psutil
 import torch
 from torch import Tensor, nn
@@ -83,16 +83,4 @@ def write(version: Path) -> None:
 
 def workers(process: int) -> list[psutil.Process]:
     """The processes that live and that this one, or one below it, computes with."""
-    found = []
-    for one in psutil.Process(process).children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if "workers.attend()" in " ".join(one.cmdline()):
-                found.append(one)
-    return found
-
-
-def ended(process: psutil.Process) -> bool:
-    """Whether it is gone, or nobody has asked yet how it ended."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
-    return True
+    return [one for one in living.descendants(process) if "workers.attend()" in living.command(one)]

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import living
 import numpy as np
 import psutil
 import tritonclient.grpc
@@ -55,7 +56,7 @@ class Supervised:
 
     def family(self) -> list[psutil.Process]:
         """The server, its instances and the guard."""
-        return list(psutil.Process(self.process.pid).children(recursive=True))
+        return living.descendants(self.process.pid)
 
     def triton(self) -> psutil.Process:
         # The server's child has its name too, until it becomes an instance.
@@ -65,20 +66,17 @@ class Supervised:
 
     def prefix(self) -> str:
         """How the names of its regions of shared memory begin."""
-        match = re.search(r"shm-region-prefix-name=(\S+)", " ".join(self.triton().cmdline()))
+        match = re.search(r"shm-region-prefix-name=(\S+)", living.command(self.triton()))
         assert match
         return match[1]
 
     def stubs(self, model: str) -> list[psutil.Process]:
         """The processes of a model that live."""
-        found = []
-        for one in self.triton().children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                # A process that is about to end has none.
-                words = " ".join(one.cmdline()[:2])
-                if "_backend_stub " in words and f"/{model}/" in words:
-                    found.append(one)
-        return found
+        return [
+            one
+            for one in living.descendants(self.triton().pid)
+            if "_backend_stub " in living.command(one) and f"/{model}/" in living.command(one)
+        ]
 
     def told(self, model: str, state: State) -> list[psutil.Process]:
         """The processes of a model that tell they are in this state."""
@@ -203,9 +201,7 @@ def serve(
             if process.poll() is None:
                 served.end()
         finally:
-            family: Sequence[psutil.Process] = []
-            with contextlib.suppress(psutil.NoSuchProcess):
-                family = psutil.Process(process.pid).children(recursive=True)
+            family = living.descendants(process.pid)
             process.kill()
             for one in family:
                 with contextlib.suppress(psutil.NoSuchProcess):

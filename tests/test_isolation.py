@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import living
 import psutil
 import pytest
 
@@ -368,15 +369,10 @@ def test_child_ends_that_left_its_session(tmp_path: Path) -> None:
 
 
 def _ends(pid: int) -> bool:
-    """Whether a process that was killed is gone, or only waits to be collected."""
-    for _ in range(200):
-        try:
-            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
-                return True
-        except psutil.NoSuchProcess:
-            return True
-        time.sleep(0.05)
-    return False
+    try:
+        return living.all_end([psutil.Process(pid)])
+    except psutil.NoSuchProcess:
+        return True
 
 
 # --- together --------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import living
 import psutil
 import pytest
 from processes import instance
@@ -58,12 +59,9 @@ def _own(shared: Path, how: str) -> tuple[subprocess.Popen[str], str, Path, int,
 
 def _gone(pid: int) -> bool:
     try:
-        psutil.Process(pid).wait(30)
+        return living.all_end([psutil.Process(pid)])
     except psutil.NoSuchProcess:
         return True
-    except psutil.TimeoutExpired:
-        return False
-    return True
 
 
 def test_an_owner_cleans_up(shared: Path) -> None:

@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import living
 import models
-import psutil
 import pytest
 import torch
 
@@ -127,7 +126,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert process.stderr is not None
     while not process.stderr.readline().startswith("2/"):
         assert process.poll() is None
-    children = psutil.Process(process.pid).children(recursive=True)
+    children = living.descendants(process.pid)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130
@@ -139,18 +138,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert entry["chosen"] is None
     assert len(entry["rows"]) == 1
     # What they have started is killed with them, and takes a moment to be gone.
-    deadline = time.monotonic() + 30
-    while any(_lives(child) for child in children):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def _lives(process: psutil.Process) -> bool:
-    try:
-        # Nobody may be there to collect what became of a child's child.
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return False
+    assert living.all_end(children)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import children
+import living
 import parallel
 import psutil
 import pytest
@@ -65,7 +65,7 @@ def test_workers_leave(started: list[Workers]) -> None:
     processes = [psutil.Process(one) for one in group.processes]
     group.end()
     group.end()
-    assert not any(one.is_running() for one in processes)
+    assert living.left(processes) == []
     assert [one.process.returncode for one in group._workers] == [0, 0]
 
 
@@ -246,10 +246,7 @@ def test_workers_end_with_who_started_them(tmp_path: Path) -> None:
         processes = [psutil.Process(int(one)) for one in child.hear().split()]
         assert parallel.workers(child.pid) == processes
         child.kill()
-    deadline = time.monotonic() + 60
-    while not all(map(parallel.ended, processes)) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert all(map(parallel.ended, processes))
+    assert living.all_end(processes)
 
 
 def test_a_worker_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

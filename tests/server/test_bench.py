@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import living
 import models
 import numpy as np
 import psutil
@@ -196,7 +197,7 @@ def test_a_signal_keeps_what_was_measured(
         document = json.loads((tmp_path / "a.json").read_text())
         assert document["interrupted"] is True
         assert [point["concurrency"] for point in document["points"]] == [1]
-        assert [one for one in family if one.is_running()] == []
+        assert living.left(family) == []
     finally:
         process.kill()
 
@@ -207,14 +208,13 @@ def _when_loaded(pid: int) -> list[psutil.Process]:
     deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         time.sleep(0.1)
-        family: list[psutil.Process] = process.children(recursive=True)
-        ports = [int(one) for one in re.findall(r"--grpc-port=(\d+)", _arguments(family))]
+        family = living.descendants(pid)
+        ports = [
+            int(one)
+            for one in re.findall(r"--grpc-port=(\d+)", " ".join(map(living.command, family)))
+        ]
         connections = process.net_connections(kind="tcp")
         if any(one.raddr and one.raddr.port in ports for one in connections):
             time.sleep(3)
             return family
     raise AssertionError("the load did not begin")
-
-
-def _arguments(family: list[psutil.Process]) -> str:
-    return " ".join(word for one in family if one.is_running() for word in one.cmdline())

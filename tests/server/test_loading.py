@@ -7,6 +7,7 @@ import re
 import time
 from pathlib import Path
 
+import living
 import models
 import psutil
 import pytest
@@ -61,7 +62,7 @@ def test_load_in_turn_and_unload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         client = tritonclient.http.InferenceServerClient(server.http_address, network_timeout=500)
         process = psutil.Process(server.process.pid)
         # Under the prefix that it was given: other servers may run here.
-        told = re.search(r"shm-region-prefix-name=(\S+)", " ".join(process.cmdline()))
+        told = re.search(r"shm-region-prefix-name=(\S+)", living.command(process))
         assert told is not None
         shared = _shared(told[1])
         for _ in range(2):
@@ -70,7 +71,7 @@ def test_load_in_turn_and_unload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert client.is_model_ready("second")
             for name in ("first", "second"):
                 client.unload_model(name)
-            while process.children(recursive=True):
+            while living.descendants(process.pid):
                 time.sleep(0.05)
             assert _shared(told[1]) == shared
             assert not any((temporary / f"torch-py-backend-{os.geteuid()}" / "servers").iterdir())

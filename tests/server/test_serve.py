@@ -10,6 +10,7 @@ import sys
 import venv
 from pathlib import Path
 
+import living
 import models
 import numpy as np
 import psutil
@@ -33,7 +34,7 @@ def _regions(prefix: str) -> list[Path]:
 def _prefix(family: list[psutil.Process]) -> str:
     """The prefix of a server's regions, told from the arguments of its tritonserver."""
     for one in family:
-        match = re.search(r"shm-region-prefix-name=(\S+)", " ".join(one.cmdline()))
+        match = re.search(r"shm-region-prefix-name=(\S+)", living.command(one))
         if match:
             return match[1]
     raise AssertionError("no tritonserver among the processes")
@@ -74,7 +75,7 @@ def test_serves_and_leaves_nothing(number: signal.Signals, repository: Path) -> 
     process = _start(repository)
     try:
         text = _read_until(process, _SERVING)
-        family = psutil.Process(process.pid).children(recursive=True)
+        family = living.descendants(process.pid)
         assert re.search(rb"READY +function 1", text)
         assert re.search(rb"FAILED +syntax_error 1: .*model.py fails at line 3: SyntaxError", text)
         prefix = _prefix(family)
@@ -91,7 +92,7 @@ def test_serves_and_leaves_nothing(number: signal.Signals, repository: Path) -> 
         output, _ = process.communicate(timeout=60)
         assert process.returncode == 0
         assert output.endswith(b"stopped\n")
-        assert [one for one in family if one.is_running()] == []
+        assert living.left(family) == []
         assert _regions(prefix) == []
     finally:
         process.kill()
@@ -102,13 +103,13 @@ def test_a_second_signal_leaves_nothing_either(repository: Path) -> None:
     process = _start(repository)
     try:
         _read_until(process, _SERVING)
-        family = psutil.Process(process.pid).children(recursive=True)
+        family = living.descendants(process.pid)
         prefix = _prefix(family)
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
             process.send_signal(number)
         process.communicate(timeout=60)
         assert process.returncode == 0
-        assert [one for one in family if one.is_running()] == []
+        assert living.left(family) == []
         assert _regions(prefix) == []
     finally:
         process.kill()
@@ -143,12 +144,12 @@ def test_a_stopped_instance_does_not_outlive_the_server(repository: Path, tmp_pa
     ):
         server.wait_loaded(timeout=120)
         triton = psutil.Process(server.process.pid)
-        family = triton.children(recursive=True)
+        family = living.descendants(triton.pid)
         prefix = _prefix([triton])
         assert _regions(prefix)
         for stub in family:
             stub.kill()
-    assert [one for one in family if one.is_running()] == []
+    assert living.left(family) == []
     assert _regions(prefix) == []
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import living
 import numpy as np
 import psutil
 import pytest
@@ -71,12 +72,11 @@ class Served:
 
     def instances(self) -> list[psutil.Process]:
         """Processes of the model that live; Triton reaps the others when it likes to."""
-        family = psutil.Process(self.server.process.pid).children(recursive=True)
-        return [one for one in family if one.status() != psutil.STATUS_ZOMBIE]
+        return living.descendants(self.server.process.pid)
 
     def regions(self) -> list[Path]:
         """Shared memory under the prefix that this server was given: others may run here."""
-        words = " ".join(psutil.Process(self.server.process.pid).cmdline())
+        words = living.command(psutil.Process(self.server.process.pid))
         told = re.search(r"shm-region-prefix-name=(\S+)", words)
         assert told is not None
         found = Path("/dev/shm").glob(f"{told[1]}*")

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import living
 import models
 import numpy as np
 import psutil
@@ -179,8 +180,8 @@ def test_an_instance_that_exits(running: tuple[Server, Any, Path]) -> None:
 def _stubs(server: Server) -> list[psutil.Process]:
     return [
         one
-        for one in psutil.Process(server.process.pid).children(recursive=True)
-        if "python_backend_stub" in one.name() and one.status() != psutil.STATUS_ZOMBIE
+        for one in living.descendants(server.process.pid)
+        if "triton_python_backend_stub" in living.command(one)
     ]
 
 

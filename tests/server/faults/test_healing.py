@@ -9,6 +9,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import living
 import psutil
 import pytest
 import tritonclient.grpc
@@ -122,8 +123,8 @@ def _until_told(served: Supervised, says: str) -> None:
 
 def _regions_of_the_living(served: Supervised) -> bool:
     """The shared memory of dead instances is gone: one region a process, and the owner's file."""
-    living = [one for one in served.triton().children() if one.status() != psutil.STATUS_ZOMBIE]
-    return len(regions(served.prefix())) <= len(living) + 1
+    instances = living.left(served.triton().children())
+    return len(regions(served.prefix())) <= len(instances) + 1
 
 
 def test_killed_at_rest(served: Supervised) -> None:
@@ -310,10 +311,10 @@ def test_serve_is_killed(guarded: bool, tmp_path: Path) -> None:
         family, prefix, triton = served.family(), served.prefix(), served.triton()
         for one in served.stubs("hangs"):
             one.suspend()
-        guard = next(one for one in family if "leftovers" in " ".join(one.cmdline()))
+        guard = next(one for one in family if "leftovers" in living.command(one))
         if guarded:
             served.process.kill()
-            assert psutil.wait_procs(family, timeout=60)[1] == []
+            assert living.all_end(family)
             until(lambda: not regions(prefix), served)
             return
         guard.kill()
@@ -324,8 +325,8 @@ def test_serve_is_killed(guarded: bool, tmp_path: Path) -> None:
     with serve(tmp_path) as served:
         served.settle()
         assert regions(prefix) == []
-        assert [one for one in family if one.is_running()] == []
-        assert not triton.is_running()
+        assert living.left(family) == []
+        assert living.ended(triton)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -337,7 +338,7 @@ def test_tritonserver_dies(number: signal.Signals, tmp_path: Path) -> None:
         family, prefix = served.family(), served.prefix()
         served.triton().send_signal(number)
         assert served.process.wait(60) == 128 + number
-        assert psutil.wait_procs(family, timeout=60)[1] == []
+        assert living.all_end(family)
         assert regions(prefix) == []
         until(lambda: f"tritonserver ended by {number.name}" in served.text, served)
 
@@ -358,7 +359,7 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
         asking.join(60)
         assert answers == [[-104.0] * 4]
         assert served.process.wait(60) == 0
-        assert psutil.wait_procs(family, timeout=60)[1] == []
+        assert living.all_end(family)
         assert regions(prefix) == []
 
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import hostile
+import living
 import malformed
 import numpy as np
-import psutil
 import pytest
 import serving
 from hostile import SERVED, Answer, Grpc, Http
@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_ten_thousand_malformed_requests(server: Server) -> None:
     """Each gets an answer; the good ones among them are right; every process lives on."""
-    started = {one.pid for one in psutil.Process(server.process.pid).children(recursive=True)}
+    started = {one.pid for one in living.descendants(server.process.pid)}
     answers = asyncio.run(_storm(server))
 
     assert sum(answers.values()) == _WAVES * _BAD_PER_WAVE
@@ -53,7 +53,7 @@ def test_ten_thousand_malformed_requests(server: Server) -> None:
     # Most are refused; a few changes leave a request as good as it was.
     refused = sum(count for (status, _), count in answers.items() if status not in (200, "OK"))
     assert refused > _WAVES * _BAD_PER_WAVE / 2
-    now = {one.pid for one in psutil.Process(server.process.pid).children(recursive=True)}
+    now = {one.pid for one in living.descendants(server.process.pid)}
     assert started <= now
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import living
 import numpy as np
 import parallel
 import psutil
@@ -85,7 +86,7 @@ def test_an_instance_that_is_killed(served: Supervised) -> None:
     """Its workers end with it, and the model is loaded again."""
     (stub,), (worker,) = served.stubs("wide"), _workers(served)
     stub.kill()
-    until(lambda: parallel.ended(worker), served)
+    until(lambda: living.ended(worker), served)
     until(lambda: served.stubs("wide") not in ([], [stub]) and served.ready("wide"), served)
 
 
@@ -105,4 +106,4 @@ def test_an_unload_leaves_nothing(served: Supervised) -> None:
     (worker,) = _workers(served)
     with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
         client.unload_model("wide")
-    until(lambda: parallel.ended(worker) and not served.stubs("wide"), served)
+    until(lambda: living.ended(worker) and not served.stubs("wide"), served)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import hostile
+import living
 import numpy as np
 import psutil
 import pytest
@@ -206,7 +207,7 @@ class _Control:
         """One of its instances, with -9."""
         before = self._server.stubs(model)
         before[0].kill()
-        while any(map(_lives, before)):  # noqa: ASYNC110  nobody tells
+        while living.left(before):  # noqa: ASYNC110  nobody tells
             await asyncio.sleep(0.05)
         await self._until_ready(model)
 
@@ -219,12 +220,6 @@ class _Control:
         index = await client.get_model_repository_index()
         (state,) = [one.state for one in index.models if one.name == model]
         return str(state)
-
-
-def _lives(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.status() != psutil.STATUS_ZOMBIE)
-    return False
 
 
 # --- what must not grow ------------------------------------------------------------------------

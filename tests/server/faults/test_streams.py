@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import living
 import pytest
 import scenarios
 import streamed
@@ -71,4 +72,4 @@ def test_the_end_of_the_server(served: Supervised) -> None:
         family = served.family()
         served.end()
         assert served.process.returncode == 0
-        assert not [one for one in family if one.is_running()]
+        assert living.left(family) == []
