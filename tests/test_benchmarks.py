@@ -336,6 +336,25 @@ def test_targets(row: Row, met: str | None) -> None:
         assert document.partition("## Targets")[2].splitlines()[4].endswith(f"| {met} |")
 
 
+def test_reasons() -> None:
+    """What is missed is said with the figures that explain it; of what is kept, nothing."""
+    rows = [
+        _row("add", "floor", 1, [0.8], 1.0),
+        _row("add", "plain", 1, [1.0], 1.0),
+        _row("add", "floor", 8, [1.0], 1.0),
+        _row("mlp", "ray", 32, [1.9], 0.002),
+    ]
+    cost = forward.Cost("mlp", 1, 1.0, 0.001, 0.0006, 0.0001, 0.0001)
+    document = report.markdown(Report("", {}, rows=rows, costs=[cost]))
+    found = document.partition("What is missed, why, and what would be needed:\n\n")[2]
+    floor, peer, around = found.partition("\n\n")[0].splitlines()
+    assert floor.startswith("- add: at least 0.95 of the floor at concurrency 1: ")
+    assert "reaches 0.80." in floor
+    assert "takes 0.50 and 0.25 of one" in peer
+    assert "0.20 ms around the forward, 0.10 of them" in around
+    assert "Requests of 4.0 ms would be needed; these take 1.0." in around
+
+
 @pytest.mark.parametrize(
     ("messages", "met"), [(0.0002, "yes"), (0.0004, "**no**")], ids=["kept", "missed"]
 )
