@@ -1,30 +1,23 @@
-"""Traces of the profiler: what is in them, when a model that serves writes them, refusals."""
+"""A model's batches, profiled without a server."""
 
 from __future__ import annotations
 
 import json
-import os
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import fake_triton
 import hooked
 import models
-import numpy as np
 import pytest
 import ranges
 import scenarios
 import streamed
-import torch
 from ranges import Range
 from scenarios import Scenario
 
-from torch_py_backend import pbtxt, profiling
-from torch_py_backend.adapter import TritonPythonModel
-from torch_py_backend.errors import BackendError, ConfigError
+from torch_py_backend import pbtxt, profiling, recording
+from torch_py_backend.errors import BackendError
 
 _NEGATE = Scenario(
     "negate", scenarios.python(models.Negate), scenarios.config({"x": [4]}, {"y": [4]})
@@ -77,7 +70,7 @@ def test_stages(process: None, tmp_path: Path) -> None:
     (negated,) = [one for one in found["operators"] if one["operator"] == "aten::neg"]
     assert negated["calls"] == 3
     assert (found["requests"], found["device"], found["inputs"]) == (4, "cpu", "made-up values")
-    assert not any(one["operator"].startswith(profiling.PREFIX) for one in found["operators"])
+    assert not any(one["operator"].startswith(recording.PREFIX) for one in found["operators"])
 
 
 def test_hooks(process: None, tmp_path: Path) -> None:
@@ -90,12 +83,15 @@ def test_hooks(process: None, tmp_path: Path) -> None:
     assert {"preprocess", "postprocess"} <= {one["stage"] for one in found["stages"]}
 
 
-def test_streams(process: None, tmp_path: Path) -> None:
-    """Of a decoupled model a batch is a stream's first responses."""
-    scenario = streamed.TABLE[0].scenario
-    _, came = _run(tmp_path, scenario)
+@pytest.mark.parametrize(
+    ("name", "stage"), [("ticker", "next"), ("asynchronous", "next"), ("continuous", "step")]
+)
+def test_streams(name: str, stage: str, process: None, tmp_path: Path) -> None:
+    """Of a decoupled model a batch is a stream's first responses, and how it came to them."""
+    _, came = _run(tmp_path, _named([one.scenario for one in streamed.TABLE], name))
     assert [one.name for one in came].count("batch") == 2
-    assert {one.within for one in came if one.name == "forward"} == {("batch",)}
+    assert {one.within for one in came if one.name in ("forward", stage)} == {("batch",)}
+    assert {one.name for one in came} & {"next", "step"} == {stage}
     assert {"outputs", "gather"} <= {one.name for one in came}
 
 
@@ -134,173 +130,3 @@ def test_batches_that_fail(process: None, tmp_path: Path) -> None:
     with pytest.raises(BackendError, match=r"a batch of 8 failed: .* ValueError: negative"):
         _run(tmp_path, Scenario("raises", scenarios.text(code), text))
     assert [path.name for path in tmp_path.iterdir()] == ["raises"]
-
-
-def test_a_trace_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
-    """Where the profiler leaves half a file, as on a full disk, an older trace stays."""
-
-    class Half:
-        def export_chrome_trace(self, path: str) -> None:
-            Path(path).write_text('{"traceEvents": [')
-
-    (tmp_path / "trace.json").write_text("older")
-    half: Any = Half()
-    with pytest.raises(OSError, match="not written to its end"):
-        profiling.write(half, tmp_path / "trace.json")
-    assert [path.name for path in tmp_path.iterdir()] == ["trace.json"]
-    assert (tmp_path / "trace.json").read_text() == "older"
-
-
-# --- while it serves ---------------------------------------------------------------------------
-
-
-class _Served:
-    """A model that was loaded through the adapter, with PROFILE_DIR."""
-
-    def __init__(self, folder: Path, definition: Any = models.Negate, **parameters: str) -> None:
-        self.traces = folder / "traces"
-        self.traces.mkdir()
-        wished = {"PROFILE_DIR": str(self.traces), "PROFILE_BATCHES": "2"} | parameters
-        text = scenarios.config({"x": [4]}, {"y": [4]}, parameters=wished)
-        scenario = Scenario("negate", scenarios.python(definition), text)
-        self.model = TritonPythonModel()
-        self.model.initialize(fake_triton.arguments(scenario.lay_out(folder)))
-
-    def ask(self, times: int) -> None:
-        x = np.ones((1, 4), dtype=np.float32)
-        for _ in range(times):
-            request = fake_triton.InferenceRequest([fake_triton.Tensor("x", x)])
-            (response,) = self.model.execute([request])
-            assert response.error() is None
-
-    def written(self) -> list[Path]:
-        return sorted(self.traces.glob("*.json.gz"))
-
-
-def _wait(done: Callable[[], Any]) -> None:
-    until = time.monotonic() + _SECONDS
-    while not done():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
-def test_first_batches(process: None, tmp_path: Path) -> None:
-    """The first batches after READY are profiled, without those of the warm-up, and no others."""
-    served = _Served(tmp_path)
-    served.ask(1)
-    assert served.written() == []
-    served.ask(4)
-    _wait(served.written)
-    served.model.finalize()
-    (path,) = served.written()
-    assert path.name.startswith("negate_0_0-1-")  # the instance, and its version
-    came = [one.name for one in ranges.read(path)]
-    assert came.count("batch") == came.count("forward") == came.count("gather") == 2
-    assert [one.name for one in served.traces.iterdir()] == [path.name]
-
-
-def test_again(process: None, tmp_path: Path) -> None:
-    """Whoever may write to the folder has another trace by touching a file there."""
-    served = _Served(tmp_path)
-    served.ask(2)
-    _wait(served.written)
-    (first,) = served.written()
-    first.rename(first.with_suffix(".old"))
-    stamp = served.traces / "again"
-    stamp.touch()
-    os.utime(stamp, (1, 1))  # an older time than any is one, too
-
-    def asked() -> list[Path]:
-        served.ask(1)
-        return served.written()
-
-    _wait(asked)
-    assert len(served.written()) == 1
-    assert [one.name for one in ranges.read(served.written()[0])].count("batch") == 2
-
-
-def test_nothing_stands_around_afterwards(process: None, tmp_path: Path) -> None:
-    """Before and after a trace the stages are the engine's own: what is off costs nothing."""
-    served = _Served(tmp_path, PROFILE_BATCHES="1", TRACING="false")
-    engine = served.model._engine
-    during = engine.__dict__.keys()
-    served.ask(1)
-    assert not {"_run", "_attempt", "_scatter"} & engine.__dict__.keys()
-    assert engine.callee.module is engine.loaded.module
-    assert during >= {"_gather", "_to_device", "_to_host"}
-
-
-def test_a_batch_that_ends_while_a_trace_is_asked_for(process: None, tmp_path: Path) -> None:
-    """The last batch may have ended before who asks for a trace is done: nothing stays around."""
-    served = _Served(tmp_path, PROFILE_BATCHES="1", TRACING="false")
-    served.ask(1)
-    engine = served.model._engine
-    surround = engine.surround
-    asking = threading.Thread(target=served.ask, args=(1,))
-
-    def surrounding(around: Any) -> Callable[[], None]:
-        restore = surround(around)
-        asking.start()
-        _wait(lambda: around.__self__._left == 0)
-        return restore
-
-    engine.surround = surrounding  # type: ignore[method-assign]
-    profiles = profiling.Profiles(engine)
-    asking.join()
-    assert "_run" not in vars(engine)
-    profiles.close()
-
-
-def test_ended_in_mid_trace(process: None, tmp_path: Path) -> None:
-    """A model that is unloaded before it has all its batches leaves nothing half-written."""
-    served = _Served(tmp_path)
-    served.ask(1)
-    served.model.finalize()
-    assert list(served.traces.iterdir()) == []
-    assert not torch._C._autograd._profiler_enabled()
-
-
-def test_no_request_suffers(process: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the profiler cannot begin, requests are answered, and the log has the reason once."""
-    served = _Served(tmp_path)
-
-    def refuses(*_: Any, **__: Any) -> None:
-        raise RuntimeError("Profiler is already enabled on this thread")
-
-    monkeypatch.setattr(profiling, "Recording", refuses)
-    served.ask(3)
-    told = [text for level, text in fake_triton.Logger.lines if "profiler" in text]
-    assert [text.count("cannot be begun: RuntimeError: Profiler is al") for text in told] == [1]
-    assert served.written() == []
-
-
-def test_folder_that_goes(process: None, tmp_path: Path) -> None:
-    """A folder that is removed while the model serves costs the trace, and nothing else."""
-    served = _Served(tmp_path, PROFILE_BATCHES="1")
-    served.traces.rmdir()
-    served.ask(3)
-    _wait(lambda: any("cannot be written" in text for _, text in fake_triton.Logger.lines))
-    served.ask(1)
-
-
-@pytest.mark.parametrize(
-    ("parameters", "says"),
-    [
-        ({"PROFILE_DIR": "traces"}, "PROFILE_DIR is 'traces'. Give an absolute path"),
-        ({"PROFILE_DIR": "/no/such/folder"}, "cannot be written to: No such file or directory"),
-        ({"PROFILE_DIR": "/dev/null"}, "cannot be written to: Not a directory"),
-        ({"PROFILE_DIR": "/proc"}, "expected a folder that is there, and that the server's user"),
-        ({"PROFILE_BATCHES": "3"}, "PROFILE_BATCHES is set, and PROFILE_DIR is not"),
-        ({"PROFILE_DIR": "/tmp", "PROFILE_BATCHES": "0"}, "the parameter PROFILE_BATCHES is '0'"),
-    ],
-)
-def test_bad_parameters(
-    parameters: dict[str, str], says: str, process: None, tmp_path: Path
-) -> None:
-    """A folder that is no place for traces fails the load, before the model is loaded."""
-    text = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters)
-    scenario = Scenario("negate", scenarios.text("raise SystemExit"), text)
-    with pytest.raises(fake_triton.TritonModelException) as refusal:
-        TritonPythonModel().initialize(fake_triton.arguments(scenario.lay_out(tmp_path)))
-    assert says in str(refusal.value)
-    assert issubclass(ConfigError, BackendError)

@@ -142,7 +142,7 @@ class Steps:
             return self._engine.recovery.judge(error, self._engine.loaded.returns)
 
     def _step(self, wishes: Sequence[_Wish]) -> Sequence[Stepped] | Failure:
-        step = self._engine.loaded.step
+        step = self._engine.stream_calls.step
         assert step is not None  # noqa: S101  of a model that has one
         self.calls += 1
         self.streams += len(wishes)

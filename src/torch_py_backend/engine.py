@@ -101,7 +101,13 @@ class Engine:
         self._call = self.callee.call
         self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
         self.stream_calls = StreamCalls(
-            config, self._intake, self.callee, surroundings, self._finite, self.counts
+            config,
+            self._intake,
+            self.callee,
+            surroundings,
+            self._finite,
+            self.counts,
+            loaded.step,
         )
         self.purity = Purity(loaded.owner)
         self.recovery = Recovery(

@@ -1,6 +1,7 @@
 """The line as streams follow it: an item begins one, and what the model makes becomes outcomes.
 
-Between the two the model goes on by itself, as often as it wants: `streams` and `continuous`.
+Between the two the model goes on by itself, as often as it wants: `streams` and `continuous`, by
+the stages that are here.
 """
 
 from __future__ import annotations
@@ -37,7 +38,11 @@ class Given:
 
 
 class StreamCalls:
-    """The first and the last stages of streams. Both are called within `Engine.calling`.
+    """The stages of streams. Each is called within `Engine.calling`.
+
+    Attributes:
+        step: step() of a module that has one, for all live streams.
+        advance: goes on with one stream: calls what it is given.
 
     Args:
         config: the model's config.
@@ -46,6 +51,7 @@ class StreamCalls:
         surroundings: where it is.
         finite: refuses outputs with other than finite numbers; None: they are not looked at.
         counts: where calls and seconds are counted.
+        step: the module's, if it has one.
     """
 
     def __init__(
@@ -56,7 +62,10 @@ class StreamCalls:
         surroundings: Runtime,
         finite: Finite | None,
         counts: Counts,
+        step: Callable[[list[Any]], Any] | None,
     ) -> None:
+        self.step = step
+        self.advance: Callable[[Callable[[], Any]], Any] = _call
         self._intake = intake
         self._callee = callee
         self._finite = finite
@@ -69,11 +78,13 @@ class StreamCalls:
 
     def stages(self) -> list[Stage]:
         """The stages of its own."""
-        return [
+        own = [
             ("gather", self, "_gather"),
             ("host to device", self, "_to_device"),
+            ("next", self, "advance"),
             ("device to host", self, "_to_host"),
         ]
+        return own if self.step is None else [*own, ("step", self, "step")]
 
     def begin(self, item: Item) -> tuple[Any, Given]:
         """What the model returns for one item, as it is: a stream.
@@ -127,3 +138,7 @@ class StreamCalls:
     def _finite_only(self, outcome: dict[str, Value]) -> Outcome:
         refusal = None if self._finite is None else self._finite.refusal(outcome)
         return outcome if refusal is None else refusal
+
+
+def _call(resume: Callable[[], Any]) -> Any:
+    return resume()

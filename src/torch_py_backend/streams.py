@@ -13,6 +13,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from torch_py_backend import continuous, runtime
@@ -138,6 +139,10 @@ class Streams:
             yield
             self.counts.forward_seconds += time.perf_counter() - began
 
+    def advance(self, resume: Callable[[], Any]) -> Any:
+        """Go on with one stream; what it comes to. Called within `calling`."""
+        return self._engine.stream_calls.advance(resume)
+
     def outcome(self, result: Any, given: Given) -> Outcome:
         """A result of the model, as the config says. Called within `calling`."""
         (outcome,) = self._engine.stream_calls.outcomes([(result, given)])
@@ -215,7 +220,7 @@ class _Iterated:
         await asyncio.sleep(0)  # the others' turn
         with self._streams.advancing():
             began = time.perf_counter()
-            result = next(self._results, _END)
+            result = self._streams.advance(partial(next, self._results, _END))
             self._streams.counts.forward_seconds += time.perf_counter() - began
             if result is _END:
                 return None, True
@@ -287,7 +292,7 @@ class _Sliced(Awaitable[T]):
             try:
                 with self._calling():
                     try:
-                        waited_for = resume()
+                        waited_for = self._streams.advance(resume)
                     except StopIteration as end:
                         result: T = end.value
                         return result

@@ -102,9 +102,9 @@ class TritonPythonModel:
         _check_numpy(settings.name)
         tracing.refuse_impossible(settings, told=messages.tells_traces())
         if settings.options.profile_dir is not None:
-            from torch_py_backend import profiling  # noqa: PLC0415
+            from torch_py_backend import profiles  # noqa: PLC0415
 
-            profiling.refuse_unwritable(settings)
+            profiles.refuse_unwritable(settings)
         self._engine = assembly.build(settings, share)
         self._modes.callback(self._engine.leave)
         self._settings = settings
@@ -134,8 +134,7 @@ class TritonPythonModel:
         # Not before: loading may take as long as it wants.
         self._engine.recovery.begins = self._vitals.busy
         if settings.options.profile_dir is not None:
-            profiles = profiling.Profiles(self._engine)
-            self._modes.callback(profiles.close)
+            self._modes.callback(profiles.Profiles(self._engine).close)
         if settings.decoupled:
             self._streaming = streaming.Streaming(
                 self._engine, self._end, self._vitals.idle, traces
