@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -93,6 +94,24 @@ def test_libraries_of_the_cpu_are_kept(
         kept = {path.name: path.read_bytes() for path in folder.glob("*/*")}
 
     assert kept == {"kernel.so": b"code"}
+
+
+def test_bundles_of_the_same_content_are_the_same(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever they were made: who compares two builds of a model folder finds no difference."""
+    made = []
+    for hour in range(2):
+        monkeypatch.setattr(time, "time", lambda hour=hour: 1.8e9 + 3600 * hour)
+        found = bundle(tmp_path, artifact)
+        with found.used():
+            library = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "kernel.so"
+            library.parent.mkdir(parents=True, exist_ok=True)
+            library.write_bytes(b"code")
+            os.utime(library, (hour, hour))
+        made.append(found.path.read_bytes())
+        found.path.unlink()
+    assert made[0] == made[1]
 
 
 def test_library_of_a_killed_start_is_replaced(

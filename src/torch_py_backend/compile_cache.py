@@ -279,11 +279,14 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _pack(made: bytes, cache: Path) -> bytes:
+    """The same bytes of the same content, whenever it was made."""
     buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(_TORCHS, made)
+    with zipfile.ZipFile(buffer, "w") as archive:
+        # An entry that is described by its name alone has no time.
+        archive.writestr(zipfile.ZipInfo(_TORCHS), made, zipfile.ZIP_DEFLATED)
         for library in sorted(cache.glob("**/*.so")):
-            archive.write(library, library.relative_to(cache).as_posix())
+            entry = zipfile.ZipInfo(library.relative_to(cache).as_posix())
+            archive.writestr(entry, library.read_bytes(), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
 
 
