@@ -28,7 +28,7 @@ from benchmarks import clients
 from benchmarks.clients import Endpoint
 from benchmarks.models import MODELS
 from torch_py_backend.errors import BenchError, brief
-from torch_py_backend.server import free_port
+from torch_py_backend.server import ports
 
 ROOT = Path(__file__).parents[1]
 _PEERS = Path(__file__).parent / "peers"
@@ -128,7 +128,7 @@ def started(name: str, model: str) -> Iterator[Endpoint]:
         BenchError: it cannot be installed, does not start, or answers wrongly.
     """
     peer, python = PEERS[name], environment(name)
-    port = free_port()
+    (port,) = ports(0)
     endpoint = Endpoint(model, peer.protocol, f"127.0.0.1:{port}", peer.path.format(model=model))
     command = [str(python), "-m", f"benchmarks.peers.{name}"]
     command += ["--model", model, "--port", str(port)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.server
 import json
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from torch_py_backend import client
 from torch_py_backend.client import Address
 from torch_py_backend.errors import ServerError
 from torch_py_backend.payloads import Tensor
-from torch_py_backend.server import ModelState, free_port
+from torch_py_backend.server import ModelState
 
 
 @pytest.mark.parametrize(
@@ -98,9 +99,12 @@ async def _ask(protocol: str, port: int) -> None:
 @pytest.mark.parametrize("protocol", client.PROTOCOLS)
 def test_nobody_listens(protocol: str) -> None:
     """An unreachable server is one sentence with its address."""
-    port = free_port()
-    with pytest.raises(ServerError, match=f"answers at {protocol}://127.0.0.1:{port}: ") as refusal:
-        asyncio.run(_ask(protocol, port))
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        says = f"answers at {protocol}://127.0.0.1:{port}: "
+        with pytest.raises(ServerError, match=says) as refusal:
+            asyncio.run(_ask(protocol, port))
     assert "\n" not in str(refusal.value)
 
 

@@ -26,9 +26,11 @@ own = leftovers.Ownership()
 if sys.argv[2] == "guarded":
     own.guard()
 environment = os.environ | {leftovers.VARIABLE: str(own.owned.vitals)}
+code = "import time; print(flush=True); time.sleep(1000)"
 sleeper = subprocess.Popen(
-    ["sleep", "1000"], env=environment, start_new_session=True, stdout=subprocess.DEVNULL
+    [sys.executable, "-c", code], env=environment, start_new_session=True, stdout=subprocess.PIPE
 )
+sleeper.stdout.readline()
 (leftovers.SHARED_MEMORY / (own.owned.prefix + "region")).write_bytes(b"?")
 (leftovers.SHARED_MEMORY / "another").write_bytes(b"?")
 guard = own._guard.pid if own._guard else 0
@@ -100,7 +102,7 @@ def test_the_guard_cleans_up_after_its_owner() -> None:
     """Also after kill -9 no process, region and folder is left, and nobody has to start again."""
     process, prefix, folder, child, guard = _own(leftovers.SHARED_MEMORY, "guarded")
     regions = leftovers.SHARED_MEMORY
-    (regions / "another").unlink()
+    (regions / "another").unlink(missing_ok=True)  # others may test this, too
     assert list(regions.glob(f"{prefix}*"))
     process.kill()
     process.communicate()
@@ -176,6 +178,17 @@ def test_only_marked_processes_are_killed(tmp_path: Path) -> None:
         assert ours.wait(30) == -signal.SIGKILL
         assert not leftovers.kill(ours.pid, tmp_path)
     assert not leftovers.marked(os.getpid(), tmp_path)
+
+
+def test_one_that_is_about_to_run_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel has nothing to say of a process while it begins another program."""
+    with instance(tmp_path, "told.ready()") as ours:
+        looks = iter([[], [ours.pid]])
+        monkeypatch.setattr(leftovers, "_processes", lambda: next(looks, []))
+        leftovers.end_marked(tmp_path)
+        assert ours.wait(60) == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(

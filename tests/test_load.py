@@ -27,7 +27,7 @@ class _Jumping(selectors.SelectSelector):
         return super().select(0)
 
 
-def _play(coroutine: Coroutine[Any, Any, _T]) -> _T:
+def play(coroutine: Coroutine[Any, Any, _T]) -> _T:
     """Run a coroutine on the jumping clock."""
     selector = _Jumping()
     loop = asyncio.SelectorEventLoop(selector)
@@ -42,7 +42,7 @@ def _run(send: load.Send, shape: Load, seconds: float, **options: Any) -> Result
     async def played() -> Result:
         return await load.run(send, shape, seconds, **options)
 
-    return _play(played())
+    return play(played())
 
 
 def _takes(seconds: float) -> load.Send:
@@ -134,7 +134,7 @@ def test_latency_counts_from_when_a_request_was_due(outstanding: int) -> None:
     async def played() -> Result:
         return await load.run(_one_at_a_time(0.02)(), shape, 1.0)
 
-    result = _play(played())
+    result = play(played())
     assert result.latencies == pytest.approx(np.array(ends) - due)
     assert result.throughput == pytest.approx(len(due) / ends[-1])
 
@@ -216,7 +216,7 @@ def test_a_stop_keeps_what_was_measured(shape: Load) -> None:
         asyncio.get_running_loop().call_later(1.0, stop.set)
         return await load.run(_takes(0.25), shape, 100.0, stop=stop)
 
-    result = _play(played())
+    result = play(played())
     assert 1.0 <= result.seconds <= 1.25
     assert len(result.latencies) > 0
     assert result.unanswered.size == 0

@@ -214,6 +214,19 @@ def test_what_an_archive_holds(archive: packing.Packed) -> None:
     assert "pyvenv.cfg" not in names
 
 
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        ("test", True),
+        ("encodings/__pycache__/utf_8.cpython-311.pyc", False),
+        ("encodings/__pycache__/utf_8.cpython-311.pyc.140213", True),
+    ],
+)
+def test_what_of_a_standard_library_is_left_out(name: str, left_out: bool) -> None:
+    """What a server needs nothing of, and what another process is just writing."""
+    assert bool(packing._NEEDLESS.fullmatch(name)) == left_out
+
+
 def test_a_layer_lies_upon_the_same_python(tmp_path: Path) -> None:
     """A layer takes its packages along, and nothing of the Python below."""
     folder = packed.make(tmp_path / "env", layer=True)

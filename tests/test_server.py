@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -106,6 +107,16 @@ def test_environment_of_a_lone_interpreter(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     with pytest.raises(ServerError, match="is not this Python"):
         server.environment(server.find())
+
+
+def test_ports() -> None:
+    """What is asked for stays; of the free ones no two are the same, and nobody listens there."""
+    found = server.ports(0, 8000, *[0] * 60)
+    assert found[1] == 8000
+    assert len(set(found)) == 62
+    assert 0 not in found
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", found[0]))
 
 
 def test_a_repository_that_is_missing(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import test_load
 
 from torch_py_backend import sweep
 from torch_py_backend.errors import BenchError, ServerError
@@ -16,14 +17,16 @@ from torch_py_backend.sweep import Point
 class _Counting:
     """A server that counts its requests, as Triton's statistics do."""
 
-    def __init__(self, *, fails: bool = False, hangs: bool = False) -> None:
-        self.requests = self._counted = 0
+    def __init__(self, *, fails: bool = False, late: int = 1) -> None:
+        self.requests = 0
         self.looks: list[int] = []
-        self._fails, self._hangs = fails, hangs
+        self._fails = fails
+        # Triton counts a request a little after it has answered it.
+        self._counted = [0] * late
 
     async def statistics(self, model: str) -> dict[str, Any]:
-        # Triton counts a request a little after it has answered it.
-        counted, self._counted = self._counted, self.requests
+        self._counted.append(self.requests)
+        counted = self._counted.pop(0)
         self.looks.append(counted)
         count = {"count": counted, "ns": counted * 1000}
         return {"model_stats": [{"name": model, "inference_stats": {"success": count}}]}
@@ -39,16 +42,17 @@ def _point(
     server: _Counting, shape: Load, *, warmup: float = 0.02, send: Send | None = None, **more: Any
 ) -> Point | None:
     client: Any = server
-    return asyncio.run(
+    return test_load.play(
         sweep.point(client, "m", send or server.send, shape, seconds=0.05, warmup=warmup, **more)
     )
 
 
 @pytest.mark.parametrize("shape", [Closed(2), Open(400)], ids=["closed", "open"])
 @pytest.mark.parametrize("warmup", [0.0, 0.05])
-def test_statistics_are_of_the_measured_requests(shape: Load, warmup: float) -> None:
+@pytest.mark.parametrize("late", [1, 4])
+def test_statistics_are_of_the_measured_requests(shape: Load, warmup: float, late: int) -> None:
     """Triton counts as many requests as were measured; the warm-up is not among them."""
-    server = _Counting()
+    server = _Counting(late=late)
     found = _point(server, shape, warmup=warmup)
     assert found is not None
     assert found.load == shape

@@ -195,13 +195,16 @@ def remove_region(name: str) -> None:
 
 def end_marked(vitals: Path) -> None:
     """Kill every process of the server whose instances tell in this folder."""
-    # Again and again: one may start another while we look.
+    # Again and again: one may start another while we look, and of one that is just about to run
+    # another program the kernel tells nothing.
+    none = False
     for _ in range(_ROUNDS):
         found = [pid for pid in _processes() if marked(pid, vitals)]
         for pid in found:
             kill(pid, vitals)
-        if not found:
+        if none and not found:
             return
+        none = not found
         time.sleep(_PAUSE_S)
 
 

@@ -31,9 +31,10 @@ SUFFIX = ".tar.gz"
 # What an instance imports, and from which version on; the other dependencies are the commands'.
 NEEDED: Mapping[str, str] = {"torch": "2.6", "numpy": "", "safetensors": "0.4.3"}
 # What is left out: of a Python's standard library, of a layer, and of a venv that takes its Python
-# along.
+# along. Bytecode whose name ends in a number is just being written, by whoever imports it first.
 _NEEDLESS = re.compile(
     r"(site|dist)-packages|test|idlelib|turtledemo|tkinter|ensurepip|config-.*|libpython.*\.a"
+    r"|.*\.pyc\.\d+"
 )
 _ACTIVATION = re.compile(r"bin/[Aa]ctivate.*")
 _REPLACED = re.compile(r"bin/(python[\d.]*|[Aa]ctivate.*)|pyvenv\.cfg|lib64")

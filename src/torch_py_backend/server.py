@@ -184,12 +184,19 @@ def _joined(paths: Sequence[str]) -> str:
     return os.pathsep.join(path for path in paths if path)
 
 
-def free_port() -> int:
-    """A port of 127.0.0.1 that nobody listened on a moment ago."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def ports(*wished: int) -> list[int]:
+    """These ports; in place of each 0 another one that nobody listened on a moment ago."""
+    with contextlib.ExitStack() as held:
+        found = []
+        for port in wished:
+            taken = port
+            if not taken:
+                # Held until all are found, so that they differ; of every address of the machine.
+                listener = held.enter_context(socket.socket())
+                listener.bind(("", 0))
+                taken = listener.getsockname()[1]
+            found.append(taken)
+        return found
 
 
 class Server:
@@ -221,7 +228,7 @@ class Server:
         if not repository.is_dir():
             raise ServerError(f"{repository} is not a folder; expected a model repository.")
         self._repository = repository.absolute()
-        self._ports = [port or free_port() for port in (http_port, grpc_port, metrics_port)]
+        self._ports = ports(http_port, grpc_port, metrics_port)
         self._address = address
         self._triton = find(executable)
         self._arguments = tuple(arguments)

@@ -14,7 +14,7 @@ from torch_py_backend.measurement import Measurement
 
 # How often, and how long apart, statistics are read until they stand still.
 _LOOKS = 50
-_BETWEEN_LOOKS_S = 0.02
+_BETWEEN_LOOKS_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +44,38 @@ async def point(
         BenchError: every request failed, or none was answered.
         ServerError: the server does not tell its statistics any more.
     """
+    counted = 0
     if warmup:
-        _check(shape, await load.run(send, _other_times(shape), warmup, stop=stop))
+        begun = _requests(await _settled(client, model))
+        warm = await load.run(send, _other_times(shape), warmup, stop=stop)
+        _check(shape, warm)
+        counted = begun + len(warm.latencies)
     if stop is not None and stop.is_set():
         return None
-    before = await _settled(client, model)
+    before = await _settled(client, model, counted)
     result = await load.run(send, shape, seconds, stop=stop)
     _check(shape, result)
-    after = await _settled(client, model)
+    after = await _settled(client, model, _requests(before) + len(result.latencies))
     return Point(shape, result, measurement.between(before, after))
 
 
-async def _settled(client: Client, model: str) -> dict[str, Any]:
-    """Triton's statistics once they stand still: it counts a request after it has answered it."""
+async def _settled(client: Client, model: str, least: int = 0) -> dict[str, Any]:
+    """Triton's statistics once they stand still and tell of at least so many requests.
+
+    It counts a request after it has answered it, on a busy machine long after.
+    """
     found = await client.statistics(model)
     for _ in range(_LOOKS):  # others may use the server, too
         before = found
         await asyncio.sleep(_BETWEEN_LOOKS_S)
         found = await client.statistics(model)
-        if found == before:
+        if found == before and _requests(found) >= least:
             break
     return found
+
+
+def _requests(statistics: dict[str, Any]) -> int:
+    return measurement.between({}, statistics).requests
 
 
 def _other_times(shape: Load) -> Load:

@@ -22,7 +22,7 @@ from torch_py_backend import restrictions
 from torch_py_backend.control import Control
 from torch_py_backend.instances import Watch
 from torch_py_backend.readiness import Readiness
-from torch_py_backend.server import Server
+from torch_py_backend.server import Server, ports
 from torch_py_backend.supervision import Event, Kind, Plan, Supervisor
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -98,11 +98,12 @@ def serve(
         # We load them: Triton itself listens only when all of them are there.
         wanted = [name for name in _values(given, "load-model") if name != "*"]
         given = _without(given, "load-model")
+    http, grpc, metrics, health = ports(http_port, grpc_port, metrics_port, health_port)
     server = Server(
         repository,
-        http_port=http_port,
-        grpc_port=grpc_port,
-        metrics_port=metrics_port,
+        http_port=http,
+        grpc_port=grpc,
+        metrics_port=metrics,
         address=address,
         executable=tritonserver,
         arguments=[f"--model-control-mode={mode}", *given],
@@ -121,7 +122,7 @@ def serve(
                 lambda event: console.print(_line(event)),
                 spawn=_spawn,
             )
-            readiness = Readiness(address, health_port, supervisor, server.lives)
+            readiness = Readiness(address, health, supervisor, server.lives)
             with readiness:
                 try:
                     _warn(console, address, given)
