@@ -5,10 +5,12 @@
 So many sequences at a time over gRPC, each with its next step under way as soon as the last one is
 answered: calls over a few connections, or with --stream as many streams, which now and then bring
 tritonserver 24.10 down (with any backend: a race of its own when requests are released). The values
-of all steps are compared with eager PyTorch's first. Then turns of the model with state and of one
-that takes zeros each time, A B A B …; both compute the same, are asked by the same client, and
-batch up to as many rows. "state" keeps the states that sequence_batching names, "option" those that
-STATE does: for the first, Triton hands over memory of its own, too.
+of all steps are compared with eager PyTorch's first. Then turns of the model with state and of two
+that take zeros each time, A B C A B C …: "scheduled" has the same sequence_batching, so that what
+Triton's scheduler costs is told from what states do; "stateless" has dynamic_batching. All compute
+the same, are asked by the same client, and batch up to as many rows. "state" keeps the states that
+sequence_batching names, "option" those that STATE does: for the first, Triton hands over memory of
+its own, too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -67,6 +69,7 @@ _STATE = 'input_name: "{0}" output_name: "new_{0}" data_type: TYPE_FP32 dims: [{
 _OLDEST = "oldest {{ max_candidate_sequences: {0} }} max_sequence_idle_microseconds: 60000000"
 _PAIRS = '{\\"hidden\\": \\"new_hidden\\", \\"cell\\": \\"new_cell\\"}'
 _WAYS = ("state", "option")
+_SCHEDULED = "scheduled"
 _STATELESS = "stateless"
 _CONNECTIONS = 4
 _LONGEST_S = 600
@@ -97,6 +100,8 @@ def scheduler(way: str, sequences: int) -> str:
     if way == _STATELESS:
         return "dynamic_batching { }"
     oldest = _OLDEST.format(sequences)
+    if way == _SCHEDULED:
+        return f"sequence_batching {{ {oldest} }}"
     if way == "option":
         option = f'parameters {{ key: "STATE" value {{ string_value: "{_PAIRS}" }} }}'
         return f"sequence_batching {{ {oldest} }}\n{option}"
@@ -246,7 +251,7 @@ def main(words: list[str]) -> int:
     sent = inputs(wished.sequences, wished.steps)
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
         repository = Path(scratch) / "repository"
-        for way in (wished.way, _STATELESS):
+        for way in (wished.way, _SCHEDULED, _STATELESS):
             write(repository, way, wished.sequences)
         with (
             (Path(scratch) / "server.log").open("wb") as log,
@@ -268,31 +273,38 @@ def _asked(address: str, sent: NDArray[np.float32], *, stream: bool) -> Asked:
 
 
 def _compare(asked: Asked, way: str, sent: NDArray[np.float32]) -> None:
-    """Every step of both models is eager's."""
-    for model in (way, _STATELESS):
+    """Every step of all models is eager's."""
+    for model in (way, _SCHEDULED, _STATELESS):
         turn = asyncio.run(asked(model))
-        wanted = eager(sent, stateful=model != _STATELESS)
+        wanted = eager(sent, stateful=model == way)
         np.testing.assert_allclose(turn.values, wanted, rtol=1e-4, atol=1e-5)
 
 
 def _measure(asked: Asked, way: str, sent: NDArray[np.float32], pairs: int) -> None:
-    turns: dict[str, list[Turn]] = {way: [], _STATELESS: []}
+    turns: dict[str, list[Turn]] = {way: [], _SCHEDULED: [], _STATELESS: []}
     for _ in range(pairs):
         for model, found in turns.items():
             found.append(asyncio.run(asked(model)))
     count = sent.shape[0] * sent.shape[1]
-    print("| model | steps/s | mean batch | µs a step in the backend | time ÷ stateless |")
-    print("|---|---|---|---|---|")
+    print(
+        "| model | steps/s | mean batch | µs a step in the backend | time ÷ scheduled"
+        " | time ÷ stateless |"
+    )
+    print("|---|---|---|---|---|---|")
     for model, found in turns.items():
-        both = zip(found, turns[_STATELESS], strict=True)
-        ratios = [mine.seconds / other.seconds for mine, other in both]
-        told = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f})"
         print(
             f"| {model} | {count / statistics.median(turn.seconds for turn in found):,.0f}"
             f" | {statistics.median(turn.batch for turn in found):.1f}"
             f" | {1e6 * statistics.median(turn.inside for turn in found):.1f}"
-            f" | {told if model == way else ''} |"
+            f" | {_ratio(found, turns[_SCHEDULED]) if model == way else ''}"
+            f" | {_ratio(found, turns[_STATELESS]) if model != _STATELESS else ''} |"
         )
+
+
+def _ratio(turns: Sequence[Turn], others: Sequence[Turn]) -> str:
+    """The times of some turns as multiples of those beside them."""
+    found = [mine.seconds / other.seconds for mine, other in zip(turns, others, strict=True)]
+    return f"{statistics.median(found):.2f} ({min(found):.2f}..{max(found):.2f})"
 
 
 if __name__ == "__main__":
