@@ -114,7 +114,7 @@ class Host:
             self._repository,
             f"--address={self.address}",
             *_PORTS,
-            "--drain=3",
+            "--drain=5",
             triton=self._triton,
         )
         self._served = self._running.enter_context(command)
@@ -131,7 +131,8 @@ class Host:
         """The machine falls: all processes end at once. Returns when they are gone."""
         processes = self._processes()
         for one in processes:
-            one.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # those of serve end with it
+                one.kill()
         self.served.process.wait()
         until(lambda: all(map(living.ended, processes)), lambda: str(processes))
         self._running.close()
@@ -168,14 +169,17 @@ class Balancer:
 
     def states(self) -> set[tuple[str, str, str]]:
         """(backend, host, UP, DOWN or NOLB) for each of the hosts."""
+        return {(row["pxname"], row["svname"], row["status"].split()[0]) for row in self._rows()}
+
+    def held(self, host: Host) -> int:
+        """How many requests of clients a host has not answered yet, over all protocols."""
+        return sum(int(row["scur"]) for row in self._rows() if row["svname"] == host.name)
+
+    def _rows(self) -> list[dict[str, str]]:
         assert self._process.poll() is None, self._log.read_text(errors="replace")
         told = _get(f"{self._address}:8404", "/stats;csv")
         rows = csv.DictReader(told.lstrip("# ").splitlines())
-        return {
-            (row["pxname"], row["svname"], row["status"].split()[0])
-            for row in rows
-            if row["svname"].startswith("host-")
-        }
+        return [row for row in rows if row["svname"].startswith("host-")]
 
     def until(self, state: str, *hosts: Host) -> None:
         """Wait until the hosts are in this state, for every protocol."""
@@ -385,7 +389,7 @@ def _listens(process: subprocess.Popen[bytes], address: str) -> bool:
 
 
 def _get(address: str, path: str) -> str:
-    connection = http.client.HTTPConnection(address, timeout=10)
+    connection = http.client.HTTPConnection(address, timeout=60)
     connection.request("GET", path)
     text = connection.getresponse().read().decode()
     connection.close()

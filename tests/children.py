@@ -69,10 +69,12 @@ def starting(folder: Path) -> Iterator[Start]:
         started.append(Child(folder, code, *arguments))
         return started[-1]
 
-    yield start
-    for child in started:
-        child.kill()
-        for stream in (child.process.stdin, child.process.stdout):
-            assert stream is not None
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+    try:
+        yield start
+    finally:
+        for child in started:
+            child.kill()
+            for stream in (child.process.stdin, child.process.stdout):
+                assert stream is not None
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()

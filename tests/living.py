@@ -16,7 +16,9 @@ def ended(process: psutil.Process) -> bool:
     until the first process of its container asks, which may be never.
     """
     with contextlib.suppress(psutil.NoSuchProcess):
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
+        # Of a process that is killed the first thread ends before others, which hold what is open.
+        zombie = process.status() == psutil.STATUS_ZOMBIE and process.num_threads() <= 1
+        return zombie or not process.is_running()
     return True
 
 
@@ -25,7 +27,7 @@ def left(processes: Iterable[psutil.Process]) -> list[psutil.Process]:
     return [one for one in processes if not ended(one)]
 
 
-def all_end(processes: Iterable[psutil.Process], seconds: float = 30.0) -> bool:
+def all_end(processes: Iterable[psutil.Process], seconds: float = 120.0) -> bool:
     """Whether each of them ends within this time: one that was killed takes a moment."""
     deadline = time.monotonic() + seconds
     while left(processes):

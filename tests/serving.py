@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +60,13 @@ class Serving:
     @property
     def log(self) -> str:
         return self.log_path.read_text(errors="replace")
+
+    def until_logged(self, part: str) -> None:
+        """Wait for what is said of a request that has its answer: Triton writes it later."""
+        deadline = time.monotonic() + 60
+        while part not in self.log:
+            assert time.monotonic() < deadline, part
+            time.sleep(0.05)
 
     def check(self, protocol: str, name: str, call: Call) -> None:
         """One request has the answer, or the refusal, that the table has."""
@@ -130,7 +139,19 @@ def running(folder: Path, *arguments: str, ready: bool = True) -> Iterator[Serve
         states = server.wait_loaded(_LONGEST_S)
         refused = [one for one in states if one.reason]
         assert not (ready and refused), (refused, log_path.read_text(errors="replace"))
+        _await_metrics(server.metrics_address)
         yield server
+
+
+def _await_metrics(address: str) -> None:
+    """Triton begins to listen for them after it has begun for requests."""
+    host, port = address.split(":")
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=60):
+            return
+        time.sleep(0.05)
+    raise AssertionError(address)
 
 
 @contextlib.contextmanager

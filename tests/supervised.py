@@ -124,7 +124,7 @@ def _is_triton(process: psutil.Process) -> bool:
 def _parent(process: psutil.Process) -> int:
     with contextlib.suppress(psutil.Error):
         return int(process.ppid())
-    return 0
+    return int(process.pid)  # nobody's child any more: it is not the server
 
 
 def _infer(module: Any, client: Any, model: str, value: float, **how: Any) -> list[float]:
@@ -201,7 +201,7 @@ def serve(
             if process.poll() is None:
                 served.end()
         finally:
-            family = living.descendants(process.pid)
+            family = living.descendants(process.pid) if process.poll() is None else []
             process.kill()
             for one in family:
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -388,23 +388,28 @@ def test_what_becomes_of_the_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """ON_FATAL decides; who leaves does so after the responses are given to Triton."""
-    codes: list[int] = []
-    left = threading.Event()
+    timers: list[_Timer] = []
 
-    def leave(code: int) -> None:
-        codes.append(code)
-        left.set()
+    class Timer(_Timer):
+        def start(self) -> None:
+            timers.append(self)
 
-    monkeypatch.setattr(os, "_exit", leave)
-    monkeypatch.setattr("torch_py_backend.adapter._SECONDS_TO_ANSWER", 0.2)
     model = load(tmp_path, **({} if action is None else {"ON_FATAL": action}))
+    monkeypatch.setattr("torch_py_backend.adapter.threading.Timer", Timer)
 
-    responses = poison(model, broken)
+    assert len(poison(model, broken)) == 2
+    told = [(one.daemon, one.seconds, one.function, one.given) for one in timers]
+    assert told == [(True, 1.0, os._exit, (os.EX_SOFTWARE,))] * leaves
 
-    assert len(responses) == 2
-    assert codes == []
-    assert left.wait(10 if leaves else 0.5) == leaves
-    assert codes == ([os.EX_SOFTWARE] if leaves else [])
+
+@dataclass
+class _Timer:
+    """A threading.Timer whose time never comes."""
+
+    seconds: float
+    function: Callable[..., object]
+    given: tuple[object, ...]
+    daemon: bool = False
 
 
 def test_a_device_that_breaks_in_the_warm_up(

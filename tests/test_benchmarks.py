@@ -264,7 +264,7 @@ def test_pairs_alternate_and_count() -> None:
     async def run() -> list[Pair]:
         async with _http_server(_right("bytes")) as host:
             endpoint = Endpoint("add", "bytes", host, "predict")
-            return [pair async for pair in pairs.measure(endpoint, endpoint, 2, 0.05, 3)]
+            return [pair async for pair in pairs.measure(endpoint, endpoint, 2, 0.5, 3)]
 
     found = asyncio.run(run())
     assert len(found) == 3
@@ -277,7 +277,7 @@ def test_pairs_refuse_failed_requests() -> None:
     async def run() -> None:
         async with _http_server(b"too much", status=503) as host:
             endpoint = Endpoint("add", "bytes", host, "predict")
-            async for _ in pairs.measure(endpoint, endpoint, 1, 0.05, 1):
+            async for _ in pairs.measure(endpoint, endpoint, 1, 0.5, 1):
                 pass
 
     with pytest.raises(BenchError, match=r"503.*too much"):

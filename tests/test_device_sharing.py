@@ -42,6 +42,7 @@ def die(*_):
     os.kill(os.getpid(), 9)
     time.sleep(60)
 
+ownership._TIMEOUT_S = 60.0
 device_sharing.CudaMemory = lambda device: twin.Twin()
 device_sharing.wished = lambda config: True
 exec("".join(sys.argv[3:]))

@@ -36,7 +36,7 @@ def watch(
 
 def _until(watch: Watch) -> Fall:
     """The next fall."""
-    for _ in range(2000):
+    for _ in range(6000):
         falls = watch.look()
         if falls:
             (fall,) = falls
@@ -201,7 +201,10 @@ def test_strangers_are_never_killed(
 
 def test_a_number_that_is_a_stranger_s_by_now(watch: Watch, tmp_path: Path) -> None:
     """An instance died before it was looked at, and its number was given again: it fell."""
-    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]) as stranger:
+    code = "import time; print(flush=True); time.sleep(1000)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as stranger:
+        assert stranger.stdout is not None
+        stranger.stdout.readline()  # until it runs, its environment cannot be read
         Told(tmp_path, Identity(stranger.pid, "m", "1", "m_0_0", 1), State.BUSY)
         assert _until(watch).reason == "instance m_0_0 died"
         assert stranger.poll() is None

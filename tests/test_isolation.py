@@ -351,21 +351,28 @@ def test_grandchildren_end(tmp_path: Path, hang: bool, apart: bool) -> None:
     """What the function has started ends with it, when its time is over and when it answered."""
     note = tmp_path / "pid"
     if hang:
-        with pytest.raises(LoadError, match="took longer"):
-            _run("leaves_a_process", seconds=3, note=str(note), hang=True, apart=apart)
+        told = _hangs("leaves_a_process", note, hang=True, apart=apart)
     else:
         assert _run("leaves_a_process", note=str(note), hang=False, apart=apart) == "answered"
-    assert _ends(int(note.read_text()))
+        told = note.read_text()
+    assert _ends(int(told))
 
 
 def test_child_ends_that_left_its_session(tmp_path: Path) -> None:
     """A fork that leads a session of its own, and what it has started there, end as well."""
-    note = tmp_path / "pid"
-    with pytest.raises(LoadError, match="took longer"):
-        _run("forks_apart", seconds=3, note=str(note))
-    leader, its_child = map(int, note.read_text().split())
+    leader, its_child = map(int, _hangs("forks_apart", tmp_path / "pid").split())
     assert _ends(leader)
     assert _ends(its_child)
+
+
+def _hangs(task: str, note: Path, **more: Any) -> str:
+    """What a task wrote that hangs and is ended, once it had the time to begin."""
+    for seconds in (1, 5, 25, 125):
+        with pytest.raises(LoadError, match="took longer"):
+            _run(task, seconds=seconds, note=str(note), **more)
+        if note.is_file() and note.read_text():
+            return note.read_text()
+    raise AssertionError("it did not begin")
 
 
 def _ends(pid: int) -> bool:
@@ -395,9 +402,10 @@ def test_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("fails", [[0], [1], [2]])
 def test_together_one_fails(tmp_path: Path, fails: list[int]) -> None:
     """The error is that of the child that failed, not of those that wait for it."""
+    before = _children()
     with pytest.raises(LoadError, match=f"number {fails[0]} fails"):
         _meet(tmp_path, fails)
-    assert not psutil.Process().children()
+    assert _children() <= before
 
 
 @pytest.mark.parametrize(
@@ -410,9 +418,15 @@ def test_together_one_fails(tmp_path: Path, fails: list[int]) -> None:
 )
 def test_together_without_an_answer(task: str, says: str) -> None:
     """A crash and a hang are errors here, too, and nothing is left behind."""
+    before = _children()
     with pytest.raises(LoadError, match=says):
         isolation.run_together("digits", f"tasks:{task}", [{}, {}], 1 if "longer" in says else 60)
-    assert not psutil.Process().children()
+    assert _children() <= before
+
+
+def _children() -> set[psutil.Process]:
+    """This process's; torch may have some, too."""
+    return {*living.left(psutil.Process().children())}
 
 
 def test_together_larger_than_a_pipe() -> None:
@@ -446,4 +460,4 @@ def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
             time.sleep(0.02)
         child = psutil.Process(int(told.read_text()))
         parent.kill()
-    child.wait(60)
+    assert living.all_end([child])

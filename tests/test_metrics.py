@@ -311,6 +311,7 @@ def test_buckets_grow_from_the_last_one_down(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who scrapes while it is told sees no bucket above the one that holds it."""
+    monkeypatch.setattr(metrics, "_SECONDS", 3600)  # told here, and by nobody else
     model = load(tmp_path, judge())
     model.execute([request(1), request(2)])
     increment, seen = fake_triton.Metric.increment, []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ def die(*_):
     os.kill(os.getpid(), 9)
     time.sleep(60)
 
+ownership._TIMEOUT_S = 60.0
 folder, name, change = Path(sys.argv[1]), sys.argv[2], "".join(sys.argv[3:])
 ended = threading.Event()
 react = ended.set
@@ -98,7 +100,8 @@ def test_eight_at_once(start: Start, tmp_path: Path) -> None:
 def test_an_owner_killed(stage: str, start: Start, tmp_path: Path) -> None:
     """Whenever it is killed before it could share: another is the owner, and all are served."""
     killed = start(_MEMBER, tmp_path, "killed", _STAGES[stage])
-    while not (tmp_path / "owner.lock").exists():
+    lock = tmp_path / "owner.lock"
+    while not (lock.exists() and lock.read_bytes()):  # its name, once it holds the lock
         pass
     members = [start(_MEMBER, tmp_path, name) for name in "abc"]
     heard = [member.hear() for member in members]
@@ -213,31 +216,36 @@ def test_a_long_path(start: Start, tmp_path: Path) -> None:
     assert start(_MEMBER, folder, "b").hear() == "a"
 
 
+@pytest.fixture
+def everybodys() -> Iterator[Path]:
+    """A folder that all users may write to."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o777)
+        yield Path(made)
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_another_user_is_told_nothing(start: Start, tmp_path: Path) -> None:
+def test_another_user_is_told_nothing(start: Start, everybodys: Path) -> None:
     """Who is not the same user gets no offer, even where the folder lets it in."""
-    start(_MEMBER, tmp_path, "a").hear()
-    for path in (tmp_path, *tmp_path.parents[:3], tmp_path / "offer.socket"):
-        path.chmod(0o777)
+    start(_MEMBER, everybodys, "a").hear()
+    (everybodys / "offer.socket").chmod(0o777)
     code = (
         "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX);"
         " s.connect(sys.argv[1]); print(len(s.recv(9)), flush=True)"
     )
-    assert start(code, tmp_path / "offer.socket").hear() == "0"
+    assert start(code, everybodys / "offer.socket").hear() == "0"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_another_users_offer_is_not_taken(start: Start, tmp_path: Path) -> None:
+def test_another_users_offer_is_not_taken(start: Start, everybodys: Path) -> None:
     """A socket that another user serves is none."""
     code = (
         "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX);"
         " s.bind(sys.argv[1]); s.listen(); print('listens', flush=True);"
         " c, _ = s.accept(); c.sendall(b'{}\\n'); input()"
     )
-    for path in (tmp_path, *tmp_path.parents[:3]):
-        path.chmod(0o777)
-    assert start(code, tmp_path / "offer.socket").hear() == "listens"
-    assert ownership._connected(tmp_path) is None
+    assert start(code, everybodys / "offer.socket").hear() == "listens"
+    assert ownership._connected(everybodys) is None
 
 
 def test_who_waits_long_says_for_whom(

@@ -86,7 +86,7 @@ def test_answers(
 ) -> None:
     """Each question gets the truth, as a status and as JSON."""
     with Readiness("127.0.0.1", 0, Told(snapshot), lambda: lives) as readiness:
-        client = http.client.HTTPConnection(readiness.address, timeout=10)
+        client = http.client.HTTPConnection(readiness.address, timeout=60)
         client.request("GET", path)
         answer = client.getresponse()
         assert (answer.status, json.loads(answer.read())) == (status, told)
@@ -111,9 +111,9 @@ def test_nonsense_and_silence(sent: bytes, capfd: pytest.CaptureFixture[str]) ->
     """Whatever is sent, or not, the next probe is answered and nothing is printed."""
     with Readiness("127.0.0.1", 0, Told(_GOOD), lambda: True) as readiness:
         host, _, port = readiness.address.partition(":")
-        with socket.create_connection((host, int(port)), timeout=10) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(sent)
-            client = http.client.HTTPConnection(readiness.address, timeout=10)
+            client = http.client.HTTPConnection(readiness.address, timeout=60)
             client.request("HEAD", "/ready")
             assert client.getresponse().status == 200
             client.close()

@@ -172,7 +172,7 @@ def test_only_large_copies_are_worth_a_line_of_the_log(
     monkeypatch.setattr(sharing, "_SMALL", least)
     with caplog.at_level(logging.INFO):
         settled(tmp_path, _compressed)
-    assert len([record for record in caplog.records if "compressed" in record.message]) == lines
+    assert len([text for text in caplog.messages if "compressed" in text]) == lines
 
 
 # torch 2.13 no longer likes them; files that hold some are there all the same.

@@ -225,14 +225,25 @@ def test_a_response_that_cannot_be_sent(tmp_path: Path, process: None) -> None:
     assert "the outputs cannot be sent: TritonModelException: no room" in last
 
 
-def test_room_is_limited(tmp_path: Path, process: None) -> None:
+def test_room_is_limited(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond MAX_STREAMS execute() waits; who has left meanwhile is not begun."""
     served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))
+    assert served.model._streaming is not None
+    room, waits = served.model._streaming._room, threading.Event()
+    acquire = room.acquire
+
+    def acquiring(blocking: bool = True) -> bool:
+        if blocking:
+            waits.set()
+        return acquire(blocking)
+
+    monkeypatch.setattr(room, "acquire", acquiring)
     first, second, third, fourth = (served.request(_X) for _ in range(4))
     served.start(first, second)
     third.sender.cancelled = True
     waiting = threading.Thread(target=served.start, args=(third, fourth))
     waiting.start()
+    assert waits.wait(_SECONDS)
     waiting.join(0.2)
     assert waiting.is_alive()
     assert not fourth.sender.responses

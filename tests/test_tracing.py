@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,6 +44,7 @@ def provider(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
     monkeypatch.setattr(trace, "_TRACER_PROVIDER_SET_ONCE", Once())
+    monkeypatch.setattr(tracing, "_SECONDS_TO_SEND", 60.0)
 
 
 @pytest.fixture
@@ -421,6 +423,10 @@ def test_collector_that_is_gone(
     ((trace_id, _),) = served.ask(served.request(*_FIRST))
     served.model.finalize()
     assert [trace_id] == traced.ends(_FIRST[0])
+    # It goes on to try, and would log into other tests.
+    for one in threading.enumerate():
+        if one.name == "spans":
+            one.join(_SECONDS)
 
 
 @pytest.mark.parametrize("value", ["none", "", " none , "])

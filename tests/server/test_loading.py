@@ -71,9 +71,9 @@ def test_load_in_turn_and_unload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             assert client.is_model_ready("second")
             for name in ("first", "second"):
                 client.unload_model(name)
-            while living.descendants(process.pid):
+            # Triton reaps a process before it gives back what they shared.
+            while living.descendants(process.pid) or _shared(told[1]) != shared:
                 time.sleep(0.05)
-            assert _shared(told[1]) == shared
             assert not any((temporary / f"torch-py-backend-{os.geteuid()}" / "servers").iterdir())
         client.close()
     assert (repository / "counts").read_text().split() == ["1"] * 12

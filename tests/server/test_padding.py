@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
             scenarios.python(models.Tokens),
             scenarios.tokens(
                 f'{{"ids": {{"value": 7, "side": "{side}", "mask": "mask"}}}}',
-                "dynamic_batching { max_queue_delay_microseconds: 20000 }\n",
+                "dynamic_batching { max_queue_delay_microseconds: 500000 }\n",
             ),
         ).lay_out(folder / "repository")
     with serving.running(folder) as made:

@@ -28,7 +28,7 @@ def test_answers(scenario: Scenario, protocol: str, serving: Serving) -> None:
     for batch in scenario.batches:
         serving.check_together(scenario.name, batch)
     for part in scenario.logs:
-        assert part in serving.log
+        serving.until_logged(part)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tritonclient.utils import InferenceServerException
 from torch_py_backend.server import Server
 
 _MANY = 64
+_STEPS = 100
 _LONGEST_S = 60
 _MODELS = (
     *(one.scenario for one in streamed.TABLE),
@@ -103,17 +104,17 @@ def test_many_streams_share_their_steps(client: Client, server: Server) -> None:
     _until_told(server)
     before = [metric(server, name, "continuous") for name in names]
     calls = [
-        client.ask("continuous", {"start": streamed.floats(number), "count": streamed.ints(30)})
+        client.ask("continuous", {"start": streamed.floats(number), "count": streamed.ints(_STEPS)})
         for number in range(_MANY)
     ]
     for number, call in enumerate(calls):
         came = [float(one["y"][0]) for one in responses(call) if isinstance(one, dict)]
-        assert came == [number + tick for tick in range(30)]
-    _until(lambda: metric(server, names[1], "continuous") >= before[1] + _MANY * 30)
+        assert came == [number + tick for tick in range(_STEPS)]
+    _until(lambda: metric(server, names[1], "continuous") >= before[1] + _MANY * _STEPS)
     steps, stepped = (
         metric(server, name, "continuous") - old for name, old in zip(names, before, strict=True)
     )
-    assert stepped == _MANY * 30
+    assert stepped == _MANY * _STEPS
     assert steps < stepped / 2
 
 

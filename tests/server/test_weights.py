@@ -74,6 +74,10 @@ class Served:
         """Processes of the model that live; Triton reaps the others when it likes to."""
         return living.descendants(self.server.process.pid)
 
+    def taken(self) -> int:
+        """How often an instance has said that it has new weights."""
+        return self.log.read_text(errors="replace").count("now with the weights of digest")
+
     def regions(self) -> list[Path]:
         """Shared memory under the prefix that this server was given: others may run here."""
         words = living.command(psutil.Process(self.server.process.pid))
@@ -153,16 +157,18 @@ def test_new_weights_under_load(served: Served) -> None:
     asking = [threading.Thread(target=ask) for _ in range(4)]
     for one in asking:
         one.start()
-    for value in (2.0, 3.0):
+    until(lambda: bool(seen))
+    for number, value in enumerate((2.0, 3.0), 1):
         _write(served.path, value)
+        # Twenty answers may all be one instance's, which was quicker than the others.
+        until(lambda number=number: served.taken() == number * _INSTANCES)  # type: ignore[misc]
         until(lambda value=value: seen[-20:] == [value] * 20)  # type: ignore[misc]
     ended.set()
     for one in asking:
         one.join()
     assert set(seen) == {1.0, 2.0, 3.0}
     until(lambda: all(served.mapped(one.pid) for one in served.instances()))
-    log = served.log.read_text(errors="replace")
-    assert log.count("now with the weights of digest") == 2 * _INSTANCES
+    assert served.taken() == 2 * _INSTANCES
 
 
 def test_a_file_that_is_written_over_in_place_harms_nobody(served: Served) -> None:
@@ -183,8 +189,8 @@ def test_unload_gives_everything_back(served: Served) -> None:
     assert regions >= _INSTANCES
     for _ in range(2):
         served.client.unload_model("wide")
-        until(lambda: not served.instances())
-        assert not served.regions()
+        # Triton reaps a process before it gives back what they shared.
+        until(lambda: not served.instances() and not served.regions())
         served.client.load_model("wide")
         assert served.answer() == 1
         assert len(served.instances()) == _INSTANCES
@@ -198,5 +204,9 @@ def test_who_reads_behind_the_end_of_a_file_leaves_a_word(tmp_path: Path) -> Non
             file.truncate(4096)
         with pytest.raises(InferenceServerException):
             [served.answer() for _ in range(4)]
-        until(lambda: "Fatal Python error: Bus error" in served.log.read_text(errors="replace"))
-        assert "in forward" in served.log.read_text(errors="replace")
+
+        def said() -> str:
+            return served.log.read_text(errors="replace")
+
+        # It is written piece by piece.
+        until(lambda: "in forward" in said().partition("Fatal Python error: Bus error")[2])

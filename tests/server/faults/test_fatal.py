@@ -24,7 +24,9 @@ import torch
 import tritonclient.grpc
 from tritonclient.grpc import InferenceServerException
 
+from torch_py_backend import vitals
 from torch_py_backend.server import Server
+from torch_py_backend.vitals import State
 
 
 class Breaks(torch.nn.Module):
@@ -64,7 +66,7 @@ class Hungry(torch.nn.Module):
 
 
 class Counts(torch.nn.Module):
-    """Takes long, and answers how many rows it has seen."""
+    """Takes as many seconds as it is told to, and answers how many rows it has seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +77,7 @@ class Counts(torch.nn.Module):
 
         if bool((x > 0).any()):
             self.rows += x.shape[0]
-            time.sleep(0.5)
+            time.sleep(float(x.max()))
         return torch.full_like(x, self.rows)
 
 
@@ -204,24 +206,34 @@ def test_a_process_that_may_take_no_more_memory(running: tuple[Server, Any, Path
 
 def test_requests_that_nobody_waits_for(running: tuple[Server, Any, Path]) -> None:
     """Requests that are cancelled, or past their client's deadline, are not run."""
-    _, client, _ = running
-    _ask(client, "counts", 1)  # from now on the instance knows that it pays to ask
+    server, client, _ = running
+    _ask(client, "counts", 0.1)  # from now on the instance knows that it pays to ask
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
-    def send(**more: Any) -> Any:
+    def send(seconds: float, **more: Any) -> Any:
         return client.async_infer(
-            "counts", _inputs(1), lambda result, error: answers.put((result, error)), **more
+            "counts", _inputs(seconds), lambda result, error: answers.put((result, error)), **more
         )
 
-    calls = [send()]
-    time.sleep(0.1)
-    calls += [send() for _ in range(3)]
-    send(client_timeout=0.2)
-    time.sleep(0.1)
-    for call in calls[1:]:
+    send(5)
+    _until_busy(server, "counts")
+    calls = [send(0.1) for _ in range(3)]
+    send(0.1, client_timeout=0.2)
+    time.sleep(0.3)  # until it is past
+    for call in calls:
         call.cancel()
     found = [answers.get(timeout=120) for _ in range(5)]
 
     assert sum(error is None for _, error in found) == 1
     # The one before, this one, and the next.
-    assert (_ask(client, "counts", 1) == 3).all()
+    assert (_ask(client, "counts", 0.1) == 3).all()
+
+
+def _until_busy(server: Server, model: str) -> None:
+    deadline = time.monotonic() + 60
+    while not any(
+        one.identity.model == model and one.sign().state is State.BUSY
+        for one in map(vitals.Reader, vitals.files(server.vitals))
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

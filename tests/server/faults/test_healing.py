@@ -59,7 +59,8 @@ output [{ name: "y" data_type: TYPE_FP32 dims: [ 4 ] }]
 ensemble_scheduling { step [{ model_name: "victim" model_version: -1
   input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } }] }
 """
-_TWO_LIMITED = x_to_y(WARMUP="false", EXECUTION_TIMEOUT_MS="1000").replace("count: 1", "count: 2")
+# Warm: the first call of a process may take as long as the limit on a busy machine.
+_TWO_LIMITED = x_to_y(EXECUTION_TIMEOUT_MS="2000").replace("count: 1", "count: 2")
 _INCOMPLETE = 'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'
 
 
@@ -117,6 +118,11 @@ def _healed(served: Supervised, model: str, old: list[psutil.Process], says: str
     until(lambda: not {*old} & {*served.stubs(model)}, served)
 
 
+def _why(served: Supervised, model: str) -> str:
+    """Why a model does not serve; empty where it does."""
+    return str(served.ask("/ready")[1].get("models", {}).get(model, ""))
+
+
 def _until_told(served: Supervised, says: str) -> None:
     until(lambda: says in served.text, served)
 
@@ -134,8 +140,7 @@ def test_killed_at_rest(served: Supervised) -> None:
     with _undisturbed(served):
         for one in old:
             one.kill()
-        until(lambda: not served.ready("victim"), served)
-        assert "SIGKILL" in served.ask("/ready")[1]["models"]["victim"]
+        until(lambda: "SIGKILL" in _why(served, "victim"), served)
         needs = "needs the model 'victim', which does not serve"
         until(lambda: served.ask("/ready/ensemble")[1].get("reason") == needs, served)
         _healed(served, "victim", old, "DOWN    victim: instance victim_0_0 was ended by SIGKILL")
@@ -163,7 +168,7 @@ def test_death_in_forward(value: float, says: str, served: Supervised) -> None:
         asking = threading.Thread(target=ask)
         asking.start()
         if value == 104.0:
-            asking.join(1.0)
+            until(lambda: served.told("victim", State.BUSY), served)
             for one in old:
                 one.kill()
         until(lambda: not served.ready("victim"), served)
@@ -193,7 +198,7 @@ def test_hangs(served: Supervised) -> None:
         with pytest.raises(InferenceServerException):
             served.infer("limited", 103.0)
         _healed(
-            served, "limited", old, "hung: a call took longer than EXECUTION_TIMEOUT_MS, 1000 ms"
+            served, "limited", old, "hung: a call took longer than EXECUTION_TIMEOUT_MS, 2000 ms"
         )
 
 
@@ -227,7 +232,8 @@ def test_crash_loops_at_start_up(served: Supervised) -> None:
         status, told = served.ask(f"/ready/{name}")
         assert status == 503
         assert told["reason"].startswith("stays down: instance")
-        assert says in told["reason"]
+        # Of one death or another: how a process ended is lost where Triton looks first.
+        assert says in served.text
     status, told = served.ask("/ready/refused")
     assert status == 503
     assert "ValueError: no luck" in told["reason"]
@@ -242,7 +248,7 @@ def test_users_unload_and_load(served: Supervised) -> None:
     with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
         client.unload_model("limited")
         until(lambda: served.ask("/ready/limited")[0] == 404, served)
-        assert "RELEASED limited" in served.text
+        _until_told(served, "RELEASED limited")
         client.load_model("limited")
     until(lambda: served.ready("limited"), served)
     old = served.stubs("limited")
@@ -282,10 +288,10 @@ def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
     """--load-timeout ends a load that hangs, and says so; the others serve."""
     _model("steady").lay_out(tmp_path)
     _model("endless", built="time.sleep(1000)").lay_out(tmp_path)
-    with serve(tmp_path, "--load-timeout=40", "--restarts=0") as served:
+    with serve(tmp_path, "--load-timeout=90", "--restarts=0") as served:
         served.settle()
         assert served.infer("steady", 1.0) == [-1.0] * 4
-        assert "took longer than 40 s (--load-timeout)" in served.ask("/ready/endless")[1]["reason"]
+        assert "took longer than 90 s (--load-timeout)" in served.ask("/ready/endless")[1]["reason"]
         assert served.stubs("endless") == []
 
 
@@ -325,7 +331,7 @@ def test_serve_is_killed(guarded: bool, tmp_path: Path) -> None:
     with serve(tmp_path) as served:
         served.settle()
         assert regions(prefix) == []
-        assert living.left(family) == []
+        assert living.all_end(family)
         assert living.ended(triton)
 
 
@@ -351,7 +357,7 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
         family, prefix, answers = served.family(), served.prefix(), []
         asking = threading.Thread(target=lambda: answers.append(served.infer("steady", 104.0)))
         asking.start()
-        asking.join(1.0)
+        until(lambda: served.told("steady", State.BUSY), served)
         assert served.ask("/ready") == (200, {"ready": True})
         served.process.send_signal(signal.SIGTERM)
         until(lambda: served.ask("/ready")[0] == 503, served)

@@ -34,7 +34,7 @@ _SAMPLE_S = 0.5
 _PAUSE_S = 4.0
 _CANCELLED = 0.03
 # The slowest that may be under way at the end: a load.
-_GRACE_S = 60.0
+_GRACE_S = 240.0
 
 # Between a killed model's return and the next kill; the count of attempts starts anew meanwhile.
 _LIFE_S = 6.0
