@@ -36,7 +36,7 @@ SCENARIOS = (
 _FIRST, _LAST = 42, 53
 _LONGEST_S = 300
 _ROOMS = re.compile(r"^\| `(\w+)/?` \|", flags=re.MULTILINE)
-_FIXTURES = re.compile(r"\b(process|dynamo)\b")
+_FIXTURES = re.compile(r"\b(process|dynamo): None\b|usefixtures\(\"(process|dynamo)\"")
 # They look for torch, a server or tools of the repository, on the machine.
 _LOOKING = {"test_examination.py", "test_release.py", "test_server.py", "test_tuned.py"}
 

@@ -77,10 +77,10 @@ class Profiles:
         """End it; what has not all its batches is not written. To call it twice is no error."""
         self._ended.set()
         self._watcher.join()
-        recording, self._recording = self._recording, None
-        if recording is not None:
+        begun, self._recording = self._recording, None
+        if begun is not None:
             with contextlib.suppress(RuntimeError):  # another thread's, which has ended
-                recording.stop()
+                begun.stop()
         if self._disarm is not None:
             self._disarm()
             self._disarm = None
@@ -147,14 +147,14 @@ class Profiles:
                 self._finish()
 
     def _finish(self) -> None:
-        recording, self._recording = self._recording, None
+        begun, self._recording = self._recording, None
         with self._turn:
             disarm = self._disarm
         if disarm is not None:
             disarm()
-        if recording is not None:
+        if begun is not None:
             try:
-                recorded = recording.stop()
+                recorded = begun.stop()
             except Exception as error:
                 self._told("cannot be ended", error)
             else:
