@@ -76,22 +76,41 @@ def draw(path: Path) -> None:
 
     rows = comparisons()
     models = list(dict.fromkeys(one.model for one in rows))
-    figure = Figure(figsize=(8, 0.32 * len(rows) / len(models) + 1), layout="constrained")
-    for axes, model in zip(figure.subplots(1, len(models), squeeze=False)[0], models, strict=True):
-        shown = [one for one in rows if one.model == model][::-1]
-        values = [float(one.median) for one in shown]
-        spread = [
-            [value - float(one.least) for value, one in zip(values, shown, strict=True)],
-            [float(one.most) - value for value, one in zip(values, shown, strict=True)],
-        ]
-        labels = [f"{one.against}, {one.concurrency}" for one in shown]
-        axes.barh(labels, values, xerr=spread, color="#4c78a8", ecolor="#333333", capsize=2)
-        for place, one in enumerate(shown):
-            axes.text(float(one.most), place, f"  {one.median}", va="center")
+    others = list(dict.fromkeys(one.against for one in rows))[::-1]
+    loads = sorted({one.concurrency for one in rows})
+    figure = Figure(figsize=(8, 0.42 * len(others) + 1.2), layout="constrained")
+    panels = figure.subplots(1, len(models), squeeze=False, sharex=True, sharey=True)[0]
+    for axes, model in zip(panels, models, strict=True):
+        for number, load in enumerate(loads):
+            shown = [one for one in rows if (one.model, one.concurrency) == (model, load)]
+            values = [float(one.median) for one in shown]
+            # Side by side, the least load above.
+            places = [
+                others.index(one.against) + 0.22 * (len(loads) // 2 - number) for one in shown
+            ]
+            spread = [
+                [value - float(one.least) for value, one in zip(values, shown, strict=True)],
+                [float(one.most) - value for value, one in zip(values, shown, strict=True)],
+            ]
+            axes.errorbar(
+                values,
+                places,
+                xerr=spread,
+                fmt="o",
+                color=f"C{number}",
+                markersize=3.5,
+                elinewidth=1,
+                label=f"{load} outstanding",
+            )
         axes.axvline(1, color="#333333", linewidth=0.8)
-        axes.set_xlim(0, max(float(one.most) for one in shown) * 1.2)
+        axes.set_xscale("log")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.grid(visible=True, axis="x", linewidth=0.3)
         axes.set_title(model)
-    figure.supxlabel("requests/s, ours ÷ other at so many outstanding; right of 1 ours is quicker")
+    panels[0].set_yticks(range(len(others)), others)
+    handles, labels = panels[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper right", ncols=len(loads))
+    figure.supxlabel("requests/s, ours ÷ other; right of 1 ours is quicker")
     figure.savefig(path, metadata={"Date": None})
 
 
