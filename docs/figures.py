@@ -9,6 +9,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+import matplotlib as mpl
+from matplotlib.figure import Figure
+
 _DOCS = Path(__file__).parent
 BENCHMARKS = _DOCS / "benchmarks.md"
 GUIDE = _DOCS / "performance.md"
@@ -67,13 +70,20 @@ def table_in_guide() -> str:
 
 def draw(path: Path) -> None:
     """Throughput divided by that of others, with what lies between the pairs' least and most."""
-    import matplotlib as mpl  # noqa: PLC0415  a test needs the table only
-
-    mpl.use("svg")
     # The same file in every run, its words as words.
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "figures", "font.size": 9})
-    from matplotlib.figure import Figure  # noqa: PLC0415
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "figures", "font.size": 9}):
+        _figure().savefig(path, metadata={"Date": None, "Description": description()})
 
+
+def description() -> str:
+    """What the plot shows, in words, for who cannot see it."""
+    return "; ".join(
+        f"{one.model} against {one.against}, {one.concurrency}: {one.median}"
+        for one in comparisons()
+    )
+
+
+def _figure() -> Figure:
     rows = comparisons()
     models = list(dict.fromkeys(one.model for one in rows))
     others = list(dict.fromkeys(one.against for one in rows))[::-1]
@@ -111,7 +121,7 @@ def draw(path: Path) -> None:
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper right", ncols=len(loads))
     figure.supxlabel("requests/s, ours ÷ other; right of 1 ours is quicker")
-    figure.savefig(path, metadata={"Date": None})
+    return figure
 
 
 def main() -> None:
