@@ -105,6 +105,33 @@ def test_only_the_guilty_streams_end() -> None:
     assert pairs[3][1].values == []
 
 
+@pytest.mark.parametrize(
+    "limits", [{}, {"fails_at": 30}, {"most": 2}], ids=["one step", "halves", "out of memory"]
+)
+def test_a_model_that_uses_its_memory_again(limits: dict[str, float]) -> None:
+    """Streams get their own values where another call comes before they are sent."""
+
+    class Reuses(Counter):
+        memory = torch.zeros(8, 1, 1)
+
+        def begin(self, x: Tensor) -> State:
+            self.memory[:] = -1  # as a new stream begins, others have not been sent yet
+            return super().begin(x)
+
+        def step(self, states: list[State]) -> list[tuple[State | None, Tensor]]:
+            pairs = super().step(states)
+            for place, (_, value) in enumerate(pairs):
+                self.memory[place] = value
+            return [(state, self.memory[place]) for place, (state, _) in enumerate(pairs)]
+
+    pairs = _kept(4)
+    _run(Reuses(**limits), *pairs)  # type: ignore[arg-type]
+    for number, (_, kept) in enumerate(pairs):
+        start = 10.0 * number
+        guilty = start >= limits.get("fails_at", 1e9)
+        assert kept.values == ([] if guilty else [[[start]], [[start + 1]], [[start + 2]]])
+
+
 def test_without_a_second_try() -> None:
     """RETRY_FAILED_BATCH=false: a step that fails ends all its streams."""
     model, pairs = Counter(fails_at=30), _kept(4)

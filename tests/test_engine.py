@@ -296,3 +296,115 @@ def test_places_and_signature_are_told() -> None:
 
     assert made.places == {"ARGS[0]": "x", "scale": "scale"}
     assert made.signature == "forward(x: 'Tensor', *, scale: 'Tensor')"
+
+
+class Scratch:
+    """Doubles into memory of its own, which the next call uses again; counts its calls."""
+
+    def __init__(self, *, fails: Callable[[Tensor], None] = lambda x: None) -> None:
+        self.calls = 0
+        self._fails = fails
+        self._memory = torch.zeros(4096)
+
+    def __call__(self, x: Tensor, n: int = 1, by: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        made = self._memory[: x.numel()].view(x.shape)
+        made.copy_(x * 2 * n if by is None else x * 2 * n + by)
+        self._fails(x)
+        return made
+
+
+def fails_on(value: float) -> Callable[[Tensor], None]:
+    def judge(x: Tensor) -> None:
+        if bool((x == value).any()):
+            raise ValueError(f"the value {value}")
+
+    return judge
+
+
+def fails_above(rows: int) -> Callable[[Tensor], None]:
+    def judge(x: Tensor) -> None:
+        if x.shape[0] > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    return judge
+
+
+def _row(*values: float, **others: Tensor) -> dict[str, Tensor]:
+    return {"x": torch.tensor([values]), **others}
+
+
+FREE = build.spec("x", dims=(-1,))
+SENT = [_row(1.0), _row(2.0), _row(3.0), _row(4.0), _row(5.0)]
+
+
+@pytest.mark.parametrize(
+    ("model", "sent", "expected", "overrides"),
+    [
+        pytest.param(
+            Scratch(),
+            [_row(1.0), _row(10.0, 10.0), _row(3.0)],
+            [2.0, 20.0, 6.0],
+            {},
+            id="shapes",
+        ),
+        pytest.param(
+            Scratch(), SENT, [2.0, 4.0, 6.0, 8.0, 10.0], {"batch_buckets": (2,)}, id="buckets"
+        ),
+        pytest.param(
+            Scratch(),
+            [_row(1.0, n=torch.full((1, 1), n)) for n in (1, 2, 1)],
+            [2.0, 4.0, 2.0],
+            {"inputs": (FREE, build.spec("n", "INT64", (1,)))},
+            id="scalars",
+        ),
+        pytest.param(
+            Scratch(),
+            [_row(1.0), _row(2.0, by=torch.ones(1, 1)), _row(3.0)],
+            [2.0, 5.0, 6.0],
+            {"inputs": (FREE, dataclasses.replace(build.spec("by", dims=(-1,)), optional=True))},
+            id="optional inputs",
+        ),
+        pytest.param(
+            Scratch(fails=fails_on(2.0)),
+            SENT,
+            [2.0, ForwardError, 6.0, 8.0, 10.0],
+            {},
+            id="bisection",
+        ),
+        pytest.param(
+            Scratch(fails=fails_above(2)), SENT, [2.0, 4.0, 6.0, 8.0, 10.0], {}, id="out of memory"
+        ),
+        pytest.param(
+            Scratch(),
+            [{"x": torch.tensor([value])} for value in (1.0, 2.0, 3.0)],
+            [2.0, 4.0, 6.0],
+            {"max_batch_size": 0},
+            id="without a batch dimension",
+        ),
+    ],
+)
+def test_outputs_in_memory_that_the_model_uses_again(
+    model: Scratch, sent: list[Any], expected: list[Any], overrides: dict[str, Any]
+) -> None:
+    """Each request keeps its own answer where one run calls the model several times."""
+    inputs = overrides.pop("inputs", (FREE,))
+    made = whole(model, inputs, (build.spec("y", dims=(-1,)),), **overrides)
+
+    outcomes = made.run(sent)
+
+    assert model.calls > 1
+    assert [
+        type(one) if isinstance(one, BackendError) else one["y"].flatten()[0].item()
+        for one in outcomes
+    ] == expected
+
+
+def test_one_call_hands_its_outputs_over() -> None:
+    """A run of one call copies nothing, whatever its outputs share memory with."""
+    memory = torch.zeros(8, 4)
+    outcomes = engine(lambda x: memory[: x.shape[0]]).run(items((1, 4), (2, 4)))
+
+    (first, second) = (cast("dict[str, Tensor]", one)["y"] for one in outcomes)
+    assert first.data_ptr() == memory.data_ptr()
+    assert second.data_ptr() == memory[1].data_ptr()

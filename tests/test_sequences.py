@@ -239,6 +239,26 @@ def test_a_model_that_writes_where_it_should_not() -> None:
     assert served.send(step(3, 7)) == [14]
 
 
+class Reuses(nn.Module):
+    """Returns views of memory of its own, which the next call uses again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory = torch.zeros(8, 4)
+
+    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        made = self._memory[: x.shape[0]].copy_(total + x)
+        return {"y": made, "sum": made}
+
+
+def test_a_model_that_uses_its_memory_again() -> None:
+    """Steps of one sequence in one batch keep their own answers and states."""
+    served = Served(config(kept()), Reuses())
+
+    assert served.send(step(1, 1, "s"), step(2, 10, "s"), step(1, 2), step(1, 3)) == [1, 10, 3, 6]
+    assert served.send(step(2, 10), step(1, 4)) == [20, 10]
+
+
 def _memory(served: Served) -> int:
     """Bytes that states take, what is kept along with them included."""
     values = [one.values["total"] for one in served.states._kept.values()]

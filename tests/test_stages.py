@@ -754,3 +754,44 @@ def test_without_batches() -> None:
     made = engine(doubled, hooks, max_batch_size=0)
     assert values(made.run([item(1.0, 2.0), item(3.0)])) == [[4, 8], [12]]
     assert seen == [(2,), (1,)]
+
+
+class Scratch:
+    """Doubles into memory of its own, which the next call uses again."""
+
+    def __init__(self) -> None:
+        self._memory = torch.zeros(4096)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        made = self._memory[: x.numel()].view(x.shape)
+        return made.copy_(x * 2)
+
+
+@pytest.mark.parametrize("wide", [False, True], ids=["one call", "two calls"])
+@pytest.mark.parametrize("batch", [8, 0], ids=["batched", "unbatched"])
+@pytest.mark.parametrize("names", [{"preprocess"}, {"postprocess"}, {"preprocess", "collate"}])
+def test_hooks_and_models_that_use_their_memory_again(
+    names: set[str], batch: int, wide: bool
+) -> None:
+    """Rows prepared, batches computed and results read stay what they are until they are sent."""
+    rows = [(1.0,), (2.0,), (3.0, 4.0)] if wide else [(1.0,), (2.0,), (3.0,)]
+    hooks: dict[str, Any] = {
+        "preprocess": Scratch(),
+        "collate": lambda rows: torch.stack([torch.nn.functional.pad(row, (0, 2)) for row in rows]),
+        "postprocess": lambda result, again=Scratch(): again(result)[: 1 + wide],  # noqa: B008
+    }
+    if batch == 0:
+        hooks["collate"] = lambda rows: rows[0]
+
+    made = engine(Scratch(), {name: hooks[name] for name in names}, max_batch_size=batch)
+    outcomes = made.run([item(*row) if batch == 0 else item(row) for row in rows])
+
+    firsts = [torch.as_tensor(one["y"]).flatten()[0].item() for one in outcomes]  # type: ignore[index]
+    assert firsts == [4 * row[0] for row in rows]
+
+
+def test_rows_of_one_request_that_share_a_hooks_memory() -> None:
+    """Each row of a request is what the hook made of that row."""
+    hooks: dict[str, Any] = {"preprocess": Scratch(), "postprocess": Scratch()}
+    (outcome,) = values(engine(Scratch(), hooks).run([item((1.0,), (2.0,), (3.0,))]))
+    assert outcome == [[8.0], [16.0], [24.0]]

@@ -41,6 +41,7 @@ class Callee:
         intake: what makes arguments of columns.
         take: reads what the model returns.
         counts: where calls are counted.
+        own: copies an output.
 
     Raises:
         OptionError: torch.compile does not take its parameters.
@@ -53,8 +54,10 @@ class Callee:
         intake: Intake | Stages,
         take: Take,
         counts: Counts,
+        own: Callable[[Value], Value] = batching.own,
     ) -> None:
         self._config = config
+        self._own = own
         self._intake = intake
         self._counts = counts
         self._eager = loaded.module
@@ -102,8 +105,10 @@ class Callee:
         """The model's outputs for a batch, in as many calls as the model needs."""
         if self.rows.take(rows):
             return self._call_once(inputs, columns, rows)
-        pieces = []
+        pieces: list[list[Value]] = []
         for piece, present in batching.fit(columns, self.rows):
+            # The model may write this call's outputs to where the last one's lie.
+            pieces[-1:] = [[self._own(value) for value in last] for last in pieces[-1:]]
             made = self._call_once(inputs, piece, piece[0].shape[0])
             self._counts.filled_rows += piece[0].shape[0] - present
             pieces.append([value[:present] for value in made])

@@ -9,6 +9,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch_py_backend import (
     batching,
     device_sharing,
     examples,
+    mapping,
     outputs,
     runtime,
     sharing,
@@ -44,7 +46,7 @@ from torch_py_backend.wrapping import Around, Stage
 _STAGES = {
     "run": "_run",
     "streamed": "calling",
-    "hook": "_own",
+    "hook": "_staged",
     "call": "_attempt",
     "gather": "_gather",
     "host to device": "_to_device",
@@ -89,12 +91,16 @@ class Engine:
         self._batched = config.max_batch_size > 0
         columns = StateColumns(config)
         self._state_inputs, self._owned, self._sent = columns.inputs, columns.owned, columns.sent
+        # New weights may come between a call and its responses: see `Watch`.
+        self._watched = config.options.watch_weights
         self._finite = outputs.Finite(config) if config.options.check_finite else None
         take: Take = outputs.Taker(config, f"{loaded.returns}()").take
         self._names = columns.outputs
+        self._own: Callable[[Value], Value] = batching.own
         if isinstance(self._intake, Stages) and self._intake.finishes:  # after scatter
             self._names, take, self._finite = stages.UNREAD, self._intake.split, None
-        self.callee = Callee(config, loaded, self._intake, take, self.counts)
+            self._own = stages.own_rows
+        self.callee = Callee(config, loaded, self._intake, take, self.counts, own=self._own)
         self._runtime = surroundings
         self._gather = batching.gather
         self._to_device = surroundings.to_device
@@ -112,7 +118,7 @@ class Engine:
         self.purity = Purity(loaded.owner)
         self.recovery = Recovery(
             config.name,
-            lambda group: self._attempt(group),  # noqa: PLW0108  what stands around it by then
+            lambda group: self._attempt(group, more=True),  # what stands around it by then
             called=loaded.signature.name,
             rows=self.callee.rows if config.max_batch_size else None,
             repeats=self.repeats,
@@ -266,20 +272,23 @@ class Engine:
                 outcomes = self._run_staged(self._intake, items)
         else:
             whole = self._intake.whole(items)
-            outcomes = (
-                self._run_group(whole)
-                if whole is not None
-                else self._run_admitted([self._intake.admit(item) for item in items])
-            )
+            if whole is not None:
+                outcomes = self._run_group(whole)
+            else:
+                with self._runtime.guard():  # the masks of PAD are made on the model's own stream
+                    outcomes = self._run_admitted([self._intake.admit(item) for item in items])
         self.clean()
         return outcomes
 
     def _run_staged(self, around: Stages, items: Sequence[Item]) -> Sequence[Outcome]:
         """The outcomes, with the stages of hooks before and after the engine's own."""
         began = time.perf_counter()
-        begun = [self._own(place, around.begin, item) for place, item in enumerate(items)]
+        # What hooks return for one item is in use until all have been prepared, and sent.
+        more = len(items) > 1
+        begin, finish = partial(around.begin, more=more), partial(around.finish, more=more)
+        begun = [self._staged(place, begin, item) for place, item in enumerate(items)]
         prepared = [
-            one if isinstance(one, BackendError) else self._own(place, one)
+            one if isinstance(one, BackendError) else self._staged(place, one)
             for place, one in enumerate(begun)
         ]
         self.counts.preprocess_seconds += time.perf_counter() - began
@@ -290,13 +299,13 @@ class Engine:
         finished = [
             one
             if isinstance(one, BackendError)
-            else self._own(place, around.finish, one, prepared[place])
+            else self._staged(place, finish, one, prepared[place])
             for place, one in enumerate(outcomes)
         ]
         self.counts.postprocess_seconds += time.perf_counter() - came
         return finished
 
-    def _own(self, place: int, stage: Callable[..., Any], *given: Any) -> Any:
+    def _staged(self, place: int, stage: Callable[..., Any], *given: Any) -> Any:
         """What a stage makes of one item, or the error that is this item's own."""
         try:
             return stage(*given)
@@ -315,24 +324,32 @@ class Engine:
             for position, item in enumerate(outcomes)
             if not isinstance(item, BackendError)
         ]
-        for group in self._intake.group(sound):
-            for position, outcome in zip(group.positions, self._run_group(group), strict=True):
+        groups = self._intake.group(sound)
+        for number, group in enumerate(groups, 1):
+            made = self._run_group(group, more=number < len(groups))
+            for position, outcome in zip(group.positions, made, strict=True):
                 outcomes[position] = outcome
         return outcomes
 
-    def _run_group(self, group: Group) -> Sequence[Outcome]:
+    def _run_group(self, group: Group, *, more: bool = False) -> Sequence[Outcome]:
         if self._limits or self.recovery.fatal is not None:
             return self.recovery.run(group)
         try:
-            return self._attempt(group)
+            return self._attempt(group, more=more)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             failure = self.recovery.judge(error)
         return self.recovery.settle(group, failure)
 
-    def _attempt(self, group: Group) -> Sequence[Outcome]:
-        """The outcomes of a group that is run as it is; raises whatever the model raises."""
+    def _attempt(self, group: Group, *, more: bool) -> Sequence[Outcome]:
+        """The outcomes of a group that is run as it is; raises whatever the model raises.
+
+        Args:
+            group: the group.
+            more: whether the model may be called again before the outcomes are sent. They are
+                copies then: a model may return views of memory that its next call overwrites.
+        """
         with self._runtime.guard():
             names = group.inputs.names
             began = time.perf_counter()
@@ -345,7 +362,10 @@ class Engine:
             rows = rows_in(columns)
             raw = self._call(group.inputs, columns, rows)
             called = time.perf_counter()
-            made = self._to_host(self._owned(raw, batch), self._sent(names, batch))
+            owned = self._owned(raw, batch)
+            made = self._to_host(owned, self._sent(names, batch))
+            if more or self._watched:
+                made = self._kept(owned, made, more=more)
             fetched = time.perf_counter()
         # In place: a call would cost more than all of it.
         counts = self.counts
@@ -362,6 +382,25 @@ class Engine:
                 for one in zip(outcomes, group.positions, strict=True)
             ]
         return outcomes
+
+    def _kept(
+        self, before: Sequence[Any], made: Sequence[Any], *, more: bool
+    ) -> Sequence[Value | Owned]:
+        """The outputs of a call in memory that no later call and no new weights change.
+
+        Args:
+            before: the outputs as the model made them; `to_host` may have copied some.
+            made: the outputs.
+            more: as for `_attempt`.
+        """
+        return [
+            self._own(value)
+            if value is raw
+            and not isinstance(value, Owned)
+            and (more or not (mapping.is_plain(value) and mapping.is_alone(value)))
+            else value
+            for raw, value in zip(before, made, strict=True)
+        ]
 
     def _checked(self, finite: outputs.Finite, outcome: Outcome, position: int) -> Outcome:
         refusal = None if isinstance(outcome, BackendError) else finite.refusal(outcome)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from torch_py_backend import parameters
+from torch_py_backend import parameters, trees
 from torch_py_backend.batching import Item, Value, to_column
 from torch_py_backend.binding import Argument, Inputs, Passing, Signature, Takes, bind_inputs
 from torch_py_backend.config import ModelConfig, TensorSpec
@@ -49,7 +49,13 @@ class ByBatch:
         self.places = self._intake.places
         self.patterns = self._intake.patterns
 
-    def begin(self, item: Item, _: Parameters) -> Callable[[], Item | InputError]:
+    def begin(
+        self,
+        item: Item,
+        _: Parameters,
+        *,
+        more: bool = False,  # noqa: ARG002  as `ByRow.begin`
+    ) -> Callable[[], Item | InputError]:
         return partial(self._intake.admit, item)
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
@@ -132,9 +138,11 @@ class ByRow:
         self.places = self._intake.places
         self.patterns = self._intake.patterns
 
-    def begin(self, item: Item, told: Parameters) -> Callable[[], Item | InputError]:
+    def begin(
+        self, item: Item, told: Parameters, *, more: bool = False
+    ) -> Callable[[], Item | InputError]:
         if not self._batched:
-            return partial(self._whole, [self._begun(item, told)])
+            return partial(self._whole, [self._begun(item, told, more=more)])
         count = count_rows(self._model, item, self._axes)
         if count == 0:
             count = InputError(self._model, "the request has no rows")
@@ -142,13 +150,19 @@ class ByRow:
             refusal = count
             return lambda: refusal
         rows = [
-            self._begun({name: value[row, ...] for name, value in item.items()}, told)
+            self._begun(
+                {name: value[row, ...] for name, value in item.items()},
+                told,
+                more=more or count > 1,
+            )
             for row in range(count)
         ]
         return partial(self._whole, rows)
 
-    def _begun(self, row: Item, told: Parameters) -> _Begun:
+    def _begun(self, row: Item, told: Parameters, *, more: bool) -> _Begun:
         prepare = partial(self._row, row, told)
+        if more:
+            prepare = partial(_owned, prepare)
         if self._threads is None:
             return _Begun(prepare, prepare)
         # What is current for this request, a trace's context say, is so for its rows.
@@ -248,6 +262,10 @@ class ByRow:
         if not inputs.names or not inputs.names[0].startswith(NUMBERED):
             return dict(zip(inputs.names, columns, strict=True))
         return columns[0] if len(columns) == 1 else tuple(columns)
+
+
+def _owned(prepare: Callable[[], Any]) -> Any:
+    return trees.owned(prepare())
 
 
 def _distinct(prepared: Sequence[_Prepared]) -> list[Any]:

@@ -200,8 +200,11 @@ class Sequences:
         """
         outcomes: list[Outcome] = [{} for _ in steps]
         with self._lock:
-            for places in _rounds(steps):
+            rounds = list(_rounds(steps))
+            for number, places in enumerate(rounds, 1):
                 made = self._run([steps[place] for place in places], places)
+                if number < len(rounds):  # the next round may overwrite what the model returned
+                    made = [_owned(outcome) for outcome in made]
                 for place, outcome in zip(places, made, strict=True):
                     outcomes[place] = outcome
             self._passed += len(steps)
@@ -422,6 +425,12 @@ def _rounds(steps: Sequence[Step]) -> Iterator[Sequence[int]]:
             return
         done = set(now)
         places = [place for place in places if place not in done]
+
+
+def _owned(outcome: Outcome) -> Outcome:
+    if isinstance(outcome, BackendError):
+        return outcome
+    return {name: batching.own(value) for name, value in outcome.items()}
 
 
 def _as_input(value: Value) -> Value:

@@ -34,6 +34,11 @@ from torch_py_backend.runtime import Runtime
 UNREAD = (ROWS,)
 
 
+def own_rows(column: Value) -> Value:
+    """Return a copy of what `Stages.split` made: results of rows, with their tensors."""
+    return parameters.column(map(trees.owned, parameters.values(column)))
+
+
 class Stages:
     """The stages before and after the engine's own, for a model with hooks.
 
@@ -89,14 +94,19 @@ class Stages:
 
     # --- before the module ---------------------------------------------------------------------
 
-    def begin(self, item: Item) -> Callable[[], Item | InputError]:
+    def begin(self, item: Item, *, more: bool = False) -> Callable[[], Item | InputError]:
         """Begin to prepare a request's item; what is returned ends it.
 
         That gives what batches are made of, or raises what a hook fails with.
+
+        Args:
+            item: the request's.
+            more: whether others are prepared before this one is used: a hook may return views of
+                memory that its next call overwrites.
         """
         item = dict(item)
         told = parameters.taken(item)
-        return partial(self._prepared, self._intake.begin(item, told), told)
+        return partial(self._prepared, self._intake.begin(item, told, more=more), told)
 
     def _prepared(
         self, prepare: Callable[[], Item | InputError], told: Parameters
@@ -186,18 +196,26 @@ class Stages:
         """Whether outcomes are what `split` made, and `finish` makes outputs of them."""
         return self.hooks.postprocess is not None
 
-    def finish(self, outcome: Mapping[str, Value], item: Item) -> dict[str, Value]:
+    def finish(
+        self, outcome: Mapping[str, Value], item: Item, *, more: bool = False
+    ) -> dict[str, Value]:
         """One request's outputs, read by postprocess() from the results of its rows.
+
+        Args:
+            outcome: what `split` made of the request's part of a batch.
+            item: what `begin` made of the request.
+            more: as for `begin`.
 
         Raises:
             BackendError: postprocess() fails, or returns what the config contradicts.
         """
         results = parameters.values(outcome[ROWS])
         told = parameters.values(item[parameters.KEY]) if self._carries else [()] * len(results)
-        rows = [
-            self._taker.take(self._arranged(self._read(*one)), 1)
-            for one in zip(results, told, strict=True)
-        ]
+        more = more or len(results) > 1
+        rows = []
+        for one in zip(results, told, strict=True):
+            row = self._taker.take(self._arranged(self._read(*one)), 1)
+            rows.append([batching.own(value) for value in row] if more else row)
         columns = list(zip(*rows, strict=True))
         made = {
             name: self._stacked(name, column) if self._batched else column[0]

@@ -72,6 +72,9 @@ class StreamCalls:
         self._counts = counts
         self._batched = config.max_batch_size > 0
         self._names = tuple(spec.name for spec in config.outputs)
+        # Another stream's begin(), a second half's step(), and new weights may come before an
+        # outcome is sent, and overwrite the memory that it shares with the model.
+        self._owns = step is not None or config.options.watch_weights
         self._gather = batching.gather
         self._to_device = surroundings.to_device
         self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
@@ -120,7 +123,13 @@ class StreamCalls:
         ]
         came = [column for _, given in results for column in given.columns]
         began = time.perf_counter()
-        sent = iter(self._to_host(made, came))
+        fetched = self._to_host(made, came)
+        if self._owns:
+            fetched = [
+                batching.own(value) if value is before else value
+                for before, value in zip(made, fetched, strict=True)
+            ]
+        sent = iter(fetched)
         self._counts.device_to_host_seconds += time.perf_counter() - began
         return [
             values

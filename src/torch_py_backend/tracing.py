@@ -219,15 +219,15 @@ class Tracing:
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """For several requests: it runs in a span."""
 
-        def call(group: Group) -> Any:
+        def call(group: Group, *, more: bool) -> Any:
             if not self._contexts:
-                return function(group)
+                return function(group, more=more)
             found = (self._contexts[place] for place in group.positions)
             contexts = [context for context in found if context is not None]
             if not contexts:
-                return function(group)
+                return function(group, more=more)
             with self._span(contexts, len(group.items)):
-                return function(group)
+                return function(group, more=more)
 
         return call
 

@@ -18,17 +18,26 @@ def sent(tree: Any, device: torch.device) -> Any:
     return changed(tree, lambda one: one if one.device == device else one.to(device))
 
 
-def changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A tree with its tensors as `change` makes them; as it is, where that changes none."""
-    if isinstance(tree, Tensor):
+def changed(tree: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
+    """A tree with what is of a kind as `change` makes it; as it is, where that changes none."""
+    if isinstance(tree, kind):
         return change(tree)
     if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
         parts = _parts(tree)
-        made = [changed(part, change) for part in parts]
+        made = [changed(part, change, kind) for part in parts]
         if all(one is part for one, part in zip(made, parts, strict=True)):
             return tree
         return _like(tree, made)
     return tree
+
+
+def owned(tree: Any) -> Any:
+    """A tree whose tensors and arrays are copies; what else it holds is the same."""
+    return changed(tree, _copied, Tensor | np.ndarray)
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value.copy()
 
 
 def split(model: str, result: Any, rows: int) -> list[Any]:
