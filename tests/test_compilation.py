@@ -192,7 +192,9 @@ def test_one_graph_serves_all_row_counts() -> None:
 
 def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """A shape that the warm-up did not meet runs eagerly, with one line in the log for all."""
-    made = compiled(config({"backend": "eager"}), Scaled())
+    counts = Counts()
+    made = compilation.apply(config({"backend": "eager"}), Kind.MODULE, Scaled(), counts)
+    assert made is not None
     made(torch.ones(8, 4))
     sealed = made.seal()
     torch._dynamo.utils.counters.clear()
@@ -201,6 +203,7 @@ def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None
         assert torch.equal(sealed(torch.ones(shape)), torch.full(shape, 3.0))
 
     assert graphs() == 0
+    assert counts.eager_calls == 4
     (message,) = ours(caplog)
     assert "[[1, 4]] were not met in the warm-up" in message
 
@@ -217,6 +220,75 @@ def test_sealed_model_raises_what_the_model_raises() -> None:
 
     with pytest.raises(RuntimeError, match="negative"):
         made.seal()(-torch.ones(2, 4))
+
+
+class Broken(nn.Module):
+    """Writes into its input and a buffer before a graph break, and after it."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x += 1
+        torch._dynamo.graph_break()
+        self.calls += 1
+        return x * 3 if x.shape[0] > 5 else x + 2  # one graph has a guard on the rows
+
+
+@pytest.mark.parametrize("dynamic", [None, False], ids=["automatic", "static"])
+def test_model_with_graph_breaks_is_run_once(dynamic: bool | None) -> None:
+    """A shape that was not met runs to its end: nothing of the model is run twice."""
+    module = Broken()
+    made = compiled(config({"backend": "eager", "dynamic": dynamic}), module)
+    made(torch.zeros(8, 4))
+    sealed = made.seal()
+    torch._dynamo.utils.counters.clear()
+
+    for shape in ((8, 4), (3, 4), (1, 4), (2, 5), (2, 4, 4)):
+        calls, x = module.calls.item(), torch.zeros(shape)
+        assert torch.equal(sealed(x).flatten(), torch.full((x.numel(),), 3.0))
+        assert torch.equal(x, torch.ones(shape))
+        assert module.calls.item() == calls + 2
+
+    assert graphs() == 0
+
+
+def test_error_that_names_torchs_own_is_the_models() -> None:
+    """Whatever a model raises, with a client's text in it or not, it is not run again for that."""
+    calls = 0
+
+    @torch.compiler.disable
+    def refuse(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if x.sum() < 0:
+            raise RuntimeError("Detected recompile when torch.compile stance is 'fail_on_recompile'")
+        return x
+
+    made = compiled(config({"backend": "eager"}), lambda x: refuse(x * 2))
+    made(torch.ones(2, 4))
+    sealed = made.seal()
+    calls = 0
+
+    with pytest.raises(RuntimeError, match="Detected recompile"):
+        sealed(-torch.ones(2, 4))
+    assert calls == 1
+
+
+def test_what_hooks_compile_still_runs() -> None:
+    """A function that another part of the process has compiled is none of the seal's affair."""
+    made = compiled(config({"backend": "eager"}), Scaled())
+    made(torch.ones(8, 4))
+    double = torch.compile(lambda x: x * 2, backend="eager")
+    assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
+    made.seal()
+
+    for shape in ((3,), (5, 5)):
+        assert torch.equal(double(torch.ones(shape)), torch.full(shape, 2.0))
 
 
 def broken(graph: Any, samples: Any) -> Any:

@@ -75,11 +75,50 @@ def apply(
         dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, graphs)
     torch.compiler.set_stance("default")
     torch._inductor.config.freezing = "freeze" in config.options.optimize
+    unmet = _Unmet(config.name, counts)
     try:
-        compiled: Callable[..., Any] = torch.compile(module, **parameters)
+        compiled = torch.compile(_marked(module, unmet), **parameters)
     except Exception as error:  # whatever torch.compile makes of a value that it does not know
         raise refusal(config, error) from error
-    return Compiled(config, module, compiled, counts)
+    return Compiled(config, module, compiled, unmet)
+
+
+def _marked(module: Callable[..., Any], unmet: _Unmet) -> Callable[..., Any]:
+    """Return a function that calls the module, and reports a call for which no graph exists.
+
+    While torch.compile traces it, `is_compiling` is true: the compiled function has no such branch.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            unmet(args, kwargs)
+        return module(*args, **kwargs)
+
+    return call
+
+
+class _Unmet:
+    """Counts the calls of a sealed model that run eagerly, and logs the first one's shapes."""
+
+    def __init__(self, model: str, counts: Counts) -> None:
+        self.sealed = False
+        self._model = model
+        self._counts = counts
+        self._logged = False
+
+    def __call__(self, args: Any, kwargs: Any) -> None:
+        if not self.sealed:
+            return
+        self._counts.eager_calls += 1
+        if not self._logged:
+            self._logged = True
+            leaves = pytree.tree_leaves((args, kwargs))
+            log.warning(
+                "model '%s': inputs of the shapes %s were not met in the warm-up; they, and all"
+                " others that would need a compilation, run eagerly.",
+                self._model,
+                [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)],
+            )
 
 
 def refusal(config: ModelConfig, error: Exception) -> OptionError:
@@ -100,9 +139,9 @@ class Compiled:
         config: ModelConfig,
         module: Callable[..., Any],
         compiled: Callable[..., Any],
-        counts: Counts,
+        unmet: _Unmet,
     ) -> None:
-        self._counts = counts
+        self._unmet = unmet
         parameters = config.options.torch_compile_optional_parameters or {}
         self._model = config.name
         self._eager = module
@@ -138,46 +177,14 @@ class Compiled:
             return result
 
     def seal(self) -> Callable[..., Any]:
-        """The model as requests call it: a shape that would need a compilation runs eagerly."""
+        """The model as requests call it: what would need a compilation runs eagerly.
+
+        A model with graph breaks goes on eagerly where a graph is missing, after the graphs that it
+        has: it is never run again from its start, which would change inputs and buffers twice.
+        "fail_on_recompile" would demand that, and would fail what hooks compile themselves.
+        """
         if self._failed:
             return self._eager
-        torch.compiler.set_stance("fail_on_recompile")
-        return _Sealed(self._model, self._eager, self._compiled, self._counts)
-
-
-class _Sealed:
-    def __init__(
-        self,
-        model: str,
-        eager: Callable[..., Any],
-        compiled: Callable[..., Any],
-        counts: Counts,
-    ) -> None:
-        self._counts = counts
-        self._model = model
-        self._eager = eager
-        self._compiled = compiled
-        self._told = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return self._compiled(*args, **kwargs)
-        except RuntimeError as error:
-            if "fail_on_recompile" not in str(error):
-                raise
-            if not self._told:
-                self._told = True
-                shapes = [
-                    list(leaf.shape)
-                    for leaf in pytree.tree_leaves((args, kwargs))
-                    if isinstance(leaf, Tensor)
-                ]
-                log.warning(
-                    "model '%s': inputs of the shapes %s were not met in the warm-up; they, and all"
-                    " others that would need a compilation, run eagerly.",
-                    self._model,
-                    shapes,
-                )
-        self._counts.eager_calls += 1
-        with torch.compiler.set_stance("force_eager"):
-            return self._eager(*args, **kwargs)
+        torch.compiler.set_stance("eager_on_recompile")
+        self._unmet.sealed = True
+        return self._compiled
