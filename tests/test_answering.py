@@ -295,7 +295,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     # The engine takes the probe when it is built.
     state: list[Callable[[], None]] = []
-    monkeypatch.setattr(runtime, "probe", lambda: [one() for one in state])
+    monkeypatch.setattr(runtime, "probe", lambda _: [one() for one in state])
     return lambda: state.append(probe)
 
 

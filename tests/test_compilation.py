@@ -266,7 +266,9 @@ def test_error_that_names_torchs_own_is_the_models() -> None:
         nonlocal calls
         calls += 1
         if x.sum() < 0:
-            raise RuntimeError("Detected recompile when torch.compile stance is 'fail_on_recompile'")
+            raise RuntimeError(
+                "Detected recompile when torch.compile stance is 'fail_on_recompile'"
+            )
         return x
 
     made = compiled(config({"backend": "eager"}), lambda x: refuse(x * 2))

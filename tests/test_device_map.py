@@ -272,7 +272,7 @@ def test_new_weights(tmp_path: Path) -> None:
     config, artifact, _ = stored(tmp_path, 0.0)
     loaded = loaders.load(artifact, config, None)
     fresh = stored(tmp_path, 1.0)[2]
-    replacement.put(loaded, replacement.read(config, artifact, loaded))
+    replacement.put(config, artifact, loaded, replacement.read(config, artifact, loaded))
     x = torch.rand(3, 4)
     with torch.no_grad():
         assert torch.equal(loaded.module(x), fresh(x))

@@ -75,6 +75,21 @@ def _script_takes_all(size: int) -> torch.Tensor:
             True,
             id="cuBLAS",
         ),
+        pytest.param(
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+            ),
+            True,
+            id="cuBLAS's first use",
+        ),
+        pytest.param(
+            RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm`"),
+            False,
+            id="cuBLAS, later",
+        ),
+        pytest.param(
+            RuntimeError("Triton Error [CUDA]: out of memory"), True, id="a Triton kernel"
+        ),
         pytest.param(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, id="cuDNN"),
         pytest.param(chained(MemoryError(), explicitly=True), True, id="the cause"),
         pytest.param(chained(MemoryError(), explicitly=False), True, id="the context"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -19,10 +20,16 @@ import stateful
 import test_sequences
 import torch
 from children import Start, starting
+from torch import Tensor
 
-from torch_py_backend import artifacts, loaders, ranks
-from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend import artifacts, graphs, loaders, ranks, runtime, signatures
+from torch_py_backend.adapter import TritonPythonModel, messages
 from torch_py_backend.artifacts import Kind
+from torch_py_backend.engine import Engine
+from torch_py_backend.loaders import Loaded
+from torch_py_backend.options import Options
+from torch_py_backend.padding import Padding
+from torch_py_backend.purity import Purity
 
 pytestmark = [
     pytest.mark.gpu,
@@ -417,3 +424,162 @@ def test_ranks_on_gpus(tmp_path: Path, process: None) -> None:
             torch.testing.assert_close(made.cpu(), parallel.expected(x), rtol=1e-3, atol=1e-4)
     finally:
         loaded.leave()
+
+
+# --- streams and devices: what runs on a stream is waited for, and what is read on it is there ----
+
+
+class Far(torch.nn.Module):
+    """Computes on another GPU, for long, and leaves its output there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight: Tensor
+        self.register_buffer("weight", torch.eye(4096, device="cuda:0"), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        far = x.to("cuda:1")
+        work = self.weight.to("cuda:1")
+        for _ in range(50):
+            work = work @ work
+        return far * 2 * work[0, 0]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_an_output_on_another_device_is_waited_for(tmp_path: Path, process: None) -> None:
+    """KIND_MODEL: a copy runs on the current stream of its source's device.
+
+    See Tensor.copy_ in ATen/native/cuda/Copy.cu, which takes that stream of the source's device.
+    """
+    scenario = scenarios.Scenario(
+        "far",
+        scenarios.text(models.source(Far)),
+        scenarios.config({"x": [4]}, {"y": [4]}),
+    )
+    model = TritonPythonModel()
+    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
+    model.initialize(arguments | {"model_instance_kind": "MODEL"})
+    document = json.loads(arguments["model_config"])
+    for number in range(20):
+        sent = np.full((1, 4), number, dtype=np.float32)
+        (response,) = model.execute([fake_triton.request({"x": sent}, document)])
+        (tensor,) = response.output_tensors()
+        np.testing.assert_array_equal(tensor.as_numpy(), 2 * sent)
+
+
+def test_kept_inputs_are_read_on_the_models_stream() -> None:
+    """A decoupled request's inputs are copied where the model reads them, and before Triton goes on.
+
+    Triton uses the memory of a request's tensors again once execute() has returned.
+    """
+    surroundings = runtime.surround(Options(), torch.device("cuda"), ())
+    tensors = [fake_triton.Tensor.from_dlpack("x", torch.full((1 << 24,), 7.0, device="cuda"))]
+    streams = []
+    with surroundings.guard():
+        own = torch.cuda.current_stream()
+
+    def guard() -> Any:
+        streams.append(own)
+        return surroundings.guard()
+
+    request = fake_triton.InferenceRequest(inputs=tensors)
+    item = messages.read_kept(request, guard)
+    assert streams == [own]
+    assert own.query()  # nothing is under way
+    torch.utils.dlpack.from_dlpack(tensors[0].to_dlpack()).zero_()
+    with surroundings.guard():
+        assert bool((torch.as_tensor(item["x"]) == 7).all())
+
+
+def test_masks_are_made_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PAD makes of inputs on the GPU is not read before it is there."""
+    x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
+    mask = dataclasses.replace(build.spec("mask", dims=(-1,)), optional=True)
+    settings = build.config(
+        inputs=(x, mask),
+        outputs=(build.spec("y", dims=(-1,)),),
+        kind="GPU",
+        pad={"x": {"mask": "mask"}},
+    )
+    surroundings = runtime.surround(Options(), torch.device("cuda"), ())
+
+    def forward(x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask
+
+    loaded = Loaded(Kind.MODULE, forward, signatures.of_function(forward))
+    made = Engine(settings, loaded, surroundings, build.artifact())
+    streams = []
+    fill = Padding.fill
+    monkeypatch.setattr(
+        Padding,
+        "fill",
+        lambda padding, item: (streams.append(torch.cuda.current_stream()), fill(padding, item))[1],
+    )
+    made.run([{"x": torch.ones(1, size, device="cuda")} for size in (2, 3)])
+    with surroundings.guard():
+        assert streams == [torch.cuda.current_stream()] * 2
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4, 5), (2, 3, 4, 0)])
+def test_empty_outputs_that_stay_on_the_gpu(shape: tuple[int, ...]) -> None:
+    """Triton's utilities compare strides even of a tensor without values.
+
+    torch counts a size of 0 as 1 in strides (c10::TensorImpl), Triton as 0.
+    """
+    value = torch.empty(shape, device="cuda")
+    written = messages.write_tensor("y", value)
+    assert tuple(torch.utils.dlpack.from_dlpack(written.to_dlpack()).shape) == shape
+
+
+def test_graphs_with_autocast(tmp_path: Path, process: None) -> None:
+    """What a graph has captured does not read casts of weights that are freed by then.
+
+    torch.cuda.make_graphed_callables refuses autocast with its cache on for the same reason.
+    """
+    scenario = scenarios.Scenario(
+        "captured",
+        scenarios.both(
+            scenarios.python(models.Affine), scenarios.safe(scenarios.affine().state_dict())
+        ),
+        scenarios.config({"x": [4]}, {"y": [3]}, parameters={"OPTIMIZE": "cuda_graphs,bf16"}),
+    )
+    model = TritonPythonModel()
+    arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
+    model.initialize(arguments | {"model_instance_kind": "GPU"})
+    document = json.loads(arguments["model_config"])
+    junk = [torch.full((64,), float("nan"), device="cuda") for _ in range(4096)]
+    for rows in (1, 2, 8, 2):
+        sent = scenarios.floats(rows, 4)
+        (response,) = model.execute([fake_triton.request({"x": sent}, document)])
+        (tensor,) = response.output_tensors()
+        expected = scenarios.affine()(torch.as_tensor(sent)).detach().numpy()
+        np.testing.assert_allclose(tensor.as_numpy(), expected, rtol=5e-2, atol=5e-2)
+    del junk
+
+
+class Counting(torch.nn.Module):
+    """Counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x
+
+
+def test_buffers_that_graphs_write_are_seen() -> None:
+    """A replay changes a buffer and not its version."""
+    module = Counting().cuda()
+    made = Purity(module, captured=True)
+    x = torch.ones(1, device="cuda")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        replay = graphs.capture(lambda tensors: module(*tensors), [x])
+        torch.cuda.current_stream().synchronize()
+        made.settle()
+        assert not made.writes_buffers()
+        replay([x])
+        torch.cuda.current_stream().synchronize()
+    assert made.writes_buffers()

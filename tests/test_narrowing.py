@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from torch_py_backend.narrowing import narrow
+from torch_py_backend.narrowing import Budget, narrow
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Model:
 
 def narrowed(model: Model, count: int, calls: int = 1000) -> list[str | Failed]:
     items = range(count)
-    return narrow(items, model, Failed(tuple(items)), calls=calls, hopeless=lambda: False)
+    return narrow(items, model, Failed(tuple(items)), calls=Budget(calls), hopeless=lambda: False)
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 32, 33])
@@ -105,7 +105,7 @@ def test_a_failure_that_ends_everything(guilty: int) -> None:
         range(8),
         attempt,
         Failed(tuple(range(8))),
-        calls=1000,
+        calls=Budget(1000),
         hopeless=lambda: model.calls[-1] == (guilty,),
     )
 

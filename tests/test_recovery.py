@@ -33,6 +33,7 @@ from torch_py_backend.errors import (
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.options import Options
 from torch_py_backend.outputs import Taker
+from torch_py_backend.purity import Purity
 
 BAD = -7.0
 
@@ -78,7 +79,9 @@ def engine(
 
     loaded = Loaded(Kind.MODULE, forward, signatures.of_function(forward), owner, rows)
     surroundings = runtime.surround(Options(), torch.device("cpu"), ())
-    return Engine(settings, loaded, surroundings, build.artifact())
+    made = Engine(settings, loaded, surroundings, build.artifact())
+    made.purity.compare({}, {})  # as after a warm-up that saw no input written
+    return made
 
 
 def items(values: Sequence[float], rows: int = 1, length: int = 4) -> list[Item]:
@@ -281,16 +284,54 @@ def test_models_that_must_not_be_called_twice(
     assert counter.count.item() == calls
 
 
-def test_models_that_write_into_their_inputs() -> None:
-    """A request whose values the model has overwritten is not tried again with them."""
-    model = Model(above(1))
+class InPlace(Model):
+    """Doubles where its input lies, and then asks the judge."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls.append(x.shape[0])
+        x *= 2
+        self._judge(x)
+        return x
+
+
+@pytest.mark.parametrize("writes", [None, True], ids=["without a warm-up", "as the warm-up saw"])
+def test_models_that_write_into_their_inputs(writes: bool | None) -> None:
+    """A request whose values the model may have overwritten is not tried again with them."""
+    model = InPlace(above(1))
     made = engine(model)
-    made.purity.compare({"x": torch.ones(1)}, {"x": torch.zeros(1)})
+    made.purity = Purity(None)
+    if writes:
+        made.purity.compare({"x": torch.ones(1)}, {"x": torch.zeros(1)})
 
     outcomes = made.run(items([1.0], rows=2))
 
     assert [type(outcome) for outcome in outcomes] == [OutOfMemoryError]
     assert model.calls == [2]
+
+
+def test_batches_of_models_that_write_into_their_inputs() -> None:
+    """Several requests are a copy: only those at fault fail, and the others have their answers."""
+    sent = items([1.0, BAD, 3.0, 4.0])
+    before = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
+
+    def judge(x: Tensor) -> None:
+        bad(x / 2)
+
+    assert check(before, engine(InPlace(judge)).run(sent), ForwardError) == [1]
+
+
+def test_parts_of_a_request_that_the_model_writes_into() -> None:
+    """Rows that did not fit in memory are tried again as they were sent."""
+    model = InPlace(above(8))
+    made = engine(model)
+    sent = items([1.0, 2.0, 3.0], rows=7)
+    before = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
+    assert check(before, made.run(sent), OutOfMemoryError) == []
+    assert model.calls[0] == 21
+
+    model._judge = above(2)
+    assert check(before, made.run(items([1.0, 2.0, 3.0], rows=7)), OutOfMemoryError) == []
+    assert max(model.calls[-5:]) <= 2
 
 
 def test_work_is_bounded() -> None:
@@ -300,6 +341,15 @@ def test_work_is_bounded() -> None:
 
     assert all(isinstance(outcome, ForwardError) for outcome in outcomes)
     assert len(model.calls) == 129
+
+
+def test_work_is_bounded_for_all_parts_of_a_batch() -> None:
+    """Guilty requests in many small parts share the calls of one batch."""
+    model = Model(lambda x: (above(64)(x), bad(x))[0])
+    outcomes = engine(model, max_batch_size=512).run(items([BAD] * 512))
+
+    assert all(isinstance(outcome, ForwardError) for outcome in outcomes)
+    assert len([rows for rows in model.calls if rows <= 64]) == 128 + 512 // 64
 
 
 def test_what_the_log_is_told() -> None:
@@ -669,7 +719,7 @@ class Device:
             # AOTInductor does not pass on what CUDA said.
             raise accelerator(710) if self._tells else RuntimeError("the package failed")
 
-    def probe(self) -> None:
+    def probe(self, _: torch.device) -> None:
         if self.broken:
             raise accelerator(710)
 

@@ -256,9 +256,9 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, reserved: dict[int, int], current: in
 
 
 def test_probe_asks_only_devices_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To touch another GPU would take memory there."""
-    done = _gpus(monkeypatch, {0: 0, 1: 0, 2: 5}, current=1)
-    runtime.probe()
+    """To touch another GPU, the current one included, would take memory there."""
+    done = _gpus(monkeypatch, {0: 0, 1: 0, 2: 5}, current=0)
+    runtime.probe(torch.device("cuda", 1))
 
     assert done == [("probe", 1), ("probe", 2)]
 
@@ -272,17 +272,28 @@ def test_probe_tells_what_the_device_tells(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.cuda, "synchronize", gone)
     with pytest.raises(RuntimeError, match="device-side assert"):
-        runtime.probe()
+        runtime.probe(torch.device("cuda", 0))
 
 
 def test_processes_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where CUDA was never used, it is not used to look for faults either."""
     done = _gpus(monkeypatch, {0: 0}, current=0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    runtime.probe()
+    runtime.probe(torch.device("cuda", 0))
     runtime.free()
 
     assert done == []
+
+
+@pytest.mark.parametrize(("optimize", "cached"), [((), True), (("cuda_graphs",), False)])
+def test_autocast_caches_no_weights_that_graphs_read(
+    optimize: tuple[str, ...], cached: bool
+) -> None:
+    """A captured graph would read casts that are freed as autocast is left."""
+    options = Options(optimize=("bf16", *optimize))
+    with runtime.surround(options, torch.device("cpu"), ()).guard():
+        assert torch.is_autocast_enabled("cpu")
+        assert torch.is_autocast_cache_enabled() == cached
 
 
 def test_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -147,7 +147,7 @@ def test_a_new_file_is_swapped_in(
         until(lambda: watch.digest == hashlib.sha256(path.read_bytes()).hexdigest()[:12])
         assert torch.equal(answer(made), Net(value)(X))
         # It was not the model that wrote.
-        assert not made.purity.broken()
+        assert not made.purity.writes_buffers()
         found = sharing.mapped(made.loaded)
         assert found.shared == found.total
     until(lambda: f"{path} (deleted)" not in Path("/proc/self/maps").read_text())
@@ -271,6 +271,88 @@ def test_a_bad_file_is_refused_once_and_the_old_weights_stay(
     assert torch.equal(answer(made), Net(3)(X))
     (refusal,) = refusals(caplog)
     assert reason in refusal
+
+
+REPLACES = (
+    SOURCE[: SOURCE.index("    def forward")]
+    + """
+    def forward(self, x):
+        result = self.linear(x) + self.nothing
+        if bool((x == 0).all()):
+            %s
+        return result
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("statement", "refusal"),
+    [
+        pytest.param("self.nothing = self.nothing + 0", "", id="in inference mode"),
+        pytest.param("self.nothing = torch.zeros(2, 4)", "nothing float32 [4]", id="shape"),
+        pytest.param(
+            "self.nothing = torch.zeros(1).expand(4); self.kept = self.nothing[:2]",
+            "single memory location",
+            id="overlaps itself",
+        ),
+    ],
+)
+def test_a_buffer_that_forward_has_replaced(
+    statement: str,
+    refusal: str,
+    tmp_path: Path,
+    closing: list[Watch],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """New weights are in force as a whole or not at all, and the watch goes on."""
+    build.write(tmp_path, "model.py", REPLACES % statement)
+    _state_dict(tmp_path / "1" / "model.pt", Net(1))
+    config = build.config(tmp_path, watch_weights=True)
+    made = assembly.build(config, Threads(1, 1))
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    before = watch.digest
+    made.run([{"x": torch.zeros(1, 4)}])
+
+    with caplog.at_level(logging.ERROR):
+        replace(tmp_path / "1" / "model.pt", _state_dict, 2)
+        until(lambda: refusals(caplog) or watch.digest != before)
+    assert [refusal in one for one in refusals(caplog)] == ([True] if refusal else [])
+    assert torch.equal(_linear(made), Net(1 if refusal else 2).linear(X))
+
+    # Another look at the files finds the thread alive.
+    replace(tmp_path / "1" / "model.pt", _state_dict, 3)
+    until(lambda: len(refusals(caplog)) == 2 if refusal else torch.equal(answer(made), Net(3)(X)))
+
+
+def _linear(made: Engine) -> Tensor:
+    assert made.loaded.owner is not None
+    with torch.no_grad(), made.turn:
+        result: Tensor = made.loaded.owner.get_submodule("linear")(X)
+        return result
+
+
+def test_an_answer_that_is_a_weight_stays_what_it_was(tmp_path: Path, closing: list[Watch]) -> None:
+    """New weights do not change an answer that has not been sent yet."""
+    build.write(
+        tmp_path, "model.py", SOURCE.replace("self.linear(x) + self.nothing", "self.own(x)")
+    )
+    own = "    def own(self, x):\n        return self.linear.weight[: x.shape[0]]\n"
+    path = tmp_path / "1" / "model.py"
+    path.write_text(path.read_text() + "\n" + own)
+    _state_dict(tmp_path / "1" / "model.pt", Net(1))
+    made = assembly.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    before, unsent = watch.digest, answer(made)
+
+    replace(tmp_path / "1" / "model.pt", _state_dict, 2)
+    until(lambda: watch.digest != before)
+
+    assert torch.equal(unsent, torch.ones(2, 4))
+    assert torch.equal(answer(made), torch.full((2, 4), 2.0))
 
 
 @pytest.mark.parametrize(

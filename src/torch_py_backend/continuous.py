@@ -23,7 +23,7 @@ from torch_py_backend.batching import ANY_ROWS, Outcome
 from torch_py_backend.capacity import Capacity
 from torch_py_backend.engine import Engine
 from torch_py_backend.errors import BackendError, OutputError
-from torch_py_backend.narrowing import narrow
+from torch_py_backend.narrowing import Budget, narrow
 from torch_py_backend.recovery import Failure
 from torch_py_backend.stream_calls import Given
 
@@ -125,7 +125,7 @@ class Steps:
             wishes,
             self._again,
             made,
-            calls=_CALLS,
+            calls=Budget(_CALLS),
             hopeless=lambda: engine.recovery.fatal is not None,
         )
 

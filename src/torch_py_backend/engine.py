@@ -115,7 +115,7 @@ class Engine:
             self.counts,
             loaded.step,
         )
-        self.purity = Purity(loaded.owner)
+        self.purity = Purity(loaded.owner, captured=self.callee.captures)
         self.recovery = Recovery(
             config.name,
             lambda group: self._attempt(group, more=True),  # what stands around it by then
@@ -123,7 +123,7 @@ class Engine:
             rows=self.callee.rows if config.max_batch_size else None,
             repeats=self.repeats,
             free=runtime.free,
-            probe=runtime.probe,
+            probe=partial(runtime.probe, surroundings.device),
             counts=self.counts,
         )
         # Empty, as long as memory has never run out.
@@ -193,10 +193,16 @@ class Engine:
             )
         self.purity.settle()
 
-    def repeats(self) -> bool:
-        """Whether the model may be called again with what it has seen."""
+    def repeats(self, items: int = 2) -> bool:
+        """Whether the model may be called again with so many items that it has seen.
+
+        Several items are a batch in memory of its own, and are not changed where the model writes
+        into what it is given; a single one is passed as it is.
+        """
         wished = self.config.options.retry_failed_batch
-        return not self.purity.broken() if wished is None else wished
+        if wished is not None:
+            return wished
+        return (items > 1 or self.purity.keeps_inputs()) and not self.purity.writes_buffers()
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:

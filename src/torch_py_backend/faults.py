@@ -30,7 +30,11 @@ _STICKY = {
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _MEMORY = re.compile(
     r"(\[enforce fail at alloc_cpu|CUDA out of memory\.|std::bad_alloc$"
-    r"|CUDA error: (out of memory|CUBLAS_STATUS_ALLOC_FAILED)"
+    # A handle of cuBLAS is made at its first use, and has a workspace of its own: where that does
+    # not fit, cublasCreate tells of a library that is not initialized.
+    r"|CUDA error: (out of memory|CUBLAS_STATUS_ALLOC_FAILED"
+    r"|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create)"
+    r"|Triton Error \[CUDA\]: out of memory"
     r"|cuDNN error: CUDNN_STATUS_ALLOC_FAILED)"
 )
 _TORCHSCRIPT = "The following operation failed in the TorchScript interpreter."

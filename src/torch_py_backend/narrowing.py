@@ -11,12 +11,24 @@ R = TypeVar("R")
 F = TypeVar("F")
 
 
+class Budget:
+    """Calls that are left, to one bisection or to several of one batch."""
+
+    def __init__(self, calls: int) -> None:
+        self._left = calls
+
+    def take(self) -> bool:
+        """Take one call, if there is one left."""
+        self._left -= 1
+        return self._left >= 0
+
+
 def narrow(
     items: Sequence[T],
     attempt: Callable[[Sequence[T]], Sequence[R] | F],
     failure: F,
     *,
-    calls: int,
+    calls: Budget,
     hopeless: Callable[[], bool],
 ) -> list[R | F]:
     """One result or failure for each item of a batch that failed as a whole.
@@ -39,9 +51,8 @@ def narrow(
         middle = (start + stop) // 2
         halves = ((start, middle), (middle, stop)) if stop - start > 1 else ()
         for first, last in halves:
-            if calls == 0:
+            if not calls.take():
                 return found
-            calls -= 1
             result = attempt(items[first:last])
             # A failure is whatever is of its class; results come as a sequence of their own.
             if not isinstance(result, type(failure)):

@@ -4,6 +4,7 @@ again with what it has seen.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 
 import torch
@@ -19,11 +20,14 @@ class Purity:
 
     Args:
         owner: what holds the model's buffers; None: they are not at hand.
+        captured: calls are replayed from CUDA graphs, whose writes torch does not count.
     """
 
-    def __init__(self, owner: nn.Module | None) -> None:
+    def __init__(self, owner: nn.Module | None, *, captured: bool = False) -> None:
         self._owner = owner
-        self._writes_inputs = False
+        self._captured = captured
+        # None: not known, for no call was looked at.
+        self._writes_inputs: bool | None = None
         self._settled = self._state()
 
     def settle(self) -> None:
@@ -32,24 +36,34 @@ class Purity:
 
     def compare(self, before: Mapping[str, Value], after: Item) -> None:
         """Look whether a call has written into its inputs."""
-        self._writes_inputs |= any(
+        self._writes_inputs = bool(self._writes_inputs) or any(
             not torch.equal(_bytes(value), _bytes(after[name])) for name, value in before.items()
         )
 
-    def broken(self) -> bool:
-        """Whether the model has changed a buffer since it settled, or ever an input."""
-        return self._writes_inputs or self.writes_buffers()
+    def keeps_inputs(self) -> bool:
+        """Whether the model was seen to leave its inputs as they are."""
+        return self._writes_inputs is False
 
     def writes_buffers(self) -> bool:
         """Whether the model has changed a buffer since it settled."""
         return self._state() != self._settled
 
-    def _state(self) -> list[tuple[int, int]]:
-        """Each buffer's place and how often it was written."""
+    def _state(self) -> list[tuple[int, int | bytes]]:
+        """Each buffer's place, and how often it was written or, where torch does not count, a hash.
+
+        Inference tensors have no version: a buffer that `forward()` makes in inference mode.
+        """
         return [
-            (buffer.data_ptr(), 0 if buffer.is_inference() else buffer._version)  # noqa: SLF001
+            (
+                buffer.data_ptr(),
+                _digest(buffer) if self._captured or buffer.is_inference() else buffer._version,  # noqa: SLF001
+            )
             for buffer in (self._owner.buffers() if self._owner is not None else ())
         ]
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.blake2b(_bytes(tensor.detach()).cpu().numpy().data).digest()
 
 
 def copied(item: Item) -> dict[str, Value]:
@@ -61,5 +75,5 @@ def copied(item: Item) -> dict[str, Value]:
 def _bytes(value: Value) -> Tensor:
     """A tensor's memory: NaN is not equal to itself."""
     column = to_column(value)
-    assert isinstance(column, Tensor)  # noqa: S101  of `copied`
+    assert isinstance(column, Tensor)  # noqa: S101  of `copied`, or a buffer
     return column.contiguous().flatten().view(torch.uint8)

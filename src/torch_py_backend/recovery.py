@@ -24,11 +24,11 @@ from torch_py_backend.errors import (
     brief,
 )
 from torch_py_backend.intake import Group
-from torch_py_backend.narrowing import narrow
+from torch_py_backend.narrowing import Budget, narrow
 
 log = logging.getLogger(__name__)
 
-# Calls that narrowing one batch down may take: enough for every batch of up to 64 items.
+# Calls that narrowing one batch down may take, with all its parts: enough for 64 items.
 _CALLS = 128
 # Of a traceback the innermost frames are told: an endless recursion has a thousand.
 _FRAMES = -64
@@ -73,7 +73,7 @@ class Recovery:
         attempt: runs a group, and raises.
         called: the name of the model's function that an attempt calls.
         rows: the row counts that the model takes; None: it has no batch dimension.
-        repeats: whether the model may be called again with what it has seen.
+        repeats: whether the model may be called again with so many items that it has seen.
         free: gives back memory that nothing uses.
         probe: uses the device, and raises where that cannot be done any more.
         counts: where second tries are counted.
@@ -86,7 +86,7 @@ class Recovery:
         *,
         called: str,
         rows: Rows | None,
-        repeats: Callable[[], bool],
+        repeats: Callable[[int], bool],
         free: Callable[[], None],
         probe: Callable[[], None],
         counts: Counts,
@@ -113,30 +113,40 @@ class Recovery:
         shape, sizes = _shape(group), _sizes(group)
         most = self.capacity.most(shape) if self._batched else None
         if most is not None and sum(sizes) > most:
-            return self._in_parts(group, shape, sizes, self.capacity.remembered(shape))
+            before = self.capacity.remembered(shape)
+            return self._in_parts(group, shape, sizes, before, Budget(_CALLS))
         result = self._try(group)
         if isinstance(result, Failure):
             return self.settle(group, result)
         self.capacity.fitted(shape, sum(sizes))
         return result
 
-    def settle(self, group: Group, failure: Failure) -> Sequence[Outcome]:
+    def settle(
+        self, group: Group, failure: Failure, calls: Budget | None = None
+    ) -> Sequence[Outcome]:
         """The outcomes of a group that failed.
 
         Not to be called where the exception is being handled: the next one would carry it along.
+
+        Args:
+            group: the group.
+            failure: why it failed.
+            calls: those that bisections of the batch, which the group is a part of, have left;
+                None: the group is the whole batch.
         """
+        calls = calls or Budget(_CALLS)
         if self.fatal is None and failure.memory and self._batched:
             shape, sizes = _shape(group), _sizes(group)
             before = self.capacity.remembered(shape)
-            if self._limit(shape, sum(sizes)) and self._repeats():
+            if self._limit(shape, sum(sizes)) and self._repeats(len(sizes)):
                 self._counts.retried_rows += sum(sizes)
-                return self._in_parts(group, shape, sizes, before)
+                return self._in_parts(group, shape, sizes, before, calls)
         final = failure.memory or failure.repeats or self.fatal is not None
-        if final or len(group.items) == 1 or not self._repeats():
+        if final or len(group.items) == 1 or not self._repeats(len(group.items)):
             return self._refuse(group, failure)
-        return self._narrow(group, failure)
+        return self._narrow(group, failure, calls)
 
-    def _narrow(self, group: Group, failure: Failure) -> Sequence[Outcome]:
+    def _narrow(self, group: Group, failure: Failure, calls: Budget) -> Sequence[Outcome]:
         members = list(zip(group.items, group.positions, strict=True))
 
         def attempt(some: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
@@ -148,16 +158,21 @@ class Recovery:
             members,
             attempt,
             failure,
-            calls=_CALLS,
+            calls=calls,
             hopeless=lambda: self.fatal is not None,
         )
         for place, result in enumerate(found):
             if isinstance(result, Failure):
-                (found[place],) = self.settle(_regrouped(group, [members[place]]), result)
+                (found[place],) = self.settle(_regrouped(group, [members[place]]), result, calls)
         return found
 
     def _in_parts(
-        self, group: Group, shape: Hashable, sizes: Sequence[int], before: Limit | None
+        self,
+        group: Group,
+        shape: Hashable,
+        sizes: Sequence[int],
+        before: Limit | None,
+        calls: Budget,
     ) -> list[Outcome]:
         """The outcomes of a group that is called with as many rows at a time as fit in memory.
 
@@ -166,6 +181,7 @@ class Recovery:
             shape: what its limit is remembered by.
             sizes: the rows of its items.
             before: what was remembered before this group.
+            calls: those that bisections of the batch have left.
         """
         pending = deque((place, 0, size) for place, size in enumerate(sizes))
         pieces: list[list[Any]] = [[] for _ in sizes]
@@ -184,7 +200,7 @@ class Recovery:
                 result = self._refuse(some, result)
                 hopeless = True
             elif isinstance(result, Failure):
-                result = self.settle(some, result)
+                result = self.settle(some, result, calls)
             for (place, _, _), outcome in zip(parts, result, strict=True):
                 if isinstance(outcome, BackendError):
                     refused[place] = outcome
@@ -309,6 +325,10 @@ class Recovery:
 def _nothing() -> None: ...
 
 
+def _same(value: Value) -> Value:
+    return value
+
+
 def _shape(group: Group) -> tuple[tuple[int, ...], ...]:
     """What memory depends on beside rows: the inputs' shapes, each as long as its longest."""
     return tuple(
@@ -345,7 +365,8 @@ def _of_parts(group: Group, parts: Sequence[_Part]) -> Group:
     items, positions = [], []
     for place, first, last in parts:
         item = group.items[place]
-        whole = all(value.shape[0] == last - first for value in item.values())
-        items.append(item if whole else {key: value[first:last] for key, value in item.items()})
+        # Copies, where it is alone: what is passed as it is may be written into, and tried again.
+        copied = batching.own if len(parts) == 1 else _same
+        items.append({key: copied(value[first:last]) for key, value in item.items()})
         positions.append(group.positions[place])
     return Group(group.inputs, items, positions)

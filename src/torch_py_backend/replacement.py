@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -66,7 +67,13 @@ def read(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Loaded:
     """
     fresh = loaders.load(artifact, config, torch.device("cpu"))
     optimization.lay_out(config, fresh)
-    old, new = weights(loaded), weights(fresh)
+    _compare(config, artifact, weights(loaded), weights(fresh))
+    return fresh
+
+
+def _compare(
+    config: ModelConfig, artifact: Artifact, old: Mapping[str, Tensor], new: Mapping[str, Tensor]
+) -> None:
     shapes = [
         f"{name} {_described(new[name])} instead of {_described(tensor)}"
         for name, tensor in old.items()
@@ -77,26 +84,47 @@ def read(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Loaded:
     if missing or unexpected or shapes:
         file = (artifact.weights or artifact.path).name
         raise WeightsError(config.name, file, missing=missing, unexpected=unexpected, shapes=shapes)
-    return fresh
 
 
 def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def put(loaded: Loaded, fresh: Loaded) -> None:
-    """Give the model the fresh weights; between two batches, and after `read` has compared them.
+def put(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded) -> None:
+    """Give the model the fresh weights, all or none; between two batches.
 
     On the CPU they stay where they lie, and the memory of the old ones is given back. On a device,
-    and where something else holds a view of a weight, they are copied into the old one's place.
+    and where something else holds a view of a weight, they are copied into the old one's place; of
+    the old values a copy is kept until all are in place.
+
+    Raises:
+        WeightsError: `forward()` has replaced a buffer, since `read`, by one of another form.
+        Exception: whatever torch raises; the old weights are in force again.
     """
-    new = weights(fresh)
-    with torch.no_grad():
-        for name, tensor in weights(loaded).items():
-            if _movable(tensor, new[name]):
-                mapping.place(tensor, new[name])
-            else:
-                tensor.copy_(new[name])
+    old, new = weights(loaded), weights(fresh)
+    _compare(config, artifact, old, new)
+    undo: list[Callable[[], object]] = []
+    # A buffer that forward() has made in inference mode is only written within it.
+    with torch.inference_mode():
+        try:
+            for name, tensor in old.items():
+                if _movable(tensor, new[name]):
+                    undo.append(partial(mapping.place, tensor, tensor.detach()))
+                    mapping.place(tensor, new[name])
+                else:
+                    undo.append(partial(tensor.copy_, _copy(tensor)))
+                    tensor.copy_(new[name])
+        except BaseException:
+            for restore in reversed(undo):
+                restore()
+            raise
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    try:
+        return tensor.clone()
+    except torch.OutOfMemoryError:  # a GPU that does not hold the weights twice
+        return tensor.cpu()
 
 
 def _movable(tensor: Tensor, fresh: Tensor) -> bool:

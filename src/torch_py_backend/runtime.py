@@ -57,13 +57,20 @@ class Runtime:
             outputs: what the model made; what is owned by items stays where it is.
             inputs: what the requests brought; where all came from the GPU, outputs stay there.
         """
-        if self.device.type == "cpu":
+        # A model that was placed on the CPU may compute on a GPU by itself.
+        if self.device.type == "cpu" and not torch.cuda.is_initialized():
             return outputs
+        before = outputs
         tensors = [one for one in inputs if isinstance(one, Tensor)]
         if not tensors or not all(one.is_cuda for one in tensors):
             outputs = [_fetched(one) for one in outputs]
-        # One wait for all copies. What stays is handed over without a stream, too.
-        torch.cuda.current_stream(self.device).synchronize()
+        # What stays is handed over without a stream, too. A copy runs on the current stream of its
+        # source's device: with KIND_MODEL, outputs may come from several.
+        devices = {one.device for one in before if isinstance(one, Tensor) and one.is_cuda}
+        if self.device.type == "cuda":
+            devices.add(self.device)
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
         return outputs
 
 
@@ -89,8 +96,11 @@ def memory() -> list[tuple[int, int, int]]:
     return [one for one in found if one[2]]
 
 
-def probe() -> None:
+def probe(device: torch.device) -> None:
     """Use the GPUs that this process uses; on the CPU nothing can break and live on.
+
+    Args:
+        device: the model's own.
 
     Raises:
         RuntimeError: one of them cannot be used any more: what has spoilt a CUDA context is told by
@@ -98,10 +108,9 @@ def probe() -> None:
     """
     if not torch.cuda.is_initialized():
         return
-    current = torch.cuda.current_device()
     for index in range(torch.cuda.device_count()):
-        # To touch a device that is not in use would take memory of it.
-        if index == current or torch.cuda.memory_reserved(index):
+        # To touch a device that is not in use, be it the current one, would take memory of it.
+        if torch.device("cuda", index) == device or torch.cuda.memory_reserved(index):
             torch.cuda.synchronize(index)
 
 
@@ -198,7 +207,7 @@ def surround(options: Options, device: torch.device | None, weights: Iterable[Te
     mode: Guard = _inference_mode if options.inference_mode else torch.no_grad
     on_gpu = device.type == "cuda"
     if options.autocast is not None:
-        mode = _in_precision(device, _AUTOCAST[options.autocast], mode)
+        mode = _in_precision(device, _AUTOCAST[options.autocast], mode, options)
     return Runtime(
         device=device,
         guard=_on_own_stream(device, mode) if on_gpu else mode,
@@ -217,10 +226,14 @@ def _inference_mode() -> AbstractContextManager[Any]:
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _in_precision(device: torch.device, dtype: torch.dtype, mode: Guard) -> Guard:
+def _in_precision(device: torch.device, dtype: torch.dtype, mode: Guard, options: Options) -> Guard:
+    # The cache of cast weights is freed as autocast is left, and a captured graph would go on
+    # reading what has been freed: torch.cuda.make_graphed_callables refuses autocast with it.
+    cached = "cuda_graphs" not in options.optimize
+
     @contextlib.contextmanager
     def guard() -> Iterator[None]:
-        with mode(), torch.autocast(device.type, dtype):
+        with mode(), torch.autocast(device.type, dtype, cache_enabled=cached):
             yield
 
     return guard

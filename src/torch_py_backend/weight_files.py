@@ -107,9 +107,12 @@ class Watch:
         except Exception as error:  # a damaged file raises nearly anything, and so may a model
             return error
         with self._engine.turn:
-            replacement.put(self._engine.loaded, fresh)
-            if self._engine.device.type == "cuda":
-                torch.cuda.synchronize(self._engine.device)
+            try:
+                replacement.put(config, artifact, self._engine.loaded, fresh)
+                if self._engine.device.type == "cuda":
+                    torch.cuda.synchronize(self._engine.device)
+            except Exception as error:  # whatever torch makes of a buffer that is like no other
+                return error
             self._engine.purity.settle()  # it was not the model that wrote
             self.digest = digest
         return None

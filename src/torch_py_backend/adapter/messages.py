@@ -17,6 +17,7 @@ from torch.utils import dlpack
 from torch_py_backend import parameters
 from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.errors import BackendError
+from torch_py_backend.runtime import Guard
 from torch_py_backend.sequences import Step
 
 # Below this size a DLPack capsule is cheaper to hand over than a numpy array, above it dearer.
@@ -35,12 +36,19 @@ def read_some(request: Any, names: Collection[str]) -> Item:
     return {name: read_tensor(tensor) for name, tensor in found if tensor is not None}
 
 
-def read_kept(request: Any) -> Item:
-    """As `read`, for who needs the tensors after execute() has returned: the GPU's are Triton's."""
-    return {
-        name: value.clone() if isinstance(value, Tensor) and value.is_cuda else value
-        for name, value in read(request).items()
-    }
+def read_kept(request: Any, guard: Guard) -> Item:
+    """As `read`, for who needs the tensors after execute() has returned: the GPU's are Triton's.
+
+    They are copied on the stream that the model reads them on, before Triton uses its memory again.
+    """
+    item = read(request)
+    on_gpu = {name: one for name, one in item.items() if isinstance(one, Tensor) and one.is_cuda}
+    if on_gpu:
+        with guard():
+            item.update((name, one.clone()) for name, one in on_gpu.items())
+            for device in {one.device for one in on_gpu.values()}:
+                torch.cuda.current_stream(device).synchronize()
+    return item
 
 
 def read_with_parameters(request: Any) -> Item:
@@ -128,10 +136,10 @@ def write_tensor(name: str, value: Value) -> Any:
     """A tensor of Triton's for a contiguous value."""
     if not isinstance(value, Tensor):
         return pb_utils.Tensor(name, value)
-    if value.is_cuda:
-        return pb_utils.Tensor.from_dlpack(name, value)
     if not value.numel():
         value = _laid_out(value)
+    if value.is_cuda:
+        return pb_utils.Tensor.from_dlpack(name, value)
     if value.dtype is torch.bfloat16 or value.nbytes < _SMALL_BYTES:
         # Of torch's making: a capsule of numpy's, which Triton renames, brings the process down.
         return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(value))  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,9 +66,9 @@ class Streaming:
         self._end = end
         self._ended = False
         self._traces = traces
-        self._read_request: Callable[[Any], Item] = messages.read_kept
+        self._read_request: Callable[[Any], Item] = partial(messages.read_kept, guard=engine.guard)
         if traces is not None:
-            self._read_request = messages.traced(messages.read_kept, traces.carry, kept=True)
+            self._read_request = messages.traced(self._read_request, traces.carry, kept=True)
         # Who waits for it is Triton, which then gives requests to another instance, or queues them.
         self._room = threading.BoundedSemaphore(engine.config.options.max_streams)
         self._streams = Streams(engine, rests)
