@@ -202,6 +202,18 @@ class Compiled(nn.Module):
         return self.second(torch.nn.functional.gelu(self.first(x)))
 
 
+class Convolved(nn.Module):
+    """A convolution, whose weights inductor packs for oneDNN where they are constants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 8, 2)
+        self.second = nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.nn.functional.gelu(self.first(x.view(-1, 1, 2, 2)).flatten(1)))
+
+
 class Scale(nn.Module):
     """Multiplies by an int64 row count: mixed dtypes."""
 

@@ -445,7 +445,7 @@ exec {compiler} "$@"
 """
 
 
-def _start(folder: Path, torch_cache_folder: Path) -> dict[str, Any]:
+def _start(folder: Path, torch_cache_folder: Path, **parameters: str) -> dict[str, Any]:
     """Load and warm up in a process of its own, whose torch has a cache of its own."""
     compiler = torch_cache_folder / "bin" / "g++"
     compiler.parent.mkdir(parents=True)
@@ -456,8 +456,12 @@ def _start(folder: Path, torch_cache_folder: Path) -> dict[str, Any]:
     arguments = build.arguments(
         output=[{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}],
         parameters={
-            "TORCH_COMPILE_OPTIONAL_PARAMETERS": {"string_value": "{}"},
-            "WEIGHTS": {"string_value": "none"},
+            key: {"string_value": value}
+            for key, value in {
+                "TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}",
+                "WEIGHTS": "none",
+                **parameters,
+            }.items()
         },
     )
     arguments["model_repository"] = str(folder)
@@ -500,4 +504,19 @@ def test_warm_start_compiles_nothing(tmp_path: Path) -> None:
     assert warm["built"] == 0
     # The families that hang on AVX-512 (BF16, VNNI) are tried out all the same.
     assert warm["asked"] < cold["asked"]
+    assert warm["y"] == cold["y"]
+
+
+@pytest.mark.slow
+def test_warm_start_of_frozen_weights_builds_nothing(tmp_path: Path) -> None:
+    """PyTorch keeps no graph with packed weights; the kernels that were built for it are kept."""
+    model = tmp_path / "model"
+    build.write(model, "model.py", models.source(models.Convolved))
+
+    cold = _start(model, tmp_path / "first", OPTIMIZE="freeze")
+    warm = _start(model, tmp_path / "second", OPTIMIZE="freeze")
+
+    assert cold["fxgraph_cache_bypass"] > 0
+    assert cold["built"] > 0
+    assert warm["built"] == 0
     assert warm["y"] == cold["y"]

@@ -468,7 +468,7 @@ def test_an_output_on_another_device_is_waited_for(tmp_path: Path, process: None
 
 
 def test_kept_inputs_are_read_on_the_models_stream() -> None:
-    """A decoupled request's inputs are copied where the model reads them, and before Triton goes on.
+    """A decoupled request's inputs are copied on the stream that the model reads them on.
 
     Triton uses the memory of a request's tensors again once execute() has returned.
     """

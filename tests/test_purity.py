@@ -48,6 +48,8 @@ def test_buffers_that_are_written(in_place: bool, mode: Any) -> None:
 class Late(nn.Module):
     """Makes its counter in the first call, in inference mode; torch does not count its writes."""
 
+    count: Tensor
+
     def forward(self, x: Tensor) -> Tensor:
         if not hasattr(self, "count"):
             self.register_buffer("count", torch.zeros((), dtype=torch.bfloat16))

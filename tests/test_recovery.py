@@ -312,7 +312,7 @@ def test_models_that_write_into_their_inputs(writes: bool | None) -> None:
 def test_batches_of_models_that_write_into_their_inputs() -> None:
     """Several requests are a copy: only those at fault fail, and the others have their answers."""
     sent = items([1.0, BAD, 3.0, 4.0])
-    before = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
+    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
 
     def judge(x: Tensor) -> None:
         bad(x / 2)
@@ -325,7 +325,7 @@ def test_parts_of_a_request_that_the_model_writes_into() -> None:
     model = InPlace(above(8))
     made = engine(model)
     sent = items([1.0, 2.0, 3.0], rows=7)
-    before = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
+    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
     assert check(before, made.run(sent), OutOfMemoryError) == []
     assert model.calls[0] == 21
 
@@ -345,7 +345,12 @@ def test_work_is_bounded() -> None:
 
 def test_work_is_bounded_for_all_parts_of_a_batch() -> None:
     """Guilty requests in many small parts share the calls of one batch."""
-    model = Model(lambda x: (above(64)(x), bad(x))[0])
+
+    def judge(x: Tensor) -> None:
+        above(64)(x)
+        bad(x)
+
+    model = Model(judge)
     outcomes = engine(model, max_batch_size=512).run(items([BAD] * 512))
 
     assert all(isinstance(outcome, ForwardError) for outcome in outcomes)

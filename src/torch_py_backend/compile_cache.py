@@ -188,9 +188,10 @@ class Bundle:
 
     def _save(self, cache: Path, vectors: Sequence[str]) -> None:
         made = torch.compiler.save_cache_artifacts()
-        if made is None:  # a backend that keeps nothing
+        libraries = sorted(cache.glob("**/*.so"))
+        if made is None and not libraries:  # a backend that keeps nothing
             return
-        payload = _pack(made[0], cache)
+        payload = _pack(made[0] if made else b"", libraries, cache)
         header = {
             "facts": self.facts,
             "sha256": hashlib.sha256(payload).hexdigest(),
@@ -278,13 +279,21 @@ def _write(path: Path, content: bytes) -> None:
             raise
 
 
-def _pack(made: bytes, cache: Path) -> bytes:
-    """The same bytes of the same content, whenever it was made."""
+def _pack(made: bytes, libraries: Sequence[Path], cache: Path) -> bytes:
+    """The same bytes of the same content, whenever it was made.
+
+    Args:
+        made: PyTorch's bundle; empty where it keeps no graph, as none with weights that "freeze"
+            has packed for oneDNN. Those are lowered in every start, but their kernels, which take
+            most of the time, are not built again.
+        libraries: the kernels.
+        cache: the folder that they lie in.
+    """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
         # An entry that is described by its name alone has no time.
         archive.writestr(zipfile.ZipInfo(_TORCHS), made, zipfile.ZIP_DEFLATED)
-        for library in sorted(cache.glob("**/*.so")):
+        for library in libraries:
             entry = zipfile.ZipInfo(library.relative_to(cache).as_posix())
             archive.writestr(entry, library.read_bytes(), zipfile.ZIP_DEFLATED)
     return buffer.getvalue()
@@ -303,7 +312,8 @@ def _unpack(payload: bytes, cache: Path) -> None:
                 library.parent.mkdir(parents=True, exist_ok=True)
                 _write(library, archive.read(entry))
                 library.chmod(0o700)
-        if torch.compiler.load_cache_artifacts(archive.read(_TORCHS)) is None:
+        made = archive.read(_TORCHS)
+        if made and torch.compiler.load_cache_artifacts(made) is None:
             raise ValueError("torch does not take it")
 
 
