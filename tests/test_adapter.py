@@ -210,7 +210,7 @@ def _watched(folder: Path) -> tuple[TritonPythonModel, Path]:
 def test_answers_and_metrics_tell_the_weights_in_force(
     generation: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Digits of the file's SHA-256: a metric's label, and a parameter where the server has some."""
+    """Digits of the file's SHA-256: a metric's value, and a parameter where the server has some."""
     from torch_py_backend.adapter import messages
 
     fake_triton.become(generation, monkeypatch)
@@ -226,9 +226,8 @@ def test_answers_and_metrics_tell_the_weights_in_force(
     sent = [*_requests(scenarios.floats(1, 4)), bad]
     good, refused = fake_triton.executed(generation, model, sent)
     model._publisher.tell()
-    (metric,) = fake_triton.MetricFamily.made["pytorch_py_weights_info"]
-    assert metric.labels["weights"] == digest
-    assert metric.value() == 1
+    (metric,) = fake_triton.MetricFamily.made["pytorch_py_weights_digest"]
+    assert f"{int(metric.value()):012x}" == digest
     model.finalize()
     assert metric.value() == 0
     assert refused.error() is not None

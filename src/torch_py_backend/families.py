@@ -235,13 +235,13 @@ TABLE = (
         "Near SEQUENCE_MEMORY_MB steps are refused with UNAVAILABLE.",
     ),
     Family(
-        "pytorch_py_weights_info",
+        "pytorch_py_weights_digest",
         Kind.GAUGE,
-        (*_INSTANCE, "weights"),
+        _INSTANCE,
         "1",
         "`WATCH_WEIGHTS`",
-        "1 for the weights in force, told by the label, digits of their SHA-256; 0 for others",
-        "New weights are in force. Two labels for long: an instance has refused them, see its log.",
+        "The weights in force: the first 12 hexadecimal digits of their SHA-256, as a number",
+        "New weights are in force. Two values for long: an instance has refused them, see its log.",
     ),
     Family(
         "pytorch_py_device_memory_allocated_bytes",

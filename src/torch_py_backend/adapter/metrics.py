@@ -275,7 +275,8 @@ class Publisher:
             yield ("pytorch_py_sequence_bytes", ()), self._sequences.size
         digest = self._digest() if self._digest is not None else ""
         if digest:
-            yield ("pytorch_py_weights_info", (("weights", digest),)), 1
+            # A value, which a float holds exactly: Triton forgets no label of earlier weights.
+            yield ("pytorch_py_weights_digest", ()), int(digest, base=16)
         for device, allocated, reserved in self._engine.memory():
             label = (("device", str(device)),)
             yield ("pytorch_py_device_memory_allocated_bytes", label), allocated
