@@ -285,7 +285,8 @@ def test_torch_may_refuse_a_bundle(
 def test_backend_that_keeps_nothing(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch has nothing to save, no file is written."""
+    """Where torch has nothing to save, and nothing was built, no file is written."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
     found = bundle(tmp_path, artifact)
 

@@ -116,8 +116,11 @@ def gather(
         pads: what gathers those that are padded.
         copied: those of which even one item's is a copy: a model may write into what it is given.
     """
-    if len(items) == 1 and not pads:
-        columns = [to_column(items[0][name]) for name in names]
+    if len(items) == 1:
+        (item,) = items
+        columns = [
+            pads[name]([item[name]]) if name in pads else to_column(item[name]) for name in names
+        ]
         if copied:
             columns = [
                 own(one) if name in copied else one

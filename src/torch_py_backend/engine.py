@@ -20,6 +20,7 @@ from torch_py_backend import (
     examples,
     mapping,
     outputs,
+    purity,
     runtime,
     sharing,
     stages,
@@ -202,7 +203,7 @@ class Engine:
         wished = self.config.options.retry_failed_batch
         if wished is not None:
             return wished
-        return (items > 1 or self.purity.keeps_inputs()) and not self.purity.writes_buffers()
+        return (items > 1 or not self.purity.writes_inputs()) and not self.purity.writes_buffers()
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -359,7 +360,10 @@ class Engine:
         with self._runtime.guard():
             names = group.inputs.names
             began = time.perf_counter()
-            batch = self._gather(group.items, names, self._pads, self._state_inputs)
+            known = self.purity.known
+            copied = self._state_inputs if known else names
+            batch = self._gather(group.items, names, self._pads, copied)
+            before = {} if known else purity.copied(dict(zip(names, batch.columns, strict=True)))
             if self._padding is not None:
                 self._padding.count(self.counts, group.items, names, batch.columns)
             gathered = time.perf_counter()
@@ -368,6 +372,8 @@ class Engine:
             rows = rows_in(columns)
             raw = self._call(group.inputs, columns, rows)
             called = time.perf_counter()
+            if not known:
+                self.purity.compare(before, dict(zip(names, batch.columns, strict=True)))
             owned = self._owned(raw, batch)
             made = self._to_host(owned, self._sent(names, batch))
             if more or self._watched:

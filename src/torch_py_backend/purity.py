@@ -18,6 +18,9 @@ class Purity:
 
     What it keeps elsewhere (attributes, files, other services) is not seen.
 
+    Attributes:
+        known: whether a call was looked at: until then the model is given copies.
+
     Args:
         owner: what holds the model's buffers; None: they are not at hand.
         captured: calls are replayed from CUDA graphs, whose writes torch does not count.
@@ -26,8 +29,8 @@ class Purity:
     def __init__(self, owner: nn.Module | None, *, captured: bool = False) -> None:
         self._owner = owner
         self._captured = captured
-        # None: not known, for no call was looked at.
-        self._writes_inputs: bool | None = None
+        self.known = False
+        self._writes_inputs = False
         self._settled = self._state()
 
     def settle(self) -> None:
@@ -36,13 +39,14 @@ class Purity:
 
     def compare(self, before: Mapping[str, Value], after: Item) -> None:
         """Look whether a call has written into its inputs."""
-        self._writes_inputs = bool(self._writes_inputs) or any(
+        self.known = True
+        self._writes_inputs = self._writes_inputs or any(
             not torch.equal(_bytes(value), _bytes(after[name])) for name, value in before.items()
         )
 
-    def keeps_inputs(self) -> bool:
-        """Whether the model was seen to leave its inputs as they are."""
-        return self._writes_inputs is False
+    def writes_inputs(self) -> bool:
+        """Whether the model was seen to write into its inputs."""
+        return self._writes_inputs
 
     def writes_buffers(self) -> bool:
         """Whether the model has changed a buffer since it settled."""
