@@ -216,12 +216,36 @@ os.chdir(tempfile.gettempdir())
 """
     + _NEGATE
 )
+_RAISES = """
+from helper import refuse
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return refuse(x)
+
+
+def example_inputs():
+    import torch
+
+    return {"x": torch.rand(2, 4)}
+"""
+_REFUSE = """
+import torch
+
+
+def refuse(x):
+    return torch.relu(x) @ torch.ones(3, 2)
+"""
 _LIMIT = 'parameters { key: "AUTO_COMPLETE_TIMEOUT_S" value { string_value: "1" } }\n'
 _MODELS: dict[str, tuple[str | bytes, str]] = {
     "good": (_COMPLETE, _NEGATE),
     "gaps [red] ü": (_BARE, _GAPS),
     "noisy": (_COMPLETE, _NOISY),
     "no_backend": (_COMPLETE.replace(_BARE, ""), _NEGATE),
+    "misspelt": (_COMPLETE.replace("pytorch_py", "pytorch-py"), _NEGATE),
+    "other": ('backend: "python"\n', _NEGATE),
     "typo": (_COMPLETE + _LIMIT.replace("AUTO", "AUTOMATIC"), _NEGATE),
     "broken_config": ('backend: "pytorch_py"\ninput [{ name: }]\n', _NEGATE),
     "latin": ("# café\n".encode("latin-1"), _NEGATE),
@@ -229,6 +253,8 @@ _MODELS: dict[str, tuple[str | bytes, str]] = {
     "exits": (_COMPLETE, "import os\n\nos._exit(7)\n"),
     "hangs": (_BARE + _LIMIT, _HANGS),
     "no_versions": (_COMPLETE, ""),
+    "raises": (_COMPLETE, _RAISES),
+    "raises_in_completion": (_BARE, _RAISES),
 }
 
 
@@ -239,6 +265,8 @@ def _lay_out(repository: Path, *names: str) -> Path:
         content = text.encode() if isinstance(text, str) else text
         (repository / name / "config.pbtxt").write_bytes(content)
         (repository / name / "1" / "model.py").write_text(source)
+        if source == _RAISES:
+            (repository / name / "1" / "helper.py").write_text(_REFUSE)
         if not source:
             (repository / name / "1" / "model.py").unlink()
             (repository / name / "1").rmdir()
@@ -262,7 +290,8 @@ def test_check_reports_every_model(report: dict[str, Any]) -> None:
     """One broken model does not keep the others from being tried; standard output is JSON alone."""
     assert [one["model"] for one in report["models"]] == sorted(_MODELS)
     served = [one["model"] for one in report["models"] if "error" not in one]
-    assert served == ["gaps [red] ü", "good", "no_backend", "noisy", "typo"]
+    assert served == ["gaps [red] ü", "good", "noisy", "other", "typo"]
+    assert _model(report, "other") == {"model": "other", "skipped": "python"}
     assert report["environment"] == list(examination.environment())
 
 
@@ -294,9 +323,8 @@ def test_check_completes(report: dict[str, Any]) -> None:
 
 
 def test_check_notes(report: dict[str, Any]) -> None:
-    """What no load would show is noted; what a load warns about is a warning."""
-    (note,) = _model(report, "no_backend")["notes"]
-    assert "config.pbtxt has no `backend`" in note
+    """What a load warns about is a warning; a config that cannot be read has no notes."""
+    assert _model(report, "broken_config")["notes"] == []
     (warning,) = _model(report, "typo")["warnings"]
     assert "Did you mean AUTO_COMPLETE_TIMEOUT_S?" in warning
 
@@ -304,6 +332,8 @@ def test_check_notes(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        ("misspelt", "Did you mean pytorch_py?"),
+        ("no_backend", "config.pbtxt has no `backend`"),
         ("broken_config", "config.pbtxt cannot be read: 2:"),
         ("latin", "config.pbtxt cannot be read"),
         ("broken_source", "model.py fails at line 1: SyntaxError"),
@@ -318,6 +348,44 @@ def test_check_of_a_broken_model(report: dict[str, Any], name: str, says: str) -
     assert found["error"].startswith(f"model '{name}': ")
     assert says in found["error"]
     assert "\n" not in found["error"]
+
+
+@pytest.mark.parametrize("name", ["raises", "raises_in_completion"])
+def test_check_names_the_line_of_the_user(report: dict[str, Any], name: str) -> None:
+    """The innermost line of the model's own files is named, and no line of a library."""
+    found = _model(report, name)
+    assert "RuntimeError: mat1 and mat2 shapes" in found["error"]
+    source = "return torch.relu(x) @ torch.ones(3, 2)"
+    assert found["at"].endswith(f"/{name}/1/helper.py:6 in refuse: {source}")
+    assert "traceback" not in found
+
+
+def test_check_with_traceback(tmp_path: Path) -> None:
+    """The whole traceback is printed below the sentence, in words and in JSON."""
+    _lay_out(tmp_path, "raises")
+    done = _run("check", "--traceback", str(tmp_path))
+    assert done.returncode == 1
+    sentence, _, text = done.stdout.partition("Traceback (most recent call last):\n")
+    assert "helper.py:6 in refuse" in sentence
+    assert 'model.py", line 8, in forward\n    return refuse(x)\n' in text
+    (found,) = json.loads(_run("check", "--traceback", "--json", str(tmp_path)).stdout)["models"]
+    assert 'helper.py", line 6, in refuse\n' in found["traceback"]
+
+
+def test_check_prints_each_model_when_it_is_done(tmp_path: Path) -> None:
+    """The first model's line is printed while the second one is still tried."""
+    done = tmp_path / "done"
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(done)!r}).exists():\n"
+    _lay_out(tmp_path, "broken_config", "good")
+    path = tmp_path / "good" / "1" / "model.py"
+    path.write_text(f"{waits}    time.sleep(0.01)\n{path.read_text()}")
+    command = [sys.executable, "-c", _APP, "check", "--timeout=120", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("FAILED  model 'broken_config'")
+        done.touch()
+        assert process.stdout.readline() == "OK      good 1\n"
+        process.stdout.read()
 
 
 def test_check_for_reading(tmp_path: Path) -> None:
