@@ -23,7 +23,15 @@ import torch
 import typer
 from rich.console import Console
 
-from torch_py_backend import completion, examination, isolation, pbtxt, restrictions, server
+from torch_py_backend import (
+    __version__,
+    completion,
+    examination,
+    isolation,
+    pbtxt,
+    restrictions,
+    server,
+)
 from torch_py_backend.cli.check import check
 from torch_py_backend.cli.pack import pack
 from torch_py_backend.errors import PackError, ServerError
@@ -48,8 +56,8 @@ def _run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProces
 def test_install_twice_and_uninstall(tmp_path: Path) -> None:
     """Installing may be repeated; removing leaves nothing."""
     for _ in range(2):
-        done = _run("install", f"--backend-dir={tmp_path}")
-        assert done.stdout == f"installed {tmp_path / 'pytorch_py'}\n"
+        done = _run("install", f"--backend-dir={tmp_path}", "--create")
+        assert done.stdout == f"installed {tmp_path / 'pytorch_py'}\n", done.stderr
         assert done.returncode == 0
     assert (tmp_path / "pytorch_py" / "model.py").is_file()
     done = _run("install", f"--backend-dir={tmp_path}", "--uninstall")
@@ -86,11 +94,33 @@ def test_pack_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         pack(Path("env"))
 
 
+@pytest.mark.parametrize("exists", [True, False], ids=["another-folder", "no-folder"])
+def test_install_where_no_server_looks(exists: bool, tmp_path: Path) -> None:
+    """A folder that is no backend directory is refused, and nothing is made; --create makes it."""
+    folder = tmp_path / "backends"
+    if exists:
+        folder.mkdir()
+    done = _run("install", f"--backend-dir={folder}")
+    assert done.returncode == 1
+    assert "expected the backend directory of a tritonserver" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.rglob("*")) == ([folder] if exists else [])
+    assert _run("install", f"--backend-dir={folder}", "--create").returncode == 0
+    assert (folder / "pytorch_py" / "model.py").is_file()
+
+
+def test_install_beside_the_python_backend(tmp_path: Path) -> None:
+    """A tritonserver's backend directory is told by its Python backend."""
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python" / "libtriton_python.so").write_bytes(b"")
+    assert _run("install", f"--backend-dir={tmp_path}").returncode == 0
+
+
 def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
     """Triton would prefer the library: one sentence, exit code 1, nothing written."""
     (tmp_path / "pytorch").mkdir()
     (tmp_path / "pytorch" / "libtriton_pytorch.so").write_bytes(b"")
-    done = _run("install", f"--backend-dir={tmp_path}", "--name=pytorch")
+    done = _run("install", f"--backend-dir={tmp_path}", "--name=pytorch", "--create")
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert "libtriton_pytorch.so" in done.stderr
@@ -103,7 +133,13 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
     [
         (["serve", "/no/such/repository"], "/no/such/repository is not a folder"),
         (["serve", ".", "--tritonserver=/no/server"], "/no/server is not a file"),
-        (["install", "--backend-dir=/dev/null/x"], "cannot install into /dev/null/x"),
+        (
+            ["serve", ".", "--allow-empty", "--http-port=99999"],
+            "--http-port is 99999; expected a port from 0",
+        ),
+        (["serve", ".", "--", "--load-model=m"], "has no model 'm'; its models: "),
+        (["install", "--backend-dir=/no/backends"], "/no/backends is not a folder; expected the"),
+        (["install", "--backend-dir=/dev/null/x", "--create"], "cannot install into /dev/null/x"),
         (["check", "/no/such/models"], "/no/such/models is not a folder"),
         (["check", "/dev/null"], "/dev/null is not a folder"),
         (["init", "/no/such/model.pt"], "/no/such/model.pt is not a file"),
@@ -134,7 +170,10 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
     ids=[
         "repository",
         "server",
+        "port",
+        "missing-model",
         "backend-dir",
+        "backend-dir-is-a-file",
         "check-nothing",
         "check-a-file",
         "init-nothing",
@@ -167,6 +206,31 @@ def test_refusals(arguments: list[str], says: str) -> None:
     assert done.stderr.startswith("error: ")
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        ("models/net", "models/net is a model; expected the repository that holds it: "),
+        ("empty", "empty holds no models; expected folders with a config.pbtxt."),
+    ],
+)
+def test_serve_of_a_folder_that_is_no_repository(folder: str, says: str, tmp_path: Path) -> None:
+    """What can serve nothing is refused before a server starts."""
+    (tmp_path / "models" / "net" / "1").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    done = _run("serve", folder, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {says}")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_version() -> None:
+    """The version is the package's."""
+    done = _run("--version")
+    assert done.returncode == 0
+    assert done.stdout == f"torch-py-backend {__version__}\n"
 
 
 def test_help_names_the_commands() -> None:
@@ -722,6 +786,7 @@ def example_inputs():
         assert [one.get("reshape") for one in document[role]] == [None, None, {"shape": []}]
 
 
+_TRITONS = ["http", "grpc", "metrics"]
 _ARGUMENTS = ["--load-model=a", "--log-verbose", "1", "--load-model", "b", "--load-models=c"]
 
 
@@ -740,6 +805,22 @@ def test_arguments_for_tritonserver(
     """What serve takes over from tritonserver is found in both spellings, and taken out."""
     assert serve._values(arguments, "load-model") == values
     assert serve._without(arguments, "load-model") == rest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "services"),
+    [
+        ([], []),
+        (["--http-thread-count=2", "--allow-gpu-metrics=false"], []),
+        (["--http-port", "80", "--allow-metrics=0", "--reuse-grpc-port=1"], _TRITONS),
+    ],
+)
+def test_services_that_are_configured_for_tritonserver(
+    arguments: list[str], services: list[str]
+) -> None:
+    """A port that tritonserver's own arguments are about is left to tritonserver."""
+    found = [one for one in serve._SERVICES if serve._configures(arguments, one)]
+    assert found == services
 
 
 @pytest.mark.parametrize(
