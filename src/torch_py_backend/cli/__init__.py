@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from torch_py_backend import __version__
+import torch_py_backend
 from torch_py_backend.cli.bench import bench
 from torch_py_backend.cli.check import check
 from torch_py_backend.cli.import_mar import import_mar
@@ -31,7 +31,7 @@ commands = typer.Typer(
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001  typer's signature
     if wanted:
-        typer.echo(f"torch-py-backend {__version__}")
+        typer.echo(f"torch-py-backend {torch_py_backend.__version__}")
         raise typer.Exit
 
 
