@@ -186,11 +186,11 @@ def serve(
         triton: more arguments for tritonserver.
         variables: more variables of its environment.
     """
-    command = [sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments]
+    command = [sys.executable, "-c", _SERVE, "serve", str(repository), *_PORTS, "--verbose"]
     with tempfile.NamedTemporaryFile(prefix="serve-", suffix=".log") as log:
         # Not a pipe: a server that outlives its `serve` would hold its other end.
         process = subprocess.Popen(
-            [*within, *command, "--", EXIT, *triton],
+            [*within, *command, *arguments, "--", EXIT, *triton],
             stdout=log,
             stderr=subprocess.STDOUT,
             env=os.environ | {"TERM": "dumb"} | variables,

@@ -23,7 +23,15 @@ import torch
 import typer
 from rich.console import Console
 
-from torch_py_backend import completion, examination, isolation, pbtxt, restrictions, server
+from torch_py_backend import (
+    __version__,
+    completion,
+    examination,
+    isolation,
+    pbtxt,
+    restrictions,
+    server,
+)
 from torch_py_backend.cli.check import check
 from torch_py_backend.cli.pack import pack
 from torch_py_backend.errors import PackError, ServerError
@@ -48,8 +56,8 @@ def _run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProces
 def test_install_twice_and_uninstall(tmp_path: Path) -> None:
     """Installing may be repeated; removing leaves nothing."""
     for _ in range(2):
-        done = _run("install", f"--backend-dir={tmp_path}")
-        assert done.stdout == f"installed {tmp_path / 'pytorch_py'}\n"
+        done = _run("install", f"--backend-dir={tmp_path}", "--create")
+        assert done.stdout == f"installed {tmp_path / 'pytorch_py'}\n", done.stderr
         assert done.returncode == 0
     assert (tmp_path / "pytorch_py" / "model.py").is_file()
     done = _run("install", f"--backend-dir={tmp_path}", "--uninstall")
@@ -86,11 +94,33 @@ def test_pack_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
         pack(Path("env"))
 
 
+@pytest.mark.parametrize("exists", [True, False], ids=["another-folder", "no-folder"])
+def test_install_where_no_server_looks(exists: bool, tmp_path: Path) -> None:
+    """A folder that is no backend directory is refused, and nothing is made; --create makes it."""
+    folder = tmp_path / "backends"
+    if exists:
+        folder.mkdir()
+    done = _run("install", f"--backend-dir={folder}")
+    assert done.returncode == 1
+    assert "expected the backend directory of a tritonserver" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.rglob("*")) == ([folder] if exists else [])
+    assert _run("install", f"--backend-dir={folder}", "--create").returncode == 0
+    assert (folder / "pytorch_py" / "model.py").is_file()
+
+
+def test_install_beside_the_python_backend(tmp_path: Path) -> None:
+    """A tritonserver's backend directory is told by its Python backend."""
+    (tmp_path / "python").mkdir()
+    (tmp_path / "python" / "libtriton_python.so").write_bytes(b"")
+    assert _run("install", f"--backend-dir={tmp_path}").returncode == 0
+
+
 def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
     """Triton would prefer the library: one sentence, exit code 1, nothing written."""
     (tmp_path / "pytorch").mkdir()
     (tmp_path / "pytorch" / "libtriton_pytorch.so").write_bytes(b"")
-    done = _run("install", f"--backend-dir={tmp_path}", "--name=pytorch")
+    done = _run("install", f"--backend-dir={tmp_path}", "--name=pytorch", "--create")
     assert done.returncode == 1
     assert done.stderr.startswith("error: ")
     assert "libtriton_pytorch.so" in done.stderr
@@ -103,7 +133,13 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
     [
         (["serve", "/no/such/repository"], "/no/such/repository is not a folder"),
         (["serve", ".", "--tritonserver=/no/server"], "/no/server is not a file"),
-        (["install", "--backend-dir=/dev/null/x"], "cannot install into /dev/null/x"),
+        (
+            ["serve", ".", "--allow-empty", "--http-port=99999"],
+            "--http-port is 99999; expected a port from 0",
+        ),
+        (["serve", ".", "--", "--load-model=m"], "has no model 'm'; its models: "),
+        (["install", "--backend-dir=/no/backends"], "/no/backends is not a folder; expected the"),
+        (["install", "--backend-dir=/dev/null/x", "--create"], "cannot install into /dev/null/x"),
         (["check", "/no/such/models"], "/no/such/models is not a folder"),
         (["check", "/dev/null"], "/dev/null is not a folder"),
         (["init", "/no/such/model.pt"], "/no/such/model.pt is not a file"),
@@ -134,7 +170,10 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
     ids=[
         "repository",
         "server",
+        "port",
+        "missing-model",
         "backend-dir",
+        "backend-dir-is-a-file",
         "check-nothing",
         "check-a-file",
         "init-nothing",
@@ -167,6 +206,31 @@ def test_refusals(arguments: list[str], says: str) -> None:
     assert done.stderr.startswith("error: ")
     assert says in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [
+        ("models/net", "models/net is a model; expected the repository that holds it: "),
+        ("empty", "empty holds no models; expected folders with a config.pbtxt."),
+    ],
+)
+def test_serve_of_a_folder_that_is_no_repository(folder: str, says: str, tmp_path: Path) -> None:
+    """What can serve nothing is refused before a server starts."""
+    (tmp_path / "models" / "net" / "1").mkdir(parents=True)
+    (tmp_path / "empty").mkdir()
+    done = _run("serve", folder, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {says}")
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_version() -> None:
+    """The version is the package's."""
+    done = _run("--version")
+    assert done.returncode == 0
+    assert done.stdout == f"torch-py-backend {__version__}\n"
 
 
 def test_help_names_the_commands() -> None:
@@ -216,12 +280,36 @@ os.chdir(tempfile.gettempdir())
 """
     + _NEGATE
 )
+_RAISES = """
+from helper import refuse
+from torch import Tensor, nn
+
+
+class Net(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return refuse(x)
+
+
+def example_inputs():
+    import torch
+
+    return {"x": torch.rand(2, 4)}
+"""
+_REFUSE = """
+import torch
+
+
+def refuse(x):
+    return torch.relu(x) @ torch.ones(3, 2)
+"""
 _LIMIT = 'parameters { key: "AUTO_COMPLETE_TIMEOUT_S" value { string_value: "1" } }\n'
 _MODELS: dict[str, tuple[str | bytes, str]] = {
     "good": (_COMPLETE, _NEGATE),
     "gaps [red] ü": (_BARE, _GAPS),
     "noisy": (_COMPLETE, _NOISY),
     "no_backend": (_COMPLETE.replace(_BARE, ""), _NEGATE),
+    "misspelt": (_COMPLETE.replace("pytorch_py", "pytorch-py"), _NEGATE),
+    "other": ('backend: "python"\n', _NEGATE),
     "typo": (_COMPLETE + _LIMIT.replace("AUTO", "AUTOMATIC"), _NEGATE),
     "broken_config": ('backend: "pytorch_py"\ninput [{ name: }]\n', _NEGATE),
     "latin": ("# café\n".encode("latin-1"), _NEGATE),
@@ -229,6 +317,8 @@ _MODELS: dict[str, tuple[str | bytes, str]] = {
     "exits": (_COMPLETE, "import os\n\nos._exit(7)\n"),
     "hangs": (_BARE + _LIMIT, _HANGS),
     "no_versions": (_COMPLETE, ""),
+    "raises": (_COMPLETE, _RAISES),
+    "raises_in_completion": (_BARE, _RAISES),
 }
 
 
@@ -239,6 +329,8 @@ def _lay_out(repository: Path, *names: str) -> Path:
         content = text.encode() if isinstance(text, str) else text
         (repository / name / "config.pbtxt").write_bytes(content)
         (repository / name / "1" / "model.py").write_text(source)
+        if source == _RAISES:
+            (repository / name / "1" / "helper.py").write_text(_REFUSE)
         if not source:
             (repository / name / "1" / "model.py").unlink()
             (repository / name / "1").rmdir()
@@ -262,7 +354,8 @@ def test_check_reports_every_model(report: dict[str, Any]) -> None:
     """One broken model does not keep the others from being tried; standard output is JSON alone."""
     assert [one["model"] for one in report["models"]] == sorted(_MODELS)
     served = [one["model"] for one in report["models"] if "error" not in one]
-    assert served == ["gaps [red] ü", "good", "no_backend", "noisy", "typo"]
+    assert served == ["gaps [red] ü", "good", "noisy", "other", "typo"]
+    assert _model(report, "other") == {"model": "other", "skipped": "python"}
     assert report["environment"] == list(examination.environment())
 
 
@@ -294,9 +387,8 @@ def test_check_completes(report: dict[str, Any]) -> None:
 
 
 def test_check_notes(report: dict[str, Any]) -> None:
-    """What no load would show is noted; what a load warns about is a warning."""
-    (note,) = _model(report, "no_backend")["notes"]
-    assert "config.pbtxt has no `backend`" in note
+    """What a load warns about is a warning; a config that cannot be read has no notes."""
+    assert _model(report, "broken_config")["notes"] == []
     (warning,) = _model(report, "typo")["warnings"]
     assert "Did you mean AUTO_COMPLETE_TIMEOUT_S?" in warning
 
@@ -304,6 +396,8 @@ def test_check_notes(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "says"),
     [
+        ("misspelt", "Did you mean pytorch_py?"),
+        ("no_backend", "config.pbtxt has no `backend`"),
         ("broken_config", "config.pbtxt cannot be read: 2:"),
         ("latin", "config.pbtxt cannot be read"),
         ("broken_source", "model.py fails at line 1: SyntaxError"),
@@ -318,6 +412,44 @@ def test_check_of_a_broken_model(report: dict[str, Any], name: str, says: str) -
     assert found["error"].startswith(f"model '{name}': ")
     assert says in found["error"]
     assert "\n" not in found["error"]
+
+
+@pytest.mark.parametrize("name", ["raises", "raises_in_completion"])
+def test_check_names_the_line_of_the_user(report: dict[str, Any], name: str) -> None:
+    """The innermost line of the model's own files is named, and no line of a library."""
+    found = _model(report, name)
+    assert "RuntimeError: mat1 and mat2 shapes" in found["error"]
+    source = "return torch.relu(x) @ torch.ones(3, 2)"
+    assert found["at"].endswith(f"/{name}/1/helper.py:6 in refuse: {source}")
+    assert "traceback" not in found
+
+
+def test_check_with_traceback(tmp_path: Path) -> None:
+    """The whole traceback is printed below the sentence, in words and in JSON."""
+    _lay_out(tmp_path, "raises")
+    done = _run("check", "--traceback", str(tmp_path))
+    assert done.returncode == 1
+    sentence, _, text = done.stdout.partition("Traceback (most recent call last):\n")
+    assert "helper.py:6 in refuse" in sentence
+    assert 'model.py", line 8, in forward\n    return refuse(x)\n' in text
+    (found,) = json.loads(_run("check", "--traceback", "--json", str(tmp_path)).stdout)["models"]
+    assert 'helper.py", line 6, in refuse\n' in found["traceback"]
+
+
+def test_check_prints_each_model_when_it_is_done(tmp_path: Path) -> None:
+    """The first model's line is printed while the second one is still tried."""
+    done = tmp_path / "done"
+    waits = f"import pathlib, time\nwhile not pathlib.Path({str(done)!r}).exists():\n"
+    _lay_out(tmp_path, "broken_config", "good")
+    path = tmp_path / "good" / "1" / "model.py"
+    path.write_text(f"{waits}    time.sleep(0.01)\n{path.read_text()}")
+    command = [sys.executable, "-c", _APP, "check", "--timeout=120", str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().startswith("FAILED  model 'broken_config'")
+        done.touch()
+        assert process.stdout.readline() == "OK      good 1\n"
+        process.stdout.read()
 
 
 def test_check_for_reading(tmp_path: Path) -> None:
@@ -654,6 +786,7 @@ def example_inputs():
         assert [one.get("reshape") for one in document[role]] == [None, None, {"shape": []}]
 
 
+_TRITONS = ["http", "grpc", "metrics"]
 _ARGUMENTS = ["--load-model=a", "--log-verbose", "1", "--load-model", "b", "--load-models=c"]
 
 
@@ -672,6 +805,22 @@ def test_arguments_for_tritonserver(
     """What serve takes over from tritonserver is found in both spellings, and taken out."""
     assert serve._values(arguments, "load-model") == values
     assert serve._without(arguments, "load-model") == rest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "services"),
+    [
+        ([], []),
+        (["--http-thread-count=2", "--allow-gpu-metrics=false"], []),
+        (["--http-port", "80", "--allow-metrics=0", "--reuse-grpc-port=1"], _TRITONS),
+    ],
+)
+def test_services_that_are_configured_for_tritonserver(
+    arguments: list[str], services: list[str]
+) -> None:
+    """A port that tritonserver's own arguments are about is left to tritonserver."""
+    found = [one for one in serve._SERVICES if serve._configures(arguments, one)]
+    assert found == services
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from torch_py_backend import environments, examination, server
-from torch_py_backend.errors import ServerError
+from torch_py_backend import environments, examination, pbtxt, server
+from torch_py_backend.errors import ConfigError, ServerError
 from torch_py_backend.server import Triton
 
 _WHEEL = Path("/venv/lib/python3.11/site-packages/pytriton/tritonserver/bin/tritonserver")
@@ -159,32 +159,71 @@ def test_problems_add_up(machine: _Machine, tmp_path: Path) -> None:
     [
         pytest.param('backend: "pytorch_py"\n', False, id="backend"),
         pytest.param('max_batch_size: 8 backend : "pytorch_py"', False, id="spaces"),
-        pytest.param('name: "digits"\n', True, id="none"),
         pytest.param('platform: "pytorch_libtorch"\n', True, id="platform"),
-        pytest.param(b"max_batch_size: 8 # caf\xe9\n", True, id="not-utf-8"),
-        pytest.param("", True, id="empty"),
-        pytest.param(None, True, id="no-config"),
-        pytest.param(
-            '# backend: "pytorch_py"\n',
-            True,
-            id="comment",
-        ),
-        pytest.param(
-            'parameters { key: "note" value { string_value: "backend: none" } }\n',
-            True,
-            id="inside-a-string",
-        ),
+        pytest.param(b"max_batch_size: 8 # caf\xe9\n", False, id="not-utf-8"),
+        pytest.param('backend: "pytorch_py" inputs [{ }]', False, id="parse-error"),
     ],
 )
-def test_backend(tmp_path: Path, text: str | bytes | None, noted: bool) -> None:
-    """A config without `backend` is noted, for Triton would choose one itself."""
+def test_folder_without_a_backend(tmp_path: Path, text: str | bytes, noted: bool) -> None:
+    """A platform without `backend` is noted; nothing is said about a config that is unreadable."""
     folder = tmp_path / "digits"
     folder.mkdir()
-    if text is not None:
-        (folder / "config.pbtxt").write_bytes(text.encode() if isinstance(text, str) else text)
+    (folder / "config.pbtxt").write_bytes(text.encode() if isinstance(text, str) else text)
     notes = list(examination.folder(folder))
     assert len(notes) == noted
     assert all(note.startswith("digits: ") and '"pytorch_py"' in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        pytest.param('backend: "pytorch_py"', "", id="ours"),
+        pytest.param('backend: "pytorch"', "", id="drop-in"),
+        pytest.param('platform: "pytorch_libtorch"', "", id="platform"),
+        pytest.param('platform: "torch_aoti"', "", id="aoti"),
+        pytest.param('backend: "python"', "python", id="python"),
+        pytest.param('backend: "onnxruntime"', "onnxruntime", id="onnxruntime"),
+        pytest.param('backend: "my_pytorch"', "my_pytorch", id="name-of-choice"),
+        pytest.param('platform: "ensemble"', "ensemble", id="ensemble"),
+        pytest.param('platform: "tensorrt_plan"', "tensorrt_plan", id="tensorrt"),
+    ],
+)
+def test_backend(tmp_path: Path, text: str, other: str) -> None:
+    """A model is served by this backend, or by the one that its config names."""
+    (tmp_path / "config.pbtxt").write_text(text)
+    assert examination.other_backend(tmp_path, pbtxt.read(tmp_path)) == other
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        pytest.param('backend: "pytorch-py"', "Did you mean pytorch_py?", id="hyphen"),
+        pytest.param('backend: "pytorchpy"', "Did you mean pytorch_py?", id="joined"),
+        pytest.param('backend: "PyTorch_Py"', "Did you mean pytorch_py?", id="capitals"),
+        pytest.param('backend: "torch_py"', "Did you mean pytorch_py?", id="shorter"),
+        pytest.param('backend: "pytroch"', "Did you mean pytorch?", id="transposed"),
+        pytest.param(
+            'platform: "pytorch_libtroch"', "Did you mean pytorch_libtorch?", id="platform"
+        ),
+        pytest.param('name: "digits"', "config.pbtxt has no `backend`", id="none"),
+        pytest.param('# backend: "pytorch_py"', "config.pbtxt has no `backend`", id="comment"),
+        pytest.param("", "config.pbtxt has no `backend`", id="empty"),
+        pytest.param(
+            'parameters { key: "note" value { string_value: "backend: none" } }',
+            "config.pbtxt has no `backend`",
+            id="inside-a-string",
+        ),
+        pytest.param(None, "config.pbtxt is missing", id="no-config"),
+    ],
+)
+def test_backend_that_no_server_has(tmp_path: Path, text: str | None, says: str) -> None:
+    """A misspelt or missing backend is refused, with what to write instead."""
+    if text is not None:
+        (tmp_path / "config.pbtxt").write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        examination.other_backend(tmp_path, pbtxt.read(tmp_path))
+    assert says in str(refusal.value)
+    assert "pytorch" in str(refusal.value)
 
 
 def test_environment_of_a_models_own(tmp_path: Path) -> None:

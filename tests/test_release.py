@@ -136,7 +136,9 @@ def image(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Image:
     root = tmp_path_factory.mktemp("image")
     packed.make(root / "python", names={})
     packed.borrow(root / "python")
-    (root / "opt" / "tritonserver" / "backends" / "python").mkdir(parents=True)
+    triton_s = root / "opt" / "tritonserver" / "backends" / "python"
+    triton_s.mkdir(parents=True)
+    (triton_s / "libtriton_python.so").touch()
     image = Image(root)
     pip = ["--python", str(image.python), "install", "--quiet", "--no-deps", "--no-index"]
     _run("pip", *pip, str(built.wheel))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from torch_py_backend import repository
-from torch_py_backend.errors import ConfigError
+from torch_py_backend.errors import ConfigError, ServerError
 
 
 def _lay_out(root: Path, *entries: str) -> Path:
@@ -96,3 +96,16 @@ def test_folder_that_cannot_be_read() -> None:
         finally:
             os.seteuid(0)
     assert [folder.name for folder in found] == ["a", "closed"]
+
+
+def test_models_by_name(tmp_path: Path) -> None:
+    """Folders by the models' names; a model that is missing, or given for its repository, is not.
+
+    The refusal names the models that there are, or the repository.
+    """
+    _lay_out(tmp_path, "a/1/", "b/config.pbtxt")
+    assert repository.by_name(tmp_path, ["b"]) == {"a": tmp_path / "a", "b": tmp_path / "b"}
+    with pytest.raises(ServerError, match=r"has no model 'c'; its models: a, b\.$"):
+        repository.by_name(tmp_path, ["a", "c"])
+    with pytest.raises(ServerError, match=f"a is a model; .* holds it: {tmp_path}\\.$"):
+        repository.by_name(tmp_path / "a")

@@ -120,6 +120,47 @@ def test_ports() -> None:
         listener.bind(("127.0.0.1", found[0]))
 
 
+def test_ports_that_can_be_listened_on() -> None:
+    """Free ports pass, also one whose last connection has just ended, and stay free."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        answer, _ = listener.accept()
+        answer.close()  # first: the connection's end is remembered on this side
+        client.close()
+    for _ in range(2):
+        server.check_ports("127.0.0.1", {"--http-port": port, "--grpc-port": 0})
+
+
+@pytest.mark.parametrize(
+    ("address", "wished", "says"),
+    [
+        ("127.0.0.1", {"--a": 0, "--b": 99999}, "--b is 99999; expected a port from 0 to 65535."),
+        ("127.0.0.1", {"--a": -1}, "--a is -1; expected a port from 0 to 65535."),
+        ("127.0.0.1", {"--a": 0, "--b": None}, "--b TAKEN on 127.0.0.1 .*: Address already in use"),
+        ("0.0.0.0", {"--b": None}, "--b TAKEN on 0.0.0.0 .*: Address already in use"),
+        ("192.0.2.1", {"--a": 0}, "--a 0 on 192.0.2.1 .*Choose an --address of this machine."),
+    ],
+    ids=["too-high", "negative", "taken", "taken-for-all-addresses", "address"],
+)
+def test_ports_that_cannot_be_listened_on(
+    address: str, wished: dict[str, int | None], says: str
+) -> None:
+    """The refusal names the port and its option."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = listener.getsockname()[1]
+        named = {option: taken if port is None else port for option, port in wished.items()}
+        with pytest.raises(ServerError, match=says.replace("TAKEN", str(taken))):
+            server.check_ports(address, named)
+
+
+def test_one_port_for_two_services() -> None:
+    """A port that is named twice is taken when it is named again."""
+    (port,) = server.ports(0)
+    with pytest.raises(ServerError, match=f"--grpc-port {port} on"):
+        server.check_ports("127.0.0.1", {"--http-port": port, "--grpc-port": port})
+
+
 def test_a_repository_that_is_missing(tmp_path: Path) -> None:
     """A mistyped folder is found before anything starts."""
     with pytest.raises(ServerError, match="is not a folder; expected a model repository"):

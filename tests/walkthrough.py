@@ -138,7 +138,8 @@ class Walkthrough:
         with log.open("wb") as file:
             self._server = subprocess.Popen(
                 [sys.executable, "-c", _APP, *arguments, *_FREE],
-                cwd=self._folder, env=_environment(), stdout=file, stderr=subprocess.STDOUT,
+                cwd=self._folder, env=_environment() | {"TMPDIR": str(self._folder)},
+                stdout=file, stderr=subprocess.STDOUT,
             )  # fmt: skip
         deadline = time.monotonic() + _SECONDS
         while self._server.poll() is None and time.monotonic() < deadline:

@@ -43,9 +43,16 @@ from collections.abc import Collection, Iterable
 
 
 class BackendError(Exception):
-    """Root of the tree. `code` is the name of a `TritonError` code."""
+    """Root of the tree.
+
+    Attributes:
+        code: the name of a `TritonError` code.
+        traceback: the traceback of the cause, where the cause itself is gone; never sent to
+            clients.
+    """
 
     code: str = "INTERNAL"
+    traceback: str = ""
 
 
 class ModelError(BackendError):
@@ -68,10 +75,11 @@ class ModelError(BackendError):
 
 class LoadError(ModelError):
     @classmethod
-    def told(cls, sentence: str) -> LoadError:
+    def told(cls, sentence: str, traceback: str = "") -> LoadError:
         """An error that another process has put into words."""
         error = cls.__new__(cls)
         Exception.__init__(error, sentence)
+        error.traceback = traceback
         return error
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 import shutil
@@ -12,11 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from torch_py_backend import environments, pbtxt, server
-from torch_py_backend.errors import BackendError, ServerError
+from torch_py_backend.errors import BackendError, ConfigError, ServerError
 from torch_py_backend.server import Triton
 
 # One region of 1 MB for each instance, and more for larger tensors.
 _SHARED_MEMORY_BYTES = 256 << 20
+# What this backend is called in a config: `pytorch` where it is installed under that name.
+_OWN = {
+    "backend": ("pytorch_py", "pytorch"),
+    "platform": ("pytorch_libtorch", "pytorch", "torch_aoti"),
+}
+# A misspelling is at least this similar; "python" and "my_pytorch" are not.
+_SIMILAR = 0.85
 
 
 def environment() -> Iterator[str]:
@@ -85,17 +93,46 @@ def folder(path: Path) -> Iterator[str]:
     try:
         document = pbtxt.read(path)
     except BackendError:
-        document = {"backend": ""}  # and the load will say why it cannot be read
+        return  # the load says why it cannot be read
     if environments.named(document):
         yield (
             f"{path.name}: {environments.KEY} names an environment for this model; here it is tried"
             f" without that, with the packages of {sys.prefix}."
         )
-    if not document["backend"]:
+    if document["platform"] and not document["backend"]:
         yield (
-            f"{path.name}: config.pbtxt has no `backend`, so Triton takes its own for what it"
-            ' finds; add backend: "pytorch_py", or install with --name pytorch.'
+            f"{path.name}: config.pbtxt has a `platform` and no `backend`, so Triton takes the"
+            ' backend of that platform; add backend: "pytorch_py", or install with --name pytorch.'
         )
+
+
+def other_backend(path: Path, document: Mapping[str, Any]) -> str:
+    """Return the other backend or platform that a config names; empty: this backend serves it.
+
+    Raises:
+        ConfigError: the config names neither, or a misspelling of this backend.
+    """
+    for key, own in _OWN.items():
+        name = document[key]
+        if not name or name in own:
+            continue
+        similar = difflib.get_close_matches(name.lower(), own, n=1, cutoff=_SIMILAR)
+        if similar:
+            raise ConfigError(
+                path.name,
+                f"the {key} is '{name}'",
+                cure=f"Did you mean {similar[0]}? Correct it in config.pbtxt.",
+            )
+        return str(name)
+    if not document["backend"] and not document["platform"]:
+        exists = (path / "config.pbtxt").is_file()
+        raise ConfigError(
+            path.name,
+            "config.pbtxt has no `backend`" if exists else "config.pbtxt is missing",
+            expected='the line backend: "pytorch_py"',
+            cure="Add it to config.pbtxt." if exists else "Write config.pbtxt with that line.",
+        )
+    return ""
 
 
 def waits(document: Mapping[str, Any]) -> Iterator[str]:

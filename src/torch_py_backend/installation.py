@@ -16,6 +16,7 @@ from torch_py_backend.errors import InstallError
 PACKAGE = Path(__file__).parent
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
 _SILENT = 2
+_PYTHON = Path("python", "libtriton_python.so")
 # The same lines as backends/pytorch_py/model.py in the repository; a test keeps them equal.
 SHIM = '''"""What Triton loads for `backend: "pytorch_py"`; the code is in torch_py_backend."""
 
@@ -50,6 +51,21 @@ def install(backends: Path, name: str) -> Path:
         finally:
             shutil.rmtree(staging, ignore_errors=True)
     return target
+
+
+def check(backends: Path) -> None:
+    """Refuse a folder from which no tritonserver loads its backends.
+
+    Raises:
+        InstallError: it is no folder, or Triton's own Python backend is not in it.
+    """
+    if (backends / _PYTHON).is_file():
+        return
+    found = f"has no {_PYTHON}" if backends.is_dir() else "is not a folder"
+    raise InstallError(
+        f"{backends} {found}; expected the backend directory of a tritonserver. Name it with"
+        " --backend-dir, or add --create to install there all the same."
+    )
 
 
 def uninstall(backends: Path, name: str) -> bool:

@@ -102,7 +102,7 @@ class _Child:
             raise LoadError(model, _died(code, seconds), cure="The server's log may say more.")
         told = json.loads(self.answer.read_bytes())
         if "error" in told:
-            raise LoadError.told(told["error"])
+            raise LoadError.told(told["error"], told["traceback"])
         return told["result"]
 
 
@@ -186,11 +186,12 @@ def answer() -> None:
         result = getattr(importlib.import_module(module), function)(**arguments)
         told = {"result": result}
     except BackendError as error:
-        told = {"error": str(error)}
+        text = error.traceback or traceback.format_exc()
+        told = {"error": str(error), "traceback": text}
     except BaseException as error:
         with contextlib.suppress(ValueError, OSError):  # the model may have closed it
             traceback.print_exc()
-        told = {"error": brief(error)}
+        told = {"error": brief(error), "traceback": traceback.format_exc()}
     if os.getpid() == child:  # and not a fork of the model's
         temporary = Path(f"{path}.part")
         temporary.write_text(json.dumps(told), encoding="utf-8")

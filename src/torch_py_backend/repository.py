@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
-from torch_py_backend.errors import ConfigError
+from torch_py_backend.errors import ConfigError, ServerError
 
 
 def models(path: Path) -> list[Path]:
@@ -12,6 +13,24 @@ def models(path: Path) -> list[Path]:
     if _is_model(path):
         return [path]
     return sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_model(folder))
+
+
+def by_name(path: Path, wanted: Iterable[str] = ()) -> dict[str, Path]:
+    """Return a repository's model folders by name.
+
+    Raises:
+        ServerError: the path is itself a model, or the repository lacks a model that is wanted.
+    """
+    folders = {one.name: one for one in models(path.resolve())}
+    if path.resolve() in folders.values():
+        raise ServerError(
+            f"{path} is a model; expected the repository that holds it: {path.resolve().parent}."
+        )
+    for name in wanted:
+        if name not in folders:
+            known = ", ".join(folders) or "none"
+            raise ServerError(f"{path} has no model '{name}'; its models: {known}.")
+    return folders
 
 
 def _is_model(folder: Path) -> bool:

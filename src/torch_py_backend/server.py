@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import http.client
 import importlib.util
 import itertools
@@ -42,6 +43,7 @@ _EXIT = "--exit-timeout-secs"
 _GRACE_SECONDS = 5
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 10
+_NO_ADDRESS = "Choose an --address of this machine."
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +201,34 @@ def ports(*wished: int) -> list[int]:
         return found
 
 
+def check_ports(address: str, wished: Mapping[str, int]) -> None:
+    """Listen on each port for a moment, as the server will; 0 is any free port.
+
+    Args:
+        address: the address to listen on.
+        wished: ports by the option that names them.
+
+    Raises:
+        ServerError: a port is out of range, taken, named twice or not allowed for this user.
+    """
+    with contextlib.ExitStack() as held:
+        for option, port in wished.items():
+            listener = held.enter_context(socket.socket())
+            # As Triton does: a port whose last connections have just ended is free.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((address, port))
+                listener.listen()
+            except OverflowError:
+                raise ServerError(f"{option} is {port}; expected a port from 0 to 65535.") from None
+            except OSError as error:
+                of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+                raise ServerError(
+                    f"{option} {port} on {address} cannot be listened on: {error.strerror}. "
+                    + ("Choose another port; 0 takes a free one." if of_port else _NO_ADDRESS)
+                ) from None
+
+
 class Server:
     """A tritonserver on one repository, with our backend. A context manager: leaving stops it.
 
@@ -210,7 +240,8 @@ class Server:
         address: the address to listen on.
         executable: the tritonserver to use; None searches for one.
         arguments: more arguments for tritonserver; they come last and win.
-        log: where the server's log goes; None: where this process writes.
+        log: where the server's log goes; None: where this process writes. The attribute may be
+            set until the server is started.
     """
 
     def __init__(
@@ -233,7 +264,7 @@ class Server:
         self._triton = find(executable)
         self._arguments = tuple(arguments)
         self._exit_seconds = exit_seconds(arguments)
-        self._log = log
+        self.log = log
         self.keys = restrictions.keys(arguments)
         self._ownership: Ownership | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -253,6 +284,12 @@ class Server:
     @property
     def _reachable(self) -> str:
         return "127.0.0.1" if self._address == "0.0.0.0" else self._address  # noqa: S104
+
+    @property
+    def log_name(self) -> str:
+        """The log's name after a colon, for the end of a sentence; empty where it has none."""
+        name = getattr(self.log, "name", None)
+        return f": {name}" if isinstance(name, str) else ""
 
     @property
     def vitals(self) -> Path:
@@ -301,8 +338,8 @@ class Server:
                 self._command(owned),
                 env=values,
                 cwd=owned.folder,
-                stdout=self._log,
-                stderr=self._log,
+                stdout=self.log,
+                stderr=self.log,
                 start_new_session=True,
             )
         except BaseException:
@@ -337,7 +374,9 @@ class Server:
         while True:
             code = self.process.poll()
             if code is not None:
-                raise ServerError(f"tritonserver ended with exit code {code}; its log says why.")
+                raise ServerError(
+                    f"tritonserver ended with exit code {code}; its log says why{self.log_name}."
+                )
             with contextlib.suppress(urllib.error.URLError, ConnectionError, TimeoutError):
                 return self.models()
             if deadline is not None and time.monotonic() > deadline:

@@ -56,8 +56,9 @@ def _tried(engine: Engine, call: _Call, item: Item) -> dict[str, Value]:
     if isinstance(outcome, NoServerError):
         raise outcome
     if isinstance(outcome, BackendError):
-        _tell(engine)
-        raise _refusal(engine.config, item, outcome)
+        refusal = _refusal(engine.config, item, outcome)
+        refusal.traceback = _tell(engine)
+        raise refusal
     return outcome
 
 
@@ -71,11 +72,13 @@ def _leave_out(engine: Engine, error: NoServerError) -> None:
     )
 
 
-def _tell(engine: Engine) -> None:
-    """Leave the traceback to the server's log: the refusal has one sentence."""
-    for sentence, text in engine.recovery.reports:
+def _tell(engine: Engine) -> str:
+    """Leave the traceback to the server's log, and return it: the refusal has one sentence."""
+    reports = list(engine.recovery.reports)
+    for sentence, text in reports:
         log.error("%s\n%s", sentence, text)
     engine.recovery.reports.clear()
+    return "\n".join(text for _, text in reports)
 
 
 def _refusal(config: ModelConfig, item: Item, error: BackendError) -> LoadError:

@@ -47,6 +47,7 @@ def _start(
         [python, "-c", _SERVE, "serve", str(repository), *_PORTS, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
+        env=os.environ | {"TMPDIR": str(repository.parent)},  # the log stays
     )
 
 
@@ -78,6 +79,9 @@ def test_serves_and_leaves_nothing(number: signal.Signals, repository: Path) -> 
         family = living.descendants(process.pid)
         assert re.search(rb"READY +function 1", text)
         assert re.search(rb"FAILED +syntax_error 1: .*model.py fails at line 3: SyntaxError", text)
+        assert re.findall(rb"^\S+", text, re.MULTILINE) == [b"log", b"READY", b"FAILED", b"serving"]
+        log = Path(re.search(rb"log +(\S+) is Triton's log", text)[1].decode())  # type: ignore[index]
+        assert "Started GRPCInferenceService" in log.read_text()
         prefix = _prefix(family)
         assert _regions(prefix)
         http, grpc, _ = (part.decode() for part in _SERVING.search(text).groups())  # type: ignore[union-attr]
@@ -91,7 +95,8 @@ def test_serves_and_leaves_nothing(number: signal.Signals, repository: Path) -> 
         process.send_signal(number)
         output, _ = process.communicate(timeout=120)
         assert process.returncode == 0
-        assert output.endswith(b"stopped\n")
+        assert output == b"stopped\n"
+        assert "successfully unloaded 'function'" in log.read_text()
         assert living.all_end(family)
         assert _regions(prefix) == []
     finally:
@@ -128,12 +133,23 @@ def test_requests_are_taken_while_it_drains(repository: Path) -> None:
         assert served.process.wait(60) == 0
 
 
+def test_an_empty_repository(tmp_path: Path) -> None:
+    """With --allow-empty a repository without models is served; --verbose prints Triton's log."""
+    with supervised.serve(tmp_path, "--allow-empty") as served:
+        served.settle()
+        assert served.ask("/ready") == (200, {"ready": True})
+        assert "Started GRPCInferenceService" in served.text
+        assert "is Triton's log" not in served.text
+
+
 def test_a_server_that_ends_is_told(repository: Path) -> None:
     """A wrong argument for tritonserver is an error with its exit code, not a wait for ever."""
     process = _start(repository, "--", "--no-such-option")
     output, _ = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert b"error: tritonserver ended with exit code" in output
+    named = re.search(rb"error: tritonserver ended with exit code 1; its log .*: (\S+)\.\n", output)
+    assert named
+    assert "no-such-option" in Path(named[1].decode()).read_text()
 
 
 def test_a_stopped_instance_does_not_outlive_the_server(repository: Path, tmp_path: Path) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+import torch_py_backend
 from torch_py_backend.cli.bench import bench
 from torch_py_backend.cli.check import check
 from torch_py_backend.cli.import_mar import import_mar
@@ -25,6 +27,27 @@ commands = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001  typer's signature
+    if wanted:
+        typer.echo(f"torch-py-backend {torch_py_backend.__version__}")
+        raise typer.Exit
+
+
+@commands.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Options of the command itself, before the name of a subcommand."""
+
+
 commands.command()(serve)
 commands.command()(init)
 commands.command()(import_mar)

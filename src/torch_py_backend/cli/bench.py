@@ -197,23 +197,12 @@ def _address(
             f"'{target}' is neither a folder nor an address; expected a model repository, or"
             " grpc://host:port or http://host:port."
         )
-    folder = _folder(path, model)
+    folder = repository.by_name(path, [model])[model]
     with tempfile.TemporaryFile() as log, _server(path, model, log) as server:
         with stderr.status(f"starting a server for {escape(model)}"):
             _wait(server, log, stderr)
         host = server.http_address if protocol == "http" else server.grpc_address
         yield Address(protocol or "grpc", host), folder
-
-
-def _folder(path: Path, model: str) -> Path:
-    folders = {one.name: one for one in repository.models(path.resolve())}
-    if path.resolve() in folders.values():
-        raise ServerError(f"{path} is a model; expected the repository that holds it.")
-    if model not in folders:
-        raise ServerError(
-            f"{path} has no model '{model}'; its models: {', '.join(folders) or 'none'}."
-        )
-    return folders[model]
 
 
 def _server(path: Path, model: str, log: IO[bytes]) -> Server:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,35 +16,50 @@ from rich.markup import escape
 from torch_py_backend import completion, examination, isolation, pbtxt, repository
 from torch_py_backend.errors import BackendError, ConfigError, ServerError
 
+# A frame of a traceback: its file, line, function, and the source of the line.
+_FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n +(.+))?', re.MULTILINE)
+
 
 def check(
     path: Annotated[Path, typer.Argument(help="A model folder or a whole repository.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     timeout: Annotated[float, typer.Option(help="Seconds for each model.")] = 600.0,
+    traceback: Annotated[
+        bool, typer.Option("--traceback", help="Print the traceback of each error.")
+    ] = False,
 ) -> None:
     """Try models without a server: signature, bindings, options, problems and their cure."""
     if not path.is_dir():
         raise ServerError(f"{path} is not a folder; expected a model or a model repository.")
     folders = repository.models(path.resolve())
-    reports = [_report(folder, timeout) for folder in folders]
+    # Standard output is JSON alone. What is not a terminal shows no status.
+    console = Console(stderr=as_json, soft_wrap=True, highlight=False, emoji=False)
+    reports: list[dict[str, Any]] = []
+    with console.status("") as status:
+        for number, folder in enumerate(folders, 1):
+            status.update(f"trying {escape(folder.name)} ({number} of {len(folders)})")
+            reports.append(_report(folder, timeout, traceback=traceback))
+            if not as_json:
+                _print_model(console, reports[-1])
     problems = list(examination.environment())
     if not folders:
         problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
     if as_json:
         typer.echo(json.dumps({"environment": problems, "models": reports}, indent=2))
     else:
-        _print(problems, reports)
+        _print_problems(console, problems)
     failed = problems or any("error" in report for report in reports)
     raise typer.Exit(1 if failed else 0)
 
 
-def _report(folder: Path, timeout: float) -> dict[str, Any]:
+def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
     notes = list(examination.folder(folder))
     end = time.monotonic() + timeout
     try:
         document = pbtxt.read(folder)
-        if _is_anothers(document):
-            return {"model": folder.name, "skipped": document["backend"] or document["platform"]}
+        other = examination.other_backend(folder, document)
+        if other:
+            return {"model": folder.name, "skipped": other}
         if document["name"] != folder.name:
             raise ConfigError(
                 folder.name,
@@ -66,7 +82,9 @@ def _report(folder: Path, timeout: float) -> dict[str, Any]:
             max(0.0, round(end - time.monotonic(), 1)),
         )
     except BackendError as error:
-        return {"model": folder.name, "error": str(error), "notes": notes}
+        report = {"model": folder.name, "error": str(error), "notes": notes}
+        report["at"] = _own_frame(folder, error.traceback)
+        return report | ({"traceback": error.traceback} if traceback else {})
     if filled:
         notes.append("config.pbtxt leaves out inputs or outputs; they were told by the model.")
     if report["hooks"]:
@@ -74,16 +92,16 @@ def _report(folder: Path, timeout: float) -> dict[str, Any]:
     return {"model": folder.name, "version": version, "notes": notes, **report}
 
 
-def _is_anothers(document: Mapping[str, Any]) -> bool:
-    """Whether another backend serves the model."""
-    ours = document["backend"] in ("", "pytorch_py", "pytorch")
-    return not ours or document["platform"] not in ("", "pytorch_libtorch", "pytorch", "torch_aoti")
+def _own_frame(folder: Path, traceback: str) -> str:
+    """Return the innermost frame in a file of the model's folder; empty: there is none."""
+    own = [one for one in _FRAME.findall(traceback) if Path(one[0]).is_relative_to(folder)]
+    if not own:
+        return ""
+    file, line, function, source = own[-1]
+    return f"{file}:{line} in {function}" + (f": {source}" if source else "")
 
 
-def _print(problems: list[str], reports: list[dict[str, Any]]) -> None:
-    console = Console(soft_wrap=True, highlight=False, emoji=False)
-    for report in reports:
-        _print_model(console, report)
+def _print_problems(console: Console, problems: list[str]) -> None:
     for problem in problems:
         console.print(f"[red]PROBLEM[/] {escape(problem)}")
     if not problems:
@@ -97,6 +115,10 @@ def _print_model(console: Console, report: Mapping[str, Any]) -> None:
         return
     if "error" in report:
         console.print(f"[red]FAILED[/]  {escape(report['error'])}")
+        if report["at"]:
+            console.print(f"        {'at':9}{escape(report['at'])}")
+        if "traceback" in report:
+            console.print(escape(report["traceback"]))
     else:
         rows = report["max_batch_size"] or "no batching"
         console.print(f"[green]OK[/]      {escape(report['model'])} {report['version']}")

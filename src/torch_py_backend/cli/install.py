@@ -21,11 +21,17 @@ def install(
             " the LibTorch backend unchanged."
         ),
     ] = "pytorch_py",
+    create: Annotated[
+        bool,
+        typer.Option("--create", help="Make the folder, or use one that no tritonserver uses yet."),
+    ] = False,
     uninstall: Annotated[bool, typer.Option("--uninstall", help="Remove it again.")] = False,
 ) -> None:
     """Put the backend into a tritonserver's backend directory."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     if not uninstall:
+        if not create:
+            installation.check(backend_dir)
         console.print(f"installed {installation.install(backend_dir, name)}")
     elif installation.uninstall(backend_dir, name):
         console.print(f"removed {backend_dir / name}")

@@ -7,27 +7,31 @@ import itertools
 import os
 import secrets
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import IO, Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
+from torch_py_backend import repository as repositories
 from torch_py_backend import restrictions
 from torch_py_backend.control import Control
+from torch_py_backend.errors import ServerError
 from torch_py_backend.instances import Watch
 from torch_py_backend.readiness import Readiness
-from torch_py_backend.server import Server, ports
+from torch_py_backend.server import Server, check_ports, ports
 from torch_py_backend.supervision import Event, Kind, Plan, Supervisor
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SECRET = "TORCH_PY_BACKEND_ADMIN_KEY"  # noqa: S105  the name of the variable
 _KEY = "admin-key"
+_SERVICES = ("http", "grpc", "metrics", "health")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _COLOURS = {
     Kind.READY: "green",
@@ -78,6 +82,16 @@ def serve(
             " model-repository,shared-memory,trace,logging. Without the variable nobody has it.",
         ),
     ] = "",
+    allow_empty: Annotated[
+        bool,
+        typer.Option(
+            "--allow-empty",
+            help="Serve a repository without models; they are loaded later, through Triton's API.",
+        ),
+    ] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Print Triton's log here, and not into a file.")
+    ] = False,
     tritonserver: Annotated[
         Path | None, typer.Option(help="The tritonserver to use; by default one is searched for.")
     ] = None,
@@ -108,6 +122,14 @@ def serve(
         executable=tritonserver,
         arguments=[f"--model-control-mode={mode}", *given],
     )
+    if not _values(given, "model-repository") and not _values(given, "model-store"):
+        _check_repository(repository, wanted, allow_empty=allow_empty)
+    wished = dict(zip(_SERVICES, (http_port, grpc_port, metrics_port, health_port), strict=True))
+    check_ports(
+        address,
+        {f"--{name}-port": port for name, port in wished.items() if not _configures(given, name)},
+    )
+    server.log = _log(console, verbose=verbose)
     for number in _SIGNALS:
         signal.signal(number, _stop)
     code = 0
@@ -138,6 +160,40 @@ def serve(
     finally:
         server.stop()  # also when a signal came while it was being started
     raise typer.Exit(code)
+
+
+def _check_repository(path: Path, wanted: Sequence[str], *, allow_empty: bool) -> None:
+    """Refuse a repository in which there is nothing to serve.
+
+    Raises:
+        ServerError: it holds no models, lacks a wanted one, or is a model itself.
+    """
+    if not repositories.by_name(path, wanted) and not allow_empty:
+        raise ServerError(
+            f"{path} holds no models; expected folders with a config.pbtxt. --allow-empty serves it"
+            " as it is."
+        )
+
+
+def _configures(arguments: Sequence[str], service: str) -> bool:
+    """Whether tritonserver's own arguments say where a service listens, or whether it does."""
+    names = (f"{service}-port", f"{service}-address", f"allow-{service}", f"reuse-{service}-port")
+    return any(_values(arguments, name) for name in names)
+
+
+def _log(console: Console, *, verbose: bool) -> IO[bytes] | None:
+    """Where Triton's log goes: into a file that is kept and named; None: where we print."""
+    if verbose:
+        return None
+    try:
+        # Not a `with`: it is open, and kept, for as long as this process lives.
+        file = tempfile.NamedTemporaryFile(prefix="tritonserver-", suffix=".log", delete=False)  # noqa: SIM115
+    except OSError as error:
+        raise ServerError(
+            f"a file for Triton's log cannot be made: {error.strerror}. --verbose needs none."
+        ) from None
+    console.print(f"log     {escape(file.name)} is Triton's log; --verbose prints it here")
+    return file
 
 
 def _supervise(
@@ -171,7 +227,8 @@ def _supervise(
             )
     code: int = server.process.returncode
     how = f"with exit code {code}" if code >= 0 else f"by {signal.Signals(-code).name}"
-    console.print(f"[red]tritonserver ended {how}[/]; its log says why. Nothing of it is left.")
+    why = f"its log says why{escape(server.log_name)}"
+    console.print(f"[red]tritonserver ended {how}[/]; {why}. Nothing of it is left.")
     return code if code >= 0 else 128 - code
 
 
