@@ -413,7 +413,7 @@ class BatchInputs(nn.Module):
     ) -> Tensor:
         totals = torch.cat([x.new_zeros(1), x.cumsum(0)])
         sizes, ends, offsets = count.long(), end.long(), offset.long()
-        present = torch.arange(longest.shape[0]) < sizes.unsqueeze(1)
+        present = torch.arange(longest.shape[0], device=x.device) < sizes.unsqueeze(1)
         columns = [
             totals[offsets[:-1] + sizes] - totals[offsets[:-1]],
             totals[ends] - totals[ends - sizes],

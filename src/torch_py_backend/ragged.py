@@ -33,14 +33,10 @@ class Ragged:
 
     def __init__(self, config: ModelConfig) -> None:
         self._model = config.name
-        self._batched = config.max_batch_size > 0
-        self._flattened = frozenset(spec.name for spec in config.inputs if spec.ragged)
+        self._flat = {spec.name: _flat for spec in config.inputs if spec.ragged}
         self._made = {one.name: one for one in config.batch_inputs}
-        sources = [one.source for one in config.batch_inputs]
-        sources += [one.source for one in config.batch_outputs]
-        self._source = sources[0]
         places = {spec.name: place for place, spec in enumerate(config.outputs)}
-        rows = (-1,) if self._batched else ()
+        rows = (-1,) if config.max_batch_size else ()
         self._split = [
             (
                 places[one.name],
@@ -55,26 +51,18 @@ class Ragged:
         self,
         items: Sequence[Item],
         names: Sequence[str],
-        pads: Mapping[str, Gather],
+        _pads: Mapping[str, Gather],
         copied: Collection[str],
     ) -> Batch:
         """The items' values as `batching.gather` has them, but for what is ragged or made."""
         brought = [name for name in names if name not in self._made]
-        flat = [
-            {
-                name: item[name].reshape(-1) if name in self._flattened else item[name]
-                for name in brought
-            }
-            for item in items
-        ]
-        columns = dict(
-            zip(brought, batching.gather(flat, brought, pads, copied).columns, strict=True)
+        batch = batching.gather(items, brought, self._flat, copied)
+        columns = iter(batch.columns)
+        made = self._made
+        return Batch(
+            [_make(made[name], items) if name in made else next(columns) for name in names],
+            batch.sizes,
         )
-        for name in names:
-            if name not in columns:
-                columns[name] = _make(self._made[name], items)
-        sizes = [item[self._source].shape[0] if self._batched else 1 for item in items]
-        return Batch([columns[name] for name in names], sizes)
 
     def split(
         self, items: Sequence[Item], made: Sequence[Value | Owned]
@@ -114,15 +102,25 @@ class Ragged:
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
+def _flat(values: list[Any]) -> Value:
+    """Return the values of one input in one dimension; those of one item without a copy."""
+    if len(values) == 1:
+        return batching.to_column(values[0].reshape(-1))
+    if isinstance(values[0], Tensor):
+        return torch.cat([value.reshape(-1) for value in values])
+    return batching.to_column(np.concatenate(values, axis=None))
+
+
 def _make(one: BatchInput, items: Sequence[Item]) -> Tensor:
     """Return a batch input, on the device that its source is on."""
     values = [item[one.source] for item in items]
-    device = values[0].device if isinstance(values[0], Tensor) else None
-    dtype: torch.dtype = getattr(torch, str(one.dtype.torch))
     shapes = [value.shape for value in values]
     if one.kind is Kind.MAX_ELEMENT_COUNT_AS_SHAPE:  # its values mean nothing
-        return torch.zeros(max(map(math.prod, shapes)), dtype=dtype, device=device)
-    return torch.tensor(_NUMBERS[one.kind](shapes), dtype=dtype, device=device)
+        numbers = np.zeros(max(map(math.prod, shapes)), dtype=one.dtype.numpy)
+    else:
+        numbers = np.array(_NUMBERS[one.kind](shapes), dtype=one.dtype.numpy)
+    made = torch.from_numpy(numbers)
+    return made.to(values[0].device) if isinstance(values[0], Tensor) else made
 
 
 def _item_shapes(shapes: _Shapes) -> list[list[int]]:
