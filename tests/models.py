@@ -408,3 +408,71 @@ class Slots(nn.Module):
         kept = self.totals[:rows] * (1 - START)
         self.totals[:rows] = torch.where(READY > 0, kept + x, self.totals[:rows])
         return self.totals[:rows].clone()
+
+
+class BatchInputs(nn.Module):
+    """Takes one ragged input of maps and every kind of batch input; a row for each request."""
+
+    def forward(
+        self,
+        x: Tensor,
+        count: Tensor,
+        end: Tensor,
+        offset: Tensor,
+        longest: Tensor,
+        shape: Tensor,
+        flat: Tensor,
+    ) -> Tensor:
+        totals = torch.cat([x.new_zeros(1), x.cumsum(0)])
+        sizes, ends, offsets = count.long(), end.long(), offset.long()
+        present = torch.arange(longest.shape[0], device=x.device) < sizes.unsqueeze(1)
+        columns = [
+            totals[offsets[:-1] + sizes] - totals[offsets[:-1]],
+            totals[ends] - totals[ends - sizes],
+            totals[offsets[1:]] - totals[offsets[:-1]],
+            present.sum(1),
+            shape[:, 0],
+            shape[:, 1],
+            flat.reshape(-1, 2).prod(1),
+            torch.full_like(sizes, x.dim()),
+        ]
+        return torch.stack([one.to(x.dtype) for one in columns], 1)
+
+
+class Centered(nn.Module):
+    """Takes each request's mean from its values, which all lie in one dimension."""
+
+    def forward(self, x: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
+        assert bool((x < 1000).all()), "value too large"
+        lengths: list[int] = sizes.long().tolist()
+        parts = x.split(lengths)
+        means = torch.stack([part.mean() for part in parts])
+        return x - torch.repeat_interleave(means, sizes.long()), means.unsqueeze(1)
+
+
+class Bags(nn.Module):
+    """Sums of embeddings, as recommenders take them: ids in one dimension, and offsets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.EmbeddingBag(10, 3, mode="sum", include_last_offset=True)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.table(ids, offsets)
+
+
+class LastSums(nn.Module):
+    """The sum of each request's values, from where each one ends."""
+
+    def forward(self, x: Tensor, end: Tensor) -> Tensor:
+        totals = x.cumsum(0)[end.long() - 1]
+        return totals.diff(prepend=totals.new_zeros(1)).unsqueeze(1)
+
+
+class RowSums(nn.Module):
+    """The sum of each row times a factor of its own; a request may have several rows."""
+
+    def forward(self, x: Tensor, factor: Tensor, shape: Tensor) -> Tensor:
+        lengths: list[int] = shape.prod(1).long().tolist()
+        parts = x.split(lengths)
+        return torch.stack([part.sum() for part in parts]).unsqueeze(1) * factor

@@ -903,6 +903,196 @@ POISON = (
     ),
 )
 
+# --- batch_input and batch_output -------------------------------------------------------------
+
+
+def batch_input(kind: str, name: str, source: str = "x", dtype: str = "INT32") -> str:
+    return (
+        f'batch_input [{{ kind: BATCH_{kind} target_name: "{name}" data_type: TYPE_{dtype}'
+        f' source_input: "{source}" }}]\n'
+    )
+
+
+def batch_output(name: str, source: str = "x") -> str:
+    return (
+        f'batch_output [{{ kind: BATCH_SCATTER_WITH_INPUT_SHAPE target_name: "{name}"'
+        f' source_input: "{source}" }}]\n'
+    )
+
+
+def ragged(
+    inputs: str, outputs: dict[str, list[int]], more: str, *, max_batch_size: int = 8
+) -> str:
+    text = config({}, outputs, max_batch_size=max_batch_size, more=more)
+    return text + inputs + (_TOGETHER if max_batch_size else "")
+
+
+def _ragged_input(name: str, dims: list[int], kind: str = "FP32") -> str:
+    return tensor("input", name, dims, kind, "allow_ragged_batch: true")
+
+
+# The names of the batch inputs, in the order of models.BatchInputs.
+_BATCH_INPUTS = (
+    ("ELEMENT_COUNT", "count", "FP32"),
+    ("ACCUMULATED_ELEMENT_COUNT", "end", "INT32"),
+    ("ACCUMULATED_ELEMENT_COUNT_WITH_ZERO", "offset", "INT32"),
+    ("MAX_ELEMENT_COUNT_AS_SHAPE", "longest", "FP32"),
+    ("ITEM_SHAPE", "shape", "FP32"),
+    ("ITEM_SHAPE_FLATTEN", "flat", "INT32"),
+)
+
+
+def _map(height: int, width: int) -> Call:
+    x = floats(1, height, width, seed=height + width)
+    size, total = height * width, x.sum()
+    expected = [[total, total, total, size, height, width, size, 1]]
+    return Call({"x": x}, {"y": np.array(expected, np.float32)})
+
+
+_MAPS = (_map(2, 3), _map(1, 1), _map(4, 2))
+
+
+def _numbered(call: Call) -> Call:
+    return Call({"IN__0": call.inputs["x"]}, {"OUT__0": call.expected["y"]})  # type: ignore[index]
+
+
+def _centered(*shape: int) -> Call:
+    x = floats(*shape, seed=shape[-1])
+    mean = x.mean().reshape(1, 1)
+    return Call({"x": x}, {"y": x - mean, "mean": mean})
+
+
+_TOO_LARGE = Call(
+    {"x": np.full((1, 3), 2000, np.float32)}, Refused(500, ("AssertionError", "value too large"))
+)
+_SIZES = batch_input("ELEMENT_COUNT", "sizes")
+
+
+def _bag(*ids: int) -> Call:
+    torch.manual_seed(3)
+    table = models.Bags().table.weight.detach().numpy()
+    summed = sum((table[one] for one in ids), np.zeros(3, np.float32))
+    return Call({"ids": np.array([ids], np.int64)}, {"y": summed[None]})
+
+
+def _bags(kind: str = "ACCUMULATED_ELEMENT_COUNT_WITH_ZERO", more: str = "") -> str:
+    offsets = batch_input(kind, "offsets", "ids")
+    return ragged(_ragged_input("ids", [-1], "INT64"), {"y": [3]}, offsets + more)
+
+
+def _bag_weights() -> dict[str, torch.Tensor]:
+    torch.manual_seed(3)
+    return models.Bags().state_dict()
+
+
+def _last_sums(folder: Path) -> None:
+    sizes = {"x": {0: torch.export.Dim("values")}, "end": {0: torch.export.Dim("requests")}}
+    inputs = (torch.rand(9), torch.tensor([2, 3, 9], dtype=torch.int32))
+    program = torch.export.export(models.LastSums(), inputs, dynamic_shapes=sizes)
+    torch.export.save(program, folder / "model.pt2")
+
+
+def _summed(*values: float) -> Call:
+    x = np.array([values], np.float32)
+    return Call({"x": x}, {"y": x.sum(1, keepdims=True)})
+
+
+def _row_sums(rows: int, length: int) -> Call:
+    x, factor = floats(rows, length, seed=length), floats(rows, 1, seed=rows)
+    return Call({"x": x, "factor": factor}, {"y": x.sum(1, keepdims=True) * factor})
+
+
+_ROW_SUMS = (_row_sums(2, 3), _row_sums(1, 5), _row_sums(3, 1))
+_ENDS = batch_input("ACCUMULATED_ELEMENT_COUNT", "end")
+_SUMS = (_summed(1, 2, 3), _summed(4), _summed(5, 6))
+
+RAGGED = (
+    Scenario(
+        "batch_inputs",
+        script(models.BatchInputs()),
+        ragged(
+            _ragged_input("x", [-1, -1]),
+            {"y": [8]},
+            "".join(batch_input(kind, name, "x", dtype) for kind, name, dtype in _BATCH_INPUTS),
+        ),
+        _MAPS,
+        batches=(_MAPS, _MAPS[::-1]),
+    ),
+    Scenario(
+        "batch_inputs_by_index",
+        script(models.BatchInputs()),
+        ragged(
+            _ragged_input("IN__0", [-1, -1]),
+            {"OUT__0": [8]},
+            "".join(
+                batch_input(kind, f"IN__{place}", "IN__0", dtype)
+                for place, (kind, _, dtype) in reversed([*enumerate(_BATCH_INPUTS, 1)])
+            ),
+        ),
+        tuple(map(_numbered, _MAPS)),
+        batches=(tuple(map(_numbered, _MAPS)),),
+    ),
+    Scenario(
+        "batch_output",
+        python(models.Centered),
+        ragged(_ragged_input("x", [-1]), {"y": [-1], "mean": [1]}, _SIZES + batch_output("y")),
+        (_centered(1, 3), _TOO_LARGE, _centered(1, 5)),
+        batches=(
+            (_centered(1, 3), _centered(1, 1), _centered(1, 5)),
+            (_centered(1, 2), _centered(1, 4), _TOO_LARGE, _centered(1, 3)),
+        ),
+    ),
+    Scenario(
+        "batch_output_without_batches",
+        python(models.Centered),
+        ragged(
+            _ragged_input("x", [-1, -1]),
+            {"y": [-1, -1]},
+            _SIZES + batch_output("y"),
+            max_batch_size=0,
+        ),
+        tuple(
+            Call(one.inputs, {"y": one.expected["y"]})  # type: ignore[index]
+            for one in (_centered(2, 3), _centered(4, 1))
+        ),
+    ),
+    Scenario(
+        "embedding_bags",
+        both(python(models.Bags), safe(_bag_weights())),
+        _bags(),
+        (_bag(1, 2, 3), _bag(9), _bag(4, 4)),
+        batches=((_bag(1, 2, 3), _bag(9), _bag(4, 4)), (_bag(0), _bag(5, 6, 7, 8))),
+    ),
+    Scenario(
+        "batch_input_of_program",
+        _last_sums,
+        ragged(_ragged_input("x", [-1]), {"y": [1]}, _ENDS),
+        _SUMS,
+        batches=(_SUMS,),
+    ),
+    Scenario(
+        "batch_input_compiled",
+        python(models.LastSums),
+        ragged(_ragged_input("x", [-1]), {"y": [1]}, _ENDS)
+        + 'parameters { key: "TORCH_COMPILE_OPTIONAL_PARAMETERS"'
+        + ' value { string_value: "{\\"backend\\": \\"eager\\", \\"fullgraph\\": true}" } }\n'
+        + 'parameters { key: "COMPILE_REQUIRED" value { string_value: "true" } }\n',
+        _SUMS,
+        batches=(_SUMS,),
+    ),
+    Scenario(
+        "batch_input_of_rows",
+        script(models.RowSums()),
+        ragged(
+            _ragged_input("x", [-1]) + tensor("input", "factor", [1]),
+            {"y": [1]},
+            batch_input("ITEM_SHAPE", "shape"),
+        ),
+        _ROW_SUMS,
+        batches=(_ROW_SUMS,),
+    ),
+)
+
 
 # --- sequences -------------------------------------------------------------------------------
 
@@ -1168,6 +1358,25 @@ _NOTHING: Writer = lambda folder: None  # noqa: E731
 _SCRIPTED = torch.jit.script(models.Negate())
 
 LOAD_ERRORS = (
+    refused(
+        "batch_input_with_pad",
+        python(models.LastSums),
+        ragged(_ragged_input("x", [-1]), {"y": [1]}, _ENDS)
+        + 'parameters { key: "PAD" value { string_value: "{\\"x\\": {}}" } }\n',
+        "config.pbtxt has batch_input and PAD. Take one of the two out",
+    ),
+    refused(
+        "batch_input_named_twice",
+        python(models.LastSums),
+        ragged(_ragged_input("x", [-1]), {"y": [1]}, batch_input("ACCUMULATED_ELEMENT_COUNT", "x")),
+        "batch_input BATCH_ACCUMULATED_ELEMENT_COUNT makes 'x', and config.pbtxt has that name",
+    ),
+    refused(
+        "batch_output_too_deep",
+        python(models.Centered),
+        ragged(_ragged_input("x", [-1]), {"y": [1, -1]}, _SIZES + batch_output("y")),
+        "batch_output gives 'y' of dims [1, -1] the shape of 'x' of dims [-1]",
+    ),
     refused(
         "device_map_of_cpu",
         python(models.Negate),
@@ -1503,6 +1712,7 @@ TABLE = (
     *RUNTIMES,
     *REQUEST_ERRORS,
     *POISON,
+    *RAGGED,
     *SEQUENCES,
     *LOAD_ERRORS,
 )

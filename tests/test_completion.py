@@ -402,6 +402,14 @@ def test_contradictions(
     assert all(part in str(refusal.value) for part in says), str(refusal.value)
 
 
+@pytest.mark.parametrize("role", ["batch_input", "batch_output"])
+def test_ragged_batches(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    """A model that takes ragged inputs in one dimension does not tell what requests bring."""
+    with pytest.raises(ConfigError) as refusal:
+        _complete(monkeypatch, _BATCHED, input=[_X], **{role: [{"source_input": ["x"]}]})
+    assert f"config.pbtxt has {role} and lacks inputs or outputs" in str(refusal.value)
+
+
 def test_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The config on disk stays as it is: only the document is filled in."""
     config = tmp_path / "config.pbtxt"

@@ -17,6 +17,7 @@ import parallel
 import pytest
 import scenarios
 import stateful
+import test_ragged
 import test_sequences
 import torch
 from children import Start, starting
@@ -30,6 +31,7 @@ from torch_py_backend.loaders import Loaded
 from torch_py_backend.options import Options
 from torch_py_backend.padding import Padding
 from torch_py_backend.purity import Purity
+from torch_py_backend.ragged import Ragged
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +39,9 @@ pytestmark = [
 ]
 
 _ON_GPU = [one for one in scenarios.NAMES + scenarios.FILES + scenarios.BATCHES if one.calls]
+_ON_GPU += [
+    one for one in scenarios.RAGGED if all(isinstance(call.expected, dict) for call in one.calls)
+]
 
 
 @pytest.mark.parametrize("scenario", _ON_GPU, ids=lambda one: one.name)
@@ -55,6 +60,18 @@ def test_scenario_on_the_gpu(scenario: scenarios.Scenario, tmp_path: Path, proce
             if expected is not None:
                 came = tensor.as_numpy().reshape(expected.shape)
                 np.testing.assert_allclose(came, expected, rtol=1e-3, atol=1e-4)
+
+
+def test_batch_inputs_are_where_their_source_is() -> None:
+    """What is made of the shapes of tensors on the GPU does not call the outputs to the host."""
+    (count, x), _ = Ragged(test_ragged.config()).gather(
+        [{"x": torch.ones(1, size, device="cuda")} for size in (2, 3)], ["n", "x"], {}, ()
+    )
+    assert isinstance(count, torch.Tensor)
+    assert isinstance(x, torch.Tensor)
+    assert count.is_cuda
+    assert x.is_cuda
+    assert count.tolist() == [2, 3]
 
 
 _SEQUENCES = [one for one in scenarios.SEQUENCES if "strings" not in one.name]
@@ -146,6 +163,7 @@ sys.modules["triton_python_backend_utils"] = fake_triton
 import numpy as np
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.artifacts import Kind
+from torch_py_backend.ragged import Ragged
 model = TritonPythonModel()
 model.initialize(json.loads({arguments!r}))
 for values in {batches!r}:

@@ -12,6 +12,7 @@ import torch
 
 from torch_py_backend import artifacts, hooks
 from torch_py_backend.artifacts import Kind
+from torch_py_backend.batch_io import BatchOutput
 from torch_py_backend.errors import (
     ArtifactError,
     ConfigError,
@@ -213,6 +214,11 @@ def test_rivals(names: tuple[str, str], tmp_path: Path) -> None:
         ("def collate(self, items)", {"max_batch_size": 0}, "collate(), and max_batch_size is 0"),
         ("def preprocess(self, x)", {"pad": {"x": {}}}, "PAD is set"),
         ("def preprocess(self, x)", {"optimize": ("cuda_graphs",)}, "asks for cuda_graphs"),
+        (
+            "def preprocess(self, x)",
+            {"batch_outputs": (BatchOutput("y", "x"),)},
+            "config.pbtxt has batch_input or batch_output, and Hooks has hooks",
+        ),
         (
             "def preprocess(self, x, parameters)",
             {"inputs": (build.spec("x"), build.spec("parameters"))},

@@ -99,6 +99,29 @@ def test_states_are_told(tmp_path: Path) -> None:
     assert found["outputs"] == ["y FP32 [4]", "sum FP32 [4] (state)"]
 
 
+def test_batch_inputs_are_told(tmp_path: Path) -> None:
+    """The report says which inputs are made of the shapes of others."""
+    source = (
+        "from torch import nn\n\n\nclass Net(nn.Module):\n"
+        "    def forward(self, x, sizes):\n"
+        "        return x\n"
+    )
+    x = {"name": "x", "data_type": "TYPE_FP32", "dims": [-1], "allow_ragged_batch": True}
+    made = {"target_name": ["sizes"], "data_type": "TYPE_INT32", "source_input": ["x"]}
+    split = {"target_name": ["y"], "source_input": ["x"]}
+    y = {"name": "y", "data_type": "TYPE_FP32", "dims": [-1]}
+
+    report = _inspect(
+        tmp_path, source, input=[x], output=[y], batch_input=[made], batch_output=[split]
+    )
+
+    assert report["inputs"] == [
+        "x FP32 [-1] → x",
+        "sizes INT32 (BATCH_ELEMENT_COUNT of x) → sizes",
+    ]
+    assert report["outputs"] == ["y FP32 [-1]"]
+
+
 def test_report_is_json(tmp_path: Path) -> None:
     """The report survives the way through JSON unchanged, options with objects in them, too."""
     _save_weights(tmp_path, out=2)

@@ -73,6 +73,20 @@ def test_without_batching(tmp_path: Path) -> None:
     assert list(_measure(tmp_path, given)["throughput"]) == [1]
 
 
+def test_ragged_batches(tmp_path: Path) -> None:
+    """With batch_input each row is a request of its own: a model may count requests."""
+    source = _DOUBLE.replace("self, x", "self, x, n").replace(
+        "2 * x", "2 * x.reshape(n.shape[0], -1)"
+    )
+    x = {"name": "x", "data_type": "TYPE_FP32", "dims": [4], "allow_ragged_batch": True}
+    made = {"target_name": ["n"], "data_type": "TYPE_INT32", "source_input": ["x"]}
+    given = _arguments(tmp_path, source, max_batch_size=4, input=[x], batch_input=[made])
+    assert _prepare(tmp_path, given)["sizes"] == [1, 2, 4]
+    measured = _measure(tmp_path, given)
+    assert measured["error"] == 0
+    assert list(measured["throughput"]) == [1, 2, 4]
+
+
 def test_another_result_is_an_error(tmp_path: Path) -> None:
     """A candidate that is off by a tenth has an error of half that beside its typical value."""
     given = _arguments(tmp_path)

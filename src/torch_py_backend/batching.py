@@ -126,7 +126,7 @@ def gather(
                 own(one) if name in copied else one
                 for name, one in zip(names, columns, strict=True)
             ]
-        return Batch(columns, columns[0].shape[:1] if columns else ())
+        return Batch(columns, item[names[0]].shape[:1] if names else ())
     sizes = [item[names[0]].shape[0] for item in items]
     join: Gather = _concatenate
     return Batch([pads.get(name, join)([item[name] for item in items]) for name in names], sizes)

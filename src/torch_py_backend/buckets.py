@@ -18,7 +18,7 @@ def plan(config: ModelConfig, takes: Rows, *, fixed: bool) -> Rows:
     Raises:
         ConfigError: no bucket is one that the artifact takes.
     """
-    if not config.max_batch_size:
+    if not config.max_batch_size or config.concatenates:
         return ANY_ROWS
     # A program's least may be above what requests ever have: its batches are filled up.
     most = max(takes.least, min(takes.most or config.max_batch_size, config.max_batch_size))

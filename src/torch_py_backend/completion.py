@@ -60,6 +60,7 @@ def complete(
         LoadError: the model cannot be loaded, does not tell its schema, or contradicts the config.
     """
     model = arguments["model_name"]
+    _refuse_ragged_batches(model, document)
     settings = options.parse(model, document.get("parameters", {}))
     schema = isolation.run(
         model,
@@ -81,6 +82,18 @@ def complete(
         kept = schema.get("kept", ())
         sent = [one for one in schema[role] if written or one["name"] not in kept]
         document[role] = _merge(model, role, written, sent)
+
+
+def _refuse_ragged_batches(model: str, document: Mapping[str, Any]) -> None:
+    for key in ("batch_input", "batch_output"):
+        if document.get(key):
+            raise ConfigError(
+                model,
+                f"config.pbtxt has {key} and lacks inputs or outputs, and the model does not tell"
+                " their dims: it takes ragged inputs in one dimension",
+                expected="data_type and dims of each input and output",
+                cure="Write them out.",
+            )
 
 
 def _refit(schema: dict[str, Any], *, batched: bool) -> None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from torch_py_backend import dtypes, options, states
+from torch_py_backend import batch_io, dtypes, options, states
+from torch_py_backend.batch_io import BatchInput, BatchOutput
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.options import Options
 from torch_py_backend.states import Sequencing, State
@@ -65,6 +66,8 @@ class ModelConfig:
         python_runtime: whether it was written for the Python runtime of Triton's PyTorch backend.
         sequencing: what it says of sequences; None: each request stands for itself.
         decoupled: whether a request may have any number of responses.
+        batch_inputs: inputs that are made of the shapes of others.
+        batch_outputs: outputs that are split by the shapes of inputs.
     """
 
     name: str
@@ -82,6 +85,13 @@ class ModelConfig:
     options: Options
     sequencing: Sequencing | None = None
     decoupled: bool = False
+    batch_inputs: tuple[BatchInput, ...] = ()
+    batch_outputs: tuple[BatchOutput, ...] = ()
+
+    @property
+    def concatenates(self) -> bool:
+        """Whether ragged inputs lie in one dimension, as Triton's backends in C++ have them."""
+        return bool(self.batch_inputs or self.batch_outputs)
 
     @property
     def version_folder(self) -> Path:
@@ -134,6 +144,8 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         options=wished,
         sequencing=sequencing,
         decoupled=_is_decoupled(document),
+        batch_inputs=batch_io.parse_inputs(name, document) if complete else (),
+        batch_outputs=batch_io.parse_outputs(name, document) if complete else (),
     )
     if complete:
         refuse_contradictions(parsed)
@@ -208,6 +220,10 @@ def refuse_contradictions(config: ModelConfig) -> None:
             (config.decoupled and found, problem, cure)
             for found, problem, cure in _of_streams(config)
         ),
+        *(
+            (config.concatenates and found, problem, cure)
+            for found, problem, cure in _of_ragged_batches(config)
+        ),
         *_of_several_devices(config),
     )
     for found, problem, cure in contradictions:
@@ -238,6 +254,29 @@ def _of_streams(config: ModelConfig) -> Iterator[tuple[bool, str, str]]:
         "ENABLE_WEIGHT_SHARING holds the weights on the GPU once, and the model is decoupled",
         "Their owner may leave in the middle of a stream: take it out.",
     )
+
+
+def _of_ragged_batches(config: ModelConfig) -> Iterator[tuple[bool, str, str]]:
+    """As `_of_streams`, for models with batch_input or batch_output."""
+    wished = config.options
+    role = "batch_input" if config.batch_inputs else "batch_output"
+    states = {state.output for state in config.states}
+    for key, found in (
+        ("PAD", bool(wished.pad)),
+        ("BATCH_BUCKETS", bool(wished.batch_buckets)),
+        ("OPTIMIZE's cuda_graphs", "cuda_graphs" in wished.optimize),
+        (
+            "TORCH_COMPILE_OPTIONAL_PARAMETERS with dynamic: false",
+            (wished.torch_compile_optional_parameters or {}).get("dynamic") is False,
+        ),
+        ("model_transaction_policy { decoupled: true }", config.decoupled),
+        (
+            "a state that batch_output names",
+            any(one.name in states for one in config.batch_outputs),
+        ),
+    ):
+        cure = f"Take one of the two out: sizes differ from batch to batch with {role}."
+        yield found, f"config.pbtxt has {role} and {key}", cure
 
 
 def _of_several_devices(config: ModelConfig) -> Iterator[tuple[bool, str, str]]:
@@ -290,14 +329,12 @@ def _refuse_unsupported(model: str, document: Mapping[str, Any]) -> None:
             cure="A stream keeps what it needs between its responses by itself: take one of the two"
             " out of config.pbtxt.",
         )
-    refused = {
-        "batch_input": "batch_input is for backends written in C++",
-        "batch_output": "batch_output is for backends written in C++",
-        "cc_model_filenames": "cc_model_filenames has no effect in a Python-based backend",
-    }
-    for key, reason in refused.items():
-        if document.get(key):
-            raise ConfigError(model, reason, cure=f"Take {key} out of config.pbtxt.")
+    if document.get("cc_model_filenames"):
+        raise ConfigError(
+            model,
+            "cc_model_filenames has no effect in a Python-based backend",
+            cure="Take cc_model_filenames out of config.pbtxt.",
+        )
 
 
 def _specs(model: str, role: str, document: Mapping[str, Any]) -> tuple[TensorSpec, ...]:

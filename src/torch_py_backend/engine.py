@@ -37,6 +37,7 @@ from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
 from torch_py_backend.padding import Padding
 from torch_py_backend.purity import Purity
+from torch_py_backend.ragged import Ragged
 from torch_py_backend.recovery import Recovery
 from torch_py_backend.stages import Stages
 from torch_py_backend.state_columns import StateColumns
@@ -103,7 +104,8 @@ class Engine:
             self._own = stages.own_rows
         self.callee = Callee(config, loaded, self._intake, take, self.counts, own=self._own)
         self._runtime = surroundings
-        self._gather = batching.gather
+        self._ragged = Ragged(config) if config.concatenates else None
+        self._gather = batching.gather if self._ragged is None else self._ragged.gather
         self._to_device = surroundings.to_device
         self._call = self.callee.call
         self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
@@ -123,6 +125,7 @@ class Engine:
             called=loaded.signature.name,
             rows=self.callee.rows if config.max_batch_size else None,
             repeats=self.repeats,
+            divides=not config.concatenates,
             free=runtime.free,
             probe=partial(runtime.probe, surroundings.device),
             counts=self.counts,
@@ -369,7 +372,7 @@ class Engine:
             gathered = time.perf_counter()
             columns = self._to_device(batch.columns)
             sent = time.perf_counter()
-            rows = rows_in(columns)
+            rows = rows_in(columns) if self._ragged is None else sum(batch.sizes)
             raw = self._call(group.inputs, columns, rows)
             called = time.perf_counter()
             if not known:
@@ -424,6 +427,8 @@ class Engine:
     def _scatter(
         self, group: Group, batch: Batch, made: Sequence[Value | Owned]
     ) -> Sequence[Outcome]:
+        if self._ragged is not None:
+            made = self._ragged.split(group.items, made)
         outcomes = batching.scatter(made, self._names, batch.sizes)
         if self._padding is not None:
             seen = zip(group.inputs.names, batch.columns, strict=True)

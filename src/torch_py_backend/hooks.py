@@ -277,6 +277,11 @@ def _refuse_contradictions(config: ModelConfig, kind: str, found: Mapping[str, S
             "Do in forward() what the hooks do, or take them out.",
         ),
         (
+            config.concatenates,
+            f"config.pbtxt has batch_input or batch_output, and {kind} has hooks",
+            "Do in forward() what the hooks do, or take them out.",
+        ),
+        (
             config.decoupled,
             f"the model is decoupled, and {kind} has hooks",
             "Do in forward() what the hooks do, or take them out.",

@@ -56,6 +56,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
         "inputs": [
             *(f"{_told(spec)} → {made.places[spec.name]}" for spec in made.config.inputs),
             *(f"{one.input} (state) → {made.places[one.input]}" for one in settings.carried),
+            *(f"{one} → {made.places[one.name]}" for one in settings.batch_inputs),
         ],
         "outputs": [
             *map(_told, settings.outputs),

@@ -56,6 +56,11 @@ class Intake:
         self._carried = frozenset(state.input for state in config.carried)
         self._names = [spec.name for spec in config.inputs]
         self._names += [state.input for state in config.carried]
+        # No request brings them.
+        self._made = [one.name for one in config.batch_inputs]
+        self._flattened = frozenset(
+            spec.name for spec in config.inputs if spec.ragged and config.concatenates
+        )
         self._required = [spec.name for spec in config.inputs if not spec.optional]
         self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
         # Whose rows are compared: a state has one, as the step has that it goes with.
@@ -64,13 +69,14 @@ class Intake:
             for spec in config.inputs
             if spec.origin is not Origin.STATE
         ]
-        self._whole = bind_inputs(config.name, self._names, signature)
+        self._whole = bind_inputs(config.name, [*self._names, *self._made], signature)
         self._special = {
             name: takes
             for name, takes in zip(self._whole.names, self._whole.takes, strict=True)
             if takes.scalar or takes in _LISTS
         }
         _check_types(config, signature.name, self._special)
+        _check_batch_inputs(config, signature.name, self._special)
         # Triton has compared dims that are fixed: items that have all inputs can share a call.
         self._uniform = (
             self._batched
@@ -78,7 +84,10 @@ class Intake:
             and padding is None
             and bool(self._sent)
             and config.options.force_cpu_only_input_tensors
-            and all(spec.dtype.torch and -1 not in spec.dims for spec in config.inputs)
+            and all(
+                spec.dtype.torch and (-1 not in spec.dims or spec.name in self._flattened)
+                for spec in config.inputs
+            )
         )
         self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
         self._partial: dict[frozenset[str], Inputs] = {}
@@ -211,6 +220,8 @@ class Intake:
 
     def _common(self, name: str, value: Value) -> object:
         """What values of an input that share a batch agree in."""
+        if name in self._flattened:
+            return value.device if isinstance(value, Tensor) else None
         pad = self._pads.get(name)
         shape = value.shape[1:] if pad is None else pad.fixed(value.shape)
         if name in self._carried:
@@ -226,7 +237,8 @@ class Intake:
         """How items without these inputs are passed: bound once for each pattern."""
         found = self._partial.get(left_out)
         if found is None:
-            found = bind_inputs(self._model, self._names, self._signature, left_out)
+            names = [*self._names, *self._made]
+            found = bind_inputs(self._model, names, self._signature, left_out)
             self._partial[left_out] = found
         return found
 
@@ -235,8 +247,8 @@ class Intake:
         if self._cast is None and not self._special:
             return columns
         return [
-            self._convert(column, takes)
-            for column, takes in zip(columns, inputs.takes, strict=True)
+            column if name in self._made else self._convert(column, takes)
+            for name, column, takes in zip(inputs.names, columns, inputs.takes, strict=True)
         ]
 
     def _convert(self, column: Value, takes: Takes) -> Any:
@@ -325,6 +337,17 @@ def _check_types(config: ModelConfig, function: str, special: Mapping[str, Takes
                 config.name,
                 f"input '{spec.name}' is {spec.dtype.triton}, and {function}() takes {takes.value}",
                 expected=f"{' or '.join(accepted)} in config.pbtxt",
+            )
+
+
+def _check_batch_inputs(config: ModelConfig, function: str, special: Mapping[str, Takes]) -> None:
+    for one in config.batch_inputs:
+        if one.name in special:
+            raise BindingError(
+                config.name,
+                f"batch_input makes '{one.name}' a tensor, and {function}() takes"
+                f" {special[one.name].value}",
+                expected="an argument that takes a tensor",
             )
 
 

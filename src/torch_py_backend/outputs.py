@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -23,10 +24,21 @@ def verifiers(config: ModelConfig) -> tuple[Verify, ...]:
     """One for each output, in the config's order, and for each state that it only names."""
     batched = config.max_batch_size > 0
     carried = (_Expected(config.name, state.output, (), batched) for state in config.carried)
+    split = {one.name for one in config.batch_outputs}
     return (
-        *(_verifier(config, spec) for spec in config.outputs),
+        *(
+            _of_values(config, spec) if spec.name in split else _verifier(config, spec)
+            for spec in config.outputs
+        ),
         *(_Carried(expected).verify for expected in carried),
     )
+
+
+def _of_values(config: ModelConfig, spec: TensorSpec) -> Verify:
+    """Makes a batch output's values one dimension, which is split later."""
+    alone = dataclasses.replace(config, max_batch_size=0)
+    verify = _verifier(alone, dataclasses.replace(spec, dims=(-1,)))
+    return lambda part, rows: verify(part.reshape(-1) if isinstance(part, Tensor) else part, rows)
 
 
 def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:

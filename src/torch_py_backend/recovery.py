@@ -74,6 +74,7 @@ class Recovery:
         called: the name of the model's function that an attempt calls.
         rows: the row counts that the model takes; None: it has no batch dimension.
         repeats: whether the model may be called again with so many items that it has seen.
+        divides: whether rows of one request may be in different calls.
         free: gives back memory that nothing uses.
         probe: uses the device, and raises where that cannot be done any more.
         counts: where second tries are counted.
@@ -87,6 +88,7 @@ class Recovery:
         called: str,
         rows: Rows | None,
         repeats: Callable[[int], bool],
+        divides: bool,
         free: Callable[[], None],
         probe: Callable[[], None],
         counts: Counts,
@@ -102,6 +104,7 @@ class Recovery:
         self._called = called
         self._batched = rows is not None
         self._repeats = repeats
+        self._divides = divides
         self._free = free
         self._probe = probe
         self._counts = counts
@@ -110,7 +113,7 @@ class Recovery:
         """The outcomes of a group whose shape memory may not suffice for."""
         if self.fatal is not None:
             return [self.fatal] * len(group.items)
-        shape, sizes = _shape(group), _sizes(group)
+        shape, sizes = _shape(group), self._sizes(group)
         most = self.capacity.most(shape) if self._batched else None
         if most is not None and sum(sizes) > most:
             before = self.capacity.remembered(shape)
@@ -136,7 +139,7 @@ class Recovery:
         """
         calls = calls or Budget(_CALLS)
         if self.fatal is None and failure.memory and self._batched:
-            shape, sizes = _shape(group), _sizes(group)
+            shape, sizes = _shape(group), self._sizes(group)
             before = self.capacity.remembered(shape)
             if self._limit(shape, sum(sizes)) and self._repeats(len(sizes)):
                 self._counts.retried_rows += sum(sizes)
@@ -151,7 +154,7 @@ class Recovery:
 
         def attempt(some: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
             part = _regrouped(group, some)
-            self._counts.retried_rows += sum(_sizes(part))
+            self._counts.retried_rows += sum(self._sizes(part))
             return self._try(part)
 
         found: list[Any] = narrow(
@@ -189,7 +192,7 @@ class Recovery:
         hopeless = False
         while pending:
             parts = list(_take(pending, self.capacity.most(shape)))
-            some = _of_parts(group, parts)
+            some = _of_parts(group, parts, sizes)
             result = self._try(some)
             if isinstance(result, Failure) and result.memory and self.fatal is None:
                 rows = sum(last - first for _, first, last in parts)
@@ -214,6 +217,10 @@ class Recovery:
             refused[place] if place in refused else self._join(found)
             for place, found in enumerate(pieces)
         ]
+
+    def _sizes(self, group: Group) -> list[int]:
+        """Return the rows of each item, or 1 for each where its rows stay together."""
+        return _sizes(group) if self._divides else [1] * len(group.items)
 
     def _join(self, pieces: Sequence[dict[str, Value]]) -> Outcome:
         """One item's outputs, of the calls that it took."""
@@ -334,6 +341,7 @@ def _shape(group: Group) -> tuple[tuple[int, ...], ...]:
     return tuple(
         tuple(map(max, zip(*(item[name].shape[1:] for item in group.items), strict=True)))
         for name in group.inputs.names
+        if name in group.items[0]  # else a batch input, which is made for each call
     )
 
 
@@ -361,12 +369,15 @@ def _take(pending: deque[_Part], most: int | None) -> Iterator[_Part]:
         yield place, first, last
 
 
-def _of_parts(group: Group, parts: Sequence[_Part]) -> Group:
+def _of_parts(group: Group, parts: Sequence[_Part], sizes: Sequence[int]) -> Group:
     items, positions = [], []
     for place, first, last in parts:
         item = group.items[place]
+        whole = (first, last) == (0, sizes[place])
         # Copies, where it is alone: what is passed as it is may be written into, and tried again.
         copied = batching.own if len(parts) == 1 else _same
-        items.append({key: copied(value[first:last]) for key, value in item.items()})
+        items.append(
+            {key: copied(value if whole else value[first:last]) for key, value in item.items()}
+        )
         positions.append(group.positions[place])
     return Group(group.inputs, items, positions)

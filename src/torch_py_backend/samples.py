@@ -54,6 +54,17 @@ def item(
     }
 
 
+def requests(config: ModelConfig, item: Item) -> list[Item]:
+    """Return the requests that bring an item: with batch_input or batch_output one for each row.
+
+    A model that is given counts of requests returns a row for each, and fails with others.
+    """
+    if not config.concatenates or not config.max_batch_size:
+        return [item]
+    rows = next(iter(item.values())).shape[0]
+    return [{name: value[at : at + 1] for name, value in item.items()} for at in range(rows)]
+
+
 def _variable(config: ModelConfig, *, shrunk: bool) -> int:
     """The size for dimensions of -1: two that differ also where they are rounded up."""
     pads = (config.options.pad or {}).values()

@@ -25,7 +25,16 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torch_py_backend import artifacts, assembly, config, examples, samples, threads, warmup
+from torch_py_backend import (
+    artifacts,
+    assembly,
+    batching,
+    config,
+    examples,
+    samples,
+    threads,
+    warmup,
+)
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.engine import Engine
@@ -142,13 +151,17 @@ def _sent(settings: ModelConfig) -> Iterator[TensorSpec]:
 
 
 def _run(made: Engine, item: Item) -> dict[str, Value]:
-    (outcome,) = made.run([item])
-    if isinstance(outcome, LoadError):
-        raise outcome
-    if isinstance(outcome, BackendError):
-        tried = ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
-        raise WarmupError(made.config.name, f"the call with {tried} failed: {outcome}")
-    return outcome
+    results = []
+    for outcome in made.run(samples.requests(made.config, item)):
+        if isinstance(outcome, LoadError):
+            raise outcome
+        if isinstance(outcome, BackendError):
+            tried = ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
+            raise WarmupError(made.config.name, f"the call with {tried} failed: {outcome}")
+        results.append(outcome)
+    names = tuple(results[0])
+    joined = batching.join([[one[name] for name in names] for one in results])
+    return dict(zip(names, joined, strict=True))
 
 
 # --- a candidate -------------------------------------------------------------------------------

@@ -43,23 +43,27 @@ def run(engine: Engine) -> None:
 def _prepare(engine: Engine, call: _Call, item: Item) -> None:
     """What a first call with such an item would cost is paid."""
     before = purity.copied(item)
+    items = samples.requests(engine.config, item)
     for _ in range(_REPEATS):
-        outcome = _tried(engine, call, item)
+        outcomes = _tried(engine, call, items)
     engine.purity.compare(before, item)
     # The first step of a sequence is followed by others, whose states may have grown.
     for _ in range(_REPEATS if engine.config.states else 0):
-        outcome = _tried(engine, call, sequences.following(engine.config, item, outcome))
+        steps = zip(items, outcomes, strict=True)
+        outcomes = _tried(engine, call, [sequences.following(engine.config, *one) for one in steps])
 
 
-def _tried(engine: Engine, call: _Call, item: Item) -> dict[str, Value]:
-    (outcome,) = call([item])
-    if isinstance(outcome, NoServerError):
-        raise outcome
-    if isinstance(outcome, BackendError):
-        refusal = _refusal(engine.config, item, outcome)
-        refusal.traceback = _tell(engine)
-        raise refusal
-    return outcome
+def _tried(engine: Engine, call: _Call, items: Sequence[Item]) -> list[dict[str, Value]]:
+    results = []
+    for item, outcome in zip(items, call(items), strict=True):
+        if isinstance(outcome, NoServerError):
+            raise outcome
+        if isinstance(outcome, BackendError):
+            refusal = _refusal(engine.config, item, outcome)
+            refusal.traceback = _tell(engine)
+            raise refusal
+        results.append(outcome)
+    return results
 
 
 def _leave_out(engine: Engine, error: NoServerError) -> None:

@@ -194,6 +194,8 @@ EVERY_PARAMETER = {
     "FORCE_CPU_ONLY_INPUT_TENSORS": "no",
 }
 
+(RAGGED,) = (one for one in scenarios.RAGGED if one.name == "batch_inputs_by_index")
+
 FEATURES = (
     Scenario(
         "python_runtime",
@@ -271,6 +273,13 @@ FEATURES = (
             " max_queue_delay_microseconds: 5000000 }",
         ),
         (said(["one", "three", "seventeen"]),),
+    ),
+    Scenario(
+        "batch_inputs",
+        RAGGED.write,
+        RAGGED.config.replace('backend: "pytorch_py"', 'platform: "pytorch_libtorch"'),
+        RAGGED.calls,
+        batches=RAGGED.batches,
     ),
     Scenario(
         "every_parameter",
@@ -419,6 +428,8 @@ def test_a_repository_s_own_way_is_served_as_it_is(
     assert serving.http.get_model_config(feature.name)["backend"] == "pytorch"
     for call in feature.calls:
         serving.check(protocol, feature.name, call)
+    for batch in feature.batches:
+        serving.check_together(feature.name, batch)
     for part in feature.logs:
         serving.until_logged(part)
 
