@@ -5,9 +5,14 @@ from __future__ import annotations
 import importlib.util
 import os
 import socket
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import living
+import psutil
 import pytest
 
 from torch_py_backend import server
@@ -157,3 +162,30 @@ def test_states_of_models() -> None:
     assert ready == ModelState("a", "1", True, "")
     failed = server.state({"name": "b", "state": "UNAVAILABLE", "reason": "because"})
     assert failed == ModelState("b", "", False, "because")
+
+
+def test_an_end_while_the_kernel_forgets_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a process that is being reaped Linux 6.15 and later say ENOENT: it has ended."""
+    code = "import subprocess; subprocess.run(['sleep', '1000'], check=False)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    (child,) = _until(lambda: psutil.Process(process.pid).children())
+    opened = os.pidfd_open
+
+    def pidfd_open(pid: int, flags: int = 0) -> int:
+        if pid == child.pid:
+            raise FileNotFoundError(2, "No such file or directory")
+        return opened(pid, flags)
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    server._end(process, 60)
+    assert process.poll() is not None
+    assert living.all_end([child])
+
+
+def _until(what: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+    """The first list that is not empty."""
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return what()

@@ -421,7 +421,16 @@ def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
     for one in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-    psutil.wait_procs(family, timeout=_GRACE_SECONDS)
+    # Not psutil.wait_procs: of a process that is just being reaped it raises FileNotFoundError.
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(map(_runs, family)) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 @contextlib.contextmanager
