@@ -116,7 +116,7 @@ def serve(
         with contextlib.closing(Control(server.grpc_address, server.keys)) as control:
             supervisor = Supervisor(
                 server.models,
-                Watch(server.vitals),
+                Watch(server.vitals, load_timeout),
                 control if mode == "explicit" else None,
                 Plan(restarts, load_timeout),
                 lambda event: console.print(_line(event)),
