@@ -23,6 +23,7 @@ class House:
     def __init__(self, *models: str, restarts: int = 3, heals: bool = True) -> None:
         self.models = dict.fromkeys(models, "")
         self.ensembles: dict[str, str] = {}
+        self.failed_versions: dict[str, str] = {}
         self.pids: dict[str, int] = {}
         self.falls: list[Fall] = []
         self.refusals: dict[str, ServerError] = {}
@@ -64,6 +65,9 @@ class House:
                 unloaded=told == _GONE,
             )
             for name, told in self.models.items()
+        ] + [
+            ModelState(name, "2", ready=False, reason=reason)
+            for name, reason in self.failed_versions.items()
         ]
 
     def load(self, model: str, seconds: float) -> None:
@@ -338,9 +342,25 @@ def test_users_may_unload_and_load() -> None:
     assert sorted(house.calls) == ["load a", "load c", "unload a", "unload c"]
 
 
-def test_a_death_while_a_user_unloads() -> None:
+def test_users_may_unload_a_model_one_of_whose_versions_failed() -> None:
+    """Triton goes on to report the failure; the model was unloaded all the same."""
+    house = _serving("a")
+    house.failed_versions["a"] = "no such file"
+    house.until(house.now + 1)
+    assert house.told() == []
+    house.unload("a")
+    house.until(house.now + 1)
+    assert house.told() == [("RELEASED", "a")]
+    assert house.supervisor.snapshot.models == {}
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["one version", "another failed before"])
+def test_a_death_while_a_user_unloads(failed: bool) -> None:
     """Triton kills what does not end in time; the user's wish stands."""
     house = _serving("a")
+    if failed:
+        house.failed_versions["a"] = "no such file"
+        house.until(house.now + 1)
     house.models["a"] = _GONE
     house.die("a")
     house.until(house.now + 2)

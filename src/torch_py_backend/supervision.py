@@ -106,6 +106,7 @@ class _Model:
         fell: why the load that is on its way, or just done, is no good.
         down_since: when it fell.
         dependents: ensembles that Triton unloaded together with it.
+        versions: those that served when it last served.
     """
 
     recovery: Recovery
@@ -115,6 +116,13 @@ class _Model:
     fell: str = ""
     down_since: float = 0.0
     dependents: set[str] = field(default_factory=set)
+    versions: frozenset[str] = frozenset()
+
+    def withdrawn(self, view: View | None) -> bool:
+        """Whether it was unloaded; Triton goes on to report versions that had failed before."""
+        if view is None or view.unloaded:
+            return True
+        return bool(self.versions) and self.versions <= view.withdrawn
 
 
 class Supervisor:
@@ -212,8 +220,10 @@ class Supervisor:
             return
         ready = view is not None and view.ready
         phase = model.recovery.phase
+        if view is not None and view.ready:
+            model.versions = view.serving
         if phase is Phase.SERVING and not ready:
-            if view is None or view.unloaded:
+            if view is None or model.withdrawn(view):
                 model.recovery.released()
                 self._tell(Kind.RELEASED, name, "unloaded by somebody; not loaded again")
             elif model.fell and _DEAD in view.reason:  # told when the process was ended
@@ -279,7 +289,7 @@ class Supervisor:
         view = self._views.get(name)
         if (
             view is not None
-            and not view.unloaded
+            and not model.withdrawn(view)
             and model.recovery.phase
             in (
                 Phase.SERVING,

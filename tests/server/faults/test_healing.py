@@ -280,6 +280,58 @@ def test_users_unload_and_load(served: Supervised) -> None:
     _healed(served, "limited", old, "DOWN    limited: instance limited_0_")
 
 
+# Longer than these tests wait for the server's end.
+_NEVER = "--exit-timeout-secs=1000"
+
+
+def _refused(served: Supervised, says: str) -> None:
+    """A load of the model through Triton's API fails, and what served before goes on."""
+    with (
+        tritonclient.grpc.InferenceServerClient(served.grpc) as client,
+        pytest.raises(InferenceServerException, match=says),
+    ):
+        client.load_model("steady")
+    assert served.infer("steady", 7.0) == [-7.0] * 4
+
+
+def test_a_model_one_of_whose_versions_failed_is_unloaded(tmp_path: Path) -> None:
+    """Triton goes on to report that failure; the model is not missed, and the server ends."""
+    config = x_to_y() + "version_policy { all {} }\n"
+    folder = _model("steady", config=config).lay_out(tmp_path)
+    with serve(tmp_path, triton=[_NEVER]) as served:
+        served.settle()
+        (folder / "2").mkdir()
+        (folder / "2" / "model.py").write_text("raise ValueError('no luck')\n")
+        _refused(served, "no luck")
+        assert served.ask("/ready/steady")[0] == 200
+        with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+            client.unload_model("steady")
+        until(lambda: served.ask("/ready/steady")[0] == 404, served)
+        assert served.ask("/ready") == (200, {"ready": True})
+        _until_told(served, "RELEASED steady")
+        served.end()
+        assert served.process.returncode == 0
+
+
+@pytest.mark.parametrize("fault", ["refused reload", "os._exit"])
+def test_the_end_after_a_fault(fault: str, tmp_path: Path) -> None:
+    """Triton has lost an instance, and waits for it when it ends: `serve` does not."""
+    folder = _model("steady", config=x_to_y(WARMUP="false")).lay_out(tmp_path)
+    with serve(tmp_path, triton=[_NEVER]) as served:
+        served.settle()
+        if fault == "os._exit":
+            with pytest.raises(InferenceServerException):
+                served.infer("steady", 101.0)
+            _until_told(served, "serves again")
+        else:
+            (folder / "1" / "model.py").write_text("raise ValueError('no luck')\n")
+            _refused(served, "no luck")
+        family = served.family()
+        served.end()
+        assert served.process.returncode == 0
+        assert living.all_end(family)
+
+
 def test_death_while_a_config_is_completed(tmp_path: Path) -> None:
     """Triton would wait for ever: that model is given up at once, and the others serve."""
     _model("steady").lay_out(tmp_path)
@@ -444,6 +496,8 @@ def test_restricted_endpoints(tmp_path: Path) -> None:
         served.settle()
         assert served.infer("steady", 1.0) == [-1.0] * 4
         assert served.ask("/live")[0] == 200
+        for one in served.family():
+            assert "a secret" not in one.environ().values(), living.command(one)
         with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
             with pytest.raises(InferenceServerException, match="restricted"):
                 client.unload_model("steady")
