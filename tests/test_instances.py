@@ -123,18 +123,113 @@ def test_an_end_in_order(watch: Watch, tmp_path: Path) -> None:
     [
         ("told.busy()", "", "hung: a call took longer than EXECUTION_TIMEOUT_MS, 30 ms"),
         ("told.busy()", "os.kill(os.getpid(), signal.SIGSTOP)", "EXECUTION_TIMEOUT_MS"),
-        ("told.ready()", "os.kill(os.getpid(), signal.SIGSTOP)", "was stopped by a signal"),
+        ("told.ready()", "os.kill(os.getpid(), signal.SIGSTOP)", "was stopped for 0.2 s"),
+        ("pass", "os.kill(os.getpid(), signal.SIGSTOP)", "stopped for 0.2 s by a signal"),
     ],
-    ids=["busy", "stopped in a call", "stopped at rest"],
+    ids=["busy", "stopped in a call", "stopped at rest", "stopped while loading"],
 )
-def test_one_that_hangs(what: str, then: str, says: str, watch: Watch, tmp_path: Path) -> None:
+def test_one_that_hangs(
+    what: str,
+    then: str,
+    says: str,
+    watch: Watch,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What takes longer than its limit is ended, and told once."""
+    monkeypatch.setattr(instances, "_STOPPED_S", 0.2)
     with instance(tmp_path, what, then=then, limit=30) as process:
         assert says in _until(watch).reason
         assert process.wait(60) == -signal.SIGKILL
         while watch.alive("m"):
             watch.wait(0.01)
         assert watch.look() == []
+
+
+def test_a_stopped_instance_is_ended_without_any_option(watch: Watch, tmp_path: Path) -> None:
+    """Triton 24.10 aborts when an instance goes on that was stopped for 6 s: it never goes on."""
+    with instance(tmp_path, "told.busy()") as process:
+        assert watch.look() == []
+        process.send_signal(signal.SIGSTOP)
+        assert "was stopped for 2 s" in _until(watch).reason
+        assert process.wait(60) == -signal.SIGKILL
+
+
+def test_an_instance_that_holds_the_gil_is_left_alone(
+    watch: Watch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call that lets no other thread of its process run is busy, not stopped."""
+    monkeypatch.setattr(instances, "_STOPPED_S", 0.05)
+    then = "ctypes.PyDLL(None).sleep(1000)"  # PyDLL keeps the GIL during the call
+    with instance(tmp_path, "told.busy()", then=then) as process:
+        for _ in range(20):
+            assert watch.look() == []
+            watch.wait(0.01)
+        assert process.poll() is None
+
+
+def test_a_short_stop_is_no_fall(watch: Watch, tmp_path: Path) -> None:
+    """A profiler stops a process for moments only."""
+    with instance(tmp_path, "told.ready()") as process:
+        for _ in range(3):
+            process.send_signal(signal.SIGSTOP)
+            assert watch.look() == []
+            process.send_signal(signal.SIGCONT)
+            assert watch.look() == []
+        assert process.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("membership", "file", "contents", "frozen"),
+    [
+        ("0::/a/b\n", "a/b/cgroup.events", "populated 1\nfrozen 1\n", True),
+        ("0::/a/b\n", "unified/a/b/cgroup.events", "populated 1\nfrozen 1\n", True),
+        ("0::/a/b\n", "a/b/cgroup.events", "populated 1\nfrozen 0\n", False),
+        ("6:freezer:/a\n0::/\n", "freezer/a/freezer.state", "FROZEN\n", True),
+        ("6:freezer:/a\n0::/\n", "freezer/a/freezer.state", "THAWED\n", False),
+        ("7:name=systemd:/x:y\n", "unknown", "", False),
+        ("", "unknown", "", False),
+    ],
+    ids=["v2", "v2 beside v1", "v2, runs", "v1", "v1, runs", "no freezer", "gone"],
+)
+def test_frozen_cgroups(
+    membership: str,
+    file: str,
+    contents: str,
+    frozen: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A frozen process is stopped, though its state is "sleeping"; the files are the kernel's."""
+    path = tmp_path / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(contents)
+    read = instances._text
+    monkeypatch.setattr(instances, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(
+        instances,
+        "_text",
+        lambda one: membership if one == Path("/proc/17/cgroup") else read(one),
+    )
+    assert instances._frozen(17) is frozen
+
+
+def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
+    """The limit is of each instance, whoever requested its load; what serves has none."""
+    watch = Watch(tmp_path, load_seconds=0.2)
+    with (
+        instance(tmp_path, "told.ready()") as serving,
+        instance(tmp_path, "pass") as loading,
+    ):
+        fall = _until(watch)
+        assert fall.identity.pid == loading.pid
+        assert fall.loading
+        assert fall.reason == (
+            "instance m_0_0 took longer than 0.2 s (--load-timeout) while it was loaded"
+        )
+        assert loading.wait(60) == -signal.SIGKILL
+        assert serving.poll() is None
+    watch.close()
 
 
 @pytest.mark.parametrize("what", ["pass", "told.ready()", "told.busy(); told.idle()"])

@@ -103,7 +103,7 @@ def test_a_single_request_is_flattened_too(rows: int) -> None:
 
     (column, n), sizes = Ragged(config(max_batch_size=rows)).gather([sent], ["x", "n"], {}, ())
 
-    assert (column.shape, n.tolist(), sizes) == ((4,), [4], [1])
+    assert (column.shape, n.tolist(), list(sizes)) == ((4,), [4], [1])
     assert np.shares_memory(column.numpy(), np.asarray(sent["x"]))  # type: ignore[union-attr]
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
+import threading
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from torch_py_backend import readiness as _readiness
 from torch_py_backend.errors import ServerError
 from torch_py_backend.readiness import Readiness
 from torch_py_backend.supervision import Snapshot
@@ -118,6 +121,67 @@ def test_nonsense_and_silence(sent: bytes, capfd: pytest.CaptureFixture[str]) ->
             assert client.getresponse().status == 200
             client.close()
     assert capfd.readouterr().err == ""
+
+
+def _silent(readiness: Readiness, count: int) -> list[socket.socket]:
+    """Connections that send the beginning of a request and no more."""
+    host, _, port = readiness.address.partition(":")
+    opened = [socket.create_connection((host, int(port)), timeout=60) for _ in range(count)]
+    for one in opened:
+        with contextlib.suppress(OSError):  # it was closed
+            one.sendall(b"GET /re")
+    return opened
+
+
+def _ask(readiness: Readiness) -> int:
+    client = http.client.HTTPConnection(readiness.address, timeout=60)
+    client.request("GET", "/ready")
+    status = client.getresponse().status
+    client.close()
+    return status
+
+
+def test_silent_clients_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections beyond the limit cost the oldest ones; a probe in between is answered."""
+    monkeypatch.setattr(_readiness, "_CONNECTIONS", 4)
+    before = threading.active_count()
+    with Readiness("127.0.0.1", 0, Told(_GOOD), lambda: True) as readiness:
+        opened = []
+        for _ in range(10):
+            opened += _silent(readiness, 3)
+            assert _ask(readiness) == 200
+            while threading.active_count() - before > 1 + 4:
+                time.sleep(0.01)
+        for one in opened[:-4]:
+            with contextlib.suppress(ConnectionResetError):
+                assert one.recv(1) == b""
+        for one in opened:
+            one.close()
+
+
+def test_threads_are_limited_while_tritonserver_does_not_answer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Further connections are closed, whatever those before them wait for."""
+    monkeypatch.setattr(_readiness, "_CONNECTIONS", 4)
+    answers = threading.Event()
+    before = threading.active_count()
+    with Readiness("127.0.0.1", 0, Told(_GOOD), lambda: answers.wait(60)) as readiness:
+        host, _, port = readiness.address.partition(":")
+        opened = []
+        for _ in range(20):
+            opened.append(socket.create_connection((host, int(port)), timeout=60))
+            with contextlib.suppress(OSError):  # it was closed
+                opened[-1].sendall(b"GET /live HTTP/1.0\r\n\r\n")
+        with contextlib.suppress(ConnectionResetError):
+            assert opened[-1].recv(1) == b""
+        assert threading.active_count() - before <= 1 + 2 * 4
+        answers.set()
+        for one in opened:
+            one.close()
+        while threading.active_count() - before > 1:
+            time.sleep(0.01)
+        assert _ask(readiness) == 200
 
 
 def test_a_port_that_is_taken() -> None:

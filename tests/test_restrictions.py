@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from documentation import ROOT
 
 from torch_py_backend import restrictions
 from torch_py_backend.errors import ServerError
@@ -56,3 +59,44 @@ def test_endpoints_that_triton_does_not_have(apis: str) -> None:
     """A misspelt endpoint would stay open: it is refused, and the names are listed."""
     with pytest.raises(ServerError, match="health, metadata, inference"):
         restrictions.arguments(apis, "k", "v")
+
+
+_ALL = "model-repository,shared-memory,trace,logging"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exposed"),
+    [
+        ([], ["model-repository", "shared-memory", "trace", "logging"]),
+        (restrictions.arguments(_ALL, "k", "v"), []),
+        (restrictions.arguments("health,statistics", "k", "v"), _ALL.split(",")),
+        (
+            restrictions.arguments("model-repository, trace", "k", "v"),
+            ["shared-memory", "logging"],
+        ),
+        ([f"--http-restricted-api={_ALL}:k=v"], _ALL.split(",")),
+        (
+            [
+                f"--http-restricted-api={_ALL}:k=v",
+                "--grpc-restricted-protocol",
+                "trace:k=v",
+                "--grpc-restricted-protocol=logging:l=w",
+            ],
+            ["model-repository", "shared-memory"],
+        ),
+    ],
+    ids=["none", "all", "others", "some", "one protocol", "several"],
+)
+def test_what_is_still_open(arguments: list[str], exposed: list[str]) -> None:
+    """An endpoint is closed once both protocols ask for a key, and not when another one is."""
+    assert restrictions.still_open(arguments) == exposed
+
+
+def test_the_flags_in_the_documentation() -> None:
+    """What security.md gives for other servers closes what it says, in the form Triton takes."""
+    text = (ROOT / "docs/security.md").read_text()
+    flags = re.findall(r"^--(?:http|grpc)-restricted\S+$", text, flags=re.MULTILINE)
+    assert restrictions.keys(flags) == Keys(
+        http=(("admin-key", "SECRET"),), grpc=(("triton-grpc-protocol-admin-key", "SECRET"),)
+    )
+    assert restrictions.still_open(flags) == []

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import socket
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import living
+import psutil
 import pytest
 
 from torch_py_backend import server
@@ -198,3 +204,65 @@ def test_states_of_models() -> None:
     assert ready == ModelState("a", "1", True, "")
     failed = server.state({"name": "b", "state": "UNAVAILABLE", "reason": "because"})
     assert failed == ModelState("b", "", False, "because")
+
+
+def test_an_end_while_the_kernel_forgets_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a process that is being reaped Linux 6.15 and later say ENOENT: it has ended."""
+    code = "import subprocess; subprocess.run(['sleep', '1000'], check=False)"
+    process = subprocess.Popen([sys.executable, "-c", code])
+    (child,) = _until(lambda: psutil.Process(process.pid).children())
+    opened = os.pidfd_open
+
+    def pidfd_open(pid: int, flags: int = 0) -> int:
+        if pid == child.pid:
+            raise FileNotFoundError(2, "No such file or directory")
+        return opened(pid, flags)
+
+    monkeypatch.setattr(os, "pidfd_open", pidfd_open)
+    server._end(process, 60, in_processes=False)
+    assert process.poll() is not None
+    assert living.all_end([child])
+
+
+def _leaving(child: str, on_sigterm: str) -> subprocess.Popen[bytes]:
+    """A process with a child, in the role of a tritonserver; it sleeps after SIGTERM, too."""
+    code = (
+        "import os, signal, subprocess, time;"
+        f"signal.signal(signal.SIGTERM, lambda *_: {on_sigterm});"
+        f"child = subprocess.Popen({child!r}, shell=True); print(flush=True);"
+        " child.wait(); time.sleep(1000)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.readline()
+    return process
+
+
+def test_a_server_without_instances_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All its models ran in processes, and those are gone: it waits for what Triton has lost."""
+    monkeypatch.setattr(server, "_IDLE_SECONDS", 0.2)
+    with _leaving("exit", on_sigterm="None") as process:
+        server._end(process, 10_000, in_processes=True)
+        assert process.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("child", "in_processes"), [("sleep 1000", True), ("exit", False)], ids=["instance", "foreign"]
+)
+def test_a_server_that_may_still_work_has_its_time(
+    child: str, in_processes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An instance runs, or a model inside of tritonserver may: it ends by itself."""
+    monkeypatch.setattr(server, "_IDLE_SECONDS", 0.0)
+    with _leaving(child, on_sigterm="time.sleep(0.5) or os._exit(3)") as process:
+        server._end(process, 10_000, in_processes=in_processes)
+        assert process.returncode == 3
+
+
+def _until(what: Callable[[], list[psutil.Process]]) -> list[psutil.Process]:
+    """The first list that is not empty."""
+    deadline = time.monotonic() + 60
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return what()

@@ -23,6 +23,7 @@ class House:
     def __init__(self, *models: str, restarts: int = 3, heals: bool = True) -> None:
         self.models = dict.fromkeys(models, "")
         self.ensembles: dict[str, str] = {}
+        self.failed_versions: dict[str, str] = {}
         self.pids: dict[str, int] = {}
         self.falls: list[Fall] = []
         self.refusals: dict[str, ServerError] = {}
@@ -64,6 +65,9 @@ class House:
                 unloaded=told == _GONE,
             )
             for name, told in self.models.items()
+        ] + [
+            ModelState(name, "2", ready=False, reason=reason)
+            for name, reason in self.failed_versions.items()
         ]
 
     def load(self, model: str, seconds: float) -> None:
@@ -110,6 +114,11 @@ class House:
         """An instance of it dies; Triton goes on to call it READY."""
         pid = self.pids.pop(model, 1)
         self.falls.append(Fall(Identity(pid, model, "1", f"{model}_0", None), reason, completing))
+
+    def die_loading(self, model: str, reason: str) -> None:
+        """An instance that was being loaded dies; those that serve are others."""
+        identity = Identity(1, model, "1", f"{model}_0", None)
+        self.falls.append(Fall(identity, reason, loading=True))
 
     # --- the test's ---
 
@@ -333,9 +342,25 @@ def test_users_may_unload_and_load() -> None:
     assert sorted(house.calls) == ["load a", "load c", "unload a", "unload c"]
 
 
-def test_a_death_while_a_user_unloads() -> None:
+def test_users_may_unload_a_model_one_of_whose_versions_failed() -> None:
+    """Triton goes on to report the failure; the model was unloaded all the same."""
+    house = _serving("a")
+    house.failed_versions["a"] = "no such file"
+    house.until(house.now + 1)
+    assert house.told() == []
+    house.unload("a")
+    house.until(house.now + 1)
+    assert house.told() == [("RELEASED", "a")]
+    assert house.supervisor.snapshot.models == {}
+
+
+@pytest.mark.parametrize("failed", [False, True], ids=["one version", "another failed before"])
+def test_a_death_while_a_user_unloads(failed: bool) -> None:
     """Triton kills what does not end in time; the user's wish stands."""
     house = _serving("a")
+    if failed:
+        house.failed_versions["a"] = "no such file"
+        house.until(house.now + 1)
     house.models["a"] = _GONE
     house.die("a")
     house.until(house.now + 2)
@@ -382,7 +407,7 @@ def test_a_load_that_takes_too_long() -> None:
     other()
     house.pids["a"] = 5
     house.until(101)
-    assert house.killed == ["a"]
+    assert set(house.killed) == {"a"}
     assert house.why_not().keys() == {"a"}
     house.refusals["a"] = ServerError("Stub process 'a_0' is not healthy.")
     load()
@@ -390,6 +415,47 @@ def test_a_load_that_takes_too_long() -> None:
     house.pids.clear()
     house.step(3)
     assert house.told() == [("READY", "b 1"), ("DOWN", "a"), ("READY", "a 1")]
+
+
+def test_a_load_one_of_whose_instances_died() -> None:
+    """The others have the same limit: they are ended, too."""
+    house = House("a")
+    house.waiting = []
+    house.supervisor.load(["a"])
+    house.pids["a"] = 5
+    house.die_loading("a", "was killed")
+    house.until(99)
+    assert house.killed == []
+    house.until(101)
+    assert set(house.killed) == {"a"}
+
+
+def test_a_failed_reload_of_a_model_that_serves() -> None:
+    """An instance of a load through Triton's API died: what Triton keeps serving is kept."""
+    house = _serving("a")
+    house.die_loading("a", "took longer than 100 s (--load-timeout)")
+    house.until(house.now + 2)
+    assert house.told() == [("FAILED", "a")]
+    assert house.calls == []
+    assert house.why_not() == {}
+
+
+def test_a_load_through_triton_s_api() -> None:
+    """Until it has ended, the model is not ready; if it dies, the reason is that of the death."""
+    house = _serving("a")
+    house.models["a"] = ""  # Triton's LOADING
+    house.until(house.now + 2)
+    assert house.why_not() == {"a": "is being loaded"}
+    house.die_loading("a", "took longer than 100 s (--load-timeout)")
+    house.step()
+    house.models["a"] = "Stub process 'a_0' is not healthy."
+    house.until(house.now + 2)
+    assert house.told() == [("FAILED", "a")]
+    assert house.why_not() == {"a": "stays down: took longer than 100 s (--load-timeout)"}
+    assert house.calls == []
+    house.start("a")
+    house.until(house.now + 2)
+    assert house.why_not() == {}
 
 
 def test_a_load_that_nothing_ends() -> None:
@@ -457,6 +523,9 @@ def test_a_fall_of_nobody() -> None:
     house.die("unknown")
     house.step(3)
     assert house.told() == []
+    house.die_loading("unknown", "took longer than 100 s (--load-timeout)")
+    house.step(3)
+    assert house.told() == [("FAILED", "unknown")]
     assert house.calls == []
 
 

@@ -434,6 +434,18 @@ def test_a_file_that_is_written_over_in_place_is_taken_when_it_is_whole(
     assert torch.equal(answer(made), Net(2)(X))
 
 
+@pytest.mark.parametrize("name", [build.MODEL, "folderQ2x7Ba"], ids=["own", "copy"])
+def test_a_copy_that_triton_made_is_watched_with_a_warning(
+    name: str, tmp_path: Path, closing: list[Watch], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a model from a cloud store nobody replaces the files that an instance sees."""
+    made = served(tmp_path / name, "model.pt", _state_dict)
+    with caplog.at_level(logging.WARNING):
+        closing.append(Watch(made))
+    copy = name != build.MODEL
+    assert ("watches Triton's copy of the model" in caplog.text) == copy
+
+
 def test_without_the_option_files_are_guarded_and_not_watched(tmp_path: Path) -> None:
     """A new file waits for the next load; one that is written over changes nothing."""
     build.write(tmp_path, "model.py", SOURCE)

@@ -21,12 +21,16 @@ class View:
         unloaded: all were taken out of service, or are being.
         reason: why one does not serve that was not unloaded; Triton's own words.
         versions: those that serve; where none does, all.
+        serving: the versions that serve.
+        withdrawn: the versions that were taken out of service, or are being.
     """
 
     ready: bool
     unloaded: bool
     reason: str
     versions: str
+    serving: frozenset[str] = frozenset()
+    withdrawn: frozenset[str] = frozenset()
 
 
 def views(states: Sequence[ModelState]) -> dict[str, View]:
@@ -44,6 +48,8 @@ def views(states: Sequence[ModelState]) -> dict[str, View]:
             unloaded=all(one.unloaded for one in versions),
             reason=reasons[0] if reasons else "",
             versions=",".join(labels),
+            serving=frozenset(ready),
+            withdrawn=frozenset(one.version for one in versions if one.unloaded),
         )
     return found
 

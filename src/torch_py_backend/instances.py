@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import signal
@@ -15,7 +16,15 @@ from torch_py_backend.vitals import Identity, Reader, State
 
 # A poisoned instance may still send what it has computed, and leave by itself.
 _GRACE_S = 1.0
-_STOPPED = "T"
+# Triton of 24.10 declares an instance dead that has not run for about 6 s. If the process then goes
+# on, tritonserver uses freed shared memory and aborts, with all models (seen with plain Python
+# models, too). Killed before that, it is an ordinary death. A busy process is in another state, so
+# this limit may be short.
+_STOPPED_S = 2.0
+# SIGSTOP, and a debugger's stop.
+_STOPPED = ("T", "t")
+# Where the cgroups of version 2 are mounted: alone, or beside those of version 1.
+_CGROUPS = Path("/sys/fs/cgroup")
 _ZOMBIE = "Z"
 _NS = 1e9
 
@@ -26,11 +35,13 @@ class Fall:
 
     Attributes:
         completing: it was none yet, but completed the config. Triton waits for it for ever.
+        loading: it had not been loaded yet; other instances of the model may serve.
     """
 
     identity: Identity
     reason: str
     completing: bool = False
+    loading: bool = False
 
 
 class Watch:
@@ -38,10 +49,11 @@ class Watch:
 
     Args:
         folder: where the instances tell how they are.
+        load_seconds: how long an instance may be loading, whoever requested its load.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, load_seconds: float = math.inf) -> None:
+        self._folder, self._load_seconds = folder, load_seconds
         self._instances: dict[Path, _Instance] = {}
         self._poll = select.poll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -58,7 +70,7 @@ class Watch:
         os.eventfd_write(self._bell, 1)
 
     def look(self) -> list[Fall]:
-        """Who fell since the last look. Who hangs, or is poisoned for a while, is ended."""
+        """The falls since the last look. Ends processes that hang, or are stopped or poisoned."""
         self._discover()
         falls = []
         for path, one in list(self._instances.items()):
@@ -91,7 +103,7 @@ class Watch:
             if path not in self._instances:
                 # One that ends meanwhile takes its file along; what is damaged tells nothing.
                 with contextlib.suppress(OSError, ValueError):
-                    one = _Instance(Reader(path), self._folder)
+                    one = _Instance(Reader(path), self._folder, self._load_seconds)
                     self._instances[path] = one
                     if one.handle is not None:
                         self._poll.register(one.handle, select.POLLIN)
@@ -112,10 +124,10 @@ class Watch:
 class _Instance:
     """One process, and what is known of it."""
 
-    def __init__(self, reader: Reader, folder: Path) -> None:
+    def __init__(self, reader: Reader, folder: Path, load_seconds: float) -> None:
         self.reader = reader
         self.identity = reader.identity
-        self._folder = folder
+        self._folder, self._load_seconds = folder, load_seconds
         # Held open, its number stays its own; and its end wakes us.
         self.handle = _open(self.identity.pid)
         # It ended before it was held, and its number is a stranger's by now.
@@ -152,7 +164,8 @@ class _Instance:
             reason += " while it was loaded"
         completing = sign.state is State.COMPLETING
         who = "what completes its config" if completing else f"instance {self.identity.instance}"
-        return Fall(self.identity, f"{who} {reason}", completing)
+        loading = sign.state is State.LOADING
+        return Fall(self.identity, f"{who} {reason}", completing, loading)
 
     def _trouble(self) -> str:
         """Why a process that lives serves no more; empty: it does. Ends one that never will."""
@@ -162,24 +175,50 @@ class _Instance:
             if seconds > _GRACE_S:
                 leftovers.kill(self.identity.pid, self._folder)
             return "is poisoned"
-        if limit is None or sign.state in (State.LOADING, State.COMPLETING):
+        if sign.state is State.COMPLETING:  # Triton would never notice its end
             return ""
-        stopped = self._stopped_s()
-        if (seconds if sign.state is State.BUSY else stopped) * 1000 <= limit:
+        if self._stopped_s() > _STOPPED_S:
+            reason = f"was stopped for {_STOPPED_S:g} s by a signal, a debugger or a frozen cgroup"
+        elif sign.state is State.LOADING and seconds > self._load_seconds:
+            reason = f"took longer than {self._load_seconds:g} s (--load-timeout)"
+        elif sign.state is State.BUSY and limit is not None and seconds * 1000 > limit:
+            reason = f"hung: a call took longer than EXECUTION_TIMEOUT_MS, {limit} ms"
+        else:
             return ""
         leftovers.kill(self.identity.pid, self._folder)
-        if stopped:
-            return "was stopped by a signal, and for longer than EXECUTION_TIMEOUT_MS"
-        return f"hung: a call took longer than EXECUTION_TIMEOUT_MS, {limit} ms"
+        return reason
 
     def _stopped_s(self) -> float:
-        """For how long a process has been stopped, as by SIGSTOP."""
-        now = time.monotonic()
-        if _stat(self.identity.pid)[:1] != [_STOPPED]:
+        """For how long the process has been seen stopped; 0: it may run."""
+        now, pid = time.monotonic(), self.identity.pid
+        stopped = any(one in _STOPPED for one in _stat(pid)[:1])
+        if not (stopped or _frozen(pid)):
             self._stopped_since = None
             return 0.0
         self._stopped_since = self._stopped_since or now
         return now - self._stopped_since
+
+
+def _frozen(pid: int) -> bool:
+    """Whether the cgroup of a process is frozen; the state of such a process is "sleeping"."""
+    for line in _text(Path(f"/proc/{pid}/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        inner = path.lstrip("/")
+        if controllers == "freezer":
+            if _text(_CGROUPS / "freezer" / inner / "freezer.state").strip() == "FROZEN":
+                return True
+        elif not controllers:  # version 2
+            for root in (_CGROUPS, _CGROUPS / "unified"):
+                if "frozen 1" in _text(root / inner / "cgroup.events").splitlines():
+                    return True
+    return False
+
+
+def _text(path: Path) -> str:
+    """The contents of a file; empty where it cannot be read."""
+    with contextlib.suppress(OSError):
+        return path.read_text(errors="replace")
+    return ""
 
 
 def _open(pid: int) -> int | None:
@@ -191,9 +230,7 @@ def _open(pid: int) -> int | None:
 
 def _stat(pid: int) -> list[str]:
     """The fields of /proc/PID/stat from the state on; empty: the process is gone."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return []
+    return _text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
 
 
 def _death(pid: int) -> str:

@@ -7,7 +7,9 @@ GET /ready/MODEL    the same of one model; 404 if it should not serve
 
 from __future__ import annotations
 
+import contextlib
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
 # A watcher that has not looked for so long watches no more.
 _STALE_S = 30.0
 _IDLE_S = 10.0
+# Each has a thread. Beyond so many, the oldest are closed; beyond twice as many, new ones.
+_CONNECTIONS = 64
 Answer = tuple[HTTPStatus, dict[str, Any]]
 
 
@@ -129,6 +133,32 @@ class Readiness:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     answer: Callable[[str], Answer]
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+        super().__init__(address, handler)
+        self._open: list[socket.socket] = []
+        self._lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread of its own, as long as there are not too many."""
+        with self._lock:
+            full = len(self._open) >= 2 * _CONNECTIONS
+            if not full:
+                self._open.append(request)
+            for oldest in self._open[:-_CONNECTIONS]:
+                with contextlib.suppress(OSError):  # its client was quicker
+                    oldest.shutdown(socket.SHUT_RDWR)
+        if full:
+            super().shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """Close a connection; called by its thread, at the end."""
+        with self._lock:
+            if request in self._open:
+                self._open.remove(request)
+        super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that went away is no news."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch_py_backend.errors import ServerError
@@ -21,6 +21,8 @@ APIS = (
     "trace",
     "logging",
 )
+# Through these a client runs code, reads memory or writes files: closed to strangers.
+SENSITIVE = ("model-repository", "shared-memory", "trace", "logging")
 # Triton puts this before the names of keys in gRPC's metadata, and nothing in HTTP's headers.
 _GRPC_KEY = "triton-grpc-protocol-"
 _RESTRICTION = re.compile(r"--(http-restricted-api|grpc-restricted-protocol)(?:=|$)")
@@ -41,22 +43,34 @@ def keys(arguments: Sequence[str]) -> Keys:
         ServerError: a restriction has no key.
     """
     http, over_grpc = [], []
-    for argument, following in itertools.pairwise([*arguments, ""]):
-        match = _RESTRICTION.match(argument)
-        if match is None:
-            continue
-        value = argument[match.end() :] if "=" in match[0] else following
+    for protocol, value in _restricted(arguments):
         key, equals, secret = value.partition(":")[2].partition("=")
         if not equals:
             raise ServerError(
                 f"'{value}' restricts no endpoints; expected APIS:KEY=VALUE, such as"
                 " model-repository,shared-memory:admin-key=secret."
             )
-        if match[1].startswith("http"):
+        if protocol == "http":
             http.append((key, secret))
         else:
             over_grpc.append((f"{_GRPC_KEY}{key}".lower(), secret))
     return Keys(tuple(http), tuple(over_grpc))
+
+
+def still_open(arguments: Sequence[str]) -> list[str]:
+    """The sensitive endpoints that ask for no key, over HTTP or over gRPC."""
+    closed: dict[str, set[str]] = {"http": set(), "grpc": set()}
+    for protocol, value in _restricted(arguments):
+        closed[protocol] |= {name.strip() for name in value.partition(":")[0].split(",")}
+    return [name for name in SENSITIVE if not all(name in names for names in closed.values())]
+
+
+def _restricted(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """The protocol and the value of each restriction."""
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        match = _RESTRICTION.match(argument)
+        if match is not None:
+            yield match[1][:4], argument[match.end() :] if "=" in match[0] else following
 
 
 def arguments(apis: str, key: str, secret: str) -> list[str]:

@@ -8,6 +8,7 @@ import http.client
 import importlib.util
 import itertools
 import json
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import sys
 import sysconfig
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +29,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import psutil
 
-from torch_py_backend import installation, leftovers, restrictions
+from torch_py_backend import installation, leftovers, restrictions, vitals
 from torch_py_backend.errors import ServerError
 from torch_py_backend.leftovers import Owned, Ownership
 
@@ -41,6 +43,10 @@ _LIBPYTHON = re.compile(rb"libpython(3\.\d+)\.so")
 _EXIT_SECONDS = 30
 _EXIT = "--exit-timeout-secs"
 _GRACE_SECONDS = 5
+# For this long a server that is being stopped may have no instance left, and not have ended.
+_IDLE_SECONDS = 5
+# Triton's names for models that run in processes of its Python backend, or in no process.
+_IN_PROCESSES = ("python", "ensemble")
 _POLL_SECONDS = 0.05
 _ANSWER_SECONDS = 10
 _NO_ADDRESS = "Choose an --address of this machine."
@@ -402,12 +408,30 @@ class Server:
         )
         return urllib.request.urlopen(request, timeout=_ANSWER_SECONDS)  # noqa: S310
 
+    def _works_in_processes(self) -> bool:
+        """Whether tritonserver itself computes nothing: every model runs in child processes."""
+        try:
+            names = {one.name for one in self.models() if one.ready} - self._own_models()
+            return all(self._platform(name) in _IN_PROCESSES for name in names)
+        except (OSError, ValueError, http.client.HTTPException):
+            return False  # it does not answer, or keeps this back
+
+    def _own_models(self) -> set[str]:
+        """The models whose instances are processes of this backend."""
+        return {vitals.Reader(path).identity.model for path in vitals.files(self.vitals)}
+
+    def _platform(self, model: str) -> str:
+        with self._ask(f"models/{urllib.parse.quote(model, safe='')}") as response:
+            return str(json.load(response).get("platform"))
+
     def stop(self) -> None:
         """End the server, its instances and their shared memory. Calling it twice is no error."""
-        process, self._process = self._process, None
+        process = self._process
         if process is not None:
             with _interrupts_deferred():
-                _end(process, self._exit_seconds)
+                in_processes = process.poll() is None and self._works_in_processes()
+                self._process = None
+                _end(process, self._exit_seconds, in_processes=in_processes)
         ownership, self._ownership = self._ownership, None
         if ownership is not None:
             ownership.end()
@@ -445,22 +469,44 @@ def exit_seconds(arguments: Sequence[str]) -> int:
     return int(told) if told.isdecimal() else _EXIT_SECONDS
 
 
-def _end(process: subprocess.Popen[bytes], seconds: float) -> None:
-    """Ask the server to leave; after its own time limit end it and what it started."""
-    try:
-        family = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        family = []
+def _end(process: subprocess.Popen[bytes], seconds: float, *, in_processes: bool) -> None:
+    """Ask the server to leave; after its own time limit end it and what it started.
+
+    Triton 24.10 waits for the whole limit for an instance that it has lost: of a model whose
+    process died in a call, or whose reload was refused. If all its models run in processes, it has
+    nothing to wait for once they are gone.
+    """
+    family = _family(process.pid)
     process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(seconds + _GRACE_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+    deadline = time.monotonic() + seconds + _GRACE_SECONDS
+    idle_since = math.inf
+    while process.poll() is None:
+        now = time.monotonic()
+        works = not in_processes or any(map(_runs, _family(process.pid)))
+        idle_since = math.inf if works else min(idle_since, now)
+        if now > deadline or now - idle_since > _IDLE_SECONDS:
+            process.kill()
+        time.sleep(_POLL_SECONDS)
     for one in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-    psutil.wait_procs(family, timeout=_GRACE_SECONDS)
+    # Not psutil.wait_procs: of a process that is just being reaped it raises FileNotFoundError.
+    deadline = time.monotonic() + _GRACE_SECONDS
+    while any(map(_runs, family)) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    """The processes below this one."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return list(psutil.Process(pid).children(recursive=True))
+    return []
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    return False
 
 
 @contextlib.contextmanager

@@ -106,6 +106,7 @@ class _Model:
         fell: why the load that is on its way, or just done, is no good.
         down_since: when it fell.
         dependents: ensembles that Triton unloaded together with it.
+        versions: those that served when it last served.
     """
 
     recovery: Recovery
@@ -115,6 +116,13 @@ class _Model:
     fell: str = ""
     down_since: float = 0.0
     dependents: set[str] = field(default_factory=set)
+    versions: frozenset[str] = frozenset()
+
+    def withdrawn(self, view: View | None) -> bool:
+        """Whether it was unloaded; Triton goes on to report versions that had failed before."""
+        if view is None or view.unloaded:
+            return True
+        return bool(self.versions) and self.versions <= view.withdrawn
 
 
 class Supervisor:
@@ -212,13 +220,18 @@ class Supervisor:
             return
         ready = view is not None and view.ready
         phase = model.recovery.phase
+        if view is not None and view.ready:
+            model.versions = view.serving
         if phase is Phase.SERVING and not ready:
-            if view is None or view.unloaded:
+            if view is None or model.withdrawn(view):
                 model.recovery.released()
                 self._tell(Kind.RELEASED, name, "unloaded by somebody; not loaded again")
+            elif model.fell and _DEAD in view.reason:  # told when the process was ended
+                model.recovery.refused(model.fell)
             elif view.reason:
                 self._refuse(name, view.reason)
         elif phase is not Phase.SERVING and ready and self._renewed(name):
+            model.fell = ""
             model.recovery.served(self._clock())
             self._tell(Kind.READY, self._label(name), "loaded by somebody")
 
@@ -258,6 +271,8 @@ class Supervisor:
             self._adopt(name, self._views.get(name))
             model = self._models.get(name)
         if model is None:
+            if fall.loading:
+                self._tell(Kind.FAILED, name, fall.reason)
             return  # somebody else's load, who is told by Triton
         if model.work is not None:
             if not model.work.loads or pid in model.processes:
@@ -266,10 +281,15 @@ class Supervisor:
             if fall.completing:
                 self._abandon(name, model.fell)
             return
+        if fall.loading:
+            # A load through Triton's API: Triton reports its failure, and keeps what serves.
+            model.fell = fall.reason
+            self._tell(Kind.FAILED, name, fall.reason)
+            return
         view = self._views.get(name)
         if (
             view is not None
-            and not view.unloaded
+            and not model.withdrawn(view)
             and model.recovery.phase
             in (
                 Phase.SERVING,
@@ -387,13 +407,16 @@ class Supervisor:
         """Loads that take too long fail once their processes are ended."""
         for name, model in self._models.items():
             work = model.work
-            if work is None or not work.loads or model.fell:
+            if work is None or not work.loads:
                 continue
             if self._clock() - work.started > self._plan.load_seconds:
-                text = f"its load took longer than {self._plan.load_seconds:g} s (--load-timeout)"
-                model.fell = text
-                if not self._watch.end(name, State.LOADING):
-                    self._abandon(name, text)
+                # Not once only: another instance of it may have died, or may start to load now.
+                ended = self._watch.end(name, State.LOADING)
+                if not model.fell:
+                    limit = self._plan.load_seconds
+                    model.fell = f"its load took longer than {limit:g} s (--load-timeout)"
+                    if not ended:
+                        self._abandon(name, model.fell)
 
     # --- what others are told ------------------------------------------------------------------
 
@@ -412,7 +435,9 @@ class Supervisor:
             return f"needs the model '{blocker}', which does not serve"
         phase, reason = model.recovery.phase, model.recovery.reason
         if phase is Phase.SERVING:
-            return ""
+            view = self._views.get(name)
+            # Unloaded and loaded again through Triton's API: not served in between.
+            return "" if view is None or view.ready else Phase.LOADING.value
         return f"{phase.value}: {reason}" if reason else phase.value
 
     def _label(self, name: str) -> str:

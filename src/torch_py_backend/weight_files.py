@@ -17,6 +17,7 @@ from torch_py_backend.artifacts import Artifact
 from torch_py_backend.guarding import Guard
 
 if TYPE_CHECKING:
+    from torch_py_backend.config import ModelConfig
     from torch_py_backend.engine import Engine
 
 log = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ class Watch:
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
         if engine.config.options.watch_weights:
+            _warn_of_copies(engine.config)
             self._code = replacement.code(engine.artifact)
             self._thread = threading.Thread(target=self._run, name="watching", daemon=True)
             self._thread.start()
@@ -116,6 +118,22 @@ class Watch:
             self._engine.purity.settle()  # it was not the model that wrote
             self.digest = digest
         return None
+
+
+def _warn_of_copies(config: ModelConfig) -> None:
+    """Log a warning where the model's folder is a copy of Triton's own making.
+
+    Triton copies what lies in a cloud store, or comes with a load request, to a temporary folder
+    (`/tmp/folderXXXXXX`: LocalizePath in its src/filesystem). Elsewhere a model's folder has the
+    model's name; Triton refuses another one.
+    """
+    if config.folder.absolute().name != config.name:
+        log.warning(
+            "model '%s': WATCH_WEIGHTS watches Triton's copy of the model (from a cloud store or a"
+            " load request), in which nothing replaces files. Load the model again for new weights,"
+            " or serve it from a local repository.",
+            config.name,
+        )
 
 
 def _identity(artifact: Artifact) -> list[tuple[int, int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import threading
 import time
@@ -169,6 +170,18 @@ def test_new_weights_under_load(served: Served) -> None:
     assert set(seen) == {1.0, 2.0, 3.0}
     until(lambda: all(served.mapped(one.pid) for one in served.instances()))
     assert served.taken() == 2 * _INSTANCES
+
+
+def test_files_of_a_load_request_are_watched_with_a_warning(served: Served) -> None:
+    """Triton keeps them in a folder of its own, as it does what it fetches from a cloud store."""
+    config = served.client.get_model_config("wide", as_json=True)["config"]
+    names = ("model.py", "model.safetensors")
+    files = {f"file:1/{name}": served.path.with_name(name).read_bytes() for name in names}
+    warning = "WATCH_WEIGHTS watches Triton's copy of the model"
+    assert warning not in served.log.read_text(errors="replace")
+    served.client.load_model("wide", config=json.dumps(config), files=files)
+    until(lambda: warning in served.log.read_text(errors="replace"))
+    assert served.answer() == 1
 
 
 def test_a_file_that_is_written_over_in_place_harms_nobody(served: Served) -> None:

@@ -102,8 +102,9 @@ def serve(
     """Serve a model repository until Ctrl-C or SIGTERM; load again what dies."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     given = list(arguments or ())
+    # Taken out: tritonserver, the processes of models and the guard would inherit it.
+    secret = os.environ.pop(_SECRET, "") or secrets.token_urlsafe()
     if restrict:
-        secret = os.environ.get(_SECRET) or secrets.token_urlsafe()
         given = [*restrictions.arguments(restrict, _KEY, secret), *given]
     mode = (_values(given, "model-control-mode") or ["explicit"])[-1]
     given = _without(given, "model-control-mode")
@@ -138,7 +139,7 @@ def serve(
         with contextlib.closing(Control(server.grpc_address, server.keys)) as control:
             supervisor = Supervisor(
                 server.models,
-                Watch(server.vitals),
+                Watch(server.vitals, load_timeout),
                 control if mode == "explicit" else None,
                 Plan(restarts, load_timeout),
                 lambda event: console.print(_line(event)),
@@ -256,11 +257,11 @@ def _spawn(work: Callable[[], None]) -> None:
 
 
 def _warn(console: Console, address: str, arguments: Sequence[str]) -> None:
-    restricted = restrictions.keys(arguments)
-    if address not in _LOCAL and not (restricted.http and restricted.grpc):
+    exposed = restrictions.still_open(arguments)
+    if address not in _LOCAL and exposed:
         console.print(
-            f"[yellow]note[/]    whoever reaches {address} may load and unload models:"
-            " Triton asks for no password. --restrict closes endpoints"
+            f"[yellow]note[/]    every client that reaches {address} may use Triton's endpoints"
+            f" {', '.join(exposed)}; --restrict={','.join(restrictions.SENSITIVE)} closes them"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import re
 import signal
 import threading
 from collections.abc import Iterator
@@ -202,14 +203,22 @@ def test_hangs(served: Supervised) -> None:
         )
 
 
-def test_stopped(served: Supervised) -> None:
-    """SIGSTOP: an instance that cannot answer any more is ended, too."""
-    until(lambda: served.ready("limited"), served)
-    old = served.stubs("limited")
+@pytest.mark.parametrize("model", ["victim", "limited"])
+def test_stopped_under_load(model: str, served: Supervised) -> None:
+    """SIGSTOP, with EXECUTION_TIMEOUT_MS or without: replaced before it harms tritonserver."""
+    until(lambda: served.ready(model), served)
+    old, triton = served.stubs(model), served.triton()
     with _undisturbed(served):
+        load = Steady(served, model)
+        until(lambda: load.answers > 10, served)
         for one in old:
             one.suspend()
-        _healed(served, "limited", old, "was stopped by a signal")
+        says = rf"DOWN    {model}: instance {model}_0_\d was stopped for 2 s"
+        until(lambda: re.search(says, served.text), served)
+        _healed(served, model, old, "was stopped for 2 s")
+        load.end()
+    assert served.triton() == triton
+    assert load.failures
 
 
 def test_killed_during_its_load(served: Supervised) -> None:
@@ -223,6 +232,19 @@ def test_killed_during_its_load(served: Supervised) -> None:
             one.kill()
         until(lambda: "DOWN    slow" in served.text.partition("DOWN    slow")[2], served)
         _healed(served, "slow", old, "(attempt 2 of 6)")
+
+
+def test_stopped_during_its_load(served: Supervised) -> None:
+    """An instance that is stopped before it serves is replaced, too."""
+    until(lambda: served.ready("slow"), served)
+    old = served.stubs("slow")
+    for one in old:
+        one.kill()
+    for one in until(lambda: served.told("slow", State.LOADING), served):
+        one.suspend()
+    _until_told(served, "slow: instance slow_0_0 was stopped for 2 s")
+    until(lambda: served.ready("slow"), served)
+    assert served.infer("slow", 7.0) == [-7.0] * 4
 
 
 def test_crash_loops_at_start_up(served: Supervised) -> None:
@@ -258,6 +280,58 @@ def test_users_unload_and_load(served: Supervised) -> None:
     _healed(served, "limited", old, "DOWN    limited: instance limited_0_")
 
 
+# Longer than these tests wait for the server's end.
+_NEVER = "--exit-timeout-secs=1000"
+
+
+def _refused(served: Supervised, says: str) -> None:
+    """A load of the model through Triton's API fails, and what served before goes on."""
+    with (
+        tritonclient.grpc.InferenceServerClient(served.grpc) as client,
+        pytest.raises(InferenceServerException, match=says),
+    ):
+        client.load_model("steady")
+    assert served.infer("steady", 7.0) == [-7.0] * 4
+
+
+def test_a_model_one_of_whose_versions_failed_is_unloaded(tmp_path: Path) -> None:
+    """Triton goes on to report that failure; the model is not missed, and the server ends."""
+    config = x_to_y() + "version_policy { all {} }\n"
+    folder = _model("steady", config=config).lay_out(tmp_path)
+    with serve(tmp_path, triton=[_NEVER]) as served:
+        served.settle()
+        (folder / "2").mkdir()
+        (folder / "2" / "model.py").write_text("raise ValueError('no luck')\n")
+        _refused(served, "no luck")
+        assert served.ask("/ready/steady")[0] == 200
+        with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+            client.unload_model("steady")
+        until(lambda: served.ask("/ready/steady")[0] == 404, served)
+        assert served.ask("/ready") == (200, {"ready": True})
+        _until_told(served, "RELEASED steady")
+        served.end()
+        assert served.process.returncode == 0
+
+
+@pytest.mark.parametrize("fault", ["refused reload", "os._exit"])
+def test_the_end_after_a_fault(fault: str, tmp_path: Path) -> None:
+    """Triton has lost an instance, and waits for it when it ends: `serve` does not."""
+    folder = _model("steady", config=x_to_y(WARMUP="false")).lay_out(tmp_path)
+    with serve(tmp_path, triton=[_NEVER]) as served:
+        served.settle()
+        if fault == "os._exit":
+            with pytest.raises(InferenceServerException):
+                served.infer("steady", 101.0)
+            _until_told(served, "serves again")
+        else:
+            (folder / "1" / "model.py").write_text("raise ValueError('no luck')\n")
+            _refused(served, "no luck")
+        family = served.family()
+        served.end()
+        assert served.process.returncode == 0
+        assert living.all_end(family)
+
+
 def test_death_while_a_config_is_completed(tmp_path: Path) -> None:
     """Triton would wait for ever: that model is given up at once, and the others serve."""
     _model("steady").lay_out(tmp_path)
@@ -285,14 +359,47 @@ def _completing(served: Supervised) -> list[psutil.Process]:
 
 
 def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
-    """--load-timeout ends a load that hangs, and says so; the others serve."""
-    _model("steady").lay_out(tmp_path)
-    _model("endless", built="time.sleep(1000)").lay_out(tmp_path)
-    with serve(tmp_path, "--load-timeout=90", "--restarts=0") as served:
+    """--load-timeout ends loads that hang, whoever requested them, and says so; others serve."""
+    names = ["steady", "changed", "endless"]
+    for name in (*names, "unknown"):
+        built = "pass" if name in ("steady", "changed") else "time.sleep(1000)"
+        _model(name, built=built).lay_out(tmp_path)
+    loaded = [f"--load-model={name}" for name in names]
+    with serve(tmp_path, "--load-timeout=90", "--restarts=0", triton=loaded) as served:
+        until(lambda: "READY   steady" in served.text, served)
+        until(lambda: "READY   changed" in served.text, served)
+        _model("changed", built="time.sleep(1000)").lay_out(tmp_path / "new")
+        (tmp_path / "new/changed/1/model.py").replace(tmp_path / "changed/1/model.py")
+        loads = {name: _loading(served, name) for name in ("unknown", "changed")}
         served.settle()
+        for name, (asking, refusals) in loads.items():
+            _until_told(served, f"FAILED  {name}: instance {name}_0_0 took longer than 90 s")
+            asking.join(120)
+            assert len(refusals) == 1
+            assert f"{name}_0_0' is not healthy" in refusals[0]
         assert served.infer("steady", 1.0) == [-1.0] * 4
+        assert served.infer("changed", 1.0) == [-1.0] * 4
+        assert served.ready("changed")
         assert "took longer than 90 s (--load-timeout)" in served.ask("/ready/endless")[1]["reason"]
         assert served.stubs("endless") == []
+
+
+def _loading(served: Supervised, name: str) -> tuple[threading.Thread, list[str]]:
+    """A load through Triton's API, under way, and the refusal that it ends with."""
+    port = re.search(r"--grpc-port=(\d+)", living.command(served.triton()))
+    assert port
+    address, refusals = f"127.0.0.1:{port[1]}", list[str]()
+
+    def ask() -> None:
+        with tritonclient.grpc.InferenceServerClient(address) as client:
+            try:
+                client.load_model(name)
+            except InferenceServerException as refusal:
+                refusals.append(refusal.message())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    return asking, refusals
 
 
 @contextlib.contextmanager
@@ -389,6 +496,8 @@ def test_restricted_endpoints(tmp_path: Path) -> None:
         served.settle()
         assert served.infer("steady", 1.0) == [-1.0] * 4
         assert served.ask("/live")[0] == 200
+        for one in served.family():
+            assert "a secret" not in one.environ().values(), living.command(one)
         with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
             with pytest.raises(InferenceServerException, match="restricted"):
                 client.unload_model("steady")
