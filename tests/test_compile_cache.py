@@ -75,6 +75,14 @@ def test_first_start_keeps_what_it_compiled(
     assert {one.suffix for one in (tmp_path / "compile_cache").iterdir()} == {".bundle", ".lock"}
 
 
+def test_what_is_not_used_is_not_kept(tmp_path: Path, artifact: Artifact) -> None:
+    """A model that gave up compiling half-way leaves no bundle: the next start compiles all."""
+    first = bundle(tmp_path, artifact)
+    with first.used(lambda: False):
+        pass
+    assert not first.path.exists()
+
+
 def test_libraries_of_the_cpu_are_kept(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,7 +70,7 @@ def test_report(tmp_path: Path) -> None:
     assert report["inputs"] == ["x FP32 [4] → x"]
     assert report["outputs"] == ["y FP32 [3]"]
     assert report["max_batch_size"] == 8
-    assert report["options"] == {"NUM_THREADS": 1}
+    assert report["options"] == {"NUM_THREADS": 1, "WARMUP": True}
     assert report["threads"]["intra_op"] == 1
     assert report["warnings"] == []
 

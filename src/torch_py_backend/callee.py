@@ -86,13 +86,19 @@ class Callee:
         else:
             bundle = compile_cache.at(self._config, artifact, device)
             before = compilation.graphs()
-            with contextlib.nullcontext() if bundle is None else bundle.used() as found:
+            worth = self._compiled.usable
+            with contextlib.nullcontext() if bundle is None else bundle.used(worth) as found:
                 yield
             self._counts.compiled_graphs += compilation.graphs() - before
             if found is not None:
                 self._counts.compile_cache["hit" if found else "miss"] = 1
             sealed = self._compiled.seal()
         self.module = sealed if self._graphs is None else self._graphs.seal(sealed)
+
+    def stop_compiling(self) -> None:
+        """Run the model eagerly from now on; for one that is not compiled this changes nothing."""
+        if self._compiled is not None:
+            self._compiled.stop()
 
     def stages(self) -> list[Stage]:
         """The stages of a call, but the model's own."""

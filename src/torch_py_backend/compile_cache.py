@@ -22,7 +22,7 @@ import os
 import platform
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +148,14 @@ class Bundle:
     vectors: bool
 
     @contextlib.contextmanager
-    def used(self) -> Iterator[bool]:
+    def used(self, worth: Callable[[], bool] = lambda: True) -> Iterator[bool]:
         """Compile within: with what is kept; else the first of several instances keeps it.
 
         The others wait for the first, and then load what it has kept. Gives whether there was
         anything.
+
+        Args:
+            worth: whether what was compiled is used; only then is it kept.
         """
         with _own_cache(self.path.stem) as cache:
             if self._load(cache, logging.DEBUG):  # what is wrong with it, is told below
@@ -163,7 +166,7 @@ class Bundle:
                 # Before anything is compiled: the answer is part of the keys in inductor's cache.
                 names = _find_vectors(self.model) if self.vectors and not found else []
                 yield found
-                if not found:
+                if not found and worth():
                     self._save(cache, names)
 
     def _load(self, cache: Path, level: int) -> bool:

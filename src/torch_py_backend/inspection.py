@@ -42,7 +42,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     settings = tuned.apply(config.parse(arguments))
     share = threads.budget(settings)
     made = assembly.build(settings, share)
-    if settings.options.warmup:
+    if settings.options.warmup is not False:
         warmup.run(made)
     made.leave()
     artifact = artifacts.find(settings)

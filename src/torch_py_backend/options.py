@@ -407,10 +407,10 @@ class Options:
         "Milliseconds that one call of the model may take. Where `torch-py-backend serve` watches,"
         " an instance that takes longer is ended, and the model loaded again. Unset: no limit.",
     )
-    warmup: bool = _option(
+    warmup: bool | None = _option(
         BOOLEAN,
-        "Run sample batches before READY, so that no request pays for what a first call costs.",
-        default=True,
+        "Run sample batches before READY, so that no request pays for what a first call costs."
+        " Unset: true, and a [made-up sample that fails](batching.md#warm-up) is a warning.",
     )
     max_streams: int = _option(
         POSITIVE,

@@ -7,11 +7,28 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from torch_py_backend import buckets, compilation, examples, purity, samples, sequences, streams
+from torch_py_backend import (
+    buckets,
+    compilation,
+    device_sharing,
+    examples,
+    purity,
+    samples,
+    sequences,
+    streams,
+)
 from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.config import ModelConfig, Origin
 from torch_py_backend.engine import Engine
-from torch_py_backend.errors import BackendError, LoadError, NoServerError, WarmupError
+from torch_py_backend.errors import (
+    BackendError,
+    ForwardError,
+    HookError,
+    InputError,
+    LoadError,
+    NoServerError,
+    WarmupError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -24,20 +41,78 @@ _EVERY = 32
 _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
 
-def run(engine: Engine) -> None:
+def run(engine: Engine, *, serving: bool = False) -> None:
     """Call the engine with samples of every kind of batch.
+
+    Args:
+        engine: the model.
+        serving: the model is served next. A made-up sample that fails is then a warning, where
+            `_may_fail` allows it.
 
     Raises:
         LoadError: binding the outputs to forward()'s result failed.
         WarmupError: forward() failed, or its result contradicts the config.
     """
     call = streams.trial(engine) if engine.config.decoupled else engine.run
+    results: list[_SampleError | None] = []
     with engine.preparing():
         try:
-            for item in batches(engine):
-                _prepare(engine, call, item)
+            results.extend(_result(engine, call, item, serving=serving) for item in batches(engine))
         except NoServerError as error:
             _leave_out(engine, error)
+    failures = [one for one in results if one is not None]
+    if failures:
+        _warn(engine, failures[0])
+        tensors = any(spec.dtype.torch for spec in engine.config.inputs)
+        if len(failures) == len(results) and tensors:
+            engine.purity.assume_writes()
+
+
+def _result(engine: Engine, call: _Call, item: Item, *, serving: bool) -> _SampleError | None:
+    """Why a sample failed that may fail; None: it succeeded."""
+    try:
+        _prepare(engine, call, item)
+    except _SampleError as failure:
+        if not (serving and _may_fail(engine, failure.error)):
+            _report(engine)
+            raise failure.refusal from None
+        # The graphs of a sample that failed half-way are not to be used by requests.
+        engine.callee.stop_compiling()
+        return failure
+    return None
+
+
+class _SampleError(Exception):
+    """A sample failed.
+
+    Attributes:
+        error: why.
+        refusal: the sentence that fails the load.
+    """
+
+    def __init__(self, error: BackendError, refusal: LoadError) -> None:
+        super().__init__(str(refusal))
+        self.error = error
+        self.refusal = refusal
+
+
+def _may_fail(engine: Engine, error: BackendError) -> bool:
+    """Whether a sample may fail with this error, and the model is served all the same.
+
+    Only what made-up values can be the cause of, and only where the config does not depend on a
+    warm-up that succeeds.
+    """
+    options = engine.config.options
+    return (
+        isinstance(error, ForwardError | HookError | InputError)
+        and options.warmup is None
+        and engine.recovery.fatal is None
+        and not engine.callee.captures
+        and not compilation.required(engine.config)
+        # What the model writes, other instances would read: the warm-up has to show that.
+        and not device_sharing.wished(engine.config)
+        and not engine.example()
+    )
 
 
 def _prepare(engine: Engine, call: _Call, item: Item) -> None:
@@ -56,9 +131,18 @@ def _tried(engine: Engine, call: _Call, item: Item) -> dict[str, Value]:
     if isinstance(outcome, NoServerError):
         raise outcome
     if isinstance(outcome, BackendError):
-        _tell(engine)
-        raise _refusal(engine.config, item, outcome)
+        raise _SampleError(outcome, _refusal(engine.config, item, outcome))
     return outcome
+
+
+def _warn(engine: Engine, failure: _SampleError) -> None:
+    """Log that the model is served although samples failed; with the first one's traceback."""
+    consequence = "It is served all the same; first requests pay for what first calls cost."
+    if engine.callee.compiles:
+        consequence = "It is served all the same, eagerly: nothing is compiled after READY."
+    traceback = next((text for _, text in engine.recovery.reports if text), "")
+    log.warning("%s %s\n%s", failure.refusal, consequence, traceback)
+    engine.recovery.reports.clear()
 
 
 def _leave_out(engine: Engine, error: NoServerError) -> None:
@@ -71,7 +155,7 @@ def _leave_out(engine: Engine, error: NoServerError) -> None:
     )
 
 
-def _tell(engine: Engine) -> None:
+def _report(engine: Engine) -> None:
     """Leave the traceback to the server's log: the refusal has one sentence."""
     for sentence, text in engine.recovery.reports:
         log.error("%s\n%s", sentence, text)
