@@ -64,7 +64,11 @@ class Intake:
             for spec in config.inputs
             if spec.origin is not Origin.STATE
         ]
-        self._whole = bind_inputs(config.name, self._names, signature)
+        # What sequences keep is bound each by its own name.
+        self._kept = self._carried.union(
+            spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
+        )
+        self._whole = bind_inputs(config.name, self._names, signature, kept=self._kept)
         self._special = {
             name: takes
             for name, takes in zip(self._whole.names, self._whole.takes, strict=True)
@@ -226,7 +230,9 @@ class Intake:
         """How items without these inputs are passed: bound once for each pattern."""
         found = self._partial.get(left_out)
         if found is None:
-            found = bind_inputs(self._model, self._names, self._signature, left_out)
+            found = bind_inputs(
+                self._model, self._names, self._signature, left_out, kept=self._kept
+            )
             self._partial[left_out] = found
         return found
 
