@@ -177,7 +177,8 @@ class Intake:
             takes = self._special.get(name, Takes.TENSOR)
             if name in self._strings and not takes.raw:
                 try:
-                    admitted[name] = _decode(value)
+                    # A string of TorchScript is bytes, of any encoding.
+                    admitted[name] = _decode(value, any_bytes=self._signature.torchscript)
                 except UnicodeDecodeError as error:
                     return InputError(self._model, f"input '{name}' is not UTF-8: {error.reason}")
             several = takes.scalar and math.prod(value.shape) != 1
@@ -293,6 +294,10 @@ _LISTS: Mapping[Takes, Callable[[Strings], list[Any]]] = {
 }
 
 
+def _text(value: Any) -> str | bytes:
+    return value if isinstance(value, bytes) else str(value)
+
+
 def _raw(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode()
 
@@ -301,7 +306,7 @@ _SCALARS: Mapping[Takes, Callable[[Any], Any]] = {
     Takes.INT: int,
     Takes.FLOAT: float,
     Takes.BOOL: bool,
-    Takes.STR: str,
+    Takes.STR: _text,
     Takes.RAW: _raw,
 }
 
@@ -345,9 +350,22 @@ def _flat(value: Value) -> list[Any]:
     return value.reshape(-1).tolist()
 
 
-def _decode(value: Value) -> Strings:
+def _decode(value: Value, *, any_bytes: bool = False) -> Strings:
+    """Strings of UTF-8 as str; others stay bytes where any are taken.
+
+    Raises:
+        UnicodeDecodeError: one is not UTF-8, and only such are taken.
+    """
+    decode = _decoded if any_bytes else bytes.decode
     decoded: Strings = np.empty(value.shape, dtype=np.object_)
     decoded.ravel()[:] = [
-        one.decode() if isinstance(one, bytes) else str(one) for one in _flat(value)
+        decode(one) if isinstance(one, bytes) else str(one) for one in _flat(value)
     ]
     return decoded
+
+
+def _decoded(text: bytes) -> str | bytes:
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return text
