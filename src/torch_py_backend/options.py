@@ -269,6 +269,12 @@ class Options:
     cast_outputs: bool = _option(
         BOOLEAN, "Convert outputs to the types in the config.", default=False
     )
+    check_outputs: bool = _option(
+        BOOLEAN,
+        "Refuse outputs whose shape contradicts the dims in the config; `false` serves them as the"
+        " model returns them, as LibTorch does, with one warning.",
+        default=True,
+    )
     weights: str | None = _option(
         TEXT,
         "The weights file in the version folder; `none` serves the module as it is built.",

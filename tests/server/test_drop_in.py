@@ -312,6 +312,18 @@ FEATURES = (
         logs=("the parameter ENABLE_NVFUSER has no effect",),
     ),
     Scenario(
+        "other_dims",
+        scenarios.script(seeded(Mixer)),
+        libtorch(
+            TWO_INPUTS,
+            tensor("output", "OUTPUT0", [16]),
+            tensor("output", "OUTPUT1", [3]),
+            CHECK_OUTPUTS="false",
+        ),
+        (Call({"INPUT0": A, "INPUT1": B}, MIXED),),
+        logs=("output 'OUTPUT0' is [8, 3], and config.pbtxt says [-1, 16]",),
+    ),
+    Scenario(
         "string_parser",
         scenarios.script(Parser()),
         libtorch(
