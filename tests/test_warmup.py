@@ -419,6 +419,16 @@ def test_failures_that_keep_a_model_from_being_served(
         warmup.run(engine(build.config(**options), forward), serving=True)
 
 
+def test_a_handler_that_compiles_its_model_needs_its_warm_up() -> None:
+    """What TorchServe's handlers compile is not sealed, so it would be compiled for requests."""
+    parameters = {"backend": "eager"}
+    made = engine(build.config(torch_compile_optional_parameters=parameters), lambda x: x.missing)
+    made.kind = Kind.TORCHSERVE
+
+    with pytest.raises(WarmupError):
+        warmup.run(made, serving=True)
+
+
 def test_an_example_that_fails_keeps_a_model_from_being_served(tmp_path: Path) -> None:
     """Values that somebody wrote are meant to work."""
     (tmp_path / "1").mkdir()

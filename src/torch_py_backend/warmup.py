@@ -17,6 +17,7 @@ from torch_py_backend import (
     sequences,
     streams,
 )
+from torch_py_backend.artifacts import Kind
 from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.config import ModelConfig, Origin
 from torch_py_backend.engine import Engine
@@ -109,6 +110,8 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
         and engine.recovery.fatal is None
         and not engine.callee.captures
         and not compilation.required(engine.config)
+        # What its handler compiles cannot be kept from compiling when requests come.
+        and not (engine.kind is Kind.TORCHSERVE and compilation.requested(engine.config))
         # What the model writes, other instances would read: the warm-up has to show that.
         and not device_sharing.wished(engine.config)
         and not engine.example()
