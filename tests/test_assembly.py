@@ -73,6 +73,8 @@ def test_torchscript_passes_bytes_on(
     settings = build.config(tmp_path, inputs=inputs, outputs=OUTPUTS, optimize=optimize)
     sent = np.array([[first], ["é".encode()]], dtype=np.object_)
     engine = _build(settings)
+    module: Any = engine.callee.module
+    assert module.original_name == "Echo"  # hooks may use what the module has
 
     for _ in range(2):
         (outcome,) = engine.run([{"x": sent}])

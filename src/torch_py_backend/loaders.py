@@ -179,6 +179,10 @@ class _PassingBytes:
         (returned,) = self._schema.returns
         return _joined(added(*args, *kwargs.values()), returned.type)
 
+    def __getattr__(self, name: str) -> Any:
+        """Attributes of the model itself, for hooks."""
+        return getattr(self._called, name)
+
     def _add(self, names: Sequence[str]) -> Callable[..., Any]:
         """A method that takes these arguments, and returns numbers for strings."""
         types = {one.name: one.type.annotation_str for one in self._schema.arguments}
