@@ -79,6 +79,7 @@ class Case:
         args: sample arguments for torch.export, each tensor an object of its own.
         config: the text of config.pbtxt.
         calls: requests and answers.
+        script_calls: those of TorchScript, where it answers otherwise.
         impossible: kinds that cannot be, and why.
     """
 
@@ -88,6 +89,7 @@ class Case:
     calls: tuple[Call, ...]
     scripted: Callable[[], nn.Module] | None = None
     script_config: str | None = None
+    script_calls: tuple[Call, ...] = ()
     kwargs: Callable[[int], dict[str, Any]] = lambda rows: {}
     fixed: int | None = None
     impossible: tuple[tuple[str, str], ...] = ()
@@ -197,6 +199,22 @@ CASES = {
                 },
             ),
         ),
+        script_calls=(
+            Call(
+                {"texts": np.array([[b"\xff"], ["é"]], dtype=np.object_)},
+                {
+                    "length": np.array([[1], [2]]),
+                    "louder": np.array([[b"\xff!"], ["é!".encode()]], dtype=np.object_),
+                },
+            ),
+            Call(
+                {"texts": np.array([["z"]], dtype=np.object_)},
+                {
+                    "length": np.array([[1]]),
+                    "louder": np.array([[b"z!"]], dtype=np.object_),
+                },
+            ),
+        ),
         impossible=(("export", _NO_STRINGS), ("aoti", _NO_STRINGS)),
     ),
     "bfloat16": Case(
@@ -279,6 +297,8 @@ def _scenario(kind: str, name: str) -> Scenario:
     if kind == "torchscript" and case.script_config is not None:
         text = case.script_config
         calls = (Call(_nested_values(_SCRIPT_INPUTS, "scale"), _SCRIPT_OUT),)
+    if kind == "torchscript" and case.script_calls:
+        calls = case.script_calls
     if kind == "factory":
         value = f"factory_{name}:{case.module.__name__}"
         text += f'parameters {{ key: "MODEL_FACTORY" value {{ string_value: "{value}" }} }}\n'

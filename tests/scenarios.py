@@ -213,7 +213,17 @@ NAMES = (
         script(_Swapped()),
         config({"first": [4], "second": [4]}, {"difference": [4], "total": [4]}),
         (Call({"first": _A, "second": _B}, {"difference": _A - _B, "total": _A + _B}),),
-        logs=("first, second are not arguments of forward(",),
+        logs=("first, second are not all arguments of forward(",),
+    ),
+    Scenario(
+        "script_mixed_names",
+        script(_Swapped()),
+        config({"IN__1": [4], "second": [4]}, {"OUT__1": [4], "total": [4]}),
+        (Call({"IN__1": _A, "second": _B}, {"OUT__1": _A - _B, "total": _A + _B}),),
+        logs=(
+            "IN__1, second are not all arguments of forward(",
+            "the output names OUT__1, total are not all numbers",
+        ),
     ),
     Scenario(
         "script_dict",

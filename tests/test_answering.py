@@ -429,7 +429,7 @@ class Raises(torch.nn.Module):
 def test_failure_of_the_warm_up_is_in_the_log(tmp_path: Path, process: None) -> None:
     """The refusal is one sentence; where it comes from is in the server's log."""
     with pytest.raises(fake_triton.TritonModelException, match="the warm-up with x"):
-        load(tmp_path, Raises)
+        load(tmp_path, Raises, WARMUP="true")
     assert any("Traceback" in line and 'raise RuntimeError("no")' in line for line in errors())
 
 

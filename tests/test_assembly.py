@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import build
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -37,6 +38,66 @@ def test_what_lies_in_the_folder_is_served(tmp_path: Path) -> None:
     (outcome,) = _build(build.config(tmp_path)).run([{"x": torch.zeros(1, 4)}])
 
     assert outcome["y"].tolist() == [[1.0] * 4]
+
+
+class Echo(nn.Module):
+    """Strings in every place where TorchScript may have them."""
+
+    def forward(
+        self, x: list[str], n: int = 2
+    ) -> tuple[list[str], torch.Tensor, str, list[list[str]]]:
+        lengths = torch.tensor([len(text) for text in x])
+        return [text + "!" for text in x], lengths, str(n), [[text, text] for text in x]
+
+    @torch.jit.export
+    def shout(self, x: list[str]) -> list[str]:
+        return [text + "?" for text in x]
+
+
+OUTPUTS = (
+    build.spec("OUTPUT__0", "BYTES", (1,)),
+    build.spec("OUTPUT__1", "INT64", (1,)),
+    build.spec("OUTPUT__3", "BYTES", (2,)),
+)
+
+
+@pytest.mark.parametrize("optimize", [(), ("freeze",)], ids=["plain", "frozen"])
+@pytest.mark.parametrize("first", [b"text", b"\xff\x00x"], ids=["UTF-8", "other bytes"])
+def test_torchscript_passes_bytes_on(
+    tmp_path: Path, first: bytes, optimize: tuple[str, ...]
+) -> None:
+    """What is not UTF-8 reaches TorchScript as it came, and comes back as the model returns it."""
+    (tmp_path / "1").mkdir()
+    torch.jit.script(Echo().eval()).save(tmp_path / "1" / "model.pt")
+    inputs = (build.spec("x", "BYTES", (1,)),)
+    settings = build.config(tmp_path, inputs=inputs, outputs=OUTPUTS, optimize=optimize)
+    sent = np.array([[first], ["é".encode()]], dtype=np.object_)
+    engine = _build(settings)
+    module: Any = engine.callee.module
+    assert module.original_name == "Echo"  # hooks may use what the module has
+
+    for _ in range(2):
+        (outcome,) = engine.run([{"x": sent}])
+
+        assert _bytes(outcome["OUTPUT__0"]) == [first + b"!", "é!".encode()]
+        assert outcome["OUTPUT__1"].flatten().tolist() == [len(first), 2]
+        assert _bytes(outcome["OUTPUT__3"]) == [first, first, "é".encode(), "é".encode()]
+
+
+def test_other_methods_of_torchscript_take_bytes(tmp_path: Path) -> None:
+    """The method that METHOD names is called with them, and no other."""
+    (tmp_path / "1").mkdir()
+    torch.jit.script(Echo().eval()).save(tmp_path / "1" / "model.pt")
+    specs = {"inputs": (build.spec("x", "BYTES", (1,)),), "outputs": OUTPUTS[:1]}
+    sent = np.array([[b"\xff"]], dtype=np.object_)
+
+    (outcome,) = _build(build.config(tmp_path, method="shout", **specs)).run([{"x": sent}])
+
+    assert _bytes(outcome["OUTPUT__0"]) == [b"\xff?"]
+
+
+def _bytes(strings: Any) -> list[bytes]:
+    return [one if isinstance(one, bytes) else one.encode() for one in strings.flatten().tolist()]
 
 
 def test_what_cannot_become_an_engine_is_left(

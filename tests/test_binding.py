@@ -7,11 +7,12 @@ from typing import Any, TypedDict
 
 import build
 import pytest
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_py_backend import binding, signatures
-from torch_py_backend.binding import Inputs, Signature, Takes
+from torch_py_backend.binding import Inputs, Rule, Signature, Takes
 from torch_py_backend.errors import BindingError, LoadError
 
 
@@ -147,7 +148,7 @@ def numbered(a__1: Any, b__0: Any) -> Any:
         pytest.param(two, ["i__0", "i__1"], {"x": "i__0", "y": "i__1"}, id="numbers"),
         pytest.param(two, ["i__1", "i__0"], {"x": "i__0", "y": "i__1"}, id="numbers reversed"),
         pytest.param(two, ["a__1", "b__0"], {"x": "b__0", "y": "a__1"}, id="numbers of any stem"),
-        pytest.param(two, ["a__0__1", "b__00"], {"x": "b__00", "y": "a__0__1"}, id="last number"),
+        pytest.param(two, ["__1", "b__00"], {"x": "b__00", "y": "__1"}, id="numbers alone"),
         pytest.param(
             defaults, ["i__2", "i__0"], {"x": "i__0", "y": None, "z": "i__2"}, id="numbers, gap"
         ),
@@ -459,12 +460,12 @@ def test_signature_in_a_message_is_the_users(forward: Callable[..., Any], text: 
     [
         ("INPUT__0", 0),
         ("x__12", 12),
-        ("a__b__3", 3),
+        ("a__b__3", None),
+        ("__3", 3),
         ("x__007", 7),
         ("x", None),
         ("x_1", None),
         ("x1", None),
-        ("__1", None),
         ("x__", None),
         ("x__-1", None),
         ("x__1.0", None),
@@ -474,8 +475,137 @@ def test_signature_in_a_message_is_the_users(forward: Callable[..., Any], text: 
     ],
 )
 def test_number_of_a_name(name: str, number: int | None) -> None:
-    """A number stands after two underscores, at the end, behind at least one letter."""
+    """A number is all that stands after the first two underscores, as LibTorch reads it."""
     assert binding.ordinal(name) == number
+
+
+# --- TorchScript: the rule of Triton's LibTorch backend ----------------------------------------
+
+
+class Difference(nn.Module):
+    def forward(self, INPUT0: Tensor, INPUT1: Tensor) -> Tensor:
+        return INPUT0 - INPUT1
+
+
+class Numbered(nn.Module):
+    def forward(self, a__1: Tensor, b: Tensor) -> Tensor:
+        return a__1 - b
+
+
+class WithDefault(nn.Module):
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return x
+
+
+class OfDict(nn.Module):
+    def forward(self, tensors: dict[str, Tensor]) -> Tensor:
+        return tensors["x"]
+
+
+def scripted(module: nn.Module) -> Signature:
+    compiled: Any = torch.jit.script(module)
+    return signatures.of_schema(compiled.forward.schema)
+
+
+@pytest.mark.parametrize(
+    ("module", "names", "order", "rule"),
+    [
+        pytest.param(Difference, ["INPUT1", "INPUT0"], [1, 0], Rule.ARGUMENTS, id="arguments"),
+        pytest.param(Difference, ["i__1", "i__0"], [1, 0], Rule.NUMBERS, id="numbers"),
+        pytest.param(Difference, ["image", "mask"], [0, 1], Rule.ORDER, id="others"),
+        pytest.param(Difference, ["image", "INPUT__1"], [0, 1], Rule.ORDER, id="other and number"),
+        pytest.param(Difference, ["INPUT__1", "image"], [0, 1], Rule.ORDER, id="number and other"),
+        pytest.param(
+            Difference, ["INPUT__1", "INPUT0"], [0, 1], Rule.ORDER, id="number and argument"
+        ),
+        pytest.param(
+            Difference, ["INPUT1", "INPUT__0"], [0, 1], Rule.ORDER, id="argument and number"
+        ),
+        pytest.param(Difference, ["INPUT1", "image"], [0, 1], Rule.ORDER, id="argument and other"),
+        pytest.param(Difference, ["a__b__1", "a__b__0"], [0, 1], Rule.ORDER, id="no number"),
+        pytest.param(Difference, ["ARGS[1]", "INPUT0"], [1, 0], Rule.OWN, id="path"),
+        pytest.param(Numbered, ["b", "a__1"], [1, 0], Rule.ARGUMENTS, id="argument with a number"),
+        pytest.param(Numbered, ["a__1", "c__0"], [1, 0], Rule.NUMBERS, id="numbers before one"),
+        pytest.param(WithDefault, ["image"], [0], Rule.ORDER, id="fewer than arguments"),
+        pytest.param(OfDict, ["y", "x__1"], [0, 0], Rule.KEYS, id="dict"),
+    ],
+)
+def test_scripted_arguments_get_their_tensors_by_one_rule(
+    module: type[nn.Module], names: list[str], order: list[int], rule: Rule
+) -> None:
+    """Either all names are arguments, or all are numbers, else the first listed is the first."""
+    signature = scripted(module())
+    declared = [one.name for one in signature.arguments]
+
+    inputs = binding.bind_inputs(build.MODEL, names, signature)
+
+    places = dict(zip(inputs.names, inputs.places, strict=True))
+    wanted = [declared[index] for index in order]
+    assert [places[name].partition("[")[0] for name in names] == wanted
+    assert binding.rule(names, signature) is rule
+
+
+def test_order_of_scripted_arguments_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    """One line says that the order decides, with both sides."""
+    binding.bind_inputs(build.MODEL, ["image", "INPUT__1"], scripted(Difference()))
+
+    (message,) = caplog.messages
+    assert "image, INPUT__1 are not all arguments of forward(" in message
+    assert "passed in the config's order" in message
+
+
+@pytest.mark.parametrize(
+    ("names", "kept", "places"),
+    [
+        pytest.param(["image", "i__1"], ["i__1"], ["INPUT0", "INPUT1"], id="control behind"),
+        pytest.param(["image", "i__0"], ["i__0"], ["INPUT1", "INPUT0"], id="control before"),
+        pytest.param(["INPUT0", "i__1"], ["i__1"], ["INPUT0", "INPUT1"], id="argument and control"),
+        pytest.param(["i__0", "INPUT1"], ["INPUT1"], ["INPUT0", "INPUT1"], id="control by name"),
+    ],
+)
+def test_what_sequences_keep_is_bound_by_itself(
+    names: list[str], kept: list[str], places: list[str]
+) -> None:
+    """States and controls have numbers of their own; what requests bring follows the rule."""
+    inputs = binding.bind_inputs(build.MODEL, names, scripted(Difference()), kept=kept)
+
+    found = dict(zip(inputs.names, inputs.places, strict=True))
+    assert [found[name] for name in names] == places
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        pytest.param(["i__0", "i__2"], "has no i__2; expected names among INPUT0", id="range"),
+        pytest.param(["a__0", "b__0"], "a__0, b__0 feed the same argument", id="number twice"),
+        pytest.param(["a", "b", "c"], "3 inputs do not fit forward(", id="too many"),
+        pytest.param(["a"], "no input feeds forward()'s argument INPUT1", id="too few"),
+        pytest.param(["ARGS[0]", "mask"], "has no mask", id="path and other"),
+    ],
+)
+def test_names_that_no_rule_binds(names: list[str], said: str) -> None:
+    """Where LibTorch would read past the arguments, the load fails with the valid names."""
+    with pytest.raises(BindingError, match=re.escape(said)):
+        binding.bind_inputs(build.MODEL, names, scripted(Difference()))
+
+
+@pytest.mark.parametrize(
+    ("forward", "names", "rule"),
+    [
+        pytest.param(two, ["y", "x"], Rule.ARGUMENTS, id="arguments"),
+        pytest.param(two, ["i__1", "i__0"], Rule.NUMBERS, id="numbers"),
+        pytest.param(two, ["x", "i__1"], Rule.OWN, id="argument and number"),
+        pytest.param(two, ["x", "ARGS[1]"], Rule.OWN, id="argument and path"),
+        pytest.param(two, ["image", "mask"], Rule.ORDER, id="others"),
+        pytest.param(takes_dict, ["a", "b"], Rule.KEYS, id="dict"),
+        pytest.param(takes_list, ["a", "b"], Rule.KEYS, id="list"),
+    ],
+)
+def test_rule_of_python_functions(
+    forward: Callable[..., Any], names: list[str], rule: Rule
+) -> None:
+    """In Python each name leads somewhere by itself: a misspelt one must not be bound by order."""
+    assert binding.rule(names, signatures.of_function(forward)) is rule
 
 
 # --- inputs that are left out ----------------------------------------------------------------

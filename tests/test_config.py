@@ -108,6 +108,7 @@ def test_dims_are_those_that_the_model_sees(
 
     (spec,) = found.inputs if role == "input" else found.outputs
     assert spec.dims == dims
+    assert spec.reshaped is (changes.get("reshape") is not None)
 
 
 @pytest.mark.parametrize(

@@ -528,11 +528,12 @@ def test_masks_are_made_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) ->
     made = Engine(settings, loaded, surroundings, build.artifact())
     streams = []
     fill = Padding.fill
-    monkeypatch.setattr(
-        Padding,
-        "fill",
-        lambda padding, item: (streams.append(torch.cuda.current_stream()), fill(padding, item))[1],
-    )
+
+    def seen(padding: Padding, item: Any) -> Any:
+        streams.append(torch.cuda.current_stream())
+        return fill(padding, item)
+
+    monkeypatch.setattr(Padding, "fill", seen)
     made.run([{"x": torch.ones(1, size, device="cuda")} for size in (2, 3)])
     with surroundings.guard():
         assert streams == [torch.cuda.current_stream()] * 2

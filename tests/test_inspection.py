@@ -68,11 +68,31 @@ def test_report(tmp_path: Path) -> None:
     assert report["artifact"] == "model.py: Python source and weights"
     assert "forward(x" in report["signature"]
     assert report["inputs"] == ["x FP32 [4] → x"]
+    assert report["binding"] == "by argument name"
     assert report["outputs"] == ["y FP32 [3]"]
     assert report["max_batch_size"] == 8
-    assert report["options"] == {"NUM_THREADS": 1}
+    assert report["options"] == {"NUM_THREADS": 1, "WARMUP": True}
     assert report["threads"]["intra_op"] == 1
     assert report["warnings"] == []
+
+
+def test_rule_of_names(tmp_path: Path) -> None:
+    """The report says what ties names to arguments, and warns where only the order does."""
+
+    class Net(torch.nn.Module):
+        def forward(self, INPUT0: torch.Tensor, INPUT1: torch.Tensor) -> torch.Tensor:
+            return INPUT0 - 2 * INPUT1
+
+    (tmp_path / "1").mkdir()
+    torch.jit.script(Net()).save(tmp_path / "1" / "model.pt")
+    x = {"data_type": "TYPE_FP32", "dims": [4]}
+    given = build.arguments(input=[{"name": "INPUT__1", **x}, {"name": "INPUT0", **x}])
+
+    report = inspection.inspect(given | {"model_repository": str(tmp_path)})
+
+    assert report["binding"] == "in the config's order"
+    assert report["inputs"] == ["INPUT__1 FP32 [4] → INPUT0", "INPUT0 FP32 [4] → INPUT1"]
+    assert any("INPUT__1, INPUT0 are not all arguments" in one for one in report["warnings"])
 
 
 def test_states_are_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import build
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_py_backend import batching, signatures
 from torch_py_backend.batching import Item
@@ -475,6 +475,26 @@ def test_bytes_need_be_no_text(forward: Callable[..., Any]) -> None:
     made = passing(forward, build.spec("x", "BYTES", (1,)))
 
     assert isinstance(made.admit({"x": texts([b"\xff"])}), dict)
+
+
+class Scripted(nn.Module):
+    def forward(self, x: list[str], unit: str) -> list[str]:
+        return [text + unit for text in x]
+
+
+def test_bytes_for_torchscript_need_be_no_text() -> None:
+    """Strings of TorchScript are bytes: what is not UTF-8 is passed as it came."""
+    compiled: Any = torch.jit.script(Scripted())
+    signature = signatures.of_schema(compiled.forward.schema)
+    specs = (build.spec("x", "BYTES", (1,)), build.spec("unit", "BYTES", (1,)))
+    made = Intake(build.config(inputs=specs), signature)
+
+    item = made.admit({"x": texts([b"\xff"], [b"a"]), "unit": texts([b"\xe9"], [b"\xe9"])})
+
+    assert isinstance(item, dict)
+    (group,) = made.group([(0, item)])
+    columns = [item[name] for name in group.inputs.names]
+    assert made.convert(group.inputs, columns) == [[b"\xff", "a"], b"\xe9"]
 
 
 def test_decoding_leaves_the_request_alone() -> None:

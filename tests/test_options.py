@@ -96,7 +96,7 @@ def test_no_parameters_are_the_defaults() -> None:
         ("enable_cache_cleaning", False),
         ("torch_compile_optional_parameters", None),
         ("force_cpu_only_input_tensors", True),
-        ("warmup", True),
+        ("warmup", None),
     ],
 )
 def test_defaults_are_libtorchs(field: str, default: bool | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -61,6 +62,49 @@ def test_tensor_that_fits_is_taken(dims: tuple[int, ...], shape: tuple[int, ...]
     part = torch.rand(shape)
 
     assert verified(part, dims=dims) is part
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [
+        pytest.param(torch.rand(3, 16), "FP32", id="size"),
+        pytest.param(torch.rand(3, 2, 1), "FP32", id="rank"),
+        pytest.param(torch.rand(3), "FP32", id="rows alone"),
+        pytest.param([["a"] * 16] * 3, "BYTES", id="strings"),
+    ],
+)
+def test_contradicting_shapes_are_served_on_demand(
+    part: Any, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CHECK_OUTPUTS off serves what the model returns, as LibTorch does, and warns once."""
+    config = build.config(outputs=(build.spec("y", dtype, (2,)),), check_outputs=False)
+    (verify,) = outputs.verifiers(config)
+
+    for _ in range(2):
+        made = verify(part, ROWS)
+        assert list(made.shape) == list(np.array(part).shape)
+
+    (message,) = caplog.messages
+    assert "output 'y' is [3" in message
+    assert "config.pbtxt says [-1, 2]" in message
+
+
+@pytest.mark.parametrize(
+    ("part", "reshaped"),
+    [
+        pytest.param(torch.rand(4, 16), False, id="rows"),
+        pytest.param(torch.rand(3, 2).double(), False, id="type"),
+        pytest.param(torch.tensor(1.0), False, id="no rows"),
+        pytest.param(torch.rand(3, 16), True, id="reshape"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_all_the_same(part: Tensor, reshaped: bool) -> None:
+    """Rows are told apart by their number, and Triton's reshape needs the shape that it is for."""
+    spec = dataclasses.replace(build.spec("y", dims=(2,)), reshaped=reshaped)
+    (verify,) = outputs.verifiers(build.config(outputs=(spec,), check_outputs=False))
+
+    with pytest.raises(OutputError):
+        verify(part, ROWS)
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,16 @@ def test_single_part_is_taken_out(result: Any) -> None:
     assert part is TENSOR
 
 
+@pytest.mark.parametrize(
+    "names", [["o__1", "a"], ["a", "o__0"], ["a__b__1", "a__b__0"]], ids=lambda names: names[0]
+)
+def test_numbers_count_only_together(names: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Where not all names are numbers and parts have none, the first listed is the first part."""
+    assert taken((10, 20), names) == [10, 20]
+    warned = "are not all numbers" in caplog.text
+    assert warned is (names[0] != "a__b__1")
+
+
 def test_name_before_number() -> None:
     """A key that looks like a number of another part is a key all the same."""
     result = {"o__1": 10, "o__0": 20}
@@ -157,7 +167,7 @@ def test_ignored_names_of_a_result_are_warned_about(
         ),
         pytest.param(RESULTS["list"], ["o__0", "o__2"], ["list of 2"], id="number out of range"),
         pytest.param(RESULTS["tuple"], ["a__0", "b__0"], ["a__0, b__0"], id="number twice"),
-        pytest.param(RESULTS["tuple"], ["o__0", "b"], ["o__0, b"], id="number and unknown"),
+        pytest.param(RESULTS["dict"], ["o__0", "b"], ["o__0, b"], id="number and unknown"),
         pytest.param(
             RESULTS["dict"],
             ["mean", "variance"],

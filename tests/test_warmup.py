@@ -1,13 +1,15 @@
 import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import build
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_py_backend import runtime, warmup
 from torch_py_backend.artifacts import Kind
@@ -15,7 +17,7 @@ from torch_py_backend.batching import Item
 from torch_py_backend.binding import Argument, Passing, Signature, Takes
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
-from torch_py_backend.errors import BindingError, LoadError, WarmupError
+from torch_py_backend.errors import BackendError, BindingError, LoadError, WarmupError
 from torch_py_backend.loaders import Loaded
 
 
@@ -280,3 +282,173 @@ def test_outputs_that_cannot_be_bound_keep_their_message() -> None:
 
     with pytest.raises(BindingError, match="the outputs mean, variance do not fit"):
         warmup.run(engine(config, lambda x: {"mean": x, "deviation": x}))
+
+
+# --- samples that may fail -------------------------------------------------------------------
+
+
+class Parser(nn.Module):
+    """Takes texts that are numbers, which the made-up ones are not."""
+
+    def forward(self, x: list[str]) -> Tensor:
+        return torch.tensor([[float(text)] for text in x])
+
+
+class Window(nn.Module):
+    """Takes rows of at least 10 values, which made-up ones do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 1, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.convolution(x[:, None]).amax(-1)
+        return y
+
+
+class Once(nn.Module):
+    """Counts its calls, and takes no second one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("once")
+        return x[:, :1]
+
+
+ROWS = build.config(outputs=(build.spec("y", dims=(1,)),))
+TEXTS = dataclasses.replace(ROWS, inputs=(build.spec("x", "BYTES", (1,)),))
+LENGTHS = dataclasses.replace(ROWS, inputs=(build.spec("x", dims=(-1,)),))
+
+
+@pytest.mark.parametrize(
+    ("model", "config", "takes", "said"),
+    [
+        pytest.param(Parser(), TEXTS, Takes.STRINGS, "could not convert string", id="texts"),
+        pytest.param(Window(), LENGTHS, Takes.TENSOR, "Kernel size can't be greater", id="size"),
+        pytest.param(Once(), ROWS, Takes.TENSOR, "RuntimeError: once", id="counter"),
+    ],
+)
+def test_made_up_samples_may_fail_where_the_model_is_served(
+    model: nn.Module,
+    config: ModelConfig,
+    takes: Takes,
+    said: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One warning says what failed and how to give an example; requests are answered."""
+    made = engine(config, model, x=takes)
+
+    warmup.run(made, serving=True)
+
+    (warning,) = (one.getMessage() for one in caplog.records if one.levelno == logging.WARNING)
+    assert "the warm-up with x [8," in warning
+    assert said in warning
+    assert "example_inputs.safetensors" in warning
+    assert "It is served all the same" in warning
+    assert "Traceback" in warning
+    assert not made.recovery.reports
+    value = np.array([[b"1"]], dtype=object) if takes is Takes.STRINGS else torch.ones(1, 12)
+    (outcome,) = made.run([{"x": value}])
+    assert not isinstance(outcome, BackendError)
+
+
+def test_other_samples_are_run_all_the_same() -> None:
+    """A row count that fails leaves no request of another one to pay for a first call."""
+    rows = []
+
+    def forward(x: Tensor) -> Tensor:
+        rows.append(len(x))
+        if len(x) == 8:
+            raise ValueError("too many")
+        return x
+
+    made = engine(build.config(), forward)
+    warmup.run(made, serving=True)
+
+    assert rows == [8, 7, 7, 7, 1, 1, 1]
+    assert not made.purity.writes_inputs()
+
+
+@pytest.mark.parametrize(
+    ("options", "forward"),
+    [
+        pytest.param({"warmup": True}, lambda x: x.missing, id="asked for"),
+        pytest.param(
+            {"torch_compile_optional_parameters": {"backend": "eager"}, "compile_required": True},
+            lambda x: x.missing,
+            id="must be compiled",
+        ),
+        pytest.param(
+            {"torch_compile_optional_parameters": {"backend": "eager", "fullgraph": True}},
+            lambda x: x.missing,
+            id="must be one graph",
+        ),
+        pytest.param({"optimize": ("cuda_graphs",)}, lambda x: x.missing, id="captured"),
+        pytest.param(
+            {"kind": "GPU", "enable_weight_sharing": True}, lambda x: x.missing, id="shared"
+        ),
+        pytest.param({}, lambda x: x[:, :2], id="contradicts the config"),
+        pytest.param({}, lambda x: x[:1], id="other rows"),
+    ],
+)
+def test_failures_that_keep_a_model_from_being_served(
+    options: dict[str, Any], forward: Callable[..., Any]
+) -> None:
+    """What was asked for, what depends on the warm-up, and what no values excuse."""
+    with pytest.raises(WarmupError, match=r"the warm-up with x \[8, 4\] failed"):
+        warmup.run(engine(build.config(**options), forward), serving=True)
+
+
+def test_a_handler_that_compiles_its_model_needs_its_warm_up() -> None:
+    """What TorchServe's handlers compile is not sealed, so it would be compiled for requests."""
+    parameters = {"backend": "eager"}
+    made = engine(build.config(torch_compile_optional_parameters=parameters), lambda x: x.missing)
+    made.kind = Kind.TORCHSERVE
+
+    with pytest.raises(WarmupError):
+        warmup.run(made, serving=True)
+
+
+def test_an_example_that_fails_keeps_a_model_from_being_served(tmp_path: Path) -> None:
+    """Values that somebody wrote are meant to work."""
+    (tmp_path / "1").mkdir()
+    path = tmp_path / "1" / "example_inputs.safetensors"
+    safetensors.torch.save_file({"x": torch.zeros(1, 4)}, path)
+
+    with pytest.raises(WarmupError):
+        warmup.run(engine(build.config(tmp_path), lambda x: x.missing), serving=True)
+
+
+def test_nothing_is_compiled_after_samples_that_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A model whose sample failed behind its first graph goes on eagerly there, and is run once."""
+    calls = []
+
+    class Net(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x + 1
+            torch._dynamo.graph_break()
+            calls.append(len(x))
+            if bool(y.sum() < 100):
+                raise ValueError("too small")
+            return y
+
+    settings = build.config(torch_compile_optional_parameters={"backend": "aot_eager"})
+    made = engine(settings, Net())
+    warmup.run(made, serving=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    calls.clear()
+
+    (outcome,) = made.run([{"x": torch.full((2, 4), 100.0)}])
+
+    assert isinstance(outcome, dict)
+    assert torch.equal(torch.as_tensor(outcome["y"]), torch.full((2, 4), 101.0))
+    assert calls == [2]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    assert "what needs another graph runs eagerly" in caplog.text

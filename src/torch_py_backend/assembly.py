@@ -75,4 +75,5 @@ def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) ->
         if config.options.tensor_parallel is not None:
             return ranks.load(config, artifact)
         loaded = loaders.load(artifact, config, onto)
-        return dataclasses.replace(loaded, module=optimization.apply(config, loaded))
+        called = optimization.apply(config, loaded)
+        return dataclasses.replace(loaded, module=loaders.passing_bytes(loaded, called))

@@ -1,9 +1,13 @@
 """Input names tied to the leaves of forward()'s call tree; `results` does it for its result.
 
 One grammar for all artifacts. An input's name is, in this order: an argument of forward();
-a path, `ARGS[0]`, `ARGS[2][key]`, `KWARGS[name]`; or `<anything>__<number>`, the number of an
+a path, `ARGS[0]`, `ARGS[2][key]`, `KWARGS[name]`; or `<name>__<number>`, the number of an
 argument (of a leaf, where the artifact carries its own call tree). Where no name fits, the
-config's order decides, as it does in Triton's LibTorch backend, with a warning.
+config's order decides, with a warning.
+
+TorchScript follows the rule of Triton's LibTorch backend: either all names are arguments, or all
+are numbers, else the config's order decides for all of them. Paths, which that backend does not
+have, keep their meaning.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ Path: TypeAlias = tuple[int | str, ...]
 # A call tree with column numbers for leaves.
 Template: TypeAlias = "int | list[Template] | tuple[Template, ...] | dict[str, Template]"
 
-_ORDINAL = re.compile(r".+__(\d+)")
+# As LibTorch reads it: digits alone after the first two underscores.
+_ORDINAL = re.compile(r"(?:(?!__).)*__([0-9]+)")
 _PATH = re.compile(r"(ARGS|KWARGS|RESULT)((?:\[[^\[\]]+\])*)")
 
 
@@ -99,12 +104,14 @@ class Signature:
             the texts of their paths, in its order. None: a tree that takes what is put in.
         unflatten: makes (args, kwargs) of such a tree from its leaves.
         name: what the function is called, for messages.
+        torchscript: it is TorchScript: names follow LibTorch's rule, strings may be any bytes.
     """
 
     arguments: tuple[Argument, ...]
     leaves: tuple[str, ...] | None = None
     unflatten: Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]] | None = None
     name: str = "forward"
+    torchscript: bool = False
 
     def __str__(self) -> str:
         """The function as its author wrote it."""
@@ -132,8 +139,39 @@ class Inputs:
     places: tuple[str, ...] = ()
 
 
+class Rule(enum.Enum):
+    """What ties input names to arguments; the values are for people."""
+
+    ARGUMENTS = "by argument name"
+    NUMBERS = "by number"
+    KEYS = "as the parts of one argument"
+    ORDER = "in the config's order"
+    OWN = "each name by itself"
+
+
+def rule(names: Sequence[str], signature: Signature) -> Rule:
+    """What ties the config's input names to arguments; those that the config does not fix left out.
+
+    Args:
+        names: what requests bring.
+        signature: what the artifact takes.
+    """
+    called = {one.name for one in signature.arguments if one.passing in _NAMED}
+    if signature.leaves is None and _parts_of(names, signature) is not None:
+        return Rule.KEYS
+    if called.issuperset(names):
+        return Rule.ARGUMENTS
+    if all(ordinal(name) is not None for name in names):
+        return Rule.NUMBERS
+    slots = _slots(names, signature)
+    fits = any(_place(name, slots, signature) is not None for name in names)
+    if signature.leaves is not None or any(map(_parse_path, names)):
+        return Rule.OWN
+    return Rule.OWN if fits and not signature.torchscript else Rule.ORDER
+
+
 def ordinal(name: str) -> int | None:
-    """The number in `<anything>__<number>`, or None."""
+    """The number in `<name>__<number>`, or None."""
     match = _ORDINAL.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -166,6 +204,7 @@ def bind_inputs(
     left_out: Collection[str] = (),
     *,
     ordered: bool = True,
+    kept: Collection[str] = (),
 ) -> Inputs:
     """Tie the config's input names to the leaves of forward()'s call tree.
 
@@ -175,6 +214,8 @@ def bind_inputs(
         signature: what the artifact takes.
         left_out: names that are not there this time: `optional: true` in the config.
         ordered: whether their order decides where no name fits.
+        kept: names of states and controls of sequences, which no request brings: each is bound by
+            itself, whatever ties the others.
 
     Raises:
         BindingError: a name that leads nowhere, a leaf that nobody feeds or that two names feed.
@@ -183,7 +224,7 @@ def bind_inputs(
         raise BindingError(model, f"the inputs {shown(names)} carry the same name twice")
     if signature.leaves is not None:
         return _bind_closed(model, names, signature, left_out)
-    places = _places(model, names, signature, ordered=ordered)
+    places = _places(model, names, signature, ordered=ordered, kept=kept)
     return _assemble(model, places, signature, left_out)
 
 
@@ -261,25 +302,43 @@ def _leaf_named(name: str, aliases: Mapping[str, int], count: int) -> int | None
     return number if number < count else None
 
 
-def _places(
-    model: str, names: Sequence[str], signature: Signature, *, ordered: bool
-) -> dict[str, tuple[str, Path]]:
-    """Tensor name → the slot that it feeds, and the path within; `*n` is the n-th of `*args`."""
+def _parts_of(names: Sequence[str], signature: Signature) -> Argument | None:
+    """The one argument that all inputs are parts of; None: they are arguments themselves."""
     only = _only_argument(signature)
     called = {one.name for one in signature.arguments}
-    if only is not None and not any(
-        _parse_path(n) or (n in called and n != only.name) for n in names
-    ):
+    if only is None or not (only.keys or only.takes in (Takes.DICT, Takes.LIST, Takes.TUPLE)):
+        return None
+    others = any(_parse_path(name) or (name in called and name != only.name) for name in names)
+    return None if others else only
+
+
+def _places(
+    model: str,
+    names: Sequence[str],
+    signature: Signature,
+    *,
+    ordered: bool,
+    kept: Collection[str],
+) -> dict[str, tuple[str, Path]]:
+    """Tensor name → the slot that it feeds, and the path within; `*n` is the n-th of `*args`."""
+    only = _parts_of(names, signature)
+    if only is not None:
         if only.keys:
             return _key_places(model, names, only, signature)
         if only.takes is Takes.DICT:
             return {name: (only.name, (name,)) for name in names}
-        if only.takes in (Takes.LIST, Takes.TUPLE):
-            numbers = [ordinal(name) for name in names]
-            order = range(len(names)) if None in numbers else numbers
-            return {name: (only.name, (index,)) for name, index in zip(names, order, strict=True)}  # type: ignore[misc]
+        numbers = [ordinal(name) for name in names]
+        order = range(len(names)) if None in numbers else numbers
+        return {name: (only.name, (index,)) for name, index in zip(names, order, strict=True)}  # type: ignore[misc]
     slots = _slots(names, signature)
     places = {name: _place(name, slots, signature) for name in names}
+    if signature.torchscript and ordered:
+        brought = [name for name in names if name not in kept]
+        decides = rule(brought, signature)
+        if decides is Rule.NUMBERS:  # also of what is an argument's name by chance
+            places |= {name: _numbered(name, slots) for name in brought}
+        if decides is Rule.ORDER:
+            return _ordered_places(model, brought, {n: places[n] for n in kept}, slots, signature)
     found = {name: place for name, place in places.items() if place is not None}
     if len(found) == len(names):
         _refuse_twice(model, names, list(found.values()))
@@ -288,20 +347,42 @@ def _places(
         ordinal(name) is not None or _parse_path(name) for name in names
     )
     if foreign and ordered:
-        _warn_order(model, names, signature)
-        if len(names) <= len(slots):
-            return {name: (slot, ()) for name, slot in zip(names, slots, strict=False)}
-        raise BindingError(
-            model,
-            f"{len(names)} inputs do not fit {signature}",
-            expected=f"at most {len(slots)} inputs",
-        )
+        return _ordered_places(model, names, {}, slots, signature)
     strangers = [name for name, place in places.items() if place is None]
     raise BindingError(
         model,
         f"{signature} has no {shown(strangers)}",
         expected=f"names among {shown(_valid(slots, signature))}",
     )
+
+
+def _numbered(name: str, slots: Sequence[str]) -> tuple[str, Path] | None:
+    number = ordinal(name)
+    return (slots[number], ()) if number is not None and number < len(slots) else None
+
+
+def _ordered_places(
+    model: str,
+    names: Sequence[str],
+    kept: Mapping[str, tuple[str, Path] | None],
+    slots: Sequence[str],
+    signature: Signature,
+) -> dict[str, tuple[str, Path]]:
+    """Names in the config's order, in the slots that states and controls leave."""
+    _warn_order(model, names, signature)
+    placed = {name: place for name, place in kept.items() if place is not None}
+    taken = {slot for slot, _ in placed.values()}
+    free = [slot for slot in slots if slot not in taken]
+    if len(names) > len(free) or len(placed) < len(kept):
+        lost = [name for name in kept if name not in placed]
+        raise BindingError(
+            model,
+            f"{signature} has no {shown(lost)}"
+            if lost
+            else f"{len(names)} inputs do not fit {signature}",
+            expected=f"at most {len(free)} inputs",
+        )
+    return {**{name: (slot, ()) for name, slot in zip(names, free, strict=False)}, **placed}
 
 
 def _key_places(
@@ -383,8 +464,8 @@ def _refuse_twice(model: str, names: Sequence[str], places: Sequence[tuple[str, 
 
 def _warn_order(model: str, names: Sequence[str], signature: Signature) -> None:
     log.warning(
-        "model '%s': the input names %s are not arguments of %s; they are passed in the config's"
-        " order.",
+        "model '%s': the input names %s are not all arguments of %s, nor all numbers"
+        " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
         model,
         ", ".join(names),
         signature,

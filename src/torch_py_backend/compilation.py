@@ -31,6 +31,13 @@ def static(config: ModelConfig) -> bool:
     return requested(config) and parameters.get("dynamic") is False
 
 
+def required(config: ModelConfig) -> bool:
+    """Whether a model that cannot be compiled is not served: one graph was asked for, not none."""
+    parameters = config.options.torch_compile_optional_parameters or {}
+    wished = config.options.compile_required or parameters.get("fullgraph", False)
+    return requested(config) and bool(wished)
+
+
 def by_inductor(config: ModelConfig) -> bool:
     """Whether the config asks for what torch.compile does unless it is told otherwise."""
     parameters = config.options.torch_compile_optional_parameters or {}
@@ -147,8 +154,7 @@ class Compiled:
         self._eager = module
         self._compiled = compiled
         self._marks_rows = config.max_batch_size > 1 and parameters.get("dynamic") is None
-        # Who asks for one graph has no use for none.
-        self._required = config.options.compile_required or parameters.get("fullgraph", False)
+        self._required = required(config)
         self._failed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -36,6 +36,7 @@ class TensorSpec:
         optional: a request may leave it out.
         ragged: Triton batches requests that differ in its shape.
         origin: who sends or takes it.
+        reshaped: the config has a `reshape`: Triton gives it another shape than `dims`.
     """
 
     name: str
@@ -44,6 +45,7 @@ class TensorSpec:
     optional: bool = False
     ragged: bool = False
     origin: Origin = Origin.CLIENT
+    reshaped: bool = False
 
     def __str__(self) -> str:
         return f"{self.name} {self.dtype.triton} [{', '.join(map(str, self.dims))}]"
@@ -361,7 +363,12 @@ def _spec(model: str, role: str, entry: Mapping[str, Any]) -> TensorSpec:
     reshape = entry.get("reshape")
     dims = entry["dims"] if reshape is None else reshape.get("shape", [])
     return TensorSpec(
-        name, dtype, tuple(dims), bool(entry.get("optional")), bool(entry.get("allow_ragged_batch"))
+        name,
+        dtype,
+        tuple(dims),
+        bool(entry.get("optional")),
+        bool(entry.get("allow_ragged_batch")),
+        reshaped=reshape is not None,
     )
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from torch_py_backend import artifacts, assembly, config, threads, tuned, warmup
+from torch_py_backend import artifacts, assembly, binding, config, threads, tuned, warmup
 from torch_py_backend.config import Origin, TensorSpec
 from torch_py_backend.options import TABLE
 
@@ -29,8 +29,8 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
         arguments: what Triton passes to `initialize`.
 
     Returns:
-        artifact, weights, signature, inputs, outputs, max_batch_size, options in force, warnings:
-        as JSON.
+        artifact, weights, signature, what binds inputs to arguments, inputs, outputs,
+        max_batch_size, options in force, warnings: as JSON.
 
     Raises:
         LoadError: it cannot be served; the message says why.
@@ -42,9 +42,12 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     settings = tuned.apply(config.parse(arguments))
     share = threads.budget(settings)
     made = assembly.build(settings, share)
-    if settings.options.warmup:
+    if settings.options.warmup is not False:
         warmup.run(made)
     made.leave()
+    brought = [spec.name for spec in made.config.inputs if spec.origin is Origin.CLIENT]
+    # The inputs of hooks are those of their own methods.
+    rule = "" if made.hooks else binding.rule(brought, made.loaded.signature).value
     artifact = artifacts.find(settings)
     if artifact.fallback is not None and made.kind is not artifact.kind:
         artifact = artifact.fallback  # the package was built for another machine
@@ -53,6 +56,7 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
         "weights": str(made.sharing),
         "signature": made.signature,
         "hooks": str(made.hooks or ""),
+        "binding": rule,
         "inputs": [
             *(f"{_told(spec)} → {made.places[spec.name]}" for spec in made.config.inputs),
             *(f"{one.input} (state) → {made.places[one.input]}" for one in settings.carried),

@@ -69,7 +69,12 @@ class Intake:
             for spec in config.inputs
             if spec.origin is not Origin.STATE
         ]
-        self._whole = bind_inputs(config.name, [*self._names, *self._made], signature)
+        # What sequences keep is bound each by its own name.
+        self._kept = self._carried.union(
+            spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
+        )
+        names = [*self._names, *self._made]
+        self._whole = bind_inputs(config.name, names, signature, kept=self._kept)
         self._special = {
             name: takes
             for name, takes in zip(self._whole.names, self._whole.takes, strict=True)
@@ -182,7 +187,8 @@ class Intake:
             takes = self._special.get(name, Takes.TENSOR)
             if name in self._strings and not takes.raw:
                 try:
-                    admitted[name] = _decode(value)
+                    # A string of TorchScript is bytes, of any encoding.
+                    admitted[name] = _decode(value, any_bytes=self._signature.torchscript)
                 except UnicodeDecodeError as error:
                     return InputError(self._model, f"input '{name}' is not UTF-8: {error.reason}")
             several = takes.scalar and math.prod(value.shape) != 1
@@ -238,7 +244,7 @@ class Intake:
         found = self._partial.get(left_out)
         if found is None:
             names = [*self._names, *self._made]
-            found = bind_inputs(self._model, names, self._signature, left_out)
+            found = bind_inputs(self._model, names, self._signature, left_out, kept=self._kept)
             self._partial[left_out] = found
         return found
 
@@ -299,6 +305,10 @@ _LISTS: Mapping[Takes, Callable[[Strings], list[Any]]] = {
 }
 
 
+def _text(value: Any) -> str | bytes:
+    return value if isinstance(value, bytes) else str(value)
+
+
 def _raw(value: str | bytes) -> bytes:
     return value if isinstance(value, bytes) else value.encode()
 
@@ -307,7 +317,7 @@ _SCALARS: Mapping[Takes, Callable[[Any], Any]] = {
     Takes.INT: int,
     Takes.FLOAT: float,
     Takes.BOOL: bool,
-    Takes.STR: str,
+    Takes.STR: _text,
     Takes.RAW: _raw,
 }
 
@@ -362,9 +372,22 @@ def _flat(value: Value) -> list[Any]:
     return value.reshape(-1).tolist()
 
 
-def _decode(value: Value) -> Strings:
+def _decode(value: Value, *, any_bytes: bool = False) -> Strings:
+    """Strings of UTF-8 as str; others stay bytes where any are taken.
+
+    Raises:
+        UnicodeDecodeError: one is not UTF-8, and only such are taken.
+    """
+    decode = _decoded if any_bytes else bytes.decode
     decoded: Strings = np.empty(value.shape, dtype=np.object_)
     decoded.ravel()[:] = [
-        one.decode() if isinstance(one, bytes) else str(one) for one in _flat(value)
+        decode(one) if isinstance(one, bytes) else str(one) for one in _flat(value)
     ]
     return decoded
+
+
+def _decoded(text: bytes) -> str | bytes:
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return text

@@ -269,6 +269,12 @@ class Options:
     cast_outputs: bool = _option(
         BOOLEAN, "Convert outputs to the types in the config.", default=False
     )
+    check_outputs: bool = _option(
+        BOOLEAN,
+        "Refuse outputs whose shape contradicts the dims in the config; `false` serves them as the"
+        " model returns them, as LibTorch does, with one warning.",
+        default=True,
+    )
     weights: str | None = _option(
         TEXT,
         "The weights file in the version folder; `none` serves the module as it is built.",
@@ -407,10 +413,10 @@ class Options:
         "Milliseconds that one call of the model may take. Where `torch-py-backend serve` watches,"
         " an instance that takes longer is ended, and the model loaded again. Unset: no limit.",
     )
-    warmup: bool = _option(
+    warmup: bool | None = _option(
         BOOLEAN,
-        "Run sample batches before READY, so that no request pays for what a first call costs.",
-        default=True,
+        "Run sample batches before READY, so that no request pays for what a first call costs."
+        " Unset: true, and a [made-up sample that fails](batching.md#warm-up) is a warning.",
     )
     max_streams: int = _option(
         POSITIVE,

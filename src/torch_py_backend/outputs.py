@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,6 +16,8 @@ from torch_py_backend import batching, results
 from torch_py_backend.batching import Owned, Part, Strings, Value
 from torch_py_backend.config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, brief
+
+log = logging.getLogger(__name__)
 
 # Makes a part of a result, of so many rows, into an output; raises OutputError.
 Verify: TypeAlias = "Callable[[Any, int], Value]"
@@ -44,7 +47,11 @@ def _of_values(config: ModelConfig, spec: TensorSpec) -> Verify:
 def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
     batched = config.max_batch_size > 0
     dims = (-1, *spec.dims) if batched else spec.dims
-    expected = _Expected(config.name, spec.name, dims, batched)
+    # Of another shape, Triton's reshape would make something else.
+    any_shape = not (
+        config.options.check_outputs or spec.reshaped or spec.origin is not Origin.CLIENT
+    )
+    expected = _Expected(config.name, spec.name, dims, batched, [] if any_shape else None)
     if spec.dtype.torch is None:
         return _Strings(expected).verify
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
@@ -163,17 +170,40 @@ def plain(model: str, name: str, part: Any) -> Value:
 
 @dataclass(frozen=True, slots=True)
 class _Expected:
-    """What the config says. dims: with the batch dimension as -1."""
+    """What the config says.
+
+    Attributes:
+        dims: with the batch dimension as -1.
+        others: shapes that the config contradicts, and that were served and warned about; None:
+            such a shape is refused.
+    """
 
     model: str
     name: str
     dims: tuple[int, ...]
     batched: bool
+    others: list[tuple[int, ...]] | None = None
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         return len(shape) == len(self.dims) and all(
             wanted in (-1, size) for size, wanted in zip(shape, self.dims, strict=True)
         )
+
+    def serves(self, shape: tuple[int, ...]) -> bool:
+        """Whether a shape that does not fit is served; the first one is warned about."""
+        if self.others is None or not shape:
+            return False
+        if not self.others:
+            self.others.append(shape)
+            log.warning(
+                "model '%s': output '%s' is %s, and config.pbtxt says %s; it is served as it is,"
+                " because CHECK_OUTPUTS is false.",
+                self.model,
+                self.name,
+                list(shape),
+                list(self.dims),
+            )
+        return True
 
     def lacks_ones(self, shape: tuple[int, ...]) -> bool:
         """One value a row, or a single one: [rows] for [-1, 1], a scalar for [1]."""
@@ -214,9 +244,10 @@ class _Tensors:
             raise self.expected.mismatch(_form(part), "a dense tensor with values")
         shape = part.shape
         if shape[self.start :] != self.fixed and not self.expected.fits(shape):
-            if not self.expected.lacks_ones(shape):
+            if self.expected.lacks_ones(shape):
+                part = part.reshape(*shape, *(1,) * (len(self.expected.dims) - len(shape)))
+            elif not self.expected.serves(shape):
                 raise self._mismatch(part)
-            part = part.reshape(*shape, *(1,) * (len(self.expected.dims) - len(shape)))
         self.expected.check_rows(part.shape[0] if part.ndim else rows, rows)
         # Triton's utilities read the memory as if it were contiguous, and numpy takes no tensor
         # that requires a gradient or carries a pending negation.
@@ -301,9 +332,9 @@ class _Strings:
         self._check_text(strings)
         if not self.expected.fits(strings.shape):
             shaped = self._shaped(strings, rows)
-            if shaped is None:
+            if shaped is None and not self.expected.serves(strings.shape):
                 raise self.expected.mismatch(f"strings {list(strings.shape)}", "strings")
-            strings = shaped
+            strings = strings if shaped is None else shaped
         self.expected.check_rows(strings.shape[0] if strings.ndim else rows, rows)
         return strings
 

@@ -53,7 +53,7 @@ def run(
     call = streams.trial(made) if settings.decoupled else made.run
     # As an instance's thread, which is in this mode all its life.
     with torch.inference_mode() if settings.options.inference_mode else contextlib.nullcontext():
-        if settings.options.warmup:
+        if settings.options.warmup is not False:
             warmup.run(made)
         with profile():  # the first time of a shape, and of the profiler, is not what is asked for
             _called(made, call, items)

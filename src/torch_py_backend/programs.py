@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
+import logging
 import os
 import platform
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +33,9 @@ from torch_py_backend import (
 from torch_py_backend.batching import ANY_ROWS, Rows
 from torch_py_backend.binding import Signature
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import ArtifactError, brief
+from torch_py_backend.errors import ArtifactError, InputError, brief
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,7 +260,8 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
         ArtifactError: this torch cannot load it.
     """
     # Without it, a wrong shape is not noticed: the program reads past the memory of its inputs.
-    os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
+    # A library reads it once, when it runs for the first time.
+    os.environ[_CHECKS] = "1"
     index = device.index if device is not None and device.type == "cuda" else -1
     try:
         # What aoti_load_package ends with. Before that it imports the compiler and builds a library
@@ -273,15 +278,29 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
             " of torch, or name something else to serve with the parameter FALLBACK.",
         ) from error
 
-    def run(*leaves: Tensor) -> Any:
-        return pytree.tree_unflatten(loader.run(list(leaves)), out_spec)
+    def run(*leaves: Tensor) -> list[Tensor]:
+        made: list[Tensor] = loader.run(list(leaves))
+        return made
+
+    def open_unchecked() -> _Run:
+        twin = open_package(str(path), _ONLY_MODEL, _SINGLE_THREADED, _RUNNERS, index)
+        return lambda *leaves: twin.run(list(leaves))
 
     named = signatures.of_tree(in_spec, {})
     # The leaves themselves are the arguments: no tree is built to be taken apart again.
     signature = Signature(named.arguments, named.leaves, lambda columns: (columns, {}))
-    return Program(run, signature, None, _probe(config, signature, run))
+    rows = _probe(config, signature, run)
+    called = _with_sizes_of_one(config, signature, run, open_unchecked, rows, device)
+
+    def served(*leaves: Tensor) -> Any:
+        return pytree.tree_unflatten(called(*leaves), out_spec)
+
+    return Program(served, signature, None, rows)
 
 
+# Calls a package with its leaves, and gives those of its result.
+_Run: TypeAlias = "Callable[..., list[Tensor]]"
+_CHECKS = "AOTI_RUNTIME_CHECK_INPUTS"
 # As aoti_compile_and_package calls the model; and how aoti_load_package opens it.
 _ONLY_MODEL = "model"
 _SINGLE_THREADED, _RUNNERS = False, 1
@@ -317,6 +336,211 @@ def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -
     return Rows(int(least[1]) if least else 1, int(most[1]) if most else None)
 
 
+# A leaf's number, and one of its dimensions.
+_Place: TypeAlias = "tuple[int, int]"
+_TOO_SMALL = re.compile(r"too small at (\d+), expected (?:it )?to be >= (\d+)")
+_ANY_STRIDE = re.compile(r"unmatched stride value at \d+")
+# torch.export takes sizes of 0 and 1 for constants: a dimension that varies has at least 2, if
+# nothing else is said, although the code is mostly right for 1.
+_UNSAID = 2
+_MOST_COMBINED = 4
+_ROOM = 64
+
+
+def _with_sizes_of_one(
+    config: ModelConfig,
+    signature: Signature,
+    run: _Run,
+    open_unchecked: Callable[[], _Run],
+    rows: Rows,
+    device: torch.device | None,
+) -> _Run:
+    """The package, also for sizes of 1 that its runtime checks refuse, where it is right for them.
+
+    `aot_inductor.check_lowerbound` of inductor's config describes these checks. They cannot be
+    switched off alone; so the package is opened a second time without any. What it returns for a
+    size of 1 is compared with what the checked one returns for 2 (see `_right`).
+
+    Args:
+        config: the model's config; its dims of -1 are looked at.
+        signature: what the package takes.
+        run: calls it.
+        open_unchecked: opens it again, without checks.
+        rows: how many rows it takes.
+        device: where its inputs are.
+    """
+    config = sequences.bound(config, signature)
+    if len(config.inputs) != len(signature.leaves or ()):
+        return run  # binding will say what is wrong
+    specs = {spec.name: spec for spec in config.inputs}
+    names = binding.bind_inputs(config.name, list(specs), signature).names
+    start = int(config.max_batch_size > 0)
+    varying = {
+        (number, start + dim)
+        for number, name in enumerate(names)
+        for dim, size in enumerate(specs[name].dims)
+        if size == -1
+    }
+    if not varying:
+        return run
+    item = samples.item(config, min(max(rows.least, 2), rows.most or 2) if start else None)
+    leaves = [value for name in names if isinstance(value := item[name], Tensor)]
+    leaves = leaves if device is None else [value.to(device) for value in leaves]
+    least = _least_sizes(run, leaves, varying)
+    if not least:
+        return run
+    sound: set[frozenset[_Place]] = set()
+    combined = list(_combined([at for at, size in least.items() if size == _UNSAID], varying))
+    unchecked = run
+    if combined:
+        os.environ[_CHECKS] = "0"
+        try:
+            unchecked = open_unchecked()
+            with Path(os.devnull).open("wb") as nowhere, _standard_error_to(nowhere.fileno()):
+                sound = {one for one in combined if _right(run, unchecked, leaves, one)}
+        except RuntimeError as error:  # memory, mostly
+            log.warning("model '%s': %s", config.name, brief(error))
+        finally:
+            os.environ[_CHECKS] = "1"
+    _report_sizes(config, names, least, sound)
+
+    def called(*leaves: Tensor) -> list[Tensor]:
+        small = frozenset(at for at, size in least.items() if leaves[at[0]].shape[at[1]] < size)
+        if not small:
+            return run(*leaves)
+        if small in sound and all(leaves[number].shape[dim] == 1 for number, dim in small):
+            return unchecked(*leaves)
+        number, dim = min(small)
+        raise InputError(
+            config.name,
+            f"input '{names[number]}' is {list(leaves[number].shape)}",
+            expected=f"a size of at least {least[number, dim]} in dimension {dim}, for which the"
+            " package was compiled",
+        )
+
+    return called
+
+
+def _least_sizes(
+    run: _Run, leaves: Sequence[Tensor], varying: Iterable[_Place]
+) -> dict[_Place, int]:
+    """The sizes that a package takes at least, where that is more than 1.
+
+    It is asked with strides of 0, which it refuses after it has checked sizes: it is never run.
+    """
+    found = {}
+    for number, dim in varying:
+
+        def ask(size: int, number: int = number, dim: int = dim) -> str:
+            sizes = [*leaves[number].shape]
+            sizes[dim] = size
+            asked = [*leaves]
+            asked[number] = leaves[number].new_zeros(1).as_strided(sizes, (0,) * len(sizes))
+            return _refusal(lambda: run(*asked))
+
+        if _ANY_STRIDE.search(ask(leaves[number].shape[dim])):
+            refused = _TOO_SMALL.search(ask(1))
+            if refused and int(refused[1]) == dim:
+                found[number, dim] = int(refused[2])
+    return found
+
+
+def _combined(places: Sequence[_Place], varying: Collection[_Place]) -> Iterator[frozenset[_Place]]:
+    """Which places may be 1 at once: all, and some as long as that is not too much to try.
+
+    Sizes that inputs have in common are not compared without checks. So all other sizes that vary
+    are of one input.
+    """
+    counts = range(1, len(places) + 1)
+    if len(places) > _MOST_COMBINED:
+        counts = range(len(places), len(places) + 1)
+    for count in counts:
+        for some in itertools.combinations(sorted(places), count):
+            if len({number for number, _ in set(varying).difference(some)}) <= 1:
+                yield frozenset(some)
+
+
+def _right(run: _Run, unchecked: _Run, leaves: Sequence[Tensor], small: Iterable[_Place]) -> bool:
+    """Whether an unchecked package computes sizes of 1 as it does a checked size of 2.
+
+    The second element is the first one again, zeros, or another one: a mean, a masked element, and
+    what each element has of its own stay the same. Each output has to in one of these cases.
+    """
+    single, twice, padded, followed = ([*leaves] for _ in range(4))
+    for number, dim in small:
+        for some in (single, twice, padded, followed):
+            some[number] = some[number].narrow(dim, 0, 1)
+    for number, dim in small:
+        twice[number] = torch.cat([twice[number]] * 2, dim)
+        padded[number] = torch.cat([padded[number], torch.zeros_like(padded[number])], dim)
+        other = 1 - followed[number] if followed[number].is_floating_point() else followed[number]
+        followed[number] = torch.cat([followed[number], other], dim)
+    try:
+        with torch.inference_mode():
+            found = unchecked(*map(_roomy, single))
+            found = [one.clone() for one in found]
+    except RuntimeError:
+        return False
+    same = [False] * len(found)
+    for others in (twice, padded, followed):
+        try:
+            with torch.inference_mode():
+                wanted = run(*map(_roomy, others))
+        except RuntimeError:
+            continue
+        same = [
+            known or _begins_with(whole, one)
+            for known, whole, one in zip(same, wanted, found, strict=True)
+        ]
+    return all(same)
+
+
+def _roomy(leaf: Tensor) -> Tensor:
+    """The same within larger memory: what is read past it by mistake is there, and is 0."""
+    memory = leaf.new_zeros(_ROOM * leaf.numel())
+    return memory[: leaf.numel()].view(leaf.shape).copy_(leaf)
+
+
+def _begins_with(whole: Tensor, part: Tensor) -> bool:
+    """Whether a tensor has the values of another one at its beginning, but for rounding."""
+    if whole.ndim != part.ndim or whole.dtype != part.dtype:
+        return False
+    for dim, size in enumerate(part.shape):
+        if size > whole.shape[dim]:
+            return False
+        whole = whole.narrow(dim, 0, size)
+    if not whole.is_floating_point():
+        return torch.equal(whole, part)
+    tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 2e-2
+    return torch.allclose(whole, part, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _report_sizes(
+    config: ModelConfig,
+    names: Sequence[str],
+    least: Mapping[_Place, int],
+    sound: Collection[frozenset[_Place]],
+) -> None:
+    alone = {at for some in sound for at in some}
+    if alone:
+        log.info(
+            "model '%s': sizes of 1 in %s are computed by a second copy of the package, without"
+            " runtime checks.",
+            config.name,
+            ", ".join(f"dimension {dim} of '{names[number]}'" for number, dim in sorted(alone)),
+        )
+    unsaid = {at for at, size in least.items() if size == _UNSAID}
+    for number, dim in sorted(unsaid - alone):
+        log.warning(
+            "model '%s': a size of 1 in dimension %d of input '%s' is refused: the package was"
+            " compiled for at least 2, and was not seen to be right for 1. Compile it with"
+            ' inductor_configs={"aot_inductor.check_lowerbound": False} to serve it.',
+            config.name,
+            dim,
+            names[number],
+        )
+
+
 def most_rows(call: Callable[[Sequence[Any]], Any], columns: Sequence[Tensor]) -> int | None:
     """How many rows a package takes at most; None: any number, or it does not say.
 
@@ -338,7 +562,8 @@ def _refusal(ask: Callable[[], Any]) -> str:
     with tempfile.TemporaryFile() as kept:
         with _standard_error_to(kept.fileno()):
             said = _said(ask)
-        if not any(known.search(said) for known in (_AT_LEAST, _AT_MOST, _EXACTLY, _STRIDE)):
+        known = (_AT_LEAST, _AT_MOST, _EXACTLY, _STRIDE, _TOO_SMALL, _ANY_STRIDE)
+        if not any(one.search(said) for one in known):
             kept.seek(0)
             for line in kept:
                 os.write(2, line)

@@ -1,8 +1,9 @@
 """Output names tied to the leaves of forward()'s result.
 
 An output's name is, in this order: a key or field of the result; a path, `RESULT`, `RESULT[0]`,
-`RESULT[key][1]`; or `<anything>__<number>`, the number of a leaf in the result's own order. Where
-no name fits, the config's order decides.
+`RESULT[key][1]`; or `<name>__<number>`, the number of a leaf in the result's own order. Where no
+name fits, the config's order decides; for a result without keys or fields also where only some of
+the names are numbers, as in Triton's LibTorch backend.
 """
 
 from __future__ import annotations
@@ -55,8 +56,10 @@ def bind_outputs(model: str, names: Sequence[str], result: Any, of: str = "forwa
     positions = [aliases.get(name, ordinal(name)) for name in names]
     found = [index for index in positions if index is not None and index < len(leaves)]
     free = [name for name in names if not (is_path(name) or name in _names(result))]
-    if len(free) == len(names) <= len(leaves) and all(index is None for index in positions):
-        _warn_result_order(model, names, result)
+    unfit = [index is None for index in positions]
+    in_order = all(unfit) or (any(unfit) and not _names(result))
+    if len(free) == len(names) <= len(leaves) and in_order:
+        _warn_result_order(model, names, result, mixed=not all(unfit))
         found = list(range(len(names)))
     if len(found) < len(names) or len(set(found)) < len(found):
         valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
@@ -169,8 +172,15 @@ def _aliases(result: Any, leaves: Sequence[_Leaf]) -> dict[str, int]:
     return aliases
 
 
-def _warn_result_order(model: str, names: Sequence[str], result: Any) -> None:
-    if _names(result):
+def _warn_result_order(model: str, names: Sequence[str], result: Any, *, mixed: bool) -> None:
+    if mixed:
+        log.warning(
+            "model '%s': the output names %s are not all numbers (OUTPUT__0, OUTPUT__1, …); they"
+            " are taken in the result's order.",
+            model,
+            ", ".join(names),
+        )
+    elif _names(result):
         log.warning(
             "model '%s': the output names %s are not among the result's %s; they are taken in the"
             " result's order.",

@@ -192,7 +192,8 @@ def _takes_text(annotation: str) -> Takes:
 
 def of_schema(schema: Any) -> Signature:
     """The signature of a TorchScript method: its schema, less self."""
-    return Signature(tuple(_schema_argument(one) for one in schema.arguments[1:]))
+    arguments = tuple(_schema_argument(one) for one in schema.arguments[1:])
+    return Signature(arguments, torchscript=True)
 
 
 _SCHEMA_TYPES = {

@@ -237,7 +237,7 @@ def measure(
 
 
 def _warm_up(made: Engine) -> None:
-    if made.config.options.warmup:  # else the comparison's calls have to do
+    if made.config.options.warmup is not False:  # else the comparison's calls have to do
         warmup.run(made)
 
 

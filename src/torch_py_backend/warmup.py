@@ -7,11 +7,29 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from torch_py_backend import buckets, compilation, examples, purity, samples, sequences, streams
+from torch_py_backend import (
+    buckets,
+    compilation,
+    device_sharing,
+    examples,
+    purity,
+    samples,
+    sequences,
+    streams,
+)
+from torch_py_backend.artifacts import Kind
 from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.config import ModelConfig, Origin
 from torch_py_backend.engine import Engine
-from torch_py_backend.errors import BackendError, LoadError, NoServerError, WarmupError
+from torch_py_backend.errors import (
+    BackendError,
+    ForwardError,
+    HookError,
+    InputError,
+    LoadError,
+    NoServerError,
+    WarmupError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -24,24 +42,80 @@ _EVERY = 32
 _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
 
-def run(engine: Engine) -> None:
+def run(engine: Engine, *, serving: bool = False) -> None:
     """Call the engine with samples of every kind of batch.
+
+    Args:
+        engine: the model.
+        serving: the model is served next. A made-up sample that fails is then a warning, where
+            `_may_fail` allows it.
 
     Raises:
         LoadError: binding the outputs to forward()'s result failed.
         WarmupError: forward() failed, or its result contradicts the config.
     """
     call = streams.trial(engine) if engine.config.decoupled else engine.run
+    failures: list[_SampleError] = []
     with engine.preparing():
         try:
             for item in batches(engine):
-                _prepare(engine, call, item)
+                failures.extend(_prepare(engine, call, item, serving=serving))
         except NoServerError as error:
             _leave_out(engine, error)
+    if failures:
+        _warn(engine, failures[0])
 
 
-def _prepare(engine: Engine, call: _Call, item: Item) -> None:
-    """What a first call with such an item would cost is paid."""
+class _SampleError(Exception):
+    """A sample failed.
+
+    Attributes:
+        error: why.
+        refusal: the sentence that fails the load.
+    """
+
+    def __init__(self, error: BackendError, refusal: LoadError) -> None:
+        super().__init__(str(refusal))
+        self.error = error
+        self.refusal = refusal
+
+
+def _may_fail(engine: Engine, error: BackendError) -> bool:
+    """Whether a sample may fail with this error, and the model is served all the same.
+
+    Only what made-up values can be the cause of, and only where the config does not depend on a
+    warm-up that succeeds.
+    """
+    options = engine.config.options
+    return (
+        isinstance(error, ForwardError | HookError | InputError)
+        and options.warmup is None
+        and engine.recovery.fatal is None
+        and not engine.callee.captures
+        and not compilation.required(engine.config)
+        # What its handler compiles cannot be kept from compiling when requests come.
+        and not (engine.kind is Kind.TORCHSERVE and compilation.requested(engine.config))
+        # What the model writes, other instances would read: the warm-up has to show that.
+        and not device_sharing.wished(engine.config)
+        and not engine.example()
+    )
+
+
+def _prepare(
+    engine: Engine, call: _Call, item: Item, *, serving: bool
+) -> tuple[()] | tuple[_SampleError]:
+    """Pay what a first call with such an item would cost; return a failure that is no refusal."""
+    try:
+        _try(engine, call, item)
+    except _SampleError as failure:
+        if serving and _may_fail(engine, failure.error):
+            return (failure,)
+        failure.refusal.traceback = _report(engine)
+        raise failure.refusal from None
+    return ()
+
+
+def _try(engine: Engine, call: _Call, item: Item) -> None:
     before = purity.copied(item)
     items = samples.requests(engine.config, item)
     for _ in range(_REPEATS):
@@ -59,11 +133,19 @@ def _tried(engine: Engine, call: _Call, items: Sequence[Item]) -> list[dict[str,
         if isinstance(outcome, NoServerError):
             raise outcome
         if isinstance(outcome, BackendError):
-            refusal = _refusal(engine.config, item, outcome)
-            refusal.traceback = _tell(engine)
-            raise refusal
+            raise _SampleError(outcome, _refusal(engine.config, item, outcome))
         results.append(outcome)
     return results
+
+
+def _warn(engine: Engine, failure: _SampleError) -> None:
+    """Log that the model is served although samples failed; with the first one's traceback."""
+    consequence = "It is served all the same; first requests pay for what first calls cost."
+    if engine.callee.compiles:
+        consequence = "It is served all the same; what needs another graph runs eagerly."
+    traceback = next((text for _, text in engine.recovery.reports if text), "")
+    log.warning("%s %s\n%s", failure.refusal, consequence, traceback)
+    engine.recovery.reports.clear()
 
 
 def _leave_out(engine: Engine, error: NoServerError) -> None:
@@ -76,7 +158,7 @@ def _leave_out(engine: Engine, error: NoServerError) -> None:
     )
 
 
-def _tell(engine: Engine) -> str:
+def _report(engine: Engine) -> str:
     """Leave the traceback to the server's log, and return it: the refusal has one sentence."""
     reports = list(engine.recovery.reports)
     for sentence, text in reports:

@@ -139,6 +139,24 @@ class Scaled(nn.Module):
         return torch.relu(self.convolution(x.unsqueeze(1)))
 
 
+class Parser(nn.Module):
+    """The made-up string of the warm-up is no number."""
+
+    def forward(self, texts: list[str]) -> Tensor:
+        return torch.tensor([int(text) for text in texts])
+
+
+class Window(nn.Module):
+    """The made-up values of the warm-up are shorter than the kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv1d(1, 1, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.amax(self.convolution(x.unsqueeze(1)), dim=2)
+
+
 def seeded(make: Callable[[], nn.Module]) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -173,6 +191,7 @@ def libtorch(*tensors: str, first: str = 'platform: "pytorch_libtorch"', **param
 
 
 A, B, X = floats(3, 4), floats(3, 4, seed=1), floats(2, 8, seed=2)
+LONG = floats(2, 16, seed=3)
 MIXED = dict(
     zip(("OUTPUT0", "OUTPUT1"), eager(Mixer, torch.from_numpy(A), torch.from_numpy(B)), strict=True)
 )
@@ -272,7 +291,16 @@ FEATURES = (
             "dynamic_batching { preferred_batch_size: [ 3 ]"
             " max_queue_delay_microseconds: 5000000 }",
         ),
-        (said(["one", "three", "seventeen"]),),
+        (
+            said(["one", "three", "seventeen"]),
+            Call(
+                {"INPUT__0": np.array([[b"\xff\xfe"], [b"a"]], dtype=np.object_)},
+                {
+                    "OUTPUT__0": np.array([[2], [1]]),
+                    "OUTPUT__1": np.array([[b"\xff\xfe!"], [b"a!"]], dtype=np.object_),
+                },
+            ),
+        ),
     ),
     Scenario(
         "batch_inputs",
@@ -291,6 +319,39 @@ FEATURES = (
         ),
         (Call({"INPUT__0": X}, {"OUTPUT__0": eager(Scaled, torch.from_numpy(X))[0]}),),
         logs=("the parameter ENABLE_NVFUSER has no effect",),
+    ),
+    Scenario(
+        "other_dims",
+        scenarios.script(seeded(Mixer)),
+        libtorch(
+            TWO_INPUTS,
+            tensor("output", "OUTPUT0", [16]),
+            tensor("output", "OUTPUT1", [3]),
+            CHECK_OUTPUTS="false",
+        ),
+        (Call({"INPUT0": A, "INPUT1": B}, MIXED),),
+        logs=("output 'OUTPUT0' is [8, 3], and config.pbtxt says [-1, 16]",),
+    ),
+    Scenario(
+        "string_parser",
+        scenarios.script(Parser()),
+        libtorch(
+            tensor("input", "INPUT__0", [1], "STRING"), tensor("output", "OUTPUT__0", [1], "INT64")
+        ),
+        (
+            Call(
+                {"INPUT__0": np.array([["12"], ["7"]], dtype=np.object_)},
+                {"OUTPUT__0": np.array([[12], [7]])},
+            ),
+        ),
+        logs=("'string_parser': the warm-up with INPUT__0 [8, 1] failed",),
+    ),
+    Scenario(
+        "smallest_size",
+        scenarios.script(seeded(Window)),
+        libtorch(tensor("input", "INPUT__0", [-1]), tensor("output", "OUTPUT__0", [1])),
+        (Call({"INPUT__0": LONG}, {"OUTPUT__0": eager(Window, torch.from_numpy(LONG))[0]}),),
+        logs=("'smallest_size': the warm-up with INPUT__0 [8, 8] failed",),
     ),
 )
 BY_NAME = {one.name: one for one in FEATURES}

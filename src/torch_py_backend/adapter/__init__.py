@@ -116,8 +116,8 @@ class TritonPythonModel:
         # the warm-up, for what is compiled there tells tensors made under it from others.
         if settings.options.inference_mode:
             self._modes.enter_context(torch.inference_mode())
-        if settings.options.warmup:
-            warmup.run(self._engine)
+        if settings.options.warmup is not False:
+            warmup.run(self._engine, serving=True)
         # Closed after what is made below, whose last counts it tells.
         told = (lambda: self._watch.digest) if watched else None
         self._publisher = metrics.Publisher(self._engine, self._vitals, told)

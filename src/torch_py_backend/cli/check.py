@@ -128,6 +128,7 @@ def _print_model(console: Console, report: Mapping[str, Any]) -> None:
             ("takes", report["signature"]),
             *((("hooks", report["hooks"]),) if report["hooks"] else ()),
             ("inputs", ", ".join(report["inputs"])),
+            *((("bound", report["binding"]),) if report["binding"] else ()),
             ("outputs", ", ".join(report["outputs"])),
             ("batch", f"at most {rows}" if report["max_batch_size"] else rows),
             ("options", json.dumps(report["options"]) if report["options"] else "defaults"),
