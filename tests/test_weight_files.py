@@ -159,6 +159,7 @@ def test_a_compiled_model_takes_new_weights_without_compiling(
     """The compiled graph is given the weights with each call."""
     made = served(tmp_path, "model.pt", _state_dict, torch_compile_optional_parameters={})
     with made.preparing():
+        answer(made)  # with copies of its inputs, which torch.compile tells from the inputs
         answer(made)
     watch = Watch(made)
     closing.append(watch)
