@@ -204,6 +204,19 @@ def test_the_archive_may_have_a_module_named_model(tmp_path: Path) -> None:
     assert served.answer(b"5") == [json.dumps({"scaled": 11.0}, indent=2).encode()]
 
 
+@pytest.mark.parametrize("handler", archives.BUILT_IN)
+def test_a_built_in_handler_with_a_module_named_model(tmp_path: Path, handler: str) -> None:
+    """modelFile: model.py is the archive's, though the stub has imported another `model`."""
+    others = ModuleType("model")
+    others.__file__ = "/opt/tritonserver/backends/pytorch_py/model.py"
+    sys.modules["model"] = others
+    built_in = archives.BUILT_IN[handler]
+    wishes = Wishes(content_type=built_in.content_type)
+    served = Served(tmp_path, built_in.archive(handler), wishes=wishes)
+    (answer,) = served.answer(built_in.body())
+    assert built_in.answers(json.loads(answer)), answer[:200]
+
+
 @pytest.mark.parametrize(
     ("handler", "says"),
     [
