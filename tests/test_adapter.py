@@ -194,6 +194,27 @@ def test_padding_is_counted(tmp_path: Path, process: None) -> None:
     }  # fmt: skip
 
 
+def test_one_long_request_does_not_pad_the_whole_batch(tmp_path: Path, process: None) -> None:
+    """It has a call of its own, and every request its own answer."""
+    model = _model(tmp_path, _named("padded"))
+    document = {"input": [{"name": "ids", "dims": [-1]}]}
+    lengths = [4, 4, 4000, 4, 4, 4, 4]
+
+    responses = model.execute(
+        [fake_triton.request({"ids": np.full((1, length), length)}, document) for length in lengths]
+    )
+    model.finalize()
+
+    places = [np.arange(1, length + 1) for length in lengths]
+    for response, length, place in zip(responses, lengths, places, strict=True):
+        y, _ = response.output_tensors()
+        np.testing.assert_array_equal(y.as_numpy(), length * 100 + place[None])
+    # Ids and mask of each; in one call it would be 56,000 values, and 47,952 of them padding.
+    assert _counted("rows", "values", "padded_values") == {
+        "rows": 7, "values": 2 * sum(lengths), "padded_values": 0,
+    }  # fmt: skip
+
+
 def _watched(folder: Path) -> tuple[TritonPythonModel, Path]:
     scenario = _named("module_pt")
     repository = scenario.lay_out(folder)

@@ -194,9 +194,11 @@ class Intake:
         groups: dict[Any, list[tuple[int, Item]]] = {}
         for position, item in items:
             groups.setdefault(self._key(item), []).append((position, item))
+        split = self._padding.split if self._padding is not None else lambda found: [found]
         return [
-            Group(self._inputs(found[0][1]), [item for _, item in found], [at for at, _ in found])
+            Group(self._inputs(part[0][1]), [item for _, item in part], [at for at, _ in part])
             for found in groups.values()
+            for part in split(found)
         ]
 
     def _key(self, item: Item) -> tuple[object, ...]:
