@@ -151,7 +151,7 @@ def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
 def test_long_items_do_not_pad_short_ones_without_bound(
     shapes: list[tuple[int, int]], multiple: int, parts: list[list[int]]
 ) -> None:
-    """A batch has at most four times the values of its items; longer ones have a call of their own."""
+    """Padding makes a batch four times as large at most: what is longer has its own call."""
     made = padding((IDS, MASK), ids={"mask": "mask", "multiple_of": multiple})
     items: list[Any] = [
         (place, made.fill({"ids": torch.zeros(shape, dtype=torch.int64)}))

@@ -77,9 +77,10 @@ class Intake:
             and not self._special
             and padding is None
             and bool(self._sent)
-            and config.options.force_cpu_only_input_tensors
             and all(spec.dtype.torch and -1 not in spec.dims for spec in config.inputs)
         )
+        # Triton leaves inputs on the device that they are on: requests may differ in that.
+        self._any_device = not config.options.force_cpu_only_input_tensors
         self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
         self._partial: dict[frozenset[str], Inputs] = {}
         cast = config.options.cast_inputs
@@ -123,6 +124,8 @@ class Intake:
                 return None
         if self._carried and not self._alike(items):
             return None
+        if self._any_device and not self._on_one_device(items):
+            return None
         return Group(self._whole, items, range(len(items)))
 
     def _alike(self, items: Sequence[Item]) -> bool:
@@ -133,6 +136,10 @@ class Intake:
             if any(one[name].shape != shape or one[name].dtype != dtype for one in items):
                 return False
         return True
+
+    def _on_one_device(self, items: Sequence[Item]) -> bool:
+        """Whether each input is on one device in all items."""
+        return all(len({_device(item[name]) for item in items}) == 1 for name, _ in self._sent)
 
     def admit(self, item: Item) -> Item | InputError:
         """The item with its strings decoded, or what is wrong with it before it meets others."""
@@ -217,7 +224,7 @@ class Intake:
         shape = value.shape[1:] if pad is None else pad.fixed(value.shape)
         if name in self._carried:
             return (shape, value.dtype)
-        return (shape, value.device) if isinstance(value, Tensor) else shape
+        return (shape, _device(value))
 
     def _inputs(self, item: Item) -> Inputs:
         if len(item) == len(self._names):
@@ -249,6 +256,13 @@ class Intake:
         if self._cast is not None and column.is_floating_point():
             return column.to(self._cast)
         return column
+
+
+_HOST = torch.device("cpu")
+
+
+def _device(value: Value) -> torch.device:
+    return value.device if isinstance(value, Tensor) else _HOST
 
 
 def count_rows(model: str, item: Item, axes: Mapping[str, int]) -> int | InputError:
