@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -20,6 +21,8 @@ _REPEATS = 3
 # A model with one graph for many row counts meets all up to here before READY, and beyond it
 # powers of two.
 _EVERY = 32
+# How often a warm-up that takes long says in the log how far it is.
+_REPORT_S = 10.0
 
 _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
@@ -32,12 +35,35 @@ def run(engine: Engine) -> None:
         WarmupError: forward() failed, or its result contradicts the config.
     """
     call = streams.trial(engine) if engine.config.decoupled else engine.run
+    compiles = "; torch.compile may take minutes" if engine.callee.compiles else ""
+    log.info("model '%s': the warm-up begins%s.", engine.config.name, compiles)
     with engine.preparing():
         try:
-            for item in batches(engine):
+            for item in _reported(engine.config.name, batches(engine)):
                 _prepare(engine, call, item)
         except NoServerError as error:
             _leave_out(engine, error)
+
+
+def _reported(model: str, items: Iterator[Item]) -> Iterator[Item]:
+    """The items; the log says every few seconds how many of them are done."""
+    began = reported = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now - reported >= _REPORT_S:
+            reported = now
+            log.info(
+                "model '%s': %d batches of the warm-up took %.0f s; the next one is %s.",
+                model,
+                done,
+                now - began,
+                _shapes(item),
+            )
+        yield item
+
+
+def _shapes(item: Item) -> str:
+    return ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
 
 
 def _prepare(engine: Engine, call: _Call, item: Item) -> None:
@@ -81,10 +107,9 @@ def _tell(engine: Engine) -> None:
 def _refusal(config: ModelConfig, item: Item, error: BackendError) -> LoadError:
     if isinstance(error, LoadError):
         return error
-    tried = ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
     return WarmupError(
         config.name,
-        f"the warm-up with {tried} failed: {error}",
+        f"the warm-up with {_shapes(item)} failed: {error}",
         cure="Correct the model or its config. If it cannot take made-up values (ones, random"
         ' numbers below 1, the string "text"), put valid ones beside it'
         f' ({examples.NAME}.safetensors), or set the parameter WARMUP to "false".',
