@@ -133,7 +133,7 @@ def test_threads_are_reserved_before_torch_is_imported(tmp_path: Path) -> None:
 import json, sys, types, unittest.mock
 sys.path[:0] = {sys.path!r}
 pb = types.ModuleType("triton_python_backend_utils")
-pb.Logger, pb.TritonModelException = None, RuntimeError
+pb.Logger, pb.TritonModelException = unittest.mock.Mock(), RuntimeError
 sys.modules["triton_python_backend_utils"] = pb
 from torch_py_backend import adapter
 class Watch:
