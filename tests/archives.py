@@ -6,7 +6,8 @@ import io
 import json
 import tarfile
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,130 @@ def eager(factor: float = 3.0) -> Files:
         "model.pt": saved({"weight": torch.tensor([factor])}),
         MANIFEST: manifest(serializedFile="model.pt", modelFile="model.py"),
     }
+
+
+# Models of TorchServe's built-in handlers, each in a model.py beside a state_dict: the form that
+# TorchServe's own examples have.
+_COLOURS_PY = """
+from torch import nn
+
+
+class Colours(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 7)
+
+    def forward(self, x):
+        return self.linear(x.mean(dim=(2, 3)))
+"""
+
+_SEGMENTS_PY = """
+from torch import nn
+
+
+class Segments(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 2, 1)
+
+    def forward(self, x):
+        return {"out": self.convolution(x)}
+"""
+
+_DETECTOR_PY = """
+import torch
+from torch import nn
+
+
+class Detector(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.box = nn.Parameter(torch.zeros(1, 4))
+
+    def forward(self, images):
+        found = {"labels": torch.tensor([1]), "scores": torch.tensor([0.75])}
+        return [{"boxes": self.box, **found} for _ in images]
+"""
+
+_BAG_PY = """
+from torch import nn
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(3, 2)
+
+    def forward(self, text, offsets):
+        return self.embedding(text, offsets)
+"""
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A built-in handler with a model.
+
+    Attributes:
+        source: its model.py.
+        state: the weights.
+        body: a request.
+        answers: whether this is the answer to it.
+        files: what else lies in the archive.
+        content_type: what the client sends as Content-Type.
+    """
+
+    source: str
+    state: Mapping[str, torch.Tensor]
+    body: Callable[[], bytes]
+    answers: Callable[[Any], bool]
+    files: Files = field(default_factory=dict)
+    content_type: str = ""
+
+    def archive(self, handler: str) -> Files:
+        """The files of the archive."""
+        model = {"serializedFile": "weights.pth", "modelFile": "model.py"}
+        return {
+            "model.py": self.source,
+            "weights.pth": saved(self.state),
+            MANIFEST: manifest(handler, **model),
+            **self.files,
+        }
+
+
+BUILT_IN: Mapping[str, BuiltIn] = {
+    "base_handler": BuiltIn(
+        SCALE,
+        {"weight": torch.tensor([3.0])},
+        body=lambda: b"2",
+        answers=lambda answer: answer == 6.0,
+        content_type="application/json",
+    ),
+    "image_classifier": BuiltIn(
+        _COLOURS_PY,
+        {"linear.weight": torch.zeros(7, 3), "linear.bias": torch.arange(7.0)},
+        body=lambda: image(),  # noqa: PLW0108  it is defined below
+        answers=lambda answer: list(answer) == ["6", "5", "4", "3", "2"],
+    ),
+    "image_segmenter": BuiltIn(
+        _SEGMENTS_PY,
+        {"convolution.weight": torch.zeros(2, 3, 1, 1), "convolution.bias": torch.zeros(2)},
+        body=lambda: image(),  # noqa: PLW0108
+        answers=lambda answer: answer == [[[0.0, 0.5]] * 224] * 224,
+    ),
+    "object_detector": BuiltIn(
+        _DETECTOR_PY,
+        {"box": torch.tensor([[1.0, 2.0, 3.0, 4.0]])},
+        body=lambda: image(),  # noqa: PLW0108
+        answers=lambda answer: answer == [{"1": [1.0, 2.0, 3.0, 4.0], "score": 0.75}],
+    ),
+    "text_classifier": BuiltIn(
+        _BAG_PY,
+        {"embedding.weight": torch.zeros(3, 2)},
+        body=lambda: b"Not bad!",
+        answers=lambda answer: answer == {"0": 0.5, "1": 0.5},
+        files={"source_vocab.pt": saved({"<unk>": 0, "good": 1, "bad": 2})},
+    ),
+}
 
 
 def classifier(**more: str | bytes) -> Files:

@@ -133,7 +133,7 @@ def test_threads_are_reserved_before_torch_is_imported(tmp_path: Path) -> None:
 import json, sys, types, unittest.mock
 sys.path[:0] = {sys.path!r}
 pb = types.ModuleType("triton_python_backend_utils")
-pb.Logger, pb.TritonModelException = None, RuntimeError
+pb.Logger, pb.TritonModelException = unittest.mock.Mock(), RuntimeError
 sys.modules["triton_python_backend_utils"] = pb
 from torch_py_backend import adapter
 class Watch:
@@ -191,6 +191,27 @@ def test_padding_is_counted(tmp_path: Path, process: None) -> None:
     # Ids and mask, each [2, 4] instead of [2, 3].
     assert _counted("rows", "values", "padded_values") == {
         "rows": 2, "values": 16, "padded_values": 4,
+    }  # fmt: skip
+
+
+def test_one_long_request_does_not_pad_the_whole_batch(tmp_path: Path, process: None) -> None:
+    """It has a call of its own, and every request its own answer."""
+    model = _model(tmp_path, _named("padded"))
+    document = {"input": [{"name": "ids", "dims": [-1]}]}
+    lengths = [4, 4, 4000, 4, 4, 4, 4]
+
+    responses = model.execute(
+        [fake_triton.request({"ids": np.full((1, length), length)}, document) for length in lengths]
+    )
+    model.finalize()
+
+    places = [np.arange(1, length + 1) for length in lengths]
+    for response, length, place in zip(responses, lengths, places, strict=True):
+        y, _ = response.output_tensors()
+        np.testing.assert_array_equal(y.as_numpy(), length * 100 + place[None])
+    # Ids and mask of each; in one call it would be 56,000 values, and 47,952 of them padding.
+    assert _counted("rows", "values", "padded_values") == {
+        "rows": 7, "values": 2 * sum(lengths), "padded_values": 0,
     }  # fmt: skip
 
 

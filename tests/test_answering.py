@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,38 @@ def check(requests: list[Any], responses: list[Any]) -> list[int | None]:
 
 def errors() -> list[str]:
     return [text for level, text in fake_triton.Logger.lines if level == "error"]
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param([1], id="one"),
+        pytest.param([1, 2, 3], id="a batch"),
+        pytest.param([-1], id="one fails"),
+        pytest.param([1, -1, 2, -2, -4, 5], id="some fail"),
+        pytest.param([1, -5, 2], id="memory runs out"),
+    ],
+)
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.usefixtures("process", "no_collector")
+def test_no_input_outlives_its_response(
+    tmp_path: Path, values: list[float], cancelled: bool
+) -> None:
+    """The memory of a request is free when it was answered: no exception's frames keep it."""
+    model = load(tmp_path)
+    model._answering._took = 100.0  # cancelled requests are asked for
+    requests = [request(value) for value in values]
+    requests.append(request(7, cancelled=cancelled))
+    inputs = [weakref.ref(sent.inputs()[0].as_numpy()) for sent in requests]
+
+    responses = model.execute(requests)
+    assert len(responses) == len(inputs)
+    del requests, responses
+
+    assert [one() for one in inputs] == [None] * len(inputs)
 
 
 # --- the log ---------------------------------------------------------------------------------

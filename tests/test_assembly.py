@@ -31,6 +31,41 @@ def _build(config: ModelConfig) -> Any:
     return assembly.build(config, Threads(torch.get_num_threads(), torch.get_num_interop_threads()))
 
 
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (
+            {},
+            "inference mode on; JIT switches unset; torch.compile off; warm-up on",
+        ),
+        (
+            {
+                "inference_mode": False,
+                "enable_jit_executor": False,
+                "torch_compile_optional_parameters": {},
+                "optimize": ("channels_last", "bf16"),
+                "warmup": False,
+            },
+            (
+                "inference mode off; JIT switches ENABLE_JIT_EXECUTOR off; torch.compile {};"
+                " OPTIMIZE channels_last, bf16; warm-up off"
+            ),
+        ),
+    ],
+    ids=["defaults", "options"],
+)
+@pytest.mark.usefixtures("process", "dynamo")
+def test_what_took_effect(options: dict[str, Any], parts: str, tmp_path: Path) -> None:
+    """One line names the artifact, the device, the threads and the switches of an instance."""
+    build.write(tmp_path, "model.py", _NET)
+    made = _build(build.config(tmp_path, **options))
+
+    assert assembly.in_effect(made, Threads(2, 3)) == (
+        "model 'digits': instance digits_0_0 serves model.py (Python source and weights) on cpu;"
+        f" threads 2 intra-op, 3 inter-op; {parts}."
+    )
+
+
 def test_what_lies_in_the_folder_is_served(tmp_path: Path) -> None:
     """The artifact of the version folder answers."""
     build.write(tmp_path, "model.py", _NET)

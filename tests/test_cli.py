@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -596,6 +597,27 @@ def test_init_links_or_copies(made: Path) -> None:
     copied = made / "new" / "models" / "script" / "1" / "model.pt"
     assert not copied.is_symlink()
     assert copied.read_bytes() == (made / "script" / "script.pt").read_bytes()
+
+
+def test_init_of_a_package_for_cuda(tmp_path: Path) -> None:
+    """A package that was built for CUDA is served on the GPU, which the config says."""
+    with zipfile.ZipFile(tmp_path / "net.pt2", "w") as archive:
+        archive.writestr("net/data/aotinductor/model/net.wrapper.so", "")
+        metadata = "net/data/aotinductor/model/net_metadata.json"
+        archive.writestr(metadata, '{"AOTI_DEVICE_KEY": "cuda"}')
+    done = _run("init", "net.pt2", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    document = pbtxt.read(tmp_path / "net")
+    assert [group["kind"] for group in document["instance_group"]] == ["KIND_GPU"]
+    assert document["parameters"]["FORCE_CPU_ONLY_INPUT_TENSORS"] == {"string_value": "no"}
+
+
+def test_init_writes_no_parameter_of_gpus_for_the_cpu(made: Path) -> None:
+    """What leaves inputs on the GPU is a comment in the config of a model on the CPU."""
+    for name in _MADE:
+        folder = made / "new" / "models" / name
+        assert pbtxt.read(folder).get("parameters", {}) == {}
+        assert "FORCE_CPU_ONLY_INPUT_TENSORS" in (folder / "config.pbtxt").read_text()
 
 
 def test_check_of_what_init_made(made: Path) -> None:

@@ -15,6 +15,7 @@ import models
 import numpy as np
 import parallel
 import pytest
+import safetensors.torch
 import scenarios
 import stateful
 import test_ragged
@@ -104,6 +105,65 @@ def test_states_are_on_the_gpu(tmp_path: Path) -> None:
         served.send(test_sequences.step(1, 1, flags), test_sequences.step(2, 1, flags))
     kept = [one.values["total"] for one in served.states._kept.values()]
     assert all(isinstance(value, torch.Tensor) and value.is_cuda for value in kept)
+
+
+@pytest.mark.slow
+def test_a_package_for_cuda_is_completed(tmp_path: Path, process: None) -> None:
+    """Its shapes and rows are found out on the GPU: a package runs on the device of its build only.
+
+    https://docs.pytorch.org/docs/stable/torch.compiler_aot_inductor.html
+    """
+    version = tmp_path / "net" / "1"
+    version.mkdir(parents=True)
+    module = models.Affine().eval().cuda()
+    rows = torch.export.Dim("rows", min=1, max=20)
+    example = torch.rand(2, 4)
+    program = torch.export.export(module, (example.cuda(),), dynamic_shapes=({0: rows},))
+    torch._inductor.aoti_compile_and_package(program, package_path=str(version / "model.pt2"))
+    safetensors.torch.save_file({"x": example}, version / "example_inputs.safetensors")
+    (tmp_path / "net" / "config.pbtxt").write_text(
+        'backend: "pytorch_py"\ninstance_group [{ kind: KIND_GPU count: 1 }]\n'
+    )
+    model = TritonPythonModel()
+    arguments = fake_triton.completed(model, fake_triton.arguments(tmp_path / "net"))
+    document = json.loads(arguments["model_config"])
+    assert document["max_batch_size"] == 20
+    model.initialize(arguments | {"model_instance_kind": "GPU"})
+    for count in (1, 7, 20):
+        x = scenarios.floats(count, 4)
+        (name,) = [one["name"] for one in document["input"]]
+        (response,) = model.execute([fake_triton.request({name: x}, document)])
+        assert response.error() is None, response.error().message()
+        (tensor,) = response.output_tensors()
+        with torch.inference_mode():
+            expected = module(torch.from_numpy(x).cuda()).cpu().numpy()
+        np.testing.assert_allclose(tensor.as_numpy(), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_inputs_on_the_gpu_for_a_model_on_the_cpu(tmp_path: Path, process: None) -> None:
+    """With FORCE_CPU_ONLY_INPUT_TENSORS "no" Triton leaves them there, whatever the instance is.
+
+    `GetInputTensor` does not look at the instance's kind:
+    https://github.com/triton-inference-server/python_backend/blob/main/src/python_be.cc
+    """
+    scenario = scenarios.Scenario(
+        "net",
+        scenarios.text("def forward(x):\n    return 2 * x\n"),
+        scenarios.x_to_y(FORCE_CPU_ONLY_INPUT_TENSORS="no"),
+    )
+    model = TritonPythonModel()
+    model.initialize(fake_triton.arguments(scenario.lay_out(tmp_path)))
+    x = torch.from_numpy(scenarios.floats(1, 4))
+    responses = model.execute(
+        [
+            fake_triton.InferenceRequest([fake_triton.Tensor.sent("x", value)])
+            for value in (x.cuda(), x)
+        ]
+    )
+    for response in responses:
+        assert response.error() is None, response.error().message()
+        (tensor,) = response.output_tensors()
+        np.testing.assert_array_equal(tensor.as_numpy(), 2 * x.numpy())
 
 
 def test_runs_on_its_device_and_stream(tmp_path: Path, process: None) -> None:

@@ -601,7 +601,7 @@ TWO = (build.spec("x"), build.spec("n"))
             build.config(inputs=(build.spec("x", dims=(-1,)), TWO[1])), False, id="variable dims"
         ),
         pytest.param(
-            build.config(inputs=TWO, force_cpu_only_input_tensors=False), False, id="two devices"
+            build.config(inputs=TWO, force_cpu_only_input_tensors=False), True, id="any device"
         ),
     ],
 )
@@ -610,6 +610,21 @@ def test_items_that_the_config_makes_alike(settings: ModelConfig, short: bool) -
     items: list[Item] = [{"x": torch.zeros(rows, 4), "n": torch.zeros(rows, 4)} for rows in (1, 2)]
 
     assert shortcut(settings, *items) is short
+
+
+@pytest.mark.parametrize(("devices", "short"), [(["meta", "meta"], True), (["cpu", "meta"], False)])
+def test_items_that_triton_leaves_on_the_gpu(devices: list[str], short: bool) -> None:
+    """Items on one device share a call without a closer look; those on two never share one."""
+    settings = build.config(inputs=TWO, force_cpu_only_input_tensors=False)
+    items: list[Item] = [
+        {"x": torch.zeros(1, 4, device=device), "n": np.zeros((1, 4), np.float32)}
+        for device in devices
+    ]
+    intake = Intake(settings, signatures.of_function(lambda x, n=None: x))
+
+    assert (intake.whole(items) is not None) is short
+    groups = intake.group(list(enumerate(items)))
+    assert len(groups) == len(set(devices))
 
 
 @pytest.mark.parametrize(

@@ -69,7 +69,8 @@ def test_row_says_what_the_option_does(row: OptionRow) -> None:
 def test_libtorch_parameters_are_known(key: str, caplog: pytest.LogCaptureFixture) -> None:
     """No parameter of the LibTorch backend is taken for a misspelt one."""
     row = next(row for row in options.TABLE if key in (row.key, *row.also))
-    valid = {options.POSITIVE: "2", options.COMPILE_PARAMETERS: "{}"}.get(row.parser, "true")
+    texts = {options.POSITIVE: "2", options.COMPILE_PARAMETERS: "{}", options.YES_NO: "yes"}
+    valid = texts.get(row.parser, "true")
 
     options.parse(build.MODEL, {key: {"string_value": valid}})
 
@@ -131,11 +132,18 @@ def test_wrong_boolean_is_refused(row: OptionRow, text: str) -> None:
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("yes", True), ("YES", True), ("no", False), ("No", False), ("true", True), ("0", False)],
+    [("yes", True), ("no", False)],
 )
 def test_tritons_own_switch_is_yes_or_no(text: str, value: bool) -> None:
-    """The one key that Triton reads itself takes Triton's own spelling as well."""
+    """The one key that Triton reads itself has Triton's own spelling."""
     assert parsed(FORCE_CPU_ONLY_INPUT_TENSORS=text).force_cpu_only_input_tensors is value
+
+
+@pytest.mark.parametrize("text", ["true", "on", "1", "false", "off", "0", "No", "YES", ""])
+def test_what_triton_refuses_is_refused(text: str) -> None:
+    """Triton fails the load for other values of its own switch; `check` says so beforehand."""
+    with pytest.raises(OptionError, match=f"INPUT_TENSORS is '{text}'; expected yes or no"):
+        parsed(FORCE_CPU_ONLY_INPUT_TENSORS=text)
 
 
 @pytest.mark.parametrize("text", ["yes", "no"])

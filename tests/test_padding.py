@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.config import TensorSpec
+from torch_py_backend.counts import Counts
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.padding import Pad, Padding
+from torch_py_backend.padding import MOST_GROWTH, Pad, Padding
 
 
 def spec(name: str, dtype: str = "INT64", dims: tuple[int, ...] = (-1,), **more: Any) -> TensorSpec:
@@ -123,6 +124,54 @@ def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
     gathered = made.pads["mask"].gather([torch.ones(1, 3, dtype=torch.int64)])
 
     assert gathered.tolist() == [[0, 1, 1, 1]]
+
+
+# --- how much of it ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "multiple", "parts"),
+    [
+        pytest.param([(1, 5)] * 7 + [(1, 9000)], 1, [[0, 1, 2, 3, 4, 5, 6], [7]], id="one long"),
+        pytest.param([(1, 9000)] + [(1, 5)] * 7, 1, [[1, 2, 3, 4, 5, 6, 7], [0]], id="order"),
+        pytest.param([(1, 5)] * 3 + [(1, 9000)], 1, [[0, 1, 2, 3]], id="four times at most"),
+        pytest.param([(1, 5)] * 4 + [(1, 9000)], 1, [[0, 1, 2, 3], [4]], id="five times"),
+        pytest.param([(1, n) for n in range(1, 33)], 1, [list(range(32))], id="usual lengths"),
+        pytest.param([(100, 1), (1, 1000)], 1, [[0], [1]], id="many short rows"),
+        pytest.param([(8, 0), (1, 9)], 1, [[0], [1]], id="nothing in one"),
+        pytest.param([(1, 1)] * 8, 64, [list(range(8))], id="each is rounded up as it is"),
+        pytest.param(
+            [(1, 1)] * 20 + [(1, 100)] * 5 + [(1, 10_000)],
+            1,
+            [list(range(20)), list(range(20, 25)), [25]],
+            id="three parts",
+        ),
+    ],
+)
+def test_long_items_do_not_pad_short_ones_without_bound(
+    shapes: list[tuple[int, int]], multiple: int, parts: list[list[int]]
+) -> None:
+    """Padding makes a batch four times as large at most: what is longer has its own call."""
+    made = padding((IDS, MASK), ids={"mask": "mask", "multiple_of": multiple})
+    items: list[Any] = [
+        (place, made.fill({"ids": torch.zeros(shape, dtype=torch.int64)}))
+        for place, shape in enumerate(shapes)
+    ]
+
+    split = made.split(items)
+
+    assert [[place for place, _ in part] for part in split] == parts
+    for part in split:
+        counts, alone = Counts(), Counts()
+        _count(made, counts, [item for _, item in part])
+        for _, item in part:
+            _count(made, alone, [item])
+        assert counts.values <= MOST_GROWTH * alone.values
+
+
+def _count(made: Padding, counts: Counts, items: list[Any]) -> None:
+    columns = [made.pads[name].gather([item[name] for item in items]) for name in ("ids", "mask")]
+    made.count(counts, items, ("ids", "mask"), columns)
 
 
 # --- what the client gets ----------------------------------------------------------------------

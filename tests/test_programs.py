@@ -448,10 +448,50 @@ class Loader:
         return [leaves[0] + 10 * leaves[1] + 100 * leaves[2]]
 
 
-def aoti(folder: Path, monkeypatch: pytest.MonkeyPatch, loader: Loader, rows: int = 8) -> Program:
+def aoti(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    loader: Loader,
+    rows: int = 8,
+    device: torch.device = CPU,
+) -> Program:
     monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *_: loader)
     settings = config(folder, "arg0", "a", "b", rows=rows)
-    return programs.load_aoti(settings, folder / "model.pt2", CPU)
+    return programs.load_aoti(settings, folder / "model.pt2", device)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "gpu", "device"),
+    [
+        ({"AOTI_DEVICE_KEY": "cuda"}, True, torch.device("cuda", 0)),
+        ({"AOTI_DEVICE_KEY": "cuda"}, False, CPU),
+        ({"AOTI_DEVICE_KEY": "cpu"}, True, CPU),
+        ({}, True, CPU),
+    ],
+)
+def test_where_a_package_is_tried(
+    metadata: dict[str, str],
+    gpu: bool,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A package for CUDA is tried on the GPU, although completion has no device."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    assert programs.device_of(package(tmp_path, metadata)) == device
+
+
+@pytest.mark.usefixtures("process")
+def test_package_is_probed_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package refuses tensors of another device before it looks at their rows."""
+    loader = Loader()
+
+    aoti(tmp_path, monkeypatch, loader, device=torch.device("meta"))
+
+    devices = {leaf.device.type for leaves in loader.calls for leaf in leaves}
+    assert devices == {"meta"}
 
 
 @pytest.mark.usefixtures("process")

@@ -7,6 +7,7 @@ import build
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_py_backend import runtime
 from torch_py_backend.errors import LoadError, PlatformError
@@ -181,6 +182,33 @@ def test_cpu_tensors_are_not_touched() -> None:
 
     assert surroundings.to_device(columns) is columns
     assert surroundings.to_host(columns, columns) is columns
+
+
+def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> None:
+    """Triton looks at the parameter and not at the instance's kind."""
+    surroundings = runtime.surround(Options(force_cpu_only_input_tensors=False), CPU, [])
+    on_host = torch.ones(2)
+
+    with FakeTensorMode():  # it stands for a GPU: shapes and devices without values
+        columns = surroundings.to_device([on_host, torch.empty(2, 3, device="cuda:0")])
+
+    assert columns[0] is on_host
+    assert [column.device for column in columns if isinstance(column, Tensor)] == [CPU, CPU]
+
+
+@pytest.mark.parametrize("kind", ["CPU", "MODEL"])
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU on this machine")
+def test_inputs_on_a_gpu_that_torch_does_not_see(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Requests would be refused whose tensors are on a GPU: the load's log says so."""
+    runtime.placement(build.config(kind=kind, force_cpu_only_input_tensors=False))
+
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"model 'digits': FORCE_CPU_ONLY_INPUT_TENSORS is 'no', and torch {torch.__version__} sees"
+        " no GPU: a request whose tensors are on one is refused. Take the parameter out."
+    )
 
 
 def test_tensors_are_moved_to_another_device() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,17 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend import schema
-from torch_py_backend.errors import ConfigError, ForwardError, LoadError, SourceError
+from torch_py_backend import loaders, schema
+from torch_py_backend.artifacts import Artifact
+from torch_py_backend.config import ModelConfig
+from torch_py_backend.errors import (
+    ArtifactError,
+    ConfigError,
+    ForwardError,
+    LoadError,
+    SourceError,
+)
+from torch_py_backend.loaders import Loaded
 
 Entry = tuple[str, str, list[int]]
 
@@ -220,6 +230,33 @@ def test_package_tells_its_most_rows(
     capfd.readouterr()
     assert _describe(tmp_path) == ([("INPUT__0", "FP32", [4])], _THREE, size)
     assert "Error" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("hooks", ["", "hooks.py"])
+def test_package_is_tried_on_the_device_that_it_was_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hooks: str
+) -> None:
+    """Completion has no instance, and with it no device."""
+    path = build.write(tmp_path, "model.pt2", b"")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model/data/aotinductor/model/net.wrapper.so", "")
+        metadata = "model/data/aotinductor/model/net_metadata.json"
+        archive.writestr(metadata, '{"AOTI_DEVICE_KEY": "cuda"}')
+    if hooks:
+        source = "class Hooks:\n    def preprocess(self, text: str): ..."
+        build.write(tmp_path, "model.py", source)
+    devices: list[torch.device | None] = []
+
+    def load(artifact: Artifact, settings: ModelConfig, device: torch.device | None) -> Loaded:
+        devices.append(device)
+        raise ArtifactError(settings.name, "this test has no GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(loaders, "load", load)
+    with pytest.raises(ArtifactError, match="this test has no GPU"):
+        _describe(tmp_path)
+    assert devices == [torch.device("cuda", 0)]
 
 
 # --- by example ------------------------------------------------------------------------------

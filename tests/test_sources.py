@@ -1,6 +1,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import build
@@ -97,6 +98,33 @@ def test_class_of_a_sibling_is_not_counted_but_can_be_named(tmp_path: Path) -> N
     with pytest.raises(SourceError, match=r"defines no nn\.Module"):
         constructed(tmp_path, source)
     assert constructed(tmp_path, source, model_class="Net")(1) == 2
+
+
+@pytest.fixture
+def stub_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend's own file, which Triton's stub imports as `model`."""
+    backend = ModuleType("model")
+    backend.__file__ = "/opt/tritonserver/backends/pytorch_py/model.py"
+    monkeypatch.setitem(sys.modules, "model", backend)
+
+
+def test_a_sibling_named_model_is_imported(tmp_path: Path, stub_module: None) -> None:
+    """The model's own module `model` is imported, not the backend's file of that name."""
+    build.write(tmp_path, "model.py", NET)
+    path = build.write(tmp_path, "served.py", "from model import Net\n")
+    config = build.config(tmp_path, model_class="Net")
+
+    imported = sources.import_source(build.MODEL, path)
+
+    assert sources.construct(config, path, imported, filled=False)(1) == 2
+
+
+def test_a_factory_in_a_module_named_model(tmp_path: Path, stub_module: None) -> None:
+    """MODEL_FACTORY may name a class of the model's own module `model`."""
+    config = build.config(tmp_path, model_factory="model:Net")
+    build.write(tmp_path, "model.py", NET)
+
+    assert sources.construct_from_package(config, filled=False).served(1) == 2
 
 
 def test_only_function_is_served(tmp_path: Path) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,59 @@ def test_streams(one: Streamed, tmp_path: Path, process: None) -> None:
     served.start(*(request for _, request in together))
     for stream, request in together:
         _check(stream, _ended(request))
+
+
+def _inputs(request: Any) -> list[Callable[[], object]]:
+    """Weak references to the memory of a request's numbers."""
+    return [
+        weakref.ref(tensor.as_numpy())
+        for tensor in request.inputs()
+        if tensor.as_numpy().dtype != object
+    ]
+
+
+def _free(inputs: list[Callable[[], object]]) -> bool:
+    return all(one() is None for one in inputs)
+
+
+@pytest.mark.parametrize("one", streamed.TABLE, ids=lambda one: one.scenario.name)
+@pytest.mark.usefixtures("process", "no_collector")
+def test_no_input_outlives_its_stream(one: Streamed, tmp_path: Path) -> None:
+    """The memory of a request is free when its stream has ended, be it with an error."""
+    served = _Served(tmp_path, one.scenario)
+    for stream in one.streams:
+        request = served.request(stream.inputs)
+        inputs = _inputs(request)
+        served.start(request)
+        _ended(request)
+        del request
+        _until(partial(_free, inputs))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def forward(x):\n    while True:\n        yield x\n",
+        (
+            "import asyncio\n\n\nasync def forward(x):\n    yield x\n"
+            "    await asyncio.sleep(3600 * (x > 1))\n"
+        ),
+    ],
+    ids=["generates", "waits"],
+)
+@pytest.mark.usefixtures("process", "no_collector")
+def test_no_input_outlives_a_cancelled_stream(tmp_path: Path, text: str) -> None:
+    """The memory of a request is free when its client has gone."""
+    served = _Served(tmp_path, _model(text))
+    request = served.request({"x": streamed.floats(2)})
+    inputs, sender = _inputs(request), request.sender
+    served.start(request)
+    del request
+    _until(partial(getattr, sender, "responses"))
+    sender.cancelled = True
+    assert sender.ended.wait(_SECONDS)
+    del sender  # it keeps the responses, which are the input itself
+    _until(partial(_free, inputs))
 
 
 @pytest.mark.parametrize("scenario", streamed.REFUSED, ids=lambda one: one.name)

@@ -204,6 +204,19 @@ def test_the_archive_may_have_a_module_named_model(tmp_path: Path) -> None:
     assert served.answer(b"5") == [json.dumps({"scaled": 11.0}, indent=2).encode()]
 
 
+@pytest.mark.parametrize("handler", archives.BUILT_IN)
+def test_a_built_in_handler_with_a_module_named_model(tmp_path: Path, handler: str) -> None:
+    """modelFile: model.py is the archive's, though the stub has imported another `model`."""
+    others = ModuleType("model")
+    others.__file__ = "/opt/tritonserver/backends/pytorch_py/model.py"
+    sys.modules["model"] = others
+    built_in = archives.BUILT_IN[handler]
+    wishes = Wishes(content_type=built_in.content_type)
+    served = Served(tmp_path, built_in.archive(handler), wishes=wishes)
+    (answer,) = served.answer(built_in.body())
+    assert built_in.answers(json.loads(answer)), answer[:200]
+
+
 @pytest.mark.parametrize(
     ("handler", "says"),
     [
@@ -519,6 +532,82 @@ def test_one_broken_image(tmp_path: Path) -> None:
     assert "UnidentifiedImageError" in str(answers[1])
     assert answers[0] == answers[2]
     assert isinstance(answers[0], bytes)
+
+
+@pytest.mark.parametrize(
+    ("handler", "limit", "height", "most"),
+    [
+        # The model gets the whole image as floats; the other handlers crop what is decoded.
+        ("object_detector", 200_000, 300, None),
+        ("object_detector", 200_000, 301, 90_000),
+        ("object_detector", 80_000, 300, 80_000),
+        ("object_detector", None, 301, None),
+        ("image_classifier", 200_000, 301, None),
+        ("image_classifier", 90_000, 301, 90_000),
+        ("image_classifier", None, 301, None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_of_too_many_pixels(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    handler: str,
+    limit: int | None,
+    height: int,
+    most: int | None,
+) -> None:
+    """An image whose pixels would fill the memory is refused before it is decoded."""
+    from PIL import Image, PngImagePlugin
+
+    loaded: list[object] = []
+    load = PngImagePlugin.PngImageFile.load
+
+    def loads(image: PngImagePlugin.PngImageFile) -> Any:
+        loaded.append(image)
+        return load(image)
+
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", loads)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    monkeypatch.setattr(images, "_MOST_PIXELS_AS_FLOATS", 90_000)
+    served = Served(tmp_path, archives.BUILT_IN[handler].archive(handler))
+    (answer,) = served.answer(archives.image(300, height))
+    if most is None:
+        assert isinstance(answer, bytes)
+        assert loaded
+    else:
+        assert answer == (
+            f"{_INVALID} model 'net': the image has 300 x {height} pixels; expected at most"
+            f" {most} pixels in all."
+        )
+        assert not loaded
+
+
+def test_no_other_program_reads_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow starts Ghostscript for PostScript: the handlers do not take it for an image."""
+    from PIL import EpsImagePlugin, Image
+
+    def ghostscript(*_arguments: object, **_named: object) -> None:
+        pytest.fail("Ghostscript was to be started")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", ghostscript)
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "EPS")
+    served = Served(tmp_path, archives.classifier())
+    (answer,) = served.answer(file.getvalue())
+    assert "UnidentifiedImageError" in str(answer)
+
+
+@pytest.mark.parametrize("kind", images.FORMATS)
+def test_formats(tmp_path: Path, kind: str) -> None:
+    """What clients send as a picture is read."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (300, 280), (200, 30, 90)).save(file, kind)
+    assert Image.open(io.BytesIO(file.getvalue())).format in images.FORMATS
+    served = Served(tmp_path, archives.classifier())
+    (answer,) = served.answer(file.getvalue())
+    assert len(json.loads(answer)) == 5
 
 
 def test_images_as_numbers_and_base64(tmp_path: Path) -> None:

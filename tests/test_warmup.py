@@ -1,5 +1,6 @@
 import dataclasses
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,40 @@ def test_a_model_that_takes_a_number() -> None:
     warmup.run(made)
 
     assert made.counts.rows
+
+
+def test_a_long_warm_up_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says when it begins, and now and then how far it is."""
+    caplog.set_level("INFO", "torch_py_backend")
+    clock = iter([0.0, 4.0, 11.0, 20.9, 21.0])
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    items: list[Item] = [{"x": torch.zeros(rows, 4)} for rows in (4, 3, 2, 1)]
+
+    assert list(warmup._reported("digits", iter(items))) == items
+
+    assert [record.getMessage() for record in caplog.records] == [
+        "model 'digits': 1 batches of the warm-up took 11 s; the next one is x [3, 4].",
+        "model 'digits': 3 batches of the warm-up took 21 s; the next one is x [1, 4].",
+    ]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.usefixtures("dynamo")
+def test_the_begin_of_a_warm_up_is_reported(
+    compiled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be the only line for minutes, where torch.compile has one graph to make."""
+    caplog.set_level("INFO", "torch_py_backend")
+    parameters = {"backend": "eager"} if compiled else None
+    config = build.config(torch_compile_optional_parameters=parameters)
+
+    warmup.run(engine(config, lambda x: x))
+
+    (line, *_) = [record.getMessage() for record in caplog.records]
+    more = "; torch.compile may take minutes" if compiled else ""
+    assert line == f"model 'digits': the warm-up begins{more}."
 
 
 @pytest.mark.parametrize("writes", [True, False])

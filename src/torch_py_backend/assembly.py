@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import torch
 
@@ -21,6 +22,7 @@ from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
 from torch_py_backend.loaders import Loaded
+from torch_py_backend.options import TABLE
 from torch_py_backend.threads import Threads
 
 
@@ -49,6 +51,40 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
         shared.leave()
         raise
     return made
+
+
+def in_effect(engine: Engine, threads: Threads) -> str:
+    """What the load has settled, for the log: one line for one instance."""
+    config, options = engine.config, engine.config.options
+    artifact = engine.artifact
+    if artifact.fallback is not None and engine.kind is not artifact.kind:
+        artifact = artifact.fallback  # the package was built for another machine
+    switches = [
+        f"{row.key} {'on' if value else 'off'}"
+        for row in TABLE
+        if row.field in _JIT_SWITCHES
+        and (value := getattr(options, row.field)) is not None
+        and value != row.default
+    ]
+    compiled = json.dumps(options.torch_compile_optional_parameters or {})
+    parts = [
+        f"{artifact.path.name} ({artifact.kind.value}) on {engine.device}",
+        f"threads {threads.intra_op} intra-op, {threads.inter_op} inter-op",
+        f"inference mode {'on' if options.inference_mode else 'off'}",
+        f"JIT switches {', '.join(switches) or 'unset'}",
+        f"torch.compile {compiled if engine.callee.compiles else 'off'}",
+        *([f"OPTIMIZE {', '.join(options.optimize)}"] if options.optimize else []),
+        f"warm-up {'off' if options.warmup is False else 'on'}",
+    ]
+    return f"model '{config.name}': instance {config.instance} serves {'; '.join(parts)}."
+
+
+_JIT_SWITCHES = (
+    "disable_optimized_execution",
+    "enable_jit_executor",
+    "enable_jit_profiling",
+    "enable_tensor_fuser",
+)
 
 
 def _engine(

@@ -191,6 +191,11 @@ def aoti_metadata(path: Path) -> dict[str, str]:
     return {}
 
 
+def built_for_gpu(path: Path) -> bool:
+    """Whether a file is an AOTInductor package that was built for a CUDA device."""
+    return aoti_metadata(path).get("AOTI_DEVICE_KEY") == "cuda"
+
+
 # What `shards` raises for a file that is no index.
 NO_INDEX = (ValueError, LookupError, AttributeError, TypeError, RecursionError)
 

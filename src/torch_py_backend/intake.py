@@ -88,12 +88,13 @@ class Intake:
             and not self._special
             and padding is None
             and bool(self._sent)
-            and config.options.force_cpu_only_input_tensors
             and all(
                 spec.dtype.torch and (-1 not in spec.dims or spec.name in self._flattened)
                 for spec in config.inputs
             )
         )
+        # Triton leaves inputs on the device that they are on: requests may differ in that.
+        self._any_device = not config.options.force_cpu_only_input_tensors
         self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
         self._partial: dict[frozenset[str], Inputs] = {}
         cast = config.options.cast_inputs
@@ -137,6 +138,8 @@ class Intake:
                 return None
         if self._carried and not self._alike(items):
             return None
+        if self._any_device and not self._on_one_device(items):
+            return None
         return Group(self._whole, items, range(len(items)))
 
     def _alike(self, items: Sequence[Item]) -> bool:
@@ -147,6 +150,10 @@ class Intake:
             if any(one[name].shape != shape or one[name].dtype != dtype for one in items):
                 return False
         return True
+
+    def _on_one_device(self, items: Sequence[Item]) -> bool:
+        """Whether each input is on one device in all items."""
+        return all(len({_device(item[name]) for item in items}) == 1 for name, _ in self._sent)
 
     def admit(self, item: Item) -> Item | InputError:
         """The item with its strings decoded, or what is wrong with it before it meets others."""
@@ -209,9 +216,11 @@ class Intake:
         groups: dict[Any, list[tuple[int, Item]]] = {}
         for position, item in items:
             groups.setdefault(self._key(item), []).append((position, item))
+        split = self._padding.split if self._padding is not None else lambda found: [found]
         return [
-            Group(self._inputs(found[0][1]), [item for _, item in found], [at for at, _ in found])
+            Group(self._inputs(part[0][1]), [item for _, item in part], [at for at, _ in part])
             for found in groups.values()
+            for part in split(found)
         ]
 
     def _key(self, item: Item) -> tuple[object, ...]:
@@ -232,7 +241,7 @@ class Intake:
         shape = value.shape[1:] if pad is None else pad.fixed(value.shape)
         if name in self._carried:
             return (shape, value.dtype)
-        return (shape, value.device) if isinstance(value, Tensor) else shape
+        return (shape, _device(value))
 
     def _inputs(self, item: Item) -> Inputs:
         if len(item) == len(self._names):
@@ -265,6 +274,13 @@ class Intake:
         if self._cast is not None and column.is_floating_point():
             return column.to(self._cast)
         return column
+
+
+_HOST = torch.device("cpu")
+
+
+def _device(value: Value) -> torch.device:
+    return value.device if isinstance(value, Tensor) else _HOST
 
 
 def count_rows(model: str, item: Item, axes: Mapping[str, int]) -> int | InputError:

@@ -187,6 +187,9 @@ def _names(text: str) -> dict[str, str]:
 
 
 BOOLEAN = Parser("true, on, 1, false, off or 0", _boolean)
+# Triton reads such a parameter itself and accepts only these two strings, in ModelState():
+# https://github.com/triton-inference-server/python_backend/blob/main/src/python_be.cc
+YES_NO = Parser("yes or no", {"yes": True, "no": False}.__getitem__)
 POSITIVE = Parser("an integer of at least 1", _positive)
 SEVERAL = Parser("an integer of at least 2", _several)
 FRACTION = Parser("a number above 0, at most 1", _fraction)
@@ -436,8 +439,9 @@ class Options:
     )
     profile_batches: int | None = _option(POSITIVE, "Batches in each of these traces. Unset: 10.")
     force_cpu_only_input_tensors: bool = _option(
-        BOOLEAN,
-        "Triton's own: `false` leaves inputs that are on the GPU there.",
+        YES_NO,
+        "Triton's own: `no` leaves inputs that are on the GPU there. A model on the CPU gets"
+        " copies.",
         default=True,
     )
     execution_env_path: str | None = _option(
@@ -480,8 +484,6 @@ class OptionRow:
 TABLE = tuple(OptionRow.of(entry) for entry in fields(Options))
 # LibTorch's backend sets only numbers above 0, and takes others for its default.
 _LIBTORCHS = {"INTRA_OP_THREAD_COUNT": COUNT, "INTER_OP_THREAD_COUNT": COUNT}
-# Triton's own spelling of a boolean for this one key is yes/no, and Triton reads it itself.
-_YES_NO = {"yes": "true", "no": "false"}
 
 
 def parse(model: str, parameters: Mapping[str, Any]) -> Options:
@@ -529,8 +531,6 @@ def _string(model: str, row: OptionRow, key: str, entry: Any) -> str:
 
 
 def _value(model: str, row: OptionRow, key: str, text: str) -> Any:
-    if key == "FORCE_CPU_ONLY_INPUT_TENSORS":
-        text = _YES_NO.get(text.lower(), text)
     parser = _LIBTORCHS.get(key, row.parser)
     try:
         return parser.parse(text)

@@ -18,6 +18,11 @@ from torch_py_backend.errors import ConfigError, shown
 
 log = logging.getLogger(__name__)
 
+# How many times as many values a padded batch may have as its items have one by one. Without a
+# bound, one long request makes a batch of N requests N times as large as itself. Below 4, two calls
+# cost small models more than the padding of one.
+MOST_GROWTH = 4
+
 
 @dataclass(frozen=True, slots=True)
 class Pad:
@@ -46,6 +51,14 @@ class Pad:
     def fixed(self, shape: Sequence[int]) -> tuple[int, ...]:
         """What values that share a batch have in common of a shape."""
         return tuple(size for axis, size in enumerate(shape) if axis and axis not in self.axes)
+
+    def alone(self, shape: Sequence[int]) -> list[int]:
+        """The shape that one item's value is padded to."""
+        multiple = self.multiple_of
+        return [
+            -(-size // multiple) * multiple if axis in self.axes else size
+            for axis, size in enumerate(shape)
+        ]
 
     def gather(self, items: Sequence[Value]) -> Tensor:
         """The items' values in one tensor; a single one that fits as it is, is not copied."""
@@ -191,6 +204,34 @@ class Padding:
                     return mask, name
         return None
 
+    def split(self, items: Sequence[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
+        """Return items of one group in parts that are padded to MOST_GROWTH at most.
+
+        Args:
+            items: items with the same inputs, each with its place; parts keep their order.
+        """
+        names = [name for name in self.pads if name in items[0][1]]
+        shapes = [[self.pads[name].alone(item[name].shape) for name in names] for _, item in items]
+        rows = [one[0][0] for one in shapes]
+        # As many rows as that cannot grow beyond it.
+        if sum(rows) <= MOST_GROWTH:
+            return [list(items)]
+        values = [_count_values(one) for one in shapes]
+        if _count_values(_padded(shapes)) <= MOST_GROWTH * sum(values):
+            return [list(items)]
+        parts: list[list[int]] = []
+        part_shapes, part_values = shapes[0], 0
+        # From the shortest row to the longest: what is too long for a part begins the next one.
+        for index in sorted(range(len(items)), key=lambda at: values[at] / max(rows[at], 1)):
+            together = _padded([part_shapes, shapes[index]])
+            if parts and _count_values(together) <= MOST_GROWTH * (part_values + values[index]):
+                parts[-1].append(index)
+                part_shapes, part_values = together, part_values + values[index]
+            else:
+                parts.append([index])
+                part_shapes, part_values = shapes[index], values[index]
+        return [[items[index] for index in sorted(part)] for part in parts]
+
     def count(
         self,
         counts: Counts,
@@ -235,6 +276,21 @@ class Padding:
                 kept = slice(whole - size, whole) if cut.left else slice(0, size)
                 part = value[(slice(None),) * cut.axis + (kept,)]
                 outcome[cut.output] = part.contiguous() if isinstance(part, Tensor) else part
+
+
+def _count_values(shapes: Sequence[Sequence[int]]) -> int:
+    return sum(map(math.prod, shapes))
+
+
+def _padded(items: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    """The shape of each padded input where these items share a batch."""
+    return [
+        [
+            sum(sizes) if axis == 0 else max(sizes)
+            for axis, sizes in enumerate(zip(*shapes, strict=True))
+        ]
+        for shapes in zip(*items, strict=True)
+    ]
 
 
 def _holds(dtype: torch.dtype, value: float) -> bool:

@@ -253,6 +253,15 @@ def _fits(key: str, built: str, here: str) -> bool:
     return built == here
 
 
+def device_of(path: Path) -> torch.device:
+    """Return the device to try a package on where the config names none yet.
+
+    A package for CUDA runs on no other device. Without a GPU it is the CPU, which `misfit` refuses.
+    """
+    on_gpu = torch.cuda.is_available() and contents.built_for_gpu(path)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> Program:
     """A package that AOTInductor wrote. It is called with its leaves, in its own order.
 
@@ -289,7 +298,7 @@ def load_aoti(config: ModelConfig, path: Path, device: torch.device | None) -> P
     named = signatures.of_tree(in_spec, {})
     # The leaves themselves are the arguments: no tree is built to be taken apart again.
     signature = Signature(named.arguments, named.leaves, lambda columns: (columns, {}))
-    rows = _probe(config, signature, run)
+    rows = _probe(config, signature, run, device)
     called = _with_sizes_of_one(config, signature, run, open_unchecked, rows, device)
 
     def served(*leaves: Tensor) -> Any:
@@ -312,7 +321,12 @@ _STRIDE = re.compile(r"unmatched stride value at 0")
 _ENDLESS = 1 << 31
 
 
-def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -> Rows:
+def _probe(
+    config: ModelConfig,
+    signature: Signature,
+    run: Callable[..., Any],
+    device: torch.device | None,
+) -> Rows:
     """How many rows a package takes; it does not say so, but it refuses others.
 
     Packages with a dynamic batch are often built for at least two rows (torch.export takes a size
@@ -325,7 +339,9 @@ def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -
 
     def refusal(rows: int) -> str:
         item = samples.item(config, rows)
-        return _refusal(lambda: inputs.call(run, [item[name] for name in inputs.names]))
+        # The check of inputs refuses another device before it looks at sizes.
+        columns = [_moved(item[name], device) for name in inputs.names]
+        return _refusal(lambda: inputs.call(run, columns))
 
     one = refusal(1)
     exactly = _EXACTLY.search(one)
@@ -334,6 +350,10 @@ def _probe(config: ModelConfig, signature: Signature, run: Callable[..., Any]) -
     least = _AT_LEAST.search(one)
     most = _AT_MOST.search(refusal(config.max_batch_size))
     return Rows(int(least[1]) if least else 1, int(most[1]) if most else None)
+
+
+def _moved(value: Any, device: torch.device | None) -> Any:
+    return value.to(device) if device is not None and isinstance(value, Tensor) else value
 
 
 # A leaf's number, and one of its dimensions.
@@ -384,8 +404,7 @@ def _with_sizes_of_one(
     if not varying:
         return run
     item = samples.item(config, min(max(rows.least, 2), rows.most or 2) if start else None)
-    leaves = [value for name in names if isinstance(value := item[name], Tensor)]
-    leaves = leaves if device is None else [value.to(device) for value in leaves]
+    leaves = [_moved(value, device) for name in names if isinstance(value := item[name], Tensor)]
     least = _least_sizes(run, leaves, varying)
     if not least:
         return run

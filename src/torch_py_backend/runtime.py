@@ -33,15 +33,17 @@ class Runtime:
         device: where inputs go.
         guard: entered around every call; thread-local, hence around each one.
         clean: called after each execution, when the config asks for it.
+        host_inputs: whether Triton copies all inputs to host memory.
     """
 
     device: torch.device
     guard: Guard
     clean: Callable[[], None] | None
+    host_inputs: bool = True
 
     def to_device(self, columns: Sequence[Value]) -> Sequence[Value]:
         """The columns on this instance's device; strings, and what is there, as they are."""
-        if self.device.type == "cpu":
+        if self.host_inputs and self.device.type == "cpu":
             return columns
         return [
             _sent(column, self.device)
@@ -118,7 +120,8 @@ def _sent(column: Tensor, device: torch.device) -> Tensor:
     """From pinned memory a copy is asynchronous; torch keeps that memory until it is done."""
     if device.type == "cuda" and column.device.type == "cpu":
         column = column.pin_memory()
-    return column.to(device, non_blocking=True)
+    # A copy to the host is read at once, without a wait: it must not be asynchronous.
+    return column.to(device, non_blocking=device.type != "cpu")
 
 
 def _fetched(output: T) -> T:
@@ -140,6 +143,13 @@ def placement(config: ModelConfig) -> torch.device | None:
             "model '%s': the parameter CUDA_MEMORY_FRACTION has no effect on KIND_%s.",
             config.name,
             config.kind,
+        )
+    if not config.options.force_cpu_only_input_tensors and not torch.cuda.is_available():
+        log.warning(
+            "model '%s': FORCE_CPU_ONLY_INPUT_TENSORS is 'no', and torch %s sees no GPU: a request"
+            " whose tensors are on one is refused. Take the parameter out.",
+            config.name,
+            torch.__version__,
         )
     if config.kind == "MODEL":
         return None
@@ -212,6 +222,7 @@ def surround(options: Options, device: torch.device | None, weights: Iterable[Te
         device=device,
         guard=_on_own_stream(device, mode) if on_gpu else mode,
         clean=torch.cuda.empty_cache if options.enable_cache_cleaning and on_gpu else None,
+        host_inputs=options.force_cpu_only_input_tensors,
     )
 
 

@@ -127,7 +127,12 @@ def of_model(settings: ModelConfig, *, undecided: bool) -> Schema:
             raise
         except Exception as error:  # what depends on values, or on the device
             log.debug("model '%s' does not run on meta tensors: %s", settings.name, error)
-    return _of_example(settings, artifact, torch.device("cpu"))
+    return _of_example(settings, artifact, _device(artifact))
+
+
+def _device(artifact: Artifact) -> torch.device:
+    """Where a model is tried: completion and `init` run before an instance has a device."""
+    return programs.device_of(artifact.path) if artifact.kind is Kind.AOTI else torch.device("cpu")
 
 
 # --- exported programs -------------------------------------------------------------------------
@@ -204,21 +209,22 @@ def _of_hooks(settings: ModelConfig, artifact: Artifact, around: Hooks) -> Schem
     """
     example = examples.find(settings, artifact)
     told = () if example is not None else _annotated(settings, around)
-    loaded = loaders.load(artifact, settings, torch.device("cpu"))
+    device = _device(artifact)
+    loaded = loaders.load(artifact, settings, device)
     if example is None:
         batched = _with_inputs(settings, told, _MAX_BATCH_SIZE)
-        return _tried(batched, loaded, around, samples.item(batched, 2))
+        return _tried(batched, loaded, around, samples.item(batched, 2), device)
     specs = tuple(_example_spec(settings, name, value) for name, value in example.items())
     if len({spec.dims[:1] for spec in specs}) == 1 and all(spec.dims for spec in specs):
         rows = tuple(dataclasses.replace(spec, dims=spec.dims[1:]) for spec in specs)
         batched = _with_inputs(settings, rows, _batch_size(loaded.rows.most))
         try:
-            return _tried(batched, loaded, around, example)
+            return _tried(batched, loaded, around, example, device)
         except ConfigError as error:
             if around.per_batch:
                 raise
             log.debug("%s It is tried without a batch dimension.", error)
-    return _tried(_with_inputs(settings, specs, 0), loaded, around, example)
+    return _tried(_with_inputs(settings, specs, 0), loaded, around, example, device)
 
 
 def _with_inputs(
@@ -264,9 +270,11 @@ def _annotated(settings: ModelConfig, around: Hooks) -> tuple[TensorSpec, ...]:
 _NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
 
 
-def _tried(settings: ModelConfig, loaded: Loaded, around: Hooks, example: Item) -> Schema:
+def _tried(
+    settings: ModelConfig, loaded: Loaded, around: Hooks, example: Item, device: torch.device
+) -> Schema:
     """What comes of the example."""
-    surroundings = runtime.surround(settings.options, torch.device("cpu"), ())
+    surroundings = runtime.surround(settings.options, device, ())
     made = Stages(dataclasses.replace(settings, outputs=()), loaded.signature, around, surroundings)
     try:
         with surroundings.guard():
@@ -342,8 +350,9 @@ def _of_example(settings: ModelConfig, artifact: Artifact, device: torch.device)
         (size,) = rows
         twice = _run_doubled(whole, loaded, example, device)
         if twice is not None and _grew(once.values, twice.values, size[0]):
-            return _schema(settings, loaded, example, once, batched=True)
-    return _schema(settings, loaded, example, once, batched=False)
+            most = _most_rows(settings, loaded, example, device)
+            return _schema(settings, loaded, example, once, _batch_size(most))
+    return _schema(settings, loaded, example, once, 0)
 
 
 def _begun(settings: ModelConfig, loaded: Loaded, example: Item) -> Item:
@@ -441,25 +450,28 @@ def _schema(
     loaded: Loaded,
     example: Item,
     made: _Made,
-    *,
-    batched: bool,
+    max_batch_size: int,
 ) -> Schema:
+    batched = max_batch_size > 0
     return Schema(
         tuple(_tensor(settings, name, value, batched=batched) for name, value in example.items()),
         tuple(
             _tensor(settings, name, value, batched=batched) for name, value in made.values.items()
         ),
-        _batch_size(_most_rows(settings, loaded, example)) if batched else 0,
+        max_batch_size,
         made.kept.union(_kept_inputs(settings)),
         decoupled=loaded.streams,
     )
 
 
-def _most_rows(settings: ModelConfig, loaded: Loaded, examples: Item) -> int | None:
+def _most_rows(
+    settings: ModelConfig, loaded: Loaded, examples: Item, device: torch.device
+) -> int | None:
     if loaded.kind is not Kind.AOTI:
         return loaded.rows.most
     inputs = bind_inputs(settings.name, list(examples), loaded.signature)
-    columns = [value for name in inputs.names if isinstance(value := examples[name], Tensor)]
+    values = [examples[name] for name in inputs.names]
+    columns = [value.to(device) for value in values if isinstance(value, Tensor)]
     return programs.most_rows(lambda leaves: inputs.call(loaded.module, leaves), columns)
 
 

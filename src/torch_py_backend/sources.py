@@ -65,6 +65,7 @@ def _module_name(path: Path) -> str:
 @contextlib.contextmanager
 def importing_from(folder: Path) -> Iterator[None]:
     """Modules in the folder can be imported, also later, by what the model does at run time."""
+    _forget_stub_module(folder)
     sys.path.insert(0, str(folder))
     # A model repository is read, not written: it may be another user's, or read-only.
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
@@ -72,6 +73,19 @@ def importing_from(folder: Path) -> Iterator[None]:
         yield
     finally:
         sys.dont_write_bytecode = before
+
+
+def _forget_stub_module(folder: Path) -> None:
+    """Remove `model` from sys.modules where it is another file than the folder's own.
+
+    Triton's stub imports the backend's file as `model`; `import model` would return that one.
+    """
+    file = getattr(sys.modules.get("model"), "__file__", None)
+    if file is None or Path(file).is_relative_to(folder):
+        return
+    if any((folder / name).is_file() for name in ("model.py", "model/__init__.py")):
+        del sys.modules["model"]
+        importlib.invalidate_caches()
 
 
 def place(error: BaseException, path: Path) -> str:

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Itera
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from torch_py_backend import continuous, runtime
+from torch_py_backend import continuous, faults, runtime
 from torch_py_backend.batching import Item, Outcome, Value
 from torch_py_backend.continuous import FailedError, Steps
 from torch_py_backend.engine import Engine
@@ -177,7 +177,15 @@ class Streams:
                 raise CancelledError(self._model, "in mid-stream")
 
     def failure(self, error: BaseException, consumer: Consumer) -> Failure:
-        """Why a stream has ended with this exception."""
+        """Why a stream has ended with this exception, whose frames let go of the request."""
+        try:
+            return self._failure(error, consumer)
+        finally:
+            # What is raised where a task waits is also in the future that it waits for: a cycle,
+            # which would keep the request's tensors until a collection.
+            faults.release(error)
+
+    def _failure(self, error: BaseException, consumer: Consumer) -> Failure:
         if isinstance(error, FailedError):
             return error.failure
         if isinstance(error, asyncio.CancelledError) and self.closing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
@@ -38,6 +39,8 @@ _REPEATS = 3
 # A model with one graph for many row counts meets all up to here before READY, and beyond it
 # powers of two.
 _EVERY = 32
+# How often a warm-up that takes long says in the log how far it is.
+_REPORT_S = 10.0
 
 _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
@@ -55,15 +58,38 @@ def run(engine: Engine, *, serving: bool = False) -> None:
         WarmupError: forward() failed, or its result contradicts the config.
     """
     call = streams.trial(engine) if engine.config.decoupled else engine.run
+    compiles = "; torch.compile may take minutes" if engine.callee.compiles else ""
+    log.info("model '%s': the warm-up begins%s.", engine.config.name, compiles)
     failures: list[_SampleError] = []
     with engine.preparing():
         try:
-            for item in batches(engine):
+            for item in _reported(engine.config.name, batches(engine)):
                 failures.extend(_prepare(engine, call, item, serving=serving))
         except NoServerError as error:
             _leave_out(engine, error)
     if failures:
         _warn(engine, failures[0])
+
+
+def _reported(model: str, items: Iterator[Item]) -> Iterator[Item]:
+    """The items; the log says every few seconds how many of them are done."""
+    began = reported = time.monotonic()
+    for done, item in enumerate(items):
+        now = time.monotonic()
+        if now - reported >= _REPORT_S:
+            reported = now
+            log.info(
+                "model '%s': %d batches of the warm-up took %.0f s; the next one is %s.",
+                model,
+                done,
+                now - began,
+                _shapes(item),
+            )
+        yield item
+
+
+def _shapes(item: Item) -> str:
+    return ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
 
 
 class _SampleError(Exception):
@@ -170,10 +196,9 @@ def _report(engine: Engine) -> str:
 def _refusal(config: ModelConfig, item: Item, error: BackendError) -> LoadError:
     if isinstance(error, LoadError):
         return error
-    tried = ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
     return WarmupError(
         config.name,
-        f"the warm-up with {tried} failed: {error}",
+        f"the warm-up with {_shapes(item)} failed: {error}",
         cure="Correct the model or its config. If it cannot take made-up values (ones, random"
         ' numbers below 1, the string "text"), put valid ones beside it'
         f' ({examples.NAME}.safetensors), or set the parameter WARMUP to "false".',

@@ -354,6 +354,11 @@ FEATURES = (
         logs=("'smallest_size': the warm-up with INPUT__0 [8, 8] failed",),
     ),
 )
+# `platform: "torch_aoti"`: as its users write it, and as docs/from-libtorch.md says.
+AOTI_PLATFORM = {
+    "aoti_unchanged": 'backend: "pytorch"\nplatform: "torch_aoti"',
+    "aoti_changed": 'backend: "pytorch_py"',
+}
 BY_NAME = {one.name: one for one in FEATURES}
 
 
@@ -396,6 +401,10 @@ def repository(tmp_path_factory: pytest.TempPathFactory, network: ResNet50) -> P
             os.link(first, version / "model.pt")
     for feature in FEATURES:
         feature.lay_out(root)
+    # Of any kind: Triton refuses the platform before a backend sees the model.
+    for name, lines in AOTI_PLATFORM.items():
+        text = libtorch(TWO_INPUTS, TWO_OUTPUTS, first=lines)
+        Scenario(name, scenarios.script(seeded(Mixer)), text).lay_out(root)
     return root
 
 
@@ -417,7 +426,8 @@ def running(repository: Path, backends: Path) -> Iterator[server.Server]:
         # These configs leave the device to Triton; a GPU would round differently.
         patch.setenv("CUDA_VISIBLE_DEVICES", "")
         with started(repository.parent, f"--backend-directory={backends}") as one:
-            assert {state.name for state in one.models() if state.ready} == {*CONFIGS, *BY_NAME}
+            ready = {state.name for state in one.models() if state.ready}
+            assert ready - AOTI_PLATFORM.keys() == {*CONFIGS, *BY_NAME}
             yield one
 
 
@@ -493,6 +503,15 @@ def test_a_repository_s_own_way_is_served_as_it_is(
         serving.check_together(feature.name, batch)
     for part in feature.logs:
         serving.until_logged(part)
+
+
+def test_the_platform_torch_aoti(serving: Serving) -> None:
+    """Servers that do not know it refuse it themselves; the documented change serves the model."""
+    ready = {state.name for state in serving.server.models() if state.ready}
+    assert "aoti_changed" in ready
+    refused = "unexpected 'platform' and 'backend' pair, got:torch_aoti, pytorch"
+    assert refused in serving.log or "aoti_unchanged" in ready
+    serving.check("http", "aoti_changed", Call({"INPUT0": A, "INPUT1": B}, MIXED))
 
 
 def test_requests_of_one_batch_get_their_own_strings(serving: Serving) -> None:

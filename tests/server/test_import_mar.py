@@ -56,6 +56,10 @@ _ARCHIVES = {
         _files({"handler.py": archives.TELLS, archives.MANIFEST: archives.manifest()}),
         ("--input=body", "--input=data"),
     ),
+    **{
+        handler: (_files(one.archive(handler)), (f"--content-type={one.content_type}",))
+        for handler, one in archives.BUILT_IN.items()
+    },
 }
 
 
@@ -107,6 +111,14 @@ def imported(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Imported]:
 def test_it_is_ready(imported: Imported, name: str) -> None:
     """Each archive that the command has imported loads in a real server."""
     assert imported.states[name].ready, imported.states[name].reason
+
+
+@pytest.mark.parametrize("handler", archives.BUILT_IN)
+def test_a_built_in_handler(imported: Imported, handler: str) -> None:
+    """A built-in handler answers with the model of the archive's model.py."""
+    built_in = archives.BUILT_IN[handler]
+    answer = imported.ask("grpc", handler, "body", built_in.body())
+    assert built_in.answers(json.loads(answer)), answer[:200]
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

@@ -148,6 +148,7 @@ class TritonPythonModel:
         gc.collect()
         gc.freeze()
         self._engine.watch(self._end)
+        log.info("%s", assembly.in_effect(self._engine, share))
 
     def _answers(self, weights: Weights | None, traces: Tracing | None) -> Answering:
         """Who makes responses of requests."""

@@ -64,7 +64,7 @@ def import_mar(
         int, typer.Option(min=1, help="How many files it may hold.")
     ] = _DEFAULT.files,
 ) -> None:
-    """Make a model folder from a TorchServe archive."""
+    """Make a model folder from a TorchServe archive, and load it once, which runs its handler."""
     if not archive.exists():
         raise InstallError(f"{archive} is not there; expected an archive of torch-model-archiver.")
     if example is not None and not example.is_file():

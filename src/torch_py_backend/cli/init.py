@@ -75,7 +75,9 @@ def _make(folder: Path, kind: str, files: Mapping[str, Path], *, link: bool) -> 
     except BackendError as error:
         document["input"] = document["output"] = []
         told = f"inputs and outputs: to be written by you ({error})"
-    (folder / "config.pbtxt").write_text(_config(folder.name, kind, document), encoding="utf-8")
+    on_gpu = contents.built_for_gpu(next(iter(files.values())))
+    text = _config(folder.name, kind, document, on_gpu=on_gpu)
+    (folder / "config.pbtxt").write_text(text, encoding="utf-8")
     batch = document["max_batch_size"] or "0: the model has no batch dimension that can be told"
     others = list(files)[1:]
     return [
@@ -119,7 +121,10 @@ def _files(model: str, model_file: Path) -> tuple[str, dict[str, Path]]:
     return found.value, {_SERVED[found]: model_file} | extra
 
 
-def _config(name: str, kind: str, document: Mapping[str, Any]) -> str:
+_INPUTS_ON_GPU = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }'
+
+
+def _config(name: str, kind: str, document: Mapping[str, Any], *, on_gpu: bool) -> str:
     """A config.pbtxt for reading: every field with a word on what it is for."""
     batched = document["max_batch_size"] > 0
     lines = [
@@ -139,10 +144,9 @@ def _config(name: str, kind: str, document: Mapping[str, Any]) -> str:
     lines += ["", *_tensors("input", document), "", *_tensors("output", document), ""]
     lines += [
         "# Copies of the model, each in a process of its own. KIND_GPU: one on every GPU.",
-        "instance_group [{ kind: KIND_CPU count: 1 }]",
-        "",
-        '# Inputs that are on the GPU already stay there ("yes" would copy them to the host).',
-        'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }',
+        f"instance_group [{{ kind: KIND_{'GPU' if on_gpu else 'CPU'} count: 1 }}]",
+        "# With KIND_GPU, this leaves inputs that are on the GPU already there:",
+        f"{'' if on_gpu else '# '}{_INPUTS_ON_GPU}",
     ]
     return "\n".join(lines) + "\n"
 

@@ -12,8 +12,6 @@ import inspect
 import json
 import logging
 import os
-import sys
-import sysconfig
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,7 +90,7 @@ def load(config: ModelConfig, folder: Path, device: torch.device | None) -> Serv
     # Handlers open files beside them by their bare names.
     os.chdir(folder)
     with _initializing(config, manifest), sources.importing_from(folder):
-        module = _import(config, folder, manifest.handler_module)
+        module = _import(folder, manifest.handler_module)
         handle, initialize, owners = _entry(config, module, manifest.handler_function)
         _refuse_coroutine(config, manifest, handle)
         initialize(context)
@@ -130,35 +128,11 @@ def _initializing(config: ModelConfig, manifest: Manifest) -> Iterator[None]:
         ) from error
 
 
-def _import(config: ModelConfig, folder: Path, name: str) -> ModuleType:
+def _import(folder: Path, name: str) -> ModuleType:
     """The handler's module: the archive's, else TorchServe's own of this name."""
     if not marfile.holds_module(folder, name):
         return importlib.import_module(f"ts.torch_handler.{name}")
-    _make_room(config, folder)
     return importlib.import_module(name)
-
-
-def _make_room(config: ModelConfig, folder: Path) -> None:
-    """Forget modules of the archive's names that are others: the server's stub has a `model`."""
-    installed = [Path(sysconfig.get_path(key)) for key in ("stdlib", "purelib", "platlib")]
-    for path in folder.iterdir():
-        name = path.stem if path.suffix == ".py" else path.name
-        known = sys.modules.get(name)
-        file = getattr(known, "__file__", None)
-        if known is None or file is None or Path(file).is_relative_to(folder):
-            continue
-        if any(Path(file).is_relative_to(one) for one in installed):
-            log.warning(
-                "model '%s': %s of the archive is not imported: the package %s, which is installed,"
-                " was imported before.",
-                config.name,
-                path.name,
-                name,
-            )
-            continue
-        for other in [one for one in sys.modules if one == name or one.startswith(f"{name}.")]:
-            del sys.modules[other]
-    importlib.invalidate_caches()
 
 
 def _entry(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import importlib
-import io
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.contents import Content
 from torch_py_backend.errors import ArtifactError, SourceError, shown
 from torch_py_backend.torchserve.context import Context, settings
-from torch_py_backend.torchserve.images import Standard, pillow
+from torch_py_backend.torchserve.images import Standard, opened, pillow
 from torch_py_backend.torchserve.labels import (
     list_classes_from_module,
     load_label_mapping,
@@ -173,7 +172,7 @@ class VisionHandler(BaseHandler):
             sent = base64.b64decode(sent)
         if not isinstance(sent, bytes | bytearray):
             return torch.tensor(sent, dtype=torch.float32)
-        processed: Tensor = self.image_processing(pillow().open(io.BytesIO(sent)))
+        processed: Tensor = self.image_processing(opened(sent, self.image_processing))
         return processed
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torch_py_backend.errors import PlatformError
+from torch_py_backend.errors import InputError, PlatformError
 from torch_py_backend.torchserve.context import settings
 
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
+# Formats that Pillow decodes itself. For EPS it would start Ghostscript on the client's bytes.
+FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+# Of an image that becomes floats in its own size: 12 bytes a pixel, 300 MB in all.
+_MOST_PIXELS_AS_FLOATS = 25_000_000
 
 
 def pillow() -> Any:
@@ -32,6 +37,33 @@ def pillow() -> Any:
             cure="pip install 'torch-py-backend[torchserve]' where the server's Python runs.",
         ) from None
     return Image
+
+
+def opened(file: bytes | bytearray, processing: Any) -> Any:
+    """An image that is not decoded yet.
+
+    Handlers that take larger ones set Pillow's `Image.MAX_IMAGE_PIXELS`; None there is no limit.
+
+    Args:
+        file: what a client sent.
+        processing: what the image is given to.
+
+    Raises:
+        PIL.UnidentifiedImageError: it is in none of FORMATS.
+        InputError: it has too many pixels.
+    """
+    image = pillow().open(io.BytesIO(file), formats=FORMATS)
+    most = pillow().MAX_IMAGE_PIXELS
+    if most is not None and isinstance(processing, Standard) and processing.side is None:
+        most = min(most, _MOST_PIXELS_AS_FLOATS)
+    width, height = image.size
+    if most is not None and width * height > most:
+        raise InputError(
+            settings.get().name,
+            f"the image has {width} x {height} pixels",
+            expected=f"at most {most} pixels in all",
+        )
+    return image
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +91,7 @@ class Standard:
 def to_tensor(image: Any) -> Tensor:
     """Bytes from 0 to 255 as floats from 0 to 1, channels first."""
     array = np.array(image, dtype=np.uint8)
-    return torch.from_numpy(array).permute(2, 0, 1).contiguous().to(torch.float32) / 255
+    return torch.from_numpy(array).permute(2, 0, 1).contiguous().to(torch.float32).div_(255)
 
 
 def _resized(image: Any, side: int) -> Any:

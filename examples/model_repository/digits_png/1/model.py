@@ -19,7 +19,9 @@ class Hooks:
 
     def preprocess(self, image: bytes) -> Tensor:
         """One file, dark on light paper, as the network knows digits: [1, 8, 8], ink 0 to 16."""
-        paper = Image.open(BytesIO(image)).convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
+        # Without formats, Pillow would start Ghostscript for a file in PostScript.
+        opened = Image.open(BytesIO(image), formats=["PNG", "JPEG"])
+        paper = opened.convert("L").resize((SIDE, SIDE), Image.Resampling.BOX)
         light = torch.from_numpy(np.array(paper, dtype=np.float32)) / 255.0
         return INK * (1.0 - light).unsqueeze(0)
 
