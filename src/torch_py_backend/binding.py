@@ -12,7 +12,7 @@ import enum
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch_py_backend.errors import BindingError, shown
@@ -49,6 +49,7 @@ class Takes(enum.Enum):
     BOOL = "a bool"
     STR = "a str"
     RAW = "a bytes"
+    VALUE = "one value"
     STRINGS = "a list of str"
     BYTES = "a list of bytes"
     NESTED_STRINGS = "lists of str in lists"
@@ -56,7 +57,14 @@ class Takes(enum.Enum):
 
     @property
     def scalar(self) -> bool:
-        return self in (Takes.INT, Takes.FLOAT, Takes.BOOL, Takes.STR, Takes.RAW)
+        return self in (
+            Takes.INT,
+            Takes.FLOAT,
+            Takes.BOOL,
+            Takes.STR,
+            Takes.RAW,
+            Takes.VALUE,
+        )
 
     @property
     def raw(self) -> bool:
@@ -99,12 +107,14 @@ class Signature:
             the texts of their paths, in its order. None: a tree that takes what is put in.
         unflatten: makes (args, kwargs) of such a tree from its leaves.
         name: what the function is called, for messages.
+        by_name: what `**` takes under the names that it is known to take.
     """
 
     arguments: tuple[Argument, ...]
     leaves: tuple[str, ...] | None = None
     unflatten: Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]] | None = None
     name: str = "forward"
+    by_name: Mapping[str, Takes] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The function as its author wrote it."""
@@ -410,6 +420,7 @@ def _assemble(
         if name not in left_out:
             fed.setdefault(slot, {})[path] = name
     _check_keys(model, fed, signature)
+    _check_tuples(model, places, signature, left_out)
     filled = _filled(model, fed, signature, left_out)
     order = [one.name for one in signature.arguments if one.passing is Passing.POSITIONAL]
     order += sorted((slot for slot in fed if slot.startswith("*")), key=lambda slot: int(slot[1:]))
@@ -476,6 +487,26 @@ def _check_keys(model: str, fed: Mapping[str, Mapping[Path, str]], signature: Si
             )
 
 
+def _check_tuples(
+    model: str,
+    places: Mapping[str, tuple[str, Path]],
+    signature: Signature,
+    left_out: Collection[str],
+) -> None:
+    """A tuple that need not be passed is passed with all its parts or not at all."""
+    for one in signature.arguments:
+        if one.takes is not Takes.TUPLE or (one.required and not one.nullable):
+            continue
+        parts = [name for name, (slot, _) in places.items() if slot == one.name]
+        missing = [name for name in parts if name in left_out]
+        if missing and len(missing) < len(parts):
+            raise BindingError(
+                model,
+                f"{one.name} of {signature} is a tuple, and {shown(missing)} are left out of it",
+                expected=f"all of {shown(parts)}, or none of them",
+            )
+
+
 def _filled(
     model: str,
     fed: Mapping[str, dict[Path, str]],
@@ -504,7 +535,7 @@ def _filled(
 
 def _takes(signature: Signature, places: Mapping[str, tuple[str, Path]]) -> dict[str, Takes]:
     """What a column becomes: an argument's own kind, a tensor within its containers."""
-    kinds = {one.name: one.takes for one in signature.arguments}
+    kinds = {**signature.by_name, **{one.name: one.takes for one in signature.arguments}}
     keys: dict[tuple[str, Path], Takes] = {
         (one.name, (key.name,)): key.takes for one in signature.arguments for key in one.keys
     }
