@@ -242,6 +242,13 @@ class Optionals(nn.Module):
         return scaled if bias is None else scaled + bias
 
 
+class Stateful(nn.Module):
+    """An LSTM's state: two tensors that come together or not at all."""
+
+    def forward(self, x: Tensor, state: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        return x if state is None else x * state[0] + state[1]
+
+
 class Scalars(nn.Module):
     """Arguments that are no tensors."""
 

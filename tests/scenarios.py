@@ -485,6 +485,29 @@ CALLS = (
             Call({"x": 2 * _X}, {"y": 2 * _X}),
         ),
     ),
+    *(
+        Scenario(
+            f"optional_tuple_{kind}",
+            write,
+            config({"x": [4]}, {"y": [4]})
+            + "".join(
+                tensor("input", name, [4], more="optional: true")
+                for name in ("ARGS[1][0]", "ARGS[1][1]")
+            ),
+            (
+                Call({"x": _X}, {"y": _X}),
+                Call({"x": _X, "ARGS[1][0]": _X, "ARGS[1][1]": _X}, {"y": _X * _X + _X}),
+                Call(
+                    {"x": _X, "ARGS[1][1]": _X},
+                    Refused(400, ("all of ARGS[1][0], ARGS[1][1], or none of them",)),
+                ),
+            ),
+        )
+        for kind, write in (
+            ("module", python(models.Stateful)),
+            ("torchscript", script(models.Stateful())),
+        )
+    ),
     Scenario(
         "scalars",
         python(models.Scalars),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ import scenarios
 import torch
 import typer
 from rich.console import Console
+from torch import nn
 
 from torch_py_backend import (
     __version__,
@@ -143,10 +145,10 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
         (["install", "--backend-dir=/dev/null/x", "--create"], "cannot install into /dev/null/x"),
         (["check", "/no/such/models"], "/no/such/models is not a folder"),
         (["check", "/dev/null"], "/dev/null is not a folder"),
-        (["init", "/no/such/model.pt"], "/no/such/model.pt is not a file"),
+        (["init", "/no/such/model.pt"], "/no/such/model.pt is not there"),
         (["pack", "/no/env", "--python=3.11"], "/no/env is no environment"),
         (["pack", ".", "--python=py3"], "--python is 'py3'; expected a version such as 3.12"),
-        (["init", "/"], "/ is not a file"),
+        (["init", "/"], "/ is a folder without a config.json of transformers"),
         pytest.param(
             ["check", "/no/[extra]/[/x]"],
             "/no/[extra]/[/x] is not a folder",
@@ -652,18 +654,226 @@ def test_init_takes_what_the_source_needs(tmp_path: Path, link: list[str]) -> No
     assert set(files) == taken | {"model.py", "model.safetensors.index.json"}
 
 
+_EDGE = 16
+_IMAGES = f"--input=x:FP32:3x{_EDGE}x{_EDGE}"
+
+
+class Classifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores: torch.Tensor = self.head(self.conv(x).mean((2, 3)))
+        return scores
+
+
+def _next(done: subprocess.CompletedProcess[str], word: str = "next:") -> list[str]:
+    """The words of the command that `init` names."""
+    (line,) = [one for one in done.stdout.splitlines() if one.startswith(word)]
+    program, *arguments = shlex.split(line.removeprefix(word))
+    assert program == "torch-py-backend"
+    return arguments
+
+
 def test_init_without_examples(tmp_path: Path) -> None:
-    """Where nothing tells the shapes, the folder says what is to be written, and where."""
-    scenarios.script(models.Negate(), "net.pt")(tmp_path)
+    """Where nothing tells the shapes, the arguments are named, and a command that goes on.
+
+    Whether there is a batch dimension is left open, and told once the inputs are known.
+    """
+    torch.jit.trace(Classifier().eval(), torch.rand(1, 3, _EDGE, _EDGE)).save(tmp_path / "net.pt")
     done = _run("init", "net.pt", cwd=tmp_path)
-    assert done.returncode == 0
-    assert "to be written by you" in done.stdout
-    assert "example_inputs.safetensors" in done.stdout
-    assert "next: complete config.pbtxt" in done.stdout
+    assert done.returncode == 1, done.stdout
+    assert "nothing tells the types and sizes of x" in done.stdout
     text = (tmp_path / "net" / "config.pbtxt").read_text()
-    assert "# input [{" in text
-    assert "# output [{" in text
+    assert '# input [{ name: "x" data_type: TYPE_FP32 dims: [ … ] }]' in text
     assert completion.needed(pbtxt.read(tmp_path / "net"))
+    assert "\nmax_batch_size" not in text
+
+    *command, wish = _next(done)
+    assert wish == "x:FP32:3x224x224"
+    done = _run(*command[:-1], _IMAGES, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loads and runs" in done.stdout
+    assert _next(done) == ["serve", "."]
+    document = pbtxt.read(tmp_path / "net")
+    assert document["max_batch_size"] == 8
+    assert document["input"][0]["dims"] == [3, _EDGE, _EDGE]
+    assert document["output"][0]["dims"] == [5]
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_init_of_weights(tmp_path: Path, suffix: str) -> None:
+    """A state_dict asks for its class; once that lies beside it, the same command goes on."""
+    file = f"net.{suffix}"
+    if suffix == "pt":
+        torch.save(Classifier().state_dict(), tmp_path / file)
+    else:
+        safetensors.torch.save_file(Classifier().state_dict(), tmp_path / file)
+    done = _run("init", file, _IMAGES, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "Write net.py beside it, with the class that it belongs to" in done.stderr
+    scenarios.text(models.source(Classifier), "net.py")(tmp_path)
+    done = _run("init", file, _IMAGES, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "loads and runs" in done.stdout
+    assert (tmp_path / "net" / "1" / f"model.{suffix}").is_file()
+
+
+def test_init_without_weights(tmp_path: Path) -> None:
+    """A class without its weights: exit code 1, what is missing, and the commands that go on."""
+    scenarios.text(models.source(Classifier), "net.py")(tmp_path)
+    done = _run("init", "net.py", _IMAGES, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "no file with them lies beside model.py" in done.stdout
+    assert "next: save the weights as net.pt" in done.stdout
+    # Their shapes do not hang on the weights.
+    assert not completion.needed(pbtxt.read(tmp_path / "net"))
+    torch.save(Classifier().state_dict(), tmp_path / "net.pt")
+    done = _run("init", "net.py", _IMAGES, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "or replace it with --force" in done.stderr
+    done = _run("init", "net.py", _IMAGES, "--force", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["net", "net.pt", "net.py"]
+
+
+_TAKES = """
+import torch
+
+
+def forward(x, texts: list[str], scale: float = 1.0):
+    assert texts == ["text"] * len(texts)
+    return {"doubled": torch.cat([x, x], -1) * scale, "first": x[..., 0]}
+"""
+_ONE_ROW = """
+def forward(x):
+    rows, columns = x.shape
+    return {"y": x.sum().reshape(1)}
+"""
+
+
+@pytest.mark.parametrize(
+    ("source", "wishes", "rows", "outputs"),
+    [
+        pytest.param(
+            _TAKES,
+            ["x:fp32:-1", "texts:BYTES:1", "scale:TYPE_FP32:"],
+            8,
+            {"doubled": [-1], "first": [1]},
+            id="batched",
+        ),
+        pytest.param(_ONE_ROW, ["x:FP32:2x3"], 0, {"y": [1]}, id="without-a-batch"),
+    ],
+)
+def test_init_with_inputs(
+    tmp_path: Path, source: str, wishes: list[str], rows: int, outputs: dict[str, list[int]]
+) -> None:
+    """--input says what is sent; what comes back, and whether rows are batched, is tried."""
+    scenarios.text(source, "net.py")(tmp_path)
+    done = _run("init", "net.py", *(f"--input={one}" for one in wishes), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = pbtxt.read(tmp_path / "net")
+    assert document["max_batch_size"] == rows
+    assert [one["name"] for one in document["input"]] == [one.split(":")[0] for one in wishes]
+    assert {one["name"]: one["dims"] for one in document["output"]} == outputs
+
+
+def test_init_with_an_example(tmp_path: Path) -> None:
+    """--example goes into the model folder, and tells the rest."""
+    scenarios.script(Classifier(), "net.pt")(tmp_path)
+    scenarios.safe({"x": torch.rand(2, 3, _EDGE, _EDGE)}, "some.safetensors")(tmp_path)
+    done = _run("init", "net.pt", "--example=some.safetensors", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert pbtxt.read(tmp_path / "net")["max_batch_size"] == 8
+    assert (tmp_path / "net" / "1" / "example_inputs.safetensors").is_file()
+
+
+def test_init_of_a_pretrained_folder(tmp_path: Path) -> None:
+    """What save_pretrained wrote becomes a model folder that loads and runs."""
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.BertConfig(
+        vocab_size=100,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        num_labels=3,
+    )
+    model = transformers.BertForSequenceClassification(settings)
+    model.save_pretrained(tmp_path / "bert")
+    done = _run("init", "bert", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert _next(done) == ["serve", "models"]
+    document = pbtxt.read(tmp_path / "models" / "bert")
+    factory = document["parameters"]["MODEL_FACTORY"]["string_value"]
+    assert factory == "transformers:BertForSequenceClassification"
+    assert [(one["name"], one["dims"], one["optional"]) for one in document["input"]] == [
+        ("input_ids", [-1], False),
+        ("attention_mask", [-1], True),
+        ("token_type_ids", [-1], True),
+    ]
+    assert [(one["name"], one["dims"]) for one in document["output"]] == [("logits", [3])]
+
+
+def test_init_of_a_pretrained_generator(tmp_path: Path) -> None:
+    """A decoder's cache of keys and values is left out of what it returns."""
+    transformers = pytest.importorskip("transformers")
+    settings = transformers.GPT2Config(
+        vocab_size=100, n_embd=16, n_layer=1, n_head=2, n_positions=32, pad_token_id=0
+    )
+    transformers.GPT2LMHeadModel(settings).save_pretrained(tmp_path / "gpt2-v1.0")
+    done = _run("init", "gpt2-v1.0", "--input=input_ids:INT64:-1", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    document = pbtxt.read(tmp_path / "models" / "gpt2-v1.0")
+    assert [(one["name"], one["dims"]) for one in document["output"]] == [("logits", [-1, 100])]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--input=x"], "--input is 'x'; expected NAME:TYPE:DIMS such as x:FP32:3x224x224"),
+        (["--input=x:FLOAT:3"], "with one of the types BOOL"),
+        (["--input=x:FP32:3,224"], "expected NAME:TYPE:DIMS"),
+        (["--input=x:FP32:-2"], "expected NAME:TYPE:DIMS"),
+        (["--input=x:FP32:3", "--example=net.py"], "give one of them"),
+        (["--example=none"], "--example is none; expected a file of safetensors"),
+    ],
+)
+def test_init_refuses(tmp_path: Path, arguments: list[str], says: str) -> None:
+    """What --input and --example cannot mean is one line, and nothing is made."""
+    scenarios.text("def forward(x):\n    return x\n", "net.py")(tmp_path)
+    done = _run("init", "net.py", *arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["net.py"]
+
+
+@pytest.mark.parametrize(
+    ("files", "arguments", "says"),
+    [
+        (["net/notes.txt", "source.py"], [], "is not a model folder"),
+        (["net/config.pbtxt", "net/2/model.py"], [], "the version 1 alone"),
+        (["net/config.pbtxt", "net/1/net.py"], ["--link"], "--link would link to files in"),
+    ],
+    ids=["no-model", "versions", "link-into-itself"],
+)
+def test_init_replaces_nothing_else(
+    tmp_path: Path, files: list[str], arguments: list[str], says: str
+) -> None:
+    """--force replaces a model folder as `init` makes them, and nothing besides."""
+    for name in files:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("def forward(x):\n    return x\n")
+    before = _tree(tmp_path)
+    done = _run(
+        "init", str(tmp_path / files[-1]), "--name=net", "--force", *arguments, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    assert says in done.stderr
+    assert _tree(tmp_path) == before
 
 
 def _pickled(path: Path) -> None:
@@ -687,7 +897,7 @@ def _truncated(path: Path) -> None:
         pytest.param(
             "weights.pt",
             lambda path: torch.save(models.Affine().state_dict(), path),
-            ("weights.pt is a state_dict", "weights.py beside it"),
+            ("weights.pt is a state_dict", "Write weights.py beside it"),
             id="state-dict",
         ),
         pytest.param(

@@ -48,7 +48,7 @@ def test_a_model_folder(tmp_path: Path, write: Callable[..., Path], name: str) -
     lines = done.stdout.splitlines()
     assert lines[0] == f"made {tmp_path / 'net'}"
     assert "  a request's body: input of bytes" in lines
-    assert lines[-1] == "loads; next: torch-py-backend serve", done.stdout
+    assert lines[-1] == f"loads; next: torch-py-backend serve {tmp_path}", done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {name, "net"}
     files = {f"1/model.mar/{one}" for one in archives.eager()}
     found = {one for one in _tree(tmp_path / "net") if (tmp_path / "net" / one).is_file()}

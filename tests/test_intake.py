@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Optional, Tuple  # noqa: UP035
 
 import build
 import numpy as np
@@ -194,18 +194,53 @@ def test_optional_input_without_a_batch() -> None:
     assert received(made, two, {"x": x}, {"x": x, "y": x}) == [(x, None), (x, x)]
 
 
-def test_pattern_that_cannot_be_passed_is_refused_at_load() -> None:
-    """No request finds out that a pattern of optional inputs leaves a gap: it fails the load."""
+def test_gap_in_a_list_is_refused_before_the_call() -> None:
+    """Of a list, the last parts may be left out; a request that leaves a gap is refused."""
+
+    def forward(tensors: list[Tensor]) -> Any:
+        return tensors
+
+    specs = [build.spec("a"), optional(build.spec("b")), optional(build.spec("c"))]
+    made = passing(forward, *specs)
+    value = torch.ones(1, 4)
+
+    assert set(made.patterns) == {frozenset(), frozenset("c"), frozenset("bc")}
+    refusal = made.admit({"a": value, "c": value})
+    assert isinstance(refusal, InputError)
+    assert "a, c leave gaps in a list" in str(refusal)
+    assert received(made, forward, {"a": value, "b": value}) == [[value, value]]
+
+
+def test_input_that_only_leaves_gaps_is_refused_at_load() -> None:
+    """An optional input that no request can leave out fails the load."""
 
     def forward(tensors: list[Tensor]) -> Any: ...
 
-    specs = [build.spec("a"), optional(build.spec("b")), optional(build.spec("c"))]
-    try:
-        made = passing(forward, *specs)
-    except BindingError:
-        return
+    with pytest.raises(BindingError, match="a, c leave gaps in a list"):
+        passing(forward, build.spec("a"), optional(build.spec("b")), build.spec("c"))
+
+
+def test_parts_of_a_tuple_are_left_out_together() -> None:
+    """An Optional[Tuple[Tensor, Tensor]] is fed by two optional inputs: both or neither."""
+
+    def forward(x: Tensor, state: Optional[Tuple[Tensor, Tensor]] = None) -> Any:  # noqa: UP006, UP045
+        return x, state
+
+    names = ("ARGS[1][0]", "ARGS[1][1]")
+    made = passing(forward, X, *(optional(build.spec(name)) for name in names))
     value = torch.ones(1, 4)
-    made.group([(0, {"a": value, "c": value})])
+
+    assert set(made.patterns) == {frozenset(), frozenset(names)}
+    whole: Item = {"x": value, names[0]: value, names[1]: value}
+    assert received(made, forward, whole, {"x": value}) == [
+        (value, (value, value)),
+        (value, None),
+    ]
+    for name in names:
+        refusal = made.admit({"x": value, name: value})
+        assert isinstance(refusal, InputError)
+        assert "is a tuple" in str(refusal)
+        assert "all of ARGS[1][0], ARGS[1][1], or none of them" in str(refusal)
 
 
 # --- groups ----------------------------------------------------------------------------------

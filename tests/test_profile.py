@@ -70,6 +70,15 @@ def test_a_process_that_dies(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["negate", "old.json"]
 
 
+def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository is no model: the models in it are named, and nothing is left."""
+    model = _model(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli.commands, ["profile", str(tmp_path)])
+    assert f"{tmp_path} is a repository; name one of {model}." in str(done.exception)
+    assert list(tmp_path.iterdir()) == [model]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -83,6 +83,16 @@ def test_latest_of_none(tmp_path: Path) -> None:
         repository.latest(folder)
 
 
+def test_latest_of_a_repository(tmp_path: Path) -> None:
+    """A repository where a model is expected is refused, and its models are named."""
+    root = _lay_out(tmp_path, "b/1/", "a/config.pbtxt", "notes/")
+    with pytest.raises(ConfigError) as refusal:
+        repository.latest(root)
+    assert str(refusal.value).endswith(
+        f"{root} is a repository; name one of {root / 'a'}, {root / 'b'}."
+    )
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_folder_that_cannot_be_read() -> None:
     """One folder of another user does not hide the other models; it is a model, to be reported."""

@@ -203,6 +203,84 @@ def test_exported_scalar(tmp_path: Path) -> None:
     assert found["output"] == [{"name": "OUTPUT__0", "data_type": "TYPE_FP32", "dims": [1]}]
 
 
+# --- inputs that config.pbtxt lists ------------------------------------------------------------
+
+_ROWS = (
+    _HEADER
+    + """
+def forward(x, texts: list[str], scale: float = 1.0):
+    assert texts == ["text"] * len(texts)
+    return {"wide": torch.cat([x, x], -1) * scale, "first": x[..., 0]}
+"""
+)
+_STRICT = (
+    _HEADER
+    + """
+def forward(x):
+    assert x.min() > 1, "x is too small"
+    return x
+"""
+)
+
+
+def _listed(**dims: list[int]) -> list[dict[str, Any]]:
+    kinds = {"texts": "TYPE_STRING"}
+    return [
+        {"name": name, "data_type": kinds.get(name, "TYPE_FP32"), "dims": shape}
+        for name, shape in dims.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "x", "outputs", "told"),
+    [
+        (4, [-1], [("wide", "FP32", [-1]), ("first", "FP32", [1])], 8),
+        (4, [3], [("wide", "FP32", [6]), ("first", "FP32", [1])], 8),
+        (0, [2, -1], [("wide", "FP32", [2, -1]), ("first", "FP32", [2])], 0),
+    ],
+    ids=["any-size", "fixed", "without-a-batch"],
+)
+def test_outputs_of_listed_inputs(
+    tmp_path: Path, size: int, x: list[int], outputs: list[Entry], told: int
+) -> None:
+    """Without an example, made-up values tell the outputs, and which of their sizes vary."""
+    build.write(tmp_path, "model.py", _ROWS.encode())
+    given = _listed(x=x, texts=[1], scale=[1])
+    _, found, rows = _describe(tmp_path, input=given, max_batch_size=size)
+    assert (found, rows) == (outputs, told)
+
+
+def test_sizes_that_an_example_leaves_open(tmp_path: Path) -> None:
+    """An example has one size; where the config lists -1, outputs are tried with another one."""
+    source = _STRICT + "def example_inputs():\n    return {'x': torch.full((2, 5), 2.0)}\n"
+    build.write(tmp_path, "model.py", source.encode())
+    _, found, _ = _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
+    assert found == [("OUTPUT__0", "FP32", [-1])]
+
+
+def test_listed_inputs_that_do_not_do(tmp_path: Path) -> None:
+    """A model that fails with made-up values says so, and asks for an example."""
+    build.write(tmp_path, "model.py", _STRICT.encode())
+    with pytest.raises(ConfigError) as refusal:
+        _describe(tmp_path, input=_listed(x=[3]), max_batch_size=4)
+    assert "made-up values for its inputs do not tell them" in str(refusal.value)
+    assert "x is too small" in str(refusal.value)
+    assert "example_inputs.safetensors" in str(refusal.value)
+
+
+def test_takes(tmp_path: Path) -> None:
+    """The arguments that must be fed, with the types that annotations tell."""
+    build.write(tmp_path, "model.py", _ROWS.encode())
+    given = build.arguments(input=[], output=[], max_batch_size=0)
+    found = schema.takes(given | {"model_repository": str(tmp_path)})
+    assert found["signature"] == "forward(x, texts: list[str], scale: float = 1.0)"
+    assert found["arguments"] == ["x", "texts", "scale"]
+    assert found["inputs"] == [
+        {"name": "x"},
+        {"name": "texts", "data_type": "TYPE_STRING", "dims": [-1]},
+    ]
+
+
 def test_exported_needs_no_examples(tmp_path: Path) -> None:
     """What a program says of itself counts; examples beside it are not read."""
     build.write(tmp_path, "model.pt2", kinds._exported("one"))

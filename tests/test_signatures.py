@@ -166,6 +166,37 @@ def test_optional_argument_may_be_none(annotation: str, takes: Takes, future: st
     assert argument.required
 
 
+@pytest.mark.parametrize("future", ["", "from __future__ import annotations"], ids=["", "future"])
+@pytest.mark.parametrize(
+    ("signature", "by_name"),
+    [
+        pytest.param(
+            "x, **rest: Unpack[Rest]", {"steps": Takes.INT, "y": Takes.TENSOR}, id="unpacked"
+        ),
+        pytest.param(
+            "x, generation_config: Optional[GenerationConfig] = None, **kwargs",
+            {"max_new_tokens": Takes.VALUE, "temperature": Takes.VALUE},
+            id="generation-config",
+        ),
+        pytest.param("x, generation_config: GenerationConfig", {}, id="no-rest"),
+        pytest.param("x, generation_config=None, **kwargs", {}, id="another-config"),
+        pytest.param("x, **kwargs: int", {}, id="not-unpacked"),
+    ],
+)
+def test_names_that_the_rest_takes(signature: str, by_name: dict[str, Takes], future: str) -> None:
+    """What `**` takes is known from a TypedDict, and for transformers' generate()."""
+    before = f"""{future}
+from typing_extensions import TypedDict, Unpack
+class Rest(TypedDict, total=False):
+    steps: int
+    y: "torch.Tensor"
+class GenerationConfig:
+    def __init__(self):
+        self.max_new_tokens = self.temperature = None
+"""
+    assert signatures.of_function(function(signature, before)).by_name == by_name
+
+
 _KEYS = """
 from typing import Annotated, Optional
 from typing_extensions import NotRequired, Required, TypedDict

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +73,62 @@ def test_tuned(tmp_path: Path) -> None:
     assert json.loads((model / "tuned.json").read_text())["machines"] == {here: found}
     assert tuned.chosen(model, here) == given
     assert (model / "tuned.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_automatic_dry_run(tmp_path: Path) -> None:
+    """--dry-run writes no tuned.json either, which OPTIMIZE "auto" would read."""
+    model = _model(tmp_path, text=_CONFIG + _SETTING.format("OPTIMIZE", "auto"))
+    before = _tree(model)
+    done = _tune(model, "--quick", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert 'OPTIMIZE "auto" would take it from tuned.json' in done.stdout
+    assert "wrote" not in done.stdout
+    assert _tree(model) == before
+
+
+@pytest.mark.slow
+def test_dry_run_on_a_terminal(tmp_path: Path) -> None:
+    """--dry-run writes nothing. The bar shows no number before the candidates are counted."""
+    model = _model(tmp_path)
+    before = _tree(model)
+    ours, theirs = os.openpty()
+    # A terminal holds only some kilobytes for its reader: a thread keeps reading.
+    shown: list[bytes] = []
+    reader = threading.Thread(target=_read_all, args=(ours, shown))
+    reader.start()
+    done = subprocess.run(
+        [*_COMMAND, str(model), "--quick", "--dry-run"],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        check=False,
+        env=_ENVIRONMENT | {"TERM": "xterm"},
+    )
+    os.close(theirs)
+    reader.join()
+    os.close(ours)
+    text = b"".join(shown).decode()
+    assert done.returncode == 0, text
+    assert "the reference, in eager" in text
+    assert "1/3" in text
+    assert "None" not in text
+    assert b"chosen" in done.stdout
+    assert b"wrote" not in done.stdout
+    assert _tree(model) == before
+
+
+def _read_all(terminal: int, shown: list[bytes]) -> None:
+    with contextlib.suppress(OSError):  # the other end is closed
+        while read := os.read(terminal, 1 << 16):
+            shown.append(read)
+
+
+def _tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 @pytest.mark.slow
@@ -199,6 +257,15 @@ def test_no_folder(path: str) -> None:
     done = _tune(path)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert f"{path} is not a folder" in done.stderr
+
+
+def test_repository(tmp_path: Path) -> None:
+    """A repository is no model: the models in it are named."""
+    model = _model(tmp_path)
+    done = _tune(tmp_path)
+    assert done.returncode == 1
+    assert f"{tmp_path} is a repository; name one of {model}." in done.stderr
+    assert done.stderr.count("\n") == 1
 
 
 def test_damaged_findings(tmp_path: Path) -> None:

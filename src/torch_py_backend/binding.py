@@ -16,7 +16,7 @@ import enum
 import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch_py_backend.errors import BindingError, shown
@@ -54,6 +54,7 @@ class Takes(enum.Enum):
     BOOL = "a bool"
     STR = "a str"
     RAW = "a bytes"
+    VALUE = "one value"
     STRINGS = "a list of str"
     BYTES = "a list of bytes"
     NESTED_STRINGS = "lists of str in lists"
@@ -61,7 +62,14 @@ class Takes(enum.Enum):
 
     @property
     def scalar(self) -> bool:
-        return self in (Takes.INT, Takes.FLOAT, Takes.BOOL, Takes.STR, Takes.RAW)
+        return self in (
+            Takes.INT,
+            Takes.FLOAT,
+            Takes.BOOL,
+            Takes.STR,
+            Takes.RAW,
+            Takes.VALUE,
+        )
 
     @property
     def raw(self) -> bool:
@@ -105,6 +113,7 @@ class Signature:
         unflatten: makes (args, kwargs) of such a tree from its leaves.
         name: what the function is called, for messages.
         torchscript: it is TorchScript: names follow LibTorch's rule, strings may be any bytes.
+        by_name: what `**` takes under the names that it is known to take.
     """
 
     arguments: tuple[Argument, ...]
@@ -112,6 +121,7 @@ class Signature:
     unflatten: Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]] | None = None
     name: str = "forward"
     torchscript: bool = False
+    by_name: Mapping[str, Takes] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """The function as its author wrote it."""
@@ -491,6 +501,7 @@ def _assemble(
         if name not in left_out:
             fed.setdefault(slot, {})[path] = name
     _check_keys(model, fed, signature)
+    _check_tuples(model, places, signature, left_out)
     filled = _filled(model, fed, signature, left_out)
     order = [one.name for one in signature.arguments if one.passing is Passing.POSITIONAL]
     order += sorted((slot for slot in fed if slot.startswith("*")), key=lambda slot: int(slot[1:]))
@@ -557,6 +568,26 @@ def _check_keys(model: str, fed: Mapping[str, Mapping[Path, str]], signature: Si
             )
 
 
+def _check_tuples(
+    model: str,
+    places: Mapping[str, tuple[str, Path]],
+    signature: Signature,
+    left_out: Collection[str],
+) -> None:
+    """A tuple that need not be passed is passed with all its parts or not at all."""
+    for one in signature.arguments:
+        if one.takes is not Takes.TUPLE or (one.required and not one.nullable):
+            continue
+        parts = [name for name, (slot, _) in places.items() if slot == one.name]
+        missing = [name for name in parts if name in left_out]
+        if missing and len(missing) < len(parts):
+            raise BindingError(
+                model,
+                f"{one.name} of {signature} is a tuple, and {shown(missing)} are left out of it",
+                expected=f"all of {shown(parts)}, or none of them",
+            )
+
+
 def _filled(
     model: str,
     fed: Mapping[str, dict[Path, str]],
@@ -585,7 +616,7 @@ def _filled(
 
 def _takes(signature: Signature, places: Mapping[str, tuple[str, Path]]) -> dict[str, Takes]:
     """What a column becomes: an argument's own kind, a tensor within its containers."""
-    kinds = {one.name: one.takes for one in signature.arguments}
+    kinds = {**signature.by_name, **{one.name: one.takes for one in signature.arguments}}
     keys: dict[tuple[str, Path], Takes] = {
         (one.name, (key.name,)): key.takes for one in signature.arguments for key in one.keys
     }

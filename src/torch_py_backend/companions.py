@@ -17,8 +17,13 @@ from torch_py_backend.errors import ArtifactError
 _SERVED = "model"
 
 
-def of_source(model: str, source: Path) -> dict[str, Path]:
+def of_source(model: str, source: Path, weights: Path | None = None) -> dict[str, Path]:
     """The files that belong to a source, by the names that they have where it is model.py.
+
+    Args:
+        model: the model's name.
+        source: the source.
+        weights: its weights; None: what lies beside it under its stem.
 
     Raises:
         ArtifactError: it is not clear which weights are meant, or a module has model.py's name.
@@ -31,7 +36,12 @@ def of_source(model: str, source: Path) -> dict[str, Path]:
             f"{source.name} imports {taken} beside it, whose name is the one that it is served by",
             cure=f"Rename {taken}.",
         )
-    return {taken: source, **_weights(model, source), **modules}
+    if weights is None:
+        found = _weights(model, source)
+    else:
+        suffix = ".safetensors" if weights.suffix == ".safetensors" else ".pt"
+        found = {f"{_SERVED}{suffix}": weights}
+    return {taken: source, **found, **modules}
 
 
 # --- weights ---------------------------------------------------------------------------------

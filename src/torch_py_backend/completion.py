@@ -59,15 +59,35 @@ def complete(
     Raises:
         LoadError: the model cannot be loaded, does not tell its schema, or contradicts the config.
     """
+    fill(arguments["model_name"], document, describe(arguments, document, seconds))
+
+
+def describe(
+    arguments: Mapping[str, str], document: Mapping[str, Any], seconds: float = math.inf
+) -> dict[str, Any]:
+    """What the model tells of itself; the arguments are those of `complete`.
+
+    Raises:
+        LoadError: the model cannot be loaded, or does not tell its schema.
+    """
     model = arguments["model_name"]
     _refuse_ragged_batches(model, document)
     settings = options.parse(model, document.get("parameters", {}))
-    schema = isolation.run(
+    schema: dict[str, Any] = isolation.run(
         model,
         "torch_py_backend.schema:describe",
         {"arguments": dict(arguments)},
         min(seconds, settings.auto_complete_timeout_s),
     )
+    return schema
+
+
+def fill(model: str, document: dict[str, Any], schema: dict[str, Any]) -> None:
+    """Put what the model tells of itself into a config, where that leaves it out.
+
+    Raises:
+        ConfigError: the config contradicts it.
+    """
     wished = document.get("max_batch_size", 0)
     # Where the inputs are written down, so is whether they are batched.
     if not wished and not document.get("input"):

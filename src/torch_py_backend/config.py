@@ -154,6 +154,20 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     return parsed
 
 
+def written_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
+    """The inputs that a config lists; none where one of them lacks its type or dims.
+
+    Raises:
+        ConfigError: one has a type that does not exist.
+    """
+    entries = json.loads(args["model_config"]).get("input", [])
+    whole = all(
+        entry.get("data_type", "TYPE_INVALID") != "TYPE_INVALID" and entry.get("dims")
+        for entry in entries
+    )
+    return tuple(_spec(args["model_name"], "input", entry) for entry in entries) if whole else ()
+
+
 def refuse_contradictions(config: ModelConfig) -> None:
     """Refuse options that do not go with each other, or with the rest of the config.
 

@@ -102,10 +102,33 @@ class Intake:
             getattr(torch, dtypes.from_triton(cast).torch or "") if cast else None
         )
         optional = frozenset(self._names) - frozenset(self._required) - made - self._carried
-        self.patterns: tuple[frozenset[str], ...] = (frozenset(), *_patterns(sorted(optional)))
-        # At load: a pattern that cannot be passed must not wait for its first request.
-        for pattern in self.patterns if self._carried else self.patterns[1:]:
+        if self._carried:
+            self._bound(self._carried)
+        self.patterns: tuple[frozenset[str], ...] = (frozenset(), *self._passable(sorted(optional)))
+
+    def _passable(self, optional: Sequence[str]) -> list[frozenset[str]]:
+        """The patterns of optional inputs that forward() can be called without.
+
+        A request that leaves out others is refused: two parts of one tuple go together.
+
+        Raises:
+            BindingError: an input is in none of them.
+        """
+        patterns = list(_patterns(optional))
+        refusals = {pattern: self._refusal(pattern) for pattern in patterns}
+        passable = [pattern for pattern in patterns if refusals[pattern] is None]
+        for pattern, refusal in refusals.items():
+            if refusal is not None and not pattern <= frozenset().union(*passable):
+                raise refusal
+        return passable
+
+    def _refusal(self, pattern: frozenset[str]) -> BindingError | None:
+        """Why forward() cannot be called without these inputs; None: it can."""
+        try:
             self._bound(pattern | self._carried)
+        except BindingError as error:
+            return error
+        return None
 
     @property
     def places(self) -> dict[str, str]:
@@ -335,6 +358,7 @@ _SCALARS: Mapping[Takes, Callable[[Any], Any]] = {
     Takes.BOOL: bool,
     Takes.STR: _text,
     Takes.RAW: _raw,
+    Takes.VALUE: lambda value: value,
 }
 
 
@@ -381,6 +405,7 @@ _ACCEPTED = {
     Takes.INT: ("INT", "UINT"),
     Takes.FLOAT: ("FP", "BF16", "INT", "UINT"),
     Takes.BOOL: ("BOOL",),
+    Takes.VALUE: ("",),  # any type
 }
 
 

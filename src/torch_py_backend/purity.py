@@ -80,4 +80,5 @@ def _bytes(value: Value) -> Tensor:
     """A tensor's memory: NaN is not equal to itself."""
     column = to_column(value)
     assert isinstance(column, Tensor)  # noqa: S101  of `copied`, or a buffer
-    return column.contiguous().flatten().view(torch.uint8)
+    # A tensor of one value may have a stride of 0, which contiguous() leaves.
+    return column.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)

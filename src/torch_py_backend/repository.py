@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from torch_py_backend.errors import ConfigError, ServerError
+from torch_py_backend.errors import ConfigError, ServerError, shown
 
 
 def models(path: Path) -> list[Path]:
@@ -59,13 +59,23 @@ def latest(folder: Path) -> str:
     """The version that Triton serves by default.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, or the folder is a repository and not a model.
     """
     found = versions(folder)
     if not found:
+        _refuse_repository(folder)
         raise ConfigError(
             folder.name,
             "the model folder has no versions",
             expected="a folder named 1 with the model file in it",
         )
     return found[-1]
+
+
+def _refuse_repository(folder: Path) -> None:
+    found = [] if _has_config(folder) else models(folder)
+    if found:
+        raise ConfigError(
+            folder.name,
+            f"{folder} is a repository; name one of {shown(str(one) for one in found)}",
+        )

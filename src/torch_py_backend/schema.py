@@ -31,12 +31,20 @@ from torch_py_backend import (
 )
 from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import Item, Value
-from torch_py_backend.binding import Passing, Takes, bind_inputs, ordinal
+from torch_py_backend.binding import (
+    Argument,
+    Passing,
+    Signature,
+    Takes,
+    bind_inputs,
+    ordinal,
+)
 from torch_py_backend.config import ModelConfig, TensorSpec
 from torch_py_backend.errors import (
     BackendError,
     ConfigError,
     ForwardError,
+    InputError,
     LoadError,
     SourceError,
 )
@@ -80,7 +88,8 @@ def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
         LoadError: the model cannot be loaded, or nothing tells its schema.
     """
     undecided = "model_transaction_policy" not in json.loads(arguments["model_config"])
-    found = of_model(config.parse(arguments, complete=False), undecided=undecided)
+    settings = config.parse(arguments, complete=False)
+    found = of_model(settings, undecided=undecided, written=config.written_inputs(arguments))
     return {
         "input": [_as_json(spec) for spec in found.inputs],
         "output": [_as_json(spec) for spec in found.outputs],
@@ -102,19 +111,23 @@ def _as_json(spec: TensorSpec) -> dict[str, Any]:
     return entry if spec.dims else entry | {"dims": [1], "reshape": {"shape": []}}
 
 
-def of_model(settings: ModelConfig, *, undecided: bool) -> Schema:
+def of_model(
+    settings: ModelConfig, *, undecided: bool, written: Sequence[TensorSpec] = ()
+) -> Schema:
     """The schema of the artifact in a model's version folder.
 
     Args:
         settings: the model's config, less what is to be told.
         undecided: whether the config leaves open if the model is decoupled.
+        written: the inputs in config.pbtxt, if all of them are there: without an example, values
+            are made up for them.
     """
     artifact = artifacts.find(settings)
     # Whether there is a batch dimension is yet to be told.
     batched = dataclasses.replace(settings, max_batch_size=settings.max_batch_size or 1)
     around = hooks.load(batched, artifact)
     if around is not None:
-        return _of_hooks(settings, artifact, around)
+        return _of_hooks(settings, artifact, around, written)
     if undecided and artifact.kind in (Kind.MODULE, Kind.FACTORY):
         # What makes streams is loaded as that.
         settings = dataclasses.replace(settings, decoupled=True)
@@ -122,12 +135,61 @@ def of_model(settings: ModelConfig, *, undecided: bool) -> Schema:
         return _of_program(settings, programs.describe_exported(settings, artifact.path))
     if artifact.kind is not Kind.AOTI:  # compiled code reads memory, which meta tensors lack
         try:
-            return _of_example(settings, artifact, _META)
+            return _of_example(settings, artifact, _META, written)
         except LoadError:
             raise
         except Exception as error:  # what depends on values, or on the device
             log.debug("model '%s' does not run on meta tensors: %s", settings.name, error)
-    return _of_example(settings, artifact, _device(artifact))
+    try:
+        return _of_example(settings, artifact, _device(artifact), written)
+    except ForwardError as error:
+        if not written or examples.find(settings, artifact) is not None:
+            raise
+        raise ConfigError(
+            settings.name,
+            "config.pbtxt lists no outputs, and made-up values for its inputs do not tell them:"
+            f" {error}",
+            cure=f"Correct the inputs; or put valid values beside the model ({examples.NAME}"
+            ".safetensors); or write the outputs into config.pbtxt.",
+        ) from error
+
+
+def takes(arguments: Mapping[str, str]) -> dict[str, Any]:
+    """What a model's function takes, as far as its signature tells: it is loaded, and not run.
+
+    Args:
+        arguments: what Triton passes to `initialize`.
+
+    Returns:
+        `signature`, its text; `inputs`, a name for each of its arguments that must be fed, with
+        data_type and dims where its annotation tells them; as JSON.
+
+    Raises:
+        LoadError: the model cannot be loaded.
+    """
+    settings = config.parse(arguments, complete=False)
+    artifact = artifacts.find(settings)
+    around = hooks.load(dataclasses.replace(settings, max_batch_size=1), artifact)
+    stage = (around.preprocess or around.preprocess_batch) if around is not None else None
+    if stage is not None:
+        signature = stage.signature()
+    else:
+        signature = loaders.load(artifact, settings, _META).signature
+    named = [one for one in signature.arguments if one.passing in _NAMED]
+    needed = [one for one in named if one.required] or named
+    leaves = [key for one in needed for key in (one.keys or (one,))]
+    return {
+        "signature": str(signature),
+        "arguments": [one.name for one in named],
+        "inputs": [_argument(one) for one in leaves],
+    }
+
+
+def _argument(argument: Argument) -> dict[str, Any]:
+    if argument.takes not in _TOLD:
+        return {"name": argument.name}
+    kind, dims = _TOLD[argument.takes]
+    return _as_json(TensorSpec(argument.name, dtypes.from_triton(kind), dims))
 
 
 def _device(artifact: Artifact) -> torch.device:
@@ -201,19 +263,22 @@ def _dtype(settings: ModelConfig, name: str, dtype: torch.dtype) -> dtypes.DType
 # --- hooks -----------------------------------------------------------------------------------
 
 
-def _of_hooks(settings: ModelConfig, artifact: Artifact, around: Hooks) -> Schema:
-    """Inputs by example, or as annotations tell them; outputs by running the hooks and the model.
+def _of_hooks(
+    settings: ModelConfig, artifact: Artifact, around: Hooks, written: Sequence[TensorSpec]
+) -> Schema:
+    """Inputs by example, as they are written, or as annotations tell them; outputs by running all.
 
     Raises:
         ConfigError: neither tells the inputs, or the model cannot be run with them.
     """
     example = examples.find(settings, artifact)
-    told = () if example is not None else _annotated(settings, around)
+    told = written if written or example is not None else _annotated(settings, around)
     device = _device(artifact)
     loaded = loaders.load(artifact, settings, device)
     if example is None:
-        batched = _with_inputs(settings, told, _MAX_BATCH_SIZE)
-        return _tried(batched, loaded, around, samples.item(batched, 2), device)
+        size = settings.max_batch_size if written else _MAX_BATCH_SIZE
+        wished = _with_inputs(settings, told, size)
+        return _tried(wished, loaded, around, samples.item(wished, 2 if size else None), device)
     specs = tuple(_example_spec(settings, name, value) for name, value in example.items())
     if len({spec.dims[:1] for spec in specs}) == 1 and all(spec.dims for spec in specs):
         rows = tuple(dataclasses.replace(spec, dims=spec.dims[1:]) for spec in specs)
@@ -314,10 +379,12 @@ def _of_row(settings: ModelConfig, name: str, value: Value) -> TensorSpec:
 # --- by example ------------------------------------------------------------------------------
 
 
-def _example(settings: ModelConfig, artifact: Artifact) -> Item:
+def _example(settings: ModelConfig, artifact: Artifact, signature: Signature) -> Item:
     found = examples.find(settings, artifact)
     if found is None:
-        raise _no_example(settings, f"{artifact.kind.value} does not tell its shapes")
+        raise _no_example(
+            settings, f"{artifact.kind.value} does not tell the shapes that {signature} takes"
+        )
     return found
 
 
@@ -331,14 +398,72 @@ def _no_example(settings: ModelConfig, reason: str) -> ConfigError:
     )
 
 
-def _of_example(settings: ModelConfig, artifact: Artifact, device: torch.device) -> Schema:
+def _of_example(
+    settings: ModelConfig,
+    artifact: Artifact,
+    device: torch.device,
+    written: Sequence[TensorSpec] = (),
+) -> Schema:
     """Run once with the example and once with twice their rows: what grows is the batch.
+
+    Where there is none, `written` inputs get made-up values.
 
     Raises:
         ForwardError: forward() fails with the example; on meta tensors, with twice their rows too.
     """
     loaded = loaders.load(artifact, settings, device)
-    example = _begun(settings, loaded, _example(settings, artifact))
+    if written:
+        given = examples.find(settings, artifact) or {}
+        return _of_written(settings, loaded, device, written, given)
+    example = _begun(settings, loaded, _example(settings, artifact, loaded.signature))
+    return _of_item(settings, loaded, device, example)
+
+
+def _of_written(
+    settings: ModelConfig,
+    loaded: Loaded,
+    device: torch.device,
+    written: Sequence[TensorSpec],
+    given: Item,
+) -> Schema:
+    """As by example, for the inputs that the config lists, with values as the warm-up has them.
+
+    Sizes of -1 are tried in two ways: what differs in the outputs is -1, too.
+    """
+    listed = dataclasses.replace(settings, inputs=tuple(written))
+    valid = {
+        spec.name: given[spec.name]
+        for spec in written
+        if spec.name in given and samples.fits(listed, spec, given[spec.name])
+    }
+    rows = 2 if settings.max_batch_size else None
+
+    def tried(*, shrunk: bool) -> Schema:
+        item = samples.item(listed, rows, shrunk=shrunk, example=valid)
+        return _of_item(settings, loaded, device, _begun(settings, loaded, item))
+
+    schema = tried(shrunk=False)
+    if all(-1 not in spec.dims for spec in written):
+        return schema
+    try:
+        smaller = tried(shrunk=True)
+    except ForwardError:
+        if device is _META:
+            raise
+        return schema  # it takes the sizes of the example and no others
+    outputs = tuple(map(_varying, schema.outputs, smaller.outputs))
+    return dataclasses.replace(schema, outputs=outputs)
+
+
+def _varying(spec: TensorSpec, smaller: TensorSpec) -> TensorSpec:
+    """An output whose sizes are -1 where they hang on those of the inputs."""
+    sizes = zip(spec.dims, smaller.dims, strict=True)
+    return dataclasses.replace(
+        spec, dims=tuple(one if one == other else -1 for one, other in sizes)
+    )
+
+
+def _of_item(settings: ModelConfig, loaded: Loaded, device: torch.device, example: Item) -> Schema:
     whole = dataclasses.replace(
         settings,
         max_batch_size=0,
@@ -396,8 +521,11 @@ class _Made(NamedTuple):
 
 def _run(settings: ModelConfig, loaded: Loaded, example: Item, device: torch.device) -> _Made:
     intake = Intake(settings, loaded.signature)
-    (group,) = intake.group([(0, example)])
-    columns = [example[name] for name in group.inputs.names]
+    admitted = intake.admit(example)
+    if isinstance(admitted, InputError):
+        raise admitted
+    (group,) = intake.group([(0, admitted)])
+    columns = [admitted[name] for name in group.inputs.names]
     try:
         passed = intake.convert(group.inputs, columns)  # numbers need values
         with torch.inference_mode(), device:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_origin
 
 from torch.utils import _pytree as pytree
@@ -35,7 +35,11 @@ def of_function(function: Callable[..., Any]) -> Signature:
     """
     scope = _scope(function)
     parameters = inspect.signature(function).parameters.values()
-    return Signature(tuple(_argument(one, _resolved(one.annotation, scope)) for one in parameters))
+    annotations = {one.name: _resolved(one.annotation, scope) for one in parameters}
+    return Signature(
+        tuple(_argument(one, annotations[one.name]) for one in parameters),
+        by_name=_by_name(parameters, annotations),
+    )
 
 
 def yields(function: Callable[..., Any]) -> bool:
@@ -83,6 +87,27 @@ def _argument(parameter: inspect.Parameter, annotation: Any) -> Argument:
         unnamed=parameter.kind is inspect.Parameter.POSITIONAL_ONLY,
         keys=() if passing in _REST else _keys(kind),
     )
+
+
+def _by_name(
+    parameters: Iterable[inspect.Parameter], annotations: Mapping[str, Any]
+) -> dict[str, Takes]:
+    """What `**` takes under the names that are known.
+
+    These are the keys of `Unpack[SomeTypedDict]`, and for `generate()` of transformers the settings
+    that its GenerationConfig has. Their types are not annotated: the config's type decides.
+    """
+    rest = [one.name for one in parameters if one.kind is inspect.Parameter.VAR_KEYWORD]
+    if not rest:
+        return {}
+    found: dict[str, Takes] = {}
+    _, settings = _without_none(annotations.get("generation_config"))
+    if isinstance(settings, type) and settings.__name__ == "GenerationConfig":
+        found |= dict.fromkeys(vars(settings()), Takes.VALUE)
+    annotation = annotations[rest[0]]
+    if _name(get_origin(annotation)) == "Unpack":
+        found |= {key.name: key.takes for key in _keys(get_args(annotation)[0])}
+    return found
 
 
 def _without_none(annotation: Any) -> tuple[bool, Any]:

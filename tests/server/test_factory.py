@@ -33,6 +33,20 @@ CONFIG = (
     + "instance_group [{ kind: KIND_CPU count: 1 }]\n"
     + 'parameters { key: "MODEL_FACTORY" value { string_value: "transformers:AutoModel" } }\n'
 )
+# generate() takes its settings by **kwargs, as numbers.
+GENERATOR = "gpt2"
+GENERATOR_CONFIG = (
+    'backend: "pytorch_py"\nmax_batch_size: 8\n'
+    + tensor("input", "input_ids", [-1], "INT64")
+    + tensor("input", "attention_mask", [-1], "INT64")
+    + tensor("input", "max_new_tokens", [1], "INT32")
+    + tensor("input", "do_sample", [1], "BOOL", more="optional: true")
+    + tensor("output", "sequences", [-1], "INT64")
+    + "instance_group [{ kind: KIND_CPU count: 1 }]\n"
+    + 'parameters { key: "METHOD" value { string_value: "generate" } }\n'
+    + 'parameters { key: "MODEL_FACTORY"'
+    + ' value { string_value: "transformers:AutoModelForCausalLM" } }\n'
+)
 
 
 class Hub:
@@ -91,10 +105,30 @@ def bert() -> Any:
 
 
 @pytest.fixture(scope="module")
-def serving(bert: Any, hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def gpt2() -> Any:
+    settings = transformers.GPT2Config(
+        vocab_size=40,
+        n_embd=HIDDEN,
+        n_layer=2,
+        n_head=2,
+        n_positions=32,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return transformers.GPT2LMHeadModel(settings).eval()
+
+
+@pytest.fixture(scope="module")
+def serving(
+    bert: Any, gpt2: Any, hub: Hub, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Serving]:
     folder = tmp_path_factory.mktemp("factory")
     repository = folder / "repository"
     scenarios.Scenario(MODEL, bert.save_pretrained, CONFIG).lay_out(repository)
+    scenarios.Scenario(GENERATOR, gpt2.save_pretrained, GENERATOR_CONFIG).lay_out(repository)
     with asked(folder) as running:
         yield running
 
@@ -120,6 +154,25 @@ def test_a_transformer_is_served_from_its_folder(
     assert serving.states[MODEL].ready, serving.states[MODEL].reason
     for rows in (1, 3):
         serving.check(protocol, MODEL, texts(bert, rows, length))
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_generate_takes_its_settings_as_inputs(serving: Serving, gpt2: Any, tokens: int) -> None:
+    """Of what goes into generate()'s **kwargs, settings are numbers and masks are tensors."""
+    assert serving.states[GENERATOR].ready, serving.states[GENERATOR].reason
+    ids = np.random.default_rng(tokens).integers(2, 40, (2, 6))
+    given = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    with torch.inference_mode():
+        made = gpt2.generate(
+            **{name: torch.from_numpy(value) for name, value in given.items()},
+            max_new_tokens=tokens,
+            do_sample=False,
+        )
+    settings = {
+        "max_new_tokens": np.full((2, 1), tokens, dtype=np.int32),
+        "do_sample": np.zeros((2, 1), dtype=bool),
+    }
+    serving.check("http", GENERATOR, Call(given | settings, {"sequences": made.numpy()}))
 
 
 def test_the_hub_is_not_asked_for_anything(serving: Serving, hub: Hub) -> None:

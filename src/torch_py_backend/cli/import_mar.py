@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -156,4 +157,4 @@ def _checked(folder: Path) -> str:
         return f"not tried: {error}"
     except BackendError as error:
         return f"does not load yet: {error}"
-    return "loads; next: torch-py-backend serve"
+    return f"loads; next: {shlex.join(['torch-py-backend', 'serve', str(folder.parent)])}"

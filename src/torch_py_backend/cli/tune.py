@@ -79,13 +79,16 @@ def tune(
     ] = 600.0,
     output: Annotated[
         Path | None,
-        typer.Option(help="Where tuned.json and tuned.png go; by default the model's folder."),
+        typer.Option(
+            help="Where tuned.json and tuned.png go; by default the model's folder, and with"
+            " --dry-run nowhere."
+        ),
     ] = None,
     json_path: Annotated[
         Path | None, typer.Option("--json", help="Write this run's findings there, too.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the change of config.pbtxt; do not write it.")
+        bool, typer.Option("--dry-run", help="Show the change of config.pbtxt; write nothing.")
     ] = False,
 ) -> None:
     """Measure runtimes, threads and instances for a model, and write the best into its config."""
@@ -109,7 +112,7 @@ def tune(
         seconds=_SECONDS_QUICK if quick else _SECONDS,
         timeout_s=timeout,
     )
-    keeping = _Keeping(output or folder, json_path, dry_run)
+    keeping = _Keeping(output or (None if dry_run else folder), json_path, dry_run)
     _refuse_before(plan, keeping)
     tuning, stopped = _measure(plan)
     choice = ranking.choose(tuning.rows, plan.max_error, plan.prefer) if tuning.screened else None
@@ -141,9 +144,9 @@ def _tolerance(given: float | None, allowed: Allowed) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Keeping:
-    """Where the findings go."""
+    """Where the findings go; without a folder they are only printed."""
 
-    folder: Path
+    folder: Path | None
     json_path: Path | None
     dry_run: bool
 
@@ -167,38 +170,40 @@ def _refuse_before(plan: Plan, keeping: _Keeping) -> None:
     """What would come out only after the measuring."""
     if plan.inputs is not None and not plan.inputs.is_file():
         raise TuneError(f"{plan.inputs} is not a file; expected inputs in safetensors.")
-    if plan.automatic and keeping.folder.resolve() != plan.folder:
+    if plan.automatic and keeping.folder is not None and keeping.folder.resolve() != plan.folder:
         raise TuneError(
             'config.pbtxt has OPTIMIZE "auto", which reads tuned.json in the model\'s folder;'
             " leave out --output, or change OPTIMIZE."
         )
     _edited(plan, plan.current())
-    tuned.refuse_unwritable(keeping.folder)
+    if keeping.folder is not None:
+        tuned.refuse_unwritable(keeping.folder)
+        tuned.chosen(keeping.folder, "")  # a damaged tuned.json, too
     if keeping.json_path is not None:
         tuned.refuse_unwritable(keeping.json_path.absolute().parent)
     if not keeping.dry_run and not plan.automatic:
         tuned.refuse_unwritable(plan.folder)
-    tuned.chosen(keeping.folder, "")  # a damaged tuned.json, too
-    if not findings.can_plot():
+    if keeping.folder is not None and not findings.can_plot():
         _ERR.print("no plot: matplotlib is missing; pip install 'torch-py-backend[tune]'")
 
 
 def _measure(plan: Plan) -> tuple[Tuning, bool]:
     """The measurements, and whether the user cut them short."""
     columns = (
-        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("{task.fields[step]}"),
         BarColumn(),
         TimeElapsedColumn(),
         TextColumn("{task.description}", markup=False),
     )
     visible = _ERR.is_terminal
     with Progress(*columns, console=_ERR, transient=True, disable=not visible) as progress:
-        bar = progress.add_task("the reference, in eager", total=None)
+        bar = progress.add_task("the reference, in eager", total=None, step="")
 
         def tell(candidate: Candidate, done: int, total: int) -> None:
-            progress.update(bar, description=str(candidate), completed=done, total=total)
+            step = f"{done + 1}/{total}"
+            progress.update(bar, description=str(candidate), completed=done, total=total, step=step)
             if not visible:
-                _ERR.print(f"{done + 1}/{total} {candidate}", markup=False)
+                _ERR.print(f"{step} {candidate}", markup=False)
 
         tuning = Tuning(plan, tell)
         before = {number: signal.signal(number, _stop) for number in _SIGNALS}
@@ -233,6 +238,8 @@ def _keep(tuning: Tuning, keeping: _Keeping, choice: Row | None) -> None:
     if keeping.json_path is not None:
         tuned.replace(keeping.json_path, json.dumps(entry, indent=2).encode())
         _OUT.print(f"wrote {keeping.json_path}")
+    if keeping.folder is None:
+        return
     if choice is None and tuned.chosen(keeping.folder, tuned.fingerprint(machine)) is not None:
         _OUT.print(f"{keeping.folder / tuned.FILE} keeps its earlier choice for this machine")
         return
@@ -269,7 +276,8 @@ def _write(plan: Plan, keeping: _Keeping, choice: Row) -> None:
     path = plan.folder / "config.pbtxt"
     chosen = escape(str(choice.candidate))
     if plan.automatic:
-        _OUT.print(f'{chosen}: OPTIMIZE "auto" takes it from {tuned.FILE}; {path} is as it was')
+        takes = "would take" if keeping.folder is None else "takes"
+        _OUT.print(f'{chosen}: OPTIMIZE "auto" {takes} it from {tuned.FILE}; {path} is as it was')
         return
     written, edited = _edited(plan, choice.candidate)
     if edited == written:
