@@ -903,6 +903,24 @@ POISON = (
         ),
     ),
     Scenario(
+        "outputs_in_memory_used_again",
+        python(models.Reuses),
+        config(
+            {"x": [-1]},
+            {"y": [-1]},
+            more=_TOGETHER,
+        ).replace("dims: [-1]", "dims: [-1] allow_ragged_batch: true", 1),
+        batches=(
+            tuple(
+                Call(
+                    sent := {"x": np.full((1, size), value, dtype=np.float32)},
+                    Refused(500, ("ValueError: seven",)) if value == 7 else {"y": 2 * sent["x"]},
+                )
+                for value, size in ((1, 1), (2, 3), (7, 3), (4, 3), (5, 2), (6, 1))
+            ),
+        ),
+    ),
+    Scenario(
         "not_finite",
         python(models.Divides),
         config(
