@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -202,6 +202,12 @@ def taken(owned: Value | Part) -> Value:
 def own(value: Value) -> Value:
     """A copy."""
     return value.clone() if isinstance(value, Tensor) else value.copy()
+
+
+def wait(values: Iterable[Any]) -> None:
+    """Wait for the work on tensors of GPUs, on the current stream of each one's device."""
+    for device in {one.device for one in values if isinstance(one, Tensor) and one.is_cuda}:
+        torch.cuda.current_stream(device).synchronize()
 
 
 def scatter(

@@ -408,7 +408,7 @@ class Engine:
             made: the outputs.
             more: as for `_attempt`.
         """
-        return [
+        kept = [
             self._own(value)
             if value is raw
             and not isinstance(value, Owned)
@@ -416,6 +416,8 @@ class Engine:
             else value
             for raw, value in zip(before, made, strict=True)
         ]
+        batching.wait(kept)  # Triton reads what stays on a GPU without a stream
+        return kept
 
     def _checked(self, finite: outputs.Finite, outcome: Outcome, position: int) -> Outcome:
         refusal = None if isinstance(outcome, BackendError) else finite.refusal(outcome)

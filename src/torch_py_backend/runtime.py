@@ -12,6 +12,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 
+from torch_py_backend import batching
 from torch_py_backend.batching import Owned, Value
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.errors import PlatformError
@@ -68,11 +69,9 @@ class Runtime:
             outputs = [_fetched(one) for one in outputs]
         # What stays is handed over without a stream, too. A copy runs on the current stream of its
         # source's device: with KIND_MODEL, outputs may come from several.
-        devices = {one.device for one in before if isinstance(one, Tensor) and one.is_cuda}
+        batching.wait(before)
         if self.device.type == "cuda":
-            devices.add(self.device)
-        for device in devices:
-            torch.cuda.current_stream(device).synchronize()
+            torch.cuda.current_stream(self.device).synchronize()
         return outputs
 
 

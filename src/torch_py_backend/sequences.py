@@ -204,7 +204,8 @@ class Sequences:
             for number, places in enumerate(rounds, 1):
                 made = self._run([steps[place] for place in places], places)
                 if number < len(rounds):  # the next round may overwrite what the model returned
-                    made = [_owned(outcome) for outcome in made]
+                    with self._guard():
+                        made = [_owned(outcome) for outcome in made]
                 for place, outcome in zip(places, made, strict=True):
                     outcomes[place] = outcome
             self._passed += len(steps)
@@ -430,7 +431,9 @@ def _rounds(steps: Sequence[Step]) -> Iterator[Sequence[int]]:
 def _owned(outcome: Outcome) -> Outcome:
     if isinstance(outcome, BackendError):
         return outcome
-    return {name: batching.own(value) for name, value in outcome.items()}
+    kept = {name: batching.own(value) for name, value in outcome.items()}
+    batching.wait(kept.values())
+    return kept
 
 
 def _as_input(value: Value) -> Value:

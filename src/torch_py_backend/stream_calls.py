@@ -129,6 +129,7 @@ class StreamCalls:
                 batching.own(value) if value is before else value
                 for before, value in zip(made, fetched, strict=True)
             ]
+            batching.wait(fetched)
         sent = iter(fetched)
         self._counts.device_to_host_seconds += time.perf_counter() - began
         return [
