@@ -561,6 +561,7 @@ def test_order_of_scripted_arguments_is_warned_about(caplog: pytest.LogCaptureFi
         pytest.param(["image", "i__0"], ["i__0"], ["INPUT1", "INPUT0"], id="control before"),
         pytest.param(["INPUT0", "i__1"], ["i__1"], ["INPUT0", "INPUT1"], id="argument and control"),
         pytest.param(["i__0", "INPUT1"], ["INPUT1"], ["INPUT0", "INPUT1"], id="control by name"),
+        pytest.param(["INPUT", "START"], ["START"], ["INPUT0", "INPUT1"], id="control by order"),
     ],
 )
 def test_what_sequences_keep_is_bound_by_itself(

@@ -169,6 +169,14 @@ def test_long_items_do_not_pad_short_ones_without_bound(
         assert counts.values <= MOST_GROWTH * alone.values
 
 
+def test_items_without_what_is_padded() -> None:
+    """An optional input that a request leaves out pads nothing, beside others that bring it."""
+    made = padding((IDS, MASK), ids={"mask": "mask"})
+    items: list[Any] = [(0, {"x": torch.zeros(1, 2)}), (1, {"x": torch.zeros(7, 2)})]
+
+    assert made.split(items) == [items]
+
+
 def _count(made: Padding, counts: Counts, items: list[Any]) -> None:
     columns = [made.pads[name].gather([item[name] for item in items]) for name in ("ids", "mask")]
     made.count(counts, items, ("ids", "mask"), columns)

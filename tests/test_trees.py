@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,59 @@ class _Pair(NamedTuple):
 class _Record:
     first: Any
     second: Any = None
+
+
+class _Encoding(collections.UserDict[str, Any]):
+    """As transformers' BatchEncoding: its items are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in vars(self).get("data", ()):
+            raise AttributeError(name)
+        return self.data[name]
+
+
+@dataclasses.dataclass
+class _Counted:
+    first: Any
+    count: int = dataclasses.field(init=False, default=3)
+
+
+def _first(tree: Any) -> Any:
+    """The only array or tensor in a tree."""
+    while not isinstance(tree, Tensor | np.ndarray):
+        tree = tree.first if hasattr(tree, "first") else tree[0]
+    return tree
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(torch.ones(2), id="tensor"),
+        pytest.param([(np.ones(2), "text")], id="array in a list"),
+        pytest.param(_Pair(torch.ones(2), None), id="named tuple"),
+        pytest.param(_Encoding({"first": torch.ones(2)}), id="dict of a class"),
+        pytest.param(collections.defaultdict(list, {0: torch.ones(2)}), id="defaultdict"),
+        pytest.param(_Counted(torch.ones(2)), id="field that is not given"),
+    ],
+)
+def test_copies_keep_their_types(tree: Any) -> None:
+    """What a hook gets instead of its row is of the same class, and shares no memory with it."""
+    made = trees.owned(tree)
+    _first(tree)[:] = 5
+
+    assert type(made) is type(tree)
+    assert _first(made).tolist() == [1, 1]
+
+
+def test_what_cannot_be_copied_is_the_same() -> None:
+    """A class that refuses is passed on as it is."""
+
+    class Stubborn(dict[str, Any]):
+        def __deepcopy__(self, _: Any) -> Any:
+            raise TypeError("no")
+
+    tree = Stubborn(lock=threading.Lock())
+    assert trees.owned(tree) is tree
 
 
 @pytest.mark.parametrize(

@@ -378,21 +378,22 @@ def _ordered_places(
     slots: Sequence[str],
     signature: Signature,
 ) -> dict[str, tuple[str, Path]]:
-    """Names in the config's order, in the slots that states and controls leave."""
+    """Names in the config's order, in the slots that states and controls leave.
+
+    Those of them that have no slot by their own name come last.
+    """
     _warn_order(model, names, signature)
     placed = {name: place for name, place in kept.items() if place is not None}
     taken = {slot for slot, _ in placed.values()}
     free = [slot for slot in slots if slot not in taken]
-    if len(names) > len(free) or len(placed) < len(kept):
-        lost = [name for name in kept if name not in placed]
+    ordered = [*names, *(name for name in kept if name not in placed)]
+    if len(ordered) > len(free):
         raise BindingError(
             model,
-            f"{signature} has no {shown(lost)}"
-            if lost
-            else f"{len(names)} inputs do not fit {signature}",
+            f"{len(ordered)} inputs do not fit {signature}",
             expected=f"at most {len(free)} inputs",
         )
-    return {**{name: (slot, ()) for name, slot in zip(names, free, strict=False)}, **placed}
+    return {**{name: (slot, ()) for name, slot in zip(ordered, free, strict=False)}, **placed}
 
 
 def _key_places(

@@ -161,7 +161,7 @@ class ByRow:
 
     def _begun(self, row: Item, told: Parameters, *, more: bool) -> _Begun:
         prepare = partial(self._row, row, told)
-        if more:
+        if more and self._preprocess is not None:
             prepare = partial(_owned, prepare)
         if self._threads is None:
             return _Begun(prepare, prepare)

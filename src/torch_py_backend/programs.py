@@ -401,10 +401,11 @@ def _with_sizes_of_one(
         for dim, size in enumerate(specs[name].dims)
         if size == -1
     }
-    if not varying:
+    # On a GPU a read past the memory of an input would leave the process without its device.
+    if not varying or (device is not None and device.type != "cpu"):
         return run
     item = samples.item(config, min(max(rows.least, 2), rows.most or 2) if start else None)
-    leaves = [_moved(value, device) for name in names if isinstance(value := item[name], Tensor)]
+    leaves = [value for name in names if isinstance(value := item[name], Tensor)]
     least = _least_sizes(run, leaves, varying)
     if not least:
         return run
@@ -421,6 +422,8 @@ def _with_sizes_of_one(
             log.warning("model '%s': %s", config.name, brief(error))
         finally:
             os.environ[_CHECKS] = "1"
+    if not sound:  # the second copy, and its weights, are let go of
+        unchecked = run
     _report_sizes(config, names, least, sound)
 
     def called(*leaves: Tensor) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,13 +19,13 @@ def sent(tree: Any, device: torch.device) -> Any:
     return changed(tree, lambda one: one if one.device == device else one.to(device))
 
 
-def changed(tree: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
-    """A tree with what is of a kind as `change` makes it; as it is, where that changes none."""
-    if isinstance(tree, kind):
+def changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A tree with its tensors as `change` makes them; as it is, where that changes none."""
+    if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
         parts = _parts(tree)
-        made = [changed(part, change, kind) for part in parts]
+        made = [changed(part, change) for part in parts]
         if all(one is part for one, part in zip(made, parts, strict=True)):
             return tree
         return _like(tree, made)
@@ -32,12 +33,22 @@ def changed(tree: Any, change: Callable[[Any], Any], kind: Any = Tensor) -> Any:
 
 
 def owned(tree: Any) -> Any:
-    """A tree whose tensors and arrays are copies; what else it holds is the same."""
-    return changed(tree, _copied, Tensor | np.ndarray)
+    """A tree whose tensors and arrays are copies, in containers of the same types.
 
-
-def _copied(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value.copy()
+    What cannot be copied, and what is no container, is the same object.
+    """
+    if isinstance(tree, Tensor | np.ndarray):
+        return tree.clone() if isinstance(tree, Tensor) else tree.copy()
+    if type(tree) is dict:
+        return {key: owned(value) for key, value in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(map(owned, tree))
+    if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
+        try:  # of classes of their own, as transformers' BatchEncoding is
+            return copy.deepcopy(tree)
+        except Exception:  # noqa: S110  whatever such a class raises
+            pass
+    return tree
 
 
 def split(model: str, result: Any, rows: int) -> list[Any]:

@@ -118,6 +118,9 @@ class TritonPythonModel:
             self._modes.enter_context(torch.inference_mode())
         if settings.options.warmup is not False:
             warmup.run(self._engine, serving=True)
+        # Not as the last thing: a message that is on its way to Triton while the load ends has been
+        # seen to hang it. The metrics that follow wait until it has arrived.
+        log.info("%s", assembly.in_effect(self._engine, share))
         # Closed after what is made below, whose last counts it tells.
         told = (lambda: self._watch.digest) if watched else None
         self._publisher = metrics.Publisher(self._engine, self._vitals, told)
@@ -148,7 +151,6 @@ class TritonPythonModel:
         gc.collect()
         gc.freeze()
         self._engine.watch(self._end)
-        log.info("%s", assembly.in_effect(self._engine, share))
 
     def _answers(self, weights: Weights | None, traces: Tracing | None) -> Answering:
         """Who makes responses of requests."""
