@@ -874,6 +874,11 @@ def _poisoned(count: int) -> tuple[Call, ...]:
     )
 
 
+def _doubled(value: int, size: int) -> Call:
+    x = np.full((1, size), value, dtype=np.float32)
+    return Call({"x": x}, Refused(500, ("ValueError: seven",)) if value == 7 else {"y": 2 * x})
+
+
 POISON = (
     Scenario(
         "poison",
@@ -911,13 +916,7 @@ POISON = (
             more=_TOGETHER,
         ).replace("dims: [-1]", "dims: [-1] allow_ragged_batch: true", 1),
         batches=(
-            tuple(
-                Call(
-                    sent := {"x": np.full((1, size), value, dtype=np.float32)},
-                    Refused(500, ("ValueError: seven",)) if value == 7 else {"y": 2 * sent["x"]},
-                )
-                for value, size in ((1, 1), (2, 3), (7, 3), (4, 3), (5, 2), (6, 1))
-            ),
+            tuple(_doubled(*one) for one in ((1, 1), (2, 3), (7, 3), (4, 3), (5, 2), (6, 1))),
         ),
     ),
     Scenario(

@@ -58,7 +58,7 @@ def _first(tree: Any) -> Any:
         pytest.param([(np.ones(2), "text")], id="array in a list"),
         pytest.param(_Pair(torch.ones(2), None), id="named tuple"),
         pytest.param(_Encoding({"first": torch.ones(2)}), id="dict of a class"),
-        pytest.param(collections.defaultdict(list, {0: torch.ones(2)}), id="defaultdict"),
+        pytest.param(collections.defaultdict(None, {0: torch.ones(2)}), id="defaultdict"),
         pytest.param(_Counted(torch.ones(2)), id="field that is not given"),
     ],
 )
