@@ -159,3 +159,15 @@ def test_inputs_that_are_left_alone(value: Any) -> None:
     made.compare(purity.copied(item), item)
 
     assert not made.writes_inputs()
+
+
+def test_one_value_with_a_stride_of_0() -> None:
+    """A single number, as the warm-up makes it up for an argument, is compared as others are."""
+    value = torch.rand(1).as_strided((1,), (0,))
+    made = Purity(None)
+    before = purity.copied({"x": value})
+    made.compare(before, {"x": value})
+    assert not made.writes_inputs()
+    value.add_(1)
+    made.compare(before, {"x": value})
+    assert made.writes_inputs()
