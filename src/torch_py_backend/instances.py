@@ -49,7 +49,7 @@ class Watch:
 
     Args:
         folder: where the instances tell how they are.
-        load_seconds: how long an instance may be loading, whoever requested its load.
+        load_seconds: how long an instance may be loading, for loads by `serve` and through the API.
     """
 
     def __init__(self, folder: Path, load_seconds: float = math.inf) -> None:

@@ -93,7 +93,7 @@ def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
 
 
 def _own_frame(folder: Path, traceback: str) -> str:
-    """Return the innermost frame in a file of the model's folder; empty: there is none."""
+    """Return the innermost frame in a file of the model's folder, or an empty string."""
     own = [one for one in _FRAME.findall(traceback) if Path(one[0]).is_relative_to(folder)]
     if not own:
         return ""

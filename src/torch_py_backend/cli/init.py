@@ -164,7 +164,7 @@ class _Origin:
         title: what it is called there.
         files: what goes into the version folder, by the names that it has there; the model first.
         parameters: the options that it needs.
-        pretrained: a config.json of transformers; empty: it is none.
+        pretrained: the contents of a config.json of transformers; empty for other artifacts.
     """
 
     kind: str
