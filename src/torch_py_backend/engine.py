@@ -104,6 +104,8 @@ class Engine:
             self._own = stages.own_rows
         self.callee = Callee(config, loaded, self._intake, take, self.counts, own=self._own)
         self._runtime = surroundings
+        # The masks of PAD are made on the model's own stream.
+        self._admitting = surroundings.guard if self._padding else contextlib.nullcontext
         self._ragged = Ragged(config) if config.concatenates else None
         self._gather = batching.gather if self._ragged is None else self._ragged.gather
         self._to_device = surroundings.to_device
@@ -285,7 +287,7 @@ class Engine:
             if whole is not None:
                 outcomes = self._run_group(whole)
             else:
-                with self._runtime.guard():  # the masks of PAD are made on the model's own stream
+                with self._admitting():
                     outcomes = self._run_admitted([self._intake.admit(item) for item in items])
         self.clean()
         return outcomes
