@@ -817,6 +817,18 @@ def test_init_of_a_pretrained_folder(tmp_path: Path) -> None:
     assert [(one["name"], one["dims"]) for one in document["output"]] == [("logits", [3])]
 
 
+@pytest.mark.parametrize("architectures", [["os.system"], ["a b"], [7], 7, [[]]])
+def test_init_of_a_folder_that_names_no_class(tmp_path: Path, architectures: Any) -> None:
+    """A config.json from elsewhere names a class of transformers, and nothing behind one."""
+    folder = tmp_path / "net"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"architectures": architectures}))
+    done = _run("init", "net", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "net is a folder without a config.json of transformers" in done.stderr
+    assert not (tmp_path / "models").exists()
+
+
 def test_init_of_a_pretrained_generator(tmp_path: Path) -> None:
     """A decoder's cache of keys and values is left out of what it returns."""
     transformers = pytest.importorskip("transformers")

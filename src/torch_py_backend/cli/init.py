@@ -214,7 +214,9 @@ def _pretrained(model: str, folder: Path, extra: Mapping[str, Path]) -> _Origin:
     try:
         settings = json.loads((folder / "config.json").read_bytes())
         (architecture, *_) = settings.get("architectures") or ["AutoModel"]
-        factory = f"transformers:{architecture}"
+        # A path of attributes would lead out of the package: `transformers:os.system`.
+        if not str(architecture).isidentifier():
+            raise ValueError(architecture)
     except (OSError, ValueError, AttributeError, TypeError):
         raise ArtifactError(
             model,
@@ -232,7 +234,7 @@ def _pretrained(model: str, folder: Path, extra: Mapping[str, Path]) -> _Origin:
         f"a Hugging Face folder of {architecture}",
         folder.name,
         {**files, **extra},
-        {"MODEL_FACTORY": factory},
+        {"MODEL_FACTORY": f"transformers:{architecture}"},
         settings,
     )
 
