@@ -161,8 +161,8 @@ def takes(arguments: Mapping[str, str]) -> dict[str, Any]:
         arguments: what Triton passes to `initialize`.
 
     Returns:
-        `signature`, its text; `inputs`, a name for each of its arguments that must be fed, with
-        data_type and dims where its annotation tells them; as JSON.
+        As JSON: `signature`, its text; `arguments`, the names of all that can be fed; `inputs`, the
+        name of each that must be fed, with data_type and dims where its annotation gives them.
 
     Raises:
         LoadError: the model cannot be loaded.
