@@ -53,6 +53,7 @@ class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no 
         return "commands" if name.startswith(_COMMANDS) else "servers"
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
     """What hands out the tests where there are several processes (`make test`)."""
     return _Scheduling(config, log)

@@ -602,13 +602,14 @@ def test_init_links_or_copies(made: Path) -> None:
 
 
 def test_init_of_a_package_for_cuda(tmp_path: Path) -> None:
-    """A package that was built for CUDA is served on the GPU, which the config says."""
+    """The config of a package for CUDA has KIND_GPU; init says that this machine has no GPU."""
     with zipfile.ZipFile(tmp_path / "net.pt2", "w") as archive:
         archive.writestr("net/data/aotinductor/model/net.wrapper.so", "")
         metadata = "net/data/aotinductor/model/net_metadata.json"
         archive.writestr(metadata, '{"AOTI_DEVICE_KEY": "cuda"}')
     done = _run("init", "net.pt2", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    assert "was built for device cuda (here: cpu). Serve it on such a machine" in done.stdout
+    assert done.returncode == 1
     document = pbtxt.read(tmp_path / "net")
     assert [group["kind"] for group in document["instance_group"]] == ["KIND_GPU"]
     assert document["parameters"]["FORCE_CPU_ONLY_INPUT_TENSORS"] == {"string_value": "no"}

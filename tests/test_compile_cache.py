@@ -424,16 +424,17 @@ def test_a_torch_that_looks_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
 _START = """
 import json, sys
 import torch
-from torch_py_backend import assembly, config, threads, warmup
+from torch_py_backend import assembly, config, runtime, threads, warmup
 
 asked = []  # processes that try a vector instruction
 sys.addaudithook(lambda event, args: asked.append(args) if "LoadLibrary" in str(args) else None)
 torch.manual_seed(0)
 settings = config.parse(json.loads(sys.argv[1]))
 made = assembly.build(settings, threads.budget(settings))
-warmup.run(made)
+with runtime.mode(settings.options):
+    warmup.run(made)
+    (outcome,) = made.run([{"x": torch.ones(3, 4)}])
 from torch._dynamo.utils import counters
-(outcome,) = made.run([{"x": torch.ones(3, 4)}])
 asked = [args for args in asked if args[0] == sys.executable]
 print(json.dumps({"y": outcome["y"].tolist(), "asked": len(asked), **counters["inductor"]}))
 """

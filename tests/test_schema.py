@@ -258,6 +258,22 @@ def test_sizes_that_an_example_leaves_open(tmp_path: Path) -> None:
     assert found == [("OUTPUT__0", "FP32", [-1])]
 
 
+@pytest.mark.parametrize(
+    "result",
+    [
+        "tuple(x.unbind(1))",
+        "x if x.shape[1] % 8 else x[:, None]",
+        "x.int() if x.shape[1] % 8 else x",
+    ],
+)
+def test_outputs_that_are_others_for_other_sizes(tmp_path: Path, result: str) -> None:
+    """Where their number, rank or type depends on a size of -1, no config can be completed."""
+    build.write(tmp_path, "model.py", f"{_HEADER}\ndef forward(x):\n    return {result}\n".encode())
+    with pytest.raises(ConfigError, match="other outputs for other sizes") as refusal:
+        _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
+    assert "write the outputs into config.pbtxt" in str(refusal.value)
+
+
 def test_listed_inputs_that_do_not_do(tmp_path: Path) -> None:
     """A model that fails with made-up values says so, and asks for an example."""
     build.write(tmp_path, "model.py", _STRICT.encode())

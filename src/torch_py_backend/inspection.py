@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from torch_py_backend import artifacts, assembly, binding, config, threads, tuned, warmup
+from torch_py_backend import artifacts, assembly, binding, config, runtime, threads, tuned, warmup
 from torch_py_backend.config import Origin, TensorSpec
 from torch_py_backend.options import TABLE
 
@@ -43,7 +43,8 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     share = threads.budget(settings)
     made = assembly.build(settings, share)
     if settings.options.warmup is not False:
-        warmup.run(made)
+        with runtime.mode(made.config.options):
+            warmup.run(made)
     made.leave()
     brought = [spec.name for spec in made.config.inputs if spec.origin is Origin.CLIENT]
     # The inputs of hooks are those of their own methods.

@@ -380,8 +380,8 @@ def _load_aoti(artifact: Artifact, config: ModelConfig, device: torch.device | N
         raise ArtifactError(
             config.name,
             f"{artifact.path.name} was built for {misfit}",
-            cure="Build it on such a machine, or name an exported program or a model.py to serve"
-            " instead with the parameter FALLBACK.",
+            cure="Serve it on such a machine, build it for this one, or name an exported program or"
+            " a model.py to serve instead with the parameter FALLBACK.",
         )
     if misfit and artifact.fallback is not None:
         log.warning(

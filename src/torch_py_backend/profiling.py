@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.profiler import profile
 
-from torch_py_backend import assembly, config, recording, streams, threads, trial, tuned, warmup
+from torch_py_backend import (
+    assembly,
+    config,
+    recording,
+    runtime,
+    streams,
+    threads,
+    trial,
+    tuned,
+    warmup,
+)
 from torch_py_backend.batching import Item, Outcome
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.engine import Engine
@@ -51,8 +59,7 @@ def run(
     item, source = trial.find_inputs(settings, inputs)
     items = _requests(settings, item, requests)
     call = streams.trial(made) if settings.decoupled else made.run
-    # As an instance's thread, which is in this mode all its life.
-    with torch.inference_mode() if settings.options.inference_mode else contextlib.nullcontext():
+    with runtime.mode(settings.options):
         if settings.options.warmup is not False:
             warmup.run(made)
         with profile():  # the first time of a shape, and of the profiler, is not what is asked for

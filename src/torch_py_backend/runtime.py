@@ -228,6 +228,14 @@ def surround(options: Options, device: torch.device | None, weights: Iterable[Te
 _ENTERED = contextlib.nullcontext()
 
 
+def mode(options: Options) -> AbstractContextManager[Any]:
+    """What a thread that calls the model stays in, warm-up included.
+
+    Tensors made in inference mode have other dispatch keys, for which torch.compile compiles anew.
+    """
+    return torch.inference_mode() if options.inference_mode else contextlib.nullcontext()
+
+
 def _inference_mode() -> AbstractContextManager[Any]:
     """Nothing for a thread that is in it already: to enter costs as much as a small model."""
     return _ENTERED if torch.is_inference_mode_enabled() else torch.inference_mode()

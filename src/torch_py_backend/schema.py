@@ -47,6 +47,7 @@ from torch_py_backend.errors import (
     InputError,
     LoadError,
     SourceError,
+    shown,
 )
 from torch_py_backend.hooks import Hooks
 from torch_py_backend.intake import Intake
@@ -451,8 +452,20 @@ def _of_written(
         if device is _META:
             raise
         return schema  # it takes the sizes of the example and no others
+    if [*map(_form, schema.outputs)] != [*map(_form, smaller.outputs)]:
+        raise ConfigError(
+            settings.name,
+            "config.pbtxt lists no outputs, and the model returns other outputs for other sizes:"
+            f" {shown(map(str, schema.outputs))}, or {shown(map(str, smaller.outputs))}",
+            cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
+        )
     outputs = tuple(map(_varying, schema.outputs, smaller.outputs))
     return dataclasses.replace(schema, outputs=outputs)
+
+
+def _form(spec: TensorSpec) -> tuple[str, dtypes.DType, int]:
+    """What a config fixes of an output."""
+    return spec.name, spec.dtype, len(spec.dims)
 
 
 def _varying(spec: TensorSpec, smaller: TensorSpec) -> TensorSpec:

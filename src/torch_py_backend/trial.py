@@ -31,6 +31,7 @@ from torch_py_backend import (
     batching,
     config,
     examples,
+    runtime,
     samples,
     threads,
     warmup,
@@ -214,17 +215,18 @@ def measure(
     made = assembly.build(settings, threads.budget(settings))
     settings = made.config
     complaints.refuse()  # before the warm-up, which may compile for minutes
-    _warm_up(made)
-    item = _read(Path(folder) / _INPUTS)
-    batches = {rows: tile(settings, item, rows) for rows in sizes(settings)}
-    errors = [
-        _error(made, batch, Path(folder) / _reference(rows)) for rows, batch in batches.items()
-    ]
-    load_s = time.perf_counter() - started
-    times = {}
-    for rows, batch in batches.items():
-        _meet(Path(folder), rows, place)
-        times[rows] = list(_timed(partial(_run, made, batch), seconds))
+    with runtime.mode(settings.options):
+        _warm_up(made)
+        item = _read(Path(folder) / _INPUTS)
+        batches = {rows: tile(settings, item, rows) for rows in sizes(settings)}
+        errors = [
+            _error(made, batch, Path(folder) / _reference(rows)) for rows, batch in batches.items()
+        ]
+        load_s = time.perf_counter() - started
+        times = {}
+        for rows, batch in batches.items():
+            _meet(Path(folder), rows, place)
+            times[rows] = list(_timed(partial(_run, made, batch), seconds))
     return {
         "latency_ms": 1e3 * median(times[1]),
         "p99_ms": 1e3 * float(np.quantile(times[1], 0.99)),

@@ -94,9 +94,13 @@ class TritonPythonModel:
         share = threads.budget(settings)
         threads.reserve(share)
         # torch reads its environment when it is imported: not before this line.
-        import torch  # noqa: PLC0415
-
-        from torch_py_backend import assembly, tracing, warmup, weight_files  # noqa: PLC0415
+        from torch_py_backend import (  # noqa: PLC0415
+            assembly,
+            runtime,
+            tracing,
+            warmup,
+            weight_files,
+        )
         from torch_py_backend.adapter import answering, calling, messages, streaming  # noqa: PLC0415
 
         _check_numpy(settings.name)
@@ -112,10 +116,8 @@ class TritonPythonModel:
         self._modes.callback(self._watch.close)
         watched = settings.options.watch_weights
         weights = answering.Weights(self._watch) if watched else None
-        # Triton calls this thread and no other: entered once, it need not be for each batch. Before
-        # the warm-up, for what is compiled there tells tensors made under it from others.
-        if settings.options.inference_mode:
-            self._modes.enter_context(torch.inference_mode())
+        # Triton calls this thread and no other: entered once, it need not be for each batch.
+        self._modes.enter_context(runtime.mode(settings.options))
         if settings.options.warmup is not False:
             warmup.run(self._engine, serving=True)
         # Not as the last thing: a message that is on its way to Triton while the load ends has been

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
+from torch_py_backend import runtime
 from torch_py_backend.adapter import messages
 from torch_py_backend.batching import Item, Value
 from torch_py_backend.engine import Engine
@@ -145,8 +146,7 @@ class Streaming:
 
     def _drive(self, threads: int) -> None:
         torch.set_num_threads(threads)
-        wished = self.engine.config.options.inference_mode
-        with torch.inference_mode() if wished else contextlib.nullcontext():
+        with runtime.mode(self.engine.config.options):
             while not self._run():
                 pass
             self._loop.run_until_complete(self._finish())
