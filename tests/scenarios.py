@@ -1456,12 +1456,6 @@ LOAD_ERRORS = (
         "DEVICE_MAP puts '' on cuda:31, and torch",
     ),
     refused(
-        "tensor_parallel_without_plan",
-        both(python(models.Affine), safe(affine().state_dict())),
-        x_to_y(3, TENSOR_PARALLEL="2"),
-        "TENSOR_PARALLEL is set, and Affine has no tensor_parallel_plan",
-    ),
-    refused(
         "fatal_action",
         python(models.Negate),
         x_to_y(4, ON_FATAL="panic"),

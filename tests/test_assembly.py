@@ -11,11 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from torch_py_backend import assembly, loaders, signatures
-from torch_py_backend.artifacts import Kind
+from torch_py_backend import assembly
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import BackendError, BindingError
-from torch_py_backend.loaders import Loaded
 from torch_py_backend.threads import Threads
 
 _NET = """
@@ -133,24 +130,3 @@ def test_other_methods_of_torchscript_take_bytes(tmp_path: Path) -> None:
 
 def _bytes(strings: Any) -> list[bytes]:
     return [one if isinstance(one, bytes) else one.encode() for one in strings.flatten().tolist()]
-
-
-def test_what_cannot_become_an_engine_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model that loads, and does not fit its config, lets go of what it holds elsewhere."""
-    build.write(tmp_path, "model.py", _NET)
-    left = []
-
-    def load(*_: Any) -> Loaded:
-        module = nn.Linear(4, 4)
-        signature = signatures.of_function(module.forward)
-        return Loaded(Kind.MODULE, module, signature, module, leave=lambda: left.append(True))
-
-    monkeypatch.setattr(loaders, "load", load)
-    settings = build.config(tmp_path, inputs=(build.spec("x"), build.spec("y"), build.spec("z")))
-    with pytest.raises(BackendError) as caught:
-        _build(settings)
-
-    assert isinstance(caught.value, BindingError)
-    assert left == [True]

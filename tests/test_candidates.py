@@ -65,7 +65,7 @@ def test_screened(facts: dict[str, Any], titles: list[str]) -> None:
 
 
 def test_divided_models_run_eagerly() -> None:
-    """With DEVICE_MAP and TENSOR_PARALLEL nothing else is tried: the config would refuse it."""
+    """With DEVICE_MAP nothing else is tried: the config would refuse it."""
     found = _screen(Allowed(reduced_precision=True), images=True, gpu=True, divided=True)
     assert found == [AS_CONFIGURED, "eager"]
 

@@ -11,7 +11,6 @@ from torch_py_backend.errors import ConfigError
 from torch_py_backend.options import Options
 
 _MAP = {"DEVICE_MAP": '{"": "cpu"}'}
-_PARALLEL = {"TENSOR_PARALLEL": "2"}
 
 
 def parsed(**document: Any) -> ModelConfig:
@@ -274,43 +273,7 @@ def test_spec_reads_like_the_config() -> None:
         pytest.param(
             {"PAD": '{"x": {}}'}, {"max_batch_size": 0}, "PAD is set, and max_batch_size", id="PAD"
         ),
-        *(
-            pytest.param(parameters, document, says, id=says)
-            for parameters, document, says in (
-                (_MAP | _PARALLEL, {}, "DEVICE_MAP and TENSOR_PARALLEL are set"),
-                (_MAP, {}, "DEVICE_MAP is set, and the instance is KIND_CPU"),
-                (
-                    _PARALLEL,
-                    {"model_transaction_policy": {"decoupled": True}},
-                    "TENSOR_PARALLEL is set, and so is model_transaction_policy",
-                ),
-                (
-                    _PARALLEL | {"TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}"},
-                    {},
-                    "TENSOR_PARALLEL is set, and so is TORCH_COMPILE_OPTIONAL_PARAMETERS",
-                ),
-                (
-                    _PARALLEL | {"OPTIMIZE": "channels_last,bf16"},
-                    {},
-                    "TENSOR_PARALLEL is set, and so is OPTIMIZE's bf16, channels_last",
-                ),
-                (
-                    _PARALLEL | {"ENABLE_WEIGHT_SHARING": "true"},
-                    {},
-                    'TENSOR_PARALLEL is set, and so is ENABLE_WEIGHT_SHARING "true"',
-                ),
-                (
-                    _PARALLEL,
-                    {"sequence_batching": {"direct": {}}},
-                    "TENSOR_PARALLEL is set, and so is sequence_batching",
-                ),
-                (
-                    _PARALLEL | {"WATCH_WEIGHTS": "true"},
-                    {},
-                    "TENSOR_PARALLEL is set, and so is WATCH_WEIGHTS",
-                ),
-            )
-        ),
+        pytest.param(_MAP, {}, "DEVICE_MAP is set, and the instance is KIND_CPU", id="DEVICE_MAP"),
     ],
 )
 def test_options_that_contradict_the_config(
@@ -329,17 +292,14 @@ def test_options_that_contradict_the_config(
     ("kind", "parameters", "says"),
     [
         ("GPU", _MAP, "DEVICE_MAP is set, and the instance is KIND_GPU"),
-        ("GPU", _PARALLEL, "TENSOR_PARALLEL is set, and the instance is KIND_GPU"),
         ("MODEL", _MAP | {"OPTIMIZE": "bf16"}, "DEVICE_MAP is set, and so is OPTIMIZE's bf16"),
         ("MODEL", _MAP | {"OPTIMIZE": "channels_last"}, ""),
         ("MODEL", _MAP | {"WATCH_WEIGHTS": "true"}, ""),
         ("MODEL", _MAP, ""),
-        ("MODEL", _PARALLEL, ""),
-        ("CPU", _PARALLEL, ""),
     ],
 )
 def test_several_devices(kind: str, parameters: dict[str, str], says: str) -> None:
-    """What is spread over devices or processes needs a kind that has several."""
+    """DEVICE_MAP needs KIND_MODEL, and excludes what works on one device."""
     written = {key: {"string_value": value} for key, value in parameters.items()}
     arguments = build.arguments(parameters=written) | {"model_instance_kind": kind}
 

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from torch_py_backend import faults
-from torch_py_backend.errors import WorkerError
 
 _SCRIPT = """\
 The following operation failed in the TorchScript interpreter.
@@ -173,8 +172,3 @@ def test_release(explicitly: bool) -> None:
 
     gc.collect()
     assert held[0]() is None
-
-
-def test_a_lost_worker_is_sticky() -> None:
-    """Processes that compute together cannot go on when one is gone."""
-    assert faults.is_sticky(chained(WorkerError("digits", "worker 1 is gone"), explicitly=True))

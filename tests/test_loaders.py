@@ -703,15 +703,9 @@ def test_handlers_answer_once(overrides: dict[str, Any], says: str) -> None:
 # --- options for modules only ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("option", "key"),
-    [({"device_map": {"": "cpu"}}, "DEVICE_MAP"), ({"tensor_parallel": 2}, "TENSOR_PARALLEL")],
-)
 @pytest.mark.parametrize("kind", ["script", "function"])
-def test_parts_of_what_has_none(
-    kind: str, option: dict[str, Any], key: str, tmp_path: Path
-) -> None:
-    """Programs and functions have no parts that could be taken apart."""
+def test_device_map_of_what_is_no_module(kind: str, tmp_path: Path) -> None:
+    """Programs and functions have no submodules to place."""
     if kind == "script":
         store_script(tmp_path, scripted())
         found = "the model is TorchScript"
@@ -719,8 +713,8 @@ def test_parts_of_what_has_none(
         store(tmp_path, "def double(x):\n    return 2 * x\n")
         found = "what model.py serves is a function"
 
-    with pytest.raises(ConfigError, match=f"{key} is set, and {found}; expected a model.py or"):
-        load(tmp_path, None, **option)
+    with pytest.raises(ConfigError, match=f"DEVICE_MAP is set, and {found}; expected a model"):
+        load(tmp_path, None, device_map={"": "cpu"})
 
 
 def test_module_with_a_device_map(tmp_path: Path) -> None:

@@ -566,10 +566,3 @@ def test_wrong_device_map(text: str) -> None:
     """Anything else is refused; so is a part that is named twice."""
     with pytest.raises(OptionError, match="expected a JSON object from each module once to its"):
         parsed(DEVICE_MAP=text)
-
-
-@pytest.mark.parametrize("text", ["1", "0", "-2", "two", "2.0", ""])
-def test_wrong_count_of_processes(text: str) -> None:
-    """Less than two processes are not several."""
-    with pytest.raises(OptionError, match=r"TENSOR_PARALLEL is '.*'; expected an integer of at"):
-        parsed(TENSOR_PARALLEL=text)

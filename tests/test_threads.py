@@ -26,12 +26,6 @@ def write(cgroup: Path, files: dict[str, str]) -> Path:
     return cgroup
 
 
-def test_processes_of_an_instance_share_its_cores() -> None:
-    """The cores are for all processes of all instances."""
-    config = build.config(instances=2, tensor_parallel=2)
-    assert threads.budget(config) == Threads(2, 2)
-
-
 @pytest.mark.parametrize(
     ("files", "cores"),
     [

@@ -100,15 +100,6 @@ def test_candidates_take_turns(tmp_path: Path, children: _Children) -> None:
     assert order == [(None, "2"), (None, "1"), ("freeze", "1")] * 2
 
 
-def test_processes_of_an_instance_share_the_cores(tmp_path: Path, children: _Children) -> None:
-    """What TENSOR_PARALLEL starts has cores of its own; its threads are all that is tuned."""
-    children.kind = "MODULE"
-    parallel = 'parameters { key: "TENSOR_PARALLEL" value { string_value: "2" } }\n'
-    Tuning(_plan(tmp_path, _CONFIG + parallel, rounds=1), _quiet).run()
-    tried = [(one.get("OPTIMIZE"), one["NUM_THREADS"], count) for one, count in children.calls]
-    assert set(tried) == {(None, "2", 1), (None, "1", 1)}
-
-
 def test_best_are_spread(tmp_path: Path, children: _Children) -> None:
     """After the screening, threads and instances vary; what is known has more rounds."""
     children.throughput = {"freeze": 50.0}

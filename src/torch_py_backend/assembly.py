@@ -14,7 +14,6 @@ from torch_py_backend import (
     loaders,
     loading,
     optimization,
-    ranks,
     runtime,
     sequences,
 )
@@ -92,13 +91,9 @@ def _engine(
 ) -> Engine:
     """An engine for a device, with its weights on that one or on another."""
     loaded = _load(config, artifact, onto)
-    try:
-        config = sequences.bound(config, loaded.signature)
-        surroundings = runtime.surround(config.options, device, loaded.weights)
-        return Engine(config, loaded, surroundings, artifact, hooks.load(config, artifact))
-    except BaseException:
-        loaded.leave()
-        raise
+    config = sequences.bound(config, loaded.signature)
+    surroundings = runtime.surround(config.options, device, loaded.weights)
+    return Engine(config, loaded, surroundings, artifact, hooks.load(config, artifact))
 
 
 def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) -> Loaded:
@@ -108,8 +103,6 @@ def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) ->
     on_gpu = onto is not None and onto.type == "cuda"
     claim = loading.claim(config, artifact, on_gpu=on_gpu)
     with loading.turn(config, claim, runtime.free_memory(onto)):
-        if config.options.tensor_parallel is not None:
-            return ranks.load(config, artifact)
         loaded = loaders.load(artifact, config, onto)
         called = optimization.apply(config, loaded)
         return dataclasses.replace(loaded, module=loaders.passing_bytes(loaded, called))

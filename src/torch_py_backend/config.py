@@ -296,40 +296,27 @@ def _of_ragged_batches(config: ModelConfig) -> Iterator[tuple[bool, str, str]]:
 
 
 def _of_several_devices(config: ModelConfig) -> Iterator[tuple[bool, str, str]]:
-    """As `_of_streams`, for models that are spread over devices or processes."""
+    """As `_of_streams`, for models that are spread over devices."""
     wished, kind = config.options, config.kind
-    mapped, parallel = wished.device_map is not None, wished.tensor_parallel is not None
-    yield (
-        mapped and parallel,
-        "DEVICE_MAP and TENSOR_PARALLEL are set",
-        "A module is spread over devices by its parts or by its weights: keep one.",
-    )
+    mapped = wished.device_map is not None
     yield (
         mapped and kind != "MODEL",
         f"DEVICE_MAP is set, and the instance is KIND_{kind}",
         "Use KIND_MODEL, or take DEVICE_MAP out.",
     )
-    yield (
-        parallel and kind == "GPU",
-        "TENSOR_PARALLEL is set, and the instance is KIND_GPU",
-        "An instance of KIND_GPU has one GPU: use KIND_MODEL, or take TENSOR_PARALLEL out.",
-    )
-    for key, found in (("DEVICE_MAP", mapped), ("TENSOR_PARALLEL", parallel)):
-        cure = f"They do not go together: take one of them out, or {key}."
-        unfit = [one for one in wished.optimize if parallel or one != "channels_last"]
-        compiles = wished.torch_compile_optional_parameters
-        for other, is_set in (
-            ("model_transaction_policy { decoupled: true }", config.decoupled),
-            (
-                "TORCH_COMPILE_OPTIONAL_PARAMETERS",
-                compiles is not None and not compiles.get("disable"),
-            ),
-            (f"OPTIMIZE's {', '.join(unfit)}", bool(unfit)),
-            ('ENABLE_WEIGHT_SHARING "true"', bool(wished.enable_weight_sharing)),
-            ("sequence_batching", parallel and config.sequencing is not None),
-            ("WATCH_WEIGHTS", parallel and wished.watch_weights),
-        ):
-            yield found and is_set, f"{key} is set, and so is {other}", cure
+    unfit = [one for one in wished.optimize if one != "channels_last"]
+    compiles = wished.torch_compile_optional_parameters
+    for other, is_set in (
+        ("model_transaction_policy { decoupled: true }", config.decoupled),
+        (
+            "TORCH_COMPILE_OPTIONAL_PARAMETERS",
+            compiles is not None and not compiles.get("disable"),
+        ),
+        (f"OPTIMIZE's {', '.join(unfit)}", bool(unfit)),
+        ('ENABLE_WEIGHT_SHARING "true"', bool(wished.enable_weight_sharing)),
+    ):
+        cure = "They do not go together: take one of them out."
+        yield mapped and is_set, f"DEVICE_MAP is set, and so is {other}", cure
 
 
 def _is_decoupled(document: Mapping[str, Any]) -> bool:

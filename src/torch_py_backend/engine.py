@@ -31,7 +31,7 @@ from torch_py_backend.batching import Batch, Item, Outcome, Owned, Value, rows_i
 from torch_py_backend.callee import Callee, Take
 from torch_py_backend.config import ModelConfig
 from torch_py_backend.counts import Counts
-from torch_py_backend.errors import BackendError, InputError, UnavailableError, WorkerError
+from torch_py_backend.errors import BackendError, InputError, UnavailableError
 from torch_py_backend.hooks import Hooks
 from torch_py_backend.intake import Group, Intake
 from torch_py_backend.loaders import Loaded
@@ -147,18 +147,8 @@ class Engine:
         self._shared, self.turn = shared, shared.lock
         self.purity.settle()
 
-    def watch(self, end: Callable[[str], None]) -> None:
-        """Have `end` called, with the reason, when the model is lost while nobody calls it."""
-
-        def lost(error: WorkerError) -> None:
-            self.recovery.judge(error)
-            end(self.recovery.reason)
-
-        self.loaded.watch(lost)
-
     def leave(self) -> None:
         """Let go of what is other processes', too; to leave twice is no error."""
-        self.loaded.leave()
         if self._shared is not None:
             self._shared.leave()
 

@@ -20,7 +20,6 @@ BackendError
 ├── InternalError           the backend itself failed
 ├── UnavailableError        the instance cannot answer, and another one might
 │   ├── OutOfMemoryError    not even one row of a request fits in memory
-│   ├── WorkerError         a process of those that compute one model together is lost
 │   └── StateMemoryError    the states of all sequences together would take more than they may
 ├── CancelledError          a request was cancelled before it was run, or in mid-stream
 ├── InstallError            a backend folder cannot be written
@@ -239,17 +238,6 @@ class OutOfMemoryError(UnavailableError):
             model,
             "the request does not fit in memory, not even a row at a time",
             cure="Try again later, or send less.",
-        )
-
-
-class WorkerError(UnavailableError):
-    """A process of those that compute one model together is lost, and the others with it."""
-
-    def __init__(self, model: str, found: str) -> None:
-        super().__init__(
-            model,
-            f"the processes of TENSOR_PARALLEL cannot go on together: {found}",
-            cure="Load the model anew; the server's log may say more.",
         )
 
 

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 
 import torch
 
-from torch_py_backend.errors import WorkerError
-
 # CUDA's documentation on each: "leaves the process in an inconsistent state and any further CUDA
 # work will return the same error. To continue using CUDA, the process must be terminated".
 _STICKY = {
@@ -46,11 +44,8 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether it is an error after which this process cannot compute any more.
-
-    That is what torch says of the device, or that the processes it computes with are lost.
-    """
-    return any(_code(one) in _STICKY or isinstance(one, WorkerError) for one in _chain(error))
+    """Whether it is a CUDA error after which this process cannot use the device any more."""
+    return any(_code(one) in _STICKY for one in _chain(error))
 
 
 def release(error: BaseException) -> None:

@@ -24,15 +24,12 @@ from torch_py_backend.artifacts import Artifact, Kind
 from torch_py_backend.batching import ANY_ROWS, Rows
 from torch_py_backend.binding import Signature, Takes
 from torch_py_backend.config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, SourceError, WorkerError, brief
+from torch_py_backend.errors import ArtifactError, ConfigError, SourceError, brief
 
 log = logging.getLogger(__name__)
 
 # What a module has that defines no forward() of its own.
 _NO_FORWARD = nn.Module.forward
-
-
-def _nothing(*_: Any) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +43,6 @@ class Loaded:
         owner: what holds its parameters and buffers; None: it has none, or they are not at hand.
         rows: how many rows one call takes.
         step: what advances several streams at once, where `module` is what begins one.
-        leave: called when it is not needed any more; twice is no error.
-        watch: has what it is given called, in a thread, when the model is lost between two calls.
     """
 
     kind: Kind
@@ -56,8 +51,6 @@ class Loaded:
     owner: nn.Module | None = None
     rows: Rows = ANY_ROWS
     step: Callable[[list[Any]], Any] | None = None
-    leave: Callable[[], None] = _nothing
-    watch: Callable[[Callable[[WorkerError], None]], None] = _nothing
 
     @property
     def returns(self) -> str:
@@ -87,24 +80,19 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ConfigError: an option is not for such an artifact.
     """
     if artifact.kind not in (Kind.MODULE, Kind.FACTORY):
-        _refuse_parts(config, f"the model is {artifact.kind.value}")
+        _refuse_device_map(config, f"the model is {artifact.kind.value}")
     return _LOADERS[artifact.kind](artifact, config, device)
 
 
-def _refuse_parts(config: ModelConfig, found: str) -> None:
-    """Refuse options that take a module's parts apart, for what has none."""
-    wished = config.options
-    for key, value in (
-        ("DEVICE_MAP", wished.device_map),
-        ("TENSOR_PARALLEL", wished.tensor_parallel),
-    ):
-        if value is not None:
-            raise ConfigError(
-                config.name,
-                f"{key} is set, and {found}",
-                expected="a model.py or a factory that makes a torch.nn.Module",
-                cure=f"Take {key} out, or serve the module itself.",
-            )
+def _refuse_device_map(config: ModelConfig, found: str) -> None:
+    """Refuse DEVICE_MAP for what is no module."""
+    if config.options.device_map is not None:
+        raise ConfigError(
+            config.name,
+            f"DEVICE_MAP is set, and {found}",
+            expected="a model.py or a factory that makes a torch.nn.Module",
+            cure="Take DEVICE_MAP out, or serve the module itself.",
+        )
 
 
 def _load_torchscript(
@@ -357,7 +345,7 @@ def _refuse_no_function(artifact: Artifact, config: ModelConfig, built: Any) -> 
             f"what {artifact.path.name} builds is a {type(built).__name__}",
             expected="a torch.nn.Module or a function",
         )
-    _refuse_parts(config, f"what {artifact.path.name} serves is a function")
+    _refuse_device_map(config, f"what {artifact.path.name} serves is a function")
     if artifact.weights is not None:
         raise ArtifactError(
             config.name,

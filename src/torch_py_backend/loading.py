@@ -62,7 +62,7 @@ def claim(config: ModelConfig, artifact: Artifact, *, on_gpu: bool) -> Claim:
     size = sum(path.stat().st_size for path in artifact.files())
     if not on_gpu and _mapped(config, artifact):
         return Claim(_CONSTANT)
-    copies = 2 if "freeze" in config.options.optimize else config.options.tensor_parallel or 1
+    copies = 2 if "freeze" in config.options.optimize else 1
     needed = copies * size + _CONSTANT
     if not on_gpu:
         return Claim(needed)

@@ -39,13 +39,6 @@ def _positive(text: str) -> int:
     return number
 
 
-def _several(text: str) -> int:
-    number = int(text)
-    if number < 2:  # noqa: PLR2004  one process needs no others
-        raise ValueError(text)
-    return number
-
-
 def _fraction(text: str) -> float:
     number = float(text)
     if not 0 < number <= 1:
@@ -191,7 +184,6 @@ BOOLEAN = Parser("true, on, 1, false, off or 0", _boolean)
 # https://github.com/triton-inference-server/python_backend/blob/main/src/python_be.cc
 YES_NO = Parser("yes or no", {"yes": True, "no": False}.__getitem__)
 POSITIVE = Parser("an integer of at least 1", _positive)
-SEVERAL = Parser("an integer of at least 2", _several)
 FRACTION = Parser("a number above 0, at most 1", _fraction)
 COUNT = Parser("an integer; 0 or less leaves it unset", _count)
 TEXT = Parser("a name", _text)
@@ -380,11 +372,6 @@ class Options:
         "For `KIND_MODEL`: which part of a module is on which device, as JSON or as a file in the"
         ' version folder: `{"encoder": "cuda:0", "head": "cuda:1"}`. The longest name counts;'
         ' `""` is all the rest.',
-    )
-    tensor_parallel: int | None = _option(
-        SEVERAL,
-        "Processes that compute each batch together, each with its share of the weights, as the"
-        " model's `tensor_parallel_plan` says. `KIND_CPU`, or `KIND_MODEL` with as many GPUs.",
     )
     parallel_loads: int | None = _option(
         POSITIVE,

@@ -70,9 +70,7 @@ def mapped(loaded: Loaded) -> Mapped:
     Buffers that are computed when a module is built are in no file, and each instance's own.
     """
     owner = loaded.owner
-    held = [] if owner is None else owner.state_dict(keep_vars=True).values()
-    # Of a weight that processes have parts of, this one's part.
-    return mapping.find(getattr(one, "_local_tensor", one) for one in held)
+    return mapping.find([] if owner is None else owner.state_dict(keep_vars=True).values())
 
 
 def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, found: Mapped) -> str:
@@ -88,10 +86,6 @@ def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, found: Ma
     causes = (
         (config.options.enable_weight_sharing is False, "ENABLE_WEIGHT_SHARING is false"),
         (config.kind != "CPU", "each instance has a copy on its device"),
-        (
-            config.options.tensor_parallel is not None,
-            "each process of TENSOR_PARALLEL copies its share of what is divided across rows",
-        ),
         (artifact.weightless, "WEIGHTS is none: they are computed when the module is built"),
         (bool(unmappable), unmappable),
         (

@@ -21,7 +21,7 @@ class Threads:
 
 def budget(config: ModelConfig) -> Threads:
     """The config's counts, or an equal share of the cores for each of the model's processes."""
-    share = max(1, cores() // (config.instances * (config.options.tensor_parallel or 1)))
+    share = max(1, cores() // (config.instances))
     environment = os.environ.get("OMP_NUM_THREADS", "")
     wished = int(environment) if environment.isdecimal() else 0
     return Threads(

@@ -172,9 +172,9 @@ class Tuning:
             images=_IMAGE_RANK in ranks,
             gpu=document["instance_group"][0]["kind"] == "KIND_GPU",
             batched=batched,
-            cores=max(1, threads.cores() // (wished.tensor_parallel or 1)),
+            cores=threads.cores(),
             memory_mb=_MEMORY * psutil.virtual_memory().available / (1 << 20),
-            divided=wished.tensor_parallel is not None or wished.device_map is not None,
+            divided=wished.device_map is not None,
         )
 
     def _spread(self, facts: Facts) -> list[Candidate]:

@@ -152,7 +152,6 @@ class TritonPythonModel:
         # that looks at them all would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
-        self._engine.watch(self._end)
 
     def _answers(self, weights: Weights | None, traces: Tracing | None) -> Answering:
         """Who makes responses of requests."""
