@@ -38,7 +38,7 @@ fuzz: $(VENV)/installed
 
 # A real server under full load for twenty minutes, with loads, unloads and cancellations.
 soak: $(VENV)/installed
-	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest tests/server/faults/test_soak.py -s --timeout 7200
+	SOAK_SECONDS=$(SOAK_SECONDS) $(BIN)/pytest tests/live/faults/test_soak.py -s --timeout 7200
 
 # Wheel and sdist in dist/, checked as a package index would, and installed by the tests.
 release: $(VENV)/installed
@@ -50,6 +50,7 @@ release: $(VENV)/installed
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: $(VENV)/installed
 	$(BIN)/mypy

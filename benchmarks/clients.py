@@ -23,10 +23,10 @@ import tritonclient.http
 
 from benchmarks.models import MODELS, Model
 from benchmarks.peers import wire
-from torch_py_backend import client
 from torch_py_backend.errors import ServerError
-from torch_py_backend.load import Send
-from torch_py_backend.payloads import Payload, Tensor
+from torch_py_backend.tools import load_client
+from torch_py_backend.tools.load_generator import Send
+from torch_py_backend.tools.payloads import Payload, Tensor
 
 _TRITON = {"grpc": tritonclient.grpc, "http": tritonclient.http}
 Statistics = Callable[[], Awaitable[dict[str, Any]]]
@@ -104,7 +104,7 @@ async def connected(endpoint: Endpoint) -> AsyncIterator[tuple[Send, Statistics 
     """What sends the example, and what asks for Triton's statistics where the server has them."""
     model = MODELS[endpoint.model]
     if endpoint.protocol in _TRITON:
-        connection = client.connect(client.Address(endpoint.protocol, endpoint.host))
+        connection = load_client.connect(load_client.Address(endpoint.protocol, endpoint.host))
         send = connection.sender(endpoint.served, [_payload(model)])
         statistics = partial(connection.statistics, endpoint.served) if endpoint.counts else None
         try:

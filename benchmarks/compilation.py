@@ -30,12 +30,12 @@ from rich.console import Console
 
 from benchmarks import models, repositories
 from benchmarks.models import MAX_BATCH_SIZE, MODELS
-from torch_py_backend import client, load
-from torch_py_backend.client import Address
 from torch_py_backend.errors import BenchError
-from torch_py_backend.load import Closed, Result
-from torch_py_backend.payloads import Payload, Tensor
 from torch_py_backend.server import Server
+from torch_py_backend.tools import load_client, load_generator
+from torch_py_backend.tools.load_client import Address
+from torch_py_backend.tools.load_generator import Closed, Result
+from torch_py_backend.tools.payloads import Payload, Tensor
 
 _COMPILED = 'parameters { key: "TORCH_COMPILE_OPTIONAL_PARAMETERS" value { string_value: "{}" } }\n'
 _CONCURRENCY = 8
@@ -90,10 +90,10 @@ def measured(served: str, payloads: list[Payload], server: Server, seconds: floa
     """The requests, in a closed loop."""
 
     async def measure() -> Result:
-        connection = client.connect(Address("grpc", server.grpc_address))
+        connection = load_client.connect(Address("grpc", server.grpc_address))
         try:
             send = connection.sender(served, payloads)
-            return await load.run(send, Closed(_CONCURRENCY), seconds)
+            return await load_generator.run(send, Closed(_CONCURRENCY), seconds)
         finally:
             await connection.close()
 

@@ -28,7 +28,7 @@ from benchmarks import clients
 from benchmarks.clients import Endpoint
 from benchmarks.models import MODELS
 from torch_py_backend.errors import BenchError, brief
-from torch_py_backend.server import ports
+from torch_py_backend.server.tritonserver import ports
 
 ROOT = Path(__file__).parents[1]
 _PEERS = Path(__file__).parent / "peers"

@@ -22,10 +22,10 @@ from benchmarks import clients, repositories
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import check
 from benchmarks.models import MODELS
-from torch_py_backend import load
 from torch_py_backend.errors import BenchError
-from torch_py_backend.load import Closed
 from torch_py_backend.server import Server
+from torch_py_backend.tools import load_generator
+from torch_py_backend.tools.load_generator import Closed
 
 _LOAD_SECONDS = 120
 _COLUMNS = (
@@ -87,7 +87,7 @@ async def _load(endpoint: Endpoint, concurrency: int, seconds: float) -> float:
     """Triton's mean time for a request, in seconds."""
     async with clients.connected(endpoint) as (send, statistics):
         assert statistics is not None  # noqa: S101  it is a tritonserver
-        result = await load.run(send, Closed(concurrency), seconds)
+        result = await load_generator.run(send, Closed(concurrency), seconds)
         if result.errors or not result.latencies.size:
             raise BenchError(f"{result.errors} requests failed: {result.first_error}")
         return _mean_request(await statistics())

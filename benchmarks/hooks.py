@@ -30,12 +30,12 @@ import tritonclient.grpc
 from numpy.typing import NDArray
 from PIL import Image
 
-from torch_py_backend import client, sweep
-from torch_py_backend.client import Client
 from torch_py_backend.errors import BenchError
-from torch_py_backend.load import Closed
-from torch_py_backend.payloads import Tensor
 from torch_py_backend.server import Server
+from torch_py_backend.tools import load_client, sweep
+from torch_py_backend.tools.load_client import Client
+from torch_py_backend.tools.load_generator import Closed
+from torch_py_backend.tools.payloads import Tensor
 
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "model_repository" / "digits_png"
 _IMAGES = 64
@@ -295,7 +295,7 @@ async def measure(
     address: str, models: tuple[str, str], load: Load, concurrency: int
 ) -> list[tuple[sweep.Point, sweep.Point]]:
     """Turns of two models, one after the other."""
-    connected = client.connect(client.address(f"grpc://{address}"))
+    connected = load_client.connect(load_client.address(f"grpc://{address}"))
     one, other = models
     try:
         return [

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from benchmarks import clients
 from benchmarks.clients import Endpoint, Statistics
-from torch_py_backend import load, measurement
 from torch_py_backend.errors import BenchError
-from torch_py_backend.load import Closed, Send
+from torch_py_backend.tools import load_generator, server_statistics
+from torch_py_backend.tools.load_generator import Closed, Send
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ async def measure(
 
 async def _turn(send: Send, counted: Statistics | None, concurrency: int, seconds: float) -> Turn:
     before = await counted() if counted else {}
-    result = await load.run(send, Closed(concurrency), seconds)
+    result = await load_generator.run(send, Closed(concurrency), seconds)
     if result.errors or result.unanswered.size or not result.latencies.size:
         raise BenchError(
             f"{result.errors} requests failed and {result.unanswered.size} had no answer:"
@@ -89,7 +89,7 @@ async def _turn(send: Send, counted: Statistics | None, concurrency: int, second
         )
     batch = None
     if counted:
-        done = measurement.between(before, await counted())
+        done = server_statistics.between(before, await counted())
         batch = done.rows / done.calls
     p50, p99 = result.percentiles(50, 99)
     return Turn(result.throughput, p50, p99, batch, result.busy)

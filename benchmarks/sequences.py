@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from torch_py_backend import measurement
 from torch_py_backend.errors import BenchError
 from torch_py_backend.server import Server
+from torch_py_backend.tools import server_statistics
 
 _WIDTH = 128
 _MODULE = """
@@ -159,7 +159,7 @@ async def ask(address: str, model: str, sent: NDArray[np.float32], *, stream: bo
         _LONGEST_S,
     )
     seconds = time.perf_counter() - started
-    done = measurement.between(before, _statistics(address, model))
+    done = server_statistics.between(before, _statistics(address, model))
     inside = sum(done.stages[stage] for stage in done.stages if stage != "queue")
     batch = done.rows / done.calls
     return Turn(seconds, batch, inside / batch, values)

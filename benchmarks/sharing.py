@@ -28,12 +28,12 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from torch_py_backend import client, load
-from torch_py_backend.client import Address
 from torch_py_backend.errors import BenchError
-from torch_py_backend.load import Closed, Result
-from torch_py_backend.payloads import Payload, Tensor
 from torch_py_backend.server import Server
+from torch_py_backend.tools import load_client, load_generator
+from torch_py_backend.tools.load_client import Address
+from torch_py_backend.tools.load_generator import Closed, Result
+from torch_py_backend.tools.payloads import Payload, Tensor
 
 _NAME = "large"
 _WIDTH = 4096
@@ -152,10 +152,10 @@ def ask(server: Server, layers: int, concurrency: int, seconds: float) -> Result
     """
 
     async def run() -> Result:
-        connection = client.connect(Address("grpc", server.grpc_address))
+        connection = load_client.connect(Address("grpc", server.grpc_address))
         try:
             send = connection.sender(_NAME, [payload(layers)])
-            return await load.run(send, Closed(concurrency), seconds)
+            return await load_generator.run(send, Closed(concurrency), seconds)
         finally:
             await connection.close()
 

@@ -35,10 +35,15 @@ SCENARIOS = (
 # Triton 2.42 is 24.01; later ones by month, as far as the wheels go.
 _FIRST, _LAST = 42, 53
 _LONGEST_S = 300
-_ROOMS = re.compile(r"^\| `(\w+)/?` \|", flags=re.MULTILINE)
+_SOURCE = TESTS.parent / "src"
 _FIXTURES = re.compile(r"\b(process|dynamo): None\b|usefixtures\(\"(process|dynamo)\"")
-# They look for torch, a server or tools of the repository, on the machine.
-_LOOKING = {"test_examination.py", "test_release.py", "test_server.py", "test_tuned.py"}
+# They need torch, a server or tools of the repository on the machine.
+_NEED_MORE = {
+    "test_preflight.py",
+    "test_release.py",
+    "test_tritonserver.py",
+    "test_tuned_settings.py",
+}
 
 
 def server_row() -> list[str]:
@@ -127,47 +132,55 @@ def tests_row() -> list[str]:
     last = done.stdout.strip().splitlines()[-1]
     if done.returncode:
         print(done.stdout, file=sys.stderr)
-    scope = "all but slow ones" if with_torch else "rooms without torch"
+    scope = "all but slow ones" if with_torch else "modules without torch"
     return [*_here(), scope, re.sub(r" in .*|=", "", last).strip()]
 
 
 def without_torch() -> list[str]:
-    """Test files that neither they nor what they import imports torch."""
-    rooms = _ROOMS.findall((TESTS.parent / "CONTRIBUTING.md").read_text(encoding="utf-8"))
-    free = {f"torch_py_backend.{room}" for room in rooms[: rooms.index("cli") + 1]}
+    """Return the test files that import no torch, and whose imports import none."""
     return [
         str(path.relative_to(TESTS.parent))
-        for path in sorted(TESTS.glob("test_*.py"))
-        if path.name not in _LOOKING
-        and not _needs_torch(path, free, set())
+        for path in sorted(TESTS.rglob("test_*.py"))
+        if not {"live", "deploy"} & set(path.parts)
+        and path.name not in _NEED_MORE
+        and not _needs_torch(path, set())
         and not _FIXTURES.search(path.read_text())
     ]
 
 
-def _needs_torch(path: Path, free: set[str], seen: set[Path]) -> bool:
+def _needs_torch(path: Path, seen: set[Path]) -> bool:
     if path in seen:
         return False
     seen.add(path)
     for name in _imports(path):
-        helper = TESTS / f"{name}.py"
-        ours = name.startswith("torch_py_backend.")
         if name.split(".")[0] in ("torch", "safetensors", "benchmarks", "docs", "examples"):
             return True
-        if ours and ".".join(name.split(".")[:2]) not in free:
-            return True
-        if helper.is_file() and _needs_torch(helper, free, seen):
+        if any(_needs_torch(file, seen) for file in _files(name)):
             return True
     return False
 
 
+def _files(name: str) -> Iterator[Path]:
+    """Return the files of this repository that an import of this name runs."""
+    for base in (_SOURCE, TESTS):
+        file = base.joinpath(*name.split("."))
+        yield from (one for one in (file.with_suffix(".py"), file / "__init__.py") if one.is_file())
+
+
 def _imports(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    """Yield what a file imports as it is imported: function bodies are left out."""
+    pending: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module == "torch_py_backend":
-            yield from (f"torch_py_backend.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
             yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            pending.extend(node.orelse)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            pending.extend(ast.iter_child_nodes(node))
 
 
 # --- the page --------------------------------------------------------------------------------

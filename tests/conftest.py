@@ -19,8 +19,9 @@ from xdist.scheduler import LoadScopeScheduling
 # The adapter imports Triton's utilities, which exist only inside Triton's stub.
 sys.modules.setdefault("triton_python_backend_utils", fake_triton)
 
-from torch_py_backend import composition, rendezvous  # noqa: E402  after the fake
+from torch_py_backend import composition  # noqa: E402  after the fake
 from torch_py_backend.adapter import TritonPythonModel  # noqa: E402
+from torch_py_backend.processes import server_folder  # noqa: E402  after the fake
 
 # The same examples in every run, no time limit of its own: pytest's ends what hangs.
 hypothesis.settings.register_profile(
@@ -28,7 +29,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
-# In tests/server/: those that wait rather than compute.
+# In tests/live/: those that wait rather than compute.
 _COMMANDS = (
     "faults/",
     "test_balancer",
@@ -47,7 +48,7 @@ class _Scheduling(LoadScopeScheduling):  # type: ignore[misc]  # xdist ships no 
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        _, folder, name = file.rpartition("tests/server/")
+        _, folder, name = file.rpartition("tests/live/")
         if not folder:
             return file
         return "commands" if name.startswith(_COMMANDS) else "servers"
@@ -62,9 +63,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeSch
 @pytest.fixture(scope="session", autouse=True)
 def server_of_its_own() -> Iterator[None]:
     """Engines that run here meet nobody: all processes of a run have the same parent."""
-    told = rendezvous._server
+    told = server_folder._server
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rendezvous, "_server", lambda _parent: f"{told(os.getpid())}-itself")
+        patch.setattr(server_folder, "_server", lambda _parent: f"{told(os.getpid())}-itself")
         yield
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from torch_py_backend.options import TABLE, YES_NO, OptionRow
+from torch_py_backend.config.options import TABLE, YES_NO, OptionRow
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

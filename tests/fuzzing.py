@@ -20,18 +20,11 @@ from pathlib import Path
 import archives
 import build
 
-from torch_py_backend import (
-    artifacts,
-    companions,
-    contents,
-    marfile,
-    migration,
-    options,
-    pbtxt,
-    tuned,
-)
+from torch_py_backend.artifacts import discovery, file_types, source_dependencies
+from torch_py_backend.config import options, pbtxt, tuned_settings
 from torch_py_backend.errors import ArchiveError, LoadError
-from torch_py_backend.marfile import Limits
+from torch_py_backend.torchserve import mar_archive, migration
+from torch_py_backend.torchserve.mar_archive import Limits
 
 Target = Callable[[Path, bytes], None]
 
@@ -40,10 +33,10 @@ def content(folder: Path, data: bytes) -> None:
     """What a file is, whatever it holds; and what to do about it."""
     path = folder / "model.pt2"
     path.write_bytes(data)
-    found = contents.describe(path)
-    assert contents.cure(found, path)
-    if found is contents.Content.AOTI:
-        contents.aoti_metadata(path)
+    found = file_types.describe(path)
+    assert file_types.cure(found, path)
+    if found is file_types.Content.AOTI:
+        file_types.aoti_metadata(path)
 
 
 def artifact(folder: Path, data: bytes) -> None:
@@ -51,24 +44,24 @@ def artifact(folder: Path, data: bytes) -> None:
     (folder / "1").mkdir(exist_ok=True)
     (folder / "1" / "model.pt").write_bytes(data)
     with contextlib.suppress(LoadError):
-        artifacts.find(build.config(folder))
+        discovery.find(build.config(folder))
 
 
 def index(folder: Path, data: bytes) -> None:
     """An index of weights, and what it names."""
     path = folder / "model.safetensors.index.json"
     path.write_bytes(data)
-    with contextlib.suppress(*contents.NO_INDEX):
-        contents.shards(path)
+    with contextlib.suppress(*file_types.NO_INDEX):
+        file_types.shards(path)
     (folder / "model.py").touch()
-    companions.of_source("m", folder / "model.py")
+    source_dependencies.of_source("m", folder / "model.py")
 
 
 def source(folder: Path, data: bytes) -> None:
     """What a source imports from its own folder."""
     (folder / "net.py").write_bytes(data)
     with contextlib.suppress(LoadError):
-        companions.of_source("m", folder / "net.py")
+        source_dependencies.of_source("m", folder / "net.py")
 
 
 def option(folder: Path, data: bytes) -> None:
@@ -88,9 +81,9 @@ def config(folder: Path, data: bytes) -> None:
 
 def findings(folder: Path, data: bytes) -> None:
     """A tuned.json."""
-    (folder / tuned.FILE).write_bytes(data)
+    (folder / tuned_settings.FILE).write_bytes(data)
     with contextlib.suppress(LoadError):
-        tuned.chosen(folder, "here")
+        tuned_settings.chosen(folder, "here")
 
 
 def archive(folder: Path, data: bytes) -> None:
@@ -99,7 +92,7 @@ def archive(folder: Path, data: bytes) -> None:
     path.write_bytes(data)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         with contextlib.suppress(ArchiveError):
-            marfile.unpack(path, Path(scratch) / "model.mar", Limits(gigabytes=0.01, files=20))
+            mar_archive.unpack(path, Path(scratch) / "model.mar", Limits(gigabytes=0.01, files=20))
         assert {one.name for one in Path(scratch).iterdir()} <= {"model.mar", "model.mar-whole"}
 
 
@@ -125,7 +118,7 @@ def handler(folder: Path, data: bytes) -> None:
 
 
 def _migrated(folder: Path) -> str:
-    found = marfile.read_manifest(folder, "net.mar")
+    found = mar_archive.read_manifest(folder, "net.mar")
     return migration.migrate("net.mar", "net", folder, found, migration.Wishes()).config
 
 

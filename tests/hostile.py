@@ -1,6 +1,6 @@
 """Models of every kind of input, good requests for them, and asyncio clients that send anything.
 
-What `tests/server/faults` shares: malformed requests and the soak.
+What `tests/live/faults` shares: malformed requests and the soak.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from typing import Any
 import promql_parser
 import yaml
 
-from torch_py_backend import families
-from torch_py_backend.families import Family, Kind
+from torch_py_backend.observability import metric_families
+from torch_py_backend.observability.metric_families import Family, Kind
 
 ROOT = Path(__file__).parents[1]
 ALERT_TESTS = ROOT / "tests" / "alerts.yaml"
@@ -103,7 +103,7 @@ def _selectors(node: Any) -> Iterator[promql_parser.VectorSelector]:
 def known() -> dict[str, Family | None]:
     """The series of this backend with their rows, and Prometheus' own."""
     ours: dict[str, Family | None] = {
-        series: row for row in families.TABLE for series in row.series
+        series: row for row in metric_families.TABLE for series in row.series
     }
     return {**ours, _UP: None}
 
@@ -114,7 +114,7 @@ def known() -> dict[str, Family | None]:
 def table() -> str:
     """The table of metrics, as the code has it."""
     rows = ["| metric | kind | labels | which models | what it tells | when it moves |"]
-    return "\n".join([*rows, "|---|---|---|---|---|---|", *map(_row, families.TABLE)])
+    return "\n".join([*rows, "|---|---|---|---|---|---|", *map(_row, metric_families.TABLE)])
 
 
 def _row(row: Family) -> str:

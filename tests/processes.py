@@ -9,13 +9,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from torch_py_backend import leftovers
+from torch_py_backend.processes import orphan_cleanup
 
 _TELL = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
-from torch_py_backend import vitals
-from torch_py_backend.vitals import Identity, State, Told
+from torch_py_backend.processes import instance_status
+from torch_py_backend.processes.instance_status import Identity, State, Told
 folder, model, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) or None
 told = Told(folder, Identity(os.getpid(), model, "1", model + "_0_0", limit), State.LOADING)
 {what}
@@ -30,7 +30,7 @@ def instance(
     folder: Path, what: str, *, then: str = "", model: str = "m", limit: int = 0, mark: bool = True
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A process that has told `what`, and then does `then`."""
-    environment = os.environ | ({leftovers.VARIABLE: str(folder)} if mark else {})
+    environment = os.environ | ({orphan_cleanup.VARIABLE: str(folder)} if mark else {})
     process = subprocess.Popen(
         [sys.executable, "-c", _TELL.format(what=what, then=then), folder, model, str(limit)],
         env=environment,

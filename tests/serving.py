@@ -24,7 +24,7 @@ from scenarios import Call, Refused, assert_close
 from supervised import EXIT
 from tritonclient.utils import InferenceServerException, np_to_triton_dtype
 
-from torch_py_backend.server import ModelState, Server
+from torch_py_backend.server.tritonserver import ModelState, Server
 
 _LONGEST_S = 540
 # A port that is free here may be the one that a server of another process will have in a moment.

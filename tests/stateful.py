@@ -8,9 +8,9 @@ from typing import Any
 
 import build
 
-from torch_py_backend import dtypes
-from torch_py_backend.config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.states import Control, Initial, Sequencing, State
+from torch_py_backend.config import dtypes
+from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.config.sequence_config import Control, Initial, Sequencing, State
 
 IDLE_S = 5.0
 SLOTS = 16

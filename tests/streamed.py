@@ -16,13 +16,14 @@ import scenarios
 import torch
 from scenarios import Arrays, Refused, Scenario
 
-from torch_py_backend import runtime, signatures
-from torch_py_backend.artifacts import Kind
-from torch_py_backend.batching import Value
-from torch_py_backend.engine import Engine
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.batching import runtime
+from torch_py_backend.batching.gather_scatter import Value
+from torch_py_backend.config.options import Options
+from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
-from torch_py_backend.loaders import Loaded
-from torch_py_backend.options import Options
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import introspection
 
 # --- engines of functions -----------------------------------------------------------------------
 
@@ -37,7 +38,7 @@ def engine(
         decoupled=True,
         **overrides,
     )
-    loaded = Loaded(Kind.MODULE, function, signatures.of_function(function), step=step)
+    loaded = Loaded(Kind.MODULE, function, introspection.of_function(function), step=step)
     surroundings = runtime.surround(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 

@@ -23,8 +23,8 @@ import psutil
 import tritonclient.grpc
 import tritonclient.http
 
-from torch_py_backend import leftovers, vitals
-from torch_py_backend.vitals import State
+from torch_py_backend.processes import instance_status, orphan_cleanup
+from torch_py_backend.processes.instance_status import State
 
 _SERVE = "from torch_py_backend.cli import app; app()"
 _PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
@@ -82,12 +82,12 @@ class Supervised:
         """The processes of a model that tell they are in this state."""
         found: list[psutil.Process] = []
         try:
-            folder = Path(self.triton().environ()[leftovers.VARIABLE])
+            folder = Path(self.triton().environ()[orphan_cleanup.VARIABLE])
         except (psutil.Error, KeyError, ValueError):  # it is just starting, or not there
             return found
-        for path in vitals.files(folder):
+        for path in instance_status.files(folder):
             with contextlib.suppress(psutil.Error, OSError, ValueError):
-                reader = vitals.Reader(path)
+                reader = instance_status.Reader(path)
                 if reader.identity.model == model and reader.sign().state is state:
                     found.append(psutil.Process(reader.identity.pid))
         return found

@@ -23,8 +23,10 @@ from benchmarks.models import MAX_BATCH_SIZE, MODELS, Model, Parameter
 from benchmarks.pairs import Pair, Turn
 from benchmarks.peers import wire
 from benchmarks.report import Report, Row
-from torch_py_backend import assembly, completion, config, pbtxt, threads
+from torch_py_backend.autocomplete import completion
+from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.errors import BenchError, ServerError
+from torch_py_backend.startup import builder
 
 _PEERS = Path(contenders.__file__).parent / "peers"
 _TURN = Turn(throughput=100.0, p50=0.001, p99=0.002, batch=4.0, busy=0.5)
@@ -84,8 +86,8 @@ def test_repository_loads_and_equals_eager(name: str, tmp_path: Path) -> None:
     assert not completion.needed(document)
     assert document["max_batch_size"] == MAX_BATCH_SIZE
     assert "dynamic_batching" in document
-    settings = config.parse(pbtxt.arguments(tmp_path / name, "1", document))
-    made = assembly.build(settings, threads.Threads(1, 1))
+    settings = model_config.parse(pbtxt.arguments(tmp_path / name, "1", document))
+    made = builder.build(settings, threads.Threads(1, 1))
     model = MODELS[name]
     named = zip(model.inputs, model.example(), strict=True)
     item: Any = {one.name: tensor[None] for one, tensor in named}
@@ -119,7 +121,7 @@ def test_clocked_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """The clocks count what was called, and the model answers as it does without them."""
     import fake_triton
 
-    from torch_py_backend.engine import Engine
+    from torch_py_backend.engine.engine import Engine
 
     monkeypatch.setattr(Engine, "run", Engine.run)  # put back afterwards
     repositories.write_clocked("mlp", tmp_path, tmp_path / "clock.json")

@@ -15,10 +15,11 @@ import pytest
 import torch
 from fake_triton import InferenceRequest, InferenceResponse, TritonError
 
-from torch_py_backend import composition, inspection
+from torch_py_backend import composition
 from torch_py_backend.adapter import TritonPythonModel, calling
 from torch_py_backend.composition import Model, model, stand_in
 from torch_py_backend.errors import CallError, NoServerError
+from torch_py_backend.tools import inspection
 
 Answer = Callable[[InferenceRequest], InferenceResponse]
 

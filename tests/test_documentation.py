@@ -19,7 +19,8 @@ from documentation import DOCS, PAGES, PRINTS, ROOT, Block
 from walkthrough import Walkthrough
 
 from docs import figures
-from torch_py_backend import config, errors, pbtxt
+from torch_py_backend import errors
+from torch_py_backend.config import model_config, pbtxt
 
 _BLOCKS = [block for page in PAGES for block in documentation.blocks(page)]
 _WITHOUT_SERVER = [
@@ -81,7 +82,7 @@ def test_config(block: Block, tmp_path: Path, caplog: pytest.LogCaptureFixture) 
     (folder / "config.pbtxt").write_text(block.text, encoding="utf-8")
     document = pbtxt.read(folder)
     complete = bool(document["input"] and document["output"])
-    config.parse(pbtxt.arguments(folder, "1", document), complete=complete)
+    model_config.parse(pbtxt.arguments(folder, "1", document), complete=complete)
     assert not caplog.messages
 
 

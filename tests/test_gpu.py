@@ -17,21 +17,25 @@ import pytest
 import safetensors.torch
 import scenarios
 import stateful
-import test_ragged
-import test_sequences
 import torch
+from batching import test_ragged
 from children import Start, starting
+from sequences import test_state_store
 from torch import Tensor
 
-from torch_py_backend import artifacts, graphs, loaders, runtime, signatures
 from torch_py_backend.adapter import TritonPythonModel, messages
-from torch_py_backend.artifacts import Kind
-from torch_py_backend.engine import Engine
-from torch_py_backend.loaders import Loaded
-from torch_py_backend.options import Options
-from torch_py_backend.padding import Padding
-from torch_py_backend.purity import Purity
-from torch_py_backend.ragged import Ragged
+from torch_py_backend.artifacts import discovery
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.batching import runtime
+from torch_py_backend.batching.padding import Padding
+from torch_py_backend.batching.ragged import Ragged
+from torch_py_backend.compile import cuda_graphs
+from torch_py_backend.config.options import Options
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.side_effects import Purity
+from torch_py_backend.loading import registry
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import introspection
 
 pytestmark = [
     pytest.mark.gpu,
@@ -99,9 +103,9 @@ def test_sequences_on_the_gpu(scenario: scenarios.Scenario, tmp_path: Path, proc
 def test_states_are_on_the_gpu(tmp_path: Path) -> None:
     """What is kept of a sequence never leaves the device."""
     settings = stateful.config(stateful.kept())
-    served = test_sequences.Served(settings, models.Accumulate(), "cuda")
+    served = test_state_store.Served(settings, models.Accumulate(), "cuda")
     for flags in ("s", "", ""):
-        served.send(test_sequences.step(1, 1, flags), test_sequences.step(2, 1, flags))
+        served.send(test_state_store.step(1, 1, flags), test_state_store.step(2, 1, flags))
     kept = [one.values["total"] for one in served.states._kept.values()]
     assert all(isinstance(value, torch.Tensor) and value.is_cuda for value in kept)
 
@@ -221,8 +225,8 @@ import fake_triton
 sys.modules["triton_python_backend_utils"] = fake_triton
 import numpy as np
 from torch_py_backend.adapter import TritonPythonModel
-from torch_py_backend.artifacts import Kind
-from torch_py_backend.ragged import Ragged
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.batching.ragged import Ragged
 model = TritonPythonModel()
 model.initialize(json.loads({arguments!r}))
 for values in {batches!r}:
@@ -341,8 +345,9 @@ _INSTANCE = """
 import sys
 from pathlib import Path
 import build, numpy, torch
-from torch_py_backend import assembly, warmup
-from torch_py_backend.threads import Threads
+from torch_py_backend.startup import builder
+from torch_py_backend.startup import warmup
+from torch_py_backend.config.threads import Threads
 
 config = build.config(
     Path(sys.argv[1]),
@@ -352,7 +357,7 @@ config = build.config(
     inputs=(build.spec("x", dims=(4096,)),),
     outputs=(build.spec("y", dims=(4096,)),),
 )
-made = assembly.build(config, Threads(1, 1))
+made = builder.build(config, Threads(1, 1))
 warmup.run(made)
 print("ready", flush=True)
 with torch.inference_mode():
@@ -489,7 +494,7 @@ def test_parts_on_several_devices(
     build.write(tmp_path, "model.py", models.source(TwoParts))
     torch.save(module.state_dict(), tmp_path / "1" / "model.pt")
     config = build.config(tmp_path, kind="MODEL", device_map=places, enable_weight_sharing=shared)
-    loaded = loaders.load(artifacts.find(config), config, None)
+    loaded = registry.load(discovery.find(config), config, None)
     assert loaded.owner is not None
     devices = {name: str(one.device) for name, one in loaded.owner.named_parameters()}
     for name in ("up", "down"):
@@ -582,7 +587,7 @@ def test_masks_are_made_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) ->
     def forward(x: Tensor, mask: Tensor) -> Tensor:
         return x * mask
 
-    loaded = Loaded(Kind.MODULE, forward, signatures.of_function(forward))
+    loaded = Loaded(Kind.MODULE, forward, introspection.of_function(forward))
     made = Engine(settings, loaded, surroundings, build.artifact())
     streams = []
     fill = Padding.fill
@@ -653,7 +658,7 @@ def test_buffers_that_graphs_write_are_seen() -> None:
     made = Purity(module, captured=True)
     x = torch.ones(1, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
-        replay = graphs.capture(lambda tensors: module(*tensors), [x])
+        replay = cuda_graphs.capture(lambda tensors: module(*tensors), [x])
         torch.cuda.current_stream().synchronize()
         made.settle()
         assert not made.writes_buffers()

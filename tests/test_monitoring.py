@@ -16,7 +16,7 @@ from grafana_foundation_sdk.cog.encoder import JSONEncoder
 from grafana_foundation_sdk.cog.plugins import register_default_plugins
 from grafana_foundation_sdk.models.dashboard import Dashboard
 
-from torch_py_backend import families
+from torch_py_backend.observability import metric_families
 
 _QUERIES = monitoring.queries()
 _RULES = monitoring.rules()
@@ -33,7 +33,7 @@ def test_query(place: str) -> None:
     assert selectors
     for one in selectors:
         name = str(one.name)
-        if name.startswith("nv_"):  # tests/server/test_metrics.py
+        if name.startswith("nv_"):  # tests/live/test_metrics.py
             continue
         assert name in _KNOWN, name
         row = _KNOWN[name]
@@ -44,8 +44,8 @@ def test_query(place: str) -> None:
 def test_every_metric_is_on_the_dashboard() -> None:
     """What is told can be seen."""
     named = {str(one.name) for query in _QUERIES.values() for one in monitoring.selectors(query)}
-    seen = {row.name for row in families.TABLE if named & set(row.series)}
-    assert seen == set(families.BY_NAME)
+    seen = {row.name for row in metric_families.TABLE if named & set(row.series)}
+    assert seen == set(metric_families.BY_NAME)
 
 
 # --- alerts ----------------------------------------------------------------------------------

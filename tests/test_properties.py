@@ -20,24 +20,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
-from torch_py_backend import (
-    artifacts,
-    batching,
-    binding,
-    config,
-    dtypes,
-    options,
-    runtime,
-    signatures,
-    tuned,
-)
-from torch_py_backend.artifacts import Artifact, Kind
-from torch_py_backend.batching import ANY_ROWS, Rows
-from torch_py_backend.binding import Argument, Passing, Signature, Takes
-from torch_py_backend.engine import Engine
+from torch_py_backend.artifacts import discovery
+from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.batching import gather_scatter, runtime
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.config import dtypes, model_config, options, tuned_settings
+from torch_py_backend.config.options import Options
+from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
-from torch_py_backend.loaders import Loaded
-from torch_py_backend.options import Options
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import binding, introspection
+from torch_py_backend.signature.binding import Argument, Passing, Signature, Takes
 
 Answer = TypeVar("Answer")
 
@@ -171,7 +164,7 @@ def test_config_is_parsed_or_refused(document: dict[str, Any]) -> None:
     """A config of Triton's is read, and its model looked for, or refused with a sentence."""
     with tempfile.TemporaryDirectory() as folder:
         told = build.arguments(**document) | {"model_repository": folder}
-        found = _asked(lambda: artifacts.find(config.parse(told)))
+        found = _asked(lambda: discovery.find(model_config.parse(told)))
 
     # Of an empty folder nothing can be served but what a package has.
     assert isinstance(found, Artifact) == (getattr(found, "kind", None) is Kind.FACTORY)
@@ -183,8 +176,10 @@ def test_what_tune_keeps_is_read_or_refused(document: Any, text: str) -> None:
     """A tuned.json of any content gives parameters, none, or a sentence that says so."""
     with tempfile.TemporaryDirectory() as folder:
         for content in (json.dumps(document), text):
-            (Path(folder) / tuned.FILE).write_text(content, encoding="utf-8", errors="replace")
-            found = _asked(lambda: tuned.chosen(Path(folder), "here"))
+            (Path(folder) / tuned_settings.FILE).write_text(
+                content, encoding="utf-8", errors="replace"
+            )
+            found = _asked(lambda: tuned_settings.chosen(Path(folder), "here"))
             assert found is None or isinstance(found, dict) or "tuned.json" in str(found)
 
 
@@ -256,7 +251,7 @@ def test_programs_get_their_own_tree(
     flat, spec = pytree.tree_flatten(tree)
     if not flat:
         return
-    signature = signatures.of_tree(spec, {})
+    signature = introspection.of_tree(spec, {})
     leaves = list(signature.leaves or ())
     names = [f"INPUT__{index}" for index in range(len(leaves))] if numbers else leaves
     order = random.sample(names, len(names))
@@ -322,13 +317,13 @@ def test_rows_return_to_their_items(
     sent = [_value((size, *shape), kind, 7 * index) for index, size in enumerate(sizes)]
     if tensors and kind.triton != "BYTES":
         sent = [torch.from_numpy(value) for value in sent]
-    batch = batching.gather([{"x": value} for value in sent], ["x"])
+    batch = gather_scatter.gather([{"x": value} for value in sent], ["x"])
     pieces = []
-    for piece, present in batching.fit(batch.columns, rows):
+    for piece, present in gather_scatter.fit(batch.columns, rows):
         assert rows.take(piece[0].shape[0])
         pieces.append([column[:present] for column in piece])
 
-    outcomes = batching.scatter(batching.join(pieces), ["y"], batch.sizes)
+    outcomes = gather_scatter.scatter(gather_scatter.join(pieces), ["y"], batch.sizes)
 
     for value, outcome in zip(sent, outcomes, strict=True):
         assert np.array_equal(np.asarray(outcome["y"]), np.asarray(value))
@@ -349,7 +344,9 @@ def _padded_engine(pad: Mapping[str, Any], rows: Rows, *, mask: bool) -> Engine:
     inputs = (ids, build.spec("mask", "INT64", (-1,)))
     settings = build.config(
         inputs=tuple(
-            config.TensorSpec(one.name, one.dtype, one.dims, one.name == "mask" and mask, True)
+            model_config.TensorSpec(
+                one.name, one.dtype, one.dims, one.name == "mask" and mask, True
+            )
             for one in inputs
         ),
         outputs=(build.spec("y", "INT64", (-1,)), build.spec("kept", "INT64", (-1,))),
@@ -380,7 +377,7 @@ def test_padded_items_get_their_own_back(
 ) -> None:
     """Items of any lengths share a batch, with and without a mask, and get their own lengths."""
     made = _padded_engine(pad, rows, mask=True)
-    items: list[batching.Item] = []
+    items: list[gather_scatter.Item] = []
     for number, (count, length, masked) in enumerate(shapes):
         ids = np.arange(count * length, dtype=np.int64).reshape(count, length) + 100 * number
         items.append({"ids": ids, **({"mask": ids % 2} if masked else {})})

@@ -19,10 +19,14 @@ import pytest
 import safetensors.torch
 import torch
 
-from torch_py_backend import artifacts, assembly, compile_cache, examples, options, threads
-from torch_py_backend.artifacts import Artifact, Kind
-from torch_py_backend.config import ModelConfig
+from torch_py_backend.artifacts import discovery
+from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.compile import compile_cache
+from torch_py_backend.config import options, threads
+from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, LoadError, OptionError
+from torch_py_backend.loading import example_inputs
+from torch_py_backend.startup import builder
 
 CPU = torch.device("cpu")
 
@@ -83,7 +87,7 @@ def test_weights_run_no_code(
     config = build.config(tmp_path, weights=name)
 
     with pytest.raises(LoadError):
-        assembly.build(config, threads.budget(config))
+        builder.build(config, threads.budget(config))
 
     assert not mark.exists()
 
@@ -98,7 +102,7 @@ def test_model_file_runs_no_code_of_a_pickle(
     config = build.config(tmp_path)
 
     with pytest.raises(LoadError):
-        assembly.build(config, threads.budget(config))
+        builder.build(config, threads.budget(config))
 
     assert not mark.exists()
 
@@ -116,7 +120,7 @@ def test_repacked_weights_are_copied(tmp_path: Path, process: None) -> None:
             packed.writestr(name, sound.read(name))
     config = build.config(tmp_path)
 
-    loaded = assembly.build(config, threads.budget(config)).loaded
+    loaded = builder.build(config, threads.budget(config)).loaded
     assert loaded.owner is not None
     for name, tensor in loaded.owner.state_dict().items():
         assert torch.equal(tensor, expected[name])
@@ -128,7 +132,7 @@ def test_example_inputs_are_data(tmp_path: Path, damage: bytes) -> None:
     path = build.write(tmp_path, "example_inputs.safetensors", damage)
 
     with pytest.raises(ArtifactError, match="no valid safetensors"):
-        examples.find(build.config(tmp_path), Artifact(Kind.TORCHSCRIPT, path))
+        example_inputs.find(build.config(tmp_path), Artifact(Kind.TORCHSCRIPT, path))
 
 
 # --- options are data --------------------------------------------------------------------------
@@ -192,7 +196,7 @@ def test_no_option_leads_out_of_the_folder(tmp_path: Path, option: str, name: st
     (folder / "1" / "circle.pt").symlink_to("circle.pt")
 
     with pytest.raises(ConfigError, match="expected a file in the model's own folder"):
-        artifacts.find(config)
+        discovery.find(config)
 
 
 @pytest.mark.parametrize("name", ["model.pt", None])
@@ -203,7 +207,7 @@ def test_what_is_looked_for_anyway_may_be_a_link(tmp_path: Path, name: str | Non
     (folder / "1").mkdir(parents=True)
     (folder / "1" / "model.pt").symlink_to(tmp_path / "store.pt")
 
-    found = artifacts.find(build.config(folder, default_model_filename=name))
+    found = discovery.find(build.config(folder, default_model_filename=name))
 
     assert found.kind is Kind.TORCHSCRIPT
 
@@ -216,7 +220,7 @@ def test_version_that_is_a_link(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "1").symlink_to(release)
 
-    found = artifacts.find(build.config(folder, weights="best.safetensors"))
+    found = discovery.find(build.config(folder, weights="best.safetensors"))
 
     assert found.weights == folder / "1" / "best.safetensors"
 
@@ -235,7 +239,7 @@ def test_no_shard_leads_out_of_the_folder(tmp_path: Path, process: None, shard: 
     config = build.config(folder)
 
     with pytest.raises(ArtifactError, match="expected a file beside the index"):
-        assembly.build(config, threads.budget(config))
+        builder.build(config, threads.budget(config))
 
 
 # --- what is compiled is this user's alone -----------------------------------------------------

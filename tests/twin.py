@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from torch_py_backend.cuda_memory import NotShared
+from torch_py_backend.weights.cuda_ipc import NotShared
 
 
 class Twin:

@@ -29,7 +29,7 @@ class TritonPythonModel(adapter.TritonPythonModel):
         sys.path.insert(0, str(_FOLDER))
         import network  # noqa: PLC0415  beside this file; imports torch
 
-        from torch_py_backend.engine import Engine  # noqa: PLC0415
+        from torch_py_backend.engine.engine import Engine  # noqa: PLC0415
 
         named = parameters["MODEL_FACTORY"]["string_value"].partition(":")[2]
         chosen = getattr(network, named)

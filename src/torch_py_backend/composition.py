@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
+from torch_py_backend.config.request_parameters import Parameters
 from torch_py_backend.errors import NoServerError
-from torch_py_backend.parameters import Parameters
 
 # What a model gives: tensors by name; strings are arrays of bytes.
 Results: TypeAlias = "dict[str, Any]"

@@ -10,7 +10,7 @@ import monitoring
 import pytest
 from deployed import KSERVE, Document
 
-from torch_py_backend import server
+from torch_py_backend.server import tritonserver
 
 
 def _read(name: str) -> Document:
@@ -101,4 +101,4 @@ def test_pod_security() -> None:
 def test_grace_is_longer_than_leaving_takes() -> None:
     """Kubernetes kills after the drain, Triton's own limit and the end of its processes."""
     grace = _read("inference-service.yaml")["spec"]["predictor"]["terminationGracePeriodSeconds"]
-    assert grace > 10 + server._EXIT_SECONDS + 2 * server._GRACE_SECONDS
+    assert grace > 10 + tritonserver._EXIT_SECONDS + 2 * tritonserver._GRACE_SECONDS

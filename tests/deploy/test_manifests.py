@@ -17,10 +17,10 @@ import typer.main
 import yaml
 from deployed import BASE, CHART, DEPLOY, NAME, Document
 
-from torch_py_backend import server
 from torch_py_backend.cli import commands
-from torch_py_backend.readiness import Readiness
-from torch_py_backend.supervision import Snapshot
+from torch_py_backend.server import tritonserver
+from torch_py_backend.server.readiness import Readiness
+from torch_py_backend.server.supervision import Snapshot
 
 _KUBERNETES = ("1.27", "1.37")
 _KINDS = {
@@ -197,7 +197,7 @@ def test_grace_is_longer_than_leaving_takes(documents: list[Document]) -> None:
     """Kubernetes kills after the drain, Triton's own limit and the end of its processes."""
     drain = _arguments(deployed.server(documents)["args"])["drain"]
     assert drain >= 10
-    leaving = drain + server._EXIT_SECONDS + 2 * server._GRACE_SECONDS
+    leaving = drain + tritonserver._EXIT_SECONDS + 2 * tritonserver._GRACE_SECONDS
     assert deployed.pod(documents)["terminationGracePeriodSeconds"] > leaving
 
 

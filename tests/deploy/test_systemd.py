@@ -15,8 +15,8 @@ import pytest
 import typer.main
 from deployed import DEPLOY
 
-from torch_py_backend import server
 from torch_py_backend.cli import commands
+from torch_py_backend.server import tritonserver
 
 _UNIT = DEPLOY / "systemd" / "torch-py-backend.service"
 _TEXT = _UNIT.read_text(encoding="utf-8")
@@ -41,7 +41,7 @@ def _arguments() -> dict[str, Any]:
 def test_the_signal_is_for_serve_alone() -> None:
     """It drains, and ends tritonserver itself; nothing is killed before that took its time."""
     assert _service()["KillMode"] == "mixed"
-    leaving = _arguments()["drain"] + server._EXIT_SECONDS + 2 * server._GRACE_SECONDS
+    leaving = _arguments()["drain"] + tritonserver._EXIT_SECONDS + 2 * tritonserver._GRACE_SECONDS
     assert int(_service()["TimeoutStopSec"]) > leaving
     assert _service()["Restart"] == "always"
 

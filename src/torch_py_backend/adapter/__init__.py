@@ -21,14 +21,17 @@ from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import completion, composition, config, environments, threads, tuned, vitals
+from torch_py_backend import composition
 from torch_py_backend.adapter import logs, metrics
+from torch_py_backend.autocomplete import completion
+from torch_py_backend.config import execution_env, model_config, threads, tuned_settings
 from torch_py_backend.errors import BackendError, PlatformError
+from torch_py_backend.processes import instance_status
 
 if TYPE_CHECKING:
     from torch_py_backend.adapter.answering import Answering, Weights
     from torch_py_backend.adapter.streaming import Streaming
-    from torch_py_backend.tracing import Tracing
+    from torch_py_backend.observability.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,7 @@ class TritonPythonModel:
         if not faulthandler.is_enabled():
             faulthandler.enable()
         self._modes = contextlib.ExitStack()
-        self._vitals: vitals.Vitals = vitals.Untold()
+        self._vitals: instance_status.Vitals = instance_status.Untold()
         self._streaming: Streaming | None = None
         self._lost = False
         # Triton's stub runs in the C locale; torch.compile reads its templates as UTF-8.
@@ -76,7 +79,7 @@ class TritonPythonModel:
         child process. A config that is complete costs no import of torch.
         """
         document = auto_complete_model_config.as_dict()
-        told = vitals.completing(document["name"])
+        told = instance_status.completing(document["name"])
         try:
             _check_python(document)
             if completion.needed(document):
@@ -88,31 +91,30 @@ class TritonPythonModel:
         return auto_complete_model_config
 
     def _start(self, args: Mapping[str, str]) -> None:
-        settings = tuned.apply(config.parse(args))
-        environments.refuse_another_python(settings.name, settings.options.execution_env_path or "")
-        self._vitals = vitals.start(settings)
+        settings = tuned_settings.apply(model_config.parse(args))
+        execution_env.refuse_another_python(
+            settings.name, settings.options.execution_env_path or ""
+        )
+        self._vitals = instance_status.start(settings)
         share = threads.budget(settings)
         threads.reserve(share)
         # torch reads its environment when it is imported: not before this line.
-        from torch_py_backend import (  # noqa: PLC0415
-            assembly,
-            runtime,
-            tracing,
-            warmup,
-            weight_files,
-        )
-        from torch_py_backend.adapter import answering, calling, messages, streaming  # noqa: PLC0415
+        from torch_py_backend.adapter import answering, calling, messages, streaming
+        from torch_py_backend.batching import runtime
+        from torch_py_backend.engine import weight_watcher
+        from torch_py_backend.observability import tracing
+        from torch_py_backend.startup import builder, warmup
 
         _check_numpy(settings.name)
         tracing.refuse_impossible(settings, told=messages.tells_traces())
         if settings.options.profile_dir is not None:
-            from torch_py_backend import profiles  # noqa: PLC0415
+            from torch_py_backend.observability import live_profiling
 
-            profiles.refuse_unwritable(settings)
-        self._engine = assembly.build(settings, share)
+            live_profiling.refuse_unwritable(settings)
+        self._engine = builder.build(settings, share)
         self._modes.callback(self._engine.leave)
         self._settings = settings
-        self._watch = weight_files.Watch(self._engine)
+        self._watch = weight_watcher.Watch(self._engine)
         self._modes.callback(self._watch.close)
         watched = settings.options.watch_weights
         weights = answering.Weights(self._watch) if watched else None
@@ -122,7 +124,7 @@ class TritonPythonModel:
             warmup.run(self._engine, serving=True)
         # Not as the last thing: a message that is on its way to Triton while the load ends has been
         # seen to hang it. The metrics that follow wait until it has arrived.
-        log.info("%s", assembly.in_effect(self._engine, share))
+        log.info("%s", builder.in_effect(self._engine, share))
         # Closed after what is made below, whose last counts it tells.
         told = (lambda: self._watch.digest) if watched else None
         self._publisher = metrics.Publisher(self._engine, self._vitals, told)
@@ -139,7 +141,7 @@ class TritonPythonModel:
         # Not before: loading may take as long as it wants.
         self._engine.recovery.begins = self._vitals.busy
         if settings.options.profile_dir is not None:
-            self._modes.callback(profiles.Profiles(self._engine).close)
+            self._modes.callback(live_profiling.Profiles(self._engine).close)
         if settings.decoupled:
             self._streaming = streaming.Streaming(
                 self._engine, self._end, self._vitals.idle, traces
@@ -155,7 +157,7 @@ class TritonPythonModel:
 
     def _answers(self, weights: Weights | None, traces: Tracing | None) -> Answering:
         """Who makes responses of requests."""
-        from torch_py_backend.adapter import answering, messages, sequencing  # noqa: PLC0415
+        from torch_py_backend.adapter import answering, messages, sequencing
 
         if self._settings.sequencing is None:
             # To ask costs: only where hooks do.
@@ -229,7 +231,7 @@ class TritonPythonModel:
 
 def _check_python(document: Mapping[str, Any]) -> None:
     try:
-        environments.refuse_another_python(document["name"], environments.named(document))
+        execution_env.refuse_another_python(document["name"], execution_env.named(document))
     except BackendError as error:
         raise pb_utils.TritonModelException(str(error)) from error
 
@@ -267,8 +269,8 @@ def _check_numpy(model: str) -> None:
     Raises:
         PlatformError: the stub and numpy do not fit.
     """
-    import numpy as np  # noqa: PLC0415
-    import torch  # noqa: PLC0415
+    import numpy as np
+    import torch
 
     sent = torch.arange(4.0)
     came = pb_utils.Tensor.from_dlpack("t", sent).as_numpy().tolist()

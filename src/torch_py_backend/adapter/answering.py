@@ -12,8 +12,10 @@ from functools import partial
 from typing import Any
 
 from torch_py_backend.adapter import messages
-from torch_py_backend.batching import Outcome
-from torch_py_backend.engine import Engine
+from torch_py_backend.batching.gather_scatter import Outcome
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.retry import Failure
+from torch_py_backend.engine.weight_watcher import Watch
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
@@ -23,9 +25,7 @@ from torch_py_backend.errors import (
     brief,
     shown,
 )
-from torch_py_backend.families import OK
-from torch_py_backend.recovery import Failure
-from torch_py_backend.weight_files import Watch
+from torch_py_backend.observability.metric_families import OK
 
 log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 
 from torch_py_backend.adapter import messages
-from torch_py_backend.batching import Value, to_column
+from torch_py_backend.batching.gather_scatter import Value, to_column
 from torch_py_backend.composition import Model, Results
 from torch_py_backend.errors import CallError, quoted
 

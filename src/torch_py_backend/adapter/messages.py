@@ -14,11 +14,11 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 from torch.utils import dlpack
 
-from torch_py_backend import parameters
-from torch_py_backend.batching import Item, Outcome, Value
+from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
+from torch_py_backend.batching.runtime import Guard
+from torch_py_backend.config import request_parameters
 from torch_py_backend.errors import BackendError
-from torch_py_backend.runtime import Guard
-from torch_py_backend.sequences import Step
+from torch_py_backend.sequences.state_store import Step
 
 # Below this size a DLPack capsule is cheaper to hand over than a numpy array, above it dearer.
 _SMALL_BYTES = 4096
@@ -54,8 +54,8 @@ def read_kept(request: Any, guard: Guard) -> Item:
 def read_with_parameters(request: Any) -> Item:
     """As `read`, with the request's parameters for who asks."""
     item = read(request)
-    told = parameters.parse(request.parameters())
-    return {**item, parameters.KEY: parameters.column([told])}
+    told = request_parameters.parse(request.parameters())
+    return {**item, request_parameters.KEY: request_parameters.column([told])}
 
 
 def tells_traces() -> bool:

@@ -20,16 +20,16 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import families
-from torch_py_backend.config import ModelConfig
+from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import PlatformError
-from torch_py_backend.families import Kind
-from torch_py_backend.vitals import Vitals
+from torch_py_backend.observability import metric_families
+from torch_py_backend.observability.metric_families import Kind
+from torch_py_backend.processes.instance_status import Vitals
 
 if TYPE_CHECKING:  # they need torch, which Triton's look at a config shall not cost
-    from torch_py_backend.engine import Engine
-    from torch_py_backend.sequences import Sequences
-    from torch_py_backend.streams import Streams
+    from torch_py_backend.engine.engine import Engine
+    from torch_py_backend.sequences.state_store import Sequences
+    from torch_py_backend.streaming.streams import Streams
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class Metric:
     def __init__(
         self, config: ModelConfig, name: str, more: tuple[tuple[str, str], ...] = ()
     ) -> None:
-        row = families.BY_NAME.get(name) or families.BY_NAME[name.rpartition("_")[0]]
+        row = metric_families.BY_NAME.get(name) or metric_families.BY_NAME[name.rpartition("_")[0]]
         known = {
             "model": config.name,
             "version": config.version,
@@ -143,7 +143,7 @@ class Publisher:
         self._digest = digest
         self._streams: Streams | None = None
         self._sequences: Sequences | None = None
-        self._bounds = families.buckets(engine.config.max_batch_size)
+        self._bounds = metric_families.buckets(engine.config.max_batch_size)
         self._warmed_up = dict(self._counted())
         self._told: dict[_Series, Metric] = {}
         self._since = time.time()
@@ -217,11 +217,11 @@ class Publisher:
     def _counted(self) -> _Values:
         """All series of what requests have caused, with their totals."""
         counts = self._engine.counts
-        for code in dict.fromkeys((*families.CODES, *list(counts.requests))):
+        for code in dict.fromkeys((*metric_families.CODES, *list(counts.requests))):
             yield ("pytorch_py_requests_total", (("code", code),)), counts.requests.get(code, 0)
         yield from self._batch_rows(dict(counts.batches))
-        around = families.AROUND if self._engine.hooks is not None else ()
-        for stage in (*families.STAGES, *around):
+        around = metric_families.AROUND if self._engine.hooks is not None else ()
+        for stage in (*metric_families.STAGES, *around):
             seconds: float = getattr(counts, f"{stage}_seconds")
             yield ("pytorch_py_stage_seconds_total", (("stage", stage),)), seconds
         for name in self._totals():

@@ -13,10 +13,10 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 
 from torch_py_backend.adapter import messages
-from torch_py_backend.batching import Item, Outcome
-from torch_py_backend.config import Origin
-from torch_py_backend.engine import Engine
-from torch_py_backend.sequences import Sequences, Step
+from torch_py_backend.batching.gather_scatter import Item, Outcome
+from torch_py_backend.config.model_config import Origin
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.sequences.state_store import Sequences, Step
 
 _SECONDS = 1.0
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 import triton_python_backend_utils as pb_utils
 
-from torch_py_backend import runtime
 from torch_py_backend.adapter import messages
-from torch_py_backend.batching import Item, Value
-from torch_py_backend.engine import Engine
+from torch_py_backend.batching import runtime
+from torch_py_backend.batching.gather_scatter import Item, Value
+from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
@@ -29,9 +29,9 @@ from torch_py_backend.errors import (
     OutputError,
     brief,
 )
-from torch_py_backend.families import OK
-from torch_py_backend.streams import Streams
-from torch_py_backend.tracing import Tracing
+from torch_py_backend.observability.metric_families import OK
+from torch_py_backend.observability.tracing import Tracing
+from torch_py_backend.streaming.streams import Streams
 
 log = logging.getLogger(__name__)
 

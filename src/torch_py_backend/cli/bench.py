@@ -19,14 +19,15 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from torch_py_backend import client, load, payloads, report, repository, sweep
-from torch_py_backend.client import Address, Client
+from torch_py_backend.artifacts import repository
 from torch_py_backend.errors import BenchError, ServerError
-from torch_py_backend.load import Closed, Load, Open
-from torch_py_backend.payloads import Model, Payload
-from torch_py_backend.report import Report
-from torch_py_backend.server import Server
-from torch_py_backend.sweep import Point
+from torch_py_backend.server.tritonserver import Server
+from torch_py_backend.tools import bench_report, load_client, load_generator, payloads, sweep
+from torch_py_backend.tools.bench_report import Report
+from torch_py_backend.tools.load_client import Address, Client
+from torch_py_backend.tools.load_generator import Closed, Load, Open
+from torch_py_backend.tools.payloads import Model, Payload
+from torch_py_backend.tools.sweep import Point
 
 _CONCURRENCY = "1,8,32"
 _MOST = 100_000  # of either load: beyond what one client can do
@@ -153,7 +154,7 @@ def _outputs(json_path: str, plot: Path | None) -> list[_Output]:
     if json_path not in ("", "-"):
         wanted.append((Path(json_path), _json))
     if plot is not None:
-        wanted.append((plot, report.writer(plot)))
+        wanted.append((plot, bench_report.writer(plot)))
     for path, _ in wanted:
         _try(path)
     return wanted
@@ -170,7 +171,7 @@ def _try(path: Path) -> None:
 
 
 def _json(measured: Report) -> bytes:
-    return (json.dumps(report.document(measured), indent=2) + "\n").encode()
+    return (json.dumps(bench_report.document(measured), indent=2) + "\n").encode()
 
 
 # --- the server ------------------------------------------------------------------------------
@@ -181,10 +182,10 @@ def _address(
     target: str, model: str, protocol: str, stderr: Console
 ) -> Iterator[tuple[Address, Path | None]]:
     """Where the model is served, and its folder where that is known."""
-    if protocol not in ("", *client.PROTOCOLS):
+    if protocol not in ("", *load_client.PROTOCOLS):
         raise BenchError(f"--protocol is '{protocol}'; expected grpc or http.")
     if "://" in target:
-        address = client.address(target)
+        address = load_client.address(target)
         if protocol not in ("", address.protocol):
             raise BenchError(
                 f"--protocol is {protocol}, and {target} says {address.protocol}. Leave it out."
@@ -239,7 +240,7 @@ class _Measured:
 def _measure(
     plan: _Plan, address: Address, folder: Path | None, measured: _Measured, stderr: Console
 ) -> None:
-    loop = load.event_loop()
+    loop = load_generator.event_loop()
     try:
         loop.run_until_complete(_sweep(plan, address, folder, measured, stderr))
     finally:
@@ -254,9 +255,9 @@ async def _sweep(
 ) -> None:
     stop = asyncio.Event()
     _stop_gently(stop)
-    asked = client.connect(address)
+    asked = load_client.connect(address)
     try:
-        await client.ready(asked, plan.model)
+        await load_client.ready(asked, plan.model)
         target = payloads.model(plan.model, await asked.config(plan.model))
         source, chosen = _payloads(plan, target, folder)
         measured.about = {
@@ -357,8 +358,8 @@ def _tell(measured: Report, json_path: str, outputs: Sequence[_Output], stderr: 
     else:
         console = Console(highlight=False, emoji=False)
         console.width = max(console.width, _TABLE_WIDTH)  # a wrapped line beats a figure cut off
-        console.print(report.table(measured))
-    for note in report.notes(measured):
+        console.print(bench_report.table(measured))
+    for note in bench_report.notes(measured):
         stderr.print(f"[yellow]note[/] {escape(note)}")
     for path, make in outputs:
         _write(path, make(measured))

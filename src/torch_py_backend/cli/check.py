@@ -13,8 +13,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from torch_py_backend import completion, examination, isolation, pbtxt, repository
+from torch_py_backend.artifacts import repository
+from torch_py_backend.autocomplete import completion
+from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import BackendError, ConfigError, ServerError
+from torch_py_backend.processes import child_process
+from torch_py_backend.server import preflight
 
 # A frame of a traceback: its file, line, function, and the source of the line.
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n +(.+))?', re.MULTILINE)
@@ -41,7 +45,7 @@ def check(
             reports.append(_report(folder, timeout, traceback=traceback))
             if not as_json:
                 _print_model(console, reports[-1])
-    problems = list(examination.environment())
+    problems = list(preflight.environment())
     if not folders:
         problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
     if as_json:
@@ -53,11 +57,11 @@ def check(
 
 
 def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
-    notes = list(examination.folder(folder))
+    notes = list(preflight.folder(folder))
     end = time.monotonic() + timeout
     try:
         document = pbtxt.read(folder)
-        other = examination.other_backend(folder, document)
+        other = preflight.other_backend(folder, document)
         if other:
             return {"model": folder.name, "skipped": other}
         if document["name"] != folder.name:
@@ -66,7 +70,7 @@ def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
                 f"config.pbtxt names the model '{document['name']}'",
                 expected="the folder's name; Triton refuses another",
             )
-        examination.execution_environment(folder, document)
+        preflight.execution_environment(folder, document)
         version = repository.latest(folder)
         filled = completion.needed(document)
         if filled:
@@ -75,9 +79,9 @@ def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
         else:
             completion.decide(document, folder / version)
         given = pbtxt.arguments(folder, version, document)
-        report: dict[str, Any] = isolation.run(
+        report: dict[str, Any] = child_process.run(
             folder.name,
-            "torch_py_backend.inspection:inspect",
+            "torch_py_backend.tools.inspection:inspect",
             {"arguments": given},
             max(0.0, round(end - time.monotonic(), 1)),
         )
@@ -88,7 +92,7 @@ def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
     if filled:
         notes.append("config.pbtxt leaves out inputs or outputs; they were told by the model.")
     if report["hooks"]:
-        notes.extend(examination.waits(document))
+        notes.extend(preflight.waits(document))
     return {"model": folder.name, "version": version, "notes": notes, **report}
 
 

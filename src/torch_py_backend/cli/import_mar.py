@@ -15,8 +15,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torch_py_backend import isolation, marfile, migration, pbtxt
-from torch_py_backend.artifacts import ARCHIVE
+from torch_py_backend.artifacts.discovery import ARCHIVE
+from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import (
     ArchiveError,
     BackendError,
@@ -24,8 +24,10 @@ from torch_py_backend.errors import (
     PlatformError,
     printable,
 )
-from torch_py_backend.marfile import Limits
-from torch_py_backend.migration import Migration, Wishes
+from torch_py_backend.processes import child_process
+from torch_py_backend.torchserve import mar_archive, migration
+from torch_py_backend.torchserve.mar_archive import Limits
+from torch_py_backend.torchserve.migration import Migration, Wishes
 
 _TIMEOUT_S = 600.0
 _NAME = re.compile(r"[\w-][\w.\- ]*")
@@ -78,8 +80,8 @@ def import_mar(
         # Made complete beside its place: a server that watches the repository sees it whole.
         with _there(parent), tempfile.TemporaryDirectory(prefix=".import-mar-", dir=parent) as room:
             unpacked = Path(room) / ARCHIVE
-            marfile.unpack(archive, unpacked, Limits(max_gigabytes, max_files))
-            manifest = marfile.read_manifest(unpacked, archive.name)
+            mar_archive.unpack(archive, unpacked, Limits(max_gigabytes, max_files))
+            manifest = mar_archive.read_manifest(unpacked, archive.name)
             name = output.absolute().name if output is not None else manifest.model_name
             _refuse_name(name, parent)
             made = migration.migrate(archive.name, name, unpacked, manifest, wishes)
@@ -150,8 +152,11 @@ def _checked(folder: Path) -> str:
     try:
         document = pbtxt.read(folder)
         given = pbtxt.arguments(folder, "1", document)
-        isolation.run(
-            folder.name, "torch_py_backend.inspection:inspect", {"arguments": given}, _TIMEOUT_S
+        child_process.run(
+            folder.name,
+            "torch_py_backend.tools.inspection:inspect",
+            {"arguments": given},
+            _TIMEOUT_S,
         )
     except PlatformError as error:
         return f"not tried: {error}"

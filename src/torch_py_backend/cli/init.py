@@ -18,9 +18,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from torch_py_backend import companions, completion, contents, dtypes, isolation, pbtxt, repository
-from torch_py_backend.contents import Content
+from torch_py_backend.artifacts import file_types, repository, source_dependencies
+from torch_py_backend.artifacts.file_types import Content
+from torch_py_backend.autocomplete import completion
+from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.errors import ArtifactError, BackendError, InstallError, LoadError, shown
+from torch_py_backend.processes import child_process
 
 _SERVED = {
     Content.TORCHSCRIPT: "model.pt",
@@ -187,14 +190,14 @@ def _origin(model: str, path: Path, example: Path | None) -> _Origin:
     if path.is_dir():
         return _pretrained(model, path, {} if example is None else extra)
     if path.suffix == ".py":
-        return _Origin(_SOURCE, path.name, companions.of_source(model, path) | extra)
-    found = contents.describe(path)
+        return _Origin(_SOURCE, path.name, source_dependencies.of_source(model, path) | extra)
+    found = file_types.describe(path)
     source = path.with_suffix(".py")
     if found in _WEIGHTS and source.is_file():
-        files = companions.of_source(model, source, path)
+        files = source_dependencies.of_source(model, source, path)
         return _Origin(_SOURCE, source.name, files | extra)
     if found not in _SERVED:
-        cure = contents.cure(found, path)
+        cure = file_types.cure(found, path)
         if found in _WEIGHTS:
             cure = (
                 f"Write {source.name} beside it, with the class that it belongs to, and run this"
@@ -363,9 +366,9 @@ def _signature(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         LoadError: the model does not load.
     """
-    found: dict[str, Any] = isolation.run(
+    found: dict[str, Any] = child_process.run(
         folder.name,
-        "torch_py_backend.schema:takes",
+        "torch_py_backend.autocomplete.schema:takes",
         {"arguments": pbtxt.arguments(folder, "1", document)},
         _TIMEOUT_S,
     )
@@ -416,8 +419,11 @@ def _checked(folder: Path, origin: _Origin, made: _Made) -> _Made:
     """Whether the folder that was made can be served, and what there is to say of that."""
     given = pbtxt.arguments(folder, "1", pbtxt.read(folder))
     try:
-        report: dict[str, Any] = isolation.run(
-            folder.name, "torch_py_backend.inspection:inspect", {"arguments": given}, _TIMEOUT_S
+        report: dict[str, Any] = child_process.run(
+            folder.name,
+            "torch_py_backend.tools.inspection:inspect",
+            {"arguments": given},
+            _TIMEOUT_S,
         )
     except LoadError as error:
         lines = [*made.lines, f"does not load: {error}"]
@@ -522,7 +528,7 @@ def _config(
     yield from _tensors("output", document, {})
     yield ""
     yield "# Copies of the model, each in a process of its own. KIND_GPU: one on every GPU."
-    on_gpu = contents.built_for_gpu(next(iter(origin.files.values())))
+    on_gpu = file_types.built_for_gpu(next(iter(origin.files.values())))
     yield f"instance_group [{{ kind: KIND_{'GPU' if on_gpu else 'CPU'} count: 1 }}]"
     yield "# With KIND_GPU, this leaves inputs that are on the GPU already there:"
     yield f"{'' if on_gpu else '# '}{_INPUTS_ON_GPU}"

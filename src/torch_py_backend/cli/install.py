@@ -8,12 +8,13 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torch_py_backend import installation, server
+from torch_py_backend.server import installation, tritonserver
 
 
 def install(
-    backend_dir: Annotated[Path, typer.Option(help="The server's backend directory.")] = server.NGC
-    / "backends",
+    backend_dir: Annotated[
+        Path, typer.Option(help="The server's backend directory.")
+    ] = tritonserver.NGC / "backends",
     name: Annotated[
         str,
         typer.Option(

@@ -9,9 +9,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from torch_py_backend import environments, examination, packing, server
+from torch_py_backend.config import execution_env
 from torch_py_backend.errors import PackError, ServerError
-from torch_py_backend.packing import Environment, Kind, Packed
+from torch_py_backend.server import preflight, tritonserver
+from torch_py_backend.tools import packing
+from torch_py_backend.tools.packing import Environment, Kind, Packed
 
 _MEGABYTE = 1 << 20
 
@@ -44,8 +46,8 @@ def _stub(python: str) -> tuple[str, bool]:
             raise PackError(f"--python is '{python}'; expected a version such as 3.12.")
         return python, False
     try:
-        triton = server.find()
-        return server.stub_python(triton), examination.garbles_numpy_2(triton)
+        triton = tritonserver.find()
+        return tritonserver.stub_python(triton), preflight.garbles_numpy_2(triton)
     except ServerError as error:
         raise PackError(
             f"the Python of the server's stub is not known: {error} Or name it: --python 3.12."
@@ -55,12 +57,12 @@ def _stub(python: str) -> tuple[str, bool]:
 def _lines(environment: Environment, packed: Packed) -> list[str]:
     versions = ", ".join(f"{name} {environment.packages[name]}" for name in packing.NEEDED)
     size, unpacked = (f"{one / _MEGABYTE:,.1f} MB" for one in (packed.size, packed.unpacked))
-    value = f"{environments.MODEL_FOLDER}/{packed.path.name}"
+    value = f"{execution_env.MODEL_FOLDER}/{packed.path.name}"
     lines = [
         f"packed {packed.path}: {size}, unpacked {unpacked}",
         f"with Python {environment.python}, {versions}",
         "Put it into the model's folder, beside config.pbtxt, and add there:",
-        f'parameters {{ key: "{environments.KEY}" value {{ string_value: "{value}" }} }}',
+        f'parameters {{ key: "{execution_env.KEY}" value {{ string_value: "{value}" }} }}',
     ]
     if environment.kind is Kind.LAYER:
         lines.append(

@@ -12,8 +12,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torch_py_backend import completion, isolation, pbtxt, repository
+from torch_py_backend.artifacts import repository
+from torch_py_backend.autocomplete import completion
+from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import ProfileError
+from torch_py_backend.processes import child_process
 
 _OUT = Console(highlight=False, emoji=False)
 _SUFFIXES = (".json", ".json.gz")
@@ -60,9 +63,9 @@ def profile(
             f"--output is {path}; expected a file whose name ends in {' or '.join(_SUFFIXES)}."
         )
     with _beside(path) as scratch:
-        found: dict[str, Any] = isolation.run(
+        found: dict[str, Any] = child_process.run(
             folder.name,
-            "torch_py_backend.profiling:run",
+            "torch_py_backend.tools.profiling:run",
             {
                 "arguments": _arguments(folder, timeout),
                 "batches": batches,

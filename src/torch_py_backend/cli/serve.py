@@ -19,14 +19,14 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from torch_py_backend import repository as repositories
-from torch_py_backend import restrictions
-from torch_py_backend.control import Control
+from torch_py_backend.artifacts import repository as repositories
 from torch_py_backend.errors import ServerError
-from torch_py_backend.instances import Watch
-from torch_py_backend.readiness import Readiness
-from torch_py_backend.server import Server, check_ports, ports
-from torch_py_backend.supervision import Event, Kind, Plan, Supervisor
+from torch_py_backend.server import endpoint_restrictions
+from torch_py_backend.server.instances import Watch
+from torch_py_backend.server.model_control import Control
+from torch_py_backend.server.readiness import Readiness
+from torch_py_backend.server.supervision import Event, Kind, Plan, Supervisor
+from torch_py_backend.server.tritonserver import Server, check_ports, ports
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _SECRET = "TORCH_PY_BACKEND_ADMIN_KEY"  # noqa: S105  the name of the variable
@@ -105,7 +105,7 @@ def serve(
     # Taken out: tritonserver, the processes of models and the guard would inherit it.
     secret = os.environ.pop(_SECRET, "") or secrets.token_urlsafe()
     if restrict:
-        given = [*restrictions.arguments(restrict, _KEY, secret), *given]
+        given = [*endpoint_restrictions.arguments(restrict, _KEY, secret), *given]
     mode = (_values(given, "model-control-mode") or ["explicit"])[-1]
     given = _without(given, "model-control-mode")
     wanted: list[str] = []
@@ -257,11 +257,12 @@ def _spawn(work: Callable[[], None]) -> None:
 
 
 def _warn(console: Console, address: str, arguments: Sequence[str]) -> None:
-    exposed = restrictions.still_open(arguments)
+    exposed = endpoint_restrictions.still_open(arguments)
     if address not in _LOCAL and exposed:
         console.print(
             f"[yellow]note[/]    every client that reaches {address} may use Triton's endpoints"
-            f" {', '.join(exposed)}; --restrict={','.join(restrictions.SENSITIVE)} closes them"
+            f" {', '.join(exposed)};"
+            f" --restrict={','.join(endpoint_restrictions.SENSITIVE)} closes them"
         )
 
 

@@ -16,11 +16,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from torch_py_backend import completion, editing, findings, pbtxt, ranking, repository, tuned
-from torch_py_backend.candidates import TUNED, Allowed, Candidate
+from torch_py_backend.artifacts import repository
+from torch_py_backend.autocomplete import completion
+from torch_py_backend.config import pbtxt, tuned_settings
 from torch_py_backend.errors import TuneError
-from torch_py_backend.ranking import Prefer, Row
-from torch_py_backend.tuning import Plan, Tuning
+from torch_py_backend.tools import config_editor, ranking, tuning_report
+from torch_py_backend.tools.candidates import TUNED, Allowed, Candidate
+from torch_py_backend.tools.ranking import Prefer, Row
+from torch_py_backend.tools.tuning import Plan, Tuning
 
 # Rounding of float32, in another order of the sums. 16-bit types keep two or three digits.
 _MAX_ERROR = 1e-4
@@ -177,13 +180,13 @@ def _refuse_before(plan: Plan, keeping: _Keeping) -> None:
         )
     _edited(plan, plan.current())
     if keeping.folder is not None:
-        tuned.refuse_unwritable(keeping.folder)
-        tuned.chosen(keeping.folder, "")  # a damaged tuned.json, too
+        tuned_settings.refuse_unwritable(keeping.folder)
+        tuned_settings.chosen(keeping.folder, "")  # a damaged tuned.json, too
     if keeping.json_path is not None:
-        tuned.refuse_unwritable(keeping.json_path.absolute().parent)
+        tuned_settings.refuse_unwritable(keeping.json_path.absolute().parent)
     if not keeping.dry_run and not plan.automatic:
-        tuned.refuse_unwritable(plan.folder)
-    if keeping.folder is not None and not findings.can_plot():
+        tuned_settings.refuse_unwritable(plan.folder)
+    if keeping.folder is not None and not tuning_report.can_plot():
         _ERR.print("no plot: matplotlib is missing; pip install 'torch-py-backend[tune]'")
 
 
@@ -229,25 +232,30 @@ def _keep(tuning: Tuning, keeping: _Keeping, choice: Row | None) -> None:
     plan = tuning.plan
     if not _OUT.is_terminal:
         _OUT.width = max(_OUT.width, _WIDTH)
-    _OUT.print(findings.table(tuning.rows, plan.max_error, choice), soft_wrap=False)
-    for sentence in findings.failures(tuning.rows):
+    _OUT.print(tuning_report.table(tuning.rows, plan.max_error, choice), soft_wrap=False)
+    for sentence in tuning_report.failures(tuning.rows):
         _OUT.print(sentence, markup=False)
     _OUT.print(f"inputs: {tuning.inputs}; tolerance {plan.max_error:g}; by {plan.prefer.value}")
-    machine = tuned.machine()
-    entry = findings.entry(machine, tuning.rows, choice, _conditions(tuning))
+    machine = tuned_settings.machine()
+    entry = tuning_report.entry(machine, tuning.rows, choice, _conditions(tuning))
     if keeping.json_path is not None:
-        tuned.replace(keeping.json_path, json.dumps(entry, indent=2).encode())
+        tuned_settings.replace(keeping.json_path, json.dumps(entry, indent=2).encode())
         _OUT.print(f"wrote {keeping.json_path}")
     if keeping.folder is None:
         return
-    if choice is None and tuned.chosen(keeping.folder, tuned.fingerprint(machine)) is not None:
-        _OUT.print(f"{keeping.folder / tuned.FILE} keeps its earlier choice for this machine")
+    if (
+        choice is None
+        and tuned_settings.chosen(keeping.folder, tuned_settings.fingerprint(machine)) is not None
+    ):
+        _OUT.print(
+            f"{keeping.folder / tuned_settings.FILE} keeps its earlier choice for this machine"
+        )
         return
-    _OUT.print(f"wrote {tuned.keep(keeping.folder, entry)}")
-    if findings.can_plot():
-        path = keeping.folder / findings.PLOT
+    _OUT.print(f"wrote {tuned_settings.keep(keeping.folder, entry)}")
+    if tuning_report.can_plot():
+        path = keeping.folder / tuning_report.PLOT
         title = f"{plan.document['name']} on {machine['processor']}, {machine['cores']} cores"
-        findings.plot(path, title, tuning.rows, plan.max_error, choice)
+        tuning_report.plot(path, title, tuning.rows, plan.max_error, choice)
         _OUT.print(f"wrote {path}")
 
 
@@ -267,9 +275,9 @@ def _edited(plan: Plan, candidate: Candidate) -> tuple[str, str]:
     """The text of config.pbtxt, and the text with a candidate's settings."""
     name = plan.folder.name
     written = pbtxt.text(plan.folder)
-    editing.count(name, pbtxt.parse(name, written))
+    config_editor.count(name, pbtxt.parse(name, written))
     wished: dict[str, str | None] = {key: candidate.parameters.get(key) for key in TUNED}
-    return written, editing.edit(name, written, wished, candidate.instances)
+    return written, config_editor.edit(name, written, wished, candidate.instances)
 
 
 def _write(plan: Plan, keeping: _Keeping, choice: Row) -> None:
@@ -277,7 +285,9 @@ def _write(plan: Plan, keeping: _Keeping, choice: Row) -> None:
     chosen = escape(str(choice.candidate))
     if plan.automatic:
         takes = "would take" if keeping.folder is None else "takes"
-        _OUT.print(f'{chosen}: OPTIMIZE "auto" {takes} it from {tuned.FILE}; {path} is as it was')
+        _OUT.print(
+            f'{chosen}: OPTIMIZE "auto" {takes} it from {tuned_settings.FILE}; {path} is as it was'
+        )
         return
     written, edited = _edited(plan, choice.candidate)
     if edited == written:
@@ -289,7 +299,7 @@ def _write(plan: Plan, keeping: _Keeping, choice: Row) -> None:
         )
         _OUT.print("\n".join(lines), markup=False)
         return
-    tuned.replace(path, edited.encode())
+    tuned_settings.replace(path, edited.encode())
     _OUT.print(f"{chosen}: written into {path}")
 
 

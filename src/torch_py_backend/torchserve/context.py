@@ -12,8 +12,8 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.config import ModelConfig
-from torch_py_backend.marfile import Manifest
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.torchserve.mar_archive import Manifest
 
 # The release whose interface this is.
 VERSION = "0.12.0"

@@ -16,10 +16,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend import contents, initialization, mapping, weights
-from torch_py_backend.artifacts import Artifact, Kind
-from torch_py_backend.contents import Content
+from torch_py_backend.artifacts import file_types
+from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.file_types import Content
 from torch_py_backend.errors import ArtifactError, SourceError, shown
+from torch_py_backend.loading import initialization, mapped_files, state_dict
 from torch_py_backend.torchserve.context import Context, settings
 from torch_py_backend.torchserve.images import Standard, opened, pillow
 from torch_py_backend.torchserve.labels import (
@@ -85,7 +86,7 @@ class BaseHandler:
             raise ArtifactError(
                 config.name, "the manifest names neither a serializedFile nor a modelFile"
             )
-        found = contents.describe(Path(self.model_pt_path))
+        found = file_types.describe(Path(self.model_pt_path))
         if found is Content.AOTI:
             return torch._inductor.aoti_load_package(self.model_pt_path)  # noqa: SLF001  public
         if found is Content.EXPORTED:
@@ -94,17 +95,17 @@ class BaseHandler:
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
         config, path = settings.get(), Path(model_pt_path)
-        found = contents.describe(path)
+        found = file_types.describe(path)
         if found is not Content.TORCHSCRIPT:
             raise ArtifactError(
                 config.name,
                 f"{path.name} is {found.value}",
                 expected="TorchScript, or a modelFile in the manifest that defines its class",
-                cure=contents.cure(found, path),
+                cure=file_types.cure(found, path),
             )
         module: Any = torch.jit.load(path, map_location=self.device)
         if config.options.enable_weight_sharing is not False:
-            mapping.share((*module.parameters(), *module.buffers()), path)
+            mapped_files.share((*module.parameters(), *module.buffers()), path)
         return module
 
     def _load_pickled_model(
@@ -124,7 +125,7 @@ class BaseHandler:
             return whole
         module: nn.Module = initialization.unfilled(classes[0])
         path = Path(model_dir, model_file)
-        weights.fill(config, Artifact(Kind.MODULE, path, Path(model_pt_path)), module)
+        state_dict.fill(config, Artifact(Kind.MODULE, path, Path(model_pt_path)), module)
         return module
 
     def preprocess(self, data: Any) -> Any:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from torch_py_backend.batching import Strings
-from torch_py_backend.config import ModelConfig
+from torch_py_backend.batching.gather_scatter import Strings
+from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import InputError, OutputError, UnavailableError, brief
 from torch_py_backend.torchserve.context import Context
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from torch_py_backend.errors import ArtifactError, brief
-from torch_py_backend.migration import VOCABULARY
 from torch_py_backend.torchserve.context import Context, settings
 from torch_py_backend.torchserve.handlers import BaseHandler, body
 from torch_py_backend.torchserve.labels import map_class_to_label
+from torch_py_backend.torchserve.migration import VOCABULARY
 
 _MARKUP = re.compile(r"<.*?>|&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
 

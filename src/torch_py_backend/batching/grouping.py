@@ -1,0 +1,434 @@
+"""Items become what forward() takes: refused, decoded, grouped, converted."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching.gather_scatter import Item, Strings, Value
+from torch_py_backend.batching.padding import Pad, Padding
+from torch_py_backend.config import dtypes
+from torch_py_backend.config.model_config import ModelConfig, Origin
+from torch_py_backend.errors import BindingError, InputError
+from torch_py_backend.signature.binding import Inputs, Signature, Takes, bind_inputs
+
+
+class Group(NamedTuple):
+    """Items that can share a call.
+
+    Attributes:
+        inputs: how they are passed; it depends on which optional inputs they have.
+        items: the items.
+        positions: their places among all items.
+    """
+
+    inputs: Inputs
+    items: Sequence[Item]
+    positions: Sequence[int]
+
+
+class Intake:
+    """What a model's items must be, and how they are passed.
+
+    Attributes:
+        patterns: the inputs that are left out together; none first.
+
+    Raises:
+        BindingError: the config's inputs do not bind.
+    """
+
+    def __init__(
+        self, config: ModelConfig, signature: Signature, padding: Padding | None = None
+    ) -> None:
+        self._padding = padding
+        self._pads: Mapping[str, Pad] = padding.pads if padding else {}
+        made = frozenset(padding.masks if padding else ())
+        self._model = config.name
+        self._batched = config.max_batch_size > 0
+        self._signature = signature
+        # Of any type and shape, and left out together.
+        self._carried = frozenset(state.input for state in config.carried)
+        self._names = [spec.name for spec in config.inputs]
+        self._names += [state.input for state in config.carried]
+        # No request brings them.
+        self._made = [one.name for one in config.batch_inputs]
+        self._flattened = frozenset(
+            spec.name for spec in config.inputs if spec.ragged and config.concatenates
+        )
+        self._required = [spec.name for spec in config.inputs if not spec.optional]
+        self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
+        # Whose rows are compared: a state has one, as the step has that it goes with.
+        self._sent = [
+            (spec.name, len(spec.dims) + 1)
+            for spec in config.inputs
+            if spec.origin is not Origin.STATE
+        ]
+        # What sequences keep is bound each by its own name.
+        self._kept = self._carried.union(
+            spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
+        )
+        names = [*self._names, *self._made]
+        self._whole = bind_inputs(config.name, names, signature, kept=self._kept)
+        self._special = {
+            name: takes
+            for name, takes in zip(self._whole.names, self._whole.takes, strict=True)
+            if takes.scalar or takes in _LISTS
+        }
+        _check_types(config, signature.name, self._special)
+        _check_batch_inputs(config, signature.name, self._special)
+        # Triton has compared dims that are fixed: items that have all inputs can share a call.
+        self._uniform = (
+            self._batched
+            and not self._special
+            and padding is None
+            and bool(self._sent)
+            and all(
+                spec.dtype.torch and (-1 not in spec.dims or spec.name in self._flattened)
+                for spec in config.inputs
+            )
+        )
+        # Triton leaves inputs on the device that they are on: requests may differ in that.
+        self._any_device = not config.options.force_cpu_only_input_tensors
+        self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
+        self._partial: dict[frozenset[str], Inputs] = {}
+        cast = config.options.cast_inputs
+        self._cast: torch.dtype | None = (
+            getattr(torch, dtypes.from_triton(cast).torch or "") if cast else None
+        )
+        optional = frozenset(self._names) - frozenset(self._required) - made - self._carried
+        if self._carried:
+            self._bound(self._carried)
+        self.patterns: tuple[frozenset[str], ...] = (frozenset(), *self._passable(sorted(optional)))
+
+    def _passable(self, optional: Sequence[str]) -> list[frozenset[str]]:
+        """The patterns of optional inputs that forward() can be called without.
+
+        A request that leaves out others is refused: two parts of one tuple go together.
+
+        Raises:
+            BindingError: an input is in none of them.
+        """
+        patterns = list(_patterns(optional))
+        refusals = {pattern: self._refusal(pattern) for pattern in patterns}
+        passable = [pattern for pattern in patterns if refusals[pattern] is None]
+        for pattern, refusal in refusals.items():
+            if refusal is not None and not pattern <= frozenset().union(*passable):
+                raise refusal
+        return passable
+
+    def _refusal(self, pattern: frozenset[str]) -> BindingError | None:
+        """Why forward() cannot be called without these inputs; None: it can."""
+        try:
+            self._bound(pattern | self._carried)
+        except BindingError as error:
+            return error
+        return None
+
+    @property
+    def places(self) -> dict[str, str]:
+        """Where each input goes: an argument, or a path in the call tree."""
+        return dict(zip(self._whole.names, self._whole.places, strict=True))
+
+    def stages(self) -> list[tuple[str, Any, str]]:
+        """The stages of an intake: the name of each, the object that has it, and its attribute."""
+        return [
+            ("group", self, "whole"),
+            ("admit", self, "admit"),
+            ("group", self, "group"),
+            ("convert", self, "convert"),
+        ]
+
+    def whole(self, items: Sequence[Item]) -> Group | None:
+        """All items as they are, where the config says that they can share a call; else None.
+
+        What `admit` and `group` would find, in a fraction of the time.
+        """
+        if not self._uniform or not items:
+            return None
+        inputs = len(self._names)
+        (name, axes), *others = self._sent
+        for item in items:
+            # Of a request that says it has no rows, Triton makes one without that dimension.
+            if len(item) != inputs or item[name].ndim != axes:
+                return None
+            if others and len({item[one].shape[0] for one, _ in self._sent}) > 1:
+                return None
+        if self._carried and not self._alike(items):
+            return None
+        if self._any_device and not self._on_one_device(items):
+            return None
+        return Group(self._whole, items, range(len(items)))
+
+    def _alike(self, items: Sequence[Item]) -> bool:
+        """Whether what is carried has one shape and type in all items."""
+        for name in self._carried:
+            first = items[0][name]
+            shape, dtype = first.shape, first.dtype
+            if any(one[name].shape != shape or one[name].dtype != dtype for one in items):
+                return False
+        return True
+
+    def _on_one_device(self, items: Sequence[Item]) -> bool:
+        """Whether each input is on one device in all items."""
+        return all(len({_device(item[name]) for item in items}) == 1 for name, _ in self._sent)
+
+    def admit(self, item: Item) -> Item | InputError:
+        """The item with its strings decoded, or what is wrong with it before it meets others."""
+        for name in self._required:
+            if name not in item:
+                return InputError(self._model, f"the request lacks the input '{name}'")
+        misfit = self._misfit(item)
+        if misfit is not None:
+            return misfit
+        if self._padding is not None:
+            item = self._padding.fill(item)
+        if len(item) < len(self._names):
+            try:
+                self._inputs(item)
+            except BindingError as error:  # a pattern too rare to have been tried at load
+                return InputError(self._model, f"the request lacks inputs: {error}")
+        return self._admit_special(item) if self._special or self._strings else item
+
+    def _misfit(self, item: Item) -> InputError | None:
+        """What is wrong with the shapes of an item's inputs, among each other."""
+        rows = count_rows(self._model, item, self._axes) if self._batched else 0
+        if isinstance(rows, InputError):
+            return rows
+        mismatch = self._padding.mismatch(item) if self._padding is not None else None
+        if mismatch is None:
+            return None
+        mask, name = mismatch
+        return InputError(
+            self._model,
+            f"input '{mask}' is {list(item[mask].shape)}, and '{name}', which it is the mask of,"
+            f" {list(item[name].shape)}",
+            expected="a mask as long as its input",
+        )
+
+    def _admit_special(self, item: Item) -> Item | InputError:
+        admitted = dict(item)
+        for name, value in item.items():
+            takes = self._special.get(name, Takes.TENSOR)
+            if name in self._strings and not takes.raw:
+                try:
+                    # A string of TorchScript is bytes, of any encoding.
+                    admitted[name] = _decode(value, any_bytes=self._signature.torchscript)
+                except UnicodeDecodeError as error:
+                    return InputError(self._model, f"input '{name}' is not UTF-8: {error.reason}")
+            several = takes.scalar and math.prod(value.shape) != 1
+            distinct = set(map(repr, _flat(value))) if several else {""}  # NaN is itself
+            if len(distinct) != 1:
+                return InputError(
+                    self._model,
+                    f"input '{name}' holds {len(distinct)} values",
+                    expected="one value for all rows:"
+                    f" {self._signature.name}() takes {takes.value}",
+                )
+        return admitted
+
+    def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
+        """Items that can share a call: same inputs, shapes but for the rows, device, scalars."""
+        if not self._batched or len(items) <= 1:
+            return [Group(self._inputs(item), [item], [position]) for position, item in items]
+        groups: dict[Any, list[tuple[int, Item]]] = {}
+        for position, item in items:
+            groups.setdefault(self._key(item), []).append((position, item))
+        split = self._padding.split if self._padding is not None else lambda found: [found]
+        return [
+            Group(self._inputs(part[0][1]), [item for _, item in part], [at for at, _ in part])
+            for found in groups.values()
+            for part in split(found)
+        ]
+
+    def _key(self, item: Item) -> tuple[object, ...]:
+        names = self._names if len(item) == len(self._names) else sorted(item)
+        shapes = [self._common(name, item[name]) for name in names]
+        scalars = [
+            _flat(item[name])[0]
+            for name, takes in self._special.items()
+            if takes.scalar and name in item
+        ]
+        return (len(item), *names, *shapes, *scalars)
+
+    def _common(self, name: str, value: Value) -> object:
+        """What values of an input that share a batch agree in."""
+        if name in self._flattened:
+            return value.device if isinstance(value, Tensor) else None
+        pad = self._pads.get(name)
+        shape = value.shape[1:] if pad is None else pad.fixed(value.shape)
+        if name in self._carried:
+            return (shape, value.dtype)
+        return (shape, _device(value))
+
+    def _inputs(self, item: Item) -> Inputs:
+        if len(item) == len(self._names):
+            return self._whole
+        return self._bound(frozenset(self._names).difference(item))
+
+    def _bound(self, left_out: frozenset[str]) -> Inputs:
+        """How items without these inputs are passed: bound once for each pattern."""
+        found = self._partial.get(left_out)
+        if found is None:
+            names = [*self._names, *self._made]
+            found = bind_inputs(self._model, names, self._signature, left_out, kept=self._kept)
+            self._partial[left_out] = found
+        return found
+
+    def convert(self, inputs: Inputs, columns: Sequence[Value]) -> Sequence[Any]:
+        """Columns as forward() takes them: cast, scalars and lists of strings made of them."""
+        if self._cast is None and not self._special:
+            return columns
+        return [
+            column if name in self._made else self._convert(column, takes)
+            for name, column, takes in zip(inputs.names, columns, inputs.takes, strict=True)
+        ]
+
+    def _convert(self, column: Value, takes: Takes) -> Any:
+        if takes.scalar:
+            return _SCALARS[takes](_flat(column)[0])
+        if not isinstance(column, Tensor):
+            return _LISTS[takes](column) if takes in _LISTS else column
+        if self._cast is not None and column.is_floating_point():
+            return column.to(self._cast)
+        return column
+
+
+_HOST = torch.device("cpu")
+
+
+def _device(value: Value) -> torch.device:
+    return value.device if isinstance(value, Tensor) else _HOST
+
+
+def count_rows(model: str, item: Item, axes: Mapping[str, int]) -> int | InputError:
+    """How many rows an item has, or what is wrong with its inputs' shapes among each other.
+
+    Args:
+        model: the model's name.
+        item: what a request brought.
+        axes: how many dimensions inputs have, that of the rows included; of others any.
+    """
+    if not item:
+        return InputError(model, "the request leaves out every input, and with them rows")
+    rows = -1
+    for name, value in item.items():
+        # Of a request that says it has no rows, Triton makes one without that dimension.
+        if value.ndim != axes.get(name, value.ndim):
+            return InputError(
+                model,
+                f"input '{name}' has the shape {list(value.shape)} and no rows",
+                expected=f"{axes[name]} dimensions, the first of at least 1",
+            )
+        if rows not in (-1, value.shape[0]):
+            return InputError(
+                model,
+                f"the request's inputs have {rows} and {value.shape[0]} rows",
+                expected="the same number of rows in each",
+            )
+        rows = value.shape[0]
+    return rows
+
+
+# Flat, as LibTorch passes strings, unless the annotation says otherwise.
+_LISTS: Mapping[Takes, Callable[[Strings], list[Any]]] = {
+    Takes.STRINGS: lambda column: column.ravel().tolist(),
+    Takes.BYTES: lambda column: column.ravel().tolist(),
+    Takes.NESTED_STRINGS: lambda column: column.tolist(),
+    Takes.NESTED_BYTES: lambda column: column.tolist(),
+}
+
+
+def _text(value: Any) -> str | bytes:
+    return value if isinstance(value, bytes) else str(value)
+
+
+def _raw(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()
+
+
+_SCALARS: Mapping[Takes, Callable[[Any], Any]] = {
+    Takes.INT: int,
+    Takes.FLOAT: float,
+    Takes.BOOL: bool,
+    Takes.STR: _text,
+    Takes.RAW: _raw,
+    Takes.VALUE: lambda value: value,
+}
+
+
+_MOST_PATTERNS = 6
+
+
+def _patterns(optional: Sequence[str]) -> Iterator[frozenset[str]]:
+    """What may be left out at once: everything that can be, where it is not too much to try."""
+    sizes = range(1, len(optional) + 1)
+    if len(optional) > _MOST_PATTERNS:
+        sizes = range(1, 2)
+        yield frozenset(optional)
+    for size in sizes:
+        yield from map(frozenset, itertools.combinations(optional, size))
+
+
+def _check_types(config: ModelConfig, function: str, special: Mapping[str, Takes]) -> None:
+    """What an argument takes must be what the config sends, without loss."""
+    for spec in config.inputs:
+        takes = special.get(spec.name)
+        if takes is None:
+            continue
+        accepted = _ACCEPTED.get(takes, ("BYTES",))
+        if not spec.dtype.triton.startswith(accepted):
+            raise BindingError(
+                config.name,
+                f"input '{spec.name}' is {spec.dtype.triton}, and {function}() takes {takes.value}",
+                expected=f"{' or '.join(accepted)} in config.pbtxt",
+            )
+
+
+def _check_batch_inputs(config: ModelConfig, function: str, special: Mapping[str, Takes]) -> None:
+    for one in config.batch_inputs:
+        if one.name in special:
+            raise BindingError(
+                config.name,
+                f"batch_input makes '{one.name}' a tensor, and {function}() takes"
+                f" {special[one.name].value}",
+                expected="an argument that takes a tensor",
+            )
+
+
+_ACCEPTED = {
+    Takes.INT: ("INT", "UINT"),
+    Takes.FLOAT: ("FP", "BF16", "INT", "UINT"),
+    Takes.BOOL: ("BOOL",),
+    Takes.VALUE: ("",),  # any type
+}
+
+
+def _flat(value: Value) -> list[Any]:
+    return value.reshape(-1).tolist()
+
+
+def _decode(value: Value, *, any_bytes: bool = False) -> Strings:
+    """Strings of UTF-8 as str; others stay bytes where any are taken.
+
+    Raises:
+        UnicodeDecodeError: one is not UTF-8, and only such are taken.
+    """
+    decode = _decoded if any_bytes else bytes.decode
+    decoded: Strings = np.empty(value.shape, dtype=np.object_)
+    decoded.ravel()[:] = [
+        decode(one) if isinstance(one, bytes) else str(one) for one in _flat(value)
+    ]
+    return decoded
+
+
+def _decoded(text: bytes) -> str | bytes:
+    try:
+        return text.decode()
+    except UnicodeDecodeError:
+        return text

@@ -1,0 +1,375 @@
+"""A result's parts become what the config promises: checked, shaped, contiguous."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching import gather_scatter
+from torch_py_backend.batching.gather_scatter import Owned, Part, Strings, Value
+from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.errors import BackendError, OutputError, brief
+from torch_py_backend.signature import results
+
+log = logging.getLogger(__name__)
+
+# Makes a part of a result, of so many rows, into an output; raises OutputError.
+Verify: TypeAlias = "Callable[[Any, int], Value]"
+
+
+def verifiers(config: ModelConfig) -> tuple[Verify, ...]:
+    """One for each output, in the config's order, and for each state that it only names."""
+    batched = config.max_batch_size > 0
+    carried = (_Expected(config.name, state.output, (), batched) for state in config.carried)
+    split = {one.name for one in config.batch_outputs}
+    return (
+        *(
+            _of_values(config, spec) if spec.name in split else _verifier(config, spec)
+            for spec in config.outputs
+        ),
+        *(_Carried(expected).verify for expected in carried),
+    )
+
+
+def _of_values(config: ModelConfig, spec: TensorSpec) -> Verify:
+    """Makes a batch output's values one dimension, which is split later."""
+    alone = dataclasses.replace(config, max_batch_size=0)
+    verify = _verifier(alone, dataclasses.replace(spec, dims=(-1,)))
+    return lambda part, rows: verify(part.reshape(-1) if isinstance(part, Tensor) else part, rows)
+
+
+def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
+    batched = config.max_batch_size > 0
+    dims = (-1, *spec.dims) if batched else spec.dims
+    # Of another shape, Triton's reshape would make something else.
+    any_shape = not (
+        config.options.check_outputs or spec.reshaped or spec.origin is not Origin.CLIENT
+    )
+    expected = _Expected(config.name, spec.name, dims, batched, [] if any_shape else None)
+    if spec.dtype.torch is None:
+        return _Strings(expected).verify
+    dtype: torch.dtype = getattr(torch, spec.dtype.torch)
+    # What autocast leaves in its own type was the config's before.
+    cast = config.options.cast_outputs or (
+        config.options.autocast is not None and dtype.is_floating_point
+    )
+    start = int(batched)
+    # Compared first: most outputs have dims that are fixed. One axis at least, for the rows.
+    fixed = dims[start:] if len(dims) > start else None
+    return _Tensors(expected, dtype, cast, start, fixed).verify
+
+
+class Taker:
+    """Takes the configured outputs out of results, each as the config says.
+
+    Args:
+        config: the model's config.
+        of: what returns the results, for messages.
+    """
+
+    def __init__(self, config: ModelConfig, of: str = "forward()") -> None:
+        self._model = config.name
+        self._of = of
+        self._names = tuple(spec.name for spec in config.outputs)
+        self._carried = tuple(state.output for state in config.carried)
+        self._verify = verifiers(config)
+        # A result's structure is known once there has been one.
+        self._outputs: results.Outputs | None = None
+
+    def take(self, result: Any, rows: int) -> list[Value]:
+        """The outputs of a result of so many rows, in the config's order.
+
+        Raises:
+            BindingError: the first result does not have them.
+            OutputError: the result contradicts the config, or is unlike the first.
+        """
+        if self._outputs is None:
+            self._outputs = self._bind(result)
+        try:
+            parts = self._outputs(result)
+        except (LookupError, AttributeError, TypeError):
+            raise OutputError(
+                self._model,
+                f"{self._of} returned a {type(result).__name__} unlike its first result",
+                expected=f"the outputs {', '.join(self._names)}",
+            ) from None
+        try:
+            return [verify(part, rows) for verify, part in zip(self._verify, parts, strict=True)]
+        except BackendError:
+            raise
+        except Exception as error:  # of a tensor that is like no other: nested, faked, foreign
+            raise OutputError(
+                self._model,
+                f"the outputs cannot be read: {brief(error)}",
+                expected="dense tensors",
+            ) from error
+
+    def _bind(self, result: Any) -> results.Outputs:
+        """What takes the outputs out of a result, and then the states that STATE names."""
+        shown = results.bind_outputs(self._model, self._names, result, self._of)
+        if not self._carried:
+            return shown
+        kept = results.bind_outputs(self._model, self._carried, result, self._of)
+        return lambda result: [*shown(result), *kept(result)]
+
+
+class Finite:
+    """CHECK_FINITE: refuses the items whose outputs hold NaN or infinity."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._model = config.name
+        self._places = [
+            (place, spec.name)
+            for place, spec in enumerate(config.outputs)
+            if spec.origin is Origin.CLIENT
+            and spec.dtype.torch
+            and getattr(torch, spec.dtype.torch).is_floating_point
+        ]
+
+    def holds(self, made: Sequence[Value | Owned]) -> bool:
+        """Whether a whole batch of outputs is finite."""
+        return all(_finite(made[place]) for place, _ in self._places)
+
+    def refusal(self, outcome: Mapping[str, Value]) -> OutputError | None:
+        """What is wrong with one item's outputs."""
+        for _, name in self._places:
+            if not _finite(outcome[name]):
+                return OutputError(
+                    self._model,
+                    f"output '{name}' holds NaN or infinity",
+                    expected="finite values: CHECK_FINITE is set",
+                )
+        return None
+
+
+def _finite(value: Value | Owned | Part) -> bool:
+    if isinstance(value, Owned):
+        return all(map(_finite, value))
+    value = gather_scatter.taken(value)
+    return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
+
+
+def plain(model: str, name: str, part: Any) -> Value:
+    """A part of a result as it is: a tensor, or an array of strings.
+
+    Raises:
+        OutputError: it is neither.
+    """
+    if isinstance(part, Tensor):
+        return part.detach()
+    if isinstance(part, bool | int | float):
+        return torch.tensor(part)
+    return _Strings(_Expected(model, name, (), batched=False)).array(part)
+
+
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What the config says.
+
+    Attributes:
+        dims: with the batch dimension as -1.
+        others: shapes that the config contradicts, and that were served and warned about; None:
+            such a shape is refused.
+    """
+
+    model: str
+    name: str
+    dims: tuple[int, ...]
+    batched: bool
+    others: list[tuple[int, ...]] | None = None
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return len(shape) == len(self.dims) and all(
+            wanted in (-1, size) for size, wanted in zip(shape, self.dims, strict=True)
+        )
+
+    def serves(self, shape: tuple[int, ...]) -> bool:
+        """Whether a shape that does not fit is served; the first one is warned about."""
+        if self.others is None or not shape:
+            return False
+        if not self.others:
+            self.others.append(shape)
+            log.warning(
+                "model '%s': output '%s' is %s, and config.pbtxt says %s; it is served as it is,"
+                " because CHECK_OUTPUTS is false.",
+                self.model,
+                self.name,
+                list(shape),
+                list(self.dims),
+            )
+        return True
+
+    def lacks_ones(self, shape: tuple[int, ...]) -> bool:
+        """One value a row, or a single one: [rows] for [-1, 1], a scalar for [1]."""
+        ones = self.dims[1:] if self.batched else self.dims
+        return len(shape) == int(self.batched) and all(size == 1 for size in ones)
+
+    def check_rows(self, found: int, rows: int) -> None:
+        if self.batched and found != rows:
+            raise OutputError(
+                self.model,
+                f"output '{self.name}' has {found} rows for a batch of {rows}",
+                expected="as many rows as the inputs have",
+            )
+
+    def mismatch(self, found: str, kind: str) -> OutputError:
+        dims = ", ".join(map(str, self.dims))
+        return OutputError(
+            self.model,
+            f"output '{self.name}' is {found}",
+            expected=f"{kind} [{dims}] as in config.pbtxt",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensors:
+    expected: _Expected
+    dtype: torch.dtype
+    cast: bool
+    start: int
+    fixed: tuple[int, ...] | None
+
+    def verify(self, part: Any, rows: int) -> Tensor:
+        if not isinstance(part, Tensor):
+            part = self._from_number(part)
+        if part.dtype is not self.dtype:
+            part = self._cast(part)
+        if part.layout is not torch.strided or part.is_meta:
+            raise self.expected.mismatch(_form(part), "a dense tensor with values")
+        shape = part.shape
+        if shape[self.start :] != self.fixed and not self.expected.fits(shape):
+            if self.expected.lacks_ones(shape):
+                part = part.reshape(*shape, *(1,) * (len(self.expected.dims) - len(shape)))
+            elif not self.expected.serves(shape):
+                raise self._mismatch(part)
+        self.expected.check_rows(part.shape[0] if part.ndim else rows, rows)
+        # Triton's utilities read the memory as if it were contiguous, and numpy takes no tensor
+        # that requires a gradient or carries a pending negation.
+        if part.requires_grad or part.is_neg():
+            part = part.detach().resolve_neg()
+        contiguous: Tensor = part.contiguous()
+        return contiguous
+
+    def _cast(self, part: Tensor) -> Tensor:
+        odd = part.is_complex() or part.is_quantized or part.is_nested
+        if self.cast and not odd and part.layout is torch.strided:
+            return part.to(self.dtype)
+        raise self._mismatch(part)
+
+    def _from_number(self, part: Any) -> Tensor:
+        """A Python number, where the model has no batch dimension."""
+        if isinstance(part, bool | int | float) and not self.expected.batched:
+            return self._exactly(part)
+        raise OutputError(
+            self.expected.model,
+            f"output '{self.expected.name}' is a {type(part).__name__}",
+            expected="a torch.Tensor",
+        )
+
+    def _exactly(self, number: float) -> Tensor:
+        """The number in the output's type, which must be able to hold it."""
+        if isinstance(number, bool) or self.dtype is torch.bool:
+            fits = isinstance(number, bool)
+        elif self.dtype.is_floating_point:
+            number, fits = float(number), True
+        else:
+            limits = torch.iinfo(self.dtype)
+            fits = isinstance(number, int) and limits.min <= number <= limits.max
+        if fits:
+            return torch.tensor(number, dtype=self.dtype)
+        raise self.expected.mismatch(f"the number {number}", _short(self.dtype))
+
+    def _mismatch(self, part: Tensor) -> OutputError:
+        return self.expected.mismatch(_form(part), _short(self.dtype))
+
+
+def _form(part: Tensor) -> str:
+    """What a tensor is, for people."""
+    if part.is_nested:  # has no shape to be told
+        return f"a nested tensor of {_short(part.dtype)}"
+    kind = f"{_short(part.dtype)} {list(part.shape)}"
+    if part.layout is not torch.strided:
+        return f"a tensor of layout {_short(part.layout)}, {kind}"
+    return f"a tensor on the device meta, {kind}" if part.is_meta else kind
+
+
+def _short(of: torch.dtype | torch.layout) -> str:
+    return str(of).removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class _Carried:
+    """What STATE names: a tensor of any type, with a row for each of the batch's."""
+
+    expected: _Expected
+
+    def verify(self, part: Any, rows: int) -> Tensor:
+        sound = isinstance(part, Tensor) and part.layout is torch.strided and not part.is_meta
+        if not sound or (self.expected.batched and not part.ndim):
+            form = _form(part) if isinstance(part, Tensor) else f"a {type(part).__name__}"
+            raise OutputError(
+                self.expected.model,
+                f"the state '{self.expected.name}' is {form}",
+                expected="a dense tensor, whose first dimension is the batch",
+            )
+        self.expected.check_rows(part.shape[0] if part.ndim else rows, rows)
+        detached: Tensor = part.detach()
+        return detached.resolve_neg().resolve_conj().contiguous()
+
+
+@dataclass(frozen=True, slots=True)
+class _Strings:
+    expected: _Expected
+
+    def verify(self, part: Any, rows: int) -> Value:
+        strings = self.array(part)
+        self._check_text(strings)
+        if not self.expected.fits(strings.shape):
+            shaped = self._shaped(strings, rows)
+            if shaped is None and not self.expected.serves(strings.shape):
+                raise self.expected.mismatch(f"strings {list(strings.shape)}", "strings")
+            strings = strings if shaped is None else shaped
+        self.expected.check_rows(strings.shape[0] if strings.ndim else rows, rows)
+        return strings
+
+    def array(self, part: Any) -> Strings:
+        """An array of objects: Triton's utilities refuse numpy's own strings."""
+        if isinstance(part, np.ndarray) and part.dtype.kind in "OUS":
+            return part.astype(np.object_)
+        if isinstance(part, str | bytes):
+            return np.array(part, dtype=np.object_)
+        if isinstance(part, list | tuple):
+            array = np.array(part, dtype=np.object_)
+            if all(isinstance(one, str | bytes) for one in array.flat):
+                return array
+        raise OutputError(
+            self.expected.model,
+            f"output '{self.expected.name}' is a {type(part).__name__}",
+            expected="a list of str or bytes",
+        )
+
+    def _check_text(self, strings: Strings) -> None:
+        """What cannot be sent as UTF-8 would fail the whole batch where it is written."""
+        try:
+            for one in strings.reshape(-1).tolist():
+                if not isinstance(one, bytes):
+                    one.encode()
+        except (AttributeError, UnicodeEncodeError) as error:
+            raise self.expected.mismatch(f"no strings: {error}", "strings") from None
+
+    def _shaped(self, strings: Strings, rows: int) -> Strings | None:
+        """A flat list of all rows' strings, as LibTorch takes it."""
+        dims = (rows, *self.expected.dims[1:]) if self.expected.batched else self.expected.dims
+        if strings.ndim > 1 or dims.count(-1) > 1:
+            return None
+        try:
+            return strings.reshape(dims)
+        except ValueError:
+            return None

@@ -1,0 +1,270 @@
+"""Where and how a model runs: device, stream, threads, inference mode, PyTorch's switches."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching import gather_scatter
+from torch_py_backend.batching.gather_scatter import Owned, Value
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.options import Options
+from torch_py_backend.config.threads import Threads
+from torch_py_backend.errors import PlatformError
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T", bound="Value | Owned")
+
+Guard: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """What surrounds every call of one instance's model.
+
+    Attributes:
+        device: where inputs go.
+        guard: entered around every call; thread-local, hence around each one.
+        clean: called after each execution, when the config asks for it.
+        host_inputs: whether Triton copies all inputs to host memory.
+    """
+
+    device: torch.device
+    guard: Guard
+    clean: Callable[[], None] | None
+    host_inputs: bool = True
+
+    def to_device(self, columns: Sequence[Value]) -> Sequence[Value]:
+        """The columns on this instance's device; strings, and what is there, as they are."""
+        if self.host_inputs and self.device.type == "cpu":
+            return columns
+        return [
+            _sent(column, self.device)
+            if isinstance(column, Tensor) and column.device != self.device
+            else column
+            for column in columns
+        ]
+
+    def to_host(self, outputs: Sequence[T], inputs: Sequence[Value]) -> Sequence[T]:
+        """The outputs, with the device's work on them done.
+
+        Args:
+            outputs: what the model made; what is owned by items stays where it is.
+            inputs: what the requests brought; where all came from the GPU, outputs stay there.
+        """
+        # A model that was placed on the CPU may compute on a GPU by itself.
+        if self.device.type == "cpu" and not torch.cuda.is_initialized():
+            return outputs
+        before = outputs
+        tensors = [one for one in inputs if isinstance(one, Tensor)]
+        if not tensors or not all(one.is_cuda for one in tensors):
+            outputs = [_fetched(one) for one in outputs]
+        # What stays is handed over without a stream, too. A copy runs on the current stream of its
+        # source's device: with KIND_MODEL, outputs may come from several.
+        gather_scatter.wait(before)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return outputs
+
+
+def contexts(device: torch.device) -> tuple[bool, int]:
+    """What a model may leave behind in its thread: autocast on its device, and torch.device."""
+    return torch.is_autocast_enabled(device.type), torch._C._len_torch_function_stack()
+
+
+def free() -> None:
+    """Give back what torch keeps of a GPU's memory without using it."""
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def memory() -> list[tuple[int, int, int]]:
+    """Of each GPU that this process uses: its index, and bytes that are allocated and reserved."""
+    if not torch.cuda.is_initialized():
+        return []
+    found = (
+        (index, torch.cuda.memory_allocated(index), torch.cuda.memory_reserved(index))
+        for index in range(torch.cuda.device_count())
+    )
+    return [one for one in found if one[2]]
+
+
+def probe(device: torch.device) -> None:
+    """Use the GPUs that this process uses; on the CPU nothing can break and live on.
+
+    Args:
+        device: the model's own.
+
+    Raises:
+        RuntimeError: one of them cannot be used any more: what has spoilt a CUDA context is told by
+            every later call.
+    """
+    if not torch.cuda.is_initialized():
+        return
+    for index in range(torch.cuda.device_count()):
+        # To touch a device that is not in use, be it the current one, would take memory of it.
+        if torch.device("cuda", index) == device or torch.cuda.memory_reserved(index):
+            torch.cuda.synchronize(index)
+
+
+def _sent(column: Tensor, device: torch.device) -> Tensor:
+    """From pinned memory a copy is asynchronous; torch keeps that memory until it is done."""
+    if device.type == "cuda" and column.device.type == "cpu":
+        column = column.pin_memory()
+    # A copy to the host is read at once, without a wait: it must not be asynchronous.
+    return column.to(device, non_blocking=device.type != "cpu")
+
+
+def _fetched(output: T) -> T:
+    if not isinstance(output, Tensor) or not output.is_cuda:
+        return output
+    pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+    return cast(T, pinned.copy_(output, non_blocking=True))
+
+
+def placement(config: ModelConfig) -> torch.device | None:
+    """The device of this instance, made current; None for KIND_MODEL, whose model places itself.
+
+    Raises:
+        PlatformError: the config asks for a GPU that this process does not see.
+    """
+    fraction = config.options.cuda_memory_fraction
+    if fraction is not None and config.kind != "GPU":
+        log.warning(
+            "model '%s': the parameter CUDA_MEMORY_FRACTION has no effect on KIND_%s.",
+            config.name,
+            config.kind,
+        )
+    if not config.options.force_cpu_only_input_tensors and not torch.cuda.is_available():
+        log.warning(
+            "model '%s': FORCE_CPU_ONLY_INPUT_TENSORS is 'no', and torch %s sees no GPU: a request"
+            " whose tensors are on one is refused. Take the parameter out.",
+            config.name,
+            torch.__version__,
+        )
+    if config.kind == "MODEL":
+        return None
+    if config.kind != "GPU":
+        return torch.device("cpu")
+    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device_id >= seen:
+        raise PlatformError(
+            config.name,
+            f"instance_group asks for GPU {config.device_id}, and torch {torch.__version__} sees"
+            f" {seen} GPUs",
+            cure="Use KIND_CPU, or install a torch built for this machine's CUDA driver.",
+        )
+    device = torch.device("cuda", config.device_id)
+    torch.cuda.set_device(device)
+    if fraction is not None:
+        torch.cuda.set_per_process_memory_fraction(fraction, device)
+    return device
+
+
+def free_memory(device: torch.device | None) -> Callable[[], int] | None:
+    """How to ask what memory a GPU has left; None: the device is none."""
+    if device is None or device.type != "cuda":
+        return None
+    return lambda: torch.cuda.mem_get_info(device)[0]
+
+
+def settle(options: Options, threads: Threads) -> None:
+    """Set what holds for the whole process: one process serves one instance of one model.
+
+    Called once, in the thread that runs the model, before the model is loaded.
+    """
+    torch.set_num_threads(threads.intra_op)
+    # torch allows this once in a process, before any parallel work.
+    if torch.get_num_interop_threads() != threads.inter_op:
+        torch.set_num_interop_threads(threads.inter_op)
+    torch.backends.cudnn.enabled = not options.disable_cudnn
+    switches: tuple[tuple[bool | None, Callable[[bool], Any]], ...] = (
+        (options.enable_jit_executor, torch._C._jit_set_profiling_executor),
+        (options.enable_jit_profiling, torch._C._jit_set_profiling_mode),
+        (options.enable_tensor_fuser, torch._C._jit_set_texpr_fuser_enabled),
+        (False if options.disable_optimized_execution else None, _optimize),
+    )
+    for wanted, switch in switches:
+        if wanted is not None:
+            switch(wanted)
+
+
+def _optimize(wanted: bool) -> None:  # noqa: FBT001  the signature of torch's own switches
+    torch._C._set_graph_executor_optimize(wanted)
+
+
+def surround(options: Options, device: torch.device | None, weights: Iterable[Tensor]) -> Runtime:
+    """The runtime for a loaded model.
+
+    Args:
+        options: the model's options.
+        device: where it was placed; None where it placed itself: inputs then go to the device
+            of the first of `weights`.
+        weights: its parameters and buffers.
+    """
+    if device is None:
+        first = next(iter(weights), None)
+        device = torch.device("cpu") if first is None else first.device
+    mode: Guard = _inference_mode if options.inference_mode else torch.no_grad
+    on_gpu = device.type == "cuda"
+    if options.autocast is not None:
+        mode = _in_precision(device, _AUTOCAST[options.autocast], mode, options)
+    return Runtime(
+        device=device,
+        guard=_on_own_stream(device, mode) if on_gpu else mode,
+        clean=torch.cuda.empty_cache if options.enable_cache_cleaning and on_gpu else None,
+        host_inputs=options.force_cpu_only_input_tensors,
+    )
+
+
+_ENTERED = contextlib.nullcontext()
+
+
+def mode(options: Options) -> AbstractContextManager[Any]:
+    """What a thread that calls the model stays in, warm-up included.
+
+    Tensors made in inference mode have other dispatch keys, for which torch.compile compiles anew.
+    """
+    return torch.inference_mode() if options.inference_mode else contextlib.nullcontext()
+
+
+def _inference_mode() -> AbstractContextManager[Any]:
+    """Nothing for a thread that is in it already: to enter costs as much as a small model."""
+    return _ENTERED if torch.is_inference_mode_enabled() else torch.inference_mode()
+
+
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _in_precision(device: torch.device, dtype: torch.dtype, mode: Guard, options: Options) -> Guard:
+    # The cache of cast weights is freed as autocast is left, and a captured graph would go on
+    # reading what has been freed: torch.cuda.make_graphed_callables refuses autocast with it.
+    cached = "cuda_graphs" not in options.optimize
+
+    @contextlib.contextmanager
+    def guard() -> Iterator[None]:
+        with mode(), torch.autocast(device.type, dtype, cache_enabled=cached):
+            yield
+
+    return guard
+
+
+def _on_own_stream(device: torch.device, mode: Guard) -> Guard:
+    # The weights were copied on the default stream, which ours does not wait for.
+    torch.cuda.synchronize(device)
+    stream = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def guard() -> Iterator[None]:
+        with torch.cuda.stream(stream), mode():
+            yield
+
+    return guard

@@ -1,0 +1,65 @@
+"""How many threads an instance may use: decided before torch is imported, which reads it then."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch_py_backend.config.model_config import ModelConfig
+
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, slots=True)
+class Threads:
+    """Threads inside one operator, and operators that run at once."""
+
+    intra_op: int
+    inter_op: int
+
+
+def budget(config: ModelConfig) -> Threads:
+    """The config's counts, or an equal share of the cores for each of the model's processes."""
+    share = max(1, cores() // (config.instances))
+    environment = os.environ.get("OMP_NUM_THREADS", "")
+    wished = int(environment) if environment.isdecimal() else 0
+    return Threads(
+        intra_op=config.options.num_threads or wished or share,
+        inter_op=config.options.num_interop_threads or share,
+    )
+
+
+def reserve(threads: Threads) -> None:
+    """Tell the OpenMP and MKL that torch loads; they read their environment once."""
+    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[variable] = str(threads.intra_op)
+
+
+def cores(cgroup: Path = _CGROUP) -> int:
+    """Cores this process may use: its CPU affinity, cut by the container's quota."""
+    allowed = len(os.sched_getaffinity(0))
+    quota = _quota_v2(cgroup) or _quota_v1(cgroup)
+    return max(1, min(allowed, int(quota))) if quota else allowed
+
+
+def _quota_v2(cgroup: Path) -> float | None:
+    words = _words(cgroup / "cpu.max")
+    if len(words) != 2 or words[0] == "max":  # noqa: PLR2004  "<quota> <period>", see cgroup-v2
+        return None
+    return int(words[0]) / int(words[1])
+
+
+def _quota_v1(cgroup: Path) -> float | None:
+    quota = _words(cgroup / "cpu" / "cpu.cfs_quota_us")
+    period = _words(cgroup / "cpu" / "cpu.cfs_period_us")
+    if not quota or not period or int(quota[0]) <= 0:
+        return None
+    return int(quota[0]) / int(period[0])
+
+
+def _words(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").split()
+    except OSError:
+        return []

@@ -1,0 +1,178 @@
+"""What `tune` found, kept in the model's folder: one entry a machine, for machines differ."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from torch_py_backend.config import model_config, options, threads
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import ConfigError, TuneError
+
+log = logging.getLogger(__name__)
+
+FILE = "tuned.json"
+_CPUINFO = Path("/proc/cpuinfo")
+# The driver tells without a library of CUDA, which would cost seconds.
+_GPUS = Path("/proc/driver/nvidia/gpus")
+# The instruction sets that kernels are chosen by.
+_INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|vnni|asimd|sve|bf16|i8mm)\w*")
+
+
+def machine(cpuinfo: Path = _CPUINFO, gpus: Path = _GPUS) -> dict[str, Any]:
+    """What decides which settings are quick here: processor, cores, GPUs, torch."""
+    facts = _facts(cpuinfo)
+    flags = facts.get("flags", facts.get("Features", "")).split()
+    return {
+        "processor": facts.get("model name", os.uname().machine),
+        "instructions": sorted(flag for flag in flags if _INSTRUCTIONS.match(flag)),
+        "cores": threads.cores(),
+        "gpus": sorted(_facts(path).get("Model", "unknown") for path in gpus.glob("*/information")),
+        "torch": metadata.version("torch"),
+    }
+
+
+def _facts(path: Path) -> dict[str, str]:
+    """The first block of `key : value` lines of a file in /proc."""
+    try:
+        block = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in block.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def fingerprint(of: Mapping[str, Any]) -> str:
+    """A short name for a machine: equal for machines that are alike."""
+    return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def chosen(model_folder: Path, fingerprint: str) -> dict[str, str] | None:
+    """The parameters that `tune` chose for a model on such a machine; None: it has none.
+
+    Raises:
+        ConfigError: tuned.json is there and is nothing that `tune` wrote.
+    """
+    entry = _read(model_folder / FILE).get(fingerprint, {})
+    choice = entry.get("chosen")
+    try:
+        return None if choice is None else dict(choice["parameters"])
+    except (LookupError, ValueError, TypeError) as error:
+        raise _unreadable(model_folder.name, error) from None
+
+
+def apply(settings: ModelConfig) -> ModelConfig:
+    """A config with `OPTIMIZE: "auto"`, with what was chosen for this machine in its place.
+
+    What config.pbtxt says of other options stays.
+
+    Raises:
+        ConfigError: tuned.json is damaged, or its choice contradicts the config.
+    """
+    if settings.options.optimize != ("auto",):
+        return settings
+    parameters = chosen(settings.folder, fingerprint(machine()))
+    if parameters is None:
+        log.warning(
+            "model '%s': OPTIMIZE is auto, and %s has no choice for a machine like this one;"
+            " nothing is optimized. Run torch-py-backend tune here.",
+            settings.name,
+            FILE,
+        )
+        parameters = {}
+    found = options.parse(
+        settings.name, {key: {"string_value": value} for key, value in parameters.items()}
+    )
+    taken: dict[str, Any] = {"optimize": found.optimize}
+    for row in options.TABLE:
+        if row.field != "optimize" and getattr(settings.options, row.field) == row.default:
+            taken[row.field] = getattr(found, row.field)
+    made = dataclasses.replace(settings, options=dataclasses.replace(settings.options, **taken))
+    model_config.refuse_contradictions(made)
+    return made
+
+
+def keep(folder: Path, entry: Mapping[str, Any]) -> Path:
+    """Write what was found on a machine beside what was found on others.
+
+    Args:
+        folder: where tuned.json lies.
+        entry: the findings, with the key `machine`.
+
+    Raises:
+        ConfigError: the tuned.json that is there is nothing that `tune` wrote.
+        TuneError: it cannot be written.
+    """
+    path = folder / FILE
+    machines = _read(path) | {fingerprint(entry["machine"]): entry}
+    replace(path, json.dumps({"machines": machines}, indent=2, allow_nan=False).encode())
+    return path
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Find out before the measuring whether its findings can be kept.
+
+    Raises:
+        TuneError: nothing can be written there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise TuneError(
+            f"cannot write into {folder}: {error.strerror or error}; --output names another"
+            " folder for the findings, and --dry-run leaves config.pbtxt as it is."
+        ) from error
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all: it is made beside its place, with its rights.
+
+    Raises:
+        TuneError: it cannot be written.
+    """
+    path = path.resolve()  # a link stays a link
+    try:
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
+        with tempfile.NamedTemporaryFile(
+            dir=path.parent, prefix=f".{path.name}-", delete=False
+        ) as scratch:
+            try:
+                scratch.write(content)
+                scratch.flush()
+                os.fchmod(scratch.fileno(), mode)
+                Path(scratch.name).replace(path)
+            except BaseException:
+                Path(scratch.name).unlink(missing_ok=True)
+                raise
+    except OSError as error:
+        raise TuneError(f"cannot write {path}: {error.strerror or error}.") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        machines = json.loads(path.read_bytes())["machines"]
+        return {name: dict(entry) for name, entry in machines.items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise _unreadable(path.parent.name, error) from None
+
+
+def _unreadable(model: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        model,
+        f"{FILE} cannot be read: {type(error).__name__}: {error}",
+        expected="what `torch-py-backend tune` writes",
+        cure="Remove it, and tune again.",
+    )

@@ -1,0 +1,1 @@
+"""The path of a batch through a loaded model, and what happens when a call fails."""

@@ -1,0 +1,121 @@
+"""The model as batches call it: compiled or captured where the config asks for it, then sealed.
+
+A batch is one call, or as many as the model needs that takes certain numbers of rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.batching import gather_scatter
+from torch_py_backend.batching.counters import Counts
+from torch_py_backend.batching.gather_scatter import Value
+from torch_py_backend.batching.grouping import Intake
+from torch_py_backend.compile import batch_buckets, compile_cache, torch_compile
+from torch_py_backend.compile.cuda_graphs import Graphs
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.engine.instrumentation import Stage
+from torch_py_backend.hooks.hooked_pipeline import Stages
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature.binding import Inputs
+
+# A result's parts, as the config promises them, for so many rows.
+Take: TypeAlias = "Callable[[Any, int], list[Value]]"
+
+
+class Callee:
+    """What the engine calls for a batch.
+
+    Attributes:
+        module: the model, with what stands around it.
+        take: reads what it returns.
+        rows: how many rows one call takes.
+
+    Args:
+        config: the model's config.
+        loaded: the model.
+        intake: what makes arguments of columns.
+        take: reads what the model returns.
+        counts: where calls are counted.
+        own: copies an output.
+
+    Raises:
+        OptionError: torch.compile does not take its parameters.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        loaded: Loaded,
+        intake: Intake | Stages,
+        take: Take,
+        counts: Counts,
+        own: Callable[[Value], Value] = gather_scatter.own,
+    ) -> None:
+        self._config = config
+        self._own = own
+        self._intake = intake
+        self._counts = counts
+        self._eager = loaded.module
+        self._compiled = torch_compile.apply(config, loaded.kind, loaded.module, counts)
+        self.module = self._compiled or loaded.module
+        captured = "cuda_graphs" in config.options.optimize
+        self._graphs = Graphs(config.name, self.module, counts) if captured else None
+        self.module = self._graphs or self.module
+        self.take = take
+        fixed = torch_compile.static(config) or captured
+        self.rows = batch_buckets.plan(config, loaded.rows, fixed=fixed)
+
+    @property
+    def captures(self) -> bool:
+        """Whether calls are replayed from CUDA graphs."""
+        return self._graphs is not None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether a new shape may cost a compilation."""
+        return self._compiled is not None
+
+    @contextlib.contextmanager
+    def preparing(self, artifact: Artifact, device: torch.device) -> Iterator[None]:
+        """The calls within may compile; once they are done, nothing is compiled any more."""
+        if self._compiled is None:
+            yield
+            sealed = self._eager
+        else:
+            bundle = compile_cache.at(self._config, artifact, device)
+            before = torch_compile.graphs()
+            with contextlib.nullcontext() if bundle is None else bundle.used() as found:
+                yield
+            self._counts.compiled_graphs += torch_compile.graphs() - before
+            if found is not None:
+                self._counts.compile_cache["hit" if found else "miss"] = 1
+            sealed = self._compiled.seal()
+        self.module = sealed if self._graphs is None else self._graphs.seal(sealed)
+
+    def stages(self) -> list[Stage]:
+        """The stages of a call, but the model's own."""
+        return [("outputs", self, "take")]
+
+    def call(self, inputs: Inputs, columns: Sequence[Value], rows: int) -> Sequence[Value]:
+        """The model's outputs for a batch, in as many calls as the model needs."""
+        if self.rows.take(rows):
+            return self._call_once(inputs, columns, rows)
+        pieces: list[list[Value]] = []
+        for piece, present in gather_scatter.fit(columns, self.rows):
+            # The model may write this call's outputs to where the last one's lie.
+            pieces[-1:] = [[self._own(value) for value in last] for last in pieces[-1:]]
+            made = self._call_once(inputs, piece, piece[0].shape[0])
+            self._counts.filled_rows += piece[0].shape[0] - present
+            pieces.append([value[:present] for value in made])
+        return gather_scatter.join(pieces)
+
+    def _call_once(self, inputs: Inputs, columns: Sequence[Value], rows: int) -> Sequence[Value]:
+        passed = self._intake.convert(inputs, columns)
+        self._counts.rows += rows
+        return self.take(inputs.call(self.module, passed), rows)

@@ -1,0 +1,303 @@
+"""The code around forward(): a class in model.py whose methods make batches and read results.
+
+A request's rows go through `preprocess` one by one, and `collate` makes a batch of them; or
+`preprocess_batch` takes all rows of a batch at once. `inference` calls the module. `postprocess`
+reads the result of each row, or `postprocess_batch` that of the batch. Each is optional.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch_py_backend.artifacts.discovery import STAGES, Artifact, Kind
+from torch_py_backend.config import request_parameters
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import (
+    BackendError,
+    ConfigError,
+    HookError,
+    InputError,
+    SourceError,
+    brief,
+)
+from torch_py_backend.loading import python_source
+from torch_py_backend.signature import introspection
+from torch_py_backend.signature.binding import Passing, Signature
+
+# What the stages take that do not take the inputs by their names.
+_TAKES = {
+    "collate": ("items",),
+    "inference": ("module", "batch"),
+    "forward": ("module", "batch"),
+    "postprocess": ("result",),
+    "postprocess_batch": ("result",),
+}
+_PER_BATCH = ("collate", "preprocess_batch", "postprocess_batch")
+# Of two methods that do the same only one can be meant.
+_RIVALS = (
+    ("preprocess", "preprocess_batch"),
+    ("preprocess_batch", "collate"),
+    ("inference", "forward"),
+    ("postprocess", "postprocess_batch"),
+)
+
+
+@dataclass
+class Stage:
+    """One method of the hooks.
+
+    Attributes:
+        model: the model's name.
+        name: the method's name.
+        function: the method, with what stands around it.
+        text: its declaration, for people.
+        asks: whether it takes the request's parameters.
+        blames: whether a ValueError or a TypeError that it raises is the client's fault.
+    """
+
+    model: str
+    name: str
+    function: Callable[..., Any]
+    text: str
+    asks: bool
+    blames: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the method returns.
+
+        Raises:
+            InputError: it refuses the input.
+            HookError: it fails.
+        """
+        try:
+            return self.function(*args, **kwargs)
+        except (BackendError, KeyboardInterrupt):
+            raise
+        except BaseException as error:
+            if self.blames and _is_refusal(error):
+                said = brief(error)
+                raise InputError(self.model, f"{self.name}() refuses the input: {said}") from None
+            raise HookError(self.model, self.name, error) from error
+
+    def told(self, found: Any) -> Callable[..., Any]:
+        """The method with a request's parameters, or those of each row, where it wants them."""
+        return partial(self, **{request_parameters.ASKED: found}) if self.asks else self
+
+    def signature(self) -> Signature:
+        """What it takes, less the request's parameters."""
+        arguments = []
+        gap = False
+        for one in introspection.of_function(self.function).arguments:
+            if one.name == request_parameters.ASKED:
+                gap = True  # who stands behind them cannot be passed by position
+            elif gap and one.passing is Passing.POSITIONAL:
+                arguments.append(dataclasses.replace(one, passing=Passing.KEYWORD))
+            else:
+                arguments.append(one)
+        return Signature(tuple(arguments), name=self.name)
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """What decoders raise for bytes that they cannot read; Pillow's OSErrors have no number."""
+    unreadable = isinstance(error, OSError) and error.errno is None
+    return isinstance(error, ValueError | TypeError) or unreadable
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """A model's hooks; None where a stage has none."""
+
+    preprocess: Stage | None = None
+    preprocess_batch: Stage | None = None
+    collate: Stage | None = None
+    inference: Stage | None = None
+    postprocess: Stage | None = None
+    postprocess_batch: Stage | None = None
+
+    @property
+    def stages(self) -> list[Stage]:
+        """Those that there are, in the order in which they run."""
+        found = (getattr(self, one.name) for one in dataclasses.fields(self))
+        return [stage for stage in found if stage is not None]
+
+    @property
+    def asks(self) -> bool:
+        """Whether any of them takes the request's parameters."""
+        return any(stage.asks for stage in self.stages)
+
+    @property
+    def per_batch(self) -> bool:
+        """Whether any of them takes or makes a batch."""
+        return any(stage.name in _PER_BATCH for stage in self.stages)
+
+    @property
+    def makes_batches(self) -> bool:
+        """Whether what the module is called with is of their making."""
+        made = (self.preprocess, self.preprocess_batch, self.collate)
+        return any(stage is not None for stage in made)
+
+    def __str__(self) -> str:
+        return ", ".join(stage.text for stage in self.stages)
+
+
+# --- load ------------------------------------------------------------------------------------
+
+
+def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
+    """The hooks that lie beside a model; None: there are none.
+
+    Raises:
+        SourceError: the class fails, or its methods cannot be called as they have to be.
+        ConfigError: the config contradicts them.
+    """
+    built = (
+        python_source.construct_hooks(config, artifact.hooks)
+        if artifact.hooks is not None
+        else None
+    )
+    if artifact.hooks is None or built is None:
+        _refuse_idle_threads(config, found=False)
+        return None
+    _refuse_two_models(config, artifact)
+    found = {
+        name: stage
+        for name in STAGES
+        if (stage := _stage(config, artifact.hooks.name, built, name)) is not None
+    }
+    _refuse_contradictions(config, type(built).__name__, found)
+    _refuse_idle_threads(config, found="preprocess" in found)
+    if "forward" in found:
+        found["inference"] = found.pop("forward")
+    return Hooks(**found)
+
+
+def _refuse_idle_threads(config: ModelConfig, *, found: bool) -> None:
+    if config.options.preprocess_threads is not None and not found:
+        raise ConfigError(
+            config.name,
+            "PREPROCESS_THREADS is set, and there is no preprocess()",
+            cure="Take it out, or write a class Hooks with that method.",
+        )
+
+
+def _refuse_two_models(config: ModelConfig, artifact: Artifact) -> None:
+    """A module in the source of the hooks, where something else beside it was taken unasked."""
+    asked = config.default_model_filename not in (None, "model.pt")
+    if asked or artifact.hooks is None or artifact.kind in (Kind.MODULE, Kind.FACTORY):
+        return
+    modules = python_source.modules_in(config.name, artifact.hooks)
+    if modules:
+        raise ConfigError(
+            config.name,
+            f"{artifact.hooks.name} defines the module {modules[0]} and hooks, and"
+            f" {artifact.path.name} beside it is {artifact.kind.value}",
+            expected="one model",
+            cure="Say which with default_model_filename.",
+        )
+
+
+def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Stage | None:
+    method = getattr(built, name, None)
+    if method is None:
+        return None
+    place = f"{type(built).__name__}.{name}"
+    if not callable(method):
+        raise SourceError(
+            config.name, f"{place} in {file} is a {type(method).__name__}", expected="a method"
+        )
+    odd = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
+    if any(is_odd(method) for is_odd in odd):
+        raise SourceError(
+            config.name,
+            f"{place}() in {file} is asynchronous or a generator",
+            expected="a method that returns its result",
+        )
+    try:
+        signature = inspect.signature(method)
+    except (TypeError, ValueError) as error:
+        raise SourceError(
+            config.name, f"the arguments of {place}() in {file} cannot be told: {error}"
+        ) from error
+    asks = request_parameters.ASKED in signature.parameters
+    if name in _TAKES:
+        _check_arguments(config, f"{place}{signature} in {file}", signature, name, asks=asks)
+    blames = name.startswith("preprocess")
+    return Stage(config.name, name, method, f"{name}{signature}", asks, blames)
+
+
+def _check_arguments(
+    config: ModelConfig, found: str, signature: inspect.Signature, name: str, *, asks: bool
+) -> None:
+    takes = _TAKES[name]
+    try:
+        signature.bind(*takes, **({request_parameters.ASKED: None} if asks else {}))
+    except TypeError as error:
+        raise SourceError(
+            config.name,
+            f"{found} cannot be called: {error}",
+            expected=f"{name}(self, {', '.join(takes)}), and after that {request_parameters.ASKED}"
+            " where it wants them",
+        ) from None
+
+
+def _refuse_contradictions(config: ModelConfig, kind: str, found: Mapping[str, Stage]) -> None:
+    if not found:
+        raise SourceError(
+            config.name,
+            f"the class {kind}, which is to run around forward(), has no hooks",
+            expected="some of the methods " + ", ".join(STAGES),
+        )
+    for one, other in _RIVALS:
+        if one in found and other in found:
+            raise SourceError(
+                config.name,
+                f"{kind} has {one}() and {other}()",
+                expected="one of them: they do the same",
+            )
+    batches = [name for name in _PER_BATCH if name in found]
+    named = any(spec.name == request_parameters.ASKED for spec in config.inputs)
+    contradictions = (
+        (
+            bool(batches) and not config.max_batch_size,
+            f"{kind} has {', '.join(batches)}(), and max_batch_size is 0",
+            "Set max_batch_size, or take them out: each request is then one item.",
+        ),
+        (
+            config.options.pad is not None,
+            f"PAD is set, and {kind} has hooks",
+            "Pad in collate() or preprocess_batch(), and take PAD out.",
+        ),
+        (
+            "cuda_graphs" in config.options.optimize,
+            f"OPTIMIZE asks for cuda_graphs, and {kind} has hooks",
+            "Take cuda_graphs out.",
+        ),
+        (
+            config.sequencing is not None,
+            f"config.pbtxt has sequence_batching, and {kind} has hooks",
+            "Do in forward() what the hooks do, or take them out.",
+        ),
+        (
+            config.concatenates,
+            f"config.pbtxt has batch_input or batch_output, and {kind} has hooks",
+            "Do in forward() what the hooks do, or take them out.",
+        ),
+        (
+            config.decoupled,
+            f"the model is decoupled, and {kind} has hooks",
+            "Do in forward() what the hooks do, or take them out.",
+        ),
+        (
+            named and any(stage.asks for stage in found.values()),
+            f"an input is named {request_parameters.ASKED}, as the request's own are for hooks",
+            "Rename the input.",
+        ),
+    )
+    for contradicts, problem, cure in contradictions:
+        if contradicts:
+            raise ConfigError(config.name, problem, cure=cure)

@@ -1,0 +1,73 @@
+"""Example inputs that lie beside a model: what it is described by, warmed up and tuned with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import safetensors
+import safetensors.torch
+from torch import Tensor
+
+from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.batching.gather_scatter import Item, Strings, Value
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import ArtifactError, SourceError, brief
+from torch_py_backend.loading import python_source
+
+NAME = "example_inputs"
+
+
+def find(config: ModelConfig, artifact: Artifact) -> Item | None:
+    """Example inputs by name; None: there are none.
+
+    They are in a file beside the model, or a function in model.py makes them; those of a TorchServe
+    archive are bodies of requests, each a file with the name of its input in a folder.
+
+    Raises:
+        ArtifactError: the file is damaged.
+        SourceError: the function fails, or returns something else.
+    """
+    path = config.version_folder / f"{NAME}.safetensors"
+    if path.is_file():
+        try:
+            return dict(safetensors.torch.load_file(path))
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ArtifactError(
+                config.name,
+                f"{path.name} is no valid safetensors: {brief(error)}",
+                cure="Write it with safetensors.torch.save_file.",
+            ) from error
+    if artifact.kind is Kind.TORCHSERVE:
+        return _bodies(config)
+    source = artifact.path if artifact.kind is Kind.MODULE else artifact.hooks
+    if source is None:
+        return None
+    made = python_source.example_inputs(config.name, source, NAME)
+    if made is None:
+        return None
+    return {name: _value(config, name, value) for name, value in made.items()}
+
+
+def _bodies(config: ModelConfig) -> Item | None:
+    folder = config.version_folder / NAME
+    shape = (1, 1) if config.max_batch_size else (1,)
+    found: Item = {}
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        body: Strings = np.empty(shape, dtype=np.object_)
+        body.fill(path.read_bytes())
+        found[path.name] = body
+    return found or None
+
+
+def _value(config: ModelConfig, name: str, value: Any) -> Value:
+    if isinstance(value, Tensor):
+        return value
+    array = np.asarray(value, dtype=np.object_)
+    if all(isinstance(one, str | bytes) for one in array.flat):
+        return array
+    raise SourceError(
+        config.name,
+        f"{NAME}() gives a {type(value).__name__} for '{name}'",
+        expected="a tensor, or a list of strings",
+    )

@@ -1,0 +1,91 @@
+"""A model in memory, and checks of options that all loaders share."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import ConfigError
+from torch_py_backend.signature import introspection
+from torch_py_backend.signature.binding import Signature
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model in memory.
+
+    Attributes:
+        kind: what it was loaded from.
+        module: what is called with the inputs.
+        signature: what it takes.
+        owner: what holds its parameters and buffers; None: it has none, or they are not at hand.
+        rows: how many rows one call takes.
+        step: what advances several streams at once, where `module` is what begins one.
+    """
+
+    kind: Kind
+    module: Callable[..., Any]
+    signature: Signature
+    owner: nn.Module | None = None
+    rows: Rows = ANY_ROWS
+    step: Callable[[list[Any]], Any] | None = None
+
+    @property
+    def returns(self) -> str:
+        """The name of what returns the outputs."""
+        return self.signature.name if self.step is None else "step"
+
+    @property
+    def streams(self) -> bool:
+        """Whether a request has one result after the other."""
+        return self.step is not None or introspection.yields(
+            self.module.forward if isinstance(self.module, nn.Module) else self.module
+        )
+
+    @property
+    def weights(self) -> Iterator[Tensor]:
+        """Its parameters and buffers."""
+        if self.owner is not None:
+            yield from self.owner.parameters()
+            yield from self.owner.buffers()
+
+
+def refuse_device_map(config: ModelConfig, found: str) -> None:
+    """Raise ConfigError if DEVICE_MAP is set, for an artifact that is not an nn.Module."""
+    if config.options.device_map is not None:
+        raise ConfigError(
+            config.name,
+            f"DEVICE_MAP is set, and {found}",
+            expected="a model.py or a factory that makes a torch.nn.Module",
+            cure="Take DEVICE_MAP out, or serve the module itself.",
+        )
+
+
+def refuse_method(artifact: Artifact, config: ModelConfig) -> None:
+    """Raise ConfigError if METHOD is set, for an artifact that has one function only."""
+    if config.options.method is not None:
+        raise ConfigError(
+            config.name,
+            f"METHOD is set, and {artifact.path.name} is {artifact.kind.value}",
+            cure="It holds one method, the one that was exported; take METHOD out.",
+        )
+
+
+def warn_unused(config: ModelConfig, *fields: str) -> None:
+    """Log a warning for each of these options that is set."""
+    for field in fields:
+        if getattr(config.options, field) is not None:
+            log.warning(
+                "model '%s': the parameter %s has no effect: the artifact is complete in itself.",
+                config.name,
+                field.upper(),
+            )

@@ -1,0 +1,1 @@
+"""The table of metrics, traces of requests, and profiler traces."""

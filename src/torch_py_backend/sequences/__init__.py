@@ -1,0 +1,1 @@
+"""State per correlation ID: initial values, storage, and the state columns of a batch."""

@@ -1,0 +1,1 @@
+"""What forward() takes and returns as a call tree, and tensor names bound to its leaves."""

@@ -1,0 +1,104 @@
+"""A config becomes an engine: the model is loaded in its turn, optimized, and shared."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import torch
+
+from torch_py_backend.artifacts import discovery
+from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.batching import runtime
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.options import TABLE
+from torch_py_backend.config.threads import Threads
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.hooks import user_hooks
+from torch_py_backend.loading import load_queue, optimization, registry, torchscript
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.sequences import state_store
+from torch_py_backend.weights import gpu_sharing
+
+
+def build(config: ModelConfig, threads: Threads) -> Engine:
+    """Load what the config describes.
+
+    Raises:
+        LoadError: it cannot be served; the message says why.
+    """
+    runtime.settle(config.options, threads)
+    device = runtime.placement(config)
+    artifact = discovery.find(config)
+    if not gpu_sharing.wished(config):
+        return _engine(config, artifact, device, device)
+    shared = gpu_sharing.start(
+        config, artifact, device, lambda: _load(config, artifact, device).owner
+    )
+    try:
+        # A module is built on the CPU, and what it shares need never have been on the device. The
+        # constants of a graph, which are not shared, must be.
+        movable = artifact.kind in (Kind.MODULE, Kind.FACTORY) and not shared.owns
+        onto = torch.device("cpu") if movable else device
+        made = _engine(config, artifact, device, onto)
+        made.share(shared)
+    except BaseException:
+        shared.leave()
+        raise
+    return made
+
+
+def in_effect(engine: Engine, threads: Threads) -> str:
+    """What the load has settled, for the log: one line for one instance."""
+    config, options = engine.config, engine.config.options
+    artifact = engine.artifact
+    if artifact.fallback is not None and engine.kind is not artifact.kind:
+        artifact = artifact.fallback  # the package was built for another machine
+    switches = [
+        f"{row.key} {'on' if value else 'off'}"
+        for row in TABLE
+        if row.field in _JIT_SWITCHES
+        and (value := getattr(options, row.field)) is not None
+        and value != row.default
+    ]
+    compiled = json.dumps(options.torch_compile_optional_parameters or {})
+    parts = [
+        f"{artifact.path.name} ({artifact.kind.value}) on {engine.device}",
+        f"threads {threads.intra_op} intra-op, {threads.inter_op} inter-op",
+        f"inference mode {'on' if options.inference_mode else 'off'}",
+        f"JIT switches {', '.join(switches) or 'unset'}",
+        f"torch.compile {compiled if engine.callee.compiles else 'off'}",
+        *([f"OPTIMIZE {', '.join(options.optimize)}"] if options.optimize else []),
+        f"warm-up {'off' if options.warmup is False else 'on'}",
+    ]
+    return f"model '{config.name}': instance {config.instance} serves {'; '.join(parts)}."
+
+
+_JIT_SWITCHES = (
+    "disable_optimized_execution",
+    "enable_jit_executor",
+    "enable_jit_profiling",
+    "enable_tensor_fuser",
+)
+
+
+def _engine(
+    config: ModelConfig, artifact: Artifact, device: torch.device | None, onto: torch.device | None
+) -> Engine:
+    """An engine for a device, with its weights on that one or on another."""
+    loaded = _load(config, artifact, onto)
+    config = state_store.bound(config, loaded.signature)
+    surroundings = runtime.surround(config.options, device, loaded.weights)
+    return Engine(config, loaded, surroundings, artifact, user_hooks.load(config, artifact))
+
+
+def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) -> Loaded:
+    """The model, as OPTIMIZE wants it."""
+    # What allocates for all the model's life happens here. The warm-up, which may compile for
+    # minutes and whose memory the files' sizes do not tell, keeps nobody waiting.
+    on_gpu = onto is not None and onto.type == "cuda"
+    claim = load_queue.claim(config, artifact, on_gpu=on_gpu)
+    with load_queue.turn(config, claim, runtime.free_memory(onto)):
+        loaded = registry.load(artifact, config, onto)
+        called = optimization.apply(config, loaded)
+        return dataclasses.replace(loaded, module=torchscript.passing_bytes(loaded, called))

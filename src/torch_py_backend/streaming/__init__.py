@@ -1,0 +1,1 @@
+"""Responses of decoupled models: one stream per request, and continuous batching."""

@@ -1,0 +1,149 @@
+"""What the sources of a TorchServe archive use that is not here: told from their syntax trees."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from torch_py_backend.errors import shown
+from torch_py_backend.torchserve import mar_archive
+
+# The modules of TorchServe's that a handler may import here; `torchserve` has what is in them.
+PROVIDED = frozenset(
+    {
+        "ts",
+        "ts.context",
+        "ts.handler_utils",
+        "ts.handler_utils.text_utils",
+        "ts.handler_utils.timer",
+        "ts.handler_utils.utils",
+        "ts.metrics",
+        "ts.metrics.dimension",
+        "ts.metrics.metric_type_enum",
+        "ts.protocol",
+        "ts.protocol.otf_message_handler",
+        "ts.torch_handler",
+        "ts.torch_handler.base_handler",
+        "ts.torch_handler.image_classifier",
+        "ts.torch_handler.image_segmenter",
+        "ts.torch_handler.object_detector",
+        "ts.torch_handler.text_classifier",
+        "ts.torch_handler.text_handler",
+        "ts.torch_handler.vision_handler",
+        "ts.utils",
+        "ts.utils.util",
+        "ts.version",
+    }
+)
+_PACKAGES = {name.rpartition(".")[0] for name in PROVIDED} - {""}
+# What a request's only part is called: `curl -T` and `--data` send it.
+BODY = "body"
+_BODIES = (BODY, "data")
+# A tree takes a hundred times the memory of its text.
+_SOURCE_BYTES = 1 << 20
+
+
+def body(folder: Path, module: str) -> str | None:
+    """What a handler calls the body of a request; None: its source does not say.
+
+    Args:
+        folder: where the archive lies, unpacked.
+        module: the handler's module; one of TorchServe's own where it does not lie there.
+    """
+    tree = _parsed(folder / f"{module}.py")
+    if tree is None:
+        return BODY
+    texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+    return next((name for name in _BODIES if name in texts), None)
+
+
+def of(folder: Path) -> list[str]:
+    """What the archive in a folder uses and will not find, each with the files that use it."""
+    told: dict[str, list[str]] = {}
+    for path in sorted(folder.rglob("*.py")):
+        tree = _parsed(path)
+        for said in _remarks(folder, tree) if tree is not None else ():
+            told.setdefault(said, []).append(path.relative_to(folder).as_posix())
+    return [f"{said} ({shown(dict.fromkeys(files))})" for said, files in told.items()]
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    """The syntax tree of a source; None: it has none, or is larger than a source."""
+    try:
+        if path.stat().st_size > _SOURCE_BYTES:
+            return None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of Python's, about the archive's texts
+            return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None  # told by who imports it
+
+
+# Attributes that a handler uses, and what becomes of that.
+_ATTRIBUTES = {
+    "metrics": "metrics of the handler are counted nowhere; Triton has its own",
+    "get_request_header": "a request's headers are None: Triton does not pass them on",
+    "get_all_request_header": "a request's headers are None: Triton does not pass them on",
+    "get_sequence_id": "requests are no sequences here: their id is None",
+    "set_response_header": "headers of a response are not sent",
+    "set_response_content_type": "the type of a response is not sent",
+}
+_NAMES = {
+    "get_insights": "explanations: there is no such request in Triton",
+    "explain_handle": "explanations: there is no such request in Triton",
+    "describe_handle": "descriptions of a model: Triton has its own",
+    "send_intermediate_predict_response": "streamed answers: the call raises an error",
+}
+
+
+def _remarks(folder: Path, tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield from _named(_ATTRIBUTES, node.attr)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _named(_NAMES, node.name)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from _imported(folder, _within(node))
+            for alias in node.names:
+                yield from _named(_NAMES, alias.name)
+        elif isinstance(node, ast.Import):
+            yield from _imported(folder, [alias.name for alias in node.names])
+
+
+def _named(table: Mapping[str, str], name: str) -> Iterator[str]:
+    if name in table:
+        yield table[name]
+
+
+def _within(node: ast.ImportFrom) -> list[str]:
+    """The modules that `from … import …` asks for: those of TorchServe's packages are modules."""
+    module = node.module or ""
+    if module in _PACKAGES:
+        return [f"{module}.{alias.name}" for alias in node.names if alias.name != "__version__"]
+    return [module]
+
+
+def _imported(folder: Path, modules: Sequence[str]) -> Iterator[str]:
+    for module in modules:
+        top = module.partition(".")[0]
+        if top == "ts":
+            if module not in PROVIDED:
+                yield f"{module} of TorchServe is not provided: its import fails"
+        elif not (
+            top in sys.stdlib_module_names
+            or mar_archive.holds_module(folder, top)
+            or (folder / top).is_dir()
+            or _is_installed(top)
+        ):
+            yield f"{top} is not installed here: install it where the server's Python runs"
+
+
+def _is_installed(top: str) -> bool:
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,474 @@
+"""Requests in, responses out: what is wrong with one harms no other, and the log says whose."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fake_triton
+import models
+import numpy as np
+import pytest
+import scenarios
+import torch
+from fake_triton import TritonError
+
+from torch_py_backend.adapter import TritonPythonModel, answering, messages
+from torch_py_backend.batching import runtime
+from torch_py_backend.errors import BackendError, UnavailableError
+from torch_py_backend.processes import instance_status
+
+_DOCUMENT = {"input": [{"name": "x", "dims": [4]}]}
+
+
+def load(folder: Path, definition: Any = models.Judge, **parameters: str) -> TritonPythonModel:
+    scenario = scenarios.Scenario(
+        "judge", scenarios.python(definition), scenarios.x_to_y(4, **parameters)
+    )
+    model = TritonPythonModel()
+    model.initialize(fake_triton.arguments(scenario.lay_out(folder)))
+    fake_triton.Logger.lines.clear()
+    return model
+
+
+def request(value: float, name: str = "", *, cancelled: bool = False) -> Any:
+    x = np.full((1, 4), value, dtype=np.float32)
+    return fake_triton.InferenceRequest([fake_triton.Tensor("x", x)], name, cancelled=cancelled)
+
+
+def check(requests: list[Any], responses: list[Any]) -> list[int | None]:
+    """The codes of the errors; those that have none have their own answers."""
+    codes: list[int | None] = []
+    for sent, response in zip(requests, responses, strict=True):
+        error = response.error()
+        codes.append(None if error is None else error.code())
+        if error is None:
+            (y,) = response.output_tensors()
+            np.testing.assert_array_equal(y.as_numpy(), 2 * sent.inputs()[0].as_numpy())
+    return codes
+
+
+def errors() -> list[str]:
+    return [text for level, text in fake_triton.Logger.lines if level == "error"]
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        pytest.param([1], id="one"),
+        pytest.param([1, 2, 3], id="a batch"),
+        pytest.param([-1], id="one fails"),
+        pytest.param([1, -1, 2, -2, -4, 5], id="some fail"),
+        pytest.param([1, -5, 2], id="memory runs out"),
+    ],
+)
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.usefixtures("process", "no_collector")
+def test_no_input_outlives_its_response(
+    tmp_path: Path, values: list[float], cancelled: bool
+) -> None:
+    """The memory of a request is free when it was answered: no exception's frames keep it."""
+    model = load(tmp_path)
+    model._answering._took = 100.0  # cancelled requests are asked for
+    requests = [request(value) for value in values]
+    requests.append(request(7, cancelled=cancelled))
+    inputs = [weakref.ref(sent.inputs()[0].as_numpy()) for sent in requests]
+
+    responses = model.execute(requests)
+    assert len(responses) == len(inputs)
+    del requests, responses
+
+    assert [one() for one in inputs] == [None] * len(inputs)
+
+
+# --- the log ---------------------------------------------------------------------------------
+
+
+def test_log_names_the_requests(tmp_path: Path, process: None) -> None:
+    """The server's log has the traceback and the ids of the requests at fault, and no others."""
+    model = load(tmp_path)
+
+    sent = [request(1, "good"), request(-2, "first"), request(3, "fine"), request(-2, "second")]
+    assert check(sent, model.execute(sent)) == [None, TritonError.INTERNAL] * 2
+
+    (line,) = errors()
+    assert line.startswith(
+        "model 'judge': forward() raised SystemExit: 3. (requests first, second)"
+    )
+    assert "Traceback (most recent call last):" in line
+    assert "model.py" in line
+    assert "good" not in line
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        pytest.param([""], "(1 requests without an id)", id="none"),
+        pytest.param(["a", "", ""], "(requests a, 2 without an id)", id="some"),
+        pytest.param(["a\nE1121 forged\x1b[0m"], "(requests a?E1121 forged?[0m)", id="hostile"),
+        pytest.param(["x" * 1000], f"(requests {'x' * 64})", id="long"),
+    ],
+)
+def test_ids_are_the_clients(names: list[str], said: str, tmp_path: Path, process: None) -> None:
+    """An id is whatever a client sent: it cannot write lines of its own into the log."""
+    load(tmp_path).execute([request(-2, name) for name in names])
+
+    assert said in errors()[0].splitlines()[0]
+
+
+def test_log_is_not_flooded(tmp_path: Path, process: None) -> None:
+    """Many different failures in one batch are a bounded number of records."""
+    model = load(tmp_path, Talks)
+    model.execute([request(-value) for value in range(1, 31)])
+
+    assert len(errors()) == 9
+    assert errors()[-1] == "model 'judge': 22 more failures in the same batch are not shown."
+
+
+class Talks(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if bool((x < 0).any()):
+            raise ValueError(f"value {x.min().item()}")
+        return x * 2
+
+
+def test_faults_of_clients_are_not_logged(tmp_path: Path, process: None) -> None:
+    """A request that lacks its input is told so, and fills no log."""
+    load(tmp_path).execute([fake_triton.InferenceRequest([]), request(1)])
+
+    assert errors() == []
+
+
+def test_ids_are_not_read_unasked(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as nothing fails nobody asks for ids."""
+
+    def asked(request: Any) -> str:
+        raise AssertionError
+
+    model = load(tmp_path)
+    monkeypatch.setattr(fake_triton.InferenceRequest, "request_id", asked)
+    monkeypatch.setattr(fake_triton.InferenceRequest, "is_cancelled", asked)
+    sent = [request(1), request(2)]
+
+    assert check(sent, model.execute(sent)) == [None, None]
+
+
+# --- requests that cannot be read, responses that cannot be made -----------------------------
+
+
+class Unreadable(fake_triton.Tensor):
+    """A tensor whose bytes are not what they are said to be."""
+
+    error: BaseException = ValueError("unpack requires 4 bytes, in /usr/lib/python/utils.py")
+
+    def as_numpy(self) -> np.ndarray[Any, Any]:
+        raise self.error
+
+
+def unreadable(error: BaseException | None = None) -> Any:
+    tensor = Unreadable("x", np.ones((1, 4), dtype=np.float32))
+    tensor.error = error or tensor.error
+    return fake_triton.InferenceRequest([tensor])
+
+
+def test_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
+    """Its client is told, the others are answered."""
+    sent = [request(1), unreadable(), request(3), unreadable()]
+
+    responses = load(tmp_path).execute(sent)
+
+    bad = TritonError.INVALID_ARG
+    assert check(sent, responses) == [None, bad, None, bad]
+    assert responses[1].error().message() == (
+        "model 'judge': the request cannot be read: ValueError: unpack requires 4 bytes, in"
+        " utils.py."
+    )
+
+
+def test_only_requests_that_cannot_be_read(tmp_path: Path, process: None) -> None:
+    """Where nothing is left to run, nothing is run."""
+    sent = [unreadable(), unreadable()]
+    assert check(sent, load(tmp_path).execute(sent)) == [TritonError.INVALID_ARG] * 2
+
+
+def test_request_that_does_not_fit_while_it_is_read(tmp_path: Path, process: None) -> None:
+    """Memory that runs out is nobody's fault."""
+    sent = [unreadable(MemoryError()), request(2)]
+    assert check(sent, load(tmp_path).execute(sent)) == [TritonError.UNAVAILABLE, None]
+    assert "Traceback" in errors()[0]
+
+
+def test_device_that_is_gone_while_a_request_is_read(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor on a device that cannot be used any more poisons the instance."""
+    model = load(tmp_path)
+    error: Any = torch.AcceleratorError("CUDA error: an illegal memory access")
+    error.error_code = 700
+    sent = [request(1), unreadable(error)]
+
+    assert check(sent, model.execute(sent)) == [TritonError.UNAVAILABLE] * 2
+    assert not model.is_ready()
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (TypeError("no such type"), TritonError.INTERNAL, "the outputs cannot be sent: TypeError"),
+        (MemoryError(), TritonError.UNAVAILABLE, "does not fit in memory"),
+    ],
+)
+def test_response_that_cannot_be_made(
+    error: Exception,
+    code: int,
+    says: str,
+    tmp_path: Path,
+    process: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One outcome that Triton does not take fails alone."""
+    model = load(tmp_path)
+    write = messages.write
+
+    def picky(outcome: Any) -> Any:
+        if isinstance(outcome, dict) and outcome["y"][0, 0] == 4:
+            raise error
+        return write(outcome)
+
+    monkeypatch.setattr(messages, "write", picky)
+    sent = [request(1, "one"), request(2, "two"), request(3, "three")]
+    responses = model.execute(sent)
+
+    assert check(sent, responses) == [None, code, None]
+    assert says in responses[1].error().message()
+    assert "(requests two)" in errors()[0]
+
+
+def test_our_own_failures(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the backend itself gets wrong is a sentence for clients, and a traceback in the log."""
+    model = load(tmp_path)
+
+    def run(items: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(model._answering, "_run_all", run)
+    sent = [request(1, "one"), request(2, "two")]
+    responses = model.execute(sent)
+
+    assert check(sent, responses) == [TritonError.INTERNAL] * 2
+    assert "the backend failed" in responses[0].error().message()
+    assert "Traceback" in errors()[0]
+    assert "(requests one, two)" in errors()[0]
+
+
+# --- cancelled requests ----------------------------------------------------------------------
+
+
+class Slow(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        import time
+
+        time.sleep(0.05)
+        return x * 2
+
+
+def test_cancelled_requests_are_not_run(tmp_path: Path, process: None) -> None:
+    """Where batches take long, a request that nobody waits for is left out."""
+    model = load(tmp_path, Slow)
+    model.execute([request(1)])
+    before = model._engine.counts.rows
+
+    sent = [request(1), request(2, cancelled=True), request(3)]
+    codes = check(sent, model.execute(sent))
+
+    assert codes == [None, TritonError.CANCELLED, None]
+    assert model._engine.counts.rows - before == 2
+
+
+def test_only_cancelled_requests(tmp_path: Path, process: None) -> None:
+    """A batch that nobody waits for is not run at all."""
+    model = load(tmp_path, Slow)
+    model.execute([request(1)])
+    before = model._engine.counts.rows
+    sent = [request(2, cancelled=True)] * 2
+
+    for _ in range(3):  # what was not run says nothing of how long the next one takes
+        assert check(sent, model.execute(sent)) == [TritonError.CANCELLED] * 2
+    assert model._engine.counts.rows == before
+
+
+def test_nobody_asks_where_it_does_not_pay(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a batch that took less than twenty questions for each request, none is asked."""
+    model = load(tmp_path)
+    monkeypatch.setattr(answering, "_WORTH_ASKING", 3600)
+    for _ in range(3):
+        sent = [request(1, cancelled=True)]
+        assert check(sent, model.execute(sent)) == [None]
+
+
+# --- beyond help -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Breaks the device."""
+
+    def probe() -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    # The engine takes the probe when it is built.
+    state: list[Callable[[], None]] = []
+    monkeypatch.setattr(runtime, "probe", lambda _: [one() for one in state])
+    return lambda: state.append(probe)
+
+
+class Told(instance_status.Untold):
+    """Vitals that remember."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reasons: list[str] = []
+
+    def poisoned(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+
+def poison(model: TritonPythonModel, broken: Callable[[], None]) -> list[Any]:
+    broken()
+    sent = [request(1, "one"), request(-2, "two")]
+    responses: list[Any] = model.execute(sent)
+    assert check(sent, responses) == [TritonError.UNAVAILABLE] * 2
+    return responses
+
+
+def gauge() -> list[float]:
+    return [one.value() for one in fake_triton.MetricFamily.made["pytorch_py_poisoned"]]
+
+
+@pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
+def test_a_poisoned_instance_is_refused_by_whoever_comes_first(
+    generation: str,
+    tmp_path: Path,
+    process: None,
+    broken: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A newer server asks whether the instance is ready; an older one hears it from the answers."""
+    fake_triton.become(generation, monkeypatch)
+    model = load(tmp_path)
+    first = [request(1), request(2)]
+    assert check(first, fake_triton.executed(generation, model, first)) == [None, None]
+    poison(model, broken)
+    later = [request(1), request(2)]
+    answered = fake_triton.executed(generation, model, later)
+    assert check(later, answered) == [TritonError.UNAVAILABLE] * 2
+
+
+def test_a_poisoned_instance(
+    tmp_path: Path, process: None, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everyone is told once, every request is refused unread, and nothing is computed."""
+    model = load(tmp_path)
+    told = Told()
+    model._vitals = told
+    assert model.is_ready()
+    assert gauge() == [0]
+
+    responses = poison(model, broken)
+    rows = model._engine.counts.rows
+    monkeypatch.setattr(messages, "read", None)
+    later = [request(1), request(2)]
+
+    assert check(later, model.execute(later)) == [TritonError.UNAVAILABLE] * 2
+    assert model._engine.counts.rows == rows
+    assert not model.is_ready()
+    assert gauge() == [1]
+    assert "device-side assert triggered" in responses[0].error().message()
+    assert told.reasons == ["RuntimeError: CUDA error: device-side assert triggered"]
+    assert len(errors()) == 2
+    assert "Traceback" in errors()[0]
+    assert errors()[1] == (
+        "model 'judge': instance judge_0_0 is poisoned and refuses all requests until the model is"
+        " loaded anew."
+    )
+
+
+def test_metrics_tell_instances_apart(tmp_path: Path, process: None) -> None:
+    """The gauge carries the instance's name."""
+    load(tmp_path)
+    (metric,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]
+
+    assert metric.labels == {"model": "judge", "version": "1", "model_instance": "judge_0_0"}
+
+
+@pytest.mark.parametrize(("action", "leaves"), [("stay", False), ("exit", True), (None, False)])
+def test_what_becomes_of_the_process(
+    action: str | None,
+    leaves: bool,
+    tmp_path: Path,
+    process: None,
+    broken: Callable[[], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """ON_FATAL decides; who leaves does so after the responses are given to Triton."""
+    timers: list[_Timer] = []
+
+    class Timer(_Timer):
+        def start(self) -> None:
+            timers.append(self)
+
+    model = load(tmp_path, **({} if action is None else {"ON_FATAL": action}))
+    monkeypatch.setattr("torch_py_backend.adapter.threading.Timer", Timer)
+
+    assert len(poison(model, broken)) == 2
+    told = [(one.daemon, one.seconds, one.function, one.given) for one in timers]
+    assert told == [(True, 1.0, os._exit, (os.EX_SOFTWARE,))] * leaves
+
+
+@dataclass
+class _Timer:
+    """A threading.Timer whose time never comes."""
+
+    seconds: float
+    function: Callable[..., object]
+    given: tuple[object, ...]
+    daemon: bool = False
+
+
+def test_a_device_that_breaks_in_the_warm_up(
+    tmp_path: Path, process: None, broken: Callable[[], None]
+) -> None:
+    """A model whose first calls break the device is not served."""
+    broken()
+    with pytest.raises(fake_triton.TritonModelException, match="met a fatal error"):
+        load(tmp_path, Raises)
+
+
+class Raises(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no")
+
+
+def test_failure_of_the_warm_up_is_in_the_log(tmp_path: Path, process: None) -> None:
+    """The refusal is one sentence; where it comes from is in the server's log."""
+    with pytest.raises(fake_triton.TritonModelException, match="the warm-up with x"):
+        load(tmp_path, Raises, WARMUP="true")
+    assert any("Traceback" in line and 'raise RuntimeError("no")' in line for line in errors())
+
+
+def test_errors_that_clients_see_have_codes_of_triton() -> None:
+    """An error of ours becomes one of Triton's."""
+    response = messages.write(UnavailableError("digits", "it is gone"))
+    assert response.error().code() == TritonError.UNAVAILABLE
+    assert BackendError.code == "INTERNAL"

@@ -1,0 +1,431 @@
+"""What the bytes of a file are: told from first bytes, members and names in pickles."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import os
+import pickle
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import build
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.artifacts import discovery, file_types
+from torch_py_backend.artifacts.file_types import Content
+from torch_py_backend.errors import ArtifactError
+
+
+class Doubled(nn.Module):
+    """A model of the user's own, with a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((3,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, sprung: Path) -> None:
+        self.sprung = sprung
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.sprung),)
+
+
+def save(thing: Any, **options: Any) -> Callable[[Path], None]:
+    return lambda path: torch.save(thing(), path, **options)
+
+
+def script(path: Path) -> None:
+    torch.jit.save(torch.jit.script(Doubled()), path)
+
+
+def trace(path: Path) -> None:
+    torch.jit.save(torch.jit.trace(Doubled(), torch.ones(3)), path)
+
+
+def freeze(path: Path) -> None:
+    torch.jit.save(torch.jit.freeze(torch.jit.script(Doubled().eval())), path)
+
+
+def archive(**members: bytes) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as file:
+            for name, content in members.items():
+                file.writestr(f"model/{name}", content)
+
+    return write
+
+
+def repacked(path: Path) -> None:
+    """A state_dict whose archive somebody has unpacked, and packed again with another tool."""
+    stored = io.BytesIO()
+    torch.save({"weight": torch.ones(3)}, stored)
+    with zipfile.ZipFile(stored) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+
+
+def crowded(path: Path) -> None:
+    """A zip whose end says that its list of members has 17 MiB; they are there."""
+    length = 17 << 20
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1 << 15, 1 << 15, length, 4, 0)
+    path.write_bytes(b"PK\3\4" + bytes(length) + end)
+
+
+def compressed_in_an_unknown_way(path: Path) -> None:
+    """A zip archive whose data.pkl says that it is packed with method 99."""
+    archive(**{"data.pkl": b"\x80\x02}."})(path)
+    content = bytearray(path.read_bytes())
+    for signature, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+        content[content.index(signature) + offset] = 99
+    path.write_bytes(content)
+
+
+def old_program(path: Path) -> None:
+    """The members lie in no folder."""
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("version", "8.2")
+        file.writestr("serialized_exported_program.json", "{}")
+        file.writestr("serialized_state_dict.pt", b"")
+
+
+def raw(content: bytes) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        path.write_bytes(content)
+
+    return write
+
+
+def numpy_file(save: Callable[..., Any], array: Any) -> bytes:
+    file = io.BytesIO()
+    save(file, array)
+    return file.getvalue()
+
+
+def many_keys(path: Path) -> None:
+    """A state_dict whose index is longer than what is read of it."""
+    torch.save({f"layer{number:0300d}": torch.zeros(0) for number in range(4000)}, path)
+
+
+CONTENTS = [
+    pytest.param(script, Content.TORCHSCRIPT, id="torch.jit.script"),
+    pytest.param(trace, Content.TORCHSCRIPT, id="torch.jit.trace"),
+    pytest.param(freeze, Content.TORCHSCRIPT, id="torch.jit.freeze"),
+    pytest.param(
+        archive(**{"data.pkl": b"", "code/__torch__.py": b""}), Content.TORCHSCRIPT, id="code alone"
+    ),
+    pytest.param(
+        archive(**{"data.pkl": b"", "constants.pkl": b""}), Content.TORCHSCRIPT, id="constants"
+    ),
+    pytest.param(save(lambda: Doubled().state_dict()), Content.STATE_DICT, id="state_dict"),
+    pytest.param(
+        save(lambda: Doubled().state_dict(), _use_new_zipfile_serialization=False),
+        Content.STATE_DICT,
+        id="legacy state_dict",
+    ),
+    pytest.param(many_keys, Content.STATE_DICT, id="state_dict of 4000 keys"),
+    pytest.param(
+        save(lambda: {"epoch": 3, "state_dict": Doubled().state_dict()}),
+        Content.STATE_DICT,
+        id="checkpoint",
+    ),
+    pytest.param(save(lambda: torch.ones(3)), Content.STATE_DICT, id="bare tensor"),
+    pytest.param(save(Doubled), Content.PICKLED_MODULE, id="own module"),
+    pytest.param(
+        save(lambda: nn.Sequential(nn.Linear(2, 2))), Content.PICKLED_MODULE, id="torch's module"
+    ),
+    pytest.param(
+        save(Doubled, _use_new_zipfile_serialization=False),
+        Content.PICKLED_MODULE,
+        id="legacy module",
+    ),
+    pytest.param(save(Doubled, pickle_protocol=4), Content.PICKLED_MODULE, id="protocol 4 module"),
+    # Its second storage takes the name "torch" from the pickle's memo.
+    pytest.param(
+        save(lambda: {"a": torch.ones(1), "b": torch.ones(1, dtype=torch.int8)}, pickle_protocol=4),
+        Content.STATE_DICT,
+        id="protocol 4 state_dict",
+    ),
+    pytest.param(raw(b""), Content.EMPTY, id="empty"),
+    pytest.param(
+        raw(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"),
+        Content.GIT_LFS,
+        id="git-lfs pointer",
+    ),
+    pytest.param(raw(b"<!DOCTYPE html>\n<html>404"), Content.HTML, id="HTML"),
+    pytest.param(raw(b"\n  <HTML lang='en'>"), Content.HTML, id="HTML in capitals"),
+    pytest.param(raw(b'<?xml version="1.0"?><Error>'), Content.HTML, id="XML of an object store"),
+    pytest.param(raw(gzip.compress(b"model")), Content.COMPRESSED, id="gzip"),
+    pytest.param(raw(bz2.compress(b"model")), Content.COMPRESSED, id="bzip2"),
+    pytest.param(raw(lzma.compress(b"model")), Content.COMPRESSED, id="xz"),
+    pytest.param(raw(b"(\xb5/\xfd" + bytes(20)), Content.COMPRESSED, id="zstandard"),
+    pytest.param(raw(b"\x89HDF\r\n\x1a\n" + bytes(60)), Content.TENSORFLOW, id="HDF5"),
+    pytest.param(raw(b"\x08\x07\x12\x07pytorch\x1a\x052.1.0"), Content.ONNX, id="ONNX of torch"),
+    pytest.param(raw(b"\x08\x08\x12\x08skl2onnx:"), Content.ONNX, id="ONNX of others"),
+    pytest.param(raw(numpy_file(np.save, np.ones(3))), Content.NUMPY, id="numpy array"),
+    pytest.param(
+        archive(**{"variables/x": b"", "keras_metadata.pb": b""}), Content.TENSORFLOW, id="Keras"
+    ),
+    pytest.param(
+        archive(**{"config.json": b"{}", "model.weights.h5": b""}), Content.TENSORFLOW, id="Keras 3"
+    ),
+    pytest.param(raw(numpy_file(np.savez, np.ones(3))), Content.UNKNOWN, id="numpy archive"),
+    pytest.param(raw(bytes(range(7, 250))), Content.UNKNOWN, id="random bytes"),
+    pytest.param(raw(b"P"), Content.UNKNOWN, id="one byte"),
+    pytest.param(
+        lambda path: safetensors.torch.save_file(Doubled().state_dict(), path),
+        Content.SAFETENSORS,
+        id="safetensors",
+    ),
+    pytest.param(archive(**{"notes.txt": b"hello"}), Content.UNKNOWN, id="other zip"),
+    pytest.param(
+        archive(**{"models/model.json": b"{}", "data/weights/weight_0": b""}),
+        Content.EXPORTED,
+        id="exported program",
+    ),
+    pytest.param(
+        lambda path: torch.export.save(torch.export.export(Doubled(), (torch.ones(3),)), path),
+        Content.EXPORTED,
+        id="torch.export.save",
+    ),
+    pytest.param(old_program, Content.EXPORTED, id="exported before torch 2.7"),
+    pytest.param(
+        archive(
+            **{
+                "data/aotinductor/model/abc.wrapper.so": b"",
+                "data/aotinductor/model/abc_metadata.json": b"{}",
+                "version": b"6",
+            }
+        ),
+        Content.AOTI,
+        id="AOTInductor package",
+    ),
+    pytest.param(
+        archive(**{"models/model.json": b"{}", "data/aotinductor/model/abc.so": b""}),
+        Content.AOTI,
+        id="package with its program",
+    ),
+    pytest.param(raw(b"PK\x03\x04" + bytes(60)), Content.TRUNCATED, id="head of a zip"),
+    pytest.param(compressed_in_an_unknown_way, Content.TRUNCATED, id="unknown compression"),
+    pytest.param(repacked, Content.STATE_DICT, id="compressed again"),
+    pytest.param(crowded, Content.CROWDED, id="absurd list of members"),
+]
+
+
+@pytest.mark.parametrize(("write", "content"), CONTENTS)
+def test_content_is_told_without_loading(
+    write: Callable[[Path], None], content: Content, tmp_path: Path
+) -> None:
+    """What a file is, is told from its first bytes and its members, however it was saved."""
+    write(tmp_path / "model.pt")
+
+    assert file_types.describe(tmp_path / "model.pt") is content
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("write", [script, save(lambda: Doubled().state_dict())], ids=["jit", "pt"])
+def test_cut_off_archive_is_told(
+    write: Callable[[Path], None], share: float, tmp_path: Path
+) -> None:
+    """A file whose copy was interrupted is called what it is, wherever it ends."""
+    path = tmp_path / "model.pt"
+    write(path)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+    assert file_types.describe(path) is Content.TRUNCATED
+
+
+def test_damaged_index_is_told(tmp_path: Path) -> None:
+    """A flipped byte in the archive's index of tensors is noticed by its checksum."""
+    path = tmp_path / "model.pt"
+    torch.save(Doubled().state_dict(), path)
+    content = bytearray(path.read_bytes())
+    content[content.index(b"_rebuild_tensor_v2")] ^= 0xFF
+    path.write_bytes(content)
+
+    assert file_types.describe(path) is Content.TRUNCATED
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(torch.save, id="torch.save"),
+        pytest.param(lambda trap, path: torch.save({"weight": trap}, path), id="in a state_dict"),
+        pytest.param(
+            lambda trap, path: torch.save(trap, path, _use_new_zipfile_serialization=False),
+            id="legacy",
+        ),
+        pytest.param(lambda trap, path: torch.save(trap, path, pickle_protocol=4), id="protocol 4"),
+        pytest.param(lambda trap, path: path.write_bytes(pickle.dumps(trap)), id="pickle"),
+    ],
+)
+def test_nothing_is_unpickled(write: Callable[[Trap, Path], Any], tmp_path: Path) -> None:
+    """Telling what a file is runs no code that lies in it."""
+    sprung = tmp_path / "sprung"
+    path = build.write(tmp_path, "model.pt", "")
+    write(Trap(sprung), path)
+
+    file_types.describe(path)
+    with pytest.raises(ArtifactError):
+        discovery.find(build.config(tmp_path))
+
+    assert not sprung.exists()
+    with path.open("rb") as file:  # the trap does work
+        if file.read(2) == b"\x80\x04":
+            pickle.loads(path.read_bytes())
+        else:
+            torch.load(path, weights_only=False)
+    assert sprung.is_dir()
+
+
+def test_onnx_is_told_by_its_name_as_well(tmp_path: Path) -> None:
+    """A protobuf that says nothing of itself is what its suffix says."""
+    path = build.write(tmp_path, "model.onnx", b"\x08\x03:\x10" + bytes(70))
+
+    assert file_types.describe(path) is Content.ONNX
+
+
+def test_saved_model_is_told_by_its_name(tmp_path: Path) -> None:
+    """TensorFlow's protobuf has one name everywhere."""
+    path = build.write(tmp_path, "saved_model.pb", b"\x08\x01\x12\x07")
+
+    assert file_types.describe(path) is Content.TENSORFLOW
+
+
+def bomb(path: Path, filling: bytes, size: int, compression: int) -> None:
+    """A data.pkl of `size` bytes."""
+    with (
+        zipfile.ZipFile(path, "w", compression) as file,
+        file.open("model/data.pkl", "w", force_zip64=True) as member,
+    ):
+        member.write(b"\x80\x02")
+        for _ in range(size // len(filling)):
+            member.write(filling)
+
+
+@pytest.mark.parametrize("filling", [b"\x00", b"}"], ids=repr)
+@pytest.mark.parametrize(
+    ("compression", "found"),
+    [(zipfile.ZIP_STORED, Content.STATE_DICT), (zipfile.ZIP_DEFLATED, Content.BOMB)],
+    ids=["stored", "deflated"],
+)
+def test_large_pickle_is_read_in_part(
+    filling: bytes, compression: int, found: Content, tmp_path: Path
+) -> None:
+    """A pickle is read up to a bound; one that inflates to more than the archive is not read."""
+    bomb(tmp_path / "model.pt", filling * (1 << 20), 64 << 20, compression)
+    tracemalloc.start()
+    try:
+        assert file_types.describe(tmp_path / "model.pt") is found
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak < 32 << 20
+
+
+@pytest.mark.parametrize(
+    ("flags", "method", "found"),
+    [
+        pytest.param(1, None, Content.TRUNCATED, id="encrypted"),
+        pytest.param(0, zipfile.ZIP_DEFLATED, Content.TRUNCATED, id="damaged deflate"),
+        pytest.param(0, zipfile.ZIP_BZIP2, Content.TRUNCATED, id="damaged bzip2"),
+        pytest.param(0, zipfile.ZIP_LZMA, Content.TRUNCATED, id="damaged lzma"),
+    ],
+)
+def test_archive_that_cannot_be_unpacked_is_told(
+    flags: int, method: int | None, found: Content, tmp_path: Path
+) -> None:
+    """Members that are encrypted or do not inflate make a damaged archive, not a crash."""
+    path = tmp_path / "model.pt"
+    archive(**{"data.pkl": bytes(range(256)) * 8})(path)
+    content = bytearray(path.read_bytes())
+    for signature, flag, kind in ((b"PK\x03\x04", 6, 8), (b"PK\x01\x02", 8, 10)):
+        start = content.index(signature)
+        content[start + flag] |= flags
+        if method is not None:
+            content[start + kind] = method
+    path.write_bytes(content)
+
+    assert file_types.describe(path) is found
+
+
+# --- what to do --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        (Content.STATE_DICT, "Put the class that it belongs to in net.py beside it"),
+        (Content.SAFETENSORS, "Put the class that it belongs to in net.py beside it"),
+        (Content.PICKLED_MODULE, "Save module.state_dict() instead and put the class in net.py"),
+        (Content.ONNX, "onnxruntime backend serves it"),
+        (Content.TENSORFLOW, "convert it first"),
+        (Content.HTML, "Download it again"),
+        (Content.GIT_LFS, "git lfs pull"),
+        (Content.COMPRESSED, "Unpack it"),
+        (Content.EMPTY, "copy it again"),
+        (Content.TRUNCATED, "copy it again"),
+        (Content.UNKNOWN, "Write it again with torch.jit.save"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_cure_fits_what_was_found(found: Content, said: str) -> None:
+    """Each wrong file has a way out of its own."""
+    assert said in file_types.cure(found, Path("/models/digits/1/net.pt"))
+
+
+# --- what a package was built for ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("members", "metadata"),
+    [
+        pytest.param(
+            {"data/aotinductor/model/abc_metadata.json": b'{"AOTI_DEVICE_KEY": "cpu"}'},
+            {"AOTI_DEVICE_KEY": "cpu"},
+            id="told",
+        ),
+        pytest.param({"data/aotinductor/model/abc.so": b""}, {}, id="not told"),
+        pytest.param({"extra/abc_metadata.json": b'{"a": "b"}'}, {}, id="another file's"),
+    ],
+)
+def test_metadata_of_a_package(
+    members: dict[str, bytes], metadata: dict[str, str], tmp_path: Path
+) -> None:
+    """A package says for which machine it was built, where it says it."""
+    archive(**members)(tmp_path / "model.pt2")
+
+    assert file_types.aoti_metadata(tmp_path / "model.pt2") == metadata
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        pytest.param(b"{", id="cut off"),
+        pytest.param(b"[1]", id="list"),
+        pytest.param(b"\xff", id="not UTF-8"),
+        pytest.param(json.dumps({"note": "x" * (1 << 17)}).encode(), id="longer than is read"),
+    ],
+)
+def test_metadata_that_says_nothing(metadata: bytes, tmp_path: Path) -> None:
+    """Metadata that cannot be read is like none: torch itself decides whether the package loads."""
+    archive(**{"data/aotinductor/model/abc_metadata.json": metadata})(tmp_path / "model.pt2")
+
+    assert file_types.aoti_metadata(tmp_path / "model.pt2") == {}

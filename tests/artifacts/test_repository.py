@@ -1,0 +1,121 @@
+"""A model repository on disk: models, versions, the one that is served."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from torch_py_backend.artifacts import repository
+from torch_py_backend.errors import ConfigError, ServerError
+
+
+def _lay_out(root: Path, *entries: str) -> Path:
+    """Folders where an entry ends with a slash, else files."""
+    root.mkdir(parents=True, exist_ok=True)
+    for entry in entries:
+        path = root / entry
+        (path if entry.endswith("/") else path.parent).mkdir(parents=True, exist_ok=True)
+        if not entry.endswith("/"):
+            path.write_text("")
+    return root
+
+
+@pytest.mark.parametrize(
+    ("entries", "found"),
+    [
+        pytest.param(("a/config.pbtxt", "b/config.pbtxt"), ["a", "b"], id="configs"),
+        pytest.param(("b/1/", "a/2/"), ["a", "b"], id="versions-without-config"),
+        pytest.param(("a/1/", "notes.txt", "docs/text.md", "b/latest/"), ["a"], id="others"),
+        pytest.param(("ü [x]/1/", "a b/1/"), ["a b", "ü [x]"], id="odd-names"),
+        pytest.param(("a/0/", "b/-1/", "c/1.5/", "d/v1/", "e/1"), [], id="no-versions"),
+        pytest.param(("config.pbtxt", "1/", "2/config.pbtxt"), ["."], id="itself"),
+        pytest.param(("1/model.pt",), ["."], id="itself-without-config"),
+        pytest.param(("7/config.pbtxt", "7/1/"), ["7"], id="model-named-by-a-number"),
+        pytest.param(("7/1/model.pt", "a/1/"), ["7", "a"], id="the-same-without-config"),
+        pytest.param(("a/7/config.pbtxt", "b/1/"), ["b"], id="repository-in-a-repository"),
+        pytest.param(("7/config.pbtxt", "1/model.pt"), ["."], id="version-and-a-number"),
+        pytest.param((), [], id="empty"),
+    ],
+)
+def test_models(tmp_path: Path, entries: tuple[str, ...], found: list[str]) -> None:
+    """A path is a model where it has a config or a version; else its folders are looked at."""
+    root = _lay_out(tmp_path / "repository", *entries)
+    assert repository.models(root) == [root / name for name in found]
+
+
+def test_models_behind_links(tmp_path: Path) -> None:
+    """A linked model folder is a model; links that lead nowhere or to themselves are passed by."""
+    _lay_out(tmp_path / "elsewhere" / "real", "1/")
+    root = _lay_out(tmp_path / "repository")
+    (root / "linked").symlink_to(tmp_path / "elsewhere" / "real")
+    (root / "broken").symlink_to(tmp_path / "nowhere")
+    (root / "loop").symlink_to(root / "loop")
+    assert repository.models(root) == [root / "linked"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "found"),
+    [
+        pytest.param(("10/", "9/", "2/"), ["2", "9", "10"], id="as-numbers"),
+        pytest.param(("1/", "0/", "-3/", "x/", "1.5/"), ["1"], id="only-numbers-above-0"),
+        pytest.param(("1/", "2", "3/model.pt"), ["1", "3"], id="only-folders"),
+        pytest.param((), [], id="none"),
+    ],
+)
+def test_versions(tmp_path: Path, entries: tuple[str, ...], found: list[str]) -> None:
+    """Versions are folders with a number above 0 as their name, in the order of the numbers."""
+    folder = _lay_out(tmp_path / "digits", *entries)
+    assert repository.versions(folder) == found
+
+
+def test_latest(tmp_path: Path) -> None:
+    """The highest number is served, not the last name."""
+    assert repository.latest(_lay_out(tmp_path / "digits", "9/", "10/")) == "10"
+
+
+def test_latest_of_none(tmp_path: Path) -> None:
+    """A model without versions is refused, with the folder that is expected."""
+    folder = _lay_out(tmp_path / "digits", "config.pbtxt", "0/", "1")
+    with pytest.raises(ConfigError, match=r"model 'digits': .*no versions; expected a folder .*1"):
+        repository.latest(folder)
+
+
+def test_latest_of_a_repository(tmp_path: Path) -> None:
+    """A repository where a model is expected is refused, and its models are named."""
+    root = _lay_out(tmp_path, "b/1/", "a/config.pbtxt", "notes/")
+    with pytest.raises(ConfigError) as refusal:
+        repository.latest(root)
+    assert str(refusal.value).endswith(
+        f"{root} is a repository; name one of {root / 'a'}, {root / 'b'}."
+    )
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_folder_that_cannot_be_read() -> None:
+    """One folder of another user does not hide the other models; it is a model, to be reported."""
+    with tempfile.TemporaryDirectory() as name:  # tmp_path lies behind a folder of root's own
+        root = _lay_out(Path(name), "a/1/", "closed/1/")
+        root.chmod(0o755)
+        (root / "closed").chmod(0)
+        os.seteuid(65534)
+        try:
+            found = repository.models(root)
+        finally:
+            os.seteuid(0)
+    assert [folder.name for folder in found] == ["a", "closed"]
+
+
+def test_models_by_name(tmp_path: Path) -> None:
+    """Folders by the models' names; a model that is missing, or given for its repository, is not.
+
+    The refusal names the models that there are, or the repository.
+    """
+    _lay_out(tmp_path, "a/1/", "b/config.pbtxt")
+    assert repository.by_name(tmp_path, ["b"]) == {"a": tmp_path / "a", "b": tmp_path / "b"}
+    with pytest.raises(ServerError, match=r"has no model 'c'; its models: a, b\.$"):
+        repository.by_name(tmp_path, ["a", "c"])
+    with pytest.raises(ServerError, match=f"a is a model; .* holds it: {tmp_path}\\.$"):
+        repository.by_name(tmp_path / "a")

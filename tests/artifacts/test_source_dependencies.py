@@ -1,0 +1,174 @@
+"""What a model.py needs beside it: told from names and syntax trees, nothing is run."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+from torch_py_backend.artifacts import source_dependencies
+from torch_py_backend.errors import ArtifactError
+
+
+def _lay_out(folder: Path, files: Mapping[str, str]) -> Path:
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / "net.py"
+
+
+def _found(source: Path) -> dict[str, str]:
+    """Name in the version folder → place beside the source."""
+    found = source_dependencies.of_source("digits", source)
+    return {name: path.relative_to(source.parent).as_posix() for name, path in found.items()}
+
+
+def _modules(source: Path) -> set[str]:
+    found = _found(source)
+    assert found.pop("model.py") == "net.py"
+    assert all(name == place for name, place in found.items())
+    return set(found)
+
+
+# --- modules ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import layers",
+        "import layers as l, math",
+        "from layers import X",
+        "from layers import *",
+        "import layers.inner",
+        "def f():\n    import layers",
+        "try:\n    import torch\nexcept ImportError:\n    from layers import X",
+        "# -*- coding: latin-1 -*-\nimport layers",
+    ],
+)
+def test_module_beside_the_source_is_found(tmp_path: Path, statement: str) -> None:
+    """However a module of the folder is imported, it belongs to the source; others do not."""
+    files = {"net.py": statement, "layers.py": "", "other.py": "", "notes.txt": ""}
+    assert _modules(_lay_out(tmp_path, files)) == {"layers.py"}
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [
+        pytest.param(
+            {"net.py": "import a", "a.py": "import b", "b.py": "import a", "c.py": ""},
+            {"a.py", "b.py"},
+            id="of-a-module",
+        ),
+        pytest.param(
+            {
+                "net.py": "from blocks.conv import X",
+                "blocks/__init__.py": "",
+                "blocks/conv.py": "from . import norm\nfrom .. import outside\nimport sizes",
+                "blocks/norm.py": "",
+                "blocks/deep/tables.json": "{}",
+                "blocks/__pycache__/conv.pyc": "",
+                "blocks/.git/config": "",
+                "sizes.py": "",
+                "tables.json": "",
+            },
+            {
+                *("blocks/__init__.py", "blocks/conv.py", "blocks/norm.py"),
+                *("blocks/deep/tables.json", "sizes.py"),
+            },
+            id="package",
+        ),
+        pytest.param(
+            {
+                "net.py": "import plain.conv\nfrom plain import norm",
+                "plain/conv.py": "from .parts import x\nfrom ..sizes import y",
+                "plain/norm.py": "",
+                "plain/parts.py": "",
+                "plain/other.py": "",
+                "sizes.py": "",
+            },
+            {"plain/conv.py", "plain/norm.py", "plain/parts.py", "sizes.py"},
+            id="package-without-init",
+        ),
+        pytest.param(
+            {"net.py": "import a", "a.py": "", "a/__init__.py": ""}, {"a/__init__.py"}, id="both"
+        ),
+        pytest.param(
+            {"net.py": "import fast", f"fast{EXTENSION_SUFFIXES[0]}": "\x7fELF"},
+            {f"fast{EXTENSION_SUFFIXES[0]}"},
+            id="compiled",
+        ),
+        pytest.param(
+            {"net.py": "import a", "a.py": "from net import X"}, {"a.py", "net.py"}, id="back"
+        ),
+        pytest.param({"net.py": "import a, b.c", "a.txt": "", "b/d.py": ""}, set(), id="absent"),
+        pytest.param(
+            {"net.py": "import a, b", "a.py": "def broken(:", "b.py": "x = '\0'"},
+            {"a.py", "b.py"},
+            id="broken",
+        ),
+        pytest.param({"net.py": "def broken(:", "a.py": ""}, set(), id="broken-source"),
+    ],
+)
+def test_imports_are_followed(tmp_path: Path, files: Mapping[str, str], found: set[str]) -> None:
+    """What a found module imports is found, too; of a package all, but for what Python made."""
+    assert _modules(_lay_out(tmp_path, files)) == found
+
+
+def test_nothing_is_run(tmp_path: Path) -> None:
+    """Imports are read, not followed by Python."""
+    trap = f"import os\nos.mkdir({os.fspath(tmp_path / 'sprung')!r})\n"
+    source = _lay_out(tmp_path, {"net.py": f"import a\n{trap}", "a.py": trap})
+    assert _modules(source) == {"a.py"}
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_source_named_model_may_be_imported(tmp_path: Path) -> None:
+    """A model.py keeps its name, also where a module imports it back."""
+    _lay_out(tmp_path, {"model.py": "import a", "a.py": "import model"})
+    assert _found(tmp_path / "model.py") == {"model.py": "model.py", "a.py": "a.py"}
+
+
+def test_module_with_the_served_name_is_refused(tmp_path: Path) -> None:
+    """Two files cannot both be model.py."""
+    source = _lay_out(tmp_path, {"net.py": "import model", "model.py": ""})
+    with pytest.raises(ArtifactError, match=r"'digits': net\.py imports model\.py .*Rename model"):
+        source_dependencies.of_source("digits", source)
+
+
+# --- weights ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth", ".safetensors.index.json"])
+def test_weights_are_renamed_with_the_source(tmp_path: Path, suffix: str) -> None:
+    """Weights of the source's stem get the stem that is served; others stay."""
+    source = _lay_out(tmp_path, {"net.py": "", f"net{suffix}": "", f"other{suffix}": ""})
+    assert _found(source) == {"model.py": "net.py", f"model{suffix}": f"net{suffix}"}
+
+
+def test_two_files_of_weights_are_refused(tmp_path: Path) -> None:
+    """It must be clear which weights are meant."""
+    source = _lay_out(tmp_path, {"net.py": "", "net.pt": "", "net.safetensors": ""})
+    with pytest.raises(ArtifactError, match=r"net\.safetensors and net\.pt lie beside net\.py"):
+        source_dependencies.of_source("digits", source)
+
+
+def test_shards_keep_their_names(tmp_path: Path) -> None:
+    """What an index names comes along; not what is missing, or would leave the folder."""
+    names = ["net-1.safetensors", "parts/2.safetensors", "gone.safetensors"]
+    outside = ["../secret.safetensors", os.fspath(tmp_path / "secret.safetensors")]
+    keys = dict(enumerate([*names, *outside]))
+    files = {"net.py": "", "net.safetensors.index.json": json.dumps({"weight_map": keys})}
+    source = _lay_out(tmp_path / "mine", files | dict.fromkeys(names[:2], ""))
+    _lay_out(tmp_path, {"secret.safetensors": ""})
+    assert _found(source) == {
+        "model.py": "net.py",
+        "model.safetensors.index.json": "net.safetensors.index.json",
+        "net-1.safetensors": "net-1.safetensors",
+        "parts/2.safetensors": "parts/2.safetensors",
+    }

@@ -1,0 +1,434 @@
+"""What a config leaves out comes from the model; what it says stays, or is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+
+from torch_py_backend.autocomplete import completion
+from torch_py_backend.errors import ConfigError, LoadError, OptionError
+from torch_py_backend.processes import child_process
+
+Entry = dict[str, Any]
+
+
+def _tensor(name: str, data_type: str | None = "TYPE_FP32", dims: list[int] | None = None) -> Entry:
+    """An entry as Triton's JSON has it: what config.pbtxt leaves out is there, and empty."""
+    return {"name": name, "data_type": data_type or "TYPE_INVALID", "dims": dims or []}
+
+
+_X, _MASK = _tensor("x", dims=[4]), _tensor("mask", "TYPE_BOOL", [-1])
+_Y, _Z = _tensor("y", dims=[3]), _tensor("z", "TYPE_STRING", [1])
+_BATCHED = {"input": [_X, _MASK], "output": [_Y, _Z], "max_batch_size": 8}
+_SINGLE = {**_BATCHED, "max_batch_size": 0}
+
+
+class _Model:
+    """Stands for the child process: tells a schema, and remembers what it was asked."""
+
+    def __init__(self, schema: Entry) -> None:
+        self.schema = {"decoupled": False} | schema
+        self.asked: list[tuple[Any, ...]] = []
+
+    def __call__(self, *asked: Any) -> Entry:
+        self.asked.append(asked)
+        return copy.deepcopy(self.schema)
+
+
+def _complete(monkeypatch: pytest.MonkeyPatch, schema: Entry, **written: Any) -> Entry:
+    monkeypatch.setattr(child_process, "run", _Model(schema))
+    given = build.arguments(**({"max_batch_size": 0, "input": [], "output": []} | written))
+    document: Entry = json.loads(given["model_config"])
+    completion.complete(given, document)
+    return document
+
+
+# --- whether the model is asked --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("document", "needed"),
+    [
+        pytest.param({"input": [_X], "output": [_Y]}, False, id="complete"),
+        pytest.param({"input": [_X, _MASK], "output": [_Y, _Z]}, False, id="two-complete"),
+        pytest.param({}, True, id="nothing"),
+        pytest.param({"input": [], "output": []}, True, id="empty-lists"),
+        pytest.param({"input": [_X]}, True, id="no-output"),
+        pytest.param({"input": [_X], "output": []}, True, id="empty-output"),
+        pytest.param({"output": [_Y]}, True, id="no-input"),
+        pytest.param({"input": [_X, _tensor("m")], "output": [_Y]}, True, id="second-lacks-dims"),
+        pytest.param(
+            {"input": [_tensor("x", None, [4])], "output": [_Y]}, True, id="lacks-data-type"
+        ),
+        pytest.param({"input": [_X], "output": [{"name": "y"}]}, True, id="only-a-name"),
+        pytest.param(
+            {"input": [_X], "output": [_tensor("y", dims=[-1])]}, False, id="any-size-is-a-size"
+        ),
+        pytest.param(
+            {"input": [_X], "output": [_Y], "max_batch_size": 0}, False, id="no-batch-is-no-gap"
+        ),
+    ],
+)
+def test_needed(document: Entry, needed: bool) -> None:
+    """The model is asked where inputs or outputs are missing, or one lacks its type or dims."""
+    assert completion.needed(document) is needed
+
+
+_ADAPTER = """
+import json
+import sys
+import types
+
+sys.modules["torch"] = None  # an import of it fails
+utils = types.ModuleType("triton_python_backend_utils")
+utils.get_model_dir = lambda: "/models/digits/1"
+sys.modules["triton_python_backend_utils"] = utils
+from torch_py_backend.processes import child_process
+from torch_py_backend.adapter import TritonPythonModel
+
+
+def run(*args):
+    raise AssertionError("a child was started")
+
+
+class Config:
+    def as_dict(self):
+        return json.loads(sys.argv[1])
+
+
+child_process.run = run
+config = Config()
+assert TritonPythonModel.auto_complete_config(config) is config
+"""
+
+
+def test_complete_config_costs_nothing() -> None:
+    """Triton asks about every model: a config without a gap starts no child, imports no torch."""
+    document = build.arguments()["model_config"]
+    done = subprocess.run(
+        [sys.executable, "-c", _ADAPTER, document], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    assert done.returncode == 0
+
+
+_YIELDS = "class A(nn.Module):\n    def forward(self, x):\n        yield x\n"
+_DECOUPLED = {"decoupled": True}
+
+
+@pytest.mark.parametrize(
+    ("document", "policy"),
+    [
+        pytest.param({}, _DECOUPLED, id="says-nothing"),
+        pytest.param({"default_model_filename": "other.py"}, None, id="another-file"),
+        pytest.param({"default_model_filename": "model.pt"}, None, id="no-source"),
+        pytest.param(
+            {"model_transaction_policy": {"decoupled": False}}, {"decoupled": False}, id="written"
+        ),
+        pytest.param(
+            {"parameters": {"MODEL_CLASS": {"string_value": "B"}}}, None, id="another-class"
+        ),
+        # What a factory builds can only be told by calling it.
+        pytest.param({"parameters": {"MODEL_FACTORY": {"string_value": "A"}}}, None, id="factory"),
+    ],
+)
+def test_a_source_that_yields(document: Entry, policy: Entry | None, tmp_path: Path) -> None:
+    """A complete config that says nothing of streams is decoupled where its source yields."""
+    (tmp_path / "model.py").write_text(_YIELDS)
+    (tmp_path / "other.py").write_text(_YIELDS.replace("yield", "return"))
+    changed = completion.decide(document, tmp_path)
+    assert changed is (policy is _DECOUPLED)
+    assert document.get("model_transaction_policy") == policy
+
+
+@pytest.mark.parametrize(
+    ("decoupled", "written", "policy"),
+    [(True, None, _DECOUPLED), (False, None, None), (True, {"decoupled": False}, None)],
+)
+def test_a_model_that_streams(
+    decoupled: bool, written: Entry | None, policy: Entry | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model that makes streams makes its config decoupled, unless that says otherwise."""
+    given = {} if written is None else {"model_transaction_policy": written}
+    document = _complete(monkeypatch, {**_SINGLE, "decoupled": decoupled}, **given)
+    assert document.get("model_transaction_policy") == (policy or written)
+
+
+def test_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child gets Triton's arguments and as many seconds as the config gives it."""
+    model = _Model(_BATCHED)
+    monkeypatch.setattr(child_process, "run", model)
+    parameters = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "7"}}
+    given = build.arguments(input=[], output=[], parameters=parameters)
+    completion.complete(given, json.loads(given["model_config"]))
+    assert model.asked == [
+        (build.MODEL, "torch_py_backend.autocomplete.schema:describe", {"arguments": given}, 7)
+    ]
+
+
+@pytest.mark.parametrize(("asked", "given"), [(5.5, 5.5), (7.0, 7), (600.0, 7)])
+def test_smaller_limit_counts(monkeypatch: pytest.MonkeyPatch, asked: float, given: float) -> None:
+    """Who asks may give less time than the config does, and not more."""
+    model = _Model(_BATCHED)
+    monkeypatch.setattr(child_process, "run", model)
+    parameters = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "7"}}
+    arguments = build.arguments(parameters=parameters, input=[], output=[])
+    completion.complete(arguments, json.loads(arguments["model_config"]), asked)
+    assert model.asked[0][-1] == given
+
+
+def test_wrong_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter that is refused at load is refused before a child is started."""
+    model = _Model(_BATCHED)
+    monkeypatch.setattr(child_process, "run", model)
+    parameters = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "soon"}}
+    given = build.arguments(input=[], parameters=parameters)
+    with pytest.raises(OptionError, match="AUTO_COMPLETE_TIMEOUT_S is 'soon'"):
+        completion.complete(given, json.loads(given["model_config"]))
+    assert model.asked == []
+
+
+def test_refusal_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the child refuses is refused in its words, and the config is as it was."""
+
+    def refuse(*args: Any) -> Any:
+        raise LoadError.told("model 'digits': it hangs.")
+
+    monkeypatch.setattr(child_process, "run", refuse)
+    given = build.arguments(input=[])
+    document = json.loads(given["model_config"])
+    with pytest.raises(LoadError, match=r"^model 'digits': it hangs\.$"):
+        completion.complete(given, document)
+    assert document == json.loads(given["model_config"])
+
+
+# --- what is filled in -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schema", [_BATCHED, _SINGLE], ids=["batched", "single"])
+def test_everything(monkeypatch: pytest.MonkeyPatch, schema: Entry) -> None:
+    """An empty config becomes the model's own schema, and nothing else in it changes."""
+    document = _complete(monkeypatch, schema)
+    assert {key: document[key] for key in schema} == schema
+    before = json.loads(build.arguments()["model_config"])
+    assert {key: document[key] for key in before if key not in schema} == {
+        key: before[key] for key in before if key not in schema
+    }
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "size", "x", "y"),
+    [
+        pytest.param(_BATCHED, {"max_batch_size": 32}, 32, [4], [3], id="larger"),
+        pytest.param(_BATCHED, {"max_batch_size": 1}, 1, [4], [3], id="smaller"),
+        pytest.param(_SINGLE, {}, 0, [4], [3], id="absent-and-single"),
+        pytest.param(_BATCHED, {}, 8, [4], [3], id="absent-and-batched"),
+        pytest.param(
+            {
+                "input": [_tensor("x", dims=[2, 4])],
+                "output": [_tensor("y", dims=[2, 3])],
+                "max_batch_size": 0,
+            },
+            {"max_batch_size": 16},
+            16,
+            [4],
+            [3],
+            id="batched-by-the-config-alone",
+        ),
+        pytest.param(
+            _BATCHED,
+            {"input": [_tensor("x", dims=[-1, 4])]},
+            0,
+            [-1, 4],
+            [-1, 3],
+            id="inputs-without-a-batch",
+        ),
+        pytest.param(
+            _BATCHED, {"input": [_tensor("x")]}, 0, [-1, 4], [-1, 3], id="names-without-a-batch"
+        ),
+        pytest.param(
+            _BATCHED,
+            {"input": [_tensor("x")], "max_batch_size": 4},
+            4,
+            [4],
+            [3],
+            id="names-with-a-batch",
+        ),
+        pytest.param(_BATCHED, {"output": [_tensor("y")]}, 8, [4], [3], id="outputs-do-not-decide"),
+    ],
+)
+def test_batch(
+    monkeypatch: pytest.MonkeyPatch,
+    schema: Entry,
+    written: Entry,
+    size: int,
+    x: list[int],
+    y: list[int],
+) -> None:
+    """A max_batch_size that is written stays; dims are with or without the batch, as it says."""
+    document = _complete(monkeypatch, schema, **written)
+    assert document["max_batch_size"] == size
+    assert document["input"][0]["dims"] == x
+    assert document["output"][0]["dims"] == y
+
+
+@pytest.mark.parametrize(
+    ("written", "completed"),
+    [
+        pytest.param([_tensor("x")], [_X], id="name-and-type"),
+        pytest.param([_tensor("mask", None)], [_MASK], id="name"),
+        pytest.param([_tensor("x", None, [-1])], [_tensor("x", dims=[-1])], id="dims-stay"),
+        pytest.param(
+            [_tensor("mask", None), _tensor("x", None)], [_MASK, _X], id="order-of-the-config"
+        ),
+        pytest.param(
+            [_tensor("INPUT__1", None)], [_tensor("INPUT__1", "TYPE_BOOL", [-1])], id="ordinal"
+        ),
+        pytest.param(
+            [_tensor("input__0", None)], [_tensor("input__0", dims=[4])], id="small-ordinal"
+        ),
+        pytest.param(
+            [_tensor("other", "TYPE_INT8", [9])],
+            [_tensor("other", "TYPE_INT8", [9])],
+            id="complete",
+        ),
+        pytest.param([_X | {"optional": True}], [_X | {"optional": True}], id="optional-stays"),
+        pytest.param(
+            [_tensor("x") | {"format": "FORMAT_NHWC"}],
+            [_X | {"format": "FORMAT_NHWC"}],
+            id="other-fields-stay",
+        ),
+    ],
+)
+def test_partial_inputs(
+    monkeypatch: pytest.MonkeyPatch, written: list[Entry], completed: list[Entry]
+) -> None:
+    """What an entry has stays; the rest comes from the model's tensor of its name or its number."""
+    document = _complete(monkeypatch, _BATCHED, input=written, max_batch_size=8)
+    assert document["input"] == completed
+    assert document["output"] == _BATCHED["output"]
+
+
+def test_partial_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs may be a part of the model's, by name and by number."""
+    written = [_tensor("OUTPUT__1", None), _tensor("y")]
+    document = _complete(monkeypatch, _BATCHED, output=written)
+    assert document["output"] == [_tensor("OUTPUT__1", "TYPE_STRING", [1]), _Y]
+    assert document["input"] == _BATCHED["input"]
+
+
+@pytest.mark.parametrize(
+    ("dims", "written", "completed"),
+    [
+        pytest.param([], {}, {"dims": [1], "reshape": {"shape": []}}, id="as-it-is"),
+        pytest.param(
+            [],
+            {"input": [_tensor("x", None)], "max_batch_size": 8},
+            {"dims": [1], "reshape": {"shape": []}},
+            id="partial",
+        ),
+        pytest.param([], {"input": [_tensor("x", None)]}, {"dims": [-1]}, id="without-a-batch"),
+        pytest.param(
+            [4], {"max_batch_size": 8}, {"dims": [1], "reshape": {"shape": []}}, id="with-a-batch"
+        ),
+    ],
+)
+def test_one_value_a_row(
+    monkeypatch: pytest.MonkeyPatch, dims: list[int], written: Entry, completed: Entry
+) -> None:
+    """A tensor [rows] gets the dimension that Triton wants, and the model never sees."""
+    told = {"dims": [1], "reshape": {"shape": []}} if not dims else {"dims": dims}
+    entry = {"data_type": "TYPE_FP32", **told}
+    schema = {
+        "input": [{"name": "x", **entry}],
+        "output": [{"name": "y", **entry}],
+        "max_batch_size": 0 if dims else 8,
+    }
+    document = _complete(monkeypatch, schema, **written)
+    expected = {"data_type": "TYPE_FP32", **completed}
+    assert document["input"] == [{"name": "x", **expected}]
+    assert document["output"] == [{"name": "y", **expected}]
+
+
+def test_own_name_before_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor that is called like another's number is itself."""
+    schema = {**_BATCHED, "input": [_tensor("INPUT__1", dims=[1]), _tensor("INPUT__0", dims=[2])]}
+    document = _complete(monkeypatch, schema, input=[_tensor("INPUT__0")], max_batch_size=8)
+    assert document["input"] == [_tensor("INPUT__0", dims=[2])]
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        pytest.param(
+            {"input": [_tensor("x", "TYPE_INT32")]},
+            ("input 'x' is TYPE_INT32", "expected TYPE_FP32"),
+            id="type-by-name",
+        ),
+        pytest.param(
+            {"output": [_tensor("OUTPUT__1", "TYPE_BOOL")]},
+            ("output 'OUTPUT__1' is TYPE_BOOL", "expected TYPE_STRING"),
+            id="type-by-number",
+        ),
+        pytest.param(
+            {"input": [_tensor("picture", None)]},
+            ("input 'picture' lacks data_type or dims", "expected names among x, mask, INPUT__0"),
+            id="no-such-name",
+        ),
+        pytest.param(
+            {"output": [_tensor("OUTPUT__2", None)]},
+            ("output 'OUTPUT__2'", "expected names among y, z"),
+            id="no-such-number",
+        ),
+        pytest.param({"output": [_tensor("x", None)]}, ("output 'x'",), id="input-as-an-output"),
+        pytest.param({"input": [_tensor("", None)]}, ("input ''",), id="no-name"),
+        pytest.param(
+            {"input": [_tensor("x\n[/red]", None)]}, ("lacks data_type or dims",), id="hostile-name"
+        ),
+    ],
+)
+def test_contradictions(
+    monkeypatch: pytest.MonkeyPatch, written: Entry, says: tuple[str, ...]
+) -> None:
+    """What the model does not have, or has otherwise, is refused with both sides."""
+    with pytest.raises(ConfigError) as refusal:
+        _complete(monkeypatch, _BATCHED, max_batch_size=8, **written)
+    assert all(part in str(refusal.value) for part in says), str(refusal.value)
+
+
+@pytest.mark.parametrize("role", ["batch_input", "batch_output"])
+def test_ragged_batches(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    """A model that takes ragged inputs in one dimension does not tell what requests bring."""
+    with pytest.raises(ConfigError) as refusal:
+        _complete(monkeypatch, _BATCHED, input=[_X], **{role: [{"source_input": ["x"]}]})
+    assert f"config.pbtxt has {role} and lacks inputs or outputs" in str(refusal.value)
+
+
+def test_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The config on disk stays as it is: only the document is filled in."""
+    config = tmp_path / "config.pbtxt"
+    config.write_text('backend: "pytorch_py"\n')
+    _complete(monkeypatch, _BATCHED, name=tmp_path.name)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.pbtxt"]
+    assert config.read_text() == 'backend: "pytorch_py"\n'
+
+
+# --- sequences -------------------------------------------------------------------------------
+
+
+def test_states_are_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What sequence_batching lists is not listed again; what config.pbtxt lists is filled in."""
+    schema = _BATCHED | {"kept": ["mask", "z"]}
+
+    completed = _complete(monkeypatch, schema)
+    assert [one["name"] for one in completed["input"]] == ["x"]
+    assert [one["name"] for one in completed["output"]] == ["y"]
+    completed = _complete(monkeypatch, schema, output=[{"name": "y"}, {"name": "z"}])
+    assert completed["output"][1] == _Z

@@ -1,0 +1,753 @@
+"""A model's inputs, outputs and batch, told from an exported program or by example."""
+
+from __future__ import annotations
+
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import build
+import kinds
+import models
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.autocomplete import schema
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import (
+    ArtifactError,
+    ConfigError,
+    ForwardError,
+    LoadError,
+    SourceError,
+)
+from torch_py_backend.loading import registry
+from torch_py_backend.loading.loaded import Loaded
+
+Entry = tuple[str, str, list[int]]
+
+_HEADER = "import numpy as np\nimport torch\nfrom torch import nn\n\n"
+
+
+@pytest.fixture(autouse=True)
+def imports(tmp_path: Path) -> Iterator[None]:
+    """Forgets the models' modules, and no others: torch cannot be imported twice."""
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    for name, module in list(sys.modules.items()):
+        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def _describe(folder: Path, **document: Any) -> tuple[list[Entry], list[Entry], int]:
+    """Inputs, outputs, and max_batch_size of the model in a folder with a config without them."""
+    given = build.arguments(**({"input": [], "output": [], "max_batch_size": 0} | document))
+    found = schema.describe(given | {"model_repository": str(folder)})
+    entries = [
+        [(one["name"], one["data_type"].removeprefix("TYPE_"), one["dims"]) for one in found[role]]
+        for role in ("input", "output")
+    ]
+    return entries[0], entries[1], found["max_batch_size"]
+
+
+def _option(key: str, value: str) -> dict[str, Any]:
+    return {"parameters": {key: {"string_value": value}}}
+
+
+# --- exported programs -----------------------------------------------------------------------
+
+
+class _Typed(nn.Module):
+    def forward(self, x: Tensor, ids: Tensor, *, mask: Tensor) -> dict[str, Any]:
+        return {"sum": x + ids[..., None], "parts": (mask, x.to(torch.bfloat16))}
+
+
+class _Rows(nn.Module):
+    """One value a row comes in, and one goes out."""
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return x.sum(1) * weight
+
+
+class _Complex(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.complex(x, x)
+
+
+def _export(module: nn.Module, dims: Any, *args: Any, **keywords: Any) -> Any:
+    return torch.export.export(module, args, keywords, dynamic_shapes=dims)
+
+
+def _batch(least: int = 1, most: int | None = 64) -> Any:
+    return {0: torch.export.Dim("batch", min=least, max=most)}
+
+
+def _typed() -> Any:
+    args = torch.rand(3, 5, 4), torch.ones(3, 5, dtype=torch.int64)
+    one, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", max=32)
+    shapes = {"x": {0: one, 1: length}, "ids": {0: one, 1: length}, "mask": {0: one}}
+    return _export(_Typed(), shapes, *args, mask=torch.ones(3, dtype=torch.bool).reshape(3, 1))
+
+
+_TYPED_INPUTS = [("x", "FP32", [-1, 4]), ("ids", "INT64", [-1]), ("mask", "BOOL", [1])]
+_ONE = [("x", "FP32", [4])]
+_THREE = [("OUTPUT__0", "FP32", [3])]
+
+
+@pytest.mark.parametrize(
+    ("program", "inputs", "outputs", "size"),
+    [
+        pytest.param(
+            lambda: kinds._program(kinds.CASES["one"]), _ONE, _THREE, 64, id="dynamic-batch"
+        ),
+        pytest.param(
+            lambda: _export(kinds.One(), ({0: _batch(1, 5)[0]},), torch.rand(2, 4)),
+            _ONE,
+            _THREE,
+            5,
+            id="dynamic-batch-of-5-at-most",
+        ),
+        pytest.param(
+            lambda: _export(kinds.One(), ({0: _batch(1, 4096)[0]},), torch.rand(2, 4)),
+            _ONE,
+            _THREE,
+            4096,
+            id="dynamic-batch-of-many",
+        ),
+        pytest.param(
+            lambda: _export(kinds.One(), ({0: _batch(1, sys.maxsize - 1)[0]},), torch.rand(2, 4)),
+            _ONE,
+            _THREE,
+            8,
+            id="dynamic-batch-of-no-number",
+        ),
+        pytest.param(
+            lambda: _export(kinds.One(), ({0: _batch(2, None)[0]},), torch.rand(2, 4)),
+            _ONE,
+            _THREE,
+            8,
+            id="dynamic-batch-without-an-end",
+        ),
+        pytest.param(
+            lambda: kinds._program(kinds.CASES["fixed"]),
+            [("x", "FP32", [4, 4])],
+            [("OUTPUT__0", "FP32", [4, 3])],
+            0,
+            id="fixed",
+        ),
+        pytest.param(
+            lambda: kinds._program(kinds.CASES["dict"]),
+            [("first", "FP32", [2]), ("second", "FP32", [2])],
+            [("OUTPUT__0", "FP32", [2])],
+            64,
+            id="dict",
+        ),
+        pytest.param(
+            lambda: kinds._program(kinds.CASES["nested"]),
+            [
+                ("x", "FP32", [2]),
+                ("z", "FP32", [2]),
+                ("ARGS[1][a][0]", "FP32", [2]),
+                ("ARGS[1][a][1]", "FP32", [2]),
+                ("scale", "FP32", [2]),
+            ],
+            [("total", "FP32", [2]), ("OUTPUT__1", "FP32", [2]), ("OUTPUT__2", "FP32", [2])],
+            64,
+            id="nested-and-keywords",
+        ),
+        pytest.param(
+            _typed,
+            _TYPED_INPUTS,
+            [("sum", "FP32", [-1, 4]), ("OUTPUT__1", "BOOL", [1]), ("OUTPUT__2", "BF16", [-1, 4])],
+            64,
+            id="types-and-sizes",
+        ),
+        pytest.param(
+            lambda: _export(_Rows(), (_batch(), _batch()), torch.rand(3, 4), torch.rand(3)),
+            [("x", "FP32", [4]), ("weight", "FP32", [1])],
+            [("OUTPUT__0", "FP32", [1])],
+            64,
+            id="one-value-a-row",
+        ),
+    ],
+)
+def test_exported(
+    tmp_path: Path,
+    program: Callable[[], Any],
+    inputs: list[Entry],
+    outputs: list[Entry],
+    size: int,
+) -> None:
+    """Names, types, sizes and the batch stand in the program; it is not run."""
+    (tmp_path / "1").mkdir()
+    torch.export.save(program(), tmp_path / "1" / "model.pt2")
+    assert _describe(tmp_path) == (inputs, outputs, size)
+
+
+class _Total(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+def test_exported_scalar(tmp_path: Path) -> None:
+    """Triton takes no empty shape without a batch: a single value is told as a list of one."""
+    (tmp_path / "1").mkdir()
+    torch.export.save(_export(_Total(), None, torch.rand(2, 4)), tmp_path / "1" / "model.pt2")
+    given = build.arguments(input=[], output=[], max_batch_size=0)
+    found = schema.describe(given | {"model_repository": str(tmp_path)})
+    assert found["output"] == [{"name": "OUTPUT__0", "data_type": "TYPE_FP32", "dims": [1]}]
+
+
+# --- inputs that config.pbtxt lists ------------------------------------------------------------
+
+_ROWS = (
+    _HEADER
+    + """
+def forward(x, texts: list[str], scale: float = 1.0):
+    assert texts == ["text"] * len(texts)
+    return {"wide": torch.cat([x, x], -1) * scale, "first": x[..., 0]}
+"""
+)
+_STRICT = (
+    _HEADER
+    + """
+def forward(x):
+    assert x.min() > 1, "x is too small"
+    return x
+"""
+)
+
+
+def _listed(**dims: list[int]) -> list[dict[str, Any]]:
+    kinds = {"texts": "TYPE_STRING"}
+    return [
+        {"name": name, "data_type": kinds.get(name, "TYPE_FP32"), "dims": shape}
+        for name, shape in dims.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("size", "x", "outputs", "told"),
+    [
+        (4, [-1], [("wide", "FP32", [-1]), ("first", "FP32", [1])], 8),
+        (4, [3], [("wide", "FP32", [6]), ("first", "FP32", [1])], 8),
+        (0, [2, -1], [("wide", "FP32", [2, -1]), ("first", "FP32", [2])], 0),
+    ],
+    ids=["any-size", "fixed", "without-a-batch"],
+)
+def test_outputs_of_listed_inputs(
+    tmp_path: Path, size: int, x: list[int], outputs: list[Entry], told: int
+) -> None:
+    """Without an example, made-up values tell the outputs, and which of their sizes vary."""
+    build.write(tmp_path, "model.py", _ROWS.encode())
+    given = _listed(x=x, texts=[1], scale=[1])
+    _, found, rows = _describe(tmp_path, input=given, max_batch_size=size)
+    assert (found, rows) == (outputs, told)
+
+
+def test_sizes_that_an_example_leaves_open(tmp_path: Path) -> None:
+    """An example has one size; where the config lists -1, outputs are tried with another one."""
+    source = _STRICT + "def example_inputs():\n    return {'x': torch.full((2, 5), 2.0)}\n"
+    build.write(tmp_path, "model.py", source.encode())
+    _, found, _ = _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
+    assert found == [("OUTPUT__0", "FP32", [-1])]
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "tuple(x.unbind(1))",
+        "x if x.shape[1] % 8 else x[:, None]",
+        "x.int() if x.shape[1] % 8 else x",
+    ],
+)
+def test_outputs_that_are_others_for_other_sizes(tmp_path: Path, result: str) -> None:
+    """Where their number, rank or type depends on a size of -1, no config can be completed."""
+    build.write(tmp_path, "model.py", f"{_HEADER}\ndef forward(x):\n    return {result}\n".encode())
+    with pytest.raises(ConfigError, match="other outputs for other sizes") as refusal:
+        _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
+    assert "write the outputs into config.pbtxt" in str(refusal.value)
+
+
+def test_listed_inputs_that_do_not_do(tmp_path: Path) -> None:
+    """A model that fails with made-up values says so, and asks for an example."""
+    build.write(tmp_path, "model.py", _STRICT.encode())
+    with pytest.raises(ConfigError) as refusal:
+        _describe(tmp_path, input=_listed(x=[3]), max_batch_size=4)
+    assert "made-up values for its inputs do not tell them" in str(refusal.value)
+    assert "x is too small" in str(refusal.value)
+    assert "example_inputs.safetensors" in str(refusal.value)
+
+
+def test_takes(tmp_path: Path) -> None:
+    """The arguments that must be fed, with the types that annotations tell."""
+    build.write(tmp_path, "model.py", _ROWS.encode())
+    given = build.arguments(input=[], output=[], max_batch_size=0)
+    found = schema.takes(given | {"model_repository": str(tmp_path)})
+    assert found["signature"] == "forward(x, texts: list[str], scale: float = 1.0)"
+    assert found["arguments"] == ["x", "texts", "scale"]
+    assert found["inputs"] == [
+        {"name": "x"},
+        {"name": "texts", "data_type": "TYPE_STRING", "dims": [-1]},
+    ]
+
+
+def test_exported_needs_no_examples(tmp_path: Path) -> None:
+    """What a program says of itself counts; examples beside it are not read."""
+    build.write(tmp_path, "model.pt2", kinds._exported("one"))
+    build.write(tmp_path, "example_inputs.safetensors", b"no such file")
+    assert _describe(tmp_path) == (_ONE, _THREE, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("most", "size"), [pytest.param(20, 20, id="of-20"), pytest.param(None, 8, id="without-an-end")]
+)
+@pytest.mark.usefixtures("process")
+def test_package_tells_its_most_rows(
+    tmp_path: Path, most: int | None, size: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A package does not say how many rows it takes at most; it is asked, and heard by nobody."""
+    (tmp_path / "1").mkdir()
+    program = _export(kinds.One(), ({0: _batch(1, most)[0]},), torch.rand(2, 4))
+    torch._inductor.aoti_compile_and_package(
+        program, package_path=str(tmp_path / "1" / "model.pt2")
+    )
+    safetensors.torch.save_file(
+        {"INPUT__0": torch.rand(2, 4)}, tmp_path / "1" / "example_inputs.safetensors"
+    )
+    capfd.readouterr()
+    assert _describe(tmp_path) == ([("INPUT__0", "FP32", [4])], _THREE, size)
+    assert "Error" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("hooks", ["", "hooks.py"])
+def test_package_is_tried_on_the_device_that_it_was_built_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hooks: str
+) -> None:
+    """Completion has no instance, and with it no device."""
+    path = build.write(tmp_path, "model.pt2", b"")
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("model/data/aotinductor/model/net.wrapper.so", "")
+        metadata = "model/data/aotinductor/model/net_metadata.json"
+        archive.writestr(metadata, '{"AOTI_DEVICE_KEY": "cuda"}')
+    if hooks:
+        source = "class Hooks:\n    def preprocess(self, text: str): ..."
+        build.write(tmp_path, "model.py", source)
+    devices: list[torch.device | None] = []
+
+    def load(artifact: Artifact, settings: ModelConfig, device: torch.device | None) -> Loaded:
+        devices.append(device)
+        raise ArtifactError(settings.name, "this test has no GPU")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(registry, "load", load)
+    with pytest.raises(ArtifactError, match="this test has no GPU"):
+        _describe(tmp_path)
+    assert devices == [torch.device("cuda", 0)]
+
+
+# --- by example ------------------------------------------------------------------------------
+
+_FUNCTION = (
+    _HEADER
+    + """
+def forward(x):
+    return {body}
+
+
+def example_inputs():
+    return {examples}
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("body", "examples", "inputs", "outputs", "size"),
+    [
+        pytest.param("x * 2", "{'x': torch.rand(2, 4)}", [4], [4], 8, id="grows"),
+        pytest.param("x * 2", "{'x': torch.rand(1, 4)}", [4], [4], 8, id="grows-from-one"),
+        pytest.param("x.mean(0)", "{'x': torch.rand(2, 4)}", [2, 4], [4], 0, id="reduced"),
+        pytest.param("x[:2]", "{'x': torch.rand(2, 4)}", [2, 4], [2, 4], 0, id="first-rows"),
+        pytest.param("x.t() @ x", "{'x': torch.rand(4, 4)}", [4, 4], [4, 4], 0, id="square"),
+        pytest.param("x.repeat(2, 1)", "{'x': torch.rand(2, 4)}", [2, 4], [4, 4], 0, id="doubles"),
+        pytest.param(
+            "x.reshape(2, 2)", "{'x': torch.rand(2, 2)}", [2, 2], [2, 2], 0, id="refuses-others"
+        ),
+        pytest.param("x.sum()", "{'x': torch.rand(2, 4)}", [2, 4], [1], 0, id="scalar-result"),
+        pytest.param("float(x.sum())", "{'x': torch.rand(2)}", [2], [1], 0, id="number"),
+        pytest.param("x + 1", "{'x': torch.tensor(1.0)}", [1], [1], 0, id="scalar-example"),
+        pytest.param("x.sum(1)", "{'x': torch.rand(2, 4)}", [4], [1], 8, id="one-value-a-row"),
+        pytest.param(
+            "x.clone().add_(1)",
+            "{'x': torch.rand(2, 4, requires_grad=True)}",
+            [4],
+            [4],
+            8,
+            id="gradient",
+        ),
+    ],
+)
+def test_batch(
+    tmp_path: Path, body: str, examples: str, inputs: list[int], outputs: list[int], size: int
+) -> None:
+    """The first dimension is a batch where all results grow with it; else it is a size."""
+    build.write(tmp_path, "model.py", _FUNCTION.format(body=body, examples=examples))
+    found = _describe(tmp_path)
+    assert found == ([("x", "FP32", inputs)], [("OUTPUT__0", "FP32", outputs)], size)
+
+
+def test_batch_of_unequal_rows(tmp_path: Path) -> None:
+    """Examples whose first sizes differ share no batch."""
+    source = _FUNCTION.replace("(x)", "(x, table)").format(
+        body="x @ table", examples="{'x': torch.rand(2, 4), 'table': torch.rand(4, 3)}"
+    )
+    build.write(tmp_path, "model.py", source)
+    inputs = [("x", "FP32", [2, 4]), ("table", "FP32", [4, 3])]
+    assert _describe(tmp_path) == (inputs, [("OUTPUT__0", "FP32", [2, 3])], 0)
+
+
+def test_batch_needs_every_output(tmp_path: Path) -> None:
+    """One result that does not grow with the rows is enough for no batch."""
+    source = _FUNCTION.format(body="(x, x.mean(0))", examples="{'x': torch.rand(2, 4)}")
+    build.write(tmp_path, "model.py", source)
+    outputs = [("OUTPUT__0", "FP32", [2, 4]), ("OUTPUT__1", "FP32", [4])]
+    assert _describe(tmp_path) == ([("x", "FP32", [2, 4])], outputs, 0)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(
+            lambda folder: build.write(folder, "model.py", models.source(models.Affine)),
+            id="module",
+        ),
+        pytest.param(
+            lambda folder: torch.jit.script(models.Affine()).save(folder / "1" / "model.pt"),
+            id="torchscript",
+        ),
+        pytest.param(
+            lambda folder: build.write(
+                folder, "model.py", _HEADER + "def forward(x):\n    return x[:, :3]\n"
+            ),
+            id="function",
+        ),
+    ],
+)
+def test_file_of_examples(tmp_path: Path, write: Callable[[Path], Any]) -> None:
+    """A file of examples beside the model serves for every kind of model that runs."""
+    (tmp_path / "1").mkdir()
+    write(tmp_path)
+    examples = {"x": torch.rand(2, 4)}
+    safetensors.torch.save_file(examples, tmp_path / "1" / "example_inputs.safetensors")
+    found = _describe(tmp_path, **_option("WEIGHTS", "none"))
+    assert found == (_ONE, _THREE, 8)
+
+
+def test_file_before_function(tmp_path: Path) -> None:
+    """Where there are a file and a function, the file counts, and the function is not called."""
+    source = _FUNCTION.format(body="x + 1", examples="1 / 0")
+    build.write(tmp_path, "model.py", source)
+    examples = {"x": torch.ones(2, 4, dtype=torch.int32)}
+    safetensors.torch.save_file(examples, tmp_path / "1" / "example_inputs.safetensors")
+    assert _describe(tmp_path)[0] == [("x", "INT32", [4])]
+
+
+_SEEN = """
+from pathlib import Path
+
+def example_inputs():
+    return {"x": torch.ones(2, 3)}
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, x):
+        with Path(__file__).with_suffix(".seen").open("a") as seen:
+            print(x.device.type, file=seen)
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "seen"),
+    [
+        pytest.param("return self.linear(x) + torch.zeros(4)", ["meta"] * 2, id="shapes_only"),
+        pytest.param(
+            "return self.linear(x) * x.mean().item()", ["meta", "cpu", "cpu"], id="reads_a_value"
+        ),
+        pytest.param(
+            "return self.linear(x) if len(x) == 2 else x @ torch.eye(3)[:, [int(x.sum()) % 3] * 4]",
+            ["meta", "meta", "cpu", "cpu"],
+            id="reads_a_value_with_more_rows",
+        ),
+    ],
+)
+def test_no_more_is_computed_than_needed(tmp_path: Path, body: str, seen: list[str]) -> None:
+    """forward() runs on meta tensors; on real ones only where it looks at values."""
+    build.write(tmp_path, "model.py", f"{_HEADER}{_SEEN}        {body}\n")
+
+    described = _describe(tmp_path, **_option("WEIGHTS", "none"))
+
+    assert described == ([("x", "FP32", [3])], [("OUTPUT__0", "FP32", [4])], 8)
+    devices = (tmp_path / "1" / "model.seen").read_text(encoding="utf-8").split()
+    assert devices == seen
+
+
+@pytest.mark.parametrize(
+    ("body", "examples", "inputs", "outputs", "size"),
+    [
+        pytest.param(
+            "[text + '!' for text in x]", "['one', 'two']", [1], ("STRING", [1]), 8, id="list"
+        ),
+        pytest.param(
+            "torch.tensor([len(text) for text in x])",
+            "[b'one']",
+            [1],
+            ("INT64", [1]),
+            8,
+            id="bytes",
+        ),
+        pytest.param("'-'.join(x)", "['one', 'two']", [2], ("STRING", [1]), 0, id="one-string"),
+        pytest.param(
+            "torch.ones(len(x) // 2)",
+            "np.array([['a', 'b'], ['c', 'd']])",
+            [2],
+            ("FP32", [1]),
+            8,
+            id="array",
+        ),
+    ],
+)
+def test_strings(
+    tmp_path: Path,
+    body: str,
+    examples: str,
+    inputs: list[int],
+    outputs: tuple[str, list[int]],
+    size: int,
+) -> None:
+    """Lists and arrays of strings are examples as tensors are."""
+    source = _FUNCTION.replace("(x)", "(x: list[str])").format(
+        body=body, examples=f"{{'x': {examples}}}"
+    )
+    build.write(tmp_path, "model.py", source)
+    found = _describe(tmp_path)
+    assert found == ([("x", "STRING", inputs)], [("OUTPUT__0", *outputs)], size)
+
+
+def test_names_of_results(tmp_path: Path) -> None:
+    """Keys of a dict name the outputs; the names of the inputs are the examples'."""
+    source = _FUNCTION.format(
+        body="{'double': 2 * x, 'ids': x.argmax(1)}", examples="{'INPUT__0': torch.rand(2, 4)}"
+    )
+    build.write(tmp_path, "model.py", source)
+    inputs, outputs, _ = _describe(tmp_path)
+    assert inputs == [("INPUT__0", "FP32", [4])]
+    assert outputs == [("double", "FP32", [4]), ("ids", "INT64", [1])]
+
+
+def test_one_value_a_row_can_be_served(tmp_path: Path) -> None:
+    """A tensor of one value a row reaches forward() in the shape of its example."""
+    source = _FUNCTION.replace("(x)", "(x, weight)").format(
+        body="x.sum(1) * weight", examples="{'x': torch.rand(2, 4), 'weight': torch.rand(2)}"
+    )
+    build.write(tmp_path, "model.py", source)
+    given = build.arguments(input=[], output=[], max_batch_size=0)
+    found = schema.describe(given | {"model_repository": str(tmp_path)})
+    (_, weight) = found["input"]
+    assert weight["dims"] == [1]
+    assert weight["reshape"] == {"shape": []}
+
+
+# --- refusals --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("examples", "says"),
+    [
+        pytest.param("1 / 0", ("example_inputs() in model.py", "ZeroDivisionError"), id="raises"),
+        pytest.param("exit(3)", ("example_inputs()", "SystemExit: 3"), id="exits"),
+        pytest.param("[torch.rand(2, 4)]", ("returns a list", "expected a dict"), id="list"),
+        pytest.param("None", ("returns a NoneType", "expected a dict"), id="none"),
+        pytest.param(
+            "{'x': np.ones(4)}", ("gives a ndarray for 'x'", "expected a tensor"), id="array"
+        ),
+        pytest.param("{'x': 3}", ("gives a int for 'x'",), id="number"),
+        pytest.param("{'x': ['a', 3]}", ("gives a list for 'x'",), id="mixed-list"),
+        pytest.param(
+            "{'y': torch.rand(2, 4), 'z': torch.rand(2)}",
+            ("2 inputs do not fit forward(x)",),
+            id="other-names",
+        ),
+        pytest.param("{'x': torch.rand(2, 5)}", ("forward() raised",), id="wrong-shape"),
+        pytest.param("{}", ("model 'digits'",), id="nothing"),
+    ],
+)
+def test_examples_that_do_not_serve(tmp_path: Path, examples: str, says: tuple[str, ...]) -> None:
+    """Examples that fail, or are none, are refused with what they are and what is expected."""
+    source = _FUNCTION.format(body="x @ torch.rand(4, 3)", examples=examples)
+    build.write(tmp_path, "model.py", source)
+    with pytest.raises((LoadError, ForwardError)) as refusal:
+        _describe(tmp_path)
+    assert str(refusal.value).startswith("model 'digits': ")
+    assert all(part in str(refusal.value) for part in says), str(refusal.value)
+
+
+@pytest.mark.parametrize("kind", ["module", "torchscript"])
+def test_without_examples(tmp_path: Path, kind: str) -> None:
+    """A model whose shapes nothing tells is refused with the two ways to tell them."""
+    if kind == "module":
+        build.write(tmp_path, "model.py", models.source(models.Negate))
+    else:
+        (tmp_path / "1").mkdir()
+        torch.jit.script(models.Negate()).save(tmp_path / "1" / "model.pt")
+    with pytest.raises(ConfigError) as refusal:
+        _describe(tmp_path)
+    for part in ("lists no inputs or no outputs", "example_inputs.safetensors", "example_inputs()"):
+        assert part in str(refusal.value)
+
+
+def test_damaged_examples(tmp_path: Path) -> None:
+    """A file of examples that cannot be read is refused with its name."""
+    build.write(tmp_path, "model.py", models.source(models.Negate))
+    build.write(tmp_path, "example_inputs.safetensors", b"<html>not found</html>")
+    with pytest.raises(LoadError, match=r"model 'digits': example_inputs\.safetensors"):
+        _describe(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("body", "examples"),
+    [
+        ("torch.complex(x, x)", "{'x': torch.rand(2, 4)}"),
+        ("x.real", "{'x': torch.rand(2, 4).cfloat()}"),
+    ],
+    ids=["output", "input"],
+)
+def test_type_that_triton_lacks(tmp_path: Path, body: str, examples: str) -> None:
+    """A type that no request can carry is refused with the tensor and its type."""
+    build.write(tmp_path, "model.py", _FUNCTION.format(body=body, examples=examples))
+    with pytest.raises(SourceError, match=r"model 'digits': .*complex64"):
+        _describe(tmp_path)
+
+
+def test_exported_type_that_triton_lacks(tmp_path: Path) -> None:
+    """The same for a program."""
+    (tmp_path / "1").mkdir()
+    program = _export(_Complex(), None, torch.rand(2, 4))
+    torch.export.save(program, tmp_path / "1" / "model.pt2")
+    with pytest.raises(LoadError, match=r"model 'digits': .*complex64"):
+        _describe(tmp_path)
+
+
+def test_no_artifact(tmp_path: Path) -> None:
+    """An empty version folder is refused as it is at load."""
+    (tmp_path / "1").mkdir()
+    with pytest.raises(LoadError, match="version 1 holds no files"):
+        _describe(tmp_path)
+
+
+# --- sequences -------------------------------------------------------------------------------
+
+_STEPS = (
+    _HEADER
+    + """
+def forward(x, total{default}, START=None):
+    total = x if total is None else total + x
+    return {{"y": total * 2, "sum": total}}
+
+
+def example_inputs():
+    return {{"x": torch.rand(2, 4)}}
+"""
+)
+_STATE = {
+    "input_name": "total",
+    "output_name": "sum",
+    "data_type": "TYPE_FP32",
+    "dims": [4],
+}
+_START = {
+    "name": "START",
+    "control": [{"kind": "CONTROL_SEQUENCE_START", "fp32_false_true": [0, 1]}],
+}
+
+
+@pytest.mark.parametrize(
+    ("default", "document"),
+    [
+        pytest.param("", {"sequence_batching": {"state": [_STATE]}}, id="state"),
+        pytest.param(
+            "",
+            {"sequence_batching": {"state": [_STATE], "control_input": [_START]}},
+            id="control",
+        ),
+        pytest.param(
+            "=None",
+            {"sequence_batching": {}} | _option("STATE", '{"total": "sum"}'),
+            id="option",
+        ),
+    ],
+)
+def test_what_is_kept_is_told(tmp_path: Path, default: str, document: dict[str, Any]) -> None:
+    """An example has no states and no controls; the model is tried with first ones."""
+    build.write(tmp_path, "model.py", _STEPS.format(default=default))
+    given = build.arguments(**({"input": [], "output": [], "max_batch_size": 8} | document))
+    found = schema.describe(given | {"model_repository": str(tmp_path)})
+
+    sent = {role: [one["name"] for one in found[role]] for role in ("input", "output")}
+    kept = set(found["kept"])
+    assert set(sent["input"]) - kept == {"x"}
+    assert set(sent["output"]) - kept == {"y"}
+    assert found["max_batch_size"] == 8
+
+
+# --- streams ---------------------------------------------------------------------------------
+
+_STREAM = """
+class Net(nn.Module):
+    def begin(self, x):
+        return x
+
+    def step(self, states):
+        return [(None, one) for one in states]
+"""
+_TOLD = "\n\ndef example_inputs():\n    return {'x': torch.ones(2, 3)}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "decoupled"),
+    [
+        ("def forward(x):\n    yield x\n    raise ValueError('second')\n", True),
+        ("async def forward(x):\n    yield x\n", True),
+        ("def forward(x):\n    return x\n", False),
+        (_STREAM, True),
+    ],
+    ids=["generator", "asynchronous", "no-stream", "steps"],
+)
+def test_streams_are_told_by_their_first_response(
+    text: str, decoupled: bool, tmp_path: Path
+) -> None:
+    """The first response says what the outputs are, and the model that it streams."""
+    build.write(tmp_path, "model.py", _HEADER + text + _TOLD)
+    given = build.arguments(input=[], output=[], max_batch_size=0)
+    found = schema.describe(given | {"model_repository": str(tmp_path)})
+    assert found["decoupled"] is decoupled
+    assert found["max_batch_size"] == 8
+    assert [one["dims"] for one in found["output"]] == [[3]]
+
+
+def test_a_stream_without_a_response_tells_nothing(tmp_path: Path) -> None:
+    """A stream that ends at once says so, instead of what its outputs are."""
+    build.write(tmp_path, "model.py", _HEADER + "def forward(x):\n    yield from ()\n" + _TOLD)
+    given = build.arguments(input=[], output=[], max_batch_size=0)
+    with pytest.raises(ForwardError, match="without a response"):
+        schema.describe(given | {"model_repository": str(tmp_path)})

@@ -1,0 +1,253 @@
+"""Items become a batch and a batch becomes outcomes again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching import gather_scatter
+from torch_py_backend.batching.gather_scatter import Item, Rows, Value
+
+
+def item(rows: int, start: float = 0.0, width: int = 2) -> dict[str, Any]:
+    x = torch.arange(rows * width, dtype=torch.float32).reshape(rows, width) + start
+    return {"x": x, "n": torch.full((rows, 1), start, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("arrays", [False, True], ids=["tensors", "arrays"])
+@pytest.mark.parametrize("sizes", [[1, 1], [3, 1, 2], [2, 0, 1], [0, 0], [0, 5]], ids=str)
+def test_what_is_gathered_is_scattered(sizes: list[int], arrays: bool) -> None:
+    """Each item gets back the rows that it brought, and no other's; columns are tensors."""
+    items: list[Item] = [item(rows, start=100.0 * position) for position, rows in enumerate(sizes)]
+    if arrays:
+        items = [{name: np.asarray(value) for name, value in one.items()} for one in items]
+
+    batch = gather_scatter.gather(items, ["n", "x"])
+    outcomes = gather_scatter.scatter(batch.columns, ["n", "x"], batch.sizes)
+
+    assert list(batch.sizes) == sizes
+    assert all(isinstance(column, Tensor) for column in batch.columns)
+    assert [column.shape for column in batch.columns] == [(sum(sizes), 1), (sum(sizes), 2)]
+    assert len(outcomes) == len(items)
+    for outcome, sent in zip(outcomes, items, strict=True):
+        for name in ("x", "n"):
+            assert np.array_equal(outcome[name], sent[name])
+            assert str(outcome[name].dtype).endswith(str(sent[name].dtype).rpartition(".")[2])
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4])
+def test_single_item_is_not_copied(rows: int) -> None:
+    """One item goes in and out as the very tensors that the request brought."""
+    sent = item(rows)
+
+    batch = gather_scatter.gather([sent], ["x", "n"])
+    (outcome,) = gather_scatter.scatter(batch.columns, ["x", "n"], batch.sizes)
+
+    assert list(batch.sizes) == [rows]
+    assert outcome["x"] is sent["x"]
+    assert outcome["n"] is sent["n"]
+
+
+def test_single_item_may_have_no_dimension() -> None:
+    """A model without a batch dimension takes and gives a tensor without any."""
+    sent: Item = {"x": torch.tensor(3.0)}
+
+    batch = gather_scatter.gather([sent], ["x"])
+
+    assert gather_scatter.scatter(batch.columns, ["y"], batch.sizes) == [{"y": sent["x"]}]
+
+
+def test_columns_are_in_the_order_asked_for() -> None:
+    """The order of a request's inputs does not matter, and inputs nobody asks for are left."""
+    items = [{**item(1), "extra": torch.ones(1)}, dict(reversed(item(2).items()))]
+
+    batch = gather_scatter.gather(items, ["n", "x"])
+
+    assert [column.dtype for column in batch.columns] == [torch.int64, torch.float32]
+
+
+def test_gathered_columns_are_new_memory() -> None:
+    """A model that writes into its input does not reach into a request."""
+    items = [item(1), item(1)]
+
+    (column,) = gather_scatter.gather(items, ["x"]).columns
+    assert isinstance(column, Tensor)
+    column.fill_(-1.0)
+
+    assert torch.equal(items[0]["x"], item(1)["x"])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "offsets"), [(torch.float32, [0, 8, 32]), (torch.bfloat16, [0, 4, 16])]
+)
+def test_scattered_rows_are_contiguous_views(dtype: torch.dtype, offsets: list[int]) -> None:
+    """Splitting copies nothing, and every part can be sent as it lies in memory."""
+    output = torch.arange(12.0).reshape(6, 2).to(dtype)
+
+    outcomes = gather_scatter.scatter([output], ["y"], [1, 3, 2])
+
+    parts = [torch.as_tensor(outcome["y"]) for outcome in outcomes]
+    assert all(part.is_contiguous() for part in parts)
+    assert [part.data_ptr() - output.data_ptr() for part in parts] == offsets
+
+
+# --- strings ---------------------------------------------------------------------------------
+
+
+def texts(*rows: Any) -> Value:
+    return np.array(rows, dtype=np.object_)
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [3, 1, 2], [2, 0, 1]], ids=str)
+def test_strings_are_gathered_and_scattered(sizes: list[int]) -> None:
+    """Each request of a batch gets its own strings, not the first one's."""
+    items: list[Item] = [
+        {"s": np.array([[f"{n} {row}"] for row in range(size)], dtype=np.object_).reshape(-1, 1)}
+        for n, size in enumerate(sizes)
+    ]
+
+    batch = gather_scatter.gather(items, ["s"])
+    outcomes = gather_scatter.scatter(batch.columns, ["y"], batch.sizes)
+
+    assert list(batch.sizes) == sizes
+    assert [outcome["y"].tolist() for outcome in outcomes] == [one["s"].tolist() for one in items]
+    assert all(outcome["y"].dtype == np.object_ for outcome in outcomes)
+
+
+def test_single_item_of_strings_is_not_copied() -> None:
+    """One request's strings are handed on as they are."""
+    sent = texts(["a"], ["b"])
+
+    batch = gather_scatter.gather([{"s": sent}], ["s"])
+
+    assert batch.columns[0] is sent
+    assert list(batch.sizes) == [2]
+
+
+def test_nothing_asked_for_is_nothing() -> None:
+    """Where all inputs are left out, there is no column and no size."""
+    batch = gather_scatter.gather([{}], [])
+
+    assert list(batch.columns) == []
+    assert len(batch.sizes) == 0
+
+
+# --- rows that a program takes ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "taken", "refused"),
+    [
+        (Rows(), (0, 1, 100), ()),
+        (Rows(2, None), (0, 2, 3), (1,)),
+        (Rows(1, 8), (0, 1, 8), (9,)),
+        (Rows(4, 4), (0, 4), (3, 5)),
+        (Rows(1, 4, (1, 2, 4)), (0, 1, 2, 4), (3, 5)),
+    ],
+    ids=str,
+)
+def test_rows_that_are_one_call_as_they_are(
+    rows: Rows, taken: tuple[int, ...], refused: tuple[int, ...]
+) -> None:
+    """Only a batch that must be filled up or taken apart is touched; an empty one never."""
+    assert all(map(rows.take, taken))
+    assert not any(map(rows.take, refused))
+
+
+@pytest.mark.parametrize(
+    ("total", "rows", "calls"),
+    [
+        pytest.param(3, Rows(4, 4), [([0, 1, 2, 2], 3)], id="filled up"),
+        pytest.param(4, Rows(4, 4), [([0, 1, 2, 3], 4)], id="full"),
+        pytest.param(
+            5,
+            Rows(4, 4),
+            [([0, 1, 2, 3], 4), ([4, 4, 4, 4], 1)],
+            id="in pieces, the last filled up",
+        ),
+        pytest.param(3, Rows(1, 1), [([0], 1), ([1], 1), ([2], 1)], id="one by one"),
+        pytest.param(1, Rows(2, None), [([0, 0], 1)], id="at least two"),
+        pytest.param(3, Rows(2, None), [([0, 1, 2], 3)], id="more than the least"),
+        pytest.param(3, Rows(2, 2), [([0, 1], 2), ([2, 2], 1)], id="pairs"),
+        pytest.param(3, Rows(1, 2), [([0, 1], 2), ([2], 1)], id="at most two"),
+        pytest.param(3, Rows(1, 4, (1, 2, 4)), [([0, 1, 2, 2], 3)], id="to a bucket"),
+        pytest.param(7, Rows(2, 4, (2, 4)), [([0, 1, 2, 3], 4), ([4, 5, 6, 6], 3)], id="buckets"),
+        pytest.param(5, Rows(2, 4, (2, 4)), [([0, 1, 2, 3], 4), ([4, 4], 1)], id="two buckets"),
+    ],
+)
+def test_columns_are_fitted_to_the_rows_of_a_program(
+    total: int, rows: Rows, calls: list[tuple[list[int], int]]
+) -> None:
+    """Each call has as many rows as the program takes; what is missing repeats the last."""
+    columns: list[Value] = [torch.arange(total), texts(*map(str, range(total)))]
+
+    found = list(gather_scatter.fit(columns, rows))
+
+    assert [(column.tolist(), present) for (column, _), present in found] == calls
+    assert [(strings.tolist(), present) for (_, strings), present in found] == [
+        ([str(row) for row in rows], present) for rows, present in calls
+    ]
+
+
+@pytest.mark.parametrize("rows", [Rows(4, 4), Rows(2, None)], ids=str)
+def test_no_rows_are_one_call(rows: Rows) -> None:
+    """A batch without rows is called once: the shapes of its outputs are the program's."""
+    ((columns, present),) = gather_scatter.fit([torch.ones(0, 2)], rows)
+
+    assert columns[0].shape == (0, 2)
+    assert present == 0
+
+
+def test_outputs_of_several_calls_are_joined() -> None:
+    """Tensors and strings of the pieces follow one another."""
+    pieces: list[list[Value]] = [
+        [torch.tensor([1, 2]), texts("a", "b")],
+        [torch.tensor([3]), texts("c")],
+    ]
+
+    numbers, strings = gather_scatter.join(pieces)
+
+    assert numbers.tolist() == [1, 2, 3]
+    assert strings.tolist() == ["a", "b", "c"]
+
+
+def test_output_of_one_call_is_not_copied() -> None:
+    """A single piece is handed on as it is."""
+    piece: list[Value] = [torch.ones(2)]
+
+    assert gather_scatter.join([piece]) is piece
+
+
+@pytest.mark.parametrize("sizes", [[2], [1, 1], [1, 2, 1], [2, 0]], ids=str)
+@pytest.mark.parametrize("strings", [False, True], ids=["numbers", "strings"])
+@pytest.mark.parametrize("width", [2, 1 << 15], ids=["small", "large"])
+def test_what_an_item_owns(sizes: list[int], strings: bool, width: int) -> None:
+    """Each item's rows are what they are, whatever becomes of the column."""
+    column: Value = torch.arange(1.0 * width * sum(sizes)).reshape(-1, width)
+    if strings:
+        column = np.array(column.tolist(), dtype=np.object_)
+    expected = [part.tolist() for part in np.split(np.array(column), np.cumsum(sizes)[:-1])]
+
+    owned = gather_scatter.owned(column, sizes)
+    outcomes = gather_scatter.scatter([column, owned], ["x", "state"], sizes)
+    column[:] = 7
+
+    found = [gather_scatter.taken(outcome["state"]) for outcome in outcomes]
+    assert [one.tolist() for one in found] == expected
+    assert all((np.array(outcome["x"]) == 7).all() for outcome in outcomes)
+
+
+def test_a_single_item_that_is_copied() -> None:
+    """Of what a model may write into, it is given a copy."""
+    sent = item(2)
+
+    batch = gather_scatter.gather([sent], ["x", "n"], copied={"n"})
+    for column in batch.columns:
+        column[:] = 9
+
+    assert (np.array(sent["x"]) == 9).all()
+    assert (np.array(sent["n"]) == 0).all()

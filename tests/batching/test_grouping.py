@@ -1,0 +1,697 @@
+"""Items become what forward() takes: refused, decoded, grouped, converted."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Optional, Tuple  # noqa: UP035
+
+import build
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.batching import gather_scatter
+from torch_py_backend.batching.gather_scatter import Item
+from torch_py_backend.batching.grouping import Intake
+from torch_py_backend.batching.padding import Padding
+from torch_py_backend.config.model_config import ModelConfig, TensorSpec
+from torch_py_backend.config.sequence_config import Sequencing, State
+from torch_py_backend.errors import BindingError, InputError
+from torch_py_backend.signature import introspection
+
+
+def optional(spec: TensorSpec) -> TensorSpec:
+    return dataclasses.replace(spec, optional=True)
+
+
+def passing(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -> Intake:
+    config = build.config(inputs=specs, **overrides)
+    return Intake(config, introspection.of_function(forward))
+
+
+def received(made: Intake, forward: Callable[..., Any], *items: Item) -> list[Any]:
+    """What forward() gets at each call for these items."""
+    admitted = [made.admit(item) for item in items]
+    sound = [(n, item) for n, item in enumerate(admitted) if isinstance(item, dict)]
+    assert len(sound) == len(items)
+    found = []
+    for group in made.group(sound):
+        batch = gather_scatter.gather(group.items, group.inputs.names)
+        found.append(group.inputs.call(forward, made.convert(group.inputs, batch.columns)))
+    return found
+
+
+def positions(made: Intake, *items: Item) -> list[list[int]]:
+    """Which items share a call."""
+    return [list(group.positions) for group in made.group(list(enumerate(items)))]
+
+
+def texts(*rows: Any) -> Any:
+    return np.array(rows, dtype=np.object_)
+
+
+def one(x: Any) -> Any:
+    return x
+
+
+def two(x: Any, y: Any = None) -> Any:
+    return x, y
+
+
+def pair(x: Any, n: Any) -> Any:
+    return x, n
+
+
+X, Y = build.spec("x"), build.spec("y")
+
+
+# --- what is admitted ------------------------------------------------------------------------
+
+
+def test_sound_item_is_handed_on_as_it_is() -> None:
+    """An item that needs nothing is not copied."""
+    item: Item = {"x": torch.ones(2, 4)}
+
+    assert passing(one, X).admit(item) is item
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        pytest.param({}, "the request lacks the input 'x'", id="nothing"),
+        pytest.param({"x": torch.ones(1, 4)}, "the request lacks the input 'n'", id="one of two"),
+        pytest.param(
+            {"x": torch.ones(2, 4), "n": torch.ones(3, 4)},
+            "the request's inputs have 2 and 3 rows; expected the same number of rows in each",
+            id="rows",
+        ),
+        pytest.param(
+            {"x": torch.ones(0, 4), "n": torch.ones(1, 4)},
+            "the request's inputs have 0 and 1 rows",
+            id="no rows and one",
+        ),
+    ],
+)
+def test_wrong_item_is_the_clients_fault(item: Item, said: str) -> None:
+    """A request without an input, or with inputs of different rows, is refused by itself."""
+    found = passing(pair, X, build.spec("n")).admit(item)
+
+    assert isinstance(found, InputError)
+    assert found.code == "INVALID_ARG"
+    assert str(found).startswith(f"model 'digits': {said}")
+
+
+@pytest.mark.parametrize("shape", [(4,), (), (1, 4, 1)], ids=str)
+@pytest.mark.parametrize("specs", [(X,), (dataclasses.replace(X, dims=(-1,)),)], ids=["4", "-1"])
+def test_item_without_rows(specs: tuple[TensorSpec], shape: tuple[int, ...]) -> None:
+    """Triton takes the first dimension from a request that says 0 rows: it meets no other item."""
+    made = passing(one, *specs)
+    item: Item = {"x": np.ones(shape, dtype=np.float32)}
+
+    refused = made.admit(item)
+
+    assert isinstance(refused, InputError)
+    assert f"input 'x' has the shape {list(shape)} and no rows" in str(refused)
+    assert made.whole([{"x": torch.ones(2, 4)}, item]) is None
+
+
+def test_padded_item_without_rows() -> None:
+    """It is refused before a mask is made for it."""
+    specs = [dataclasses.replace(build.spec(name, "INT64", (-1,)), ragged=True) for name in "xn"]
+    specs[1] = optional(specs[1])
+    config = build.config(inputs=tuple(specs), pad={"x": {"mask": "n"}})
+    made = Intake(config, introspection.of_function(pair), Padding(config))
+
+    assert isinstance(made.admit({"x": np.ones(3, dtype=np.int64)}), InputError)
+
+
+def test_rows_do_not_count_without_a_batch() -> None:
+    """With max_batch_size 0 the first dimension is nobody's."""
+    item: Item = {"x": torch.ones(2), "n": torch.tensor(3.0)}
+
+    assert passing(pair, X, build.spec("n"), max_batch_size=0).admit(item) is item
+
+
+def test_optional_input_may_be_missing() -> None:
+    """What the config calls optional is no error when it is not there."""
+    made = passing(two, X, optional(Y))
+
+    item: Item = {"x": torch.ones(1, 4)}
+    assert made.admit(item) is item
+    assert isinstance(made.admit({"y": torch.ones(1, 4)}), InputError)
+
+
+def test_optional_input_that_is_there_must_agree_in_rows() -> None:
+    """An optional input is checked where it is there."""
+    made = passing(two, X, optional(Y))
+
+    assert isinstance(made.admit({"x": torch.ones(1, 4), "y": torch.ones(2, 4)}), InputError)
+
+
+def test_optional_input_without_a_default_is_refused_at_load() -> None:
+    """An input that forward() cannot do without is told before any request."""
+    with pytest.raises(BindingError, match="argument n; n cannot be optional"):
+        passing(pair, X, optional(build.spec("n")))
+
+
+# --- optional inputs -------------------------------------------------------------------------
+
+
+def test_items_are_grouped_by_what_they_have() -> None:
+    """Items with and without an optional input are called apart, each with its own."""
+    made = passing(two, X, optional(Y))
+    with_y: Item = {"y": torch.full((1, 4), 5.0), "x": torch.zeros(1, 4)}
+    without: Item = {"x": torch.ones(2, 4)}
+
+    assert positions(made, with_y, without, with_y, without) == [[0, 2], [1, 3]]
+    (x, y), (alone, nothing) = received(made, two, with_y, without)
+    assert (x.tolist(), y.tolist()) == (with_y["x"].tolist(), with_y["y"].tolist())
+    assert alone is without["x"]
+    assert nothing is None
+
+
+def test_different_patterns_are_kept_apart() -> None:
+    """Two items that lack one input each do not share a call when it is not the same one."""
+
+    def forward(x: Any, a: Any = "a", b: Any = "b") -> Any:
+        return x, a, b
+
+    made = passing(forward, X, optional(build.spec("a")), optional(build.spec("b")))
+    value = torch.ones(1, 4)
+
+    found = received(made, forward, {"x": value, "a": value}, {"x": value, "b": value})
+
+    assert [(a is value, b is value) for _, a, b in found] == [(True, False), (False, True)]
+    assert (found[0][2], found[1][1]) == ("b", "a")
+
+
+def test_optional_input_without_a_batch() -> None:
+    """Left out or not, an unbatched item is called by itself."""
+    made = passing(two, X, optional(Y), max_batch_size=0)
+    x = torch.ones(4)
+
+    assert received(made, two, {"x": x}, {"x": x, "y": x}) == [(x, None), (x, x)]
+
+
+def test_gap_in_a_list_is_refused_before_the_call() -> None:
+    """Of a list, the last parts may be left out; a request that leaves a gap is refused."""
+
+    def forward(tensors: list[Tensor]) -> Any:
+        return tensors
+
+    specs = [build.spec("a"), optional(build.spec("b")), optional(build.spec("c"))]
+    made = passing(forward, *specs)
+    value = torch.ones(1, 4)
+
+    assert set(made.patterns) == {frozenset(), frozenset("c"), frozenset("bc")}
+    refusal = made.admit({"a": value, "c": value})
+    assert isinstance(refusal, InputError)
+    assert "a, c leave gaps in a list" in str(refusal)
+    assert received(made, forward, {"a": value, "b": value}) == [[value, value]]
+
+
+def test_input_that_only_leaves_gaps_is_refused_at_load() -> None:
+    """An optional input that no request can leave out fails the load."""
+
+    def forward(tensors: list[Tensor]) -> Any: ...
+
+    with pytest.raises(BindingError, match="a, c leave gaps in a list"):
+        passing(forward, build.spec("a"), optional(build.spec("b")), build.spec("c"))
+
+
+def test_parts_of_a_tuple_are_left_out_together() -> None:
+    """An Optional[Tuple[Tensor, Tensor]] is fed by two optional inputs: both or neither."""
+
+    def forward(x: Tensor, state: Optional[Tuple[Tensor, Tensor]] = None) -> Any:  # noqa: UP006, UP045
+        return x, state
+
+    names = ("ARGS[1][0]", "ARGS[1][1]")
+    made = passing(forward, X, *(optional(build.spec(name)) for name in names))
+    value = torch.ones(1, 4)
+
+    assert set(made.patterns) == {frozenset(), frozenset(names)}
+    whole: Item = {"x": value, names[0]: value, names[1]: value}
+    assert received(made, forward, whole, {"x": value}) == [
+        (value, (value, value)),
+        (value, None),
+    ]
+    for name in names:
+        refusal = made.admit({"x": value, name: value})
+        assert isinstance(refusal, InputError)
+        assert "is a tuple" in str(refusal)
+        assert "all of ARGS[1][0], ARGS[1][1], or none of them" in str(refusal)
+
+
+# --- groups ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "groups"),
+    [
+        pytest.param([(1, 2)], [[0]], id="one"),
+        pytest.param([(1, 2), (3, 2), (2, 2)], [[0, 1, 2]], id="alike"),
+        pytest.param(
+            [(1, 2), (1, 3), (1, 2), (1, 4), (1, 3)], [[0, 2], [1, 4], [3]], id="three shapes"
+        ),
+        pytest.param([(2,), (2, 1)], [[0], [1]], id="number of dimensions"),
+        pytest.param([(0, 2), (1, 2)], [[0, 1]], id="no rows"),
+    ],
+)
+def test_items_of_one_shape_form_a_group(
+    shapes: list[tuple[int, ...]], groups: list[list[int]]
+) -> None:
+    """Items are batched with those of their shape, in the order in which they came."""
+    items: list[Item] = [{"x": torch.ones(shape)} for shape in shapes]
+    assert positions(passing(one, X), *items) == groups
+
+
+def test_any_input_keeps_items_apart() -> None:
+    """It is enough that one of the inputs differs in shape or lies on another device."""
+    made = passing(pair, X, build.spec("n"))
+    first: Item = {"x": torch.ones(1, 2), "n": torch.ones(1, 2)}
+    second: Item = {**first, "n": torch.ones(1, 3)}
+    third: Item = {**first, "x": torch.ones(1, 2, device="meta")}
+
+    assert positions(made, first, second, third, first) == [[0, 3], [1], [2]]
+
+
+def test_order_of_a_requests_inputs_does_not_matter() -> None:
+    """Requests that name their inputs in different order share a call."""
+    made = passing(pair, X, build.spec("n"))
+    item: Item = {"x": torch.ones(1, 2), "n": torch.zeros(1, 2)}
+
+    assert positions(made, item, dict(reversed(item.items()))) == [[0, 1]]
+
+
+def test_strings_keep_items_apart_by_their_shape() -> None:
+    """Strings are batched like tensors."""
+    made = passing(one, build.spec("x", "BYTES"))
+
+    assert positions(made, {"x": texts(["a"])}, {"x": texts(["b"])}, {"x": texts(["a", "b"])}) == [
+        [0, 1],
+        [2],
+    ]
+
+
+def test_unbatched_items_are_called_one_by_one() -> None:
+    """With max_batch_size 0 nothing is batched, however alike."""
+    item: Item = {"x": torch.ones(4)}
+
+    assert positions(passing(one, X, max_batch_size=0), item, item) == [[0], [1]]
+
+
+def test_positions_are_those_of_the_caller() -> None:
+    """A group knows the places of its items among all, also of those that were refused."""
+    item: Item = {"x": torch.ones(1, 2)}
+
+    (group,) = passing(one, X).group([(3, item), (7, item)])
+
+    assert group.positions == [3, 7]
+
+
+# --- scalars ---------------------------------------------------------------------------------
+
+
+def power(x: Any, n: int) -> Any:
+    return x, n
+
+
+def factor(x: Any, n: float) -> Any:
+    return x, n
+
+
+def flag(x: Any, n: bool) -> Any:
+    return x, n
+
+
+def unit(x: Any, n: str) -> Any:
+    return x, n
+
+
+@pytest.mark.parametrize(
+    ("forward", "dtype", "column", "value"),
+    [
+        pytest.param(power, "INT32", torch.tensor([[3], [3]], dtype=torch.int32), 3, id="int"),
+        pytest.param(factor, "FP32", torch.tensor([[0.5], [0.5]]), 0.5, id="float"),
+        pytest.param(factor, "BF16", torch.full((2, 1), 0.5, dtype=torch.bfloat16), 0.5, id="BF16"),
+        pytest.param(flag, "BOOL", torch.tensor([[True], [True]]), True, id="bool"),
+        pytest.param(unit, "BYTES", texts([b"m\xc3\xa4"], [b"m\xc3\xa4"]), "mä", id="str"),
+        pytest.param(power, "INT64", torch.tensor([[3, 3], [3, 3]]), 3, id="several alike a row"),
+    ],
+)
+def test_scalar_is_one_python_value(
+    forward: Callable[..., Any], dtype: str, column: Any, value: Any
+) -> None:
+    """An argument that is annotated as a number or a string gets one, for all rows."""
+    made = passing(forward, X, build.spec("n", dtype, (1,)))
+
+    ((_, found),) = received(made, forward, {"x": torch.ones(2, 4), "n": column})
+
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("forward", "dtype", "column", "said"),
+    [
+        pytest.param(power, "INT64", torch.tensor([[3], [4]]), "holds 2 values", id="ints"),
+        pytest.param(
+            unit,
+            "BYTES",
+            texts([b"a"], [b"b"]),
+            "one value for all rows: forward() takes a str",
+            id="strings",
+        ),
+        pytest.param(flag, "BOOL", torch.tensor([[True], [False]]), "takes a bool", id="bools"),
+        pytest.param(power, "INT64", torch.ones(2, 0, dtype=torch.int64), "holds 0", id="none"),
+    ],
+)
+def test_scalar_of_several_values_is_refused(
+    forward: Callable[..., Any], dtype: str, column: Any, said: str
+) -> None:
+    """Rows that disagree about a scalar cannot be one call."""
+    made = passing(forward, X, build.spec("n", dtype, (-1,)))
+
+    found = made.admit({"x": torch.ones(2, 4), "n": column})
+
+    assert isinstance(found, InputError)
+    assert "'digits': input 'n' holds " in str(found)
+    assert said in str(found)
+
+
+@pytest.mark.parametrize(
+    ("forward", "dtype"),
+    [
+        pytest.param(power, "FP32", id="floats for an int"),
+        pytest.param(power, "BYTES", id="strings for an int"),
+        pytest.param(flag, "BYTES", id="strings for a bool"),
+        pytest.param(flag, "FP32", id="floats for a bool"),
+        pytest.param(unit, "FP32", id="floats for a str"),
+    ],
+)
+def test_scalar_of_another_type_is_refused_at_load(forward: Callable[..., Any], dtype: str) -> None:
+    """A config whose type an argument cannot take without loss fails the load."""
+    with pytest.raises(BindingError):
+        passing(forward, X, build.spec("n", dtype, (1,)))
+
+
+def test_scalars_keep_items_apart() -> None:
+    """Items with different scalars are called apart, those with the same one together."""
+    made = passing(power, X, build.spec("n", "INT64", (1,)))
+    items: list[Item] = [
+        {"x": torch.ones(1, 4), "n": torch.full((1, 1), number)} for number in (2, 3, 2)
+    ]
+
+    assert positions(made, *items) == [[0, 2], [1]]
+    assert [number for _, number in received(made, power, *items)] == [2, 3]
+
+
+def test_strings_as_scalars_keep_items_apart() -> None:
+    """A word that is one argument for all rows divides the items like a number."""
+    made = passing(unit, X, build.spec("n", "BYTES", (1,)))
+    items: list[Item] = [{"x": torch.ones(1, 4), "n": texts([word])} for word in (b"a", b"b")]
+
+    assert [word for _, word in received(made, unit, *items)] == ["a", "b"]
+
+
+def test_nan_is_one_value() -> None:
+    """A scalar that is no number is the same in all rows all the same."""
+    made = passing(factor, X, build.spec("n", "FP32", (1,)))
+
+    found = made.admit({"x": torch.ones(2, 4), "n": torch.full((2, 1), float("nan"))})
+
+    assert isinstance(found, dict)
+
+
+def test_optional_scalar() -> None:
+    """A scalar that is left out leaves its default."""
+
+    def forward(x: Any, n: int = 7) -> Any:
+        return x, n
+
+    made = passing(forward, X, optional(build.spec("n", "INT64", (1,))))
+    item: Item = {"x": torch.ones(1, 4)}
+
+    found = received(made, forward, item, {**item, "n": torch.full((1, 1), 2)}, item)
+
+    assert [number for _, number in found] == [7, 2]
+
+
+# --- strings ---------------------------------------------------------------------------------
+
+
+def words(x: list[str]) -> Any:
+    return x
+
+
+def blobs(x: list[bytes]) -> Any:
+    return x
+
+
+def rows_of_words(x: list[list[str]]) -> Any:
+    return x
+
+
+def rows_of_blobs(x: list[list[bytes]]) -> Any:
+    return x
+
+
+SENT = texts([b"a", b"\xc3\xa4"], [b"", b"b"])
+
+
+@pytest.mark.parametrize(
+    ("forward", "value"),
+    [
+        pytest.param(words, ["a", "ä", "", "b"], id="list[str]"),
+        pytest.param(blobs, [b"a", b"\xc3\xa4", b"", b"b"], id="list[bytes]"),
+        pytest.param(rows_of_words, [["a", "ä"], ["", "b"]], id="list[list[str]]"),
+        pytest.param(rows_of_blobs, [[b"a", b"\xc3\xa4"], [b"", b"b"]], id="list[list[bytes]]"),
+    ],
+)
+def test_strings_are_lists(forward: Callable[..., Any], value: Any) -> None:
+    """An annotated list of strings is one: flat as LibTorch's, or in rows; text or bytes."""
+    made = passing(forward, build.spec("x", "BYTES", (2,)))
+
+    assert received(made, forward, {"x": SENT}) == [value]
+
+
+def test_strings_without_an_annotation_are_an_array() -> None:
+    """Without an annotation strings stay the array that they are, decoded."""
+    (found,) = received(passing(one, build.spec("x", "BYTES", (2,))), one, {"x": SENT})
+
+    assert isinstance(found, np.ndarray)
+    assert found.tolist() == [["a", "ä"], ["", "b"]]
+
+
+def test_strings_of_several_items_are_joined() -> None:
+    """A batch of strings is one call, in the order of the items."""
+    made = passing(words, build.spec("x", "BYTES", (1,)))
+
+    assert received(made, words, {"x": texts([b"a"])}, {"x": texts([b"b"], [b"c"])}) == [
+        ["a", "b", "c"]
+    ]
+
+
+def test_bytes_that_are_no_text_fail_alone() -> None:
+    """A request whose bytes are not UTF-8 is refused, and not the others of its batch."""
+    made = passing(words, build.spec("x", "BYTES", (1,)))
+
+    wrong = made.admit({"x": texts([b"\xff"])})
+
+    assert isinstance(wrong, InputError)
+    assert "'digits': input 'x' is not UTF-8: invalid start byte" in str(wrong)
+    assert isinstance(made.admit({"x": texts([b"a"])}), dict)
+
+
+@pytest.mark.parametrize("forward", [blobs, rows_of_blobs])
+def test_bytes_need_be_no_text(forward: Callable[..., Any]) -> None:
+    """Where forward() takes bytes, any bytes will do."""
+    made = passing(forward, build.spec("x", "BYTES", (1,)))
+
+    assert isinstance(made.admit({"x": texts([b"\xff"])}), dict)
+
+
+class Scripted(nn.Module):
+    def forward(self, x: list[str], unit: str) -> list[str]:
+        return [text + unit for text in x]
+
+
+def test_bytes_for_torchscript_need_be_no_text() -> None:
+    """Strings of TorchScript are bytes: what is not UTF-8 is passed as it came."""
+    compiled: Any = torch.jit.script(Scripted())
+    signature = introspection.of_schema(compiled.forward.schema)
+    specs = (build.spec("x", "BYTES", (1,)), build.spec("unit", "BYTES", (1,)))
+    made = Intake(build.config(inputs=specs), signature)
+
+    item = made.admit({"x": texts([b"\xff"], [b"a"]), "unit": texts([b"\xe9"], [b"\xe9"])})
+
+    assert isinstance(item, dict)
+    (group,) = made.group([(0, item)])
+    columns = [item[name] for name in group.inputs.names]
+    assert made.convert(group.inputs, columns) == [[b"\xff", "a"], b"\xe9"]
+
+
+def test_decoding_leaves_the_request_alone() -> None:
+    """What a request brought is not written over."""
+    item: Item = {"x": texts([b"a"])}
+
+    passing(words, build.spec("x", "BYTES", (1,))).admit(item)
+
+    assert item["x"].tolist() == [[b"a"]]
+
+
+def test_strings_without_a_batch_dimension() -> None:
+    """A single string without any dimension is decoded as well."""
+    made = passing(one, build.spec("x", "BYTES", ()), max_batch_size=0)
+
+    (found,) = received(made, one, {"x": np.array(b"a", dtype=np.object_)})
+
+    assert found.item() == "a"
+
+
+def test_no_strings_at_all() -> None:
+    """An array without strings is a list without strings."""
+    made = passing(words, build.spec("x", "BYTES", (-1,)))
+
+    assert received(made, words, {"x": np.empty((2, 0), dtype=np.object_)}) == [[]]
+
+
+# --- CAST_INPUTS -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sent", "cast", "found"),
+    [
+        pytest.param("FP32", "BF16", torch.bfloat16, id="BF16"),
+        pytest.param("FP64", "FP32", torch.float32, id="FP32"),
+        pytest.param("FP32", "FP32", torch.float32, id="already"),
+        pytest.param("INT64", "FP16", torch.int64, id="integers stay"),
+        pytest.param("BOOL", "FP16", torch.bool, id="bools stay"),
+        pytest.param("FP64", None, torch.float64, id="not asked for"),
+    ],
+)
+def test_inputs_are_cast_on_demand(sent: str, cast: str | None, found: torch.dtype) -> None:
+    """With CAST_INPUTS floating-point inputs take that type, others stay."""
+    spec = build.spec("x", sent)
+    column = torch.ones(1, 4, dtype=getattr(torch, str(spec.dtype.torch)))
+
+    (x,) = received(passing(one, spec, cast_inputs=cast), one, {"x": column})
+
+    assert x.dtype is found
+    assert x.tolist() == column.tolist()
+
+
+def test_strings_and_scalars_are_not_cast() -> None:
+    """A float that is a Python float stays one, and strings stay strings."""
+
+    def forward(x: Any, f: float, s: list[str]) -> Any:
+        return x, f, s
+
+    made = passing(
+        forward, X, build.spec("f", dims=(1,)), build.spec("s", "BYTES", (1,)), cast_inputs="FP16"
+    )
+    item: Item = {"x": torch.ones(1, 4), "f": torch.tensor([[0.1]]), "s": texts([b"a"])}
+
+    ((x, f, s),) = received(made, forward, item)
+
+    assert x.dtype is torch.float16
+    assert (f, s) == (torch.tensor(0.1).item(), ["a"])
+
+
+# --- places ----------------------------------------------------------------------------------
+
+
+def test_places_are_told_by_input() -> None:
+    """What each input of the config feeds can be read."""
+
+    def forward(x: Any, extra: Any, *, scale: Any) -> Any: ...
+
+    names = ("scale", "ARGS[1][key]", "x")
+    made = passing(forward, *(build.spec(name) for name in names))
+
+    assert made.places == {"x": "x", "scale": "scale", "ARGS[1][key]": "extra[key]"}
+
+
+# --- the short way -----------------------------------------------------------------------------
+
+
+def shortcut(settings: ModelConfig, *items: Item) -> bool:
+    """Whether the items were found to share a call without a look at each of their shapes."""
+    signature = introspection.of_function(lambda x, n=None: x)
+    group = Intake(settings, signature).whole(items)
+    assert group is None or list(group.positions) == list(range(len(items)))
+    return group is not None
+
+
+TWO = (build.spec("x"), build.spec("n"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "short"),
+    [
+        pytest.param(build.config(inputs=TWO), True, id="fixed dims"),
+        pytest.param(build.config(inputs=TWO, max_batch_size=0), False, id="no batches"),
+        pytest.param(
+            build.config(inputs=(build.spec("x", dims=(-1,)), TWO[1])), False, id="variable dims"
+        ),
+        pytest.param(
+            build.config(inputs=TWO, force_cpu_only_input_tensors=False), True, id="any device"
+        ),
+    ],
+)
+def test_items_that_the_config_makes_alike(settings: ModelConfig, short: bool) -> None:
+    """Where Triton has compared all shapes, they are not compared again."""
+    items: list[Item] = [{"x": torch.zeros(rows, 4), "n": torch.zeros(rows, 4)} for rows in (1, 2)]
+
+    assert shortcut(settings, *items) is short
+
+
+@pytest.mark.parametrize(("devices", "short"), [(["meta", "meta"], True), (["cpu", "meta"], False)])
+def test_items_that_triton_leaves_on_the_gpu(devices: list[str], short: bool) -> None:
+    """Items on one device share a call without a closer look; those on two never share one."""
+    settings = build.config(inputs=TWO, force_cpu_only_input_tensors=False)
+    items: list[Item] = [
+        {"x": torch.zeros(1, 4, device=device), "n": np.zeros((1, 4), np.float32)}
+        for device in devices
+    ]
+    intake = Intake(settings, introspection.of_function(lambda x, n=None: x))
+
+    assert (intake.whole(items) is not None) is short
+    groups = intake.group(list(enumerate(items)))
+    assert len(groups) == len(set(devices))
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        pytest.param({"x": torch.zeros(2, 4)}, id="an input is missing"),
+        pytest.param({"x": torch.zeros(2, 4), "n": torch.zeros(3, 4)}, id="rows differ"),
+    ],
+)
+def test_items_that_need_a_closer_look(item: Item) -> None:
+    """One item that is not whole takes the long way for all."""
+    sound: Item = {"x": torch.zeros(2, 4), "n": torch.zeros(2, 4)}
+    optional = dataclasses.replace(TWO[1], optional=True)
+
+    assert not shortcut(build.config(inputs=(TWO[0], optional)), sound, item)
+
+
+@pytest.mark.parametrize(
+    ("n", "short"),
+    [
+        pytest.param(torch.zeros(1, 3), True, id="alike"),
+        pytest.param(torch.zeros(1, 4), False, id="another shape"),
+        pytest.param(torch.zeros(1, 3, dtype=torch.float16), False, id="another type"),
+        pytest.param(None, False, id="a first step"),
+    ],
+)
+def test_what_is_carried_is_compared(n: Tensor | None, short: bool) -> None:
+    """Of what STATE names the config says nothing: steps share a call where it is alike."""
+    kept = Sequencing(1, 1.0, 0.0, (), (State("n", "m"),))
+    items: list[Item] = [{"x": torch.zeros(1, 4), "n": torch.zeros(1, 3)}, {"x": torch.zeros(1, 4)}]
+    if n is not None:
+        items[1]["n"] = n
+
+    assert shortcut(build.config(inputs=TWO[:1], sequencing=kept), *items) is short

@@ -1,0 +1,556 @@
+"""A result's parts become what the config promises: checked, shaped, contiguous."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import build
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.batching import output_extraction
+from torch_py_backend.batching.gather_scatter import Value
+from torch_py_backend.errors import OutputError
+
+ROWS = 3
+
+
+def verified(
+    part: Any, dtype: str = "FP32", dims: tuple[int, ...] = (2,), rows: int = ROWS, **overrides: Any
+) -> Value:
+    """What becomes of a part for a batch of so many rows."""
+    config = build.config(outputs=(build.spec("y", dtype, dims),), **overrides)
+    (verify,) = output_extraction.verifiers(config)
+    return verify(part, rows)
+
+
+def refusal(part: Any, *arguments: Any, **keywords: Any) -> str:
+    with pytest.raises(OutputError) as raised:
+        verified(part, *arguments, **keywords)
+    text = str(raised.value)
+    assert text.startswith("model 'digits': output 'y' ")
+    return text
+
+
+def strings(value: Value) -> Any:
+    """An array of strings as lists; Triton's utilities take no other than an array of objects."""
+    assert isinstance(value, np.ndarray)
+    assert value.dtype == np.object_
+    return value.tolist()
+
+
+# --- tensors ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape"),
+    [
+        pytest.param((2,), (3, 2), id="fixed"),
+        pytest.param((-1,), (3, 7), id="variable"),
+        pytest.param((-1, 2), (3, 0, 2), id="empty"),
+        pytest.param((), (3,), id="rows alone"),
+        pytest.param((1, 1), (3, 1, 1), id="ones"),
+    ],
+)
+def test_tensor_that_fits_is_taken(dims: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """A tensor of the config's shape is handed on as it is, without a copy."""
+    part = torch.rand(shape)
+
+    assert verified(part, dims=dims) is part
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [
+        pytest.param(torch.rand(3, 16), "FP32", id="size"),
+        pytest.param(torch.rand(3, 2, 1), "FP32", id="rank"),
+        pytest.param(torch.rand(3), "FP32", id="rows alone"),
+        pytest.param([["a"] * 16] * 3, "BYTES", id="strings"),
+    ],
+)
+def test_contradicting_shapes_are_served_on_demand(
+    part: Any, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """CHECK_OUTPUTS off serves what the model returns, as LibTorch does, and warns once."""
+    config = build.config(outputs=(build.spec("y", dtype, (2,)),), check_outputs=False)
+    (verify,) = output_extraction.verifiers(config)
+
+    for _ in range(2):
+        made = verify(part, ROWS)
+        assert list(made.shape) == list(np.array(part).shape)
+
+    (message,) = caplog.messages
+    assert "output 'y' is [3" in message
+    assert "config.pbtxt says [-1, 2]" in message
+
+
+@pytest.mark.parametrize(
+    ("part", "reshaped"),
+    [
+        pytest.param(torch.rand(4, 16), False, id="rows"),
+        pytest.param(torch.rand(3, 2).double(), False, id="type"),
+        pytest.param(torch.tensor(1.0), False, id="no rows"),
+        pytest.param(torch.rand(3, 16), True, id="reshape"),
+    ],
+)
+def test_what_cannot_be_served_is_refused_all_the_same(part: Tensor, reshaped: bool) -> None:
+    """Rows are told apart by their number, and Triton's reshape needs the shape that it is for."""
+    spec = dataclasses.replace(build.spec("y", dims=(2,)), reshaped=reshaped)
+    (verify,) = output_extraction.verifiers(build.config(outputs=(spec,), check_outputs=False))
+
+    with pytest.raises(OutputError):
+        verify(part, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "made"),
+    [
+        pytest.param((1,), (3,), (3, 1), id="[rows] for [-1, 1]"),
+        pytest.param((1, 1), (3,), (3, 1, 1), id="[rows] for [-1, 1, 1]"),
+    ],
+)
+def test_value_a_row_is_shaped(
+    dims: tuple[int, ...], shape: tuple[int, ...], made: tuple[int, ...]
+) -> None:
+    """One value for each row needs no dimension of one."""
+    part = torch.rand(shape)
+
+    found = verified(part, dims=dims)
+
+    assert isinstance(found, Tensor)
+    assert found.shape == made
+    assert found.flatten().tolist() == part.tolist()
+
+
+@pytest.mark.parametrize(
+    ("dims", "shape", "made"),
+    [
+        pytest.param((), (), (), id="no dimension"),
+        pytest.param((1,), (), (1,), id="[] for [1]"),
+        pytest.param((1, 1), (), (1, 1), id="[] for [1, 1]"),
+        pytest.param((2, 3), (2, 3), (2, 3), id="fixed"),
+        pytest.param((-1,), (5,), (5,), id="variable"),
+    ],
+)
+def test_model_without_a_batch_dimension(
+    dims: tuple[int, ...], shape: tuple[int, ...], made: tuple[int, ...]
+) -> None:
+    """With max_batch_size 0 the shape is the config's alone, and a scalar may be one of [1]."""
+    found = verified(torch.rand(shape), dims=dims, rows=0, max_batch_size=0)
+
+    assert found.shape == made
+
+
+@pytest.mark.parametrize(
+    ("part", "dims", "overrides", "said"),
+    [
+        pytest.param(
+            torch.ones(3, 5),
+            (2,),
+            {},
+            "is float32 [3, 5]; expected float32 [-1, 2] as in config.pbtxt",
+            id="size",
+        ),
+        pytest.param(
+            torch.ones(3, 2, 1),
+            (2,),
+            {},
+            "is float32 [3, 2, 1]; expected float32 [-1, 2]",
+            id="rank",
+        ),
+        pytest.param(torch.ones(3), (2,), {}, "is float32 [3]; expected", id="row values for [2]"),
+        pytest.param(
+            torch.ones(3), (-1,), {}, "is float32 [3]; expected", id="row values for [-1]"
+        ),
+        pytest.param(torch.tensor(1.0), (1,), {}, "is float32 []; expected", id="0-d of a batch"),
+        pytest.param(
+            torch.ones(3, 2, dtype=torch.float64),
+            (2,),
+            {},
+            "is float64 [3, 2]; expected float32 [-1, 2]",
+            id="type",
+        ),
+        pytest.param(
+            torch.ones(3, 2, dtype=torch.int64),
+            (2,),
+            {},
+            "is int64 [3, 2]; expected",
+            id="integers",
+        ),
+        pytest.param(
+            torch.ones(4),
+            (2,),
+            {"max_batch_size": 0},
+            "is float32 [4]; expected float32 [2]",
+            id="size without a batch",
+        ),
+        pytest.param(
+            torch.tensor(1.0),
+            (-1,),
+            {"max_batch_size": 0},
+            "is float32 []; expected float32 [-1]",
+            id="0-d for [-1]",
+        ),
+        pytest.param(torch.ones(4, 2), (2,), {}, "has 4 rows for a batch of 3", id="more rows"),
+        pytest.param(torch.ones(1, 2), (2,), {}, "has 1 rows for a batch of 3", id="fewer rows"),
+        pytest.param(torch.ones(4), (1,), {}, "has 4 rows for a batch of 3", id="more row values"),
+    ],
+)
+def test_tensor_that_contradicts_the_config_is_refused(
+    part: Tensor, dims: tuple[int, ...], overrides: dict[str, Any], said: str
+) -> None:
+    """Another type, shape or number of rows is told, with what came and what was expected."""
+    assert said in refusal(part, dims=dims, **overrides)
+
+
+@pytest.mark.parametrize(
+    ("part", "kind"),
+    [
+        (None, "NoneType"),
+        ("text", "str"),
+        ([1.0], "list"),
+        ({"y": torch.ones(1)}, "dict"),
+        (np.ones((3, 2), np.float32), "ndarray"),
+        (1.0, "float"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_no_tensor_is_refused(part: Any, kind: str) -> None:
+    """Anything but a tensor is named by its type; of a batch, a number is no output."""
+    assert f"output 'y' is a {kind}; expected a torch.Tensor" in refusal(part)
+
+
+# --- Python numbers --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype", "dims"),
+    [
+        pytest.param(2.5, "FP32", (), id="float"),
+        pytest.param(2.5, "BF16", (1,), id="float for [1]"),
+        pytest.param(7, "INT64", (1, 1), id="int for [1, 1]"),
+        pytest.param(7, "FP32", (1,), id="int as FP32"),
+        pytest.param(True, "BOOL", (1,), id="bool"),
+    ],
+)
+def test_number_of_a_model_without_batches(part: float, dtype: str, dims: tuple[int, ...]) -> None:
+    """Where there is no batch, a Python number is a tensor with one value."""
+    found = verified(part, dtype, dims, max_batch_size=0)
+
+    assert isinstance(found, Tensor)
+    assert found.shape == dims
+    assert found.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
+    assert found.item() == part
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"), [("UINT64", 2**64 - 1), ("FP64", 2**70)], ids=["UINT64", "FP64"]
+)
+def test_large_number(dtype: str, number: int) -> None:
+    """A number that its type can hold is served, though an int64 could not."""
+    found = verified(number, dtype, (1,), max_batch_size=0)
+
+    assert isinstance(found, Tensor)
+    assert found.item() == number
+
+
+def test_number_for_a_larger_shape_is_refused() -> None:
+    """A number is not spread over a shape that has more values."""
+    assert "is float32 []; expected float32 [2]" in refusal(1.0, max_batch_size=0)
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype"),
+    [
+        pytest.param(2.5, "INT64", id="float as integer"),
+        pytest.param(2.5, "BOOL", id="float as bool"),
+        pytest.param(300, "UINT8", id="too large"),
+        pytest.param(-1, "UINT8", id="negative"),
+    ],
+)
+def test_number_that_its_type_cannot_hold_is_refused(part: float, dtype: str) -> None:
+    """A number that would become another one is an error of the output, not a wrong answer."""
+    refusal(part, dtype, (1,), max_batch_size=0)
+
+
+# --- tensors that are like no others ----------------------------------------------------------
+
+_FLAT = torch.ones(3, 2)
+_ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
+    "sparse": (_FLAT.to_sparse, "a tensor of layout sparse_coo, float32 [3, 2]"),
+    "sparse rows": (_FLAT.to_sparse_csr, "a tensor of layout sparse_csr, float32 [3, 2]"),
+    "meta": (lambda: _FLAT.to("meta"), "a tensor on the device meta, float32 [3, 2]"),
+    "complex": (lambda: _FLAT.to(torch.complex64), "complex64 [3, 2]"),
+    "quantised": (
+        lambda: torch.quantize_per_tensor(_FLAT, 0.1, 0, torch.quint8),
+        "quint8 [3, 2]",
+    ),
+    "nested": (
+        lambda: torch.nested.nested_tensor([_FLAT, _FLAT]).double(),
+        "a nested tensor of float64",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(("make", "form"), _ODD.values(), ids=_ODD)
+@pytest.mark.parametrize("cast", [False, True])
+def test_tensors_that_cannot_be_sent(make: Callable[[], Tensor], form: str, cast: bool) -> None:
+    """A tensor whose memory is not its values is told by its name, and is not cast in silence."""
+    assert f"is {form}" in refusal(make(), cast_outputs=cast)
+
+
+@pytest.mark.parametrize("cast", [False, True])
+def test_eight_bits_are_refused_or_cast(cast: bool) -> None:
+    """Triton has no float8; CAST_OUTPUTS makes it what the config says."""
+    part = _FLAT.to(torch.float8_e4m3fn)
+    if not cast:
+        assert "is float8_e4m3fn [3, 2]" in refusal(part)
+        return
+
+    found = verified(part, cast_outputs=True)
+
+    assert isinstance(found, Tensor)
+    assert torch.equal(found, _FLAT)
+
+
+def test_finite() -> None:
+    """Only what can be NaN is looked at, and the first output that is, is named."""
+    specs = (build.spec("n", "INT64"), build.spec("a"), build.spec("b"), build.spec("s", "BYTES"))
+    made = output_extraction.Finite(build.config(outputs=specs))
+    words = np.array([["a"]], dtype=np.object_)
+    good, bad = torch.ones(1, 1), torch.tensor([[torch.inf]])
+    whole: list[Value] = [torch.ones(1, 1, dtype=torch.int64), good, bad, words]
+
+    assert not made.holds(whole)
+    assert made.holds([*whole[:2], good, words])
+    assert made.refusal({"n": whole[0], "a": good, "b": good, "s": words}) is None
+    assert "output 'b' holds NaN or infinity" in str(
+        made.refusal({"n": whole[0], "a": good, "b": bad, "s": words})
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_finite_in_every_type(dtype: torch.dtype) -> None:
+    """Half precision overflows first: it is looked at as well."""
+    kind = {torch.float16: "FP16", torch.bfloat16: "BF16", torch.float64: "FP64"}[dtype]
+    made = output_extraction.Finite(build.config(outputs=(build.spec("y", kind),)))
+
+    assert made.holds([torch.ones(2, dtype=dtype)])
+    assert not made.holds([torch.full((2,), torch.nan, dtype=dtype)])
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(torch.arange(6.0).reshape(2, 3).t(), id="transposed"),
+        pytest.param(torch.arange(2.0).expand(3, -1), id="expanded"),
+        pytest.param(torch.arange(12.0).reshape(3, 4)[:, ::2], id="every other"),
+        pytest.param(torch.arange(3.0)[:, None].expand(-1, 2), id="expanded columns"),
+        pytest.param(torch.view_as_complex(torch.rand(3, 2, 2)).conj().imag, id="negated later"),
+        pytest.param(torch.ones(3, 2, requires_grad=True), id="requires a gradient"),
+        pytest.param(torch.ones(3, 2, requires_grad=True) * 2, id="has a history"),
+        pytest.param(nn.Parameter(torch.ones(3, 2)), id="parameter"),
+    ],
+)
+def test_memory_is_what_triton_reads(part: Tensor) -> None:
+    """Whatever a tensor's layout, what is sent is contiguous, resolved and takes no gradient."""
+    found = verified(part)
+
+    assert isinstance(found, Tensor)
+    assert found.is_contiguous()
+    assert not found.requires_grad
+    assert not found.is_neg()
+    assert found.numpy().tolist() == part.detach().resolve_neg().tolist()
+
+
+# --- CAST_OUTPUTS ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype", "values"),
+    [
+        pytest.param(torch.tensor([[1.5, 2.5]]).double(), "FP32", [[1.5, 2.5]], id="narrower"),
+        pytest.param(torch.tensor([[1.5, 2.5]]).bfloat16(), "FP32", [[1.5, 2.5]], id="wider"),
+        pytest.param(torch.tensor([[1, 2]]), "FP16", [[1.0, 2.0]], id="integers"),
+        pytest.param(torch.tensor([[1, 0]]), "BOOL", [[True, False]], id="bool"),
+        pytest.param(torch.tensor([[1.0, 2.0]]), "FP32", [[1.0, 2.0]], id="already"),
+    ],
+)
+def test_outputs_are_cast_on_demand(part: Tensor, dtype: str, values: Any) -> None:
+    """With CAST_OUTPUTS a result takes the config's type, and only then."""
+    found = verified(part, dtype, rows=1, cast_outputs=True)
+
+    assert isinstance(found, Tensor)
+    assert found.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
+    assert found.tolist() == values
+
+
+def test_casting_does_not_shape() -> None:
+    """A wrong shape stays an error."""
+    assert "is float32 [3, 5]" in refusal(torch.ones(3, 5).double(), cast_outputs=True)
+
+
+# --- strings ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "dims", "made"),
+    [
+        pytest.param(["a", "b", "c"], (), ["a", "b", "c"], id="rows alone"),
+        pytest.param(["a", "b", "c"], (1,), [["a"], ["b"], ["c"]], id="one a row"),
+        pytest.param(("a", "b", "c"), (1,), [["a"], ["b"], ["c"]], id="tuple"),
+        pytest.param(list("abcdef"), (2,), [["a", "b"], ["c", "d"], ["e", "f"]], id="flat"),
+        pytest.param(list("abcdef"), (-1,), [["a", "b"], ["c", "d"], ["e", "f"]], id="flat for -1"),
+        pytest.param([["a", "b"]] * 3, (2,), [["a", "b"]] * 3, id="nested"),
+        pytest.param([["a", "b"]] * 3, (-1,), [["a", "b"]] * 3, id="nested for -1"),
+        pytest.param([[["a"], ["b"]]] * 3, (-1, -1), [[["a"], ["b"]]] * 3, id="three dimensions"),
+        pytest.param([b"\xff", "ä", b""], (), [b"\xff", "ä", b""], id="bytes and text"),
+        pytest.param(np.array(["a", "b", "c"]), (1,), [["a"], ["b"], ["c"]], id="numpy's text"),
+        pytest.param(np.array([b"a", b"b", b"c"]), (), [b"a", b"b", b"c"], id="numpy's bytes"),
+        pytest.param(
+            np.array([["a"]] * 3, dtype=np.object_), (1,), [["a"]] * 3, id="numpy's objects"
+        ),
+    ],
+)
+def test_strings_of_any_shape(part: Any, dims: tuple[int, ...], made: Any) -> None:
+    """Strings come in lists, nested or flat, or as an array, and take the config's shape."""
+    assert strings(verified(part, "BYTES", dims)) == made
+
+
+@pytest.mark.parametrize(
+    ("part", "dims", "made"),
+    [
+        pytest.param("a", (), "a", id="one"),
+        pytest.param("a", (1,), ["a"], id="one for [1]"),
+        pytest.param(b"a", (-1,), [b"a"], id="one for [-1]"),
+        pytest.param(["a", "b"], (-1,), ["a", "b"], id="list"),
+        pytest.param(list("abcd"), (2, -1), [["a", "b"], ["c", "d"]], id="flat"),
+        pytest.param([["a"], ["b"]], (2, 1), [["a"], ["b"]], id="nested"),
+    ],
+)
+def test_strings_without_a_batch(part: Any, dims: tuple[int, ...], made: Any) -> None:
+    """With max_batch_size 0 a single string is an output, too."""
+    assert strings(verified(part, "BYTES", dims, max_batch_size=0)) == made
+
+
+@pytest.mark.parametrize(
+    ("part", "dims", "overrides", "said"),
+    [
+        pytest.param(
+            ["a", "b"], (1,), {}, "is strings [2]; expected strings [-1, 1] as in", id="too few"
+        ),
+        pytest.param(["a"] * 4, (), {}, "has 4 rows for a batch of 3", id="too many rows"),
+        pytest.param([["a"]] * 4, (1,), {}, "has 4 rows for a batch of 3", id="nested, too many"),
+        pytest.param([["a"]] * 3, (2,), {}, "is strings [3, 1]; expected", id="nested, too short"),
+        pytest.param(list("abcd"), (-1,), {}, "is strings [4]; expected", id="no whole rows"),
+        pytest.param(list("abc"), (-1, -1), {}, "is strings [3]; expected", id="ambiguous"),
+        pytest.param(
+            "abc", (1,), {}, "is strings []; expected strings [-1, 1]", id="one of a batch"
+        ),
+        pytest.param(
+            ["a"],
+            (2,),
+            {"max_batch_size": 0},
+            "is strings [1]; expected strings [2]",
+            id="unbatched",
+        ),
+        pytest.param(
+            [["a"], ["b", "c"]],
+            (-1,),
+            {},
+            "is a list; expected a list of str or bytes",
+            id="ragged",
+        ),
+        pytest.param(
+            ["a", None, "c"], (), {}, "is a list; expected a list of str", id="None in it"
+        ),
+        pytest.param([1, 2, 3], (), {}, "is a list; expected a list of str", id="numbers"),
+        pytest.param(torch.ones(3), (), {}, "is a Tensor; expected a list of str", id="tensor"),
+        pytest.param(None, (), {}, "is a NoneType; expected a list of str", id="None"),
+        pytest.param(
+            np.ones(3), (), {}, "is a ndarray; expected a list of str", id="numpy numbers"
+        ),
+        pytest.param({"a"}, (), {}, "is a set; expected a list of str", id="set"),
+    ],
+)
+def test_strings_that_contradict_the_config_are_refused(
+    part: Any, dims: tuple[int, ...], overrides: dict[str, Any], said: str
+) -> None:
+    """Another shape, number of rows or kind of value is told."""
+    assert said in refusal(part, "BYTES", dims, **overrides)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param([["a"], [["b"]], "c"], id="of different depth"),
+        pytest.param([[["a", "b"], ["c", "d"]], ["e", "f"]], id="of different depth, inside"),
+        pytest.param([[], ["a"], []], id="some empty"),
+    ],
+)
+def test_ragged_strings_are_refused(part: Any) -> None:
+    """Lists that are no array are an error of this output, however they are nested."""
+    refusal(part, "BYTES", (-1,))
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(np.array(["a", None, "c"], dtype=np.object_), id="None in an array"),
+        pytest.param(["a", "\udcff", "c"], id="half of a character"),
+    ],
+)
+def test_strings_that_cannot_be_sent_are_refused(part: Any) -> None:
+    """What has no UTF-8 would fail the whole batch where it is written; it fails here."""
+    refusal(part, "BYTES", ())
+
+
+def test_each_output_has_its_verifier() -> None:
+    """The verifiers stand in the config's order, and each names its output."""
+    config = build.config(outputs=(build.spec("a", "INT64"), build.spec("b"), build.spec("c")))
+
+    verifiers = output_extraction.verifiers(config)
+
+    for name, verify in zip("abc", verifiers, strict=True):
+        with pytest.raises(OutputError, match=re.escape(f"output '{name}' is float16 [1, 4]")):
+            verify(torch.ones(1, 4).half(), 1)
+
+
+# --- what an output is, before a config says it ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("part", "dtype", "shape"),
+    [
+        pytest.param(torch.ones(2, 3, requires_grad=True), torch.float32, (2, 3), id="tensor"),
+        pytest.param(3, torch.int64, (), id="int"),
+        pytest.param(2.5, torch.float32, (), id="float"),
+        pytest.param(True, torch.bool, (), id="bool"),
+    ],
+)
+def test_part_as_it_is(part: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A part of a result is a tensor as it is, or a number as one."""
+    found = output_extraction.plain("digits", "y", part)
+
+    assert isinstance(found, Tensor)
+    assert (found.dtype, found.shape, found.requires_grad) == (dtype, shape, False)
+
+
+def test_strings_as_they_are() -> None:
+    """Strings keep their nesting."""
+    assert strings(output_extraction.plain("digits", "y", [["a"], ["b"]])) == [["a"], ["b"]]
+
+
+def test_part_that_is_no_output_is_refused() -> None:
+    """What is neither a tensor nor strings is told with its name."""
+    with pytest.raises(OutputError, match="output 'y' is a NoneType"):
+        output_extraction.plain("digits", "y", None)

@@ -1,0 +1,295 @@
+"""Inputs of different lengths in one batch, and outputs of their own lengths."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import build
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching.counters import Counts
+from torch_py_backend.batching.padding import MOST_GROWTH, Pad, Padding
+from torch_py_backend.config.model_config import TensorSpec
+from torch_py_backend.errors import ConfigError
+
+
+def spec(name: str, dtype: str = "INT64", dims: tuple[int, ...] = (-1,), **more: Any) -> TensorSpec:
+    return TensorSpec(name, build.spec("x", dtype).dtype, dims, **{"ragged": True, **more})
+
+
+IDS, MASK = spec("ids"), spec("mask", optional=True)
+IMAGE = spec("image", "FP32", (3, -1, -1))
+
+
+def padding(
+    inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...] = (), **pad: dict[str, Any]
+) -> Padding:
+    return Padding(build.config(inputs=inputs, outputs=outputs, pad=pad))
+
+
+# --- what the model sees -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pad", "lengths", "expected"),
+    [
+        pytest.param(Pad((1,), 0, False, 1), [2, 3], [[1, 1, 0], [1, 1, 1]], id="right"),
+        pytest.param(Pad((1,), 9, True, 1), [2, 3], [[9, 1, 1], [1, 1, 1]], id="left, a value"),
+        pytest.param(Pad((1,), 0, False, 4), [2, 3], [[1, 1, 0, 0], [1, 1, 1, 0]], id="rounded"),
+        pytest.param(Pad((1,), 0, False, 4), [2], [[1, 1, 0, 0]], id="one item, rounded"),
+        pytest.param(Pad((1,), 0, False, 1), [0, 2], [[0, 0], [1, 1]], id="nothing in one"),
+        pytest.param(Pad((1,), 0, False, 8), [0], [[]], id="nothing at all"),
+    ],
+)
+def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int]]) -> None:
+    """All values get the length of the longest, rounded up, and keep their type."""
+    gathered = pad.gather([torch.ones(1, length, dtype=torch.int32) for length in lengths])
+
+    assert gathered.tolist() == expected
+    assert gathered.dtype is torch.int32
+
+
+def test_several_axes_and_rows() -> None:
+    """Images of different heights and widths share a batch; their rows stay in order."""
+    first, second = torch.full((2, 3, 1, 4), 1.0), torch.full((1, 3, 2, 2), 2.0)
+
+    gathered = Pad((2, 3), -1, False, 1).gather([first, second])
+
+    assert gathered.shape == (3, 3, 2, 4)
+    assert torch.equal(gathered[:2, :, :1], first)
+    assert torch.equal(gathered[2:, :, :, :2], second)
+    assert (gathered[:2, :, 1:] == -1).all()
+    assert (gathered[2:, :, :, 2:] == -1).all()
+
+
+def test_what_fits_is_not_copied() -> None:
+    """A single value whose length needs no rounding is passed on as it is."""
+    value = torch.ones(2, 8)
+
+    assert Pad((1,), 0, False, 8).gather([value]) is value
+
+
+@pytest.mark.parametrize("mask", ["INT64", "BOOL", "FP32"])
+def test_missing_mask_is_made(mask: str) -> None:
+    """A mask that a request leaves out marks all its values, in the mask's own type."""
+    made = padding((IDS, spec("mask", mask, optional=True)), ids={"mask": "mask"})
+
+    item = made.fill({"ids": torch.zeros(2, 3, dtype=torch.int64)})
+
+    found = item["mask"]
+    assert isinstance(found, Tensor)
+    assert found.dtype is getattr(torch, str(build.spec("x", mask).dtype.torch))
+    assert found.tolist() == [[1, 1, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        pytest.param({"ids": torch.zeros(1, 3), "mask": torch.zeros(1, 3)}, id="there"),
+        pytest.param({}, id="nothing to mask"),
+    ],
+)
+def test_mask_is_left_alone(item: dict[str, Any]) -> None:
+    """A mask that is there is the client's own."""
+    assert padding((IDS, MASK), ids={"mask": "mask"}).fill(item) is item
+
+
+@pytest.mark.parametrize(
+    ("shapes", "found"),
+    [
+        pytest.param({"ids": (2, 3), "mask": (2, 3)}, None, id="alike"),
+        pytest.param({"ids": (2, 3), "mask": (2, 4)}, ("mask", "ids"), id="longer"),
+        pytest.param({"ids": (2, 3), "mask": (2, 1)}, ("mask", "ids"), id="shorter"),
+        pytest.param({"ids": (2, 3)}, None, id="left out"),
+        pytest.param({"mask": (2, 3)}, None, id="nothing to mask"),
+    ],
+)
+@pytest.mark.parametrize("optional", [True, False])
+def test_mask_of_another_size(
+    shapes: dict[str, tuple[int, ...]], found: tuple[str, str] | None, optional: bool
+) -> None:
+    """A mask that a request brings must be as long as what it masks."""
+    made = padding((IDS, spec("mask", optional=optional)), ids={"mask": "mask"})
+
+    assert made.mismatch({name: torch.ones(shape) for name, shape in shapes.items()}) == found
+
+
+def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
+    """Whatever the values are padded with, the mask says that it is none of them."""
+    made = padding((IDS, MASK), ids={"value": 7, "side": "left", "multiple_of": 4, "mask": "mask"})
+
+    gathered = made.pads["mask"].gather([torch.ones(1, 3, dtype=torch.int64)])
+
+    assert gathered.tolist() == [[0, 1, 1, 1]]
+
+
+# --- how much of it ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("shapes", "multiple", "parts"),
+    [
+        pytest.param([(1, 5)] * 7 + [(1, 9000)], 1, [[0, 1, 2, 3, 4, 5, 6], [7]], id="one long"),
+        pytest.param([(1, 9000)] + [(1, 5)] * 7, 1, [[1, 2, 3, 4, 5, 6, 7], [0]], id="order"),
+        pytest.param([(1, 5)] * 3 + [(1, 9000)], 1, [[0, 1, 2, 3]], id="four times at most"),
+        pytest.param([(1, 5)] * 4 + [(1, 9000)], 1, [[0, 1, 2, 3], [4]], id="five times"),
+        pytest.param([(1, n) for n in range(1, 33)], 1, [list(range(32))], id="usual lengths"),
+        pytest.param([(100, 1), (1, 1000)], 1, [[0], [1]], id="many short rows"),
+        pytest.param([(8, 0), (1, 9)], 1, [[0], [1]], id="nothing in one"),
+        pytest.param([(1, 1)] * 8, 64, [list(range(8))], id="each is rounded up as it is"),
+        pytest.param(
+            [(1, 1)] * 20 + [(1, 100)] * 5 + [(1, 10_000)],
+            1,
+            [list(range(20)), list(range(20, 25)), [25]],
+            id="three parts",
+        ),
+    ],
+)
+def test_long_items_do_not_pad_short_ones_without_bound(
+    shapes: list[tuple[int, int]], multiple: int, parts: list[list[int]]
+) -> None:
+    """Padding makes a batch four times as large at most: what is longer has its own call."""
+    made = padding((IDS, MASK), ids={"mask": "mask", "multiple_of": multiple})
+    items: list[Any] = [
+        (place, made.fill({"ids": torch.zeros(shape, dtype=torch.int64)}))
+        for place, shape in enumerate(shapes)
+    ]
+
+    split = made.split(items)
+
+    assert [[place for place, _ in part] for part in split] == parts
+    for part in split:
+        counts, alone = Counts(), Counts()
+        _count(made, counts, [item for _, item in part])
+        for _, item in part:
+            _count(made, alone, [item])
+        assert counts.values <= MOST_GROWTH * alone.values
+
+
+def test_items_without_what_is_padded() -> None:
+    """An optional input that a request leaves out pads nothing, beside others that bring it."""
+    made = padding((IDS, MASK), ids={"mask": "mask"})
+    items: list[Any] = [(0, {"x": torch.zeros(1, 2)}), (1, {"x": torch.zeros(7, 2)})]
+
+    assert made.split(items) == [items]
+
+
+def _count(made: Padding, counts: Counts, items: list[Any]) -> None:
+    columns = [made.pads[name].gather([item[name] for item in items]) for name in ("ids", "mask")]
+    made.count(counts, items, ("ids", "mask"), columns)
+
+
+# --- what the client gets ----------------------------------------------------------------------
+
+
+def cut(made: Padding, lengths: list[int], whole: int, output: Tensor) -> list[Any]:
+    items: list[Any] = [{"ids": torch.zeros(1, length)} for length in lengths]
+    outcomes: list[dict[str, Any]] = [{"y": output[row : row + 1]} for row in range(len(items))]
+    made.cut(outcomes, items, {"ids": (len(items), whole)})
+    return [outcome["y"] for outcome in outcomes]
+
+
+@pytest.mark.parametrize(
+    ("dims", "side", "named", "output", "expected"),
+    [
+        pytest.param(
+            (-1,), "right", [], torch.arange(8).reshape(2, 4), [[0, 1], [4, 5, 6, 7]], id="right"
+        ),
+        pytest.param(
+            (-1,), "left", [], torch.arange(8).reshape(2, 4), [[2, 3], [4, 5, 6, 7]], id="left"
+        ),
+        pytest.param(
+            (-1, 1),
+            "right",
+            [],
+            torch.arange(8).reshape(2, 4, 1),
+            [[[0], [1]], [[4], [5], [6], [7]]],
+            id="with more behind",
+        ),
+        pytest.param(
+            (1, -1),
+            "right",
+            ["y"],
+            torch.arange(8).reshape(2, 1, 4),
+            [[[0, 1]], [[4, 5, 6, 7]]],
+            id="another axis, named",
+        ),
+        pytest.param(
+            (1, -1),
+            "right",
+            [],
+            torch.arange(8).reshape(2, 1, 4),
+            [[[0, 1, 2, 3]], [[4, 5, 6, 7]]],
+            id="another axis, not named",
+        ),
+        pytest.param(
+            (-1,),
+            "right",
+            [],
+            torch.arange(6).reshape(2, 3),
+            [[0, 1, 2], [3, 4, 5]],
+            id="a length of its own",
+        ),
+        pytest.param((4,), "right", [], torch.zeros(2, 4), [[0.0] * 4] * 2, id="a fixed length"),
+    ],
+)
+def test_outputs_get_their_own_lengths(
+    dims: tuple[int, ...], side: str, named: list[str], output: Tensor, expected: list[Any]
+) -> None:
+    """What is as long as the padded input is cut back, on the side that was padded."""
+    out = spec("y", "FP32", dims)
+    made = padding((IDS,), (out,), ids={"side": side, "outputs": named})
+
+    found = cut(made, [2, 4], 4, output)
+
+    assert [value[0].tolist() for value in found] == expected
+    assert all(value.is_contiguous() for value in found)
+
+
+def test_strings_are_cut_too() -> None:
+    """A string for each token: the padding's are not sent."""
+    made = padding((IDS,), (spec("y", "BYTES"),), ids={})
+    words = np.array([["a", "b", "?"]], dtype=np.object_)
+    outcomes: list[dict[str, Any]] = [{"y": words}]
+
+    made.cut(outcomes, [{"ids": torch.zeros(1, 2)}], {"ids": (1, 3)})
+
+    assert outcomes[0]["y"].tolist() == [["a", "b"]]
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pad", "says"),
+    [
+        pytest.param({"x": {}}, r"'x', which is no input; expected ids, mask", id="no input"),
+        pytest.param({"text": {}}, "'text', which holds strings", id="strings"),
+        pytest.param({"fixed": {}}, "'fixed', whose dims are fixed", id="fixed"),
+        pytest.param({"ids": {"value": 0.5}}, "the value 0.5 for 'ids'", id="value"),
+        pytest.param({"bytes": {"value": 300}}, "the value 300 for 'bytes'", id="too large"),
+        pytest.param({"bytes": {"value": -1}}, "the value -1 for 'bytes'", id="too small"),
+        pytest.param({"ids": {"mask": "nope"}}, "the mask 'nope'", id="no mask"),
+        pytest.param({"ids": {"mask": "ids"}}, "the mask 'ids'", id="its own mask"),
+        pytest.param({"ids": {"mask": "fixed"}}, r"the mask 'fixed' of dims \[4\]", id="mask dims"),
+        pytest.param({"ids": {"outputs": ["z"]}}, "the output 'z'", id="no output"),
+        pytest.param({"ids": {"outputs": ["y"]}}, "the output 'y'", id="fixed output"),
+    ],
+)
+def test_pad_that_does_not_fit(pad: dict[str, Any], says: str) -> None:
+    """PAD must name what the config has, with what can be padded."""
+    inputs = (IDS, MASK, spec("text", "BYTES"), spec("fixed", dims=(4,)), spec("bytes", "UINT8"))
+
+    with pytest.raises(ConfigError, match=f"PAD names {says}"):
+        padding(inputs, (spec("y", dims=(4,)),), **pad)
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_input_that_triton_does_not_batch(ragged: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Without allow_ragged_batch Triton never hands over different lengths together."""
+    padding((spec("ids", ragged=ragged),), ids={})
+
+    assert ("allow_ragged_batch: true" in caplog.text) is not ragged

@@ -1,0 +1,304 @@
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import build
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend.artifacts.discovery import Kind as Artifacts
+from torch_py_backend.batching import runtime
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
+from torch_py_backend.batching.ragged import Ragged
+from torch_py_backend.config import dtypes
+from torch_py_backend.config.batch_io import BatchInput, BatchOutput, Kind
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.options import Options
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.errors import (
+    BackendError,
+    BindingError,
+    ForwardError,
+    OutOfMemoryError,
+    OutputError,
+)
+from torch_py_backend.loading import sample_inputs
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import introspection
+from torch_py_backend.startup import warmup
+
+BAD = -7.0
+
+
+def batch_input(
+    kind: Kind = Kind.ELEMENT_COUNT, dtype: str = "INT32", name: str = "n"
+) -> BatchInput:
+    return BatchInput(name, kind, dtypes.from_triton(dtype), "x")
+
+
+def ragged(name: str = "x", dims: tuple[int, ...] = (-1,), dtype: str = "FP32") -> Any:
+    return dataclasses.replace(build.spec(name, dtype, dims), ragged=True)
+
+
+def config(**overrides: Any) -> ModelConfig:
+    """One ragged input x, its element counts n, and an output y of the same shape."""
+    overrides.setdefault("inputs", (ragged(),))
+    overrides.setdefault("outputs", (build.spec("y", dims=(-1,)),))
+    overrides.setdefault("batch_inputs", (batch_input(),))
+    overrides.setdefault("batch_outputs", (BatchOutput("y", "x"),))
+    return build.config(**overrides)
+
+
+def engine(forward: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any) -> Engine:
+    settings = config(**overrides)
+    loaded = Loaded(Artifacts.MODULE, forward, introspection.of_function(forward), None, rows)
+    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    return Engine(settings, loaded, surroundings, build.artifact())
+
+
+def item(value: float, *shape: int) -> Item:
+    return {"x": np.full(shape, value, dtype=np.float32)}
+
+
+def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError]) -> list[int]:
+    """Each has twice its values in its shape, or an error of this kind; places of the latter."""
+    failed = []
+    for place, (one, outcome) in enumerate(zip(sent, outcomes, strict=True)):
+        if isinstance(outcome, BackendError):
+            assert type(outcome) is kind, outcome
+            failed.append(place)
+        else:
+            np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(one["x"]))
+    return failed
+
+
+@pytest.mark.parametrize("dtype", ["INT32", "FP32"])
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Kind.ELEMENT_COUNT, [6, 12, 1]),
+        (Kind.ACCUMULATED_ELEMENT_COUNT, [6, 18, 19]),
+        (Kind.ACCUMULATED_ELEMENT_COUNT_WITH_ZERO, [0, 6, 18, 19]),
+        (Kind.MAX_ELEMENT_COUNT_AS_SHAPE, [0] * 12),
+        (Kind.ITEM_SHAPE, [[2, 3], [3, 2], [3, 2], [1, 1]]),
+        (Kind.ITEM_SHAPE_FLATTEN, [2, 3, 3, 2, 3, 2, 1, 1]),
+    ],
+)
+def test_what_is_made_of_shapes(kind: Kind, expected: list[Any], dtype: str) -> None:
+    """Counts are those of requests, with all their rows; item shapes are those of rows."""
+    made = Ragged(config(inputs=(ragged(dims=(-1, -1)),), batch_inputs=(batch_input(kind, dtype),)))
+
+    batch = made.gather([item(1, 1, 2, 3), item(2, 2, 3, 2), item(3, 1, 1, 1)], ["n", "x"], {}, ())
+
+    column = batch.columns[0]
+    assert isinstance(column, Tensor)
+    assert column.dtype == {"INT32": torch.int32, "FP32": torch.float32}[dtype]
+    assert column.tolist() == expected
+    assert batch.columns[1].tolist() == [1.0] * 6 + [2.0] * 12 + [3.0]
+    assert batch.sizes == [1, 2, 1]
+
+
+@pytest.mark.parametrize("rows", [8, 0])
+def test_a_single_request_is_flattened_too(rows: int) -> None:
+    """A model sees one dimension however many requests there are, without a copy of one."""
+    sent = item(1, 1, 4)
+
+    (column, n), sizes = Ragged(config(max_batch_size=rows)).gather([sent], ["x", "n"], {}, ())
+
+    assert (column.shape, n.tolist(), list(sizes)) == ((4,), [4], [1])
+    assert np.shares_memory(column.numpy(), np.asarray(sent["x"]))  # type: ignore[union-attr]
+
+
+def test_inputs_that_are_not_ragged() -> None:
+    """They are concatenated by rows, as in any batch."""
+    made = Ragged(config(inputs=(ragged(), build.spec("z", dims=(2,)))))
+    sent = [item(1, 1, 3) | {"z": np.ones((1, 2))}, item(2, 2, 1) | {"z": np.ones((2, 2))}]
+
+    columns, sizes = made.gather(sent, ["x", "z", "n"], {}, ())
+
+    assert [column.shape for column in columns] == [(5,), (3, 2), (2,)]
+    assert sizes == [1, 2]
+
+
+def test_strings() -> None:
+    """Ragged strings are one flat list, as LibTorch passes them."""
+    made = engine(
+        lambda x, n: [one.upper() for one in x],
+        inputs=(ragged(dtype="BYTES"),),
+        outputs=(build.spec("y", "BYTES", (-1,)),),
+    )
+    sent: list[Item] = [
+        {"x": np.array([[b"a", b"b"]], dtype=np.object_)},
+        {"x": np.array([[b"c"]], dtype=np.object_)},
+    ]
+
+    first, second = made.run(sent)
+
+    assert first["y"].tolist() == [["A", "B"]]  # type: ignore[index]
+    assert second["y"].tolist() == [["C"]]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("result", "says"),
+    [
+        (lambda x: x[1:], "output 'y' has 6 values; expected 7, as batch_output says"),
+        (lambda x: torch.cat([x, x]), "output 'y' has 14 values; expected 7"),
+        (lambda x: x.double(), "output 'y' is float64 [7]; expected float32"),
+    ],
+    ids=["too few", "too many", "type"],
+)
+def test_results_that_cannot_be_split(result: Callable[[Tensor], Tensor], says: str) -> None:
+    """A batch output with another number of values would mix requests: it is an error."""
+    made = engine(lambda x, n: result(x), retry_failed_batch=False)
+
+    outcomes = made.run([item(1, 1, 3), item(2, 2, 2)])
+
+    assert all(isinstance(one, OutputError) and says in str(one) for one in outcomes), outcomes
+
+
+def test_shape_of_the_result() -> None:
+    """A batch output may have any shape: its values count, in their order."""
+    made = engine(lambda x, n: (2 * x).reshape(1, -1, 1))
+    sent = [item(1, 1, 3), item(2, 2, 2)]
+
+    assert check(sent, made.run(sent), ForwardError) == []
+
+
+def test_one_dimension_without_batch_inputs() -> None:
+    """A batch output of fixed dims is split by rows, and the model has its inputs flattened."""
+
+    def forward(x: Tensor) -> Tensor:
+        assert x.dim() == 1
+        return x.reshape(-1, 2).sum(1)
+
+    made = engine(forward, outputs=(build.spec("y", dims=(1,)),), batch_inputs=())
+
+    outcomes = made.run([item(1, 1, 2), item(2, 3, 2)])
+
+    values = [outcome["y"].tolist() for outcome in outcomes]  # type: ignore[index]
+    assert values == [[[2.0]], [[4.0], [4.0], [4.0]]]
+
+
+def double(x: Tensor, n: Tensor) -> Tensor:
+    assert int(n.sum()) == x.shape[0]
+    if bool((x == BAD).any()):
+        raise ValueError("a bad value")
+    return x * 2
+
+
+@pytest.mark.parametrize("guilty", [[0], [5], [2, 3], [0, 2, 4], [0, 1, 2, 3, 4, 5]])
+def test_exactly_the_guilty_fail(guilty: list[int]) -> None:
+    """Batch inputs are made anew for each part of a batch that failed."""
+    lengths = [3, 1, 4, 1, 5, 9]
+    sent = [
+        item(BAD if place in guilty else place, 1 + place % 2, length)
+        for place, length in enumerate(lengths)
+    ]
+
+    assert check(sent, engine(double).run(sent), ForwardError) == guilty
+
+
+def test_memory_that_runs_out() -> None:
+    """Smaller calls are made of whole requests: counts are those of a request."""
+    calls = []
+
+    def forward(x: Tensor, n: Tensor) -> Tensor:
+        calls.append(n.tolist())
+        if x.shape[0] > 12:
+            raise MemoryError
+        return double(x, n)
+
+    made = engine(forward)
+    sent = [item(1, 4, 2), item(2, 1, 3), item(3, 2, 2), item(4, 8, 2), item(5, 1, 1)]
+
+    assert check(sent, made.run(sent), OutOfMemoryError) == [3]
+    assert {size for call in calls for size in call} == {8, 3, 4, 16, 1}
+
+
+@pytest.mark.parametrize("rows", [Rows(4, 4), Rows(2)])
+def test_row_counts_of_a_program(rows: Rows) -> None:
+    """Ragged batches are not filled up: the first dimension is not that of rows."""
+    sent = [item(1, 1, 3)]
+
+    assert check(sent, engine(double, rows).run(sent), ForwardError) == []
+
+
+def test_requests_of_any_shape_share_a_call() -> None:
+    """Only the shapes of inputs that are not ragged must agree."""
+    calls = []
+
+    def forward(x: Tensor, z: Tensor, n: Tensor) -> Tensor:
+        calls.append(len(n))
+        return x * 2
+
+    made = engine(forward, inputs=(ragged(dims=(-1, 2)), build.spec("z", dims=(-1,))))
+    sent: list[Item] = [
+        item(size, 1, size, 2) | {"z": np.ones((1, other), np.float32)}
+        for size, other in ((1, 1), (2, 1), (3, 2), (4, 1))
+    ]
+    outputs = (build.spec("y", dims=(-1, 2)),)
+    made = engine(forward, inputs=made.config.inputs, outputs=outputs)
+
+    assert check(sent, made.run(sent), ForwardError) == []
+    assert calls == [3, 1]
+
+
+def test_an_optional_input() -> None:
+    """Batch inputs are made for requests that leave out another input, too."""
+    bias = dataclasses.replace(build.spec("bias", dims=(1,)), optional=True)
+
+    def forward(x: Tensor, n: Tensor, bias: Tensor | None = None) -> Tensor:
+        return x * 2 if bias is None else x * 2 + torch.repeat_interleave(bias[:, 0], n)
+
+    made = engine(forward, inputs=(ragged(), bias))
+    one = np.ones((1, 1), np.float32)
+
+    outcomes = made.run([item(1, 1, 2), item(2, 1, 1) | {"bias": one}, item(3, 1, 3)])
+
+    values = [outcome["y"].tolist() for outcome in outcomes]  # type: ignore[index]
+    assert values == [[[2.0, 2.0]], [[5.0]], [[6.0, 6.0, 6.0]]]
+
+
+def test_casts_leave_counts_alone() -> None:
+    """CAST_INPUTS is for values: half precision cannot hold every offset."""
+
+    def forward(x: Tensor, n: Tensor) -> Tensor:
+        assert (x.dtype, n.dtype) == (torch.bfloat16, torch.float32)
+        assert n.tolist() == [4097.0]
+        return x.float() * 2
+
+    made = engine(forward, cast_inputs="BF16", batch_inputs=(batch_input(dtype="FP32"),))
+    sent = [item(1, 1, 4097)]
+
+    assert check(sent, made.run(sent), ForwardError) == []
+
+
+def test_an_argument_that_takes_a_number() -> None:
+    """A batch input has a value for each request, which no number can hold."""
+
+    def forward(x: Tensor, n: int) -> Tensor:
+        return x * n
+
+    with pytest.raises(BindingError) as raised:
+        engine(forward)
+
+    assert "batch_input makes 'n' a tensor, and forward() takes an int" in str(raised.value)
+
+
+@pytest.mark.parametrize("rows", [8, 0])
+def test_the_warm_up_sends_requests_of_one_row(rows: int) -> None:
+    """A model that returns a row for each count would refuse a request of several."""
+    counts: set[int] = set()
+
+    def forward(x: Tensor, n: Tensor) -> Tensor:
+        counts.add(len(n))
+        return torch.stack([part.sum() for part in x.split(n.tolist())]).unsqueeze(1)
+
+    outputs = (build.spec("y", dims=(1,) if rows else (1, 1)),)
+    made = engine(forward, max_batch_size=rows, outputs=outputs, batch_outputs=())
+    warmup.run(made)
+
+    assert counts == ({8, 7, 1} if rows else {1})
+    assert len(sample_inputs.requests(made.config, item(1, 3, 2))) == (3 if rows else 1)

@@ -1,0 +1,150 @@
+"""Trees of tensors, taken apart and put together."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching import trees
+from torch_py_backend.errors import OutputError
+
+_META = torch.device("meta")
+
+
+class _Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+@dataclasses.dataclass
+class _Record:
+    first: Any
+    second: Any = None
+
+
+class _Encoding(collections.UserDict[str, Any]):
+    """As transformers' BatchEncoding: its items are attributes, too."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in vars(self).get("data", ()):
+            raise AttributeError(name)
+        return self.data[name]
+
+
+@dataclasses.dataclass
+class _Counted:
+    first: Any
+    count: int = dataclasses.field(init=False, default=3)
+
+
+def _first(tree: Any) -> Any:
+    """The only array or tensor in a tree."""
+    while not isinstance(tree, Tensor | np.ndarray):
+        tree = tree.first if hasattr(tree, "first") else tree[0]
+    return tree
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(torch.ones(2), id="tensor"),
+        pytest.param([(np.ones(2), "text")], id="array in a list"),
+        pytest.param(_Pair(torch.ones(2), None), id="named tuple"),
+        pytest.param(_Encoding({"first": torch.ones(2)}), id="dict of a class"),
+        pytest.param(collections.defaultdict(None, {0: torch.ones(2)}), id="defaultdict"),
+        pytest.param(_Counted(torch.ones(2)), id="field that is not given"),
+    ],
+)
+def test_copies_keep_their_types(tree: Any) -> None:
+    """What a hook gets instead of its row is of the same class, and shares no memory with it."""
+    made = trees.owned(tree)
+    _first(tree)[:] = 5
+
+    assert type(made) is type(tree)
+    assert _first(made).tolist() == [1, 1]
+
+
+def test_what_cannot_be_copied_is_the_same() -> None:
+    """A class that refuses is passed on as it is."""
+
+    class Stubborn(dict[str, Any]):
+        def __deepcopy__(self, _: Any) -> Any:
+            raise TypeError("no")
+
+    tree = Stubborn(lock=threading.Lock())
+    assert trees.owned(tree) is tree
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        pytest.param(torch.zeros(2), id="tensor"),
+        pytest.param([torch.zeros(2), "text"], id="list"),
+        pytest.param((torch.zeros(2), (torch.zeros(1),)), id="tuples"),
+        pytest.param({"a": [torch.zeros(2)], "b": 1}, id="dict"),
+        pytest.param(_Pair(torch.zeros(2), None), id="named-tuple"),
+        pytest.param(_Record(torch.zeros(2), 1.5), id="dataclass"),
+    ],
+)
+def test_sent(tree: Any) -> None:
+    """Each tensor is on the device, in a tree of the same kind; what is there already stays."""
+    moved = trees.sent(tree, _META)
+    assert type(moved) is type(tree)
+    assert moved is not tree
+    devices = {leaf.device for leaf in _tensors(moved)}
+    assert devices == {_META}
+    assert len(_tensors(moved)) == len(_tensors(tree))
+    assert trees.sent(tree, torch.device("cpu")) is tree
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = list(tree.values())
+    if isinstance(tree, _Record):
+        tree = [tree.first, tree.second]
+    return (
+        [leaf for part in tree for leaf in _tensors(part)] if isinstance(tree, list | tuple) else []
+    )
+
+
+@pytest.mark.parametrize(
+    ("result", "expected"),
+    [
+        pytest.param(np.array([1, 2]), [1, 2], id="array"),
+        pytest.param(["a", "b"], ["a", "b"], id="list"),
+        pytest.param("all", ["all", "all"], id="for-each"),
+        pytest.param(np.array(3), [3, 3], id="no-dimension"),
+        pytest.param(
+            {"a": ["x", "y"], "b": 0}, [{"a": "x", "b": 0}, {"a": "y", "b": 0}], id="dict"
+        ),
+        pytest.param((["x", "y"], None), [("x", None), ("y", None)], id="tuple"),
+        pytest.param(_Pair(["x", "y"], 1), [_Pair("x", 1), _Pair("y", 1)], id="named-tuple"),
+        pytest.param(_Record(["x", "y"]), [_Record("x"), _Record("y")], id="dataclass"),
+    ],
+)
+def test_split(result: Any, expected: list[Any]) -> None:
+    """Each of two rows gets its part."""
+    assert trees.split("net", result, 2) == expected
+
+
+@pytest.mark.parametrize(
+    ("result", "found"),
+    [
+        pytest.param(torch.zeros(3, 2), r"Tensor \[3, 2\]", id="tensor"),
+        pytest.param(["a"], "list of 1", id="list"),
+        pytest.param({"a": (np.zeros(4),)}, r"ndarray \[4\]", id="inside"),
+    ],
+)
+def test_rows_that_differ(result: Any, found: str) -> None:
+    """What does not hold an entry a row is named."""
+    with pytest.raises(OutputError, match=f"the result for 2 rows holds a {found}"):
+        trees.split("net", result, 2)

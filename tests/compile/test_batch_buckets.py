@@ -1,0 +1,54 @@
+"""The row counts that a model is called with."""
+
+from __future__ import annotations
+
+import build
+import pytest
+
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.compile import batch_buckets
+from torch_py_backend.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("most", "takes", "fixed", "wished", "expected"),
+    [
+        pytest.param(0, ANY_ROWS, True, None, ANY_ROWS, id="no batches"),
+        pytest.param(8, ANY_ROWS, False, None, Rows(1, 8), id="at most max_batch_size"),
+        pytest.param(8, ANY_ROWS, True, None, Rows(1, 8, (1, 2, 4, 8)), id="fixed shapes"),
+        pytest.param(6, ANY_ROWS, True, None, Rows(1, 6, (1, 2, 4, 6)), id="no power of two"),
+        pytest.param(8, ANY_ROWS, True, (), Rows(1, 8), id="none wished"),
+        pytest.param(8, ANY_ROWS, False, (2, 8), Rows(2, 8, (2, 8)), id="a list"),
+        pytest.param(8, ANY_ROWS, False, (2, 4), Rows(2, 4, (2, 4)), id="below max_batch_size"),
+        pytest.param(8, Rows(4, 4), False, None, Rows(4, 4), id="a program's fixed batch"),
+        pytest.param(8, Rows(4, 4), True, None, Rows(4, 4, (4,)), id="a fixed batch, fixed"),
+        pytest.param(2, Rows(4, 4), True, None, Rows(4, 4, (4,)), id="above max_batch_size"),
+        pytest.param(8, Rows(2, None), False, None, Rows(2, 8), id="at least two"),
+        pytest.param(8, Rows(2, 6), False, (1, 4, 8), Rows(4, 4, (4,)), id="only what it takes"),
+        pytest.param(1, Rows(2, None), False, None, Rows(2, 2), id="one row, and it takes two"),
+    ],
+)
+def test_rows_of_a_call(
+    most: int, takes: Rows, fixed: bool, wished: tuple[int, ...] | None, expected: Rows
+) -> None:
+    """The model's own limits, max_batch_size and the buckets hold together."""
+    config = build.config(max_batch_size=most, batch_buckets=wished)
+
+    assert batch_buckets.plan(config, takes, fixed=fixed) == expected
+
+
+def test_buckets_that_the_model_does_not_take() -> None:
+    """A list without one usable bucket is refused with what the model takes."""
+    config = build.config(max_batch_size=8, batch_buckets=(1, 2))
+
+    with pytest.raises(ConfigError, match=r"BATCH_BUCKETS is 1, 2; expected .* 4 to 8"):
+        batch_buckets.plan(config, Rows(4, 8), fixed=False)
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9))],
+)
+def test_powers_of_two(most: int, expected: tuple[int, ...]) -> None:
+    """They double, and end with the largest number itself."""
+    assert batch_buckets.powers_of_two(most) == expected

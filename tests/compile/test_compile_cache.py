@@ -1,0 +1,529 @@
+"""What torch.compile made is kept, found again, and ignored where it does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import build
+import models
+import pytest
+import torch
+
+from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.compile import compile_cache
+from torch_py_backend.compile.compile_cache import Bundle
+from torch_py_backend.errors import PlatformError
+from torch_py_backend.processes import private_files
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    weights = build.write(tmp_path, "model.safetensors", b"0123")
+    return Artifact(Kind.MODULE, build.write(tmp_path, "model.py", "x = 1\n"), weights)
+
+
+@pytest.fixture(autouse=True)
+def torch_cache(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """What was loaded; torch's own part is played by a few bytes."""
+    loaded: list[bytes] = []
+
+    def load(payload: bytes) -> object:
+        loaded.append(payload)
+        return loaded
+
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", load)
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: (b"kernels\n", None))
+    return loaded
+
+
+def bundle(folder: Path, artifact: Artifact, **options: Any) -> Bundle:
+    found = compile_cache.at(build.config(folder, **options), artifact, CPU)
+    assert found is not None
+    return found
+
+
+def test_first_start_keeps_what_it_compiled(
+    tmp_path: Path, artifact: Artifact, torch_cache: list[bytes]
+) -> None:
+    """The first start writes one file beside the model, the second loads it and writes nothing."""
+    first = bundle(tmp_path, artifact)
+    with first.used():
+        assert not first.path.exists()
+    written = first.path.stat().st_mtime_ns
+    assert torch_cache == []
+
+    second = bundle(tmp_path, artifact)
+    with second.used():
+        assert torch_cache == [b"kernels\n"]
+
+    assert second.path.stat().st_mtime_ns == written
+    assert {one.suffix for one in (tmp_path / "compile_cache").iterdir()} == {".bundle", ".lock"}
+
+
+def test_libraries_of_the_cpu_are_kept(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What inductor built goes with the bundle, and another machine finds it in its place."""
+    found = bundle(tmp_path, artifact)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
+    with found.used():
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        (folder / "ab").mkdir(parents=True)
+        (folder / "ab" / "kernel.so").write_bytes(b"code")
+        (folder / "ab" / "kernel.cpp").write_bytes(b"source")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "first")
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second"))
+    with found.used():
+        folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+        kept = {path.name: path.read_bytes() for path in folder.glob("*/*")}
+
+    assert kept == {"kernel.so": b"code"}
+
+
+def test_bundles_of_the_same_content_are_the_same(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever they were made: who compares two builds of a model folder finds no difference."""
+    made = []
+    for hour in range(2):
+        monkeypatch.setattr(time, "time", lambda hour=hour: 1.8e9 + 3600 * hour)
+        found = bundle(tmp_path, artifact)
+        with found.used():
+            library = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "kernel.so"
+            library.parent.mkdir(parents=True, exist_ok=True)
+            library.write_bytes(b"code")
+            os.utime(library, (hour, hour))
+        made.append(found.path.read_bytes())
+        found.path.unlink()
+    assert made[0] == made[1]
+
+
+def test_library_of_a_killed_start_is_replaced(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half a library that an earlier start left behind is not what the model runs."""
+    found = bundle(tmp_path, artifact)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    with found.used():
+        library = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "ab" / "kernel.so"
+        library.parent.mkdir(parents=True)
+        library.write_bytes(b"whole")
+    library.write_bytes(b"wh")
+
+    with found.used():
+        assert library.read_bytes() == b"whole"
+
+    assert [path.name for path in library.parent.iterdir()] == ["kernel.so"]
+
+
+@pytest.mark.parametrize("name", ["../../outside.so", "/outside.so"])
+def test_library_that_leads_out_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """A bundle writes nowhere but into its own folder."""
+    target = str(tmp_path / "outside.so") if name.startswith("/") else name
+    payload = io.BytesIO()
+    with zipfile.ZipFile(payload, "w") as archive:
+        archive.writestr("torch.bundle", b"")
+        archive.writestr(target, b"code")
+
+    with pytest.raises(ValueError, match="leads out of its folder"):
+        compile_cache._unpack(payload.getvalue(), tmp_path / "a" / "b")
+
+    assert not list(tmp_path.glob("**/outside.so"))
+
+
+def test_full_disk_leaves_nothing_behind(
+    tmp_path: Path,
+    artifact: Artifact,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A bundle that cannot be written costs a line in the log, and no half of a file."""
+    found = bundle(tmp_path, artifact)
+
+    def full(_: Path, __: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    with found.used():
+        pass
+
+    assert "No space left on device" in caplog.text
+    assert [one.suffix for one in (tmp_path / "compile_cache").iterdir()] == [".lock"]
+
+
+def test_failed_start_keeps_nothing(tmp_path: Path, artifact: Artifact) -> None:
+    """A warm-up that fails leaves no bundle of half a model, and frees the lock."""
+    found = bundle(tmp_path, artifact)
+
+    with pytest.raises(ZeroDivisionError), found.used():
+        _ = 1 / 0
+
+    assert not found.path.exists()
+    with found.used():
+        pass
+    assert found.path.exists()
+
+
+_OTHERS: list[Any] = [
+    pytest.param(lambda folder: build.write(folder, "model.py", "x = 2\n"), {}, id="source"),
+    pytest.param(lambda folder: build.write(folder, "layers.py", ""), {}, id="helper"),
+    pytest.param(lambda folder: build.write(folder, "model.safetensors", b"01"), {}, id="weights"),
+    pytest.param(lambda folder: None, {"optimize": ("freeze",)}, id="OPTIMIZE"),
+    pytest.param(lambda folder: None, {"max_batch_size": 4}, id="max_batch_size"),
+    pytest.param(
+        lambda folder: None, {"torch_compile_optional_parameters": {"mode": "default"}}, id="mode"
+    ),
+    pytest.param(lambda folder: None, {"inputs": (build.spec("x", dims=(5,)),)}, id="inputs"),
+]
+
+
+@pytest.mark.parametrize(("change", "options"), _OTHERS)
+def test_other_model_has_another_bundle(
+    tmp_path: Path, artifact: Artifact, change: Callable[[Path], Any], options: dict[str, Any]
+) -> None:
+    """What changes the compiled code changes the file's name."""
+    before = bundle(tmp_path, artifact).path
+
+    change(tmp_path)
+
+    assert bundle(tmp_path, artifact, **options).path != before
+
+
+def test_other_torch_has_another_bundle(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new torch compiles anew."""
+    before = bundle(tmp_path, artifact).path
+
+    monkeypatch.setattr(torch, "__version__", "99.0")
+
+    assert bundle(tmp_path, artifact).path != before
+
+
+@pytest.mark.parametrize("option", [{}, {"num_threads": 3}, {"warmup": False}], ids=str)
+def test_what_does_not_matter_keeps_the_bundle(
+    tmp_path: Path, artifact: Artifact, option: dict[str, Any]
+) -> None:
+    """Options that have nothing to do with compiled code find the same file."""
+    assert bundle(tmp_path, artifact, **option).path == bundle(tmp_path, artifact).path
+
+
+def _foreign(content: bytes) -> bytes:
+    line, _, payload = content.partition(b"\n")
+    header = json.loads(line)
+    header["facts"]["torch"] = "1.0"
+    return json.dumps(header).encode() + b"\n" + payload
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        pytest.param(lambda content: b"", "is ignored", id="empty"),
+        pytest.param(lambda content: content[:-1], "it is damaged", id="cut"),
+        pytest.param(lambda content: content[:-1] + b"!", "it is damaged", id="changed"),
+        pytest.param(lambda content: b"\x00" * 100, "is ignored", id="zeros"),
+        pytest.param(lambda content: b"[]\n", "is ignored", id="other JSON"),
+        pytest.param(_foreign, "it is for another model, torch", id="foreign"),
+    ],
+)
+def test_damaged_bundle_is_made_anew(
+    tmp_path: Path,
+    artifact: Artifact,
+    torch_cache: list[bytes],
+    damage: Callable[[bytes], bytes],
+    says: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Nothing of a bundle that does not fit reaches torch; a sound one takes its place."""
+    found = bundle(tmp_path, artifact)
+    with found.used():
+        pass
+    sound = found.path.read_bytes()
+    found.path.write_bytes(damage(sound))
+
+    with found.used():
+        assert torch_cache == []
+
+    assert says in caplog.text
+    assert found.path.read_bytes() == sound
+
+
+def test_torch_may_refuse_a_bundle(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever torch raises on a bundle, the model is compiled instead."""
+    found = bundle(tmp_path, artifact)
+    with found.used():
+        pass
+
+    def refuse(payload: bytes) -> None:
+        raise KeyError("version")
+
+    monkeypatch.setattr(torch.compiler, "load_cache_artifacts", refuse)
+    with found.used():
+        pass
+
+
+def test_backend_that_keeps_nothing(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where torch has nothing to save, and nothing was built, no file is written."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
+    found = bundle(tmp_path, artifact)
+
+    with found.used():
+        pass
+
+    assert not found.path.exists()
+
+
+@pytest.mark.parametrize("value", ["none", "NONE"])
+def test_nothing_is_kept_when_told_so(tmp_path: Path, artifact: Artifact, value: str) -> None:
+    """COMPILE_CACHE_DIR none leaves the model's folder alone."""
+    config = build.config(tmp_path, compile_cache_dir=value)
+
+    assert compile_cache.at(config, artifact, CPU) is None
+    assert [one.name for one in tmp_path.iterdir()] == ["1"]
+
+
+def test_named_folder_is_used(tmp_path: Path, artifact: Artifact) -> None:
+    """COMPILE_CACHE_DIR is made where it is not there yet."""
+    found = bundle(tmp_path, artifact, compile_cache_dir=str(tmp_path / "a" / "b"))
+
+    assert found.path.parent == tmp_path / "a" / "b"
+
+
+def test_named_folder_that_cannot_be_written(tmp_path: Path, artifact: Artifact) -> None:
+    """A folder that the user named and that cannot be made is an error with its cure."""
+    (tmp_path / "file").touch()
+    config = build.config(tmp_path, compile_cache_dir=str(tmp_path / "file" / "cache"))
+
+    with pytest.raises(PlatformError, match=r"COMPILE_CACHE_DIR is .* cannot be written"):
+        compile_cache.at(config, artifact, CPU)
+
+
+def test_folder_beside_the_model_that_cannot_be_written(tmp_path: Path, artifact: Artifact) -> None:
+    """A read-only repository serves all the same, and keeps nothing."""
+    (tmp_path / "compile_cache").touch()
+
+    assert compile_cache.at(build.config(tmp_path), artifact, CPU) is None
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@pytest.mark.parametrize(("mode", "kept"), [(0o700, False), (0o755, True)])
+def test_folder_beside_the_model_of_root(
+    mode: int, kept: bool, artifact: Artifact, tmp_path: Path
+) -> None:
+    """What root compiled serves another user who may read it, and else harms nobody."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shutil.copytree(tmp_path, folder, dirs_exist_ok=True)
+        folder.chmod(0o755)
+        there = dataclasses.replace(
+            artifact, path=folder / artifact.path.name, weights=folder / "model.safetensors"
+        )
+        made = bundle(folder, there)
+        with made.used():
+            pass
+        made.path.parent.chmod(mode)
+        made.path.chmod(mode & 0o644)
+        os.seteuid(12345)
+        try:
+            found = compile_cache.at(build.config(folder), there, CPU)
+            assert found is None or private_files.read(found.path)
+        finally:
+            os.seteuid(0)
+        assert (found is not None) is kept
+
+
+def _compile(folder: Path, artifact: Artifact, barrier: Any, compiled: Any) -> None:
+    found = bundle(folder, artifact)
+    barrier.wait()
+    with found.used():
+        if not found.path.exists():
+            with compiled.get_lock():
+                compiled.value += 1
+
+
+def test_one_of_several_instances_compiles(tmp_path: Path, artifact: Artifact) -> None:
+    """Of instances that start together one compiles; the others wait for it, and load."""
+    context = multiprocessing.get_context("fork")
+    barrier, compiled = context.Barrier(4), context.Value("i", 0)
+    processes = [
+        context.Process(target=_compile, args=(tmp_path, artifact, barrier, compiled))
+        for _ in range(4)
+    ]
+
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+
+    assert [process.exitcode for process in processes] == [0] * 4
+    assert compiled.value == 1
+
+
+@pytest.mark.parametrize(
+    ("users", "compilers", "settled"),
+    [
+        pytest.param(None, ["avx512", "avx2"], True, id="what the processor has"),
+        pytest.param(None, ["avx2"], None, id="a compiler that knows fewer"),
+        pytest.param(False, ["avx512", "avx2"], False, id="TORCHINDUCTOR_VEC_ISA_OK=0"),
+    ],
+)
+def test_vector_instructions_are_looked_for_once(
+    monkeypatch: pytest.MonkeyPatch, users: bool | None, compilers: list[str], settled: bool | None
+) -> None:
+    """Inductor is told to take all that the processor has, where it would find just these."""
+    from torch._inductor import config, cpu_vec_isa
+
+    @functools.cache
+    def found() -> list[str]:
+        return ["avx512", "avx2"] if config.cpp.vec_isa_ok else compilers
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", found)
+    with config.patch({"cpp.vec_isa_ok": users}):
+        assert compile_cache._find_vectors("digits") == compilers
+
+        assert config.cpp.vec_isa_ok is settled
+        assert found() == compilers
+
+
+def test_a_torch_that_looks_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch whose compiler has no such list compiles all the same, and looks for itself."""
+    from torch._inductor import config, cpu_vec_isa
+
+    monkeypatch.delattr(cpu_vec_isa, "valid_vec_isa_list")
+    with config.patch({"cpp.vec_isa_ok": None}):
+        assert compile_cache._find_vectors("digits") == []
+        compile_cache._take_vectors([])
+        assert config.cpp.vec_isa_ok is None
+
+
+# --- with torch's own part ---------------------------------------------------------------------
+
+_START = """
+import json, sys
+import torch
+from torch_py_backend.startup import builder
+from torch_py_backend.config import model_config
+from torch_py_backend.batching import runtime
+from torch_py_backend.config import threads
+from torch_py_backend.startup import warmup
+
+asked = []  # processes that try a vector instruction
+sys.addaudithook(lambda event, args: asked.append(args) if "LoadLibrary" in str(args) else None)
+torch.manual_seed(0)
+settings = model_config.parse(json.loads(sys.argv[1]))
+made = builder.build(settings, threads.budget(settings))
+with runtime.mode(settings.options):
+    warmup.run(made)
+    (outcome,) = made.run([{"x": torch.ones(3, 4)}])
+from torch._dynamo.utils import counters
+asked = [args for args in asked if args[0] == sys.executable]
+print(json.dumps({"y": outcome["y"].tolist(), "asked": len(asked), **counters["inductor"]}))
+"""
+
+
+# The compiler, noting what it is asked to build.
+_COMPILER = """#!/bin/sh
+case "$*" in *.cpp*) echo "$*" >> "{log}";; esac
+exec {compiler} "$@"
+"""
+
+
+def _start(folder: Path, torch_cache_folder: Path, **parameters: str) -> dict[str, Any]:
+    """Load and warm up in a process of its own, whose torch has a cache of its own."""
+    compiler = torch_cache_folder / "bin" / "g++"
+    compiler.parent.mkdir(parents=True)
+    log = torch_cache_folder / "built"
+    log.touch()
+    compiler.write_text(_COMPILER.format(log=log, compiler=shutil.which("g++")))
+    compiler.chmod(0o755)
+    arguments = build.arguments(
+        output=[{"name": "y", "data_type": "TYPE_FP32", "dims": [2]}],
+        parameters={
+            key: {"string_value": value}
+            for key, value in {
+                "TORCH_COMPILE_OPTIONAL_PARAMETERS": "{}",
+                "WEIGHTS": "none",
+                **parameters,
+            }.items()
+        },
+    )
+    arguments["model_repository"] = str(folder)
+    result = subprocess.run(
+        [sys.executable, "-c", _START, json.dumps(arguments)],
+        env={
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(torch_cache_folder),
+            "PATH": f"{compiler.parent}{os.pathsep}{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    # What inductor builds for itself, to find out about the processor, is not the model's.
+    built = [line for line in log.read_text().splitlines() if _of_the_model(line)]
+    return found | {"built": len(built)}
+
+
+def _of_the_model(line: str) -> bool:
+    return f"/{build.MODEL}-" in line
+
+
+@pytest.mark.slow
+def test_warm_start_compiles_nothing(tmp_path: Path) -> None:
+    """A second machine with the bundle, and nothing else of the first, finds every graph in it."""
+    model = tmp_path / "model"
+    build.write(model, "model.py", models.source(models.Compiled))
+
+    cold = _start(model, tmp_path / "first")
+    warm = _start(model, tmp_path / "second")
+
+    assert cold["fxgraph_cache_miss"] > 0
+    assert "fxgraph_cache_hit" not in cold
+    assert "fxgraph_cache_miss" not in warm
+    assert warm["fxgraph_cache_hit"] == cold["fxgraph_cache_miss"]
+    assert cold["built"] > 0
+    assert warm["built"] == 0
+    # The families that hang on AVX-512 (BF16, VNNI) are tried out all the same.
+    assert warm["asked"] < cold["asked"]
+    assert warm["y"] == cold["y"]
+
+
+@pytest.mark.slow
+def test_warm_start_of_frozen_weights_builds_nothing(tmp_path: Path) -> None:
+    """PyTorch keeps no graph with packed weights; the kernels that were built for it are kept."""
+    model = tmp_path / "model"
+    build.write(model, "model.py", models.source(models.Convolved))
+
+    cold = _start(model, tmp_path / "first", OPTIMIZE="freeze")
+    warm = _start(model, tmp_path / "second", OPTIMIZE="freeze")
+
+    assert cold["fxgraph_cache_bypass"] > 0
+    assert cold["built"] > 0
+    assert warm["built"] == 0
+    assert warm["y"] == cold["y"]

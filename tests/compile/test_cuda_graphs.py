@@ -1,0 +1,81 @@
+"""Calls captured during the warm-up, and replayed afterwards; capturing itself is in test_gpu."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import build
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching.counters import Counts
+from torch_py_backend.compile import cuda_graphs
+from torch_py_backend.compile.cuda_graphs import Graphs
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+    """The first shapes of what was captured; a replay calls again, and says so by a sign."""
+    shapes: list[list[int]] = []
+
+    def capture(
+        call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]
+    ) -> cuda_graphs.Replay:
+        shapes.append(list(tensors[0].shape))
+        return lambda given: -call(given)
+
+    monkeypatch.setattr(cuda_graphs, "capture", capture)
+    yield shapes
+    assert all(shapes)
+
+
+def add(x: Tensor, *, more: Tensor | None = None, times: int = 1) -> Tensor:
+    return x * times if more is None else x * times + more
+
+
+def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
+    """The first call of a shape is captured, the next ones are replayed with their own values."""
+    made = Graphs(build.MODEL, add, Counts())
+
+    first = [made(torch.ones(rows, 2)).sum().item() for rows in (4, 2)]
+    again = [made(torch.full((rows, 2), 3.0)).sum().item() for rows in (4, 2)]
+
+    assert captured == [[4, 2], [2, 2]]
+    assert first == [8, 4]
+    assert again == [-24, -12]
+
+
+@pytest.mark.parametrize(
+    "keywords",
+    [
+        pytest.param({"more": torch.ones(2, 2)}, id="another argument"),
+        pytest.param({"times": 2}, id="another number"),
+        pytest.param({"times": True}, id="a number of another type"),
+    ],
+)
+def test_what_a_graph_is_bound_to(captured: list[list[int]], keywords: dict[str, Any]) -> None:
+    """A graph holds for its arguments' structure and numbers, and for no others."""
+    made = Graphs(build.MODEL, add, Counts())
+    x = torch.ones(2, 2)
+    made(x)
+
+    assert torch.equal(made(x, **keywords), add(x, **keywords))
+    assert torch.equal(made(x, **keywords), -add(x, **keywords))
+    assert len(captured) == 2
+
+
+@pytest.mark.parametrize("other", [torch.ones(3, 2), torch.ones(2, 2, dtype=torch.float64)])
+def test_sealed_model_captures_nothing(captured: list[list[int]], other: Tensor) -> None:
+    """After the warm-up another shape or type is called as it is, however often it comes."""
+    counts = Counts()
+    made = Graphs(build.MODEL, add, counts)
+    made(torch.ones(2, 2))
+    sealed = made.seal(lambda x: x + 10)
+
+    for _ in range(2):
+        assert torch.equal(sealed(other), other + 10)
+    assert torch.equal(sealed(torch.ones(2, 2)), -torch.ones(2, 2))
+    assert len(captured) == 1
+    assert counts.eager_calls == 2

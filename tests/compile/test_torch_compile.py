@@ -1,0 +1,347 @@
+import logging
+from typing import Any
+
+import build
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.batching.counters import Counts
+from torch_py_backend.compile import torch_compile
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import CompileError, LoadError, OptionError
+
+
+class Branching(nn.Module):
+    """Its control flow depends on data: a graph cannot hold it whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1 if x.sum() > 0 else x - 1
+
+
+class Scaled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 3
+
+
+@pytest.fixture(autouse=True)
+def recompile_limit(dynamo: None) -> int:
+    """Torch's own limit."""
+    limit: int = torch._dynamo.config.recompile_limit
+    return limit
+
+
+def config(parameters: dict[str, Any] | None, **overrides: Any) -> ModelConfig:
+    return build.config(torch_compile_optional_parameters=parameters, **overrides)
+
+
+def compiled(settings: ModelConfig, module: Any) -> torch_compile.Compiled:
+    """The module, compiled."""
+    made = torch_compile.apply(settings, Kind.MODULE, module, Counts())
+    assert made is not None
+    return made
+
+
+def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Our own lines; torch has others to tell."""
+    return [one.getMessage() for one in caplog.records if one.name == torch_compile.__name__]
+
+
+def graphs() -> int:
+    """How many graphs have been compiled since the counters were cleared."""
+    count: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return count
+
+
+@pytest.mark.parametrize(
+    ("parameters", "requested"),
+    [
+        pytest.param(None, False, id="unset"),
+        pytest.param({}, True, id="defaults"),
+        pytest.param({"mode": "default"}, True, id="mode"),
+        pytest.param({"disable": True}, False, id="disabled"),
+        pytest.param({"disable": False}, True, id="not disabled"),
+    ],
+)
+def test_compilation_is_asked_for_by_the_parameter(
+    parameters: dict[str, Any] | None, requested: bool
+) -> None:
+    """The parameter's presence asks for torch.compile, and its `disable` takes that back."""
+    assert torch_compile.requested(config(parameters)) is requested
+
+
+@pytest.mark.parametrize("parameters", [None, {"disable": True}], ids=["unset", "disabled"])
+def test_eager_model_is_left_alone(parameters: dict[str, Any] | None) -> None:
+    """Without a wish for it the module is served as it is."""
+    assert torch_compile.apply(config(parameters), Kind.MODULE, Scaled(), Counts()) is None
+
+
+@pytest.mark.parametrize("module", [Scaled(), lambda x: x * 3], ids=["module", "function"])
+def test_model_is_compiled(module: Any) -> None:
+    """Modules and functions are compiled, and give what they gave before."""
+    x = torch.ones(2)
+    torch._dynamo.utils.counters.clear()
+
+    made = compiled(config({"backend": "eager"}), module)
+
+    assert torch.equal(made(x), module(x))
+    assert graphs() == 1
+
+
+def test_parameters_reach_torch_compile() -> None:
+    """A graph break is an error when the config asks for a full graph, and only then."""
+    whole = config({"backend": "eager", "fullgraph": True})
+    parts = config({"backend": "eager"})
+
+    with pytest.raises(CompileError, match=r"torch\.compile failed"):
+        compiled(whole, Branching())(torch.ones(1))
+    torch._dynamo.reset()
+
+    result = compiled(parts, Branching())(torch.ones(1))
+    assert torch.equal(result, torch.full((1,), 2.0))
+
+
+def test_torchscript_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    """TorchScript is served as it is, and one line says that the parameter has no effect."""
+    module = torch.jit.script(Scaled())
+
+    assert torch_compile.apply(config({}), Kind.TORCHSCRIPT, module, Counts()) is None
+
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert "'digits'" in record.getMessage()
+    assert "TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect" in record.getMessage()
+
+
+@pytest.mark.parametrize("parameters", [None, {"disable": True}], ids=["unset", "disabled"])
+def test_eager_torchscript_is_not_warned_about(
+    parameters: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TorchScript without a wish for compilation leaves no line in the log."""
+    torch_compile.apply(config(parameters), Kind.TORCHSCRIPT, torch.jit.script(Scaled()), Counts())
+
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "rows", "limit"),
+    [
+        pytest.param(False, 32, 33, id="static"),
+        pytest.param(False, 2, None, id="static, few rows"),
+        pytest.param(None, 32, None, id="automatic"),
+        pytest.param(True, 32, None, id="dynamic"),
+    ],
+)
+def test_every_row_count_may_have_its_graph(
+    dynamic: bool | None, rows: int, limit: int | None, recompile_limit: int
+) -> None:
+    """With static shapes torch's limit is raised to the number of batch sizes, never lowered."""
+    parameters = {"backend": "eager", "dynamic": dynamic}
+
+    torch_compile.apply(config(parameters, max_batch_size=rows), Kind.MODULE, Scaled(), Counts())
+
+    assert torch._dynamo.config.recompile_limit == (limit or recompile_limit)
+
+
+def test_static_model_is_compiled_for_each_row_count() -> None:
+    """With static shapes no batch size up to the largest falls back to eager."""
+    parameters = {"backend": "eager", "dynamic": False, "fullgraph": True}
+    made = compiled(config(parameters, max_batch_size=12), Scaled())
+    torch._dynamo.utils.counters.clear()
+
+    for rows in range(1, 13):
+        made(torch.ones(rows, 4))
+
+    assert graphs() == 12
+
+
+@pytest.mark.parametrize(
+    ("parameters", "said"),
+    [
+        pytest.param({"backend": "nope"}, "nope", id="backend"),
+        pytest.param({"mode": "fastest"}, "fastest", id="mode"),
+        pytest.param({"options": {"nope": 1}}, "nope", id="options"),
+        pytest.param({"mode": "max-autotune", "options": {"debug": True}}, "options", id="both"),
+        pytest.param({"dynamic": "yes"}, "bool", id="dynamic"),
+    ],
+)
+def test_what_torch_compile_refuses_fails_the_load(parameters: dict[str, Any], said: str) -> None:
+    """A value that torch.compile does not know is told with the model and the parameter."""
+    with pytest.raises(OptionError) as raised:
+        torch_compile.apply(config(parameters), Kind.MODULE, Scaled(), Counts())
+
+    assert isinstance(raised.value, LoadError)
+    assert "'digits': the parameter TORCH_COMPILE_OPTIONAL_PARAMETERS is" in str(raised.value)
+    assert said in str(raised.value)
+
+
+# --- sealed: what a request meets ------------------------------------------------------------
+
+
+def test_one_graph_serves_all_row_counts() -> None:
+    """The rows are marked as varying: beside one row, which is special, one graph does for all."""
+    made = compiled(config({"backend": "eager"}), Scaled())
+    torch._dynamo.utils.counters.clear()
+
+    for rows in (8, 1, 2, 3, 4, 5, 6, 7):
+        made(torch.ones(rows, 4))
+
+    assert graphs() == 2
+
+
+def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    """A shape that the warm-up did not meet runs eagerly, with one line in the log for all."""
+    counts = Counts()
+    made = torch_compile.apply(config({"backend": "eager"}), Kind.MODULE, Scaled(), counts)
+    assert made is not None
+    made(torch.ones(8, 4))
+    sealed = made.seal()
+    torch._dynamo.utils.counters.clear()
+
+    for shape in ((8, 4), (3, 4), (1, 4), (2, 5), (2, 4, 4), (1, 4)):
+        assert torch.equal(sealed(torch.ones(shape)), torch.full(shape, 3.0))
+
+    assert graphs() == 0
+    assert counts.eager_calls == 4
+    (message,) = ours(caplog)
+    assert "[[1, 4]] were not met in the warm-up" in message
+
+
+def test_sealed_model_raises_what_the_model_raises() -> None:
+    """An error of the model's own is not mistaken for a missing graph."""
+
+    def forward(x: Tensor) -> Tensor:
+        torch._assert_async(x.sum() > 0, "negative")
+        return x
+
+    made = compiled(config({"backend": "eager"}), forward)
+    made(torch.ones(2, 4))
+
+    with pytest.raises(RuntimeError, match="negative"):
+        made.seal()(-torch.ones(2, 4))
+
+
+class Broken(nn.Module):
+    """Writes into its input and a buffer before a graph break, and after it."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        x += 1
+        torch._dynamo.graph_break()
+        self.calls += 1
+        return x * 3 if x.shape[0] > 5 else x + 2  # one graph has a guard on the rows
+
+
+@pytest.mark.parametrize("dynamic", [None, False], ids=["automatic", "static"])
+def test_model_with_graph_breaks_is_run_once(dynamic: bool | None) -> None:
+    """A shape that was not met runs to its end: nothing of the model is run twice."""
+    module = Broken()
+    made = compiled(config({"backend": "eager", "dynamic": dynamic}), module)
+    made(torch.zeros(8, 4))
+    sealed = made.seal()
+    torch._dynamo.utils.counters.clear()
+
+    for shape in ((8, 4), (3, 4), (1, 4), (2, 5), (2, 4, 4)):
+        calls, x = module.calls.item(), torch.zeros(shape)
+        assert torch.equal(sealed(x).flatten(), torch.full((x.numel(),), 3.0))
+        assert torch.equal(x, torch.ones(shape))
+        assert module.calls.item() == calls + 2
+
+    assert graphs() == 0
+
+
+def test_error_that_names_torchs_own_is_the_models() -> None:
+    """Whatever a model raises, with a client's text in it or not, it is not run again for that."""
+    calls = 0
+
+    def refuse(x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if x.sum() < 0:
+            raise RuntimeError(
+                "Detected recompile when torch.compile stance is 'fail_on_recompile'"
+            )
+        return x
+
+    apart = torch.compiler.disable(refuse)
+    made = compiled(config({"backend": "eager"}), lambda x: apart(x * 2))
+    made(torch.ones(2, 4))
+    sealed = made.seal()
+    calls = 0
+
+    with pytest.raises(RuntimeError, match="Detected recompile"):
+        sealed(-torch.ones(2, 4))
+    assert calls == 1
+
+
+def test_what_hooks_compile_still_runs() -> None:
+    """A function that another part of the process has compiled is none of the seal's affair."""
+    made = compiled(config({"backend": "eager"}), Scaled())
+    made(torch.ones(8, 4))
+    double = torch.compile(lambda x: x * 2, backend="eager")
+    assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
+    made.seal()
+
+    for shape in ((3,), (5, 5)):
+        assert torch.equal(double(torch.ones(shape)), torch.full(shape, 2.0))
+
+
+def broken(graph: Any, samples: Any) -> Any:
+    raise OSError("no working compiler")
+
+
+@pytest.mark.parametrize("seals", [False, True])
+def test_model_that_cannot_be_compiled_runs_eagerly(
+    seals: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A compiler that is missing or fails costs speed and a line in the log, not the service."""
+    made = compiled(config({"backend": broken}), Scaled())
+
+    for _ in range(2):
+        assert torch.equal(made(torch.ones(2, 4)), torch.full((2, 4), 3.0))
+    if seals:
+        assert torch.equal(made.seal()(torch.ones(5, 4)), torch.full((5, 4), 3.0))
+
+    (message,) = ours(caplog)
+    assert "cannot be compiled and runs eagerly" in message
+    assert "no working compiler" in message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        config({"backend": broken}, compile_required=True),
+        config({"backend": broken, "fullgraph": True}),
+    ],
+    ids=["COMPILE_REQUIRED", "fullgraph"],
+)
+def test_compilation_that_is_required_fails_the_load(settings: ModelConfig) -> None:
+    """Who insists on a compiled model is told what the compiler said."""
+    with pytest.raises(CompileError, match=r"torch\.compile failed: .*no working compiler"):
+        compiled(settings, Scaled())(torch.ones(2, 4))
+
+
+def test_error_of_the_model_is_its_own() -> None:
+    """A model that fails eagerly, too, is not blamed on the compiler."""
+
+    def forward(x: Tensor) -> Tensor:
+        return x @ torch.ones(3, 3)
+
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        compiled(config({"backend": "eager"}), forward)(torch.ones(2, 4))
+
+
+def test_frozen_weights_are_constants() -> None:
+    """OPTIMIZE freeze reaches inductor, and the next model does not inherit it."""
+    compiled(config({}, optimize=("freeze",)), Scaled())
+    assert torch._inductor.config.freezing
+
+    compiled(config({}), Scaled())
+    assert not torch._inductor.config.freezing

@@ -1,0 +1,159 @@
+"""EXECUTION_ENV_PATH: which Python the environment that a config names is for."""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import build
+import fake_triton
+import pytest
+
+from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend.config import execution_env
+from torch_py_backend.errors import PlatformError, ServerError
+from torch_py_backend.server import preflight, tritonserver
+
+_HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
+
+
+def _document(value: str) -> dict[str, Any]:
+    parameters = {execution_env.KEY: {"string_value": value}} if value else {}
+    return {"name": "net", "parameters": parameters}
+
+
+def _archive(path: Path, *names: str) -> Path:
+    with tarfile.open(path, "w:gz") as archive:
+        for name in names:
+            archive.addfile(tarfile.TarInfo(name), io.BytesIO())
+    return path
+
+
+def _folder(path: Path, python: str) -> Path:
+    (path / "lib" / f"python{python}" / "site-packages").mkdir(parents=True)
+    (path / "bin").mkdir()
+    return path
+
+
+# --- before a server is started --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", ["", "$$TRITON_MODEL_DIRECTORY/env.tar.gz", "{}/env.tar.gz", "{}/env"]
+)
+def test_environment_for_the_stubs_python(value: str, tmp_path: Path) -> None:
+    """None, an archive or a folder for the Python of the stub is taken, wherever it lies."""
+    _archive(tmp_path / "env.tar.gz", "bin/activate", "lib/python3.12/os.py", "lib/python3.9/x.py")
+    _folder(tmp_path / "env", "3.12")
+    execution_env.check(tmp_path, _document(value.format(tmp_path)), "3.12")
+
+
+@pytest.mark.parametrize("name", ["env.tar.gz", "env"])
+def test_environment_for_another_python(name: str, tmp_path: Path) -> None:
+    """It is refused by name, with both versions and both cures; without a stub nobody knows."""
+    _archive(tmp_path / "env.tar.gz", "./lib/python3.12/os.py")
+    _folder(tmp_path / "env", "3.12")
+    document = _document(f"{execution_env.MODEL_FOLDER}/{name}")
+    with pytest.raises(PlatformError) as refusal:
+        execution_env.check(tmp_path, document, "3.11")
+    for part in ("model 'net'", "Python 3.12", "Python 3.11", "triton_python_backend_stub"):
+        assert part in str(refusal.value)
+    execution_env.check(tmp_path, document, "")
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("missing.tar.gz", "cannot be read: [Errno 2]"),
+        ("text.tar.gz", "cannot be read: not a gzip file"),
+        ("half.tar.gz", "cannot be read: "),
+        ("empty.tar.gz", "holds no lib/python3.*"),
+        ("folder", "holds no lib/python3.*"),
+    ],
+)
+def test_what_is_no_environment(name: str, says: str, tmp_path: Path) -> None:
+    """What cannot be read, or holds no Python, is refused with what was expected."""
+    (tmp_path / "text.tar.gz").write_text("text")
+    whole = _archive(tmp_path / "empty.tar.gz", "bin/activate", "library/python3.12/os.py")
+    (tmp_path / "half.tar.gz").write_bytes(whole.read_bytes()[:40])
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(PlatformError) as refusal:
+        execution_env.check(tmp_path, _document(f"{execution_env.MODEL_FOLDER}/{name}"), "3.12")
+    assert says in str(refusal.value)
+    assert "torch-py-backend pack" in str(refusal.value)
+
+
+@pytest.mark.parametrize("found", [True, False], ids=["a server", "no server"])
+def test_check_asks_the_server_that_is_there(
+    found: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """`check` compares with the stub of this machine's server, where there is one."""
+
+    def find() -> tritonserver.Triton:
+        if not found:
+            raise ServerError("there is none.")
+        return tritonserver.Triton(Path(), Path(), tmp_path / "stub", ())
+
+    (tmp_path / "stub").write_bytes(b"\x7fELF libpython3.8.so.1.0\0")
+    monkeypatch.setattr(tritonserver, "find", find)
+    document = _document(str(_folder(tmp_path / "env", "3.12")))
+    if not found:
+        preflight.execution_environment(tmp_path, document)
+        return
+    with pytest.raises(PlatformError, match=r"for Python 3\.12.*runs Python 3\.8"):
+        preflight.execution_environment(tmp_path, document)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "cannot read"), (b"#!/bin/sh\n", "names no libpython")]
+)
+def test_stub_that_is_none(content: bytes | None, says: str, tmp_path: Path) -> None:
+    """A stub that cannot be read, or loads no Python, is an error of the server's."""
+    stub = tmp_path / "stub"
+    if content is not None:
+        stub.write_bytes(content)
+    with pytest.raises(ServerError, match=says):
+        tritonserver.stub_python(tritonserver.Triton(Path(), Path(), stub, ()))
+
+
+# --- in the stub -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A stub that bin/activate of an environment for Python 3.99 came before."""
+    folder = _folder(tmp_path / "env", "3.99")
+    monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
+    return folder
+
+
+def test_stub_in_an_environment_for_another_python(
+    started: Path, process: None, tmp_path: Path
+) -> None:
+    """The load fails with both versions: when Triton completes the config, and when it loads."""
+    says = rf"environment for Python 3\.99, and the server's stub runs Python {_HERE}"
+    parameters = {execution_env.KEY: {"string_value": "env.tar.gz"}}
+    given = build.arguments(parameters=parameters)
+    model = TritonPythonModel()
+    with pytest.raises(fake_triton.TritonModelException, match=says):
+        fake_triton.completed(model, given)
+    with pytest.raises(fake_triton.TritonModelException, match=says):
+        model.initialize(given)
+
+
+@pytest.mark.parametrize(
+    ("named", "python"), [("", "3.99"), ("env.tar.gz", _HERE), ("env.tar.gz", None)]
+)
+def test_stub_where_nothing_is_wrong(
+    named: str, python: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No environment of the model's own, one for this Python, and none that is first on PATH."""
+    if python is not None:
+        monkeypatch.setenv("PATH", str(_folder(tmp_path / "env", python) / "bin"))
+    else:
+        monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    execution_env.refuse_another_python("net", named)

@@ -1,0 +1,318 @@
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+
+from torch_py_backend.config import dtypes, model_config
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.options import Options
+from torch_py_backend.errors import ConfigError
+
+_MAP = {"DEVICE_MAP": '{"": "cpu"}'}
+
+
+def parsed(**document: Any) -> ModelConfig:
+    return model_config.parse(build.arguments(**document))
+
+
+def tensor(**changes: Any) -> dict[str, Any]:
+    return {"name": "x", "data_type": "TYPE_FP32", "dims": [4], **changes}
+
+
+def test_arguments_of_initialize_become_a_config() -> None:
+    """Everything that Triton says of an instance is found in its ModelConfig."""
+    arguments = {
+        **build.arguments(
+            max_batch_size=16,
+            input=[
+                tensor(name="image", data_type="TYPE_UINT8", dims=[3, -1, -1]),
+                tensor(name="size", data_type="TYPE_INT64", dims=[2]),
+            ],
+            output=[tensor(name="class", data_type="TYPE_BF16", dims=[10])],
+            instance_group=[{"kind": "KIND_GPU", "count": 2, "gpus": [0, 3]}],
+            default_model_filename="net.pt",
+            parameters={"WARMUP": {"string_value": "off"}},
+        ),
+        "model_version": "7",
+        "model_instance_name": "digits_0_1",
+        "model_instance_kind": "GPU",
+        "model_instance_device_id": "3",
+    }
+
+    found = model_config.parse(arguments)
+
+    assert found == ModelConfig(
+        name="digits",
+        folder=Path("/models/digits"),
+        version="7",
+        instance="digits_0_1",
+        kind="GPU",
+        device_id=3,
+        instances=4,
+        max_batch_size=16,
+        inputs=(
+            build.spec("image", "UINT8", (3, -1, -1)),
+            build.spec("size", "INT64", (2,)),
+        ),
+        outputs=(build.spec("class", "BF16", (10,)),),
+        default_model_filename="net.pt",
+        python_runtime=False,
+        options=Options(warmup=False),
+    )
+    assert found.version_folder == Path("/models/digits/7")
+
+
+@pytest.mark.parametrize(
+    ("document", "expected"),
+    [
+        ({}, False),
+        ({"runtime": "model.py"}, False),
+        ({"platform": "pytorch"}, True),
+        ({"backend": "pytorch", "runtime": "model.py"}, True),
+    ],
+)
+def test_python_runtime_is_recognised(document: dict[str, str], expected: bool) -> None:
+    """Both ways to ask for Triton's Python runtime are known; our own name is another."""
+    assert model_config.parse(build.arguments(**document)).python_runtime is expected
+
+
+def test_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A repository given relative to the server's folder is found from any other one."""
+    monkeypatch.chdir(tmp_path)
+
+    found = model_config.parse({**build.arguments(), "model_repository": "models/digits"})
+
+    assert found.folder == tmp_path / "models" / "digits"
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+@pytest.mark.parametrize(
+    ("changes", "dims"),
+    [
+        pytest.param({"dims": []}, (), id="no dimension"),
+        pytest.param({"dims": [3, -1]}, (3, -1), id="variable"),
+        pytest.param({"dims": [4], "reshape": {"shape": [2, 2]}}, (2, 2), id="reshape"),
+        pytest.param({"dims": [1], "reshape": {"shape": []}}, (), id="reshape to none"),
+        pytest.param({"dims": [1], "reshape": {}}, (), id="reshape without a shape"),
+        pytest.param({"dims": [4], "reshape": None}, (4,), id="no reshape"),
+    ],
+)
+def test_dims_are_those_that_the_model_sees(
+    role: str, changes: Mapping[str, Any], dims: tuple[int, ...]
+) -> None:
+    """Triton's reshape stands between client and model: the model's side counts."""
+    found = parsed(**{role: [tensor(**changes)]})
+
+    (spec,) = found.inputs if role == "input" else found.outputs
+    assert spec.dims == dims
+    assert spec.reshaped is (changes.get("reshape") is not None)
+
+
+@pytest.mark.parametrize(
+    ("groups", "instances"),
+    [
+        pytest.param([], 1, id="none"),
+        pytest.param([{"count": 1, "gpus": []}], 1, id="one"),
+        pytest.param([{"count": 3, "gpus": []}], 3, id="three on the CPU"),
+        pytest.param([{"count": 2, "gpus": [0, 1, 2]}], 6, id="two on each of three GPUs"),
+        pytest.param([{"count": 2}, {"count": 1, "gpus": [5]}], 3, id="two groups"),
+    ],
+)
+def test_instances_are_counted_over_all_groups(groups: list[Any], instances: int) -> None:
+    """All processes that serve the model on this machine are counted: they share its cores."""
+    assert parsed(instance_group=groups).instances == instances
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+@pytest.mark.parametrize("entries", [[], None], ids=["empty", "absent"])
+def test_config_without_tensors_is_refused(role: str, entries: list[Any] | None) -> None:
+    """A config that lists no inputs or no outputs is refused, with what an entry needs."""
+    with pytest.raises(ConfigError) as raised:
+        parsed(**{role: entries})
+
+    assert f"'digits': config.pbtxt lists no {role}" in str(raised.value)
+    assert f"at least one {role} with name, data_type and dims" in str(raised.value)
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+@pytest.mark.parametrize("name", ["TYPE_INVALID", "FP32", "TYPE_BYTES", "BYTES", ""])
+def test_types_that_no_tensor_has_are_refused(role: str, name: str) -> None:
+    """Unknown types are refused at load, and those that are served are listed."""
+    with pytest.raises(ConfigError) as raised:
+        parsed(**{role: [tensor(name="text", data_type=name)]})
+
+    text = str(raised.value)
+    assert f"'digits': {role} 'text' has data_type {name}; expected one of " in text
+    listed = text.partition("one of ")[2].rstrip(".").split(", ")
+    assert listed == [one.config for one in dtypes.TABLE]
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+def test_strings_are_served(role: str) -> None:
+    """TYPE_STRING is a type like the others."""
+    found = parsed(**{role: [tensor(data_type="TYPE_STRING")]})
+
+    (spec,) = found.inputs if role == "input" else found.outputs
+    assert spec == build.spec("x", "BYTES")
+
+
+@pytest.mark.parametrize("optional", [True, False])
+def test_input_may_be_optional(optional: bool) -> None:
+    """What the config says of an input's absence is known; without a word it is needed."""
+    found = parsed(input=[tensor(), tensor(name="mask", optional=optional)])
+
+    assert [spec.optional for spec in found.inputs] == [False, optional]
+
+
+@pytest.mark.parametrize("role", ["input", "output"])
+def test_incomplete_config_may_be_read(role: str) -> None:
+    """While a config is completed its inputs and outputs do not matter, not even wrong ones."""
+    arguments = build.arguments(**{role: []})
+
+    found = model_config.parse(arguments, complete=False)
+
+    assert (found.inputs, found.outputs) == ((), ())
+
+
+def test_what_would_do_nothing_is_refused() -> None:
+    """A block that loads without an error and then does nothing is refused by name."""
+    with pytest.raises(ConfigError) as raised:
+        parsed(cc_model_filenames={"8.0": "a.pt"})
+
+    assert str(raised.value).startswith("model 'digits': ")
+    assert "Take cc_model_filenames out of config.pbtxt." in str(raised.value)
+
+
+def _with(key: str, value: str) -> dict[str, Any]:
+    return {"parameters": {key: {"string_value": value}}}
+
+
+@pytest.mark.parametrize(
+    ("block", "said"),
+    [
+        ({"sequence_batching": {"direct": {}}}, "sequence_batching is set"),
+        (_with("PAD", '{"x": {}}'), "PAD is set"),
+        (_with("BATCH_BUCKETS", "1,2"), "BATCH_BUCKETS is set"),
+        (_with("TORCH_COMPILE_OPTIONAL_PARAMETERS", "{}"), "PARAMETERS is set"),
+        (_with("OPTIMIZE", "freeze"), "OPTIMIZE asks for freeze"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else "",
+)
+def test_what_does_not_go_with_streams(block: dict[str, Any], said: str) -> None:
+    """A decoupled model takes no options that are about whole calls; each is refused by name."""
+    with pytest.raises(ConfigError) as raised:
+        parsed(model_transaction_policy={"decoupled": True}, **block)
+
+    assert said in str(raised.value)
+    assert "and the model is decoupled" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "decoupled"),
+    [({}, False), ({"decoupled": False}, False), ({"decoupled": True}, True)],
+)
+def test_decoupled(policy: dict[str, bool], decoupled: bool) -> None:
+    """What Triton calls the model's transaction policy says whether it makes streams."""
+    assert parsed(model_transaction_policy=policy).decoupled is decoupled
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        {"dynamic_batching": {"max_queue_delay_microseconds": 100}},
+        {"model_transaction_policy": {"decoupled": False}},
+        {"response_cache": {"enable": True}},
+        {"model_warmup": [{"name": "w"}]},
+    ],
+    ids=lambda block: next(iter(block)),
+)
+def test_what_triton_does_itself_is_left_to_it(block: dict[str, Any]) -> None:
+    """Blocks that concern the server's core alone do not disturb."""
+    assert parsed(**block) == parsed()
+
+
+@pytest.mark.parametrize("name", ["model.pt", "net.py", "sub/net.py", "./net.py", "a..b.pt"])
+def test_model_file_may_be_named(name: str) -> None:
+    """The artifact may have any name in the version folder."""
+    assert parsed(default_model_filename=name).default_model_filename == name
+
+
+@pytest.mark.parametrize("name", ["../2/model.pt", "sub/../../x.pt", "/etc/passwd", ".."])
+def test_model_file_stays_in_the_version_folder(name: str) -> None:
+    """A name that leaves the version folder is refused before any file is touched."""
+    with pytest.raises(ConfigError) as raised:
+        parsed(default_model_filename=name)
+
+    assert f"'digits': default_model_filename is '{name}'" in str(raised.value)
+    assert "expected a file in the version folder" in str(raised.value)
+
+
+def test_no_model_file_is_named_by_default() -> None:
+    """Triton's empty default names no file."""
+    assert parsed().default_model_filename is None
+
+
+def test_spec_reads_like_the_config() -> None:
+    """In messages an input looks as it does in config.pbtxt."""
+    assert str(build.spec("image", "UINT8", (3, -1))) == "image UINT8 [3, -1]"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "document", "says"),
+    [
+        pytest.param({"OPTIMIZE": "bf16,fp16"}, {}, "bf16 and fp16", id="two types"),
+        pytest.param({"OPTIMIZE": "cuda_graphs"}, {}, "the instance is KIND_CPU", id="CPU"),
+        pytest.param(
+            {"BATCH_BUCKETS": "4,16"}, {}, "holds 16, and max_batch_size is 8", id="bucket"
+        ),
+        pytest.param(
+            {"BATCH_BUCKETS": "4"}, {"max_batch_size": 0}, "max_batch_size is 0", id="no batch"
+        ),
+        pytest.param(
+            {"PAD": '{"x": {}}'}, {"max_batch_size": 0}, "PAD is set, and max_batch_size", id="PAD"
+        ),
+        pytest.param(_MAP, {}, "DEVICE_MAP is set, and the instance is KIND_CPU", id="DEVICE_MAP"),
+    ],
+)
+def test_options_that_contradict_the_config(
+    parameters: dict[str, str], document: dict[str, Any], says: str
+) -> None:
+    """Options that cannot hold together fail the load, and not the completion of a config."""
+    written = {key: {"string_value": value} for key, value in parameters.items()}
+    arguments = build.arguments(parameters=written, **document)
+
+    with pytest.raises(ConfigError, match=says):
+        model_config.parse(arguments)
+    model_config.parse(arguments, complete=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters", "says"),
+    [
+        ("GPU", _MAP, "DEVICE_MAP is set, and the instance is KIND_GPU"),
+        ("MODEL", _MAP | {"OPTIMIZE": "bf16"}, "DEVICE_MAP is set, and so is OPTIMIZE's bf16"),
+        ("MODEL", _MAP | {"OPTIMIZE": "channels_last"}, ""),
+        ("MODEL", _MAP | {"WATCH_WEIGHTS": "true"}, ""),
+        ("MODEL", _MAP, ""),
+    ],
+)
+def test_several_devices(kind: str, parameters: dict[str, str], says: str) -> None:
+    """DEVICE_MAP needs KIND_MODEL, and excludes what works on one device."""
+    written = {key: {"string_value": value} for key, value in parameters.items()}
+    arguments = build.arguments(parameters=written) | {"model_instance_kind": kind}
+
+    if says:
+        with pytest.raises(ConfigError, match=says):
+            model_config.parse(arguments)
+    else:
+        assert model_config.parse(arguments).kind == kind
+
+
+@pytest.mark.parametrize("ragged", [True, False])
+def test_input_may_be_ragged(ragged: bool) -> None:
+    """Whether Triton batches different shapes is known of each input."""
+    found = parsed(input=[tensor(allow_ragged_batch=ragged)])
+
+    assert [spec.ragged for spec in found.inputs] == [ragged]

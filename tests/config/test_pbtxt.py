@@ -1,0 +1,163 @@
+"""config.pbtxt as the JSON that Triton passes to a backend."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_py_backend.config import model_config, pbtxt
+from torch_py_backend.errors import ConfigError, PlatformError
+
+_TYPICAL = """
+# A comment with a "quote" and a [bracket]
+backend: "pytorch_py"  # behind a field
+max_batch_size: 8
+input [
+  { name: "größe" data_type: TYPE_FP32 dims: [ -1, 4 ] },
+  { name: "flag" data_type: TYPE_BOOL dims: [ 1 ] reshape { shape: [ ] } optional: true }
+]
+output { name: "y" data_type: TYPE_STRING dims: 9007199254740993 reshape { shape: [ 3, 1 ] } }
+parameters { key: "METHOD" value { string_value: "encode" } }
+"""
+
+
+def _read(folder: Path, text: str | bytes) -> dict[str, Any]:
+    model = folder / "digits"
+    model.mkdir(exist_ok=True)
+    content = text.encode() if isinstance(text, str) else text
+    (model / "config.pbtxt").write_bytes(content)
+    return pbtxt.read(model)
+
+
+def test_read(tmp_path: Path) -> None:
+    """Fields have Triton's names; sizes are integers, also those that no float holds."""
+    document = _read(tmp_path, _TYPICAL)
+    assert document["backend"] == "pytorch_py"
+    assert document["max_batch_size"] == 8
+    size, flag = document["input"]
+    assert (size["name"], size["data_type"], size["dims"]) == ("größe", "TYPE_FP32", [-1, 4])
+    assert flag["reshape"] == {"shape": []}
+    assert flag["optional"] is True
+    (y,) = document["output"]
+    assert y["dims"] == [9007199254740993]
+    assert y["reshape"] == {"shape": [3, 1]}
+    assert document["parameters"] == {"METHOD": {"string_value": "encode"}}
+
+
+def test_read_is_what_a_backend_parses(tmp_path: Path) -> None:
+    """The document goes through JSON into a ModelConfig, as Triton's does."""
+    document = _read(tmp_path, _TYPICAL)
+    parsed = model_config.parse(pbtxt.arguments(tmp_path / "digits", "3", document))
+    assert [str(one) for one in parsed.inputs] == ["größe FP32 [-1, 4]", "flag BOOL []"]
+    assert [str(one) for one in parsed.outputs] == ["y BYTES [3, 1]"]
+    assert parsed.version_folder == tmp_path / "digits" / "3"
+    assert parsed.options.method == "encode"
+
+
+@pytest.mark.parametrize("text", [None, "", "# nothing\n"], ids=["no-file", "empty", "comment"])
+def test_defaults(tmp_path: Path, text: str | None) -> None:
+    """What a config leaves out has Triton's default, and the name is the folder's."""
+    if text is None:
+        (tmp_path / "digits").mkdir()
+        document = pbtxt.read(tmp_path / "digits")
+    else:
+        document = _read(tmp_path, text)
+    assert document["name"] == "digits"
+    assert document["max_batch_size"] == 0
+    assert document["input"] == []
+    assert document["output"] == []
+    assert document["parameters"] == {}
+    assert document["default_model_filename"] == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "device", "instances"),
+    [
+        pytest.param("", "CPU", "0", 1, id="none"),
+        pytest.param("instance_group [{ }]", "CPU", "0", 1, id="empty"),
+        pytest.param("instance_group [{ kind: KIND_CPU count: 3 }]", "CPU", "0", 3, id="count"),
+        pytest.param(
+            "instance_group [{ kind: KIND_GPU count: 2 gpus: [ 1, 3 ] }]", "GPU", "1", 4, id="gpus"
+        ),
+        pytest.param("instance_group [{ kind: KIND_MODEL }]", "MODEL", "0", 1, id="model"),
+        pytest.param(
+            "instance_group [{ count: 1 kind: KIND_CPU }, { count: 2 kind: KIND_CPU }]",
+            "CPU",
+            "0",
+            3,
+            id="two-groups",
+        ),
+    ],
+)
+def test_instances(tmp_path: Path, text: str, kind: str, device: str, instances: int) -> None:
+    """Instance groups count at least one instance; the first one's device is what is tried."""
+    document = _read(tmp_path, text + "\n" + _TYPICAL)
+    given = pbtxt.arguments(tmp_path / "digits", "1", document)
+    parsed = model_config.parse(given)
+    assert (parsed.kind, given["model_instance_device_id"]) == (kind, device)
+    assert parsed.instances == instances
+
+
+def test_default_instance_is_not_shared(tmp_path: Path) -> None:
+    """A document is the caller's own: what it changes, the next one does not see."""
+    _read(tmp_path, "")["instance_group"][0]["count"] = 7
+    assert _read(tmp_path, "")["instance_group"][0]["count"] == 1
+
+
+def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's arguments are strings, with the config as JSON and an absolute folder."""
+    document = _read(tmp_path, _TYPICAL)
+    monkeypatch.chdir(tmp_path)
+    given = pbtxt.arguments(Path("digits"), "2", document)
+    assert all(isinstance(value, str) for value in given.values())
+    assert json.loads(given["model_config"]) == document
+    assert given["model_repository"] == str(tmp_path / "digits")
+    assert (given["model_name"], given["model_version"]) == ("digits", "2")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        pytest.param("max_batch_size: 8\ninput [{ name: x }]\n", "2:", id="no-quotes"),
+        pytest.param("\n\nmax_batch_size: many\n", "3:", id="no-number"),
+        pytest.param('backend: "pytorch_py"\nbatch_size: 8\n', 'named "batch_size"', id="unknown"),
+        pytest.param("input [{ data_type: TYPE_FLOAT }]", "TYPE_FLOAT", id="unknown-type"),
+        pytest.param("input [{ dims: [ 99999999999999999999 ] }]", "1:", id="too-large"),
+        pytest.param("max_batch_size: 1\nmax_batch_size: 2\n", "max_batch_size", id="twice"),
+        pytest.param("input [", "1:", id="cut-off"),
+        pytest.param('{"backend": "pytorch_py"}', "1:", id="json"),
+        pytest.param('backend: "caf\u00e9"'.encode("latin-1"), "utf-8", id="latin-1"),
+        pytest.param(b"PK\x03\x04\x00\xff", "utf-8", id="binary"),
+        pytest.param('backend: "x"'.encode("utf-16"), "utf-8", id="utf-16"),
+    ],
+)
+def test_broken_file(tmp_path: Path, text: str | bytes, says: str) -> None:
+    """A file that is no config is refused in one sentence with the model and the place."""
+    with pytest.raises(ConfigError) as refusal:
+        _read(tmp_path, text)
+    assert str(refusal.value).startswith("model 'digits': config.pbtxt cannot be read: ")
+    assert says in str(refusal.value)
+    assert str(refusal.value).endswith("Correct that line.")
+
+
+def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of another user is refused in one sentence, too."""
+
+    def refuse(*args: Any, **keywords: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigError, match=r"model 'digits': .*Permission denied"):
+        _read(tmp_path, _TYPICAL)
+
+
+@pytest.mark.parametrize("module", ["tritonclient.grpc", "google.protobuf"])
+def test_without_protobuf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    """Where Triton's protobuf is missing, the error says what to install."""
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(PlatformError, match=r"model 'digits': .*pip install .*\[server\]"):
+        _read(tmp_path, _TYPICAL)

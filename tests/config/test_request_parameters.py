@@ -1,0 +1,55 @@
+"""A request's parameters: from Triton's JSON to the rows of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torch_py_backend.config import request_parameters
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", {}),
+        ("{}", {}),
+        ('{"top": 3, "loud": true, "scale": 0.5, "name": "a\\"\\u00e9"}',
+         {"top": 3, "loud": True, "scale": 0.5, "name": 'a"é'}),
+    ],
+)  # fmt: skip
+def test_parse(text: str, expected: dict[str, Any]) -> None:
+    """Each value has its own type."""
+    found = request_parameters.parse(text)
+    assert dict(found) == expected
+    assert [type(one) for one in found.values()] == [type(one) for one in expected.values()]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [{"a": 1}, {}],
+        [torch.ones(2), torch.ones(2)],
+        [[1, 2], [3, 4]],
+        [np.ones(2), (1, 2)],
+        [],
+    ],
+    ids=["dicts", "tensors", "lists", "others", "none"],
+)
+def test_column(values: list[Any]) -> None:
+    """A column holds any values as they are: numpy does not look into them."""
+    column = request_parameters.column(values)
+    assert column.shape == (len(values),)
+    joined = np.concatenate([column, column[-1:]])
+    found = request_parameters.values(joined)
+    assert all(one is value for one, value in zip(found, values, strict=False))
+
+
+def test_taken() -> None:
+    """What an item carries is taken out of it; one that carries nothing has none."""
+    item = {"x": torch.ones(1), request_parameters.KEY: request_parameters.column([{"top": 3}])}
+    assert request_parameters.taken(item) == {"top": 3}
+    assert list(item) == ["x"]
+    assert request_parameters.taken(item) == {}

@@ -1,0 +1,256 @@
+"""sequence_batching and STATE: what of them is understood, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import build
+import pytest
+
+from torch_py_backend.config import dtypes, model_config, sequence_config
+from torch_py_backend.config.model_config import ModelConfig, Origin
+from torch_py_backend.config.sequence_config import Control, Initial, Sequencing, State
+from torch_py_backend.errors import ConfigError
+
+_FP32 = dtypes.from_triton("FP32")
+
+
+def block(**changes: Any) -> dict[str, Any]:
+    """A state block, as Triton's JSON has it."""
+    return {
+        "input_name": "past",
+        "output_name": "present",
+        "data_type": "TYPE_FP32",
+        "dims": [2, -1],
+        **changes,
+    }
+
+
+def begins(**changes: Any) -> dict[str, Any]:
+    """A state block with an initial_state."""
+    initial = {"name": "b", "data_type": "TYPE_FP32", "dims": [2, 3], "zero_data": True}
+    return block(initial_state=[{**initial, **changes}])
+
+
+def parsed(batching: dict[str, Any] | None, **document: Any) -> Sequencing | None:
+    if batching is not None:
+        document["sequence_batching"] = batching
+    return sequence_config.parse("digits", {"max_batch_size": 8, **document}, None)
+
+
+def whole(batching: dict[str, Any], **document: Any) -> ModelConfig:
+    return model_config.parse(build.arguments(sequence_batching=batching, **document))
+
+
+def test_no_sequences() -> None:
+    """A model without sequence_batching has none."""
+    assert parsed(None) is None
+
+
+@pytest.mark.parametrize(
+    ("batching", "rows", "slots", "idle", "delay"),
+    [
+        pytest.param({}, 8, 8, 1.0, 0.0, id="defaults"),
+        pytest.param({"direct": {}}, 0, 1, 1.0, 0.0, id="unbatched"),
+        pytest.param(
+            {"direct": {"max_queue_delay_microseconds": "500"}}, 4, 4, 1.0, 5e-4, id="direct"
+        ),
+        pytest.param({"oldest": {"max_candidate_sequences": 0}}, 4, 4, 1.0, 0.0, id="no number"),
+        pytest.param(
+            {
+                "oldest": {"max_candidate_sequences": 64, "max_queue_delay_microseconds": 2000},
+                "max_sequence_idle_microseconds": "5000000",
+            },
+            4,
+            64,
+            5.0,
+            2e-3,
+            id="oldest",
+        ),
+    ],
+)
+def test_schedulers(
+    batching: dict[str, Any], rows: int, slots: int, idle: float, delay: float
+) -> None:
+    """How many sequences there are at a time, and when one is forgotten, is as Triton has it."""
+    found = parsed(batching, max_batch_size=rows)
+
+    assert found == Sequencing(slots, idle, delay, (), ())
+
+
+@pytest.mark.parametrize(
+    ("told", "dtype"),
+    [
+        ({"kind": "CONTROL_SEQUENCE_START", "int32_false_true": [0, 1]}, "INT32"),
+        ({"kind": "CONTROL_SEQUENCE_END", "fp32_false_true": [0.0, 1.0]}, "FP32"),
+        ({"kind": "CONTROL_SEQUENCE_READY", "bool_false_true": [False, True]}, "BOOL"),
+        ({"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_UINT64"}, "UINT64"),
+        ({"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_STRING"}, "BYTES"),
+    ],
+)
+def test_controls_have_the_type_of_their_values(told: dict[str, Any], dtype: str) -> None:
+    """A control's type is told by which of its values are set."""
+    empty: dict[str, Any] = {
+        "int32_false_true": [],
+        "fp32_false_true": [],
+        "bool_false_true": [],
+        "data_type": "TYPE_INVALID",
+    }
+    found = parsed({"control_input": [{"name": "c", "control": [{**empty, **told}]}]})
+
+    assert found is not None
+    assert found.controls == (Control("c", dtypes.from_triton(dtype)),)
+
+
+@pytest.mark.parametrize(
+    ("entry", "initial"),
+    [
+        pytest.param(block(), Initial((2, 1)), id="by chance in Triton, zeros here"),
+        pytest.param(begins(), Initial((2, 3)), id="zeros"),
+        pytest.param(begins(dims=["2", "0"]), Initial((2, 0)), id="empty"),
+        pytest.param(
+            block(
+                initial_state=[
+                    {"name": "b", "data_type": "TYPE_FP32", "dims": [2, 3], "data_file": "f"}
+                ]
+            ),
+            Initial((2, 3), "f"),
+            id="file",
+        ),
+    ],
+)
+def test_states(entry: dict[str, Any], initial: Initial) -> None:
+    """A state is what its block says; sizes that vary are 1 at first, as in Triton."""
+    found = parsed({"state": [entry]})
+
+    assert found is not None
+    assert found.states == (State("past", "present", _FP32, (2, -1), initial),)
+
+
+def test_states_are_inputs_and_outputs() -> None:
+    """Binding sees a state as an input and an output, which no request has."""
+    found = whole({"state": [block()]})
+
+    assert [(spec.name, spec.origin) for spec in found.inputs] == [
+        ("x", Origin.CLIENT),
+        ("past", Origin.STATE),
+    ]
+    assert [(spec.name, spec.origin) for spec in found.outputs] == [
+        ("y", Origin.CLIENT),
+        ("present", Origin.STATE),
+    ]
+    assert found.carried == ()
+
+
+def test_a_state_that_clients_ask_for() -> None:
+    """Where the config lists a state's output, it is there once, and a client's."""
+    listed = [
+        {"name": "y", "data_type": "TYPE_FP32", "dims": [4]},
+        {"name": "present", "data_type": "TYPE_FP32", "dims": [2, -1]},
+    ]
+    found = whole({"state": [block()]}, output=listed)
+
+    assert [(spec.name, spec.origin) for spec in found.outputs] == [
+        ("y", Origin.CLIENT),
+        ("present", Origin.CLIENT),
+    ]
+
+
+def test_state_by_option() -> None:
+    """STATE names what is kept, and says nothing of its type."""
+    found = whole({}, parameters={"STATE": {"string_value": '{"hidden": "RESULT[1]"}'}})
+
+    assert found.states == found.carried == (State("hidden", "RESULT[1]"),)
+    assert [spec.name for spec in found.inputs] == ["x"]
+
+
+_CONTROL: dict[str, Any] = {
+    "name": "x",
+    "control": [{"kind": "CONTROL_SEQUENCE_START", "int32_false_true": [0, 1]}],
+}
+
+
+@pytest.mark.parametrize(
+    ("batching", "says"),
+    [
+        ({"iterative_sequence": True}, "iterative_sequence, and no Python-based backend"),
+        ({"generative_sequence": True}, "generative_sequence"),
+        ({"state": [block(input_name="")]}, "called '' as input and 'present' as output"),
+        ({"state": [block(output_name="")]}, "expected input_name and output_name"),
+        ({"state": [block(data_type="TYPE_INVALID")]}, "'past' has data_type TYPE_INVALID"),
+        ({"state": [block(), block()]}, "the input 'past' is there twice"),
+        ({"state": [block(input_name="x")]}, "the input 'x' is there twice"),
+        ({"control_input": [_CONTROL]}, "the input 'x' is there twice"),
+        (
+            {"state": [block(), block(input_name="other")]},
+            "the state output 'present' is there twice",
+        ),
+        (
+            {"state": [block(initial_state=[{}, {}])]},
+            "'past' has 2 entries of initial_state; expected one",
+        ),
+        ({"state": [begins(data_type="TYPE_FP64")]}, "has data_type TYPE_FP64; expected TYPE_FP32"),
+        ({"state": [begins(dims=[2])]}, "has dims [2]; expected fixed sizes that fit [2, -1]"),
+        ({"state": [begins(dims=[3, 3])]}, "has dims [3, 3]"),
+        ({"state": [begins(dims=[2, -1])]}, "has dims [2, -1]"),
+        (
+            {
+                "state": [
+                    block(initial_state=[begins()["initial_state"][0] | {"data_file": "../f"}])
+                ]
+            },
+            "is '../f'; expected a file in the folder initial_state",
+        ),
+        (
+            {"state": [block(initial_state=[{"data_type": "TYPE_FP32", "dims": [2, 3]}])]},
+            "has no values; expected zero_data or data_file",
+        ),
+        ({"control_input": [{"name": "c", "control": [{}]}]}, "the control input 'c' has no type"),
+        ({"control_input": [{"name": "c", "control": []}]}, "the control input 'c' has no type"),
+    ],
+)
+def test_refused(batching: dict[str, Any], says: str) -> None:
+    """What Triton would leave to chance, or to nobody, is an error that names it."""
+    with pytest.raises(ConfigError) as refusal:
+        whole(batching)
+
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("batching", "parameters", "says"),
+    [
+        (None, {"STATE": '{"h": "RESULT[1]"}'}, "STATE is set, and config.pbtxt has no sequence"),
+        (
+            {"state": [block()]},
+            {"STATE": '{"h": "RESULT[1]"}'},
+            "STATE is set, and sequence_batching has state, too",
+        ),
+        ({}, {"SEQUENCE_MEMORY_MB": "10"}, "SEQUENCE_MEMORY_MB is set, and no state is kept"),
+        (
+            {"state": [block()]},
+            {"PAD": '{"x": {}}'},
+            "PAD is set, and a state of sequence_batching has dims of -1",
+        ),
+    ],
+)
+def test_options_that_contradict(
+    batching: dict[str, Any] | None, parameters: dict[str, str], says: str
+) -> None:
+    """Options about states go with sequences, and with each other."""
+    document: dict[str, Any] = {
+        "parameters": {key: {"string_value": value} for key, value in parameters.items()}
+    }
+    if batching is not None:
+        document["sequence_batching"] = batching
+    with pytest.raises(ConfigError) as refusal:
+        model_config.parse(build.arguments(**document))
+
+    assert says in str(refusal.value)
+
+
+def test_streams_within_sequences() -> None:
+    """A sequence whose steps have several answers each is refused."""
+    policy = {"model_transaction_policy": {"decoupled": True}}
+    with pytest.raises(ConfigError, match="decoupled"):
+        sequence_config.parse("digits", {"sequence_batching": {}, **policy}, None)

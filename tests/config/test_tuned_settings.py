@@ -1,0 +1,178 @@
+"""What tuning found, machine by machine, in a file that is whole or not there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+
+from torch_py_backend.config import tuned_settings
+from torch_py_backend.errors import ConfigError, TuneError
+
+_X86 = """processor\t: 0
+model name\t: A Processor @ 2.0GHz
+flags\t\t: fpu avx2 amx_bf16 fma sse2 avx512f
+
+processor\t: 1
+model name\t: Another
+"""
+_ARM = "processor\t: 0\nFeatures\t: fp asimd sve2 crc32\n"
+
+
+def _entry(processor: str, **parameters: str) -> dict[str, Any]:
+    chosen = {"parameters": parameters, "instances": 1} if parameters else None
+    return {"machine": {"processor": processor}, "chosen": chosen}
+
+
+@pytest.mark.parametrize(
+    ("text", "instructions"),
+    [(_X86, ["amx_bf16", "avx2", "avx512f", "fma"]), (_ARM, ["asimd", "sve2"]), ("", [])],
+    ids=["x86", "arm", "nothing"],
+)
+def test_machine(tmp_path: Path, text: str, instructions: list[str]) -> None:
+    """A machine is told by what kernels are chosen by; what /proc lacks is left out."""
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(text)
+    gpu = tmp_path / "gpus" / "0000:01:00.0" / "information"
+    gpu.parent.mkdir(parents=True)
+    gpu.write_text("Model: \t\t A GPU\nIRQ: 1\n")
+    found = tuned_settings.machine(cpuinfo, tmp_path / "gpus")
+    assert found["instructions"] == instructions
+    assert found["gpus"] == ["A GPU"]
+    assert found["cores"] >= 1
+    assert found["processor"]
+
+
+def test_fingerprint() -> None:
+    """Machines that are alike have one fingerprint, others have others."""
+    here = tuned_settings.machine()
+    assert tuned_settings.fingerprint(here) == tuned_settings.fingerprint(
+        dict(reversed(here.items()))
+    )
+    assert tuned_settings.fingerprint(here) != tuned_settings.fingerprint(here | {"cores": 999})
+
+
+def test_machines_side_by_side(tmp_path: Path) -> None:
+    """Each machine reads its own choice; a new run replaces only its own."""
+    tuned_settings.keep(tmp_path, _entry("one", OPTIMIZE="freeze"))
+    tuned_settings.keep(tmp_path, _entry("two", NUM_THREADS="2"))
+    tuned_settings.keep(tmp_path, _entry("one", NUM_THREADS="4"))
+    tuned_settings.keep(tmp_path, _entry("three"))
+    one, two, three = (
+        tuned_settings.fingerprint({"processor": name}) for name in ("one", "two", "three")
+    )
+    assert tuned_settings.chosen(tmp_path, one) == {"NUM_THREADS": "4"}
+    assert tuned_settings.chosen(tmp_path, two) == {"NUM_THREADS": "2"}
+    assert tuned_settings.chosen(tmp_path, three) is None
+    assert tuned_settings.chosen(tmp_path, "unknown") is None
+    assert tuned_settings.chosen(tmp_path / "nowhere", one) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"machines": []}', '{"machines": {"a": 1}}']
+)
+def test_damaged(tmp_path: Path, text: str) -> None:
+    """A tuned.json that tune did not write is refused, and not overwritten."""
+    (tmp_path / tuned_settings.FILE).write_text(text)
+    with pytest.raises(ConfigError, match=r"tuned.json cannot be read.*Remove it"):
+        tuned_settings.chosen(tmp_path, "a")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        tuned_settings.keep(tmp_path, _entry("one"))
+    assert (tmp_path / tuned_settings.FILE).read_text() == text
+
+
+def test_replace(tmp_path: Path) -> None:
+    """A file keeps its rights, a link stays a link, and nothing else is left behind."""
+    target = tmp_path / "target"
+    target.write_text("old")
+    target.chmod(0o600)
+    link = tmp_path / "link"
+    link.symlink_to(target)
+    tuned_settings.replace(link, b"new")
+    assert target.read_text() == "new"
+    assert target.stat().st_mode & 0o777 == 0o600
+    assert link.is_symlink()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "target"]
+
+
+def test_replace_fails_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be written leaves the old file, and no part of the new one."""
+
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    (tmp_path / "a").write_text("old")
+    monkeypatch.setattr(Path, "replace", refuse)
+    with pytest.raises(TuneError, match=r"cannot write .*/a: No space left on device\."):
+        tuned_settings.replace(tmp_path / "a", b"new")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_unwritable(tmp_path: Path) -> None:
+    """A folder that cannot be written is found before the measuring; a missing one is made."""
+    tuned_settings.refuse_unwritable(tmp_path / "new" / "folder")
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    (tmp_path / "file").touch()
+    with pytest.raises(TuneError, match=r"cannot write into .*/file/x"):
+        tuned_settings.refuse_unwritable(tmp_path / "file" / "x")
+
+
+def test_json_is_strict(tmp_path: Path) -> None:
+    """Other programs read the file, too."""
+    tuned_settings.keep(tmp_path, _entry("one", A="b"))
+    text = (tmp_path / tuned_settings.FILE).read_text()
+    assert json.loads(text)["machines"]
+
+
+# --- OPTIMIZE: "auto" ----------------------------------------------------------------------------
+
+
+def _here(folder: Path, **parameters: str) -> None:
+    entry = {
+        "machine": tuned_settings.machine(),
+        "chosen": {"parameters": parameters, "instances": 1},
+    }
+    tuned_settings.keep(folder, entry)
+
+
+def test_auto_takes_the_choice_of_this_machine(tmp_path: Path) -> None:
+    """What was chosen here holds; what config.pbtxt says itself stays."""
+    _here(tmp_path, OPTIMIZE="freeze,bf16", NUM_THREADS="3", BATCH_BUCKETS="4")
+    settings = build.config(tmp_path, optimize=("auto",), num_threads=1)
+
+    found = tuned_settings.apply(settings).options
+
+    assert found.optimize == ("bf16", "freeze")
+    assert found.batch_buckets == (4,)
+    assert found.num_threads == 1
+
+
+def test_auto_on_a_machine_that_was_not_tuned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a choice nothing is optimized, and the log says what to do."""
+    tuned_settings.keep(tmp_path, _entry("another", OPTIMIZE="freeze"))
+
+    found = tuned_settings.apply(build.config(tmp_path, optimize=("auto",))).options
+
+    assert found.optimize == ()
+    assert "Run torch-py-backend tune here" in caplog.text
+
+
+def test_other_values_are_left_alone(tmp_path: Path) -> None:
+    """tuned.json counts for nothing where OPTIMIZE is not auto."""
+    _here(tmp_path, OPTIMIZE="freeze")
+    settings = build.config(tmp_path, optimize=("channels_last",))
+
+    assert tuned_settings.apply(settings) is settings
+
+
+def test_choice_that_contradicts_the_config(tmp_path: Path) -> None:
+    """A choice that no longer fits the config is refused like one that is written there."""
+    _here(tmp_path, BATCH_BUCKETS="16")
+
+    with pytest.raises(ConfigError, match="BATCH_BUCKETS holds 16"):
+        tuned_settings.apply(build.config(tmp_path, optimize=("auto",), max_batch_size=8))

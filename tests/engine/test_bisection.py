@@ -1,0 +1,114 @@
+"""Narrowing down: exactly the guilty carry the error, at bounded cost."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+from torch_py_backend.engine.bisection import Budget, narrow
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A failure, and of whom."""
+
+    items: tuple[int, ...]
+
+
+class Model:
+    """Fails for every batch with one of the guilty in it."""
+
+    def __init__(self, guilty: Sequence[int]) -> None:
+        self.guilty = set(guilty)
+        self.calls: list[tuple[int, ...]] = []
+
+    def __call__(self, items: Sequence[int]) -> list[str] | Failed:
+        self.calls.append(tuple(items))
+        if self.guilty & set(items):
+            return Failed(tuple(items))
+        return [f"answer {item}" for item in items]
+
+
+def narrowed(model: Model, count: int, calls: int = 1000) -> list[str | Failed]:
+    items = range(count)
+    return narrow(items, model, Failed(tuple(items)), calls=Budget(calls), hopeless=lambda: False)
+
+
+@pytest.mark.parametrize("count", [2, 3, 7, 32, 33])
+@pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
+def test_exactly_the_guilty_fail(count: int, share: float) -> None:
+    """Each innocent item has its own answer; each guilty one the failure that it has alone."""
+    guilty = random.Random(count).sample(range(count), max(1, round(share * count)))
+    model = Model(guilty)
+
+    found = narrowed(model, count)
+
+    assert found == [
+        Failed((item,)) if item in guilty else f"answer {item}" for item in range(count)
+    ]
+    assert len(model.calls) <= 2 * count - 2
+    assert len(model.calls) <= 2 * len(guilty) * math.ceil(math.log2(count))
+
+
+def test_no_call_is_made_twice() -> None:
+    """What was answered, or failed alone, is not run again."""
+    model = Model([3, 4])
+
+    narrowed(model, 8)
+
+    assert len(set(model.calls)) == len(model.calls)
+
+
+def test_an_item_alone_is_not_tried_again() -> None:
+    """A batch of one is as narrow as can be."""
+    model = Model([0])
+
+    assert narrowed(model, 1) == [Failed((0,))]
+    assert model.calls == []
+
+
+def test_failure_that_needs_company() -> None:
+    """Where the halves go well nobody is guilty, and all have their answers."""
+    model = Model([])
+
+    assert narrowed(model, 4) == [f"answer {item}" for item in range(4)]
+    assert model.calls == [(0, 1), (2, 3)]
+
+
+@pytest.mark.parametrize("calls", range(8))
+def test_work_is_bounded(calls: int) -> None:
+    """After the last call all that is undecided fails; the largest parts were decided first."""
+    model = Model([0])
+
+    found = narrowed(model, 8, calls)
+
+    assert len(model.calls) == min(calls, 6)
+    answered = [one for one in found if isinstance(one, str)]
+    assert len(answered) == (0, 0, 4, 4, 6, 6, 7, 7)[calls]
+
+
+@pytest.mark.parametrize("guilty", [0, 5, 7])
+def test_a_failure_that_ends_everything(guilty: int) -> None:
+    """Once nothing can be run, nothing is: all that is undecided gets that failure."""
+    model = Model([2, guilty])
+    last = Failed(())
+
+    def attempt(items: Sequence[int]) -> list[str] | Failed:
+        result = model(items)
+        return last if len(items) == 1 and items[0] == guilty else result
+
+    found = narrow(
+        range(8),
+        attempt,
+        Failed(tuple(range(8))),
+        calls=Budget(1000),
+        hopeless=lambda: model.calls[-1] == (guilty,),
+    )
+
+    assert model.calls[-1] == (guilty,)
+    assert all(isinstance(one, str) or one in (last, Failed((2,))) for one in found)
+    assert found[guilty] is last

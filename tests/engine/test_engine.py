@@ -1,0 +1,413 @@
+"""The engine: how often the model is called, with what, and what becomes of each item."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, cast
+
+import build
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.batching import runtime
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.batching.output_extraction import Taker
+from torch_py_backend.config.model_config import TensorSpec
+from torch_py_backend.config.options import Options
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.errors import (
+    BackendError,
+    BindingError,
+    ForwardError,
+    InputError,
+    OutputError,
+)
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import introspection
+from torch_py_backend.signature.binding import Argument, Passing, Signature, Takes
+
+
+class Recorder:
+    """A function that remembers what it was called with."""
+
+    def __init__(self, function: Callable[[Tensor], Any] = lambda x: x) -> None:
+        self.calls: list[Tensor] = []
+        self._function = function
+
+    def __call__(self, x: Tensor) -> Any:
+        self.calls.append(x)
+        return self._function(x)
+
+
+def engine(function: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any) -> Engine:
+    """An engine of one input `x` and one output `y`, both FP32 [-1] unless told otherwise."""
+    spec = build.spec("x", dims=(-1,))
+    settings = build.config(inputs=(spec,), outputs=(build.spec("y", dims=(-1,)),), **overrides)
+    argument = Argument("x", True, Passing.POSITIONAL, Takes.TENSOR, "x")
+    loaded = Loaded(Kind.MODULE, function, Signature((argument,)), None, rows)
+    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    return Engine(settings, loaded, surroundings, build.artifact())
+
+
+def items(*shapes: tuple[int, ...]) -> list[Any]:
+    return [{"x": torch.rand(shape)} for shape in shapes]
+
+
+def test_one_call_for_a_batch() -> None:
+    """Items of one shape are one call, whatever their row counts."""
+    model = Recorder()
+    sent = items((1, 4), (3, 4), (2, 4))
+    outcomes = engine(model).run(sent)
+    assert [call.shape for call in model.calls] == [(6, 4)]
+    for item, outcome in zip(sent, outcomes, strict=True):
+        assert isinstance(outcome, dict)
+        assert torch.equal(torch.as_tensor(outcome["y"]), item["x"])
+
+
+def test_one_item_is_not_copied() -> None:
+    """A batch of one item is that item's own memory, in and out, but for the very first one."""
+    model = Recorder()
+    (item,) = items((2, 4))
+    served = engine(model)
+    served.run([item])
+    (outcome,) = served.run([item])
+    assert isinstance(outcome, dict)
+    made = cast("Tensor", outcome["y"])
+    assert model.calls[1].data_ptr() == item["x"].data_ptr() == made.data_ptr()
+
+
+def test_shapes_are_called_apart() -> None:
+    """Items that cannot share a batch get a call a shape, and their places in the answer."""
+    model = Recorder()
+    sent = items((1, 4), (1, 5), (2, 4))
+    outcomes = engine(model).run(sent)
+    assert sorted(call.shape for call in model.calls) == [(1, 5), (3, 4)]
+    for item, outcome in zip(sent, outcomes, strict=True):
+        assert isinstance(outcome, dict)
+        assert torch.equal(torch.as_tensor(outcome["y"]), item["x"])
+
+
+def test_unbatched_items_are_called_one_by_one() -> None:
+    """With max_batch_size 0 the model never sees two requests at once."""
+    model = Recorder()
+    outcomes = engine(model, max_batch_size=0).run(items((4,), (4,), (4,)))
+    assert [call.shape for call in model.calls] == [(4,)] * 3
+    assert all(isinstance(outcome, dict) for outcome in outcomes)
+
+
+def test_a_wrong_item_leaves_before_batching() -> None:
+    """An item without its input gets the error; the model is called with the others."""
+    model = Recorder()
+    outcomes = engine(model).run([{}, *items((2, 4))])
+    assert isinstance(outcomes[0], InputError)
+    assert isinstance(outcomes[1], dict)
+    assert [call.shape for call in model.calls] == [(2, 4)]
+
+
+def test_a_group_that_fails_leaves_the_others_alone() -> None:
+    """forward() raising for one shape does not touch items of another."""
+
+    def picky(x: Tensor) -> Tensor:
+        if x.shape[1] == 5:
+            raise ValueError("five")
+        return x
+
+    outcomes = engine(picky).run(items((1, 4), (1, 5)))
+    assert isinstance(outcomes[0], dict)
+    assert isinstance(outcomes[1], BackendError)
+    assert "ValueError: five" in str(outcomes[1])
+
+
+@pytest.mark.parametrize(("mode", "expected"), [(True, True), (False, False)])
+def test_inference_mode(mode: bool, expected: bool) -> None:
+    """The model runs without gradients, in inference mode unless the config says otherwise."""
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        seen.append((torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        return x
+
+    made = engine(look)
+    made._runtime = runtime.surround(Options(inference_mode=mode), torch.device("cpu"), ())
+    made.run(items((1, 4)))
+    assert seen == [(expected, False)]
+
+
+def test_a_result_of_another_kind_later() -> None:
+    """A result that has lost its structure is an error of that batch, not a crash."""
+    results: list[Any] = [{"y": torch.ones(1, 4)}, torch.ones(1, 4), {"z": torch.ones(1, 4)}]
+    made = engine(lambda x: results.pop(0))
+    outcomes = [made.run(items((1, 4)))[0] for _ in range(3)]
+    assert isinstance(outcomes[0], dict)
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome, OutputError)
+        assert "unlike its first result" in str(outcome)
+
+
+def test_a_result_that_does_not_bind() -> None:
+    """Names that the first result does not have are an error, and not forgotten at the next."""
+    made = engine(lambda x: (x, x))
+    made.callee.take = Taker(build.config(outputs=(build.spec("OUTPUT__2"),))).take
+    for _ in range(2):
+        (outcome,) = made.run(items((1, 4)))
+        assert isinstance(outcome, BindingError)
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (3, 4, 2)], ids=["one call", "three"])
+def test_a_program_of_fixed_rows(sizes: tuple[int, ...]) -> None:
+    """Whatever calls it takes, each item gets its own rows."""
+    sent = items(*((size, 4) for size in sizes))
+    outcomes = engine(lambda x: x * 2, Rows(4, 4)).run(sent)
+    for item, outcome in zip(sent, outcomes, strict=True):
+        assert isinstance(outcome, dict)
+        assert torch.equal(torch.as_tensor(outcome["y"]), item["x"] * 2)
+
+
+def whole(
+    function: Callable[..., Any],
+    inputs: tuple[TensorSpec, ...],
+    outputs: tuple[TensorSpec, ...],
+    **overrides: Any,
+) -> Engine:
+    """An engine of a function as it would be loaded from a source."""
+    settings = build.config(inputs=inputs, outputs=outputs, **overrides)
+    loaded = Loaded(Kind.MODULE, function, introspection.of_function(function))
+    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    return Engine(settings, loaded, surroundings, build.artifact())
+
+
+def texts(*rows: Any) -> Any:
+    return np.array(rows, dtype=np.object_)
+
+
+WORDS = (build.spec("x", "BYTES", (1,)),)
+LOUDER = (build.spec("y", "BYTES", (1,)),)
+
+
+def louder(x: list[str]) -> list[str]:
+    return [word + "!" for word in x]
+
+
+def test_each_item_gets_its_own_strings() -> None:
+    """Strings of a batch go back to the requests that they belong to."""
+    outcomes = whole(louder, WORDS, LOUDER).run(
+        [{"x": texts([b"a"])}, {"x": texts([b"b"], [b"c"])}, {"x": texts([b"d"])}]
+    )
+
+    found = [outcome["y"].tolist() for outcome in outcomes if isinstance(outcome, dict)]
+    assert found == [[["a!"]], [["b!"], ["c!"]], [["d!"]]]
+
+
+def test_bytes_that_are_no_text_fail_alone() -> None:
+    """One request with bytes that are no text does not spoil its batch."""
+    wrong, right = whole(louder, WORDS, LOUDER).run([{"x": texts([b"\xff"])}, {"x": texts([b"a"])}])
+
+    assert isinstance(wrong, InputError)
+    assert isinstance(right, dict)
+    assert right["y"].tolist() == [["a!"]]
+
+
+def test_items_with_other_scalars_do_not_meet() -> None:
+    """A number that is one for all rows is each item's own."""
+
+    def power(x: Tensor, n: int) -> Tensor:
+        if n < 0:
+            raise ValueError("negative")
+        return x**n
+
+    made = whole(power, (build.spec("x"), build.spec("n", "INT64", (1,))), (build.spec("y"),))
+    x = torch.full((2, 4), 3.0)
+
+    outcomes = made.run([{"x": x, "n": torch.full((2, 1), n)} for n in (2, -1, 3)])
+
+    assert isinstance(outcomes[1], ForwardError)
+    found = [outcome["y"] for outcome in outcomes if isinstance(outcome, dict)]
+    assert [value.flatten()[0].item() for value in found] == [9.0, 27.0]
+
+
+def test_items_with_and_without_an_optional_input() -> None:
+    """Each item is answered with the inputs that it has, in its own place."""
+
+    def shifted(x: Tensor, by: Tensor | None = None) -> Tensor:
+        return x if by is None else x + by
+
+    by = dataclasses.replace(build.spec("by"), optional=True)
+    made = whole(shifted, (build.spec("x"), by), (build.spec("y"),))
+    x = torch.zeros(1, 4)
+
+    outcomes = made.run([{"x": x}, {"x": x, "by": x + 1}, {"x": x + 5}, {"x": x, "by": x + 2}])
+
+    found = [outcome["y"] for outcome in outcomes if isinstance(outcome, dict)]
+    assert [value.flatten()[0].item() for value in found] == [0.0, 1.0, 5.0, 2.0]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_items_without_any_input(count: int) -> None:
+    """A model whose inputs may all be left out answers requests that bring none."""
+
+    def constant(x: Tensor | None = None) -> Tensor:
+        return torch.ones(4) if x is None else x
+
+    x = dataclasses.replace(build.spec("x"), optional=True)
+    made = whole(constant, (x,), (build.spec("y"),), max_batch_size=0)
+
+    outcomes = made.run([{}] * count)
+
+    assert [isinstance(outcome, dict) for outcome in outcomes] == [True] * count
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_batch_without_any_input(count: int) -> None:
+    """Where every input is left out nobody knows the rows: the request is told so."""
+
+    def constant(x: Tensor | None = None) -> Tensor:
+        return torch.ones(1, 4) if x is None else x
+
+    x = dataclasses.replace(build.spec("x"), optional=True)
+    outcomes = whole(constant, (x,), (build.spec("y"),)).run([{}] * count)
+
+    assert all(isinstance(outcome, InputError) for outcome in outcomes)
+
+
+def test_error_of_one_group_is_no_other_groups() -> None:
+    """A result that contradicts the config for one shape leaves the other's answer alone."""
+    outcomes = engine(lambda x: x.double() if x.shape[1] == 5 else x).run(items((1, 4), (1, 5)))
+
+    assert isinstance(outcomes[0], dict)
+    assert isinstance(outcomes[1], OutputError)
+    assert "output 'y' is float64 [1, 5]; expected float32 [-1, -1]" in str(outcomes[1])
+
+
+def test_rows_are_free_without_a_batch_dimension() -> None:
+    """With max_batch_size 0 an unbatched model is never filled up."""
+    model = Recorder()
+    engine(model, Rows(4, 4), max_batch_size=0).run(items((2,)))
+
+    assert [call.shape for call in model.calls] == [(2,)]
+
+
+def test_places_and_signature_are_told() -> None:
+    """What `check` prints of a model is what it was bound to."""
+
+    def forward(x: Tensor, *, scale: Tensor) -> Any: ...
+
+    made = whole(forward, (build.spec("scale"), build.spec("ARGS[0]")), (build.spec("y"),))
+
+    assert made.places == {"ARGS[0]": "x", "scale": "scale"}
+    assert made.signature == "forward(x: 'Tensor', *, scale: 'Tensor')"
+
+
+class Scratch:
+    """Doubles into memory of its own, which the next call uses again; counts its calls."""
+
+    def __init__(self, *, fails: Callable[[Tensor], None] = lambda x: None) -> None:
+        self.calls = 0
+        self._fails = fails
+        self._memory = torch.zeros(4096)
+
+    def __call__(self, x: Tensor, n: int = 1, by: Tensor | None = None) -> Tensor:
+        self.calls += 1
+        made = self._memory[: x.numel()].view(x.shape)
+        made.copy_(x * 2 * n if by is None else x * 2 * n + by)
+        self._fails(x)
+        return made
+
+
+def fails_on(value: float) -> Callable[[Tensor], None]:
+    def judge(x: Tensor) -> None:
+        if bool((x == value).any()):
+            raise ValueError(f"the value {value}")
+
+    return judge
+
+
+def fails_above(rows: int) -> Callable[[Tensor], None]:
+    def judge(x: Tensor) -> None:
+        if x.shape[0] > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    return judge
+
+
+def _row(*values: float, **others: Tensor) -> dict[str, Tensor]:
+    return {"x": torch.tensor([values]), **others}
+
+
+FREE = build.spec("x", dims=(-1,))
+SENT = [_row(1.0), _row(2.0), _row(3.0), _row(4.0), _row(5.0)]
+
+
+@pytest.mark.parametrize(
+    ("model", "sent", "expected", "overrides"),
+    [
+        pytest.param(
+            Scratch(),
+            [_row(1.0), _row(10.0, 10.0), _row(3.0)],
+            [2.0, 20.0, 6.0],
+            {},
+            id="shapes",
+        ),
+        pytest.param(
+            Scratch(), SENT, [2.0, 4.0, 6.0, 8.0, 10.0], {"batch_buckets": (2,)}, id="buckets"
+        ),
+        pytest.param(
+            Scratch(),
+            [_row(1.0, n=torch.full((1, 1), n)) for n in (1, 2, 1)],
+            [2.0, 4.0, 2.0],
+            {"inputs": (FREE, build.spec("n", "INT64", (1,)))},
+            id="scalars",
+        ),
+        pytest.param(
+            Scratch(),
+            [_row(1.0), _row(2.0, by=torch.ones(1, 1)), _row(3.0)],
+            [2.0, 5.0, 6.0],
+            {"inputs": (FREE, dataclasses.replace(build.spec("by", dims=(-1,)), optional=True))},
+            id="optional inputs",
+        ),
+        pytest.param(
+            Scratch(fails=fails_on(2.0)),
+            SENT,
+            [2.0, ForwardError, 6.0, 8.0, 10.0],
+            {},
+            id="bisection",
+        ),
+        pytest.param(
+            Scratch(fails=fails_above(2)), SENT, [2.0, 4.0, 6.0, 8.0, 10.0], {}, id="out of memory"
+        ),
+        pytest.param(
+            Scratch(),
+            [{"x": torch.tensor([value])} for value in (1.0, 2.0, 3.0)],
+            [2.0, 4.0, 6.0],
+            {"max_batch_size": 0},
+            id="without a batch dimension",
+        ),
+    ],
+)
+def test_outputs_in_memory_that_the_model_uses_again(
+    model: Scratch, sent: list[Any], expected: list[Any], overrides: dict[str, Any]
+) -> None:
+    """Each request keeps its own answer where one run calls the model several times."""
+    inputs = overrides.pop("inputs", (FREE,))
+    made = whole(model, inputs, (build.spec("y", dims=(-1,)),), **overrides)
+
+    outcomes = made.run(sent)
+
+    assert model.calls > 1
+    assert [
+        type(one) if isinstance(one, BackendError) else one["y"].flatten()[0].item()
+        for one in outcomes
+    ] == expected
+
+
+def test_one_call_hands_its_outputs_over() -> None:
+    """A run of one call copies nothing, whatever its outputs share memory with."""
+    memory = torch.zeros(8, 4)
+    outcomes = engine(lambda x: memory[: x.shape[0]]).run(items((1, 4), (2, 4)))
+
+    (first, second) = (cast("dict[str, Tensor]", one)["y"] for one in outcomes)
+    assert first.data_ptr() == memory.data_ptr()
+    assert second.data_ptr() == memory[1].data_ptr()

@@ -1,0 +1,174 @@
+"""What exceptions tell of the process."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from torch_py_backend.engine import faults
+
+_SCRIPT = """\
+The following operation failed in the TorchScript interpreter.
+Traceback of TorchScript (most recent call last):
+  File "<string>", line 3, in forward
+RuntimeError: {}
+"""
+
+
+def accelerator(code: int, text: str = "CUDA error: something") -> RuntimeError:
+    """What torch raises for an error of CUDA."""
+    error: Any = torch.AcceleratorError(text)
+    error.error_code = code
+    found: RuntimeError = error
+    return found
+
+
+def chained(cause: BaseException, *, explicitly: bool) -> BaseException:
+    """An exception raised from, or while handling, another one."""
+    try:
+        try:
+            raise cause
+        except BaseException as error:
+            raise ValueError("later") from (error if explicitly else None)
+    except ValueError as error:
+        return error
+
+
+def raised(call: Callable[[], Any]) -> BaseException:
+    try:
+        call()
+    except BaseException as error:  # whatever it is
+        return error
+    raise AssertionError
+
+
+@torch.jit.script
+def _script_takes_all(size: int) -> torch.Tensor:
+    return torch.empty(size)
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        pytest.param(torch.OutOfMemoryError("CUDA out of memory. Tried"), True, id="CUDA"),
+        pytest.param(raised(lambda: torch.empty(10**15)), True, id="CPU, the real one"),
+        pytest.param(raised(lambda: _script_takes_all(10**15)), True, id="in TorchScript, real"),
+        pytest.param(raised(lambda: np.empty(10**15)), True, id="numpy, the real one"),
+        pytest.param(MemoryError(), True, id="Python"),
+        pytest.param(MemoryError("std::bad_alloc"), True, id="C++"),
+        pytest.param(RuntimeError("std::bad_alloc"), True, id="C++ through torch"),
+        pytest.param(
+            RuntimeError(_SCRIPT.format("CUDA out of memory. Tried to allocate 2.00 GiB")),
+            True,
+            id="CUDA in TorchScript",
+        ),
+        pytest.param(accelerator(2, "CUDA error: out of memory"), True, id="of CUDA itself"),
+        pytest.param(
+            RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            True,
+            id="cuBLAS",
+        ),
+        pytest.param(
+            RuntimeError(
+                "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"
+            ),
+            True,
+            id="cuBLAS's first use",
+        ),
+        pytest.param(
+            RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasSgemm`"),
+            False,
+            id="cuBLAS, later",
+        ),
+        pytest.param(
+            RuntimeError("Triton Error [CUDA]: out of memory"), True, id="a Triton kernel"
+        ),
+        pytest.param(RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True, id="cuDNN"),
+        pytest.param(chained(MemoryError(), explicitly=True), True, id="the cause"),
+        pytest.param(chained(MemoryError(), explicitly=False), True, id="the context"),
+        pytest.param(ValueError("CUDA out of memory."), False, id="a model's own class"),
+        pytest.param(
+            RuntimeError("bad word 'CUDA out of memory. Tried'"), False, id="a client's words"
+        ),
+        pytest.param(
+            RuntimeError("bad word\nRuntimeError: CUDA out of memory."), False, id="in a 2nd line"
+        ),
+        pytest.param(RuntimeError("shapes cannot be multiplied"), False, id="another"),
+        pytest.param(accelerator(710), False, id="an assertion"),
+    ],
+)
+def test_out_of_memory(error: BaseException, expected: bool) -> None:
+    """Memory that ran out is told from all else, whatever a client could put into a message."""
+    assert faults.out_of_memory(error) is expected
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        *(pytest.param(accelerator(code), True, id=name) for code, name in faults._STICKY.items()),
+        pytest.param(accelerator(2), False, id="out of memory"),
+        pytest.param(accelerator(9), False, id="invalid configuration"),
+        pytest.param(chained(accelerator(700), explicitly=True), True, id="the cause"),
+        pytest.param(chained(accelerator(700), explicitly=False), True, id="the context"),
+        pytest.param(
+            RuntimeError("CUDA error: device-side assert triggered"), False, id="words alone"
+        ),
+        pytest.param(torch.AcceleratorError("CUDA error"), False, id="without a code"),
+        pytest.param(ValueError(), False, id="another"),
+    ],
+)
+def test_sticky(error: BaseException, expected: bool) -> None:
+    """Errors that spoil a device for good are known by CUDA's numbers, never by words."""
+    assert faults.is_sticky(error) is expected
+
+
+def test_exceptions_without_a_text() -> None:
+    """A class whose text cannot be had is none of these."""
+
+    class SpeechlessError(RuntimeError):
+        def __str__(self) -> str:
+            raise KeyError
+
+    assert not faults.out_of_memory(SpeechlessError())
+    assert not faults.is_sticky(SpeechlessError())
+
+
+def test_chains_that_bite_their_tails() -> None:
+    """Exceptions that are each other's causes are looked at once."""
+    one, other = ValueError("one"), ValueError("other")
+    one.__cause__, other.__cause__ = other, one
+
+    assert not faults.out_of_memory(one)
+
+
+@pytest.mark.parametrize("explicitly", [True, False])
+def test_release(explicitly: bool) -> None:
+    """What the frames of an exception hold is free before the next try, while it is still known."""
+
+    class Activation:
+        pass
+
+    held: list[weakref.ref[Activation]] = []
+
+    def forward() -> None:
+        activation = Activation()
+        held.append(weakref.ref(activation))
+        raise MemoryError
+
+    try:
+        forward()
+    except MemoryError as error:
+        caught = chained(error, explicitly=explicitly)
+    gc.collect()
+    assert held[0]() is not None
+
+    faults.release(caught)
+
+    gc.collect()
+    assert held[0]() is None

@@ -1,0 +1,172 @@
+"""The row counts that fit in memory: learnt at once, forgotten slowly."""
+
+from __future__ import annotations
+
+import itertools
+from random import Random
+
+import pytest
+
+from torch_py_backend.batching.gather_scatter import Rows
+from torch_py_backend.engine import memory_limits
+from torch_py_backend.engine.memory_limits import Capacity
+
+SHAPE = ((4,),)
+
+
+def settle(made: Capacity, fits: int, rows: int) -> int:
+    """Call batches of so many rows as the engine does, where `fits` rows fit. Calls that failed."""
+    failures = 0
+    while True:
+        most = made.most(SHAPE)
+        called = rows if most is None else min(rows, most)
+        if called <= fits:
+            made.fitted(SHAPE, rows)
+            return failures
+        assert made.failed(SHAPE, called) is not None
+        failures += 1
+
+
+def test_nothing_is_limited_before_memory_runs_out() -> None:
+    """As long as all goes well, nothing is remembered."""
+    made = Capacity(Rows(1, 32))
+    made.fitted(SHAPE, 32)
+
+    assert made.most(SHAPE) is None
+    assert not made.limits
+
+
+@pytest.mark.parametrize(
+    ("rows", "failed", "steps"),
+    [
+        pytest.param(Rows(1, 32), 32, [16, 8, 4, 2, 1, None], id="halves"),
+        pytest.param(Rows(1, 32), 7, [3, 1, None], id="odd"),
+        pytest.param(Rows(1, None), 20, [10, 5, 2, 1, None], id="any number"),
+        pytest.param(Rows(1, 8), 20, [4, 2, 1, None], id="called in pieces of eight"),
+        pytest.param(Rows(4, 4), 4, [None], id="fixed"),
+        pytest.param(Rows(4, 4), 2, [None], id="fixed, filled up"),
+        pytest.param(Rows(3, 32), 8, [4, 3, None], id="at least three"),
+        pytest.param(Rows(1, 8, (1, 2, 4, 8)), 8, [4, 2, 1, None], id="buckets"),
+        pytest.param(Rows(1, 8, (1, 2, 4, 8)), 3, [2, 1, None], id="filled up to a bucket"),
+        pytest.param(Rows(3, 8, (3, 8)), 8, [3, None], id="only one smaller bucket"),
+        pytest.param(Rows(6, 8, (6, 8)), 8, [6, None], id="a bucket above the half"),
+    ],
+)
+def test_steps_down(rows: Rows, failed: int, steps: list[int | None]) -> None:
+    """Each failure halves the rows of a call, down to the smallest call that there is."""
+    made = Capacity(rows)
+    found: list[int | None] = []
+    tried: int | None = failed
+    while tried is not None:
+        tried = made.failed(SHAPE, tried)
+        found.append(tried)
+
+    assert found == steps
+
+
+def test_shapes_are_apart() -> None:
+    """What does not fit for long inputs may fit for short ones."""
+    made = Capacity(Rows(1, 32))
+    made.failed(((512,),), 32)
+
+    assert (made.most(((512,),)), made.most(((8,),))) == (16, None)
+
+
+def test_what_fits_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failure many batches go well before a larger call is tried, and ever more."""
+    monkeypatch.setattr(memory_limits, "_PATIENCE", 4)
+    made = Capacity(Rows(1, 32))
+
+    failures = [settle(made, 8, 32) for _ in range(40)]
+
+    tried = [number for number, count in enumerate(failures) if count]
+    assert tried[0] == 0
+    assert failures[0] == 2
+    gaps = [after - before for before, after in itertools.pairwise(tried)]
+    assert gaps == sorted(gaps)
+    assert len(tried) <= 5
+    assert made.most(SHAPE) in (8, 16)
+
+
+def test_limit_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is free again is used again, step by step, and then nothing is remembered."""
+    monkeypatch.setattr(memory_limits, "_PATIENCE", 4)
+    made = Capacity(Rows(1, 32))
+    settle(made, 4, 32)
+    seen = []
+    for _ in range(40):
+        seen.append(made.most(SHAPE))
+        settle(made, 32, 32)
+
+    assert seen == sorted(seen, key=lambda most: most or 99)
+    assert {4, 8, 16} <= set(seen)
+    assert not made.limits
+
+
+_ROWS = [
+    Rows(1, 32),
+    Rows(1, None),
+    Rows(4, 8),
+    Rows(4, None),
+    Rows(4, 8, (4, 8)),
+    Rows(3, 32, (3, 7, 32)),
+    Rows(1, 32, (1, 2, 4, 8, 16, 32)),
+]
+
+
+@pytest.mark.parametrize("rows", _ROWS, ids=str)
+def test_memory_that_comes_and_goes(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fits at the moment, each failure makes the next call smaller, down to the least."""
+    monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
+    random = Random(0)
+    made = Capacity(rows)
+    for _ in range(3000):
+        size, fits = random.randint(1, 32), random.randint(0, 40)
+        called = 10_000
+        while True:
+            most = made.most(SHAPE)
+            now = rows.filled(min(size, most or size, rows.most or size))
+            assert now < called
+            if now <= fits:
+                made.fitted(SHAPE, size)
+                break
+            called = now
+            if made.failed(SHAPE, min(size, most or size)) is None:
+                assert now == rows.filled(1)
+                break
+
+
+def test_small_batches_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches that would have fitted anyway do not loosen a limit."""
+    monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
+    made = Capacity(Rows(1, 32))
+    settle(made, 8, 32)
+    for _ in range(100):
+        settle(made, 32, 5)
+
+    assert made.most(SHAPE) == 8
+
+
+def test_memory_of_shapes_is_bounded() -> None:
+    """Clients that send ever new shapes do not fill the memory with them."""
+    made = Capacity(Rows(1, 32))
+    for size in range(1000):
+        made.failed(((size,),), 32)
+
+    assert len(made.limits) == 64
+    assert made.most(((999,),)) == 16
+
+
+def test_a_row_that_never_fits_is_forgotten() -> None:
+    """One request that needs all memory does not slow down those that come after it."""
+    made = Capacity(Rows(1, 32))
+    made.failed(SHAPE, 32)
+    before = made.remembered(SHAPE)
+    for rows in (16, 8, 4, 2):
+        made.failed(SHAPE, rows)
+    made.restore(SHAPE, before)
+    assert made.most(SHAPE) == 16
+
+    made.restore(SHAPE, None)
+    assert made.most(SHAPE) is None
+    assert not made.limits

@@ -1,0 +1,87 @@
+"""The model as batches call it: how often, with how many rows, and what it is when sealed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import build
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.batching import runtime
+from torch_py_backend.batching.counters import Counts
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.batching.grouping import Group, Intake
+from torch_py_backend.batching.output_extraction import Taker
+from torch_py_backend.config.options import Options
+from torch_py_backend.engine.model_runner import Callee
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import introspection
+
+
+def made(
+    function: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any
+) -> tuple[Callee, Counts, Intake]:
+    """A function of `x` as batches call it."""
+    settings = build.config(**overrides)
+    loaded = Loaded(Kind.MODULE, function, introspection.of_function(function), rows=rows)
+    intake, counts = Intake(settings, loaded.signature), Counts()
+    return Callee(settings, loaded, intake, Taker(settings).take, counts), counts, intake
+
+
+def grouped(intake: Intake, x: Tensor) -> Group:
+    (group,) = intake.group([(0, {"x": x})])
+    return group
+
+
+@pytest.mark.parametrize(
+    ("rows", "sent", "calls"),
+    [
+        pytest.param(Rows(4, 4), 3, [4], id="fixed, filled up"),
+        pytest.param(Rows(4, 4), 4, [4], id="fixed, full"),
+        pytest.param(Rows(4, 4), 9, [4, 4, 4], id="fixed, in pieces"),
+        pytest.param(Rows(1, 1), 3, [1, 1, 1], id="one by one"),
+        pytest.param(Rows(2, None), 1, [2], id="at least two"),
+        pytest.param(Rows(2, None), 5, [5], id="more than the least"),
+        pytest.param(Rows(1, 8), 6, [6], id="up to eight"),
+        pytest.param(Rows(2, 3), 7, [3, 3, 2], id="in pieces, the last filled up"),
+    ],
+)
+def test_rows_that_a_program_takes(rows: Rows, sent: int, calls: list[int]) -> None:
+    """A batch is as many calls as it needs; what fills them up is counted, and comes to nobody."""
+    seen: list[int] = []
+
+    def double(x: Tensor) -> Tensor:
+        seen.append(x.shape[0])
+        return x * 2
+
+    callee, counts, intake = made(double, rows)
+    x = torch.rand(sent, 4)
+
+    (y,) = callee.call(grouped(intake, x).inputs, [x], sent)
+
+    assert seen == calls
+    assert torch.equal(torch.as_tensor(y), x * 2)
+    assert counts.rows == sum(calls)
+    assert counts.filled_rows == sum(calls) - sent
+
+
+def test_an_eager_model_is_sealed_as_it_is() -> None:
+    """What is not compiled is the same function after the warm-up, and nothing is counted."""
+
+    def forward(x: Tensor) -> Tensor:
+        return x
+
+    callee, counts, _ = made(forward)
+    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+
+    with callee.preparing(build.artifact(), surroundings.device):
+        pass
+
+    assert callee.module is forward
+    assert not callee.compiles
+    assert not callee.captures
+    assert counts == Counts()

@@ -1,0 +1,870 @@
+"""Second tries: who is guilty, what fits in memory, and when nothing can be done."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import resource
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Any
+
+import build
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.batching import runtime
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
+from torch_py_backend.batching.output_extraction import Taker
+from torch_py_backend.config.options import Options
+from torch_py_backend.engine import memory_limits
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.errors import (
+    BackendError,
+    BindingError,
+    ForwardError,
+    OutOfMemoryError,
+    OutputError,
+    UnavailableError,
+)
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import introspection
+
+BAD = -7.0
+
+
+class Model:
+    """Doubles, remembers its calls, and asks a judge before each."""
+
+    def __init__(self, judge: Callable[[Tensor], None] = lambda x: None) -> None:
+        self.calls: list[int] = []
+        self._judge = judge
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls.append(x.shape[0])
+        self._judge(x)
+        return x * 2
+
+
+def bad(x: Tensor) -> None:
+    if bool((x == BAD).any()):
+        raise ValueError("a bad value, see /srv/secret/place.txt")
+
+
+def above(rows: int) -> Callable[[Tensor], None]:
+    """No more than so many rows fit in memory."""
+
+    def judge(x: Tensor) -> None:
+        if x.shape[0] > rows:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    return judge
+
+
+def engine(
+    model: Any, rows: Rows = ANY_ROWS, owner: nn.Module | None = None, **overrides: Any
+) -> Engine:
+    overrides.setdefault("inputs", (build.spec("x", dims=(-1,)),))
+    overrides.setdefault("outputs", (build.spec("y", dims=(-1,)),))
+    overrides.setdefault("max_batch_size", 32)
+    settings = build.config(**overrides)
+
+    def forward(x: Tensor) -> Any:
+        return model(x)
+
+    loaded = Loaded(Kind.MODULE, forward, introspection.of_function(forward), owner, rows)
+    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    return Engine(settings, loaded, surroundings, build.artifact())
+
+
+def items(values: Sequence[float], rows: int = 1, length: int = 4) -> list[Item]:
+    return [{"x": np.full((rows, length), value, dtype=np.float32)} for value in values]
+
+
+def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError]) -> list[int]:
+    """Each has its own answer, or an error of this kind; the places of the latter."""
+    failed = []
+    for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
+        if isinstance(outcome, BackendError):
+            assert type(outcome) is kind, outcome
+            failed.append(place)
+        else:
+            np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(item["x"]))
+    return failed
+
+
+# --- who is guilty ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "guilty",
+    [[0], [31], [13], [3, 19], [30, 31], list(range(0, 32, 2)), list(range(16)), list(range(32))],
+    ids=["first", "last", "one", "two", "neighbours", "every other", "a half", "all"],
+)
+@pytest.mark.parametrize(
+    ("rows", "overrides"),
+    [
+        pytest.param(ANY_ROWS, {}, id="any rows"),
+        pytest.param(Rows(4, 4), {}, id="fixed rows"),
+        pytest.param(ANY_ROWS, {"batch_buckets": (1, 2, 4, 8, 16, 32)}, id="buckets"),
+    ],
+)
+def test_exactly_the_guilty_fail(guilty: list[int], rows: Rows, overrides: dict[str, Any]) -> None:
+    """Of a batch of 32 only the requests at fault have the error, the others their answers."""
+    sent = items([BAD if place in guilty else float(place) for place in range(32)])
+    model = Model(bad)
+
+    outcomes = engine(model, rows, **overrides).run(sent)
+
+    assert check(sent, outcomes, ForwardError) == guilty
+    for place in guilty:
+        assert str(outcomes[place]) == (
+            "model 'digits': forward() raised ValueError: a bad value, see place.txt."
+        )
+    allowed = set(overrides.get("batch_buckets", ())) or ({4} if rows.least == 4 else None)
+    assert allowed is None or set(model.calls) <= allowed
+
+
+def test_requests_of_several_rows() -> None:
+    """A request is answered or refused as a whole."""
+    sent = [one for rows in (3, 1, 2, 4) for one in items([float(rows)], rows)]
+    np.asarray(sent[2]["x"])[1, 0] = BAD
+
+    assert check(sent, engine(Model(bad)).run(sent), ForwardError) == [2]
+
+
+def test_requests_of_several_shapes() -> None:
+    """One bad request costs those of other shapes nothing."""
+    sent = [*items([1.0, BAD, 3.0]), *items([4.0, 5.0], length=6)]
+    model = Model(bad)
+
+    assert check(sent, engine(model).run(sent), ForwardError) == [1]
+    assert model.calls.count(2) == 2  # the other shape's, and the second half's
+
+
+def test_padded_requests() -> None:
+    """Requests of different lengths keep their own lengths when their batch is narrowed down."""
+    x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
+    made = engine(Model(bad), inputs=(x,), pad={"x": {"multiple_of": 4}})
+    sent = [*items([1.0, BAD], length=3), *items([2.0, 3.0], length=6), *items([4.0], length=1)]
+
+    assert check(sent, made.run(sent), ForwardError) == [1]
+
+
+def test_answers_are_those_of_smaller_batches() -> None:
+    """An innocent request has, to the last bit, what a smaller batch with it gives."""
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 64)
+
+    def model(x: Tensor) -> Tensor:
+        bad(x)
+        return torch.nn.functional.gelu(layer(x))
+
+    x = torch.rand(8, 1, 64)
+    x[5, 0, 0] = BAD
+    sent: list[Item] = [{"x": row} for row in x]
+    outcomes: Sequence[Any] = engine(model).run(sent)
+
+    for group in (slice(0, 4), slice(6, 8), slice(4, 5)):
+        expected: Sequence[Any] = engine(model).run(sent[group])
+        for found, wanted in zip(outcomes[group], expected, strict=True):
+            assert torch.equal(found["y"], wanted["y"])
+
+
+@pytest.mark.parametrize("wrong", ["rows", "type", "nothing"])
+def test_results_that_depend_on_a_request(wrong: str) -> None:
+    """Wrong outputs for one request are that request's affair."""
+
+    def model(x: Tensor) -> Any:
+        kept = (x != BAD).all(dim=1)
+        if bool(kept.all()):
+            return x * 2
+        return {"rows": x[kept] * 2, "type": x.double(), "nothing": None}[wrong]
+
+    sent = items([1.0, 2.0, BAD, 4.0, 5.0])
+
+    assert check(sent, engine(model).run(sent), OutputError) == [2]
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+def test_results_that_cannot_even_be_looked_at() -> None:
+    """A tensor that raises when it is asked for its shape is an error of the output."""
+
+    def model(x: Tensor) -> Any:
+        odd = bool((x == BAD).any())
+        return torch.nested.nested_tensor([x[0], x[0, :1]]) if odd else x * 2
+
+    sent = items([1.0, BAD, 3.0])
+    outcomes = engine(model).run(sent)
+
+    assert check(sent, outcomes, OutputError) == [1]
+    assert "the outputs cannot be read" in str(outcomes[1])
+
+
+def test_config_that_does_not_bind_is_tried_once() -> None:
+    """No request can help that the config names what forward() does not return."""
+    model = Model()
+    made = engine(model)
+    made.callee.take = Taker(build.config(outputs=(build.spec("RESULT[3]"),))).take
+
+    outcomes = made.run(items([1.0, 2.0, 3.0]))
+
+    assert [type(outcome) for outcome in outcomes] == [BindingError] * 3
+    assert model.calls == [3]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [SystemExit(3), GeneratorExit(), asyncio.CancelledError(), RecursionError()],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_is_raised(error: BaseException) -> None:
+    """Nothing that a model raises reaches Triton, which would fail the whole batch of it."""
+
+    def judge(x: Tensor) -> None:
+        if bool((x == BAD).any()):
+            raise error
+
+    sent = items([1.0, BAD, 3.0])
+
+    assert check(sent, engine(Model(judge)).run(sent), ForwardError) == [1]
+
+
+def test_ctrl_c_ends_a_command() -> None:
+    """Ctrl-C in `check` or `tune` is no fault of the model."""
+
+    def judge(x: Tensor) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        engine(Model(judge)).run(items([1.0]))
+
+
+class Counter(nn.Module):
+    """Counts its calls in a buffer."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        bad(x)
+        return x * 2
+
+
+@pytest.mark.parametrize(
+    ("wished", "stateful", "failed", "calls"),
+    [
+        pytest.param(None, False, [1], 5, id="unset"),
+        pytest.param(True, False, [1], 5, id="true"),
+        pytest.param(False, False, [0, 1, 2, 3], 1, id="false"),
+        pytest.param(None, True, [0, 1, 2, 3], 1, id="unset, with state"),
+        pytest.param(True, True, [1], 5, id="true, with state"),
+    ],
+)
+def test_models_that_must_not_be_called_twice(
+    wished: bool | None, stateful: bool, failed: list[int], calls: int
+) -> None:
+    """RETRY_FAILED_BATCH decides; unset, a model that was seen to keep state is called once."""
+    counter = Counter()
+    made = engine(counter, owner=counter if stateful else None, retry_failed_batch=wished)
+    sent = items([1.0, BAD, 3.0, 4.0])
+
+    assert check(sent, made.run(sent), ForwardError) == failed
+    assert counter.count.item() == calls
+
+
+class InPlace(Model):
+    """Doubles where its input lies, and then asks the judge."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls.append(x.shape[0])
+        x *= 2
+        self._judge(x)
+        return x
+
+
+def test_models_that_write_into_their_inputs() -> None:
+    """A request whose values the model has overwritten is not tried again with them."""
+    model = InPlace(above(1))
+    made = engine(model)
+    made.run(items([1.0]))
+
+    outcomes = made.run(items([1.0], rows=2))
+
+    assert [type(outcome) for outcome in outcomes] == [OutOfMemoryError]
+    assert model.calls == [1, 2]
+
+
+def test_a_first_request_that_the_model_writes_into() -> None:
+    """Without a warm-up, the first request is tried again as it was sent."""
+    sent = items([3.0], rows=4)
+    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
+
+    assert check(before, engine(InPlace(above(1))).run(sent), OutOfMemoryError) == []
+
+
+def test_batches_of_models_that_write_into_their_inputs() -> None:
+    """Several requests are a copy: only those at fault fail, and the others have their answers."""
+    sent = items([1.0, BAD, 3.0, 4.0])
+    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
+
+    def judge(x: Tensor) -> None:
+        bad(x / 2)
+
+    assert check(before, engine(InPlace(judge)).run(sent), ForwardError) == [1]
+
+
+def test_parts_of_a_request_that_the_model_writes_into() -> None:
+    """Rows that did not fit in memory are tried again as they were sent."""
+    model = InPlace(above(8))
+    made = engine(model)
+    sent = items([1.0, 2.0, 3.0], rows=7)
+    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
+    assert check(before, made.run(sent), OutOfMemoryError) == []
+    assert model.calls[0] == 21
+
+    model._judge = above(2)
+    assert check(before, made.run(items([1.0, 2.0, 3.0], rows=7)), OutOfMemoryError) == []
+    assert max(model.calls[-5:]) <= 2
+
+
+def test_work_is_bounded() -> None:
+    """A large batch of nothing but guilty requests costs a bounded number of calls."""
+    model = Model(bad)
+    outcomes = engine(model, max_batch_size=512).run(items([BAD] * 512))
+
+    assert all(isinstance(outcome, ForwardError) for outcome in outcomes)
+    assert len(model.calls) == 129
+
+
+def test_work_is_bounded_for_all_parts_of_a_batch() -> None:
+    """Guilty requests in many small parts share the calls of one batch."""
+
+    def judge(x: Tensor) -> None:
+        above(64)(x)
+        bad(x)
+
+    model = Model(judge)
+    outcomes = engine(model, max_batch_size=512).run(items([BAD] * 512))
+
+    assert all(isinstance(outcome, ForwardError) for outcome in outcomes)
+    assert len([rows for rows in model.calls if rows <= 64]) == 128 + 512 // 64
+
+
+def test_what_the_log_is_told() -> None:
+    """Each failure is reported with its traceback and the places of its requests."""
+
+    def judge(x: Tensor) -> None:
+        for value in x.flatten().tolist():
+            if value < 0:
+                raise ValueError(f"value {value}")
+
+    made = engine(Model(judge))
+    made.run([*items([-1.0, 2.0, -3.0, -1.0]), {}])
+
+    reports = list(made.recovery.reports.items())
+    assert [places for _, places in reports] == [[0, 3], [2]]
+    assert [sentence for (sentence, _), _ in reports] == [
+        f"model 'digits': forward() raised ValueError: value {value}." for value in (-1.0, -3.0)
+    ]
+    for (_, text), _ in reports:
+        assert text.startswith("Traceback (most recent call last):")
+        assert "in judge" in text
+        assert "During handling" not in text
+
+
+def test_endless_recursion() -> None:
+    """A traceback of a thousand frames is told by its last ones."""
+
+    def even(x: Tensor) -> None:
+        odd(x)
+
+    def odd(x: Tensor) -> None:
+        even(x)
+
+    made = engine(Model(even))
+    made.run(items([1.0]))
+
+    (((sentence, text), _),) = made.recovery.reports.items()
+    assert "RecursionError" in sentence
+    assert len(text.splitlines()) < 300
+
+
+def test_every_try_has_its_time() -> None:
+    """What watches the time of a call is told of each second try."""
+    model = Model(bad)
+    made = engine(model)
+    begun: list[int] = []
+    made.recovery.begins = lambda: begun.append(len(model.calls))
+
+    made.run(items([1.0, BAD, 3.0, 4.0]))
+
+    assert begun == [1, 2, 3, 4]
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fits", [1, 3, 8, 20])
+def test_batches_that_do_not_fit(fits: int) -> None:
+    """Memory that runs out costs nobody an answer, and the next batch fits at once."""
+    model = Model(above(fits))
+    made = engine(model)
+    sent = items([float(place) for place in range(32)])
+
+    assert check(sent, made.run(sent), OutOfMemoryError) == []
+    model.calls.clear()
+    assert check(sent, made.run(sent), OutOfMemoryError) == []
+    assert max(model.calls) <= fits
+    assert made.recovery.reports == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "fits", "called"),
+    [
+        pytest.param(ANY_ROWS, {"batch_buckets": (2, 8, 32)}, 9, {32, 8}, id="buckets"),
+        pytest.param(Rows(1, 8), {}, 5, {8, 4}, id="in pieces"),
+        pytest.param(Rows(4, None), {}, 4, {32, 16, 8, 4}, id="at least four"),
+    ],
+)
+def test_row_counts_that_the_model_takes(
+    rows: Rows, overrides: dict[str, Any], fits: int, called: set[int]
+) -> None:
+    """Smaller calls have the row counts that the model takes."""
+    model = Model(above(fits))
+    sent = items([float(place) for place in range(32)])
+
+    assert check(sent, engine(model, rows, **overrides).run(sent), OutOfMemoryError) == []
+    assert set(model.calls) == called
+
+
+def test_fixed_rows_that_do_not_fit() -> None:
+    """A model whose only call does not fit is not called again and again."""
+    model = Model(above(3))
+    sent = items([1.0, 2.0, 3.0])
+
+    assert check(sent, engine(model, Rows(4, 4)).run(sent), OutOfMemoryError) == [0, 1, 2]
+    assert model.calls == [4]
+
+
+@pytest.mark.parametrize("tensors", [True, False])
+def test_a_request_of_many_rows(tensors: bool) -> None:
+    """One request that does not fit is run in pieces, and its rows come back in their order."""
+    x = np.arange(40, dtype=np.float32).reshape(10, 4)
+    more = np.full((3, 4), 3, dtype=np.float32)
+    sent: list[Item] = [{"x": torch.from_numpy(one) if tensors else one} for one in (x, more)]
+    model = Model(above(4))
+
+    assert check(sent, engine(model).run(sent), OutOfMemoryError) == []
+    assert model.calls == [13, 6, 3, 3, 3, 3, 1]
+
+
+def test_only_what_never_fits_is_refused() -> None:
+    """A single row that does not fit fails with 503, and the others are answered."""
+
+    def judge(x: Tensor) -> None:
+        if bool((x == BAD).any()):
+            raise MemoryError
+
+    model = Model(judge)
+    made = engine(model)
+    sent = items([1.0, 2.0, BAD, 4.0, 5.0])
+
+    outcomes = made.run(sent)
+    assert check(sent, outcomes, OutOfMemoryError) == [2]
+    assert outcomes[2].code == "UNAVAILABLE"  # type: ignore[union-attr]
+    model.calls.clear()
+    made.run(items([1.0, 2.0, 3.0]))
+    assert model.calls == [3], "one request slows down those that come after it"
+
+
+def test_no_batch_dimension() -> None:
+    """A request that cannot be divided is refused with 503."""
+    model = Model(above(3))
+    outcomes = engine(model, max_batch_size=0).run(items([1.0, 2.0], rows=4))
+
+    assert [type(outcome) for outcome in outcomes] == [OutOfMemoryError] * 2
+    assert str(outcomes[0]) == (
+        "model 'digits': the request does not fit in memory, not even a row at a time. Try again"
+        " later, or send less."
+    )
+    assert model.calls == [4, 4]
+
+
+def test_memory_and_a_bad_request() -> None:
+    """Both in one batch: only the guilty fails."""
+
+    def judge(x: Tensor) -> None:
+        above(4)(x)
+        bad(x)
+
+    sent = items([float(place) if place != 9 else BAD for place in range(20)])
+
+    assert check(sent, engine(Model(judge)).run(sent), ForwardError) == [9]
+
+
+def test_bad_requests_while_memory_is_short() -> None:
+    """A limit that is remembered does not change who is guilty."""
+
+    def judge(x: Tensor) -> None:
+        above(4)(x)
+        bad(x)
+
+    made = engine(Model(judge))
+    made.run(items([1.0] * 20))
+    sent = items([float(place) if place not in (0, 9) else BAD for place in range(20)])
+
+    assert check(sent, made.run(sent), ForwardError) == [0, 9]
+    few = items([1.0, BAD, 3.0])
+    assert check(few, made.run(few), ForwardError) == [1]
+
+
+def test_a_first_failure_that_hides_a_shortage() -> None:
+    """Halves that fail for another reason than the whole are judged by their own."""
+
+    def judge(x: Tensor) -> None:
+        if x.shape[0] > 4:
+            raise ValueError("first")
+        above(1)(x)
+
+    sent = [*items([1.0], rows=2), *items([2.0] * 6)]
+
+    assert check(sent, engine(Model(judge)).run(sent), OutOfMemoryError) == []
+
+
+def test_no_second_try_without_leave() -> None:
+    """With RETRY_FAILED_BATCH false what does not fit fails, and the next batch is smaller."""
+    model = Model(above(4))
+    made = engine(model, retry_failed_batch=False)
+    sent = items([float(place) for place in range(8)])
+
+    assert check(sent, made.run(sent), OutOfMemoryError) == list(range(8))
+    assert check(sent, made.run(sent), OutOfMemoryError) == []
+    assert model.calls == [8, 4, 4]
+
+
+def test_pieces_that_cannot_be_joined() -> None:
+    """Outputs whose sizes depend on the rows of a call are an error, not wrong data."""
+
+    def model(x: Tensor) -> Tensor:
+        above(4)(x)
+        return x[:, : x.shape[0]]
+
+    (outcome,) = engine(model).run(items([1.0], rows=7))
+
+    assert isinstance(outcome, OutputError)
+    assert "cannot be joined" in str(outcome) or "can be joined" in str(outcome)
+
+
+def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When there is memory again, batches grow back, and nothing is remembered."""
+    monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
+    limit = [4]
+
+    def judge(x: Tensor) -> None:
+        above(limit[0])(x)
+
+    model = Model(judge)
+    made = engine(model)
+    sent = items([float(place) for place in range(32)])
+    made.run(sent)
+    limit[0] = 32
+    for _ in range(20):
+        assert check(sent, made.run(sent), OutOfMemoryError) == []
+    model.calls.clear()
+    made.run(sent)
+
+    assert model.calls == [32]
+    assert not made.recovery.capacity.limits
+
+
+@pytest.fixture
+def freed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """How often the cache was freed."""
+    times: list[int] = []
+    monkeypatch.setattr(runtime, "free", lambda: times.append(1))
+    return times  # type: ignore[return-value]
+
+
+def test_first_try_is_over_before_the_second(freed: list[int]) -> None:
+    """What forward() held when memory ran out is let go of, and the cache freed, before a retry."""
+    held: list[weakref.ref[Tensor]] = []
+    alive: list[int] = []
+
+    def model(x: Tensor) -> Tensor:
+        alive.append(sum(one() is not None for one in held))
+        activation = x + 1
+        held.append(weakref.ref(activation))
+        above(2)(x)
+        return x * 2
+
+    sent = items([float(place) for place in range(8)])
+
+    assert check(sent, engine(model).run(sent), OutOfMemoryError) == []
+    assert set(alive) == {0}
+    assert len(freed) == 2
+
+
+_CHILD = """
+import resource, sys
+import torch
+sys.path[:0] = {path!r}
+import test_recovery
+
+def model(x):
+    test_recovery.bad(x)
+    return (x.repeat(1, 25_000_000).sum(1, keepdim=True) * 0) + x * 2
+
+made = test_recovery.engine(model)
+sent = test_recovery.items([float(place) for place in range(8)])
+made.run(sent[:1])
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + 1_500_000_000, resource.RLIM_INFINITY))
+assert test_recovery.check(sent, made.run(sent), test_recovery.OutOfMemoryError) == []
+(limit,) = made.recovery.capacity.limits.values()
+print(limit.safe)
+"""
+
+
+def test_memory_of_the_cpu() -> None:
+    """A process that may take no more memory answers in smaller batches."""
+    if resource.getrlimit(resource.RLIMIT_AS)[1] != resource.RLIM_INFINITY:
+        pytest.skip("this process is limited already")
+    code = _CHILD.format(path=sys.path)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert 1 <= int(done.stdout) <= 3
+
+
+_KINDS = [
+    (ANY_ROWS, {}),
+    (Rows(4, 8), {}),
+    (ANY_ROWS, {"batch_buckets": (2, 8, 32)}),
+    (ANY_ROWS, {"pad": {"x": {"multiple_of": 4}}}),
+    (ANY_ROWS, {"check_finite": True}),
+]
+
+
+@pytest.mark.parametrize(("rows", "overrides"), _KINDS)
+def test_everything_at_once(
+    rows: Rows, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bad values, rows that never fit and memory that comes and goes: no answer is ever wrong."""
+    monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
+    random = Random(1)
+    fits = [32]
+    kinds: dict[float, type[BackendError]] = {BAD: ForwardError, -8.0: OutOfMemoryError}
+
+    def judge(x: Tensor) -> None:
+        above(max(fits[0], rows.least))(x)
+        if bool((x == -8).any()):
+            raise MemoryError
+        bad(x)
+
+    x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
+    made = engine(Model(judge), rows, inputs=(x,), **overrides)
+    for _ in range(150):
+        fits[0] = random.choice([2, 3, 9, 32, 32])
+        sent = [
+            *(
+                item
+                for _ in range(random.randint(1, 6))
+                for item in items([random.random()], random.randint(1, 5), random.choice([3, 4]))
+            )
+        ]
+        wrong = {
+            place: random.choice(list(kinds)) for place in range(len(sent)) if random.random() < 0.2
+        }
+        for place, value in wrong.items():
+            x_of = np.asarray(sent[place]["x"])
+            x_of[random.randrange(len(x_of)), 1] = value
+        outcomes = made.run(sent)
+
+        fixed = rows.least > 1 or "batch_buckets" in overrides
+        for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
+            if isinstance(outcome, BackendError):
+                # Fixed calls that do not fit, or that share their least rows, fail together.
+                assert place in wrong or (fixed and isinstance(outcome, OutOfMemoryError))
+                assert place not in wrong or type(outcome) in (
+                    kinds[wrong[place]],
+                    OutOfMemoryError,
+                )
+            else:
+                assert place not in wrong
+                np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(item["x"]))
+
+
+# --- beyond help -----------------------------------------------------------------------------
+
+
+def accelerator(code: int) -> RuntimeError:
+    error: Any = torch.AcceleratorError("CUDA error: device-side assert triggered\nCompile with")
+    error.error_code = code
+    found: RuntimeError = error
+    return found
+
+
+class Device:
+    """A device that breaks at a bad value, and raises from then on, asked or used."""
+
+    def __init__(self, *, tells: bool) -> None:
+        self.broken = False
+        self._tells = tells
+
+    def judge(self, x: Tensor) -> None:
+        self.broken |= bool((x == BAD).any())
+        if self.broken:
+            # AOTInductor does not pass on what CUDA said.
+            raise accelerator(710) if self._tells else RuntimeError("the package failed")
+
+    def probe(self, _: torch.device) -> None:
+        if self.broken:
+            raise accelerator(710)
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["torch tells", "the device is asked"])
+def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a sticky error nothing is computed: everyone is told at once, with the reason."""
+    device = Device(tells=tells)
+    monkeypatch.setattr(runtime, "probe", device.probe)
+    model = Model(device.judge)
+    made = engine(model)
+    made.run(items([1.0]))
+    sent = [*items([1.0, BAD, 3.0]), *items([4.0], length=6)]
+
+    outcomes = made.run(sent)
+    later = made.run(items([5.0, 6.0]))
+
+    assert check(sent, outcomes, UnavailableError) == [0, 1, 2, 3]
+    assert [type(outcome) for outcome in later] == [UnavailableError] * 2
+    assert model.calls == [1, 3]
+    assert "device-side assert triggered" in str(outcomes[0])
+    assert made.recovery.fatal is outcomes[0]
+    ((_, text), places), *others = made.recovery.reports.items()
+    assert "Traceback" in text
+    assert places == [0, 1, 2]
+    assert all(not text for (_, text), _ in others)
+
+
+def test_device_that_breaks_at_a_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was answered before the device broke stays answered."""
+    device = Device(tells=True)
+    monkeypatch.setattr(runtime, "probe", device.probe)
+
+    def judge(x: Tensor) -> None:
+        if x.shape[0] > 2:
+            raise ValueError("first")
+        device.judge(x)
+
+    model = Model(judge)
+    sent = items([1.0, 2.0, BAD, 4.0])
+    made = engine(model)
+
+    assert check(sent, made.run(sent), UnavailableError) == [2, 3]
+    assert model.calls == [4, 2, 2]
+
+
+def test_device_that_breaks_while_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a batch that is run in pieces, those after the fatal one are not run."""
+    device = Device(tells=True)
+    monkeypatch.setattr(runtime, "probe", device.probe)
+
+    def judge(x: Tensor) -> None:
+        above(2)(x)
+        device.judge(x)
+
+    model = Model(judge)
+    sent = items([1.0, 2.0, BAD, 4.0, 5.0, 6.0, 7.0, 8.0])
+
+    assert check(sent, engine(model).run(sent), UnavailableError) == [2, 3, 4, 5, 6, 7]
+    assert model.calls == [8, 4, 2, 2]
+
+
+def test_cache_of_a_broken_device_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, freed: list[int]
+) -> None:
+    """To free a broken device's memory would raise once more."""
+    device = Device(tells=True)
+    monkeypatch.setattr(runtime, "probe", device.probe)
+    cleaned: list[int] = []
+    made = engine(Model(device.judge))
+    made._runtime = dataclasses.replace(made._runtime, clean=lambda: cleaned.append(1))
+
+    made.run(items([1.0]))
+    made.run(items([BAD]))
+
+    assert (cleaned, freed) == ([1], [])
+
+
+def test_words_of_a_client_break_nothing() -> None:
+    """A message that only looks like an error of the device is an error like any other."""
+
+    def judge(x: Tensor) -> None:
+        if bool((x == BAD).any()):
+            raise RuntimeError("CUDA error: device-side assert triggered")
+
+    made = engine(Model(judge))
+    sent = items([1.0, BAD])
+
+    assert check(sent, made.run(sent), ForwardError) == [1]
+    assert made.recovery.fatal is None
+
+
+# --- CHECK_FINITE ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_values_that_are_not_finite(value: float, rows: int) -> None:
+    """Only the requests whose outputs hold NaN or infinity are refused."""
+    sent = items([1.0, 2.0, 3.0], rows)
+    np.asarray(sent[1]["x"])[rows - 1, 2] = value
+    made = engine(Model(), check_finite=True)
+
+    outcomes = made.run(sent)
+
+    assert check(sent, outcomes, OutputError) == [1]
+    assert str(outcomes[1]) == (
+        "model 'digits': output 'y' holds NaN or infinity; expected finite values: CHECK_FINITE is"
+        " set."
+    )
+    assert list(made.recovery.reports.values()) == [[1]]
+
+
+def test_values_are_not_checked_unasked() -> None:
+    """NaN is a value like any other, unless CHECK_FINITE is set."""
+    sent = items([np.nan, 1.0])
+
+    assert check(sent, engine(Model()).run(sent), OutputError) == []
+
+
+def test_padding_that_is_not_finite() -> None:
+    """What the model makes of padding is nobody's answer."""
+    x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
+    made = engine(Model(), inputs=(x,), pad={"x": {"value": float("inf")}}, check_finite=True)
+    sent = [*items([1.0], length=3), *items([2.0], length=6)]
+
+    assert check(sent, made.run(sent), OutputError) == []
+
+
+def test_integers_and_strings_are_finite() -> None:
+    """Outputs that cannot hold NaN are not looked at."""
+
+    def model(x: Tensor) -> Any:
+        return {"n": x.long(), "s": ["a"] * x.shape[0]}
+
+    outputs = (build.spec("n", "INT64", (-1,)), build.spec("s", "BYTES", (1,)))
+    outcomes = engine(model, outputs=outputs, check_finite=True).run(items([1.0, 2.0]))
+
+    assert all(isinstance(outcome, dict) for outcome in outcomes)

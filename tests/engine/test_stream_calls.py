@@ -1,0 +1,61 @@
+"""The first and the last stages of a stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import streamed
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching.gather_scatter import Item
+from torch_py_backend.errors import BackendError, InputError, OutputError
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_what_begins_a_stream_is_what_the_model_returns() -> None:
+    """begin() looks into nothing that the model returned; it is counted as a batch of its rows."""
+    kept = object()
+    engine = streamed.engine(lambda x: (kept, x))
+    item: Item = {"x": torch.rand(3, 2)}
+
+    (result, x), given = engine.stream_calls.begin(item)
+
+    assert result is kept
+    assert x is item["x"]
+    assert given.rows == 3
+    assert engine.counts.batches == {3: 1}
+
+
+def test_an_item_that_the_model_does_not_take() -> None:
+    """It is refused before the model is called."""
+    engine = streamed.engine(double)
+
+    with pytest.raises(InputError, match="lacks the input 'x'"):
+        engine.stream_calls.begin({})
+
+    assert engine.counts.batches == {}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kind"),
+    [
+        pytest.param(torch.ones(1, 2).double(), OutputError, id="another type"),
+        pytest.param(torch.full((1, 2), torch.nan), BackendError, id="no number"),
+    ],
+)
+def test_an_outcome_is_an_error_of_its_own(wrong: Any, kind: type[BackendError]) -> None:
+    """Of results that are read together, one that does not fit spoils none of the others."""
+    engine = streamed.engine(double, check_finite=True)
+    begun = [engine.stream_calls.begin(streamed.item(value, value)) for value in (1, 2, 3)]
+    (first, given), _, (third, _) = begun
+
+    made = engine.stream_calls.outcomes([(first, given), (wrong, given), (third, given)])
+
+    assert isinstance(made[1], kind)
+    values = [torch.as_tensor(one["y"]).tolist() for one in made if isinstance(one, dict)]
+    assert values == [[[2.0, 2.0]], [[6.0, 6.0]]]

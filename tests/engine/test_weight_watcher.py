@@ -1,0 +1,538 @@
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.artifacts import discovery
+from torch_py_backend.config.threads import Threads
+from torch_py_backend.engine import weight_watcher
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.weight_watcher import Watch
+from torch_py_backend.errors import ConfigError
+from torch_py_backend.loading import mapped_files
+from torch_py_backend.startup import builder
+from torch_py_backend.weights import sharing
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("nothing", torch.zeros(4))
+        self.register_buffer("empty", torch.empty(0))
+
+    def forward(self, x):
+        return self.linear(x) + self.nothing
+"""
+X = torch.arange(8.0).reshape(2, 4)
+
+
+class Net(nn.Module):
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        nn.init.constant_(self.linear.weight, value)
+        nn.init.constant_(self.linear.bias, value)
+        self.nothing: Tensor
+        self.register_buffer("nothing", torch.zeros(4))
+        self.register_buffer("empty", torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x) + self.nothing
+        return result
+
+
+Writer = Callable[[Path, Net], None]
+
+
+def _state_dict(path: Path, net: Net) -> None:
+    torch.save(net.state_dict(), path)
+
+
+def _safetensors(path: Path, net: Net) -> None:
+    safetensors.torch.save_file(net.state_dict(), path)
+
+
+def _scripted(path: Path, net: Net) -> None:
+    torch.jit.script(net.eval()).save(path)
+
+
+def _exported(path: Path, net: Net) -> None:
+    dynamic = ({0: torch.export.Dim("rows", min=1, max=8)},)
+    torch.export.save(torch.export.export(net.eval(), (X,), dynamic_shapes=dynamic), path)
+
+
+KINDS = [
+    pytest.param("model.pt", _state_dict, id="state_dict"),
+    pytest.param("model.safetensors", _safetensors, id="safetensors"),
+    pytest.param("model.pt", _scripted, id="TorchScript"),
+    pytest.param("model.pt2", _exported, id="exported"),
+]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_watcher, "_POLL_S", 0.02)
+
+
+@pytest.fixture
+def closing() -> Iterator[list[Watch]]:
+    watches: list[Watch] = []
+    yield watches
+    for watch in watches:
+        watch.close()
+
+
+def replace(path: Path, write: Writer, value: float) -> None:
+    """A new file, in one step."""
+    scratch = path.with_name(f"next{path.suffix}")
+    write(scratch, Net(value))
+    scratch.replace(path)
+
+
+def served(folder: Path, name: str, write: Writer, **options: Any) -> Engine:
+    if write in (_state_dict, _safetensors):
+        build.write(folder, "model.py", SOURCE)
+    (folder / "1").mkdir(parents=True, exist_ok=True)
+    write(folder / "1" / name, Net(1))
+    config = build.config(folder, watch_weights=True, **options)
+    return builder.build(config, Threads(1, 1))
+
+
+def answer(made: Engine) -> Tensor:
+    (outcome,) = made.run([{"x": X}])
+    assert isinstance(outcome, dict), outcome
+    result = outcome["y"]
+    assert isinstance(result, Tensor)
+    return result
+
+
+def until(happened: Callable[[], Any]) -> None:
+    """Wait for what another thread does; four minutes are a failure."""
+    end = time.monotonic() + 240
+    while not happened():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
+    told = [record.getMessage() for record in caplog.records]
+    return [one for one in told if "refused, and the old ones stay" in one]
+
+
+@pytest.mark.parametrize("optimize", [(), ("channels_last",)])
+@pytest.mark.parametrize(("name", "write"), KINDS)
+def test_a_new_file_is_swapped_in(
+    name: str, write: Writer, optimize: tuple[str, ...], tmp_path: Path, closing: list[Watch]
+) -> None:
+    """The answers are the new ones, the weights lie in the new file, and the old one is let go."""
+    path = tmp_path / "1" / name
+    made = served(tmp_path, name, write, optimize=optimize)
+    watch = Watch(made)
+    closing.append(watch)
+    assert torch.equal(answer(made), Net(1)(X))
+    until(lambda: watch.digest)
+    for value in (2.0, 3.0):
+        replace(path, write, value)
+        until(lambda: watch.digest == hashlib.sha256(path.read_bytes()).hexdigest()[:12])
+        assert torch.equal(answer(made), Net(value)(X))
+        # It was not the model that wrote.
+        assert not made.purity.writes_buffers()
+        found = sharing.mapped(made.loaded)
+        assert found.shared == found.total
+    until(lambda: f"{path} (deleted)" not in Path("/proc/self/maps").read_text())
+
+
+def test_a_compiled_model_takes_new_weights_without_compiling(
+    tmp_path: Path, closing: list[Watch], dynamo: None
+) -> None:
+    """The compiled graph is given the weights with each call."""
+    made = served(tmp_path, "model.pt", _state_dict, torch_compile_optional_parameters={})
+    with made.preparing():
+        answer(made)  # with copies of its inputs, which torch.compile tells from the inputs
+        answer(made)
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    before = watch.digest
+    replace(tmp_path / "1" / "model.pt", _state_dict, 2)
+    until(lambda: watch.digest != before)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.allclose(answer(made), Net(2)(X))
+
+
+def test_a_view_that_somebody_holds_shows_the_new_weights(
+    tmp_path: Path, closing: list[Watch]
+) -> None:
+    """A model that has kept a view of a weight since its first call."""
+    made = served(tmp_path, "model.pt", _state_dict)
+    assert made.loaded.owner is not None
+    linear: Any = made.loaded.owner.get_submodule("linear")
+    view = linear.weight.t()
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    before = watch.digest
+    replace(tmp_path / "1" / "model.pt", _state_dict, 2)
+    until(lambda: watch.digest != before)
+    assert torch.equal(view, torch.full((4, 4), 2.0))
+    assert torch.equal(answer(made), Net(2)(X))
+
+
+def test_no_batch_sees_old_and_new_weights(tmp_path: Path, closing: list[Watch]) -> None:
+    """While files are replaced, each answer is of one of them."""
+    made = served(tmp_path, "model.safetensors", _safetensors)
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    ended = threading.Event()
+    seen: set[int] = set()
+
+    def replace_often() -> None:
+        for value in range(2, 12):
+            replace(tmp_path / "1" / "model.safetensors", _safetensors, value)
+            time.sleep(0.1)
+            if value in (4, 8):  # however slow the machine is, some are taken in between
+                until(lambda value=value: value in seen)  # type: ignore[misc]
+        ended.set()
+
+    expected = {value: Net(value)(X) for value in range(1, 12)}
+    threading.Thread(target=replace_often).start()
+    while not ended.is_set() or 11 not in seen:
+        result = answer(made)
+        (value,) = [value for value, one in expected.items() if torch.equal(one, result)]
+        seen.add(value)
+    assert len(seen) > 2
+
+
+def _other_shape(path: Path) -> None:
+    torch.save(nn.Linear(5, 5).state_dict(), path)
+
+
+def _other_keys(path: Path) -> None:
+    torch.save({"linear.weight": torch.ones(4, 4)}, path)
+
+
+def _half_written(path: Path) -> None:
+    torch.save(Net(2).state_dict(), path)
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _pickle_with_code(path: Path) -> None:
+    torch.save(Net(2), path)
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (_other_shape, "missing"),
+        (_other_keys, "linear.bias"),
+        (_half_written, "damaged zip"),
+        (_empty, "empty"),
+        (_pickle_with_code, "pickle of a whole module"),
+    ],
+)
+def test_a_bad_file_is_refused_once_and_the_old_weights_stay(
+    write: Callable[[Path], None],
+    reason: str,
+    tmp_path: Path,
+    closing: list[Watch],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The log says why; a good file that follows is taken."""
+    made = served(tmp_path, "model.pt", _state_dict)
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    before, path = watch.digest, tmp_path / "1" / "model.pt"
+    scratch = tmp_path / "bad.pt"
+    write(scratch)
+    with caplog.at_level(logging.ERROR):
+        scratch.replace(path)
+        until(lambda: refusals(caplog))
+        assert torch.equal(answer(made), Net(1)(X))
+        assert watch.digest == before
+        replace(path, _state_dict, 3)
+        until(lambda: watch.digest != before)
+    assert torch.equal(answer(made), Net(3)(X))
+    (refusal,) = refusals(caplog)
+    assert reason in refusal
+
+
+REPLACES = (
+    SOURCE[: SOURCE.index("    def forward")]
+    + """
+    def forward(self, x):
+        result = self.linear(x) + self.nothing
+        if bool((x == 0).all()):
+            %s
+        return result
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("statement", "refusal"),
+    [
+        pytest.param("self.nothing = self.nothing + 0", "", id="in inference mode"),
+        pytest.param("self.nothing = torch.zeros(2, 4)", "nothing float32 [4]", id="shape"),
+        pytest.param(
+            "self.nothing = torch.zeros(1).expand(4); self.kept = self.nothing[:2]",
+            "single memory location",
+            id="overlaps itself",
+        ),
+    ],
+)
+def test_a_buffer_that_forward_has_replaced(
+    statement: str,
+    refusal: str,
+    tmp_path: Path,
+    closing: list[Watch],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """New weights are in force as a whole or not at all, and the watch goes on."""
+    build.write(tmp_path, "model.py", REPLACES % statement)
+    _state_dict(tmp_path / "1" / "model.pt", Net(1))
+    config = build.config(tmp_path, watch_weights=True)
+    made = builder.build(config, Threads(1, 1))
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    before = watch.digest
+    made.run([{"x": torch.zeros(1, 4)}])
+
+    with caplog.at_level(logging.ERROR):
+        replace(tmp_path / "1" / "model.pt", _state_dict, 2)
+        until(lambda: refusals(caplog) or watch.digest != before)
+    assert [refusal in one for one in refusals(caplog)] == ([True] if refusal else [])
+    assert torch.equal(_linear(made), Net(1 if refusal else 2).linear(X))
+
+    # Another look at the files finds the thread alive.
+    replace(tmp_path / "1" / "model.pt", _state_dict, 3)
+    until(lambda: len(refusals(caplog)) == 2 if refusal else torch.equal(answer(made), Net(3)(X)))
+
+
+def _linear(made: Engine) -> Tensor:
+    assert made.loaded.owner is not None
+    with torch.no_grad(), made.turn:
+        result: Tensor = made.loaded.owner.get_submodule("linear")(X)
+        return result
+
+
+def test_an_answer_that_is_a_weight_stays_what_it_was(tmp_path: Path, closing: list[Watch]) -> None:
+    """New weights do not change an answer that has not been sent yet."""
+    build.write(
+        tmp_path, "model.py", SOURCE.replace("self.linear(x) + self.nothing", "self.own(x)")
+    )
+    own = "    def own(self, x):\n        return self.linear.weight[: x.shape[0]]\n"
+    path = tmp_path / "1" / "model.py"
+    path.write_text(path.read_text() + "\n" + own)
+    _state_dict(tmp_path / "1" / "model.pt", Net(1))
+    made = builder.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    before, unsent = watch.digest, answer(made)
+
+    replace(tmp_path / "1" / "model.pt", _state_dict, 2)
+    until(lambda: watch.digest != before)
+
+    assert torch.equal(unsent, torch.ones(2, 4))
+    assert torch.equal(answer(made), torch.full((2, 4), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("model.pt", _scripted), ("model.pt2", _exported)], ids=["script", "export"]
+)
+def test_a_damaged_archive_does_not_end_the_watch(
+    name: str,
+    write: Writer,
+    tmp_path: Path,
+    closing: list[Watch],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Half of one is refused, and the whole one that follows is taken."""
+    made = served(tmp_path, name, write)
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    before, path = watch.digest, tmp_path / "1" / name
+    half = tmp_path / f"half{path.suffix}"
+    half.write_bytes(path.read_bytes()[:-200])
+    with caplog.at_level(logging.ERROR):
+        half.replace(path)
+        until(lambda: refusals(caplog))
+        assert torch.equal(answer(made), Net(1)(X))
+        replace(path, write, 3)
+        until(lambda: watch.digest != before)
+    assert torch.equal(answer(made), Net(3)(X))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("model.pt", _scripted), ("model.pt2", _exported)], ids=["script", "export"]
+)
+def test_an_archive_with_other_code_is_refused(
+    name: str,
+    write: Writer,
+    tmp_path: Path,
+    closing: list[Watch],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The weights would fit, but the program that they are for is another one."""
+
+    class Other(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            result: Tensor = self.linear(x) * 2
+            return result
+
+    made = served(tmp_path, name, write)
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    with caplog.at_level(logging.ERROR):
+        write(tmp_path / f"other{name}", Other(2))
+        (tmp_path / f"other{name}").replace(tmp_path / "1" / name)
+        until(lambda: refusals(caplog))
+    assert torch.equal(answer(made), Net(1)(X))
+    (refusal,) = refusals(caplog)
+    assert "differs in more than its weights: " in refusal
+    assert "Load the model again" in refusal
+
+
+def test_a_file_that_is_written_over_in_place_is_taken_when_it_is_whole(
+    tmp_path: Path, closing: list[Watch]
+) -> None:
+    """Until then the old weights are in force, copied away from under the writer."""
+    made = served(tmp_path, "model.pt", _state_dict)
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    before, path = watch.digest, tmp_path / "1" / "model.pt"
+    _state_dict(tmp_path / "new.pt", Net(2))
+    content = (tmp_path / "new.pt").read_bytes()
+    with path.open("wb") as file:
+        file.write(content[:700])
+        file.flush()
+        os.fsync(file.fileno())
+        assert torch.equal(answer(made), Net(1)(X))
+        file.write(content[700:])
+    until(lambda: watch.digest != before)
+    assert torch.equal(answer(made), Net(2)(X))
+
+
+@pytest.mark.parametrize("name", [build.MODEL, "folderQ2x7Ba"], ids=["own", "copy"])
+def test_a_copy_that_triton_made_is_watched_with_a_warning(
+    name: str, tmp_path: Path, closing: list[Watch], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of a model from a cloud store nobody replaces the files that an instance sees."""
+    made = served(tmp_path / name, "model.pt", _state_dict)
+    with caplog.at_level(logging.WARNING):
+        closing.append(Watch(made))
+    copy = name != build.MODEL
+    assert ("watches Triton's copy of the model" in caplog.text) == copy
+
+
+def test_without_the_option_files_are_guarded_and_not_watched(tmp_path: Path) -> None:
+    """A new file waits for the next load; one that is written over changes nothing."""
+    build.write(tmp_path, "model.py", SOURCE)
+    path = tmp_path / "1" / "model.pt"
+    _state_dict(path, Net(1))
+    made = builder.build(build.config(tmp_path), Threads(1, 1))
+    watch = Watch(made)
+    path.write_bytes(b"")
+    assert torch.equal(answer(made), Net(1)(X))
+    assert watch.digest == ""
+    watch.close()
+    watch.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"weights": "none"}, "no file of weights"),
+        ({"optimize": ("freeze",), "torch_compile_optional_parameters": {}}, "freeze makes them"),
+    ],
+)
+def test_a_model_whose_weights_cannot_be_replaced_is_not_loaded(
+    options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """WATCH_WEIGHTS is refused with the reason."""
+    made = served(tmp_path, "model.safetensors", _safetensors, **options)
+    with pytest.raises(ConfigError, match=reason):
+        Watch(made)
+
+
+class Strays(nn.Module):
+    """Holds a tensor that is in no state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.plain = torch.ones(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x) + self.plain
+        return result
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (Strays(), "tensors that are no parameters or buffers"),
+        (nn.ReLU(), "no weights outside of its code"),
+    ],
+)
+def test_an_archive_whose_weights_are_not_all_is_not_loaded(
+    module: nn.Module, reason: str, tmp_path: Path
+) -> None:
+    """Half of new weights would be wrong ones."""
+    path = tmp_path / "1" / "model.pt"
+    path.parent.mkdir()
+    torch.jit.script(module.eval()).save(path)
+    made = builder.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
+    with pytest.raises(ConfigError, match=reason):
+        Watch(made)
+
+
+def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[Watch]) -> None:
+    """Another shard is another digest, and is swapped in like a single file."""
+    build.write(tmp_path, "model.py", SOURCE)
+    folder = tmp_path / "1"
+
+    def write(value: float) -> None:
+        for key, tensor in Net(value).state_dict().items():
+            safetensors.torch.save_file({key: tensor}, folder / "next")
+            (folder / "next").replace(folder / f"{key}.safetensors")
+
+    write(1)
+    names = {key: f"{key}.safetensors" for key in Net(1).state_dict()}
+    build.write(tmp_path, "model.safetensors.index.json", json.dumps({"weight_map": names}))
+    made = builder.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
+    watch = Watch(made)
+    closing.append(watch)
+    until(lambda: watch.digest)
+    before = watch.digest
+    write(2)
+    until(lambda: watch.digest != before and torch.equal(answer(made), Net(2)(X)))
+    assert len(watch.digest) == 12
+    assert len(discovery.find(made.config).weight_files()) == 5
+    assert mapped_files.find(made.loaded.weights).shared

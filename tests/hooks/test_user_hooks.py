@@ -1,0 +1,371 @@
+"""Hooks: which class they are, what their methods may take, and where they may lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import build
+import models
+import pytest
+import torch
+
+from torch_py_backend.artifacts import discovery
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.config.batch_io import BatchOutput
+from torch_py_backend.errors import (
+    ArtifactError,
+    ConfigError,
+    HookError,
+    InputError,
+    LoadError,
+    SourceError,
+)
+from torch_py_backend.hooks import user_hooks
+from torch_py_backend.hooks.user_hooks import Hooks, Stage
+
+_HEADER = "import torch\nfrom torch import Tensor, nn\n\n\n"
+_NET = """\
+class Net(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+"""
+_POST = "    def postprocess(self, result):\n        return result\n"
+_HOOKS = f"class Hooks:\n{_POST}"
+
+
+def load(folder: Path, code: str, **overrides: Any) -> Hooks | None:
+    """The hooks of a model.py."""
+    build.write(folder, "model.py", _HEADER + code)
+    settings = build.config(folder, **overrides)
+    return user_hooks.load(settings, discovery.find(settings))
+
+
+def methods(*definitions: str) -> str:
+    """A class of hooks with these methods."""
+    lines = [f"    {one}:\n        return None" for one in definitions]
+    return _NET + "class Hooks:\n" + "\n".join(lines) + "\n"
+
+
+# --- the class -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        pytest.param(_NET + _HOOKS, {}, id="by its name"),
+        pytest.param(_NET + _HOOKS.replace("Hooks", "Around"), {"hooks": "Around"}, id="named"),
+        pytest.param(
+            _NET + f"class Base:\n{_POST}\n\nclass Hooks(Base):\n    pass\n", {}, id="inherits"
+        ),
+        pytest.param(
+            _NET + "class Hooks:\n    postprocess = staticmethod(lambda result: result)\n",
+            {"hooks": "Hooks"},
+            id="a function",
+        ),
+    ],
+)
+def test_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """The class Hooks, or the one that the parameter HOOKS names."""
+    found = load(tmp_path, code, **options)
+    assert found is not None
+    assert [stage.name for stage in found.stages] == ["postprocess"]
+
+
+@pytest.mark.parametrize(
+    ("code", "options"),
+    [
+        pytest.param(_NET, {}, id="none"),
+        pytest.param(_NET + _HOOKS, {"hooks": "none"}, id="turned off"),
+        pytest.param(_NET + "class Hooks:\n    def add(self): ...\n", {}, id="other methods"),
+        pytest.param(_NET + f"class Hooks(nn.Module):\n{_POST}", {}, id="a module"),
+        pytest.param(f"Base = nn.Module\nclass Hooks(Base):\n{_POST}", {}, id="hidden module"),
+        pytest.param(_NET + f"class Outer:\n    class Hooks:\n    {_POST}", {}, id="within"),
+        pytest.param(_NET + "def Hooks(): ...\n", {}, id="a function"),
+    ],
+)
+def test_not_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
+    """What has the name and is something else stays what it was."""
+    assert load(tmp_path, code.replace("    \n", ""), **options) is None
+
+
+def test_folder(tmp_path: Path) -> None:
+    """A constructor that asks for the folder gets the version's."""
+    code = f"class Hooks:\n    def __init__(self, folder):\n        self.folder = folder\n{_POST}"
+    found = load(tmp_path, _NET + code)
+    assert found is not None
+    assert found.postprocess is not None
+    assert found.postprocess.function.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("code", "options", "says"),
+    [
+        pytest.param(
+            f"class Hooks:\n    def __init__(self, folder, size):\n        pass\n{_POST}",
+            {},
+            "Hooks(folder, size) in model.py cannot be called",
+            id="asks for more",
+        ),
+        pytest.param(
+            f"class Hooks:\n    def __init__(self):\n        raise OSError('no labels')\n{_POST}",
+            {},
+            "Hooks() in model.py fails at line 12: OSError: no labels",
+            id="fails",
+        ),
+        pytest.param(
+            _HOOKS, {"hooks": "Around"}, "Around, which is to run around forward(), is no class"
+        ),
+        pytest.param(_HOOKS, {"hooks": "Net"}, "is an nn.Module in model.py", id="names a module"),
+        pytest.param(
+            "class Hooks:\n    def add(self): ...\n",
+            {"hooks": "Hooks"},
+            "the class Hooks, which is to run around forward(), has no hooks",
+            id="no methods",
+        ),
+        pytest.param(
+            "class Hooks:\n    postprocess = 3\n", {"hooks": "Hooks"}, "is a int; expected a method"
+        ),
+    ],
+)
+def test_refused_class(code: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """A class that cannot be built or has nothing to run is named at load."""
+    with pytest.raises(SourceError) as refusal:
+        load(tmp_path, _NET + code, **options)
+    assert says in str(refusal.value)
+
+
+# --- methods ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "definition",
+    [
+        "def preprocess(self, x, parameters)",
+        "def preprocess_batch(self, parameters, x)",
+        "def collate(self, rows)",
+        "def collate(self, items, parameters=None)",
+        "def inference(self, module, batch)",
+        "def inference(self, net, batch, *, parameters)",
+        "def forward(self, module, batch, parameters)",
+        "def postprocess(self, result, extra=1)",
+        "def postprocess(self, *everything)",
+        "def postprocess_batch(self, out, parameters)",
+    ],
+)
+def test_signatures(definition: str, tmp_path: Path) -> None:
+    """Arguments may have any name but the parameters'; what has a default is nobody's affair."""
+    found = load(tmp_path, methods(definition))
+    assert found is not None
+    (stage,) = found.stages
+    assert stage.asks == ("parameters" in definition)
+    assert found.asks == stage.asks
+
+
+@pytest.mark.parametrize(
+    ("definition", "says"),
+    [
+        ("def collate(self)", "expected collate(self, items)"),
+        ("def collate(self, items, device)", "missing a required argument: 'device'"),
+        ("def inference(self, batch)", "expected inference(self, module, batch)"),
+        ("def forward(self, x)", "expected forward(self, module, batch)"),
+        ("def postprocess(self, result, labels)", "missing a required argument: 'labels'"),
+        ("def postprocess(self, parameters, result)", "multiple values for argument 'parameters'"),
+        ("def postprocess_batch(self)", "too many positional arguments"),
+        ("async def postprocess(self, result)", "is asynchronous or a generator"),
+    ],
+)
+def test_refused_signatures(definition: str, says: str, tmp_path: Path) -> None:
+    """A method that cannot be called as it has to be is refused with how it has to be."""
+    with pytest.raises(SourceError) as refusal:
+        load(tmp_path, methods(definition))
+    assert says in str(refusal.value)
+    assert definition.partition("def ")[2].partition("(")[0] in str(refusal.value)
+
+
+def test_generators_are_refused(tmp_path: Path) -> None:
+    """A generator would give nothing that can be passed on."""
+    code = _NET + "class Hooks:\n    def postprocess(self, result):\n        yield result\n"
+    with pytest.raises(SourceError, match="is asynchronous or a generator"):
+        load(tmp_path, code)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("preprocess", "preprocess_batch"),
+        ("preprocess_batch", "collate"),
+        ("inference", "forward"),
+        ("postprocess", "postprocess_batch"),
+    ],
+)
+def test_rivals(names: tuple[str, str], tmp_path: Path) -> None:
+    """Of two methods that do the same, neither is chosen."""
+    two = [f"def {name}(self, x{', y' if 'f' in name else ''})" for name in names]
+    with pytest.raises(SourceError) as refusal:
+        load(tmp_path, methods(*two))
+    assert f"Hooks has {names[0]}() and {names[1]}()" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("definition", "overrides", "says"),
+    [
+        ("def collate(self, items)", {"max_batch_size": 0}, "collate(), and max_batch_size is 0"),
+        ("def preprocess(self, x)", {"pad": {"x": {}}}, "PAD is set"),
+        ("def preprocess(self, x)", {"optimize": ("cuda_graphs",)}, "asks for cuda_graphs"),
+        (
+            "def preprocess(self, x)",
+            {"batch_outputs": (BatchOutput("y", "x"),)},
+            "config.pbtxt has batch_input or batch_output, and Hooks has hooks",
+        ),
+        (
+            "def preprocess(self, x, parameters)",
+            {"inputs": (build.spec("x"), build.spec("parameters"))},
+            "an input is named parameters",
+        ),
+    ],
+)
+def test_contradictions(
+    definition: str, overrides: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    """What hooks do not go with is said at load."""
+    with pytest.raises(ConfigError) as refusal:
+        load(tmp_path, methods(definition), **overrides)
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize("code", [_NET, methods("def postprocess(self, result)")])
+def test_threads_without_work(code: str, tmp_path: Path) -> None:
+    """PREPROCESS_THREADS has nothing to do without a preprocess()."""
+    with pytest.raises(ConfigError, match=r"PREPROCESS_THREADS is set, and there is no preprocess"):
+        load(tmp_path, code, preprocess_threads=2)
+
+
+@pytest.mark.parametrize(
+    ("error", "refused"),
+    [
+        (ValueError("no"), True),
+        (TypeError("no"), True),
+        (UnicodeDecodeError("utf-8", b"", 0, 1, "no"), True),
+        (OSError("cannot identify image file"), True),
+        (FileNotFoundError(2, "no labels"), False),
+        (KeyError("no"), False),
+        (RuntimeError("no"), False),
+        (SystemExit(3), False),
+    ],
+)
+@pytest.mark.parametrize("blames", [True, False])
+def test_whose_fault(error: BaseException, refused: bool, blames: bool) -> None:
+    """What preprocess() cannot read is the client's fault; all else is the model's."""
+
+    def fails() -> None:
+        raise error
+
+    stage = Stage("digits", "preprocess", fails, "", asks=False, blames=blames)
+    with pytest.raises(InputError if refused and blames else HookError) as told:
+        stage()
+    assert type(error).__name__ in str(told.value)
+    assert isinstance(told.value, HookError) == (told.value.__cause__ is error)
+
+
+# --- where they lie --------------------------------------------------------------------------
+
+
+def script(folder: Path, name: str = "model.pt") -> None:
+    (folder / "1").mkdir(parents=True, exist_ok=True)
+    torch.jit.script(models.Negate()).save(folder / "1" / name)
+
+
+@pytest.mark.parametrize(
+    ("code", "named", "kind"),
+    [
+        pytest.param(_HOOKS, None, Kind.TORCHSCRIPT, id="lent"),
+        pytest.param(_HOOKS, "model.pt", Kind.TORCHSCRIPT, id="as Triton names it"),
+        pytest.param(_NET, None, Kind.MODULE, id="no hooks"),
+        pytest.param(_NET + _HOOKS, "model.py", Kind.MODULE, id="named"),
+    ],
+)
+def test_lent(code: str, named: str | None, kind: Kind, tmp_path: Path) -> None:
+    """A model.py with hooks lends them to a complete model beside it; one without changes nothing.
+
+    What a TorchScript model.pt is beside a module in model.py, its weights' loader says.
+    """
+    script(tmp_path)
+    build.write(tmp_path, "model.py", _HEADER + code)
+    found = discovery.find(build.config(tmp_path, default_model_filename=named))
+    assert found.kind is kind
+    assert (found.hooks is not None) == ("Hooks" in code)
+
+
+@pytest.mark.parametrize("key", ["model_class", "model_factory"])
+def test_named_class_is_the_model(key: str, tmp_path: Path) -> None:
+    """Where the config names a class of model.py, that is the model."""
+    script(tmp_path)
+    build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
+    assert discovery.find(build.config(tmp_path, **{key: "Net"})).kind is Kind.MODULE
+
+
+def test_two_models(tmp_path: Path) -> None:
+    """A module and hooks in model.py, and a model beside it: nobody guesses."""
+    script(tmp_path)
+    with pytest.raises(ConfigError) as refusal:
+        load(tmp_path, _NET + _HOOKS)
+    assert "model.py defines the module Net and hooks, and model.pt" in str(refusal.value)
+    assert "Say which with default_model_filename." in str(refusal.value)
+
+
+def test_source_of_the_same_stem(tmp_path: Path) -> None:
+    """The hooks of net.pt are in net.py."""
+    script(tmp_path, "net.pt")
+    build.write(tmp_path, "net.py", _HEADER + _HOOKS)
+    settings = build.config(tmp_path, default_model_filename="net.pt")
+    assert discovery.find(settings).hooks == tmp_path / "1" / "net.py"
+
+
+def test_weights_are_no_model(tmp_path: Path) -> None:
+    """A state_dict beside a module and hooks stays the weights of the module."""
+    build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
+    torch.save({"weight": torch.ones(2)}, tmp_path / "1" / "model.pt")
+    found = discovery.find(build.config(tmp_path))
+    assert (found.kind, found.weights) == (Kind.MODULE, tmp_path / "1" / "model.pt")
+    assert found.hooks == tmp_path / "1" / "model.py"
+
+
+def test_beside_a_factory(tmp_path: Path) -> None:
+    """A module of a package has its hooks in model.py."""
+    found = load(tmp_path, _HOOKS, model_factory="torch.nn:Identity")
+    assert found is not None
+
+
+def test_named_and_not_there(tmp_path: Path) -> None:
+    """HOOKS without a source to look into is refused."""
+    script(tmp_path)
+    with pytest.raises(ArtifactError, match=r"HOOKS is 'Around', and version 1 has no model\.py"):
+        discovery.find(build.config(tmp_path, hooks="Around"))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        pytest.param("class Hooks:\n    def preprocess(self, x)\n", id="syntax"),
+        pytest.param("class Hooks:\n    def preprocess(self, x): ...\n\nraise OSError\n", id="run"),
+    ],
+)
+def test_broken_source(code: str, tmp_path: Path) -> None:
+    """Hooks that cannot be imported are not left out silently."""
+    script(tmp_path)
+    build.write(tmp_path, "model.py", code)
+    settings = build.config(tmp_path, default_model_filename="model.pt")
+    with pytest.raises(LoadError, match=r"model\.py fails at line"):
+        user_hooks.load(settings, discovery.find(settings))
+
+
+def test_as_text() -> None:
+    """For people: the methods in the order in which they run, as they are declared."""
+    stages = {
+        name: Stage("m", name, str, f"{name}(x)", asks=False, blames=False)
+        for name in ("postprocess", "preprocess")
+    }
+    assert str(Hooks(**stages)) == "preprocess(x), postprocess(x)"

@@ -1,0 +1,506 @@
+"""`serve` keeps models serving: instances that die, hang or never start, on real servers."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import living
+import psutil
+import pytest
+import tritonclient.grpc
+from scenarios import Scenario, text, x_to_y
+from supervised import Steady, Supervised, regions, serve, until
+from tritonclient.utils import InferenceServerException
+
+from torch_py_backend.processes.instance_status import State
+
+pytestmark = pytest.mark.slow
+
+_MODULE = """
+import ctypes, os, time
+import torch
+from torch import Tensor, nn
+
+{imported}
+
+class Served(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.spoilt = False
+        {built}
+
+    def forward(self, x: Tensor) -> Tensor:
+        what = int(x[0, 0])
+        if what == 101:
+            os._exit(3)
+        if what == 102:
+            ctypes.string_at(0)
+        while what == 103:
+            pass
+        if what == 104:
+            time.sleep(5)
+        self.spoilt |= what == 105
+        if self.spoilt:
+            error = torch.AcceleratorError("CUDA error: device-side assert triggered")
+            error.error_code = 710
+            raise error
+        return -x
+"""
+_ENSEMBLE = """
+platform: "ensemble"
+max_batch_size: 8
+input [{ name: "x" data_type: TYPE_FP32 dims: [ 4 ] }]
+output [{ name: "y" data_type: TYPE_FP32 dims: [ 4 ] }]
+ensemble_scheduling { step [{ model_name: "victim" model_version: -1
+  input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } }] }
+"""
+# Warm: the first call of a process may take as long as the limit on a busy machine.
+_TWO_LIMITED = x_to_y(EXECUTION_TIMEOUT_MS="2000").replace("count: 1", "count: 2")
+_INCOMPLETE = 'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n'
+
+
+def _model(
+    name: str, imported: str = "", built: str = "pass", config: str | None = None
+) -> Scenario:
+    code = _MODULE.format(imported=imported, built=built)
+    return Scenario(name, text(code), x_to_y() if config is None else config)
+
+
+_MODELS = (
+    _model("steady"),
+    _model("victim", config=x_to_y(WARMUP="false")),
+    _model("limited", config=_TWO_LIMITED),
+    _model("stays", config=x_to_y()),
+    _model("exits", config=x_to_y(ON_FATAL="exit")),
+    _model("slow", built="time.sleep(3)"),
+    _model("dies_in_init", built="os._exit(4)"),
+    _model("dies_at_import", imported="ctypes.string_at(0)"),
+    _model("refused", imported="raise ValueError('no luck')"),
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
+    """A server with models that fall, and some that never stand."""
+    repository = tmp_path_factory.mktemp("healing") / "repository"
+    for one in _MODELS:
+        one.lay_out(repository)
+    (repository / "ensemble" / "1").mkdir(parents=True)
+    (repository / "ensemble" / "config.pbtxt").write_text(_ENSEMBLE)
+    with serve(repository, "--restarts=6") as running:
+        running.settle()
+        yield running
+
+
+@contextlib.contextmanager
+def _undisturbed(served: Supervised) -> Iterator[None]:
+    """Meanwhile another model answers every request."""
+    steady = Steady(served, "steady")
+    try:
+        yield
+    finally:
+        steady.end()
+    assert steady.failures == []
+    assert steady.answers > 0
+
+
+def _healed(served: Supervised, model: str, old: list[psutil.Process], says: str) -> None:
+    """The model serves again, in another process, and the reason was told."""
+    _until_told(served, says)
+    until(lambda: served.ready(model), served)
+    assert served.infer(model, 7.0) == [-7.0] * 4
+    # One that did not die may still finish its work.
+    until(lambda: not {*old} & {*served.stubs(model)}, served)
+
+
+def _why(served: Supervised, model: str) -> str:
+    """Why a model does not serve; empty where it does."""
+    return str(served.ask("/ready")[1].get("models", {}).get(model, ""))
+
+
+def _until_told(served: Supervised, says: str) -> None:
+    until(lambda: says in served.text, served)
+
+
+def _regions_of_the_living(served: Supervised) -> bool:
+    """The shared memory of dead instances is gone: one region a process, and the owner's file."""
+    instances = living.left(served.triton().children())
+    return len(regions(served.prefix())) <= len(instances) + 1
+
+
+def test_killed_at_rest(served: Supervised) -> None:
+    """Kill -9 of an instance: its model is not ready at once, and then serves again."""
+    until(lambda: served.ready("victim"), served)
+    old = served.stubs("victim")
+    with _undisturbed(served):
+        for one in old:
+            one.kill()
+        until(lambda: "SIGKILL" in _why(served, "victim"), served)
+        needs = "needs the model 'victim', which does not serve"
+        until(lambda: served.ask("/ready/ensemble")[1].get("reason") == needs, served)
+        _healed(served, "victim", old, "DOWN    victim: instance victim_0_0 was ended by SIGKILL")
+        until(lambda: served.ready("ensemble"), served)
+        assert served.infer("ensemble", 2.0) == [-2.0] * 4
+    until(lambda: _regions_of_the_living(served), served)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [(101.0, "exit code 3"), (102.0, "SIGSEGV"), (104.0, "SIGKILL")],
+    ids=["os._exit", "segfault", "kill -9"],
+)
+def test_death_in_forward(value: float, says: str, served: Supervised) -> None:
+    """The request in flight gets an error, later ones an answer."""
+    until(lambda: served.ready("victim"), served)
+    old, refusals = served.stubs("victim"), []
+
+    def ask() -> None:
+        with pytest.raises(InferenceServerException) as refusal:
+            served.infer("victim", value)
+        refusals.append(refusal)
+
+    with _undisturbed(served):
+        asking = threading.Thread(target=ask)
+        asking.start()
+        if value == 104.0:
+            until(lambda: served.told("victim", State.BUSY), served)
+            for one in old:
+                one.kill()
+        until(lambda: not served.ready("victim"), served)
+        _healed(served, "victim", old, says)
+        asking.join(60)
+    assert len(refusals) == 1
+
+
+@pytest.mark.parametrize("model", ["stays", "exits"])
+def test_poisoned(model: str, served: Supervised) -> None:
+    """An instance whose device is spoilt refuses, is replaced, and its model serves again."""
+    until(lambda: served.ready(model), served)
+    old = served.stubs(model)
+    with _undisturbed(served):
+        with pytest.raises(InferenceServerException, match="UNAVAILABLE"):
+            served.infer(model, 105.0)
+        _healed(served, model, old, f"DOWN    {model}: instance {model}_0_0 cannot compute")
+    until(lambda: _regions_of_the_living(served), served)
+
+
+def test_hangs(served: Supervised) -> None:
+    """An endless loop in forward() is ended after EXECUTION_TIMEOUT_MS."""
+    until(lambda: served.ready("limited"), served)
+    old = served.stubs("limited")
+    assert len(old) == 2
+    with _undisturbed(served):
+        with pytest.raises(InferenceServerException):
+            served.infer("limited", 103.0)
+        _healed(
+            served, "limited", old, "hung: a call took longer than EXECUTION_TIMEOUT_MS, 2000 ms"
+        )
+
+
+@pytest.mark.parametrize("model", ["victim", "limited"])
+def test_stopped_under_load(model: str, served: Supervised) -> None:
+    """SIGSTOP, with EXECUTION_TIMEOUT_MS or without: replaced before it harms tritonserver."""
+    until(lambda: served.ready(model), served)
+    old, triton = served.stubs(model), served.triton()
+    with _undisturbed(served):
+        load = Steady(served, model)
+        until(lambda: load.answers > 10, served)
+        for one in old:
+            one.suspend()
+        says = rf"DOWN    {model}: instance {model}_0_\d was stopped for 2 s"
+        until(lambda: re.search(says, served.text), served)
+        _healed(served, model, old, "was stopped for 2 s")
+        load.end()
+    assert served.triton() == triton
+    assert load.failures
+
+
+def test_killed_during_its_load(served: Supervised) -> None:
+    """A second death, while it is healed from the first: it is tried once more."""
+    until(lambda: served.ready("slow"), served)
+    old = served.stubs("slow")
+    with _undisturbed(served):
+        for one in old:
+            one.kill()
+        for one in until(lambda: served.told("slow", State.LOADING), served):
+            one.kill()
+        until(lambda: "DOWN    slow" in served.text.partition("DOWN    slow")[2], served)
+        _healed(served, "slow", old, "(attempt 2 of 6)")
+
+
+def test_stopped_during_its_load(served: Supervised) -> None:
+    """An instance that is stopped before it serves is replaced, too."""
+    until(lambda: served.ready("slow"), served)
+    old = served.stubs("slow")
+    for one in old:
+        one.kill()
+    for one in until(lambda: served.told("slow", State.LOADING), served):
+        one.suspend()
+    _until_told(served, "slow: instance slow_0_0 was stopped for 2 s")
+    until(lambda: served.ready("slow"), served)
+    assert served.infer("slow", 7.0) == [-7.0] * 4
+
+
+def test_crash_loops_at_start_up(served: Supervised) -> None:
+    """Models that never load are given up, with the reason; the others serve all the while."""
+    for name, says in (("dies_in_init", "exit code 4"), ("dies_at_import", "SIGSEGV")):
+        _until_told(served, f"GIVEN UP {name}")
+        status, told = served.ask(f"/ready/{name}")
+        assert status == 503
+        assert told["reason"].startswith("stays down: instance")
+        # Of one death or another: how a process ended is lost where Triton looks first.
+        assert any(name in line and says in line for line in served.text.splitlines())
+    status, told = served.ask("/ready/refused")
+    assert status == 503
+    assert "ValueError: no luck" in told["reason"]
+    assert "/repository" not in str(told)
+    assert served.text.count("FAILED  refused") == 1
+    assert served.ask("/live") == (200, {"live": True})
+
+
+def test_users_unload_and_load(served: Supervised) -> None:
+    """What a user unloads stays so, and is not missed; what a user loads is watched."""
+    until(lambda: served.ready("limited"), served)
+    with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+        client.unload_model("limited")
+        until(lambda: served.ask("/ready/limited")[0] == 404, served)
+        _until_told(served, "RELEASED limited")
+        client.load_model("limited")
+    until(lambda: served.ready("limited"), served)
+    old = served.stubs("limited")
+    for one in old:
+        one.kill()
+    until(lambda: not served.ready("limited"), served)
+    _healed(served, "limited", old, "DOWN    limited: instance limited_0_")
+
+
+# Longer than these tests wait for the server's end.
+_NEVER = "--exit-timeout-secs=1000"
+
+
+def _refused(served: Supervised, says: str) -> None:
+    """A load of the model through Triton's API fails, and what served before goes on."""
+    with (
+        tritonclient.grpc.InferenceServerClient(served.grpc) as client,
+        pytest.raises(InferenceServerException, match=says),
+    ):
+        client.load_model("steady")
+    assert served.infer("steady", 7.0) == [-7.0] * 4
+
+
+def test_a_model_one_of_whose_versions_failed_is_unloaded(tmp_path: Path) -> None:
+    """Triton goes on to report that failure; the model is not missed, and the server ends."""
+    config = x_to_y() + "version_policy { all {} }\n"
+    folder = _model("steady", config=config).lay_out(tmp_path)
+    with serve(tmp_path, triton=[_NEVER]) as served:
+        served.settle()
+        (folder / "2").mkdir()
+        (folder / "2" / "model.py").write_text("raise ValueError('no luck')\n")
+        _refused(served, "no luck")
+        assert served.ask("/ready/steady")[0] == 200
+        with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+            client.unload_model("steady")
+        until(lambda: served.ask("/ready/steady")[0] == 404, served)
+        assert served.ask("/ready") == (200, {"ready": True})
+        _until_told(served, "RELEASED steady")
+        served.end()
+        assert served.process.returncode == 0
+
+
+@pytest.mark.parametrize("fault", ["refused reload", "os._exit"])
+def test_the_end_after_a_fault(fault: str, tmp_path: Path) -> None:
+    """Triton has lost an instance, and waits for it when it ends: `serve` does not."""
+    folder = _model("steady", config=x_to_y(WARMUP="false")).lay_out(tmp_path)
+    with serve(tmp_path, triton=[_NEVER]) as served:
+        served.settle()
+        if fault == "os._exit":
+            with pytest.raises(InferenceServerException):
+                served.infer("steady", 101.0)
+            _until_told(served, "serves again")
+        else:
+            (folder / "1" / "model.py").write_text("raise ValueError('no luck')\n")
+            _refused(served, "no luck")
+        family = served.family()
+        served.end()
+        assert served.process.returncode == 0
+        assert living.all_end(family)
+
+
+def test_death_while_a_config_is_completed(tmp_path: Path) -> None:
+    """Triton would wait for ever: that model is given up at once, and the others serve."""
+    _model("steady").lay_out(tmp_path)
+    _model("completed", imported="time.sleep(60)", config=_INCOMPLETE).lay_out(tmp_path)
+    # Nor will it end by itself.
+    with serve(tmp_path, triton=["--exit-timeout-secs=1"]) as served:
+        stubs = until(lambda: _completing(served), served)
+        for one in stubs:
+            one.kill()
+        served.settle()
+        assert served.ready("steady")
+        assert served.infer("steady", 1.0) == [-1.0] * 4
+        status, told = served.ask("/ready/completed")
+        assert status == 503
+        assert "what completes its config was ended by SIGKILL" in told["reason"]
+        assert "Triton waits for it for ever" in told["reason"]
+        assert served.ask("/ready")[0] == 503
+
+
+def _completing(served: Supervised) -> list[psutil.Process]:
+    """The process that completes a config, once there is one."""
+    with contextlib.suppress(ValueError, psutil.Error):  # no tritonserver yet
+        return served.told("completed", State.COMPLETING)
+    return []
+
+
+def test_a_load_that_takes_too_long(tmp_path: Path) -> None:
+    """--load-timeout ends loads that hang, whoever requested them, and says so; others serve."""
+    names = ["steady", "changed", "endless"]
+    for name in (*names, "unknown"):
+        built = "pass" if name in ("steady", "changed") else "time.sleep(1000)"
+        _model(name, built=built).lay_out(tmp_path)
+    loaded = [f"--load-model={name}" for name in names]
+    with serve(tmp_path, "--load-timeout=90", "--restarts=0", triton=loaded) as served:
+        until(lambda: "READY   steady" in served.text, served)
+        until(lambda: "READY   changed" in served.text, served)
+        _model("changed", built="time.sleep(1000)").lay_out(tmp_path / "new")
+        (tmp_path / "new/changed/1/model.py").replace(tmp_path / "changed/1/model.py")
+        loads = {name: _loading(served, name) for name in ("unknown", "changed")}
+        served.settle()
+        for name, (asking, refusals) in loads.items():
+            _until_told(served, f"FAILED  {name}: instance {name}_0_0 took longer than 90 s")
+            asking.join(120)
+            assert len(refusals) == 1
+            assert f"{name}_0_0' is not healthy" in refusals[0]
+        assert served.infer("steady", 1.0) == [-1.0] * 4
+        assert served.infer("changed", 1.0) == [-1.0] * 4
+        assert served.ready("changed")
+        assert "took longer than 90 s (--load-timeout)" in served.ask("/ready/endless")[1]["reason"]
+        assert served.stubs("endless") == []
+
+
+def _loading(served: Supervised, name: str) -> tuple[threading.Thread, list[str]]:
+    """A load through Triton's API, under way, and the refusal that it ends with."""
+    port = re.search(r"--grpc-port=(\d+)", living.command(served.triton()))
+    assert port
+    address, refusals = f"127.0.0.1:{port[1]}", list[str]()
+
+    def ask() -> None:
+        with tritonclient.grpc.InferenceServerClient(address) as client:
+            try:
+                client.load_model(name)
+            except InferenceServerException as refusal:
+                refusals.append(refusal.message())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    return asking, refusals
+
+
+@contextlib.contextmanager
+def _held(prefix: str) -> Iterator[None]:
+    """Others who start a server meanwhile find an owner, and remove nothing."""
+    with Path(f"/dev/shm/{prefix}owner").open("rb") as file:
+        # Granted when the owner dies.
+        waiting = threading.Thread(target=fcntl.flock, args=(file, fcntl.LOCK_EX))
+        waiting.start()
+        yield
+        waiting.join(60)
+        assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize("guarded", [True, False], ids=["guarded", "guard killed, too"])
+def test_serve_is_killed(guarded: bool, tmp_path: Path) -> None:
+    """Kill -9 of serve takes tritonserver and all instances along; no shared memory stays."""
+    _model("steady").lay_out(tmp_path)
+    _model("hangs").lay_out(tmp_path)
+    with serve(tmp_path) as served:
+        served.settle()
+        family, prefix, triton = served.family(), served.prefix(), served.triton()
+        for one in served.stubs("hangs"):
+            one.suspend()
+        guard = next(one for one in family if "leftovers" in living.command(one))
+        if guarded:
+            served.process.kill()
+            assert living.all_end(family)
+            until(lambda: not regions(prefix), served)
+            return
+        guard.kill()
+        with _held(prefix):
+            served.process.kill()
+            served.process.wait()
+            assert regions(prefix)
+    with serve(tmp_path) as served:
+        served.settle()
+        assert regions(prefix) == []
+        assert living.all_end(family)
+        assert living.ended(triton)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_tritonserver_dies(number: signal.Signals, tmp_path: Path) -> None:
+    """Serve says so, cleans up and ends with the signal's exit code: Kubernetes starts it again."""
+    _model("steady").lay_out(tmp_path)
+    with serve(tmp_path) as served:
+        served.settle()
+        family, prefix = served.family(), served.prefix()
+        served.triton().send_signal(number)
+        assert served.process.wait(60) == 128 + number
+        assert living.all_end(family)
+        assert regions(prefix) == []
+        until(lambda: f"tritonserver ended by {number.name}" in served.text, served)
+
+
+def test_sigterm_under_load(tmp_path: Path) -> None:
+    """Readiness ends first; the request in flight gets its answer; nothing is left."""
+    _model("steady", config=x_to_y(WARMUP="false")).lay_out(tmp_path)
+    with serve(tmp_path, triton=["--exit-timeout-secs=30"]) as served:
+        served.settle()
+        family, prefix, answers = served.family(), served.prefix(), []
+        asking = threading.Thread(target=lambda: answers.append(served.infer("steady", 104.0)))
+        asking.start()
+        until(lambda: served.told("steady", State.BUSY), served)
+        assert served.ask("/ready") == (200, {"ready": True})
+        served.process.send_signal(signal.SIGTERM)
+        until(lambda: served.ask("/ready")[0] == 503, served)
+        assert served.ask("/ready")[1]["reason"] == "the server is being stopped"
+        asking.join(60)
+        assert answers == [[-104.0] * 4]
+        assert served.process.wait(60) == 0
+        assert living.all_end(family)
+        assert regions(prefix) == []
+
+
+def test_triton_alone_controls_its_models(tmp_path: Path) -> None:
+    """With another --model-control-mode nothing is healed, and readiness tells the truth."""
+    _model("steady").lay_out(tmp_path)
+    with serve(tmp_path, triton=["--model-control-mode=none"]) as served:
+        served.settle()
+        assert served.ask("/ready") == (200, {"ready": True})
+        for one in served.stubs("steady"):
+            one.kill()
+        until(lambda: served.ask("/ready")[0] == 503, served)
+        until(lambda: "Triton alone controls its models" in served.text, served)
+
+
+def test_restricted_endpoints(tmp_path: Path) -> None:
+    """--restrict closes endpoints to who has no key; serve itself has it, and heals."""
+    _model("steady").lay_out(tmp_path)
+    key = {"TORCH_PY_BACKEND_ADMIN_KEY": "a secret"}
+    with serve(tmp_path, "--restrict=model-repository,health", **key) as served:
+        served.settle()
+        assert served.infer("steady", 1.0) == [-1.0] * 4
+        assert served.ask("/live")[0] == 200
+        for one in served.family():
+            assert "a secret" not in one.environ().values(), living.command(one)
+        with tritonclient.grpc.InferenceServerClient(served.grpc) as client:
+            with pytest.raises(InferenceServerException, match="restricted"):
+                client.unload_model("steady")
+            sent = {"triton-grpc-protocol-admin-key": "a secret"}
+            client.unload_model("steady", headers=sent)
+        until(lambda: served.ask("/ready/steady")[0] == 404, served)

@@ -1,0 +1,114 @@
+"""Models that bring their own Python environment along, on a real server."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import packed
+import pytest
+import scenarios
+import serving
+import tritonclient.grpc
+from packed import PYTHON, SITE
+
+from torch_py_backend.config import execution_env
+from torch_py_backend.server.tritonserver import ModelState
+from torch_py_backend.tools import packing
+
+pytestmark = pytest.mark.server
+
+# A package that the server's own environment lacks.
+_MODEL = """
+import greeting
+from torch import Tensor, nn
+
+
+class Greeting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + greeting.VALUE
+"""
+
+
+@dataclass(frozen=True)
+class _Running:
+    states: dict[str, ModelState]
+    client: tritonclient.grpc.InferenceServerClient
+    log: str
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[_Running]:
+    """A server with the same model in four environments."""
+    folder = tmp_path_factory.mktemp("environments")
+    repository = folder / "repository"
+    for name in ("packed", "layer", "folder", "bare", "foreign"):
+        parameters = {} if name == "bare" else {execution_env.KEY: _named(name)}
+        scenarios.Scenario(
+            name,
+            scenarios.text(_MODEL),
+            scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters),
+        ).lay_out(repository)
+    for name, layer in (("packed", False), ("layer", True)):
+        _pack(folder / name, repository / name / "env.tar.gz", layer=layer)
+    packed.unpack(repository / "packed" / "env.tar.gz", repository / "folder" / "env")
+    _pack_for_another(repository / "packed" / "env.tar.gz", repository / "foreign" / "env.tar.gz")
+    with serving.running(folder, ready=False) as server:
+        states = {one.name: one for one in server.models()}
+        log = (folder / "server.log").read_text(errors="replace")
+        with tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
+            yield _Running(states, client, log)
+
+
+def _named(model: str) -> str:
+    name = "env" if model == "folder" else "env.tar.gz"
+    return f"{execution_env.MODEL_FOLDER}/{name}"
+
+
+def _pack(folder: Path, output: Path, *, layer: bool) -> None:
+    """What `pack` writes, but for the gigabyte of torch, which is reached where it lies."""
+    packed.make(folder, layer=layer, names={})
+    packed.borrow(folder)
+    (folder / SITE / "greeting.py").write_text("VALUE = 42.0\n")
+    packing.write(packing.look(folder), output)
+
+
+def _pack_for_another(archive: Path, output: Path) -> None:
+    """The same for a Python that is not: all that a stub looks for has another name."""
+    with tarfile.open(archive) as known, tarfile.open(output, "w:gz") as written:
+        read = known.extractfile("bin/activate")
+        assert read is not None
+        activate = read.read().replace(PYTHON.encode(), b"3.99")
+        entry = tarfile.TarInfo("bin/activate")
+        entry.size = len(activate)
+        written.addfile(entry, io.BytesIO(activate))
+        for name in ("bin/python3", "lib/python3.99/os.py"):
+            entry = tarfile.TarInfo(name)
+            entry.mode = 0o755
+            written.addfile(entry)
+
+
+@pytest.mark.parametrize("name", ["packed", "layer", "folder"])
+def test_model_in_its_own_environment(name: str, running: _Running) -> None:
+    """A model imports what only its environment has: from an archive, a layer, and a folder."""
+    assert running.states[name].ready, running.states[name].reason
+    x = np.arange(4, dtype=np.float32).reshape(1, 4)
+    sent = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
+    sent.set_data_from_numpy(x)
+    np.testing.assert_array_equal(running.client.infer(name, [sent]).as_numpy("y"), x + 42)
+
+
+def test_model_without_it(running: _Running) -> None:
+    """The server's own Python lacks that package: it was not found by accident."""
+    assert not running.states["bare"].ready
+    assert "No module named 'greeting'" in running.states["bare"].reason
+
+
+def test_environment_for_another_python(running: _Running) -> None:
+    """It is refused, and the log says why: the stub never sees what is in it."""
+    assert not running.states["foreign"].ready
+    assert "names an environment for Python 3.99, and " in running.log

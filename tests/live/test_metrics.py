@@ -1,0 +1,371 @@
+"""Triton's /metrics, scraped: every request is in it once, and the sums are right."""
+
+from __future__ import annotations
+
+import queue
+import re
+import signal
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import models
+import monitoring
+import numpy as np
+import psutil
+import pytest
+import scenarios
+import serving
+import streamed
+import tritonclient.grpc
+from grpc_streams import connect, responses
+from scenarios import Scenario
+from torch import nn
+from tritonclient.utils import InferenceServerException
+
+from torch_py_backend.observability import metric_families
+from torch_py_backend.observability.metric_families import Kind
+from torch_py_backend.processes import instance_status
+from torch_py_backend.server import Server
+
+_SECONDS = 60
+# Labels of what scrapes, not of what is scraped.
+_OF_TARGETS = {"job", "instance", "namespace"}
+
+
+class Narrow(nn.Module):
+    """Memory is enough for two rows, an error is a negative value, a large one waits for a file."""
+
+    def forward(self, x: Any) -> Any:
+        import time
+        from pathlib import Path
+
+        import torch
+
+        if bool((x > 100).any()):
+            seen, until = Path(__file__).with_name("seen"), time.monotonic() + 60
+            while not seen.exists() and time.monotonic() < until:
+                time.sleep(0.05)
+        if x.shape[0] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        if bool((x < 0).any()):
+            raise ValueError("negative")
+        return x * 2
+
+
+# A model of Triton's own Python backend, which takes a name that is ours.
+_TAKES_A_NAME = """
+import triton_python_backend_utils as pb_utils
+
+
+class TritonPythonModel:
+    def initialize(self, args):
+        kind = pb_utils.MetricFamily
+        self.family = kind(name="pytorch_py_sequences", description="Mine", kind=kind.COUNTER)
+
+    def execute(self, requests):
+        return [pb_utils.InferenceResponse([]) for _ in requests]
+"""
+_TABLE = (
+    Scenario(
+        "filled",
+        scenarios.python(models.Judge),
+        scenarios.x_to_y(4, BATCH_BUCKETS="1,4,8"),
+    ),
+    Scenario("narrow", scenarios.python(Narrow), scenarios.x_to_y(4, WARMUP="false")),
+    Scenario(
+        "padded", scenarios.python(models.Tokens), scenarios.tokens('{"ids": {"mask": "mask"}}')
+    ),
+    Scenario(
+        "ticker",
+        scenarios.text(streamed.TICKER),
+        streamed.config({"count": "INT32"}, {"y": "FP32"}),
+    ),
+    Scenario(
+        "taker",
+        scenarios.text(_TAKES_A_NAME),
+        scenarios.x_to_y(4).replace("pytorch_py", "python"),
+    ),
+)
+_SERVED = ("filled", "narrow", "padded", "ticker")
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("metrics") / "repository"
+    for scenario in _TABLE:
+        scenario.lay_out(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(repository: Path) -> Iterator[Server]:
+    arguments = ["--model-control-mode=explicit", *(f"--load-model={one}" for one in _SERVED)]
+    with serving.running(repository.parent, *arguments) as made:
+        yield made
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[Server]:
+    """A server that may die, with the model that takes a name."""
+    (taker,) = [one for one in _TABLE if one.name == "taker"]
+    (refused,) = [one for one in scenarios.SEQUENCES if one.name == "state_begins_anew"]
+    for scenario in (taker, refused):
+        scenario.lay_out(tmp_path / "repository")
+    arguments = ("--model-control-mode=explicit", "--load-model=taker")
+    with serving.running(tmp_path, *arguments) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[Any]:
+    made = tritonclient.grpc.InferenceServerClient(server.grpc_address)
+    yield made
+    made.close()
+
+
+# --- asking ----------------------------------------------------------------------------------
+
+
+class Sample(NamedTuple):
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+def page(server: Server) -> str:
+    address = f"http://{server.metrics_address}/metrics"
+    with urllib.request.urlopen(address, timeout=60) as answer:
+        return str(answer.read().decode())
+
+
+def scrape(server: Server) -> list[Sample]:
+    """Every sample, once."""
+    found = []
+    for line in page(server).splitlines():
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"(\w+)(?:\{(.*)\})? (\S+)", line)
+            assert match is not None, line
+            labels = dict(re.findall(r'(\w+)="([^"]*)"', match[2] or ""))
+            found.append(Sample(match[1], labels, float(match[3])))
+    keys = [(one.name, *sorted(one.labels.items())) for one in found]
+    assert len(set(keys)) == len(keys)
+    return found
+
+
+def told(server: Server, model: str, name: str, label: str = "") -> dict[str, float]:
+    """A model's series by one of its labels; what is 0 is left out."""
+    return {
+        one.labels.get(label, ""): one.value
+        for one in scrape(server)
+        if one.name == f"pytorch_py_{name}" and one.labels["model"] == model and one.value
+    }
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait for what is told once a second."""
+    deadline = time.monotonic() + _SECONDS
+    while not holds() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert holds()
+
+
+def send(client: Any, model: str, value: float, rows: int) -> str:
+    """One request; the name of gRPC's code."""
+    x = tritonclient.grpc.InferInput("x", [rows, 4], "FP32")
+    x.set_data_from_numpy(np.full((rows, 4), value, dtype=np.float32))
+    try:
+        client.infer(model, [x])
+    except InferenceServerException as error:
+        return str(error.status()).rpartition(".")[2]
+    return "OK"
+
+
+def tokens(client: Any, length: int, mask: int) -> str:
+    inputs = []
+    for name, size in (("ids", length), ("mask", mask)):
+        tensor = tritonclient.grpc.InferInput(name, [1, size], "INT64")
+        tensor.set_data_from_numpy(np.ones((1, size), dtype=np.int64))
+        inputs.append(tensor)
+    try:
+        client.infer("padded", inputs)
+    except InferenceServerException as error:
+        return str(error.status()).rpartition(".")[2]
+    return "OK"
+
+
+# --- what adds up ----------------------------------------------------------------------------
+
+
+def test_requests_and_batches(server: Server, client: Any) -> None:
+    """Every request with the code of its answer, every row of those that went well, in buckets."""
+    sent = [(1.0, 1), (2.0, 3), (3.0, 4), (4.0, 5), (5.0, 8), (-1.0, 2), (-5.0, 1), (6.0, 1)]
+    codes = [send(client, "filled", *one) for one in sent]
+    assert sorted(codes) == ["INTERNAL", *["OK"] * 6, "UNAVAILABLE"]
+
+    wanted = {"OK": 6, "INTERNAL": 1, "UNAVAILABLE": 1}
+    until(lambda: told(server, "filled", "requests_total", "code") == wanted)
+    until(lambda: told(server, "filled", "rows_total") == {"": 1 + 4 + 4 + 8 + 8 + 4 + 1 + 1})
+    until(lambda: told(server, "filled", "batch_rows_sum") == {"": 1 + 3 + 4 + 5 + 8 + 1})
+    until(lambda: told(server, "filled", "batch_rows_count") == {"": 6})
+    buckets = {"1": 2, "2": 2, "4": 4, "8": 6, "+Inf": 6}
+    until(lambda: told(server, "filled", "batch_rows_bucket", "le") == buckets)
+    # What only filled a bucket, of batches that failed not.
+    until(lambda: told(server, "filled", "filled_rows_total") == {"": 1 + 3})
+    stages = {"gather", "forward"}
+    until(lambda: stages <= set(told(server, "filled", "stage_seconds_total", "stage")))
+
+
+def test_memory_that_runs_out(server: Server, client: Any) -> None:
+    """Five rows that did not fit went a second time, as two, two and one."""
+    assert send(client, "narrow", 1, 5) == "OK"
+    assert send(client, "narrow", 1, 4) == "OK"
+    assert send(client, "narrow", -1, 1) == "INTERNAL"
+
+    wanted = {"OK": 2, "INTERNAL": 1}
+    until(lambda: told(server, "narrow", "requests_total", "code") == wanted)
+    until(lambda: told(server, "narrow", "memory_splits_total") == {"": 1})
+    until(lambda: told(server, "narrow", "retried_rows_total") == {"": 5})
+    until(lambda: told(server, "narrow", "batch_rows_sum") == {"": 9})
+    until(lambda: told(server, "narrow", "batch_rows_count") == {"": 5})
+
+
+def test_padding(server: Server, client: Any) -> None:
+    """Values of padded inputs, and a mask that is refused."""
+    assert [tokens(client, 3, 3), tokens(client, 5, 5), tokens(client, 3, 9)] == [
+        "OK", "OK", "INVALID_ARGUMENT",
+    ]  # fmt: skip
+
+    wanted = {"OK": 2, "INVALID_ARG": 1}
+    until(lambda: told(server, "padded", "requests_total", "code") == wanted)
+    # Ids and mask of each.
+    until(lambda: told(server, "padded", "values_total") == {"": 2 * (3 + 5)})
+    assert told(server, "padded", "padded_values_total") == {}
+
+
+def test_streams(server: Server) -> None:
+    """A stream is one request; its responses are counted beside."""
+    streams = connect(server)
+    for count, come in ((3, 3), (0, 0), (9, 8)):
+        call = streams.ask("ticker", {"count": streamed.ints(count)})
+        assert len([one for one in responses(call) if one != {}]) == come
+
+    wanted = {"OK": 2, "INTERNAL": 1}
+    until(lambda: told(server, "ticker", "requests_total", "code") == wanted)
+    until(lambda: told(server, "ticker", "stream_responses_total") == {"": 3 + 7})
+    until(lambda: told(server, "ticker", "live_streams") == {})
+
+
+# --- names -----------------------------------------------------------------------------------
+
+
+def test_names_and_kinds(server: Server) -> None:
+    """What is scraped has the names, labels, kinds and HELP of the table."""
+    text = page(server)
+    rows = {name: row for row in metric_families.TABLE for name in row.series}
+    seen = set()
+    for sample in scrape(server):
+        if sample.name.startswith("pytorch_py_"):
+            row = rows[sample.name]
+            left_out = {"le"} if not sample.name.endswith("_bucket") else set()
+            assert sample.labels.keys() == set(row.labels) - left_out
+            kind = "gauge" if row.kind is Kind.GAUGE else "counter"
+            assert f"# TYPE {sample.name} {kind}\n" in text
+            assert f"# HELP {sample.name} {row.doc}\n" in text
+            seen.add(sample.name)
+    assert len(seen) > 15
+
+
+def test_queries_find_triton_s_metrics(server: Server) -> None:
+    """What the dashboard and the alerts ask of Triton's own metrics is there, with its labels."""
+    labels = {one.name: one.labels.keys() for one in scrape(server)}
+    for place, query in monitoring.queries().items():
+        for one in monitoring.selectors(query):
+            name = str(one.name)
+            if name.startswith("nv_"):
+                asked = {matcher.name for matcher in one.matchers.matchers}
+                assert asked - _OF_TARGETS <= set(labels[name]), place
+
+
+# --- life ------------------------------------------------------------------------------------
+
+
+def test_loaded_anew(server: Server, client: Any) -> None:
+    """A model's counters go on when it is loaded anew; its instances' gauges are 0 meanwhile."""
+    before = told(server, "padded", "requests_total", "code")
+    assert tokens(client, 4, 4) == "OK"
+    client.unload_model("padded")
+    until(lambda: not gauges(server, "padded"))
+    # The last request was told, however soon it was followed by the end.
+    once = {**before, "OK": before.get("OK", 0) + 1}
+    assert told(server, "padded", "requests_total", "code") == once
+
+    client.load_model("padded")
+    assert gauges(server, "padded") == {
+        "pytorch_py_ready_timestamp_seconds",
+        "pytorch_py_heartbeat_timestamp_seconds",
+    }
+    assert tokens(client, 4, 4) == "OK"
+    twice = {**before, "OK": before.get("OK", 0) + 2}
+    until(lambda: told(server, "padded", "requests_total", "code") == twice)
+    until(lambda: told(server, "padded", "batch_rows_sum") == {"": twice["OK"]})
+
+
+def gauges(server: Server, model: str) -> set[str]:
+    """The gauges of a model's instances that are not 0."""
+    return {
+        one.name
+        for one in scrape(server)
+        if one.labels.get("model") == model and "model_instance" in one.labels and one.value
+    }
+
+
+def test_a_call_that_goes_on(server: Server, repository: Path, client: Any) -> None:
+    """A model that hangs is told by the time of its call; its heart beats all the same."""
+    call, beat = "running_call_seconds", "heartbeat_timestamp_seconds"
+    x = tritonclient.grpc.InferInput("x", [1, 4], "FP32")
+    x.set_data_from_numpy(np.full((1, 4), 200, dtype=np.float32))
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    before = told(server, "narrow", beat)
+    client.async_infer("narrow", [x], lambda result, error: answers.put(error))
+    until(lambda: max(told(server, "narrow", call).values(), default=0) > 1)
+    assert answers.empty()
+    assert told(server, "narrow", beat) != before
+    (repository / "narrow" / "1" / "seen").touch()
+    assert answers.get(timeout=_SECONDS) is None
+    until(lambda: told(server, "narrow", call) == {})
+
+
+def test_a_process_that_is_gone(server: Server, client: Any) -> None:
+    """Its heart stands still, whatever Triton says; loaded anew, it beats again."""
+    (pid,) = [
+        identity.pid
+        for path in instance_status.files(server.vitals)
+        if (identity := instance_status.Reader(path).identity).model == "narrow"
+    ]
+    psutil.Process(pid).kill()
+    beat = "heartbeat_timestamp_seconds"
+    until(lambda: time.time() - max(told(server, "narrow", beat).values()) > 3)
+    client.unload_model("narrow")
+    client.load_model("narrow")
+    until(lambda: time.time() - max(told(server, "narrow", beat).values()) < 3)
+    assert send(client, "narrow", 1, 1) == "OK"
+    assert Path(f"/proc/{server.process.pid}").exists()
+
+
+def test_a_name_that_is_taken(alone: Server) -> None:
+    """Another backend's metric of another kind: the load fails with a sentence."""
+    with tritonclient.grpc.InferenceServerClient(alone.grpc_address) as client:
+        with pytest.raises(InferenceServerException) as refusal:
+            client.load_model("state_begins_anew")
+        if "Triton refuses the metric" not in refusal.value.message():
+            # Triton reads what it refuses with from memory that it has freed, and may die of it.
+            code = alone.process.wait(_SECONDS)
+            assert code in (-signal.SIGSEGV, -signal.SIGABRT)
+            pytest.skip("tritonserver 24.10 has died of its own refusal")
+    assert (
+        "model 'state_begins_anew': Triton refuses the metric pytorch_py_sequences (Family name"
+        " already exists with different type); expected a server where nothing else has"
+    ) in refusal.value.message()

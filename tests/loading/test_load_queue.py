@@ -1,0 +1,375 @@
+"""Who may load, and who waits for whom."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import build
+import pytest
+from children import Start, starting
+
+from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.errors import PlatformError
+from torch_py_backend.loading import load_queue
+from torch_py_backend.loading.load_queue import Claim
+from torch_py_backend.processes import server_folder
+
+_MIB = 1 << 20
+_SMALL = Claim(1)
+# Says when it waits and when it loads; loads until it is told to end.
+_LOADER = """
+import build
+from torch_py_backend.loading import load_queue
+import sys
+print("waits", flush=True)
+with load_queue.turn(build.config(instance=sys.argv[1], parallel_loads=1), load_queue.Claim(1)):
+    print("loads", flush=True)
+    input()
+print("done", flush=True)
+"""
+# Loads for a moment, and writes down how many load at that time.
+_CROWD = """
+import build, os, pathlib, sys, time
+from torch_py_backend.loading import load_queue
+folder = pathlib.Path(sys.argv[1])
+with load_queue.turn(build.config(parallel_loads=2), load_queue.Claim(1)):
+    own = folder / str(os.getpid())
+    own.touch()
+    time.sleep(0.05)
+    print(len(list(folder.iterdir())), flush=True)
+    own.unlink()
+"""
+
+Join: TypeAlias = "Callable[..., Any]"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with starting(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This process's temporary folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
+    """A place in a line, where a hundred bytes of memory are free."""
+    monkeypatch.setattr(load_queue, "available", lambda: 100)
+    names = itertools.count()
+    with contextlib.ExitStack() as stack:
+
+        def join(claim: Claim = _SMALL, most: int = 8) -> Any:
+            ticket = load_queue._Ticket(f"digits_{next(names)}", most, claim)
+            return stack.enter_context(load_queue._Line(tmp_path).joined(ticket))
+
+        yield join
+
+
+# --- one after another -----------------------------------------------------------------------
+
+
+def test_alone_nobody_waits(join: Join) -> None:
+    """Who is alone loads, whatever it takes."""
+    assert join(Claim(10**15, 10**15, 0), most=1).begin(lambda: 0) == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "waits"),
+    [
+        ((Claim(50), 8), (Claim(50), 8), False),
+        ((Claim(50), 8), (Claim(51), 8), True),
+        ((Claim(200), 8), (Claim(1), 8), True),
+        ((Claim(1), 1), (Claim(1), 8), True),
+        ((Claim(1), 8), (Claim(1), 1), True),
+        ((Claim(1), 2), (Claim(1), 2), False),
+        ((Claim(1, 30, 0), 8), (Claim(1, 40, 0), 8), False),
+        ((Claim(1, 30, 0), 8), (Claim(1, 41, 0), 8), True),
+        ((Claim(1, 30, 1), 8), (Claim(1, 41, 0), 8), False),
+        ((Claim(1), 8), (Claim(1, 70, 0), 8), False),
+        ((Claim(1), 8), (Claim(1, 71, 0), 8), True),
+        ((Claim(1, 99, 0), 8), (Claim(1), 8), False),
+    ],
+    ids=[
+        "fits",
+        "exceeds the memory",
+        "the first exceeds it alone",
+        "the first wants to be alone",
+        "the second wants to be alone",
+        "two at once",
+        "fits the GPU",
+        "exceeds the GPU",
+        "on different GPUs",
+        "fits a GPU alone",
+        "exceeds a GPU alone",
+        "a CPU beside a GPU",
+    ],
+)
+def test_a_second_loader(
+    first: tuple[Claim, int], second: tuple[Claim, int], waits: bool, join: Join
+) -> None:
+    """The second waits where both together are too many, or too much; 70 bytes of GPU are free."""
+    assert join(*first).begin(lambda: 70) == []
+    assert join(*second).begin(lambda: 70) == (["digits_0"] if waits else [])
+
+
+def test_nobody_overtakes(join: Join) -> None:
+    """A small load does not pass a large one that waits: that one would wait for ever."""
+    assert join(Claim(50)).begin(None) == []
+    large, small = join(Claim(90)), join(Claim(1))
+    assert large.begin(None) == ["digits_0"]
+    assert small.begin(None) == ["digits_0", "digits_1"]
+
+
+def test_the_first_in_line_is_next(tmp_path: Path, join: Join) -> None:
+    """Once nobody loads, the first who waits may, and not another."""
+    line = load_queue._Line(tmp_path)
+    with line.joined(load_queue._Ticket("loader", 8, Claim(90))) as loader:
+        assert loader.begin(None) == []
+        first, second = join(Claim(90)), join(Claim(90))
+        assert first.begin(None) == ["loader"]
+    assert second.begin(None) == ["digits_0"]
+    assert first.begin(None) == []
+    assert second.begin(None) == ["digits_0"]
+
+
+def test_more_than_two_share(join: Join) -> None:
+    """All claims count, and the least of all limits."""
+    assert [join(Claim(30), most=4).begin(None) for _ in range(3)] == [[], [], []]
+    assert join(Claim(30), most=4).begin(None) == ["digits_0", "digits_1", "digits_2"]
+
+
+@pytest.mark.parametrize("content", [b"", b'{"instance": "x', b"[]"])
+def test_tickets_of_the_dead(content: bytes, tmp_path: Path, join: Join) -> None:
+    """What a loader left that was killed, at whatever moment, keeps nobody waiting."""
+    (tmp_path / "000000000001.ticket").write_bytes(content)
+    assert join(most=1).begin(None) == []
+    assert [path.name for path in tmp_path.glob("*.ticket")] == ["000000000002.ticket"]
+
+
+# --- with processes --------------------------------------------------------------------------
+
+
+def test_in_the_order_in_which_they_came(start: Start, tmp_path: Path) -> None:
+    """Each loads when the one before it is done."""
+    loaders = [start(_LOADER, name) for name in ("a", "b", "c")]
+    assert {loader.hear() for loader in loaders} == {"waits"}
+    for _ in range(3):
+        tickets = _tickets(tmp_path)
+        while sum(one["loads"] for one in tickets) != 1:
+            tickets = _tickets(tmp_path)
+        (name,) = (one["instance"] for one in tickets if one["loads"])
+        loader = loaders["abc".index(name)]
+        assert loader.hear() == "loads"
+        assert loader.ask() == "done"
+    assert not any(tmp_path.glob("*/servers/*"))
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_killed_loaders_let_the_next_one_in(killed: int, start: Start, tmp_path: Path) -> None:
+    """Whether it loads or waits: who is killed keeps nobody waiting."""
+    loaders = []
+    for place in range(3):
+        loaders.append(start(_LOADER, place))
+        while len(_tickets(tmp_path)) != place + 1:
+            pass
+    first = loaders[0]
+    assert [first.hear(), first.hear()] == ["waits", "loads"]
+    loaders.pop(killed).kill()
+    for loader in loaders:
+        if loader is not first:
+            assert [loader.hear(), loader.hear()] == ["waits", "loads"]
+        assert loader.ask() == "done"
+    assert not any(tmp_path.glob("*/servers/*"))
+
+
+def test_never_more_at_once_than_told(start: Start, tmp_path: Path) -> None:
+    """Eight that start together load two by two."""
+    folder = tmp_path / "present"
+    folder.mkdir()
+    crowd = [start(_CROWD, folder) for _ in range(8)]
+    present = [int(one.hear()) for one in crowd]
+    assert set(present) <= {1, 2}
+    assert {one.end() for one in crowd} == {0}
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
+
+
+def _tickets(folder: Path) -> list[dict[str, Any]]:
+    found = []
+    for path in sorted(folder.glob("*/servers/*/loading/*.ticket")):
+        with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
+            found.append(json.loads(path.read_bytes()))
+    return found
+
+
+def _descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+# --- turns -----------------------------------------------------------------------------------
+
+
+def test_nothing_remains(temporary: Path) -> None:
+    """After a load, and after one that failed, there is neither file nor descriptor."""
+    before = _descriptors()
+    with load_queue.turn(build.config(), Claim(1)):
+        assert _tickets(temporary)[0]["loads"]
+    with pytest.raises(ValueError, match="broken"), load_queue.turn(build.config(), Claim(1)):
+        raise ValueError("broken")
+    assert not any(temporary.glob("*/servers/*"))
+    assert _descriptors() == before
+
+
+def test_who_waits_long_says_for_whom(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line names those that load; then it waits in silence."""
+    monkeypatch.setattr(load_queue, "_PATIENCE_S", 0)
+    answers = iter([["resnet_0_0", "bert_0_1"]] * 3 + [[]])
+    monkeypatch.setattr(load_queue._Place, "begin", lambda self, device_free: next(answers))
+    with caplog.at_level(logging.INFO), load_queue.turn(build.config(), Claim(1)):
+        pass
+    assert [record.getMessage() for record in caplog.records] == [
+        "model 'digits' waits to load for resnet_0_0, bert_0_1."
+    ]
+
+
+def test_nowhere_to_meet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It loads all the same, and says so; with PARALLEL_LOADS it refuses."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with load_queue.turn(build.config(), Claim(1)):
+        assert "without waiting" in caplog.text
+    with (
+        pytest.raises(PlatformError, match="TMPDIR"),
+        load_queue.turn(build.config(parallel_loads=2), Claim(1)),
+    ):
+        pass
+
+
+# --- what a load takes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "optimize", "expected"),
+    [
+        (False, (), Claim(4 * _MIB)),
+        (False, ("freeze",), Claim(8 * _MIB)),
+        (False, ("bf16", "channels_last"), Claim(4 * _MIB)),
+        (True, (), Claim(4 * _MIB, 4 * _MIB, 1)),
+        (True, ("freeze",), Claim(4 * _MIB, 8 * _MIB, 1)),
+    ],
+)
+def test_claims(on_gpu: bool, optimize: tuple[str, ...], expected: Claim, tmp_path: Path) -> None:
+    """The files' size, once or twice, where the model goes; and a constant."""
+    path = build.write(tmp_path, "model.py", b"x" * _MIB)
+    weights = build.write(tmp_path, "model.pt", b"x" * 3 * _MIB)
+    settings = build.config(tmp_path, device_id=1, optimize=optimize)
+    made = load_queue.claim(settings, Artifact(Kind.MODULE, path, weights), on_gpu=on_gpu)
+    constant = load_queue._CONSTANT
+    device = expected.device + constant if expected.gpu is not None else 0
+    assert made == Claim(expected.host + constant, device, expected.gpu)
+
+
+# --- memory ----------------------------------------------------------------------------------
+
+_V1 = {
+    "memory.limit_in_bytes": "1000",
+    "memory.usage_in_bytes": "400",
+    "memory.stat": "cache 90\ntotal_active_file 20\ntotal_inactive_file 30\n",
+}
+_V2 = {
+    "memory.max": "1000",
+    "memory.current": "400",
+    "memory.stat": "active_file 20\ninactive_file 30\nfile 90\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("own", "folders", "expected"),
+    [
+        ("0::/\n", {}, 2048),
+        ("0::/\n", {"": _V2}, 650),
+        ("0::/\n", {"": _V2 | {"memory.max": "max\n"}}, 2048),
+        ("0::/\n", {"": _V2 | {"memory.max": "100"}}, 0),
+        ("0::/\n", {"": _V2 | {"memory.max": "999999"}}, 2048),
+        ("0::/a.slice/b\n", {"a.slice/b": _V2}, 650),
+        ("0::/a.slice/b\n", {"a.slice": _V2, "a.slice/b": _V2 | {"memory.max": "1500"}}, 650),
+        ("0::/../elsewhere\n", {"": _V2}, 650),
+        ("4:memory:/x\n0::/\n", {"memory/x": _V1}, 650),
+        ("4:memory:/x\n0::/\n", {"memory": _V1}, 650),
+        ("4:cpu,memory:/x\n", {"memory/x": _V1 | {"memory.limit_in_bytes": "9" * 18}}, 2048),
+        ("3:cpu:/x\n", {"memory/x": _V1}, 2048),
+        ("", {"memory/x": _V1}, 2048),
+        (None, {"": _V2}, 2048),
+    ],
+)
+def test_available(
+    own: str | None, folders: dict[str, dict[str, str]], expected: int, tmp_path: Path
+) -> None:
+    """The least of what the machine has and what any group's limit leaves, cached files aside."""
+    meminfo = build.write(tmp_path, "meminfo", "MemTotal: 9 kB\nMemAvailable:       2 kB\n")
+    if own is not None:
+        build.write(tmp_path, "own", own)
+    cgroup = tmp_path / "1" / "cgroup"
+    for folder, files in folders.items():
+        for name, text in files.items():
+            (cgroup / folder).mkdir(parents=True, exist_ok=True)
+            (cgroup / folder / name).write_text(text)
+    assert load_queue.available(meminfo, tmp_path / "1" / "own", cgroup) == expected
+
+
+def test_available_here() -> None:
+    """This machine says what it has."""
+    assert load_queue.available() > 0
+
+
+def test_the_line_is_the_servers(temporary: Path) -> None:
+    """It lies in the server's own folder."""
+    room = server_folder.enter("digits")
+    with load_queue.turn(build.config(), Claim(1)):
+        assert any((room.path / "loading").glob("*.ticket"))
+    room.leave()
+
+
+def test_a_full_disk_keeps_nobody_from_loading(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a ticket it loads at once, says so, and leaves nothing that others stumble over."""
+
+    def fail(ticket: object, path: Path) -> None:
+        path.write_bytes(b"")
+        raise OSError(28, "No space left on device")
+
+    before = _descriptors()
+    with monkeypatch.context() as patch:
+        patch.setattr(load_queue._Ticket, "write", fail)
+        with load_queue.turn(build.config(), Claim(1)):
+            assert "loads without waiting for others" in caplog.text
+            assert "No space left on device" in caplog.text
+            assert not _tickets(temporary)
+    assert _descriptors() == before
+    assert not any(temporary.glob("*/servers/*"))
+    with load_queue.turn(build.config(), Claim(1)):
+        assert _tickets(temporary)[0]["loads"]
+
+
+def test_a_ticket_that_was_cut_short_is_passed_over(temporary: Path) -> None:
+    """Whoever holds it had no room to write it whole."""
+    with load_queue.turn(build.config(instance="a"), Claim(1)):
+        (path,) = temporary.glob("*/servers/*/loading/*.ticket")
+        path.write_bytes(b"")
+        with load_queue.turn(build.config(instance="b"), Claim(1)):
+            pass

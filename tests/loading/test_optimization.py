@@ -1,0 +1,123 @@
+"""OPTIMIZE: what it does to a model, and what it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import build
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.errors import ConfigError
+from torch_py_backend.loading import optimization
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature.binding import Signature
+
+
+class Convolved(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(3, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = self.norm(self.convolution(x))
+        return normed.relu()
+
+    @torch.jit.export
+    def raw(self, x: Tensor) -> Tensor:
+        convolved: Tensor = self.convolution(x)
+        return convolved
+
+
+def loaded(kind: Kind, owner: nn.Module | None, served: Any = None) -> Loaded:
+    called: Any = served or owner
+    return Loaded(kind, called, Signature(()), owner)
+
+
+@pytest.fixture
+def module() -> Iterator[nn.Module]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        yield Convolved().eval()
+
+
+def test_nothing_is_wished(module: nn.Module) -> None:
+    """Without OPTIMIZE a model is served as it is."""
+    assert optimization.apply(build.config(), loaded(Kind.MODULE, module)) is module
+
+
+@pytest.mark.parametrize("kind", [Kind.MODULE, Kind.TORCHSCRIPT])
+def test_channels_last(module: nn.Module, kind: Kind) -> None:
+    """The weights of convolutions change their layout, not their values."""
+    x = torch.rand(2, 3, 8, 8)
+    expected = module(x)
+    served: Any = torch.jit.script(module) if kind is Kind.TORCHSCRIPT else module
+
+    found = optimization.apply(build.config(optimize=("channels_last",)), loaded(kind, served))
+
+    weight = served.convolution.weight
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(found(x), expected)
+
+
+def test_channels_last_of_a_method(module: nn.Module) -> None:
+    """A method that is served has its module's weights changed."""
+    served = module.raw
+    config = build.config(optimize=("channels_last",))
+
+    found = optimization.apply(config, loaded(Kind.MODULE, module, served))
+
+    assert found == served
+    weight: Any = module.get_parameter("convolution.weight")
+    assert weight.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("method", [None, "raw"])
+def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
+    """A frozen graph has no weights left to look up, and answers the same."""
+    x = torch.rand(2, 3, 8, 8)
+    script: Any = torch.jit.script(module)
+    served = getattr(script, method) if method else script
+    config = build.config(optimize=("freeze",), method=method)
+
+    with torch.inference_mode():
+        expected = served(x)
+        found: Any = optimization.apply(config, loaded(Kind.TORCHSCRIPT, script, served))
+        torch.testing.assert_close(found(x), expected, rtol=1e-4, atol=1e-5)
+
+    assert "GetAttr" not in str(found.graph)
+
+
+@pytest.mark.parametrize(
+    ("wished", "kind", "says"),
+    [
+        (("freeze",), Kind.MODULE, "TORCH_COMPILE_OPTIONAL_PARAMETERS, too"),
+        (("freeze",), Kind.EXPORTED, "TORCH_COMPILE_OPTIONAL_PARAMETERS, too"),
+        (("bf16",), Kind.AOTI, "take OPTIMIZE out"),
+    ],
+)
+def test_what_does_not_apply(
+    module: nn.Module, wished: tuple[str, ...], kind: Kind, says: str
+) -> None:
+    """An optimization that an artifact cannot have is refused, with what to do."""
+    with pytest.raises(ConfigError, match=says):
+        optimization.apply(build.config(optimize=wished), loaded(kind, module))
+
+
+def test_function_has_no_memory_format() -> None:
+    """channels_last is for weights, and a function has none."""
+    config = build.config(optimize=("channels_last",))
+
+    with pytest.raises(ConfigError, match="A function has no weights"):
+        optimization.apply(config, loaded(Kind.MODULE, None, lambda x: x))
+
+
+def test_compiled_module_may_be_frozen(module: nn.Module) -> None:
+    """Beside torch.compile the module itself stays as it is; its graph is frozen later."""
+    config = build.config(optimize=("freeze",), torch_compile_optional_parameters={})
+
+    assert optimization.apply(config, loaded(Kind.MODULE, module)) is module

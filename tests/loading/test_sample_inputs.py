@@ -1,0 +1,160 @@
+"""Made-up requests for a config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import build
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching.gather_scatter import Item
+from torch_py_backend.config import dtypes
+from torch_py_backend.loading import sample_inputs
+
+TENSOR_TYPES = [one.triton for one in dtypes.TABLE if one.torch is not None]
+FLOATS = ("FP16", "FP32", "FP64", "BF16")
+
+
+def shapes(item: Item) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in item.items()}
+
+
+@pytest.mark.parametrize(
+    ("rows", "shrunk", "found"),
+    [
+        pytest.param(None, False, {"x": (3, 8), "n": ()}, id="no batches"),
+        pytest.param(None, True, {"x": (3, 6), "n": ()}, id="no batches, shrunk"),
+        pytest.param(1, False, {"x": (1, 3, 8), "n": (1,)}, id="one row"),
+        pytest.param(5, True, {"x": (5, 3, 6), "n": (5,)}, id="five rows, shrunk"),
+        pytest.param(0, False, {"x": (0, 3, 8), "n": (0,)}, id="no row"),
+    ],
+)
+def test_item_has_the_configs_shapes(
+    rows: int | None, shrunk: bool, found: dict[str, tuple[int, ...]]
+) -> None:
+    """All inputs agree in rows, and only a dimension of -1 is stretched."""
+    config = build.config(inputs=(build.spec("x", dims=(3, -1)), build.spec("n", "INT64", ())))
+
+    assert shapes(sample_inputs.item(config, rows, shrunk=shrunk)) == found
+
+
+@pytest.mark.parametrize(("shrunk", "size"), [(False, 32), (True, 16)])
+def test_sizes_are_those_that_padding_makes(shrunk: bool, size: int) -> None:
+    """Where lengths are rounded up, the samples' are rounded already, and still differ."""
+    config = build.config(
+        inputs=(build.spec("x", dims=(-1,)), build.spec("m", "INT64", (-1,))),
+        pad={"x": {"multiple_of": 16}},
+    )
+
+    assert shapes(sample_inputs.item(config, 1, shrunk=shrunk)) == {"x": (1, size), "m": (1, size)}
+
+
+@pytest.mark.parametrize("name", TENSOR_TYPES)
+def test_item_has_the_configs_type(name: str) -> None:
+    """A sample of every type can be made: floats between 0 and 1, whole numbers of 1."""
+    spec = build.spec("x", name, (100,))
+
+    value = sample_inputs.item(build.config(inputs=(spec,)), None)["x"]
+
+    assert isinstance(value, Tensor)
+    assert value.dtype is getattr(torch, str(spec.dtype.torch))
+    values = value.to(torch.float64)
+    assert 0 <= values.min() <= values.max() <= 1
+    assert (len(set(values.tolist())) > 10) is (name in FLOATS)
+
+
+def test_strings_come_as_requests_bring_them() -> None:
+    """A sample of strings is an array of bytes, as Triton hands it over."""
+    value = sample_inputs.item(build.config(inputs=(build.spec("x", "BYTES", (-1, 2)),)), 3)["x"]
+
+    assert isinstance(value, np.ndarray)
+    assert value.dtype == np.object_
+    assert value.shape == (3, 8, 2)
+    assert set(value.flat) == {b"text"}
+
+
+@pytest.mark.parametrize(("without", "names"), [((), ["x", "n"]), (("n",), ["x"])])
+def test_inputs_may_be_left_out(without: tuple[str, ...], names: list[str]) -> None:
+    """A sample has all inputs but those that it shall lack."""
+    config = build.config(inputs=(build.spec("x"), build.spec("n")))
+
+    assert list(sample_inputs.item(config, 1, without=without)) == names
+
+
+@pytest.mark.parametrize(
+    ("rows", "shrunk", "expected"),
+    [
+        pytest.param(1, False, [[1, 2, 3, 4]], id="one row"),
+        pytest.param(3, False, [[1, 2, 3, 4], [5, 6, 7, 8], [1, 2, 3, 4]], id="repeated"),
+        pytest.param(2, True, [[1, 2, 3], [5, 6, 7]], id="shrunk"),
+        pytest.param(0, False, [], id="no row"),
+    ],
+)
+@pytest.mark.parametrize("strings", [False, True], ids=["tensor", "strings"])
+def test_an_example_makes_up_the_rows(
+    rows: int, shrunk: bool, expected: list[list[int]], strings: bool
+) -> None:
+    """An example's own rows are repeated, and cut where the size is free."""
+    config = build.config(inputs=(build.spec("x", "INT64", (-1,)), build.spec("n")))
+    example = torch.arange(1, 9).reshape(2, 4)
+    value: Any = example.numpy().astype(np.object_) if strings else example
+
+    item = sample_inputs.item(config, rows, shrunk=shrunk, example={"x": value})
+
+    assert item["x"].tolist() == expected
+    assert item["n"].shape == (rows, 4)
+
+
+@pytest.mark.parametrize(
+    ("dims", "value", "fits"),
+    [
+        ((4,), torch.zeros(2, 4), True),
+        ((-1,), torch.zeros(2, 4), True),
+        ((), torch.zeros(2), True),
+        ((4,), torch.zeros(4), False),
+        ((4,), torch.zeros(2, 5), False),
+        ((4,), torch.zeros(0, 4), False),
+        ((4,), torch.zeros(2, 4, dtype=torch.int64), False),
+        ((4,), np.full((2, 4), "text", dtype=np.object_), False),
+    ],
+)
+def test_an_example_fits_its_input(dims: tuple[int, ...], value: Any, fits: bool) -> None:
+    """What an input cannot have, is not sent to it in the warm-up."""
+    assert sample_inputs.fits(build.config(), build.spec("x", dims=dims), value) is fits
+
+
+def test_items_are_the_same_each_time() -> None:
+    """What fails with a sample, fails again: its numbers are not drawn anew."""
+    first, second = (sample_inputs.item(build.config(), 2)["x"] for _ in range(2))
+
+    assert first.tolist() == second.tolist()
+
+
+def test_inputs_of_an_item_differ() -> None:
+    """Two inputs that a model mixes up do not go unnoticed for being equal."""
+    config = build.config(inputs=(build.spec("x"), build.spec("y")))
+
+    item = sample_inputs.item(config, 2)
+
+    assert item["x"].tolist() != item["y"].tolist()
+
+
+@pytest.mark.parametrize("dims", [(), (1,), (1, 1)])
+def test_a_row_s_only_value_is_that_of_all_rows(dims: tuple[int, ...]) -> None:
+    """An argument that is annotated float takes one number for the whole batch."""
+    x = sample_inputs.item(build.config(inputs=(build.spec("x", dims=dims),)), 4)["x"]
+
+    assert tuple(x.shape) == (4, *dims)
+    assert len(set(torch.as_tensor(x).flatten().tolist())) == 1
+
+
+def test_global_random_numbers_are_left_alone() -> None:
+    """A model that draws random numbers draws the same ones with and without warm-up."""
+    before = torch.random.get_rng_state()
+
+    sample_inputs.item(build.config(), 8)
+
+    assert torch.equal(torch.random.get_rng_state(), before)

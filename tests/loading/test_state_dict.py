@@ -1,0 +1,648 @@
+import collections
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.errors import ArtifactError, LoadError, WeightsError
+from torch_py_backend.loading import state_dict
+
+State = Mapping[str, Any]
+Writer = Callable[[State, Path], None]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        return result
+
+
+class Tied(nn.Module):
+    """Reads and writes with one matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4, 2)
+        self.head = nn.Linear(2, 4, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.embedding(x))
+        return result
+
+
+class Listed(Net):
+    """Calls its weight by another name than the one in the state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.everything = [self.linear.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.everything[0], self.linear.bias)
+
+
+class Viewed(Net):
+    """Keeps a view of its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transposed = self.linear.weight.t()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.transposed + self.linear.bias
+
+
+class Renamed(Net):
+    """Knows the names that an earlier version of it saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_load_state_dict_pre_hook(self._rename)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def _rename(module: nn.Module, state: dict[str, Tensor], *_: object) -> None:
+        for key in [key for key in state if key.startswith("old.")]:
+            state[key.replace("old.", "linear.")] = state.pop(key)
+
+
+class Cached(Net):
+    """Keeps a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+
+
+STATE = {
+    "linear.weight": torch.arange(6.0).reshape(3, 2),
+    "linear.bias": torch.tensor([10.0, 20.0, 30.0]),
+}
+X = torch.tensor([[1.0, 2.0]])
+Y = torch.tensor([[12.0, 28.0, 44.0]])
+
+
+def zipped(state: State, path: Path) -> None:
+    torch.save(state, path)
+
+
+def legacy(state: State, path: Path) -> None:
+    torch.save(state, path, _use_new_zipfile_serialization=False)
+
+
+def safe(state: State, path: Path) -> None:
+    safetensors.torch.save_file(dict(state), path)
+
+
+FORMATS = [
+    pytest.param(zipped, "model.pt", id="pt"),
+    pytest.param(legacy, "model.pt", id="legacy pt"),
+    pytest.param(zipped, "model.pth", id="pth"),
+    pytest.param(legacy, "model.pth", id="legacy pth"),
+    pytest.param(safe, "model.safetensors", id="safetensors"),
+]
+
+
+def artifact(folder: Path, name: str | None) -> Artifact:
+    version = folder / "1"
+    return Artifact(Kind.MODULE, version / "model.py", version / name if name else None)
+
+
+def filled(
+    folder: Path,
+    module: nn.Module,
+    state: Any,
+    write: Writer = zipped,
+    name: str = "model.pt",
+    **options: Any,
+) -> nn.Module:
+    """The module with the state in it, by way of a file."""
+    write(state, build.write(folder, name, ""))
+    state_dict.fill(build.config(folder, **options), artifact(folder, name), module)
+    return module.eval()
+
+
+# --- what fits -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("write", "name"), FORMATS)
+def test_weights_arrive_from_every_format(write: Writer, name: str, tmp_path: Path) -> None:
+    """A module computes with the numbers in its file, in whichever format they were saved."""
+    module = filled(tmp_path, Net(), STATE, write, name)
+
+    assert torch.equal(module(X), Y)
+
+
+@pytest.mark.parametrize(("write", "name"), FORMATS)
+@pytest.mark.parametrize("saved", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+def test_module_keeps_its_type(
+    saved: torch.dtype, write: Writer, name: str, tmp_path: Path
+) -> None:
+    """Weights of another type are converted: the file does not decide."""
+    state = {key: tensor.to(saved) for key, tensor in STATE.items()}
+
+    module = filled(tmp_path, Net(), state, write, name)
+
+    assert {tensor.dtype for tensor in module.parameters()} == {torch.float32}
+    assert torch.equal(module(X), Y)
+
+
+def test_module_of_half_precision_stays_one(tmp_path: Path) -> None:
+    """A module that is built in bfloat16 takes a float32 file and stays in bfloat16."""
+    module = filled(tmp_path, Net().bfloat16(), STATE)
+
+    assert {tensor.dtype for tensor in module.parameters()} == {torch.bfloat16}
+
+
+def test_types_may_differ_for_some(tmp_path: Path) -> None:
+    """One tensor of another type changes neither its own type in the module nor the others'."""
+    module = filled(tmp_path, Net(), {**STATE, "linear.bias": STATE["linear.bias"].double()})
+
+    assert {tensor.dtype for tensor in module.parameters()} == {torch.float32}
+    assert torch.equal(module(X), Y)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        pytest.param(zipped, id="pt"),
+        pytest.param(legacy, id="legacy pt"),
+    ],
+)
+def test_tied_weights_stay_tied(write: Writer, tmp_path: Path) -> None:
+    """A matrix with two names is one matrix after loading as well."""
+    saved = Tied()
+
+    module = filled(tmp_path, Tied(), saved.state_dict(), write)
+
+    assert isinstance(module, Tied)
+    assert module.head.weight is module.embedding.weight
+    assert torch.equal(module.head.weight, saved.head.weight)
+
+
+@pytest.mark.parametrize("kept", ["embedding.weight", "head.weight"])
+def test_safetensors_keep_one_name_of_tied_weights(kept: str, tmp_path: Path) -> None:
+    """Of tied weights a safetensors file has one name, either one; the other is not missing."""
+    matrix = torch.arange(8.0).reshape(4, 2)
+
+    module = filled(tmp_path, Tied(), {kept: matrix}, safe, "model.safetensors")
+
+    assert isinstance(module, Tied)
+    assert module.head.weight is module.embedding.weight
+    assert torch.equal(module.embedding.weight, matrix)
+
+
+def test_file_of_safetensors_save_model_fits(tmp_path: Path) -> None:
+    """What safetensors itself writes for a module with tied weights is read."""
+    saved = Tied()
+    path = build.write(tmp_path, "model.safetensors", "")
+    safetensors.torch.save_model(saved, str(path))
+
+    module = Tied()
+    state_dict.fill(build.config(tmp_path), artifact(tmp_path, path.name), module)
+
+    assert torch.equal(module.head.weight, saved.head.weight)
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        pytest.param(lambda: nn.BatchNorm1d(3), torch.rand(2, 3), id="buffers"),
+        pytest.param(lambda: nn.LSTM(2, 3), torch.rand(5, 2), id="LSTM"),
+        pytest.param(
+            lambda: nn.TransformerEncoderLayer(4, 2, batch_first=True),
+            torch.rand(1, 3, 4),
+            id="transformer",
+        ),
+        pytest.param(
+            lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)),
+            torch.rand(1, 2),
+            id="parametrized",
+        ),
+        pytest.param(lambda: nn.LazyLinear(3), torch.rand(1, 2), id="lazy"),
+        pytest.param(Cached, X, id="buffer that is not saved"),
+        pytest.param(Listed, X, id="weight in a list"),
+        pytest.param(Viewed, X, id="view of a weight"),
+    ],
+)
+@pytest.mark.parametrize(("write", "name"), FORMATS)
+def test_module_computes_as_the_one_that_was_saved(
+    make: Callable[[], nn.Module], x: Tensor, write: Writer, name: str, tmp_path: Path
+) -> None:
+    """However a module holds its weights, it gives what the saved one gave."""
+    saved = make().eval()
+    saved(x)
+    for tensor in saved.state_dict().values():
+        tensor.copy_(torch.rand(tensor.shape) + 0.5)
+    expected = saved(x)
+
+    module = filled(tmp_path, make(), saved.state_dict(), write, name)
+
+    found = module(x)
+    if isinstance(expected, tuple):
+        expected, found = expected[0], found[0]
+    assert torch.equal(found, expected)
+
+
+def test_checkpoint_from_before_a_buffer_existed_fits(tmp_path: Path) -> None:
+    """What torch itself adds to an old checkpoint (num_batches_tracked) is not missing."""
+    state = nn.BatchNorm1d(2).state_dict()
+    old = {key: tensor for key, tensor in state.items() if key != "num_batches_tracked"}
+    old["running_mean"] = torch.tensor([1.0, 2.0])
+    nn.BatchNorm1d(2).load_state_dict(old)  # torch takes it
+
+    module = filled(tmp_path, nn.BatchNorm1d(2), old)
+
+    assert torch.equal(module.state_dict()["running_mean"], old["running_mean"])
+
+
+def test_names_that_the_module_translates_fit(tmp_path: Path) -> None:
+    """A module that renames the keys of old checkpoints is asked, not overruled."""
+    old = {key.replace("linear.", "old."): tensor for key, tensor in STATE.items()}
+    Renamed().load_state_dict(old)  # torch takes it
+
+    assert torch.equal(filled(tmp_path, Renamed(), old)(X), Y)
+
+
+@pytest.mark.parametrize("state", [dict, collections.OrderedDict], ids=["dict", "OrderedDict"])
+def test_any_mapping_is_a_state_dict(state: Callable[[State], State], tmp_path: Path) -> None:
+    """A state_dict may be any dict of tensors."""
+    assert torch.equal(filled(tmp_path, Net(), state(STATE))(X), Y)
+
+
+@pytest.mark.parametrize(("write", "name"), FORMATS)
+def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: Path) -> None:
+    """A file that is written over in place does not change a model that has copied from it."""
+    module = filled(tmp_path, Net(), STATE, write, name, enable_weight_sharing=False)
+    path = tmp_path / "1" / name
+    with path.open("r+b") as file:
+        file.write(bytes(path.stat().st_size))
+
+    assert torch.equal(module(X), Y)
+
+
+# --- no file ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("module", [nn.Identity(), nn.ReLU(), nn.Sequential(nn.GELU())], ids=str)
+def test_module_without_weights_needs_no_file(module: nn.Module, tmp_path: Path) -> None:
+    """Where there is nothing to fill, no file is missing."""
+    state_dict.fill(build.config(tmp_path), artifact(tmp_path, None), module)
+
+
+@pytest.mark.parametrize(
+    ("module", "count"),
+    [
+        pytest.param(Net(), "Net has 2 weights", id="parameters"),
+        pytest.param(nn.BatchNorm1d(2, affine=False), "BatchNorm1d has 3 weights", id="buffers"),
+    ],
+)
+def test_missing_file_is_told(module: nn.Module, count: str, tmp_path: Path) -> None:
+    """A module with weights and no file would serve random numbers: it is refused."""
+    with pytest.raises(ArtifactError) as raised:
+        state_dict.fill(build.config(tmp_path), artifact(tmp_path, None), module)
+
+    text = str(raised.value)
+    assert f"model 'digits': {count}, and no file with them lies beside model.py" in text
+    assert "expected model.safetensors, .pt or .pth" in text
+    assert 'set the parameter WEIGHTS to "none"' in text
+
+
+# --- what does not fit -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("write", "name"), FORMATS)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        pytest.param({"linear.bias": None}, ["missing keys (1): linear.bias"], id="missing"),
+        pytest.param(
+            {"linear.bias": None, "linear.weight": None, "other": torch.ones(1)},
+            ["missing keys (2): linear.weight, linear.bias; unexpected keys (1): other"],
+            id="all other",
+        ),
+        pytest.param(
+            {"extra.weight": torch.ones(1), "extra.bias": torch.ones(1)},
+            ["unexpected keys (2): ", "extra.weight", "extra.bias"],
+            id="unexpected",
+        ),
+        pytest.param(
+            {"linear.weight": torch.ones(2, 3), "linear.bias": torch.ones(1)},
+            [
+                "wrong shapes (2): linear.weight [2, 3] instead of [3, 2], linear.bias",
+                "linear.bias [1] instead of [3]",
+            ],
+            id="shapes",
+        ),
+        pytest.param(
+            {"linear.bias": None, "linear.weight": torch.ones(5), "more": torch.ones(1)},
+            [
+                "missing keys (1): linear.bias",
+                "unexpected keys (1): more",
+                "wrong shapes (1): linear.weight [5] instead of [3, 2]",
+            ],
+            id="everything",
+        ),
+        pytest.param(
+            {
+                "linear.weight": None,
+                "linear.bias": None,
+                "module.linear.weight": torch.ones(3, 2),
+                "module.linear.bias": torch.ones(3),
+            },
+            ["missing keys (2): linear.weight, linear.bias", "module.linear.weight"],
+            id="DataParallel's prefix",
+        ),
+    ],
+)
+def test_weights_of_another_module_are_told(
+    changes: dict[str, Tensor | None], said: list[str], write: Writer, name: str, tmp_path: Path
+) -> None:
+    """Every key that is missing, too many or of another shape is told, in one message."""
+    changed = {**STATE, **changes}
+    state = {key: tensor for key, tensor in changed.items() if tensor is not None}
+
+    with pytest.raises(WeightsError) as raised:
+        filled(tmp_path, Net(), state, write, name)
+
+    text = str(raised.value)
+    assert isinstance(raised.value, LoadError)
+    assert text.startswith(f"model 'digits': the weights in {name} do not fit the module: ")
+    assert all(part in text for part in said)
+    assert "state_dict() of the class that is served" in text
+
+
+def test_weights_for_a_module_without_any_are_told(tmp_path: Path) -> None:
+    """A file with weights beside a module that has none belongs to something else."""
+    with pytest.raises(WeightsError, match=r"unexpected keys \(2\): linear.weight, linear.bias"):
+        filled(tmp_path, nn.Identity(), STATE)
+
+
+def test_twin_of_a_tied_weight_is_not_missing_beside_a_wrong_shape(tmp_path: Path) -> None:
+    """Where a tied weight has another shape, its second name is not told as well."""
+    with pytest.raises(WeightsError) as raised:
+        filled(tmp_path, Tied(), {"head.weight": torch.ones(3)}, safe, "model.safetensors")
+
+    assert "head.weight [3] instead of [4, 2]" in str(raised.value)
+    assert "missing" not in str(raised.value)
+
+
+def test_lazy_module_is_compared_as_well(tmp_path: Path) -> None:
+    """A module whose shapes come from the file still needs every key."""
+    with pytest.raises(WeightsError, match=r"missing keys \(1\): bias"):
+        filled(tmp_path, nn.LazyLinear(3), {"weight": torch.ones(3, 2)})
+
+
+@pytest.mark.parametrize("write", [zipped, legacy], ids=["pt", "legacy pt"])
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        pytest.param(
+            {"state_dict": STATE, "epoch": 3},
+            "hold a dict that is no state_dict; expected tensors by name. Save its entry"
+            " 'state_dict' alone.",
+            id="checkpoint",
+        ),
+        pytest.param({"model": STATE}, "Save its entry 'model' alone.", id="nested"),
+        pytest.param({**STATE, "epoch": 3}, "hold a dict that is no state_dict", id="a number"),
+        pytest.param(torch.ones(3), "hold a Tensor that is no state_dict", id="tensor"),
+        pytest.param([torch.ones(3)], "hold a list that is no state_dict", id="list"),
+        pytest.param(3, "hold a int that is no state_dict", id="int"),
+        pytest.param("text", "hold a str that is no state_dict", id="str"),
+        pytest.param(None, "hold a NoneType that is no state_dict", id="None"),
+        pytest.param({0: torch.ones(3)}, "hold a dict that is no state_dict", id="numbered"),
+    ],
+)
+def test_what_is_no_state_dict_is_told(
+    state: Any, said: str, write: Writer, tmp_path: Path
+) -> None:
+    """A file with something else than tensors by name is told, with the entry that would do."""
+    with pytest.raises(ArtifactError) as raised:
+        filled(tmp_path, Net(), state, write)
+
+    assert "model 'digits': the weights model.pt " in str(raised.value)
+    assert said in str(raised.value)
+
+
+# --- what is no file of weights --------------------------------------------------------------
+
+
+class Trap:
+    """Makes a folder when it is unpickled."""
+
+    def __init__(self, sprung: Path) -> None:
+        self.sprung = sprung
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.sprung),)
+
+
+class Evaluated(Trap):
+    """The same by way of a built-in function, which no list of modules tells from data."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return eval, (f"__import__('os').mkdir({str(self.sprung)!r})",)
+
+
+@pytest.mark.parametrize("write", [zipped, legacy], ids=["pt", "legacy pt"])
+@pytest.mark.parametrize("kind", [Trap, Evaluated], ids=["os.mkdir", "eval"])
+def test_no_code_of_a_file_is_run(kind: type[Trap], write: Writer, tmp_path: Path) -> None:
+    """A pickle that would run code is refused, and nothing of it has run."""
+    sprung = tmp_path / "sprung"
+
+    with pytest.raises(ArtifactError) as raised:
+        filled(tmp_path, Net(), {**STATE, "linear.more": kind(sprung)}, write)
+
+    assert not sprung.exists()
+    assert "model 'digits': the weights model.pt " in str(raised.value)
+    assert "expected a state_dict" in str(raised.value)
+    torch.load(tmp_path / "1" / "model.pt", weights_only=False)
+    assert sprung.is_dir()  # the trap does work
+
+
+@pytest.mark.parametrize("write", [zipped, legacy], ids=["pt", "legacy pt"])
+def test_whole_module_is_refused(write: Writer, tmp_path: Path) -> None:
+    """A pickled module is not loaded, though it holds the weights."""
+    with pytest.raises(ArtifactError, match="expected a state_dict"):
+        filled(tmp_path, Net(), Net(), write)
+
+
+def test_torchscript_is_no_file_of_weights(tmp_path: Path) -> None:
+    """TorchScript beside a source is told as such."""
+    path = build.write(tmp_path, "model.pt", "")
+    torch.jit.save(torch.jit.script(Net()), path)
+
+    with pytest.raises(ArtifactError, match=r"the weights model\.pt are TorchScript"):
+        state_dict.fill(build.config(tmp_path), artifact(tmp_path, "model.pt"), Net())
+
+
+@pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.safetensors"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"hello", id="text"),
+        pytest.param(b"\x80", id="one byte of a pickle"),
+        pytest.param(b"\x80\x02abc", id="start of a pickle"),
+        pytest.param(b"\x80\x02}." * 5, id="empty pickles"),
+        pytest.param(b"PK\x03\x04" + bytes(40), id="start of a zip"),
+        pytest.param(b"\xff" * 100, id="ones"),
+        pytest.param((2).to_bytes(8, "little") + b"{}" + b"rest", id="safetensors with a rest"),
+        pytest.param((9).to_bytes(8, "little") + b'{"a": 1}}', id="safetensors without tensors"),
+    ],
+)
+def test_damaged_weights_are_told(content: bytes, name: str, tmp_path: Path) -> None:
+    """Whatever lies in the file, the load fails with a sentence that names it."""
+    build.write(tmp_path, name, content)
+
+    with pytest.raises(ArtifactError) as raised:
+        state_dict.fill(build.config(tmp_path), artifact(tmp_path, name), Net())
+
+    assert f"model 'digits': the weights {name} " in str(raised.value)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.2, 0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize(("write", "name"), FORMATS)
+def test_cut_off_weights_are_told(write: Writer, name: str, share: float, tmp_path: Path) -> None:
+    """A file whose copy was interrupted fails the load with a sentence that names it."""
+    path = build.write(tmp_path, name, "")
+    write(STATE, path)
+    path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
+
+    with pytest.raises(ArtifactError) as raised:
+        state_dict.fill(build.config(tmp_path), artifact(tmp_path, name), Net())
+
+    assert f"model 'digits': the weights {name} " in str(raised.value)
+
+
+# --- sharded safetensors ---------------------------------------------------------------------
+
+INDEX = "model.safetensors.index.json"
+
+
+def store_shards(folder: Path, shards: Mapping[str, State], **changes: Any) -> None:
+    """Shards, and the index that Hugging Face's libraries write for them."""
+    for name, state in shards.items():
+        safe(state, build.write(folder, name, ""))
+    keys = {key: name for name, state in shards.items() for key in state}
+    index = {"metadata": {"total_size": 36}, "weight_map": keys} | changes
+    build.write(folder, INDEX, json.dumps(index))
+
+
+def filled_from_shards(folder: Path, module: nn.Module) -> nn.Module:
+    state_dict.fill(build.config(folder), artifact(folder, INDEX), module)
+    return module.eval()
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["model-00001-of-00002.safetensors"] * 2, id="one shard"),
+        pytest.param([f"model-0000{n}-of-00002.safetensors" for n in (1, 2)], id="two shards"),
+        pytest.param(["shards/a.safetensors", "shards/b.safetensors"], id="in a folder"),
+        pytest.param(["../a.safetensors", "../b.safetensors"], id="shared by versions"),
+    ],
+)
+def test_shards_are_put_together(names: list[str], tmp_path: Path) -> None:
+    """Weights that are split over files arrive like those of one file."""
+    shards: dict[str, dict[str, Tensor]] = {}
+    for name, (key, tensor) in zip(names, STATE.items(), strict=True):
+        shards.setdefault(name, {})[key] = tensor
+    store_shards(tmp_path / "digits", shards)
+
+    assert torch.equal(filled_from_shards(tmp_path / "digits", Net())(X), Y)
+
+
+def test_linked_index_has_linked_shards(tmp_path: Path) -> None:
+    """Shards that lie beside the index elsewhere, as in Hugging Face's cache, are those meant."""
+    store_shards(tmp_path / "elsewhere", {"a.safetensors": STATE})
+    (tmp_path / "digits" / "1").mkdir(parents=True)
+    for name in (INDEX, "a.safetensors"):
+        (tmp_path / "digits" / "1" / name).symlink_to(tmp_path / "elsewhere" / "1" / name)
+
+    assert torch.equal(filled_from_shards(tmp_path / "digits", Net())(X), Y)
+
+
+def test_shards_are_compared_as_one(tmp_path: Path) -> None:
+    """A key that no shard holds is missing, and the index is named."""
+    store_shards(tmp_path, {"a.safetensors": {"linear.weight": STATE["linear.weight"]}})
+
+    with pytest.raises(WeightsError) as raised:
+        filled_from_shards(tmp_path, Net())
+
+    assert f"the weights in {INDEX} do not fit" in str(raised.value)
+    assert "missing keys (1): linear.bias" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("../../secret.safetensors", id="outside"),
+        pytest.param("{folder}/secret.safetensors", id="absolute"),
+        pytest.param("link.safetensors", id="link that leaves the folder"),
+        pytest.param("gone.safetensors", id="missing"),
+        pytest.param(".", id="a folder"),
+        pytest.param("", id="no name"),
+    ],
+)
+def test_shard_that_is_not_there_or_not_ours_is_refused(name: str, tmp_path: Path) -> None:
+    """An index does not open the rest of the disk, and a missing shard is told."""
+    folder = tmp_path / "digits"
+    name = name.format(folder=tmp_path)
+    safe(STATE, tmp_path / "secret.safetensors")
+    store_shards(folder, {}, weight_map=dict.fromkeys(STATE, name))
+    (folder / "1" / "link.safetensors").symlink_to(tmp_path / "secret.safetensors")
+
+    with pytest.raises(ArtifactError) as raised:
+        filled_from_shards(folder, Net())
+
+    assert f"'digits': the weights {INDEX} name {name}" in str(raised.value)
+    assert "expected a file beside the index" in str(raised.value)
+
+
+def test_damaged_shard_is_told_by_its_name(tmp_path: Path) -> None:
+    """Of several shards the broken one is named."""
+    store_shards(tmp_path, {"a.safetensors": STATE})
+    path = tmp_path / "1" / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+
+    with pytest.raises(ArtifactError, match=r"the weights a\.safetensors are no valid safetensors"):
+        filled_from_shards(tmp_path, Net())
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(b"", id="empty"),
+        pytest.param(b"{", id="cut off"),
+        pytest.param(b"[]", id="list"),
+        pytest.param(b"{}", id="no weight_map"),
+        pytest.param(b'{"weight_map": []}', id="weight_map of no keys"),
+        pytest.param(b'{"weight_map": null}', id="no keys"),
+        pytest.param(b'{"weight_map": {"a": ["b"]}}', id="list of files"),
+        pytest.param(b'{"weight_map": {"a": "b", "c": 3}}', id="a number for a file"),
+        pytest.param(b"\xff\xfe\x00", id="not UTF-8"),
+        pytest.param(b"\x89PNG", id="no JSON"),
+    ],
+)
+def test_damaged_index_is_told(content: bytes, tmp_path: Path) -> None:
+    """An index that is none fails the load with a sentence that names it."""
+    build.write(tmp_path, INDEX, content)
+
+    with pytest.raises(ArtifactError) as raised:
+        filled_from_shards(tmp_path, Net())
+
+    assert f"'digits': the weights {INDEX} are no index of safetensors" in str(raised.value)
+    assert "a JSON object with a weight_map" in str(raised.value)

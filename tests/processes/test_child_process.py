@@ -1,0 +1,468 @@
+"""Work in a child process: whatever happens there is a result or one sentence here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import living
+import psutil
+import pytest
+
+from torch_py_backend.errors import LoadError
+from torch_py_backend.processes import child_process
+
+# Functions that a child runs; none imports torch, so that a child costs a tenth of a second.
+_TASKS = r"""
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from torch_py_backend.errors import ConfigError
+
+
+def echo(value):
+    return value
+
+
+def ours():
+    raise ConfigError("digits", "it is [wrong]", expected="something else", cure="Correct it.")
+
+
+def theirs():
+    raise ValueError("no such thing as /srv/secret/place/x.bin")
+
+
+def silent():
+    raise RuntimeError
+
+
+def surrogate():
+    raise ValueError("not \udcff UTF-8")
+
+
+def long():
+    raise ValueError("x" * 1_000_000)
+
+
+def interrupted():
+    raise KeyboardInterrupt
+
+
+def exits():
+    sys.exit(3)
+
+
+def exits_at_once():
+    os._exit(7)
+
+
+def exits_with_zero():
+    os._exit(0)
+
+
+def crashes():
+    ctypes.string_at(0)
+
+
+def kills_itself():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def real_time_signal():
+    os.kill(os.getpid(), 40)
+
+
+def prints():
+    print("by print")
+    os.write(1, b"by write\n")
+    subprocess.run(["echo", "by echo"], check=True)
+    return "printed"
+
+
+def prints_much():
+    for _ in range(64):
+        print("x" * 100_000)
+    return "printed"
+
+
+def closes():
+    sys.stdin.close()
+    sys.stdout.close()
+    sys.stderr.close()
+    for number in (0, 1, 2):
+        try:
+            os.close(number)
+        except OSError:
+            pass
+    return "closed"
+
+
+def closes_and_raises():
+    sys.stderr.close()
+    raise ValueError("broken")
+
+
+def reads():
+    return sys.stdin.read()
+
+
+def changes_directory(folder):
+    os.chdir(folder)
+    os.rmdir(folder)
+    return "moved"
+
+
+def forks():
+    if os.fork() == 0:
+        os._exit(5)
+    os.wait()
+    return "forked"
+
+
+def forks_and_goes_on():
+    if os.fork() == 0:
+        return "of the fork"
+    os.wait()
+    return "of the child"
+
+
+def crashes_after_a_fork():
+    if os.fork() == 0:
+        return "of the fork"
+    os.wait()
+    os._exit(7)
+
+
+def ignores_signals():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    time.sleep(600)
+
+
+def leaves_a_thread():
+    threading.Thread(target=time.sleep, args=[600]).start()
+    return "answered"
+
+
+def leaves_a_process(note, hang, apart):
+    other = subprocess.Popen(["sleep", "600"], start_new_session=apart)
+    Path(note).write_text(str(other.pid))
+    if hang:
+        time.sleep(600)
+    return "answered"
+
+
+def forks_apart(note):
+    if os.fork() == 0:
+        os.setsid()
+        other = subprocess.Popen(["sleep", "600"])
+        Path(note).write_text(f"{os.getpid()} {other.pid}")
+    time.sleep(600)
+
+
+def meets(folder, number, fails):
+    if number in fails:
+        raise ConfigError("digits", f"number {number} fails")
+    Path(folder, str(number)).touch()
+    while len(os.listdir(folder)) < 3:
+        time.sleep(0.01)
+    print("met")
+    return number
+"""
+
+
+@pytest.fixture(autouse=True)
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the child's answer lies; the tasks above can be imported by a child."""
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks" / "tasks.py").write_text(_TASKS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "tasks"))
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def _run(task: str, seconds: float = 60, **arguments: Any) -> Any:
+    return child_process.run("digits", f"tasks:{task}", arguments, seconds)
+
+
+# --- results ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        pytest.param(None, id="null"),
+        pytest.param({"input": [{"name": "x", "dims": [-1, 4]}]}, id="nested"),
+        pytest.param("größe → \U0001f600 [x]\n\x00", id="unicode"),
+        pytest.param("\udcff", id="lone-surrogate"),
+        pytest.param("x" * 3_000_000, id="larger-than-a-pipe"),
+        pytest.param({"error": "only a value"}, id="looks-like-an-error"),
+    ],
+)
+def test_result(value: Any) -> None:
+    """JSON arguments go in, and what the function returns comes back."""
+    assert _run("echo", value=value) == value
+
+
+@pytest.mark.parametrize(
+    ("task", "result"),
+    [
+        ("prints_much", "printed"),
+        ("closes", "closed"),
+        ("reads", ""),
+        ("forks", "forked"),
+        ("leaves_a_thread", "answered"),
+    ],
+)
+def test_manners(task: str, result: str) -> None:
+    """A result counts, whatever the function does with its streams, threads and children."""
+    assert _run(task) == result
+
+
+def test_changes_directory(tmp_path: Path) -> None:
+    """A function may leave its directory, and even remove the one it stands in."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    assert _run("changes_directory", folder=str(gone)) == "moved"
+    assert Path.cwd().is_dir()
+
+
+def test_nothing_is_left(scratch: Path) -> None:
+    """The answer's folder is removed, after a result and after an error."""
+    _run("echo", value=1)
+    with pytest.raises(LoadError):
+        _run("exits_at_once")
+    assert list(scratch.iterdir()) == []
+
+
+def test_prints_do_not_reach_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    """What the function and its children print goes to standard error, and none of it is lost."""
+    assert _run("prints") == "printed"
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert {"by print", "by write", "by echo"} <= set(err.splitlines())
+
+
+def test_folder_shadows_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in the current folder with the name of a standard module is not imported."""
+    for name in ("json", "contextlib", "torch_py_backend", "numpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')\n")
+    monkeypatch.chdir(tmp_path)
+    assert _run("echo", value=1) == 1
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+
+def test_our_error_passes_through() -> None:
+    """A sentence of the package's own arrives word for word, with no other model's name before."""
+    with pytest.raises(LoadError) as refusal:
+        _run("ours")
+    assert str(refusal.value) == (
+        "model 'digits': it is [wrong]; expected something else. Correct it."
+    )
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("theirs", "ValueError: no such thing as x.bin"),
+        ("silent", "RuntimeError"),
+        ("surrogate", "ValueError: not"),
+        ("long", "ValueError: xxx"),
+        ("interrupted", "KeyboardInterrupt"),
+        ("exits", "SystemExit: 3"),
+        ("exits_at_once", "trying the model ended the process with exit code 7"),
+        ("exits_with_zero", "trying the model ended the process with exit code 0"),
+        ("crashes", "trying the model ended with signal SIGSEGV"),
+        ("kills_itself", "trying the model ended with signal SIGKILL"),
+        ("no_such_function", "no_such_function"),
+    ],
+)
+def test_errors(task: str, says: str) -> None:
+    """What ends the function or its process is a LoadError of one line that says so."""
+    with pytest.raises(LoadError) as refusal:
+        _run(task)
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 1000
+
+
+@pytest.mark.parametrize("task", ["exits_at_once", "crashes"])
+def test_death_names_the_model(task: str) -> None:
+    """A child that died without a word is reported with the model's name and where to look."""
+    with pytest.raises(LoadError, match=r"^model 'digits': .*server's log"):
+        _run(task)
+
+
+def test_traceback_goes_to_the_log(capfd: pytest.CaptureFixture[str]) -> None:
+    """The place in the model's code, which no sentence holds, stands on standard error."""
+    with pytest.raises(LoadError):
+        _run("theirs")
+    assert "in theirs" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        pytest.param("real_time_signal", "signal 40", id="signal-without-a-name"),
+        pytest.param("closes_and_raises", "ValueError: broken", id="stderr-closed"),
+    ],
+)
+def test_odd_ends(task: str, says: str) -> None:
+    """Signals without a name and a closed standard error do not hide what happened."""
+    with pytest.raises(LoadError, match=says):
+        _run(task)
+
+
+def test_fork_that_goes_on() -> None:
+    """Only the child answers, not a fork of it that runs on through the same code."""
+    assert _run("forks_and_goes_on") == "of the child"
+    with pytest.raises(LoadError, match="exit code 7"):
+        _run("crashes_after_a_fork")
+
+
+# --- time ------------------------------------------------------------------------------------
+
+
+def test_time_limit() -> None:
+    """A function that takes too long, and ignores polite signals, is ended."""
+    with pytest.raises(LoadError, match=r"trying the model took longer than 0\.5 seconds"):
+        _run("ignores_signals", seconds=0.5)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["same-session", "own-session"])
+@pytest.mark.parametrize("hang", [True, False], ids=["time-is-over", "answered"])
+def test_grandchildren_end(tmp_path: Path, hang: bool, apart: bool) -> None:
+    """What the function has started ends with it, when its time is over and when it answered."""
+    note = tmp_path / "pid"
+    if hang:
+        told = _hangs("leaves_a_process", note, hang=True, apart=apart)
+    else:
+        assert _run("leaves_a_process", note=str(note), hang=False, apart=apart) == "answered"
+        told = note.read_text()
+    assert _ends(int(told))
+
+
+def test_child_ends_that_left_its_session(tmp_path: Path) -> None:
+    """A fork that leads a session of its own, and what it has started there, end as well."""
+    leader, its_child = map(int, _hangs("forks_apart", tmp_path / "pid").split())
+    assert _ends(leader)
+    assert _ends(its_child)
+
+
+def _hangs(task: str, note: Path, **more: Any) -> str:
+    """What a task wrote that hangs and is ended, once it had the time to begin."""
+    for seconds in (1, 5, 25, 125):
+        with pytest.raises(LoadError, match="took longer"):
+            _run(task, seconds=seconds, note=str(note), **more)
+        if note.is_file() and note.read_text():
+            return note.read_text()
+    raise AssertionError("it did not begin")
+
+
+def _ends(pid: int) -> bool:
+    try:
+        return living.all_end([psutil.Process(pid)])
+    except psutil.NoSuchProcess:
+        return True
+
+
+# --- together --------------------------------------------------------------------------------
+
+
+def _meet(folder: Path, fails: list[int], seconds: float = 60) -> list[Any]:
+    (folder / "met").mkdir()
+    given = [
+        {"folder": str(folder / "met"), "number": number, "fails": fails} for number in range(3)
+    ]
+    return child_process.run_together("digits", "tasks:meets", given, seconds)
+
+
+def test_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Children run at the same time, answer in order, and print nothing."""
+    assert _meet(tmp_path, []) == [0, 1, 2]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("fails", [[0], [1], [2]])
+def test_together_one_fails(tmp_path: Path, fails: list[int]) -> None:
+    """The error is that of the child that failed, not of those that wait for it."""
+    before = _children()
+    with pytest.raises(LoadError, match=f"number {fails[0]} fails"):
+        _meet(tmp_path, fails)
+    assert _children() <= before
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("crashes", "signal SIGSEGV"),
+        ("exits_at_once", "exit code 7"),
+        ("ignores_signals", "longer than 1 seconds"),
+    ],
+)
+def test_together_without_an_answer(task: str, says: str) -> None:
+    """A crash and a hang are errors here, too, and nothing is left behind."""
+    before = _children()
+    with pytest.raises(LoadError, match=says):
+        child_process.run_together(
+            "digits", f"tasks:{task}", [{}, {}], 1 if "longer" in says else 60
+        )
+    assert _children() <= before
+
+
+def _children() -> set[psutil.Process]:
+    """This process's; torch may have some, too."""
+    return {*living.left(psutil.Process().children())}
+
+
+def test_together_larger_than_a_pipe() -> None:
+    """Large arguments reach every child, and one that never reads them is no obstacle."""
+    value = "x" * 1_000_000
+    assert (
+        child_process.run_together("digits", "tasks:echo", [{"value": value}] * 2, 60)
+        == [value] * 2
+    )
+    with pytest.raises(LoadError):
+        child_process.run_together("digits", "nowhere:nothing", [{"value": value}] * 2, 60)
+
+
+def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
+    """Who waits for a child may be killed: what the model does there ends, too."""
+    task = "tasks:sleeps_for_ever"
+    (tmp_path / "tasks.py").write_text(
+        "import os, sys, time\n"
+        "def sleeps_for_ever(path):\n"
+        "    open(path, 'w').write(str(os.getpid()))\n"
+        "    time.sleep(1000)\n"
+    )
+    code = (
+        "import sys; from torch_py_backend.processes import child_process;"
+        f" child_process.run('m', {task!r}, {{'path': sys.argv[1]}}, 900)"
+    )
+    told = tmp_path / "pid"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(told)],
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    ) as parent:
+        while not (told.is_file() and told.read_text()):
+            assert parent.poll() is None
+            time.sleep(0.02)
+        child = psutil.Process(int(told.read_text()))
+        parent.kill()
+    assert living.all_end([child])

@@ -1,0 +1,199 @@
+"""What an instance tells of itself, and what a watcher makes of the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import stat
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torch_py_backend.config import model_config
+from torch_py_backend.processes import instance_status, orphan_cleanup
+from torch_py_backend.processes.instance_status import Reader, State
+
+
+def _config(**parameters: str) -> model_config.ModelConfig:
+    document = {
+        "max_batch_size": 8,
+        "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [4]}],
+        "output": [{"name": "y", "data_type": "TYPE_FP32", "dims": [4]}],
+        "parameters": {key: {"string_value": value} for key, value in parameters.items()},
+    }
+    return model_config.parse(
+        {
+            "model_config": json.dumps(document),
+            "model_name": "grüße",
+            "model_repository": "/srv/models/grüße",
+            "model_version": "3",
+            "model_instance_name": "grüße_0_1",
+            "model_instance_kind": "CPU",
+            "model_instance_device_id": "0",
+        }
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that somebody watches."""
+    monkeypatch.setenv(orphan_cleanup.VARIABLE, str(tmp_path))
+    return tmp_path
+
+
+def _only(folder: Path) -> Reader:
+    (path,) = instance_status.files(folder)
+    return Reader(path)
+
+
+@pytest.mark.parametrize("value", ["", "/no/such/folder"])
+def test_nobody_watches(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a folder to tell it in, telling is free and leaves nothing."""
+    monkeypatch.setenv(orphan_cleanup.VARIABLE, value)
+    monkeypatch.chdir(tmp_path)
+    told = instance_status.start(_config())
+    told.busy()
+    told.idle()
+    told.ready()
+    told.poisoned("a reason")
+    told.ended()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_the_call_under_way(watched: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How long it has taken by now, be the instance watched or not; nothing between calls."""
+    if not watched:
+        monkeypatch.delenv(orphan_cleanup.VARIABLE)
+    told = instance_status.start(_config())
+    told.ready()
+    assert told.under_way() == 0
+    told.busy()
+    seen = [told.under_way(), told.under_way()]
+    assert 0 < seen[0] < seen[1] < 60
+    told.busy()  # the next try
+    assert told.under_way() > 0
+    told.idle()
+    assert told.under_way() == 0
+
+
+@pytest.mark.parametrize(("given", "limit"), [({}, None), ({"EXECUTION_TIMEOUT_MS": "250"}, 250)])
+def test_who_tells(
+    given: dict[str, str], limit: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file says which process it is, of which instance, its limit, and its shared memory."""
+    monkeypatch.setattr(orphan_cleanup, "region", lambda: "a_region")
+    instance_status.start(_config(**given))
+    found = _only(folder).identity
+    assert dataclasses.astuple(found) == (os.getpid(), "grüße", "3", "grüße_0_1", limit, "a_region")
+
+
+def test_the_file_is_private(folder: Path) -> None:
+    """Nobody else may write what decides which process is ended."""
+    instance_status.start(_config())
+    (path,) = folder.iterdir()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_config_being_completed(folder: Path) -> None:
+    """The process that completes a config is seen, too: Triton would wait for it for ever."""
+    told = instance_status.completing("m")
+    assert _only(folder).identity.model == "m"
+    assert _only(folder).sign().state is State.COMPLETING
+    told.ended()
+    assert instance_status.files(folder) == []
+
+
+def test_states_follow_the_calls(folder: Path) -> None:
+    """Each state is seen at once, with the time since when."""
+    before = time.monotonic_ns()
+    told = instance_status.start(_config())
+    reader = _only(folder)
+    seen = [reader.sign()]
+    for tell in (told.ready, told.busy, told.idle):
+        tell()
+        seen.append(reader.sign())
+    assert [one.state for one in seen] == [State.LOADING, State.IDLE, State.BUSY, State.IDLE]
+    times = [before, *(one.since for one in seen), time.monotonic_ns()]
+    assert times == sorted(times)
+
+
+def test_poisoned_stays_poisoned(folder: Path) -> None:
+    """No later call makes a poisoned instance look sound, and its end is no end in order."""
+    told = instance_status.start(_config())
+    reader = _only(folder)
+    told.poisoned("an illegal address: größer" + "x" * 5000)
+    for tell in (told.busy, told.idle, told.ready, told.ended):
+        tell()
+    assert reader.sign().state is State.POISONED
+    assert reader.sign().reason.startswith("an illegal address: größerx")
+    assert _only(folder).identity.model == "grüße"
+
+
+def test_an_end_in_order_leaves_no_file(folder: Path) -> None:
+    """Only those who died leave a file; to end twice is no error."""
+    told = instance_status.start(_config())
+    told.ended()
+    told.ended()
+    assert instance_status.files(folder) == []
+    told.idle()  # Triton may still be in a call
+
+
+def _truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def _other_name(path: Path) -> None:
+    path.rename(path.with_name("1.vitals"))
+
+
+def _link(path: Path) -> None:
+    path.rename(path.with_name("real"))
+    path.symlink_to(path.with_name("real"))
+
+
+def _garbage(path: Path) -> None:
+    path.write_bytes(b"{" * path.stat().st_size)
+
+
+def _identity(**changed: object) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        sound = {"pid": os.getpid(), "model": "m", "version": "1", "instance": "m_0"}
+        text = json.dumps(sound | {"limit_ms": None} | changed).encode()
+        path.write_bytes(bytes(1024) + text.ljust(path.stat().st_size - 1024, b"\0"))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _truncated,
+        _other_name,
+        _link,
+        _garbage,
+        _identity(pid="1"),
+        _identity(pid=1),
+        _identity(model=3),
+        _identity(limit_ms="soon"),
+        _identity(more=1),
+        Path.unlink,
+    ],
+    ids=["short", "name", "link", "garbage", "pid", "other", "model", "limit", "more", "gone"],
+)
+def test_a_file_that_is_not_an_instance_s(damage: Callable[[Path], None], folder: Path) -> None:
+    """A forged or damaged file is refused: it must not lead to another process."""
+    instance_status.start(_config())
+    (path,) = instance_status.files(folder)
+    damage(path)
+    (left,) = instance_status.files(folder) or [path]
+    with pytest.raises((ValueError, OSError)):
+        Reader(left)
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    """The server stopped meanwhile: there are no files."""
+    assert instance_status.files(tmp_path / "none") == []

@@ -1,0 +1,212 @@
+"""What a dead server leaves, and that nothing else is touched."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import living
+import psutil
+import pytest
+from processes import instance
+
+from torch_py_backend.processes import orphan_cleanup
+from torch_py_backend.processes.orphan_cleanup import Ownership
+
+_OWN = """
+import os, subprocess, sys, time
+from pathlib import Path
+from torch_py_backend.processes import orphan_cleanup
+orphan_cleanup.SHARED_MEMORY = Path(sys.argv[1])
+own = orphan_cleanup.Ownership()
+if sys.argv[2] == "guarded":
+    own.guard()
+environment = os.environ | {orphan_cleanup.VARIABLE: str(own.owned.vitals)}
+code = "import time; print(flush=True); time.sleep(1000)"
+sleeper = subprocess.Popen(
+    [sys.executable, "-c", code], env=environment, start_new_session=True, stdout=subprocess.PIPE
+)
+sleeper.stdout.readline()
+(orphan_cleanup.SHARED_MEMORY / (own.owned.prefix + "region")).write_bytes(b"?")
+(orphan_cleanup.SHARED_MEMORY / "another").write_bytes(b"?")
+guard = own._guard.pid if own._guard else 0
+print(own.owned.prefix, own.owned.folder, sleeper.pid, guard, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in the role of /dev/shm, and one for temporary files."""
+    for name in ("shm", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(orphan_cleanup, "SHARED_MEMORY", tmp_path / "shm")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    return tmp_path / "shm"
+
+
+def _own(shared: Path, how: str) -> tuple[subprocess.Popen[str], str, Path, int, int]:
+    """A process that owns a server; its prefix, folder, child and guard."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _OWN, str(shared), how], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    prefix, folder, child, guard = process.stdout.readline().split()
+    return process, prefix, Path(folder), int(child), int(guard)
+
+
+def _gone(pid: int) -> bool:
+    try:
+        return living.all_end([psutil.Process(pid)])
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_an_owner_cleans_up(shared: Path) -> None:
+    """Regions and the folder go with their owner; to end twice is no error."""
+    own = Ownership()
+    own.guard()
+    (shared / f"{own.owned.prefix}region").write_bytes(b"?")
+    with instance(own.owned.vitals, "told.ready()") as process:
+        own.end()
+        assert process.wait(30) == -signal.SIGKILL
+    own.end()
+    assert list(shared.iterdir()) == []
+    assert not own.owned.folder.exists()
+
+
+def test_shared_memory_that_cannot_be_written(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an error, and no folder stays behind."""
+    monkeypatch.setattr(orphan_cleanup, "SHARED_MEMORY", tmp_path / "none")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    with pytest.raises(FileNotFoundError):
+        Ownership()
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def test_the_folder_is_private() -> None:
+    """What decides which process is ended, only the owner may write."""
+    own = Ownership()
+    assert own.owned.vitals.stat().st_mode & 0o777 == 0o700
+    assert own.owned.folder.stat().st_mode & 0o777 == 0o700
+    own.end()
+
+
+def test_the_guard_cleans_up_after_its_owner() -> None:
+    """Also after kill -9 no process, region and folder is left, and nobody has to start again."""
+    process, prefix, folder, child, guard = _own(orphan_cleanup.SHARED_MEMORY, "guarded")
+    regions = orphan_cleanup.SHARED_MEMORY
+    (regions / "another").unlink(missing_ok=True)  # others may test this, too
+    assert list(regions.glob(f"{prefix}*"))
+    process.kill()
+    process.communicate()
+    assert _gone(guard)
+    assert _gone(child)
+    assert list(regions.glob(f"{prefix}*")) == []
+    assert not folder.exists()
+
+
+def test_a_sweep_finds_what_nobody_owns(shared: Path) -> None:
+    """Where the guard was killed as well, the next server cleans up; what lives stays."""
+    dead, prefix, folder, child, _ = _own(shared, "alone")
+    living, other, kept, sleeper, _ = _own(shared, "alone")
+    dead.kill()
+    dead.communicate()
+    assert orphan_cleanup.sweep() == [prefix]
+    assert _gone(child)
+    assert not folder.exists()
+    assert kept.exists()
+    assert sorted(one.name for one in shared.iterdir()) == sorted(
+        ["another", f"{other}owner", f"{other}region"]
+    )
+    assert orphan_cleanup.sweep() == []
+    living.kill()
+    living.communicate()
+    assert orphan_cleanup.sweep() == [other]
+    assert _gone(sleeper)
+
+
+def _names_another_folder(path: Path) -> None:
+    path.write_text("/etc")
+
+
+def _names_a_link(path: Path) -> None:
+    link = path.parent / "torch-py-backend-link"
+    link.symlink_to("/etc")
+    path.write_text(str(link))
+
+
+def _is_empty(path: Path) -> None:
+    path.write_text("")
+
+
+def _is_a_link(path: Path) -> None:
+    path.symlink_to("/etc/passwd")
+
+
+@pytest.mark.parametrize(
+    "forge", [_names_another_folder, _names_a_link, _is_empty, _is_a_link, Path.mkdir]
+)
+def test_a_forged_file_removes_nothing(forge: Callable[[Path], None], shared: Path) -> None:
+    """Whoever may write to /dev/shm cannot make us remove what we would not have written."""
+    forge(shared / "torch_py_backend_0_owner")
+    (shared / "torch_py_backend_0_region").write_bytes(b"?")
+    assert orphan_cleanup.sweep() == []
+    assert (shared / "torch_py_backend_0_region").exists()
+    assert Path("/etc/passwd").exists()
+
+
+def test_only_marked_processes_are_killed(tmp_path: Path) -> None:
+    """A process of another server, or of none, is none of ours."""
+    with (
+        instance(tmp_path, "told.ready()") as ours,
+        instance(tmp_path, "told.ready()", mark=False) as stranger,
+    ):
+        assert not orphan_cleanup.kill(stranger.pid, tmp_path)
+        assert not orphan_cleanup.kill(ours.pid, tmp_path / "other")
+        assert orphan_cleanup.foreign(stranger.pid, tmp_path)
+        assert not orphan_cleanup.foreign(ours.pid, tmp_path)
+        assert stranger.poll() is None
+        assert ours.poll() is None
+        assert orphan_cleanup.kill(ours.pid, tmp_path)
+        assert ours.wait(30) == -signal.SIGKILL
+        assert not orphan_cleanup.kill(ours.pid, tmp_path)
+    assert not orphan_cleanup.marked(os.getpid(), tmp_path)
+
+
+def test_one_that_is_about_to_run_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel has nothing to say of a process while it begins another program."""
+    with instance(tmp_path, "told.ready()") as ours:
+        looks = iter([[], [ours.pid]])
+        monkeypatch.setattr(orphan_cleanup, "_processes", lambda: next(looks, []))
+        orphan_cleanup.end_marked(tmp_path)
+        assert ours.wait(60) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (
+            ["model.py", "torch_py_backend_0123456789ab_5f-e", "1048576"],
+            "torch_py_backend_0123456789ab_5f-e",
+        ),
+        (["model.py", "triton_python_backend_shm_region_5f-e"], ""),
+        ([], ""),
+    ],
+    ids=["ours", "Triton's own name", "none"],
+)
+def test_the_own_region(words: list[str], name: str) -> None:
+    """A stub finds on its command line through which region Triton talks to it."""
+    code = "from torch_py_backend.processes import orphan_cleanup; print(orphan_cleanup.region())"
+    ran = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True
+    )
+    assert ran.stdout.strip() == name

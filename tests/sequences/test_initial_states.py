@@ -1,0 +1,94 @@
+"""What sequences begin with."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from stateful import config, kept
+from torch import Tensor
+
+from torch_py_backend.config import dtypes
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.sequence_config import Initial
+from torch_py_backend.errors import ArtifactError, ConfigError
+from torch_py_backend.sequences import initial_states
+
+
+@pytest.mark.parametrize("dtype", [one.triton for one in dtypes.TABLE if one.torch])
+@pytest.mark.parametrize("rows", [None, 1, 3])
+def test_zeros(dtype: str, rows: int | None) -> None:
+    """Of every type there are zeros, in as many rows as asked for."""
+    found = initial_states.find(config(kept(dtype=dtype, dims=(2, 3))), rows)["total"]
+
+    assert isinstance(found, Tensor)
+    assert found.dtype is getattr(torch, str(dtypes.from_triton(dtype).torch))
+    assert tuple(found.shape) == ((2, 3) if rows is None else (rows, 2, 3))
+    assert not found.any()
+
+
+def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> ModelConfig:
+    (folder / "initial_state").mkdir()
+    (folder / "initial_state" / "f").write_bytes(content)
+    return config(kept(dtype=dtype, dims=dims, initial=Initial(dims, "f")), folder=folder)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "content", "found"),
+    [
+        ("FP32", struct.pack("<2f", 1.5, -2), [1.5, -2]),
+        ("INT64", struct.pack("<3q", 5, -6, 7), [5, -6]),  # what is more is not read
+        ("BF16", struct.pack("<2H", 0x3F80, 0xC000), [1, -2]),
+        ("BOOL", b"\0\1", [False, True]),
+        ("BYTES", b"\2\0\0\0ab\0\0\0\0", [b"ab", b""]),
+    ],
+)
+def test_initial_state_of_a_file(
+    dtype: str, content: bytes, found: list[Any], tmp_path: Path
+) -> None:
+    """The bytes of data_file are the values; strings lie behind their lengths."""
+    begun = initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)["total"]
+
+    assert begun.tolist() == [found]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "content", "says"),
+    [
+        ("FP32", b"1234567", "holds 7 bytes; expected 8 bytes"),
+        ("BYTES", b"\2\0\0\0ab", "holds 1 strings; expected 2"),
+        ("BYTES", b"\2\0\0\0ab\5\0\0\0", "holds 2 strings; expected 2, each behind its length"),
+        ("BYTES", b"\2\0\0\0ab\0\0\0\0\1", "expected 2, each behind its length"),
+    ],
+)
+def test_a_file_that_does_not_fit(dtype: str, content: bytes, says: str, tmp_path: Path) -> None:
+    """What the file lacks is said at load."""
+    with pytest.raises(ArtifactError) as refusal:
+        initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)
+
+    assert "data_file of the state 'total'" in str(refusal.value)
+    assert says in str(refusal.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    """The refusal names the place."""
+    settings = config(kept(initial=Initial((4,), "f")), folder=tmp_path)
+
+    with pytest.raises(ArtifactError, match=r"cannot be read.*initial_state/f in the model's"):
+        initial_states.find(settings, 1)
+
+
+def test_initial_state_outside_the_model(tmp_path: Path) -> None:
+    """A link out of the model's folder is refused, as for every file that a config names."""
+    secret = tmp_path / "secret"
+    secret.write_bytes(bytes(16))
+    folder = tmp_path / "model"
+    (folder / "initial_state").mkdir(parents=True)
+    (folder / "initial_state" / "f").symlink_to(secret)
+    settings = config(kept(initial=Initial((4,), "f")), folder=folder)
+
+    with pytest.raises(ConfigError, match=r"'total' is 'f'.*in the model's own folder"):
+        initial_states.find(settings, 1)

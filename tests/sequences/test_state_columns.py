@@ -1,0 +1,58 @@
+"""States of sequences as columns of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import build
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching.gather_scatter import Batch, Owned
+from torch_py_backend.config import model_config
+from torch_py_backend.sequences.state_columns import StateColumns
+
+ROWS = Batch([torch.ones(3, 4), torch.zeros(3, 2)], [1, 2])
+SEQUENCES: dict[str, Any] = {"direct": {}}
+STATE = {"input_name": "h", "output_name": "new_h", "dims": [2], "data_type": "TYPE_FP32"}
+
+
+def columns(*, blocks: bool = False, carried: bool = False) -> StateColumns:
+    """Of a model with an input x and an output y; its states in blocks, or named by an option."""
+    document: dict[str, Any] = {}
+    if blocks or carried:
+        document["sequence_batching"] = SEQUENCES | ({"state": [STATE]} if blocks else {})
+    if carried:
+        document["parameters"] = {"STATE": {"string_value": '{"h": "new_h"}'}}
+    return StateColumns(model_config.parse(build.arguments(**document)))
+
+
+@pytest.mark.parametrize("how", [{"blocks": True}, {"carried": True}], ids=["blocks", "option"])
+def test_states(how: dict[str, bool]) -> None:
+    """A state goes in under its name, comes out as each item's own, and is not sent back."""
+    states = columns(**how)
+    made = [torch.ones(3, 4), torch.rand(3, 2)]
+
+    y, state = states.owned(made, ROWS)
+
+    assert states.inputs == {"h"}
+    assert states.outputs == ("y", "new_h")
+    assert states.sent(("x", "h"), ROWS) == [ROWS.columns[0]]
+    assert y is made[0]
+    assert isinstance(state, Owned)
+    for mine, rows in zip(state, made[1].split([1, 2]), strict=True):
+        assert isinstance(mine, Tensor)
+        assert torch.equal(mine, rows)
+        assert mine.untyped_storage().nbytes() == rows.nbytes
+
+
+def test_without_states() -> None:
+    """Of a model without sequences nothing is looked at, and nothing copied."""
+    states = columns()
+    made = [torch.ones(3, 4)]
+
+    assert states.inputs == frozenset()
+    assert states.outputs == ("y",)
+    assert states.owned(made, ROWS) is made
+    assert states.sent(("x", "h"), ROWS) is ROWS.columns

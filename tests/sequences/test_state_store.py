@@ -1,0 +1,805 @@
+"""State per correlation id: whose it is, what becomes of it, and what it may take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import build
+import models
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from stateful import IDLE_S, SLOTS, config, kept
+from torch import Tensor, nn
+
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.batching import runtime
+from torch_py_backend.batching.gather_scatter import Item, Outcome
+from torch_py_backend.config import dtypes
+from torch_py_backend.config.model_config import ModelConfig, Origin
+from torch_py_backend.config.options import Options
+from torch_py_backend.config.sequence_config import Control, Initial, State
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.errors import (
+    BackendError,
+    ForwardError,
+    InputError,
+    OutputError,
+)
+from torch_py_backend.loading import sample_inputs
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.sequences import row_pool, state_store
+from torch_py_backend.sequences.row_pool import Pool
+from torch_py_backend.sequences.state_store import Sequences, Step
+from torch_py_backend.signature import introspection
+from torch_py_backend.startup import warmup
+
+# Idle, and quiet, and the moment in which a request may still be on its way.
+_FORGOTTEN_S = IDLE_S + 1.5
+
+
+def engine(settings: ModelConfig, module: nn.Module, device: str = "cpu") -> Engine:
+    module.to(device)
+    loaded = Loaded(Kind.MODULE, module, introspection.of_function(module.forward), module)
+    surroundings = runtime.surround(Options(), torch.device(device), ())
+    return Engine(
+        state_store.bound(settings, loaded.signature), loaded, surroundings, build.artifact()
+    )
+
+
+class Clock:
+    """Time that a test makes pass."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Served:
+    """A model, and the states of its sequences."""
+
+    def __init__(self, settings: ModelConfig, module: nn.Module, device: str = "cpu") -> None:
+        self.clock = Clock()
+        self.engine = engine(settings, module, device)
+        self.states = Sequences(
+            self.engine.config, self.engine.run_some, self.engine.device, self.clock
+        )
+
+    def send(self, *steps: Step) -> list[Any]:
+        """The first value of `y` of each, or the error."""
+        return [_first(outcome) for outcome in self.states.run(steps)]
+
+
+def _first(outcome: Outcome) -> Any:
+    if isinstance(outcome, BackendError) or not outcome:
+        return outcome
+    assert outcome.keys() == {"y"}
+    return float(torch.as_tensor(outcome["y"]).flatten()[0])
+
+
+def step(name: int | str, value: float, flags: str = "") -> Step:
+    """A request of value in four columns; flags: s for START, e for END."""
+    row = np.full((1, 4), value, dtype=np.float32)
+    return Step(name, "s" in flags, "e" in flags, {"x": row})
+
+
+def accumulating(**overrides: Any) -> Served:
+    return Served(config(kept(), **overrides), models.Accumulate())
+
+
+def test_a_state_goes_from_step_to_step() -> None:
+    """Each step adds to what the one before it left, and only in its own sequence."""
+    served = accumulating()
+
+    assert served.send(step(1, 1, "s"), step(2, 10, "s"), step("1", 100, "s")) == [1, 10, 100]
+    assert served.send(step("1", 100), step(1, 1), step(2, 10)) == [200, 2, 20]
+    assert len(served.states) == 3
+    assert served.send(step(2, 10, "e"), step(1, 1, "e")) == [30, 3]
+    assert len(served.states) == 1
+
+
+def test_steps_of_one_sequence_in_one_batch() -> None:
+    """They are run one after another, in their order."""
+    served = accumulating()
+
+    assert served.send(
+        step(1, 1, "s"), step(2, 10, "s"), step(1, 2), step(1, 3, "e"), step(1, 5, "s")
+    ) == [1, 10, 3, 6, 5]
+
+
+def test_steps_share_a_batch() -> None:
+    """Steps of different sequences are one call of the model."""
+    module = models.Accumulate()
+    calls: list[int] = []
+    module.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[0]))
+    served = Served(config(kept()), module)
+
+    served.send(*(step(name, name, "s") for name in range(1, 9)))
+    served.send(*(step(name, name) for name in (8, 3, 1)))
+
+    assert calls == [8, 3]
+
+
+def test_what_fills_a_slot_is_not_run() -> None:
+    """A request without an id, of number or text, touches no state and has no outputs."""
+    served = accumulating()
+
+    assert served.send(step(1, 1, "s"), step(0, 9, "s"), step("", 9)) == [1, {}, {}]
+    assert len(served.states) == 1
+    assert served.send(step(0, 9)) == [{}]
+
+
+def test_unknown_sequences() -> None:
+    """A step of a sequence that did not begin, or has ended, is refused with what to do."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "se"))
+
+    found = served.send(step(1, 1), step(2, 1), step(3, 1, "e"))
+
+    assert found[0] == 2
+    assert all(isinstance(one, InputError) for one in found[1:])
+    assert str(found[1]) == (
+        "model 'digits': sequence 2 has no state here: it was not begun, or it idled too long, or"
+        " the model was loaded anew; expected the START flag in the first request of a sequence."
+    )
+    assert len(served.states) == 1
+
+
+def test_a_report_names_the_step_that_failed() -> None:
+    """Whatever fills slots, is unknown, or was run before it: the log names the request by this."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "s"))
+
+    served.send(step(0, 9), step(7, 1), step(1, 1), step(2, -1), step(1, -1), step(1, 1))
+
+    reported = served.engine.recovery.reports.values()
+    assert sorted(place for places in reported for place in places) == [3, 4]
+
+
+def test_a_failed_step_leaves_the_state() -> None:
+    """The request has the error, its neighbours and its own sequence go on."""
+    served = accumulating()
+
+    found = served.send(step(1, 1, "s"), step(2, -1, "s"))
+    assert found[0] == 1
+    assert isinstance(found[1], ForwardError)
+    found = served.send(step(1, -1), step(2, 2))
+    assert isinstance(found[0], ForwardError)
+    assert found[1] == 2
+    assert served.send(step(1, 3), step(2, 3)) == [4, 5]
+
+
+def test_a_last_step_that_fails_ends_its_sequence() -> None:
+    """Triton has forgotten it, and so is its state."""
+    served = accumulating()
+    served.send(step(1, 1, "s"))
+
+    assert isinstance(served.send(step(1, -1, "e"))[0], ForwardError)
+    assert len(served.states) == served.states.size == 0
+
+
+@pytest.mark.parametrize(("flags", "found"), [("s", 7), ("e", None), ("", 12)])
+def test_a_step_that_cannot_be_read(flags: str, found: float | None) -> None:
+    """It begins and ends its sequence: no later step gets the state of an older sequence."""
+    served = accumulating()
+    served.send(step(1, 5, "s"))
+
+    served.states.skip(1, starts="s" in flags, ends="e" in flags)
+
+    (after,) = served.send(step(1, 7))
+    assert after == found if found else isinstance(after, InputError)
+
+
+def test_our_own_failure_ends_what_ends() -> None:
+    """Whatever is raised, a sequence whose last request came is gone."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "s"))
+    served.states._run_items = _fails
+
+    with pytest.raises(KeyboardInterrupt):
+        served.send(step(1, 1, "e"), step(2, 1))
+    assert len(served.states) == 1
+
+
+def _fails(items: Any, places: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+# --- whose memory it is --------------------------------------------------------------------------
+
+
+class Keeps(nn.Module):
+    """Returns its own buffer, and writes into what it is given."""
+
+    own: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("own", torch.zeros(1, 4))
+
+    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        total += x
+        if x.shape[0] > 1:
+            return {"y": total, "sum": total}
+        self.own.copy_(total)
+        if bool((x == -1).any()):
+            raise ValueError
+        return {"y": self.own, "sum": self.own}
+
+
+def test_a_model_that_writes_where_it_should_not() -> None:
+    """A state is neither what the model holds nor what others began with, nor changed by errors."""
+    served = Served(config(kept(), retry_failed_batch=True), Keeps())
+
+    assert served.send(step(1, 1, "s")) == [1]
+    assert served.send(step(2, 10, "s")) == [10]
+    assert isinstance(served.send(step(1, -1))[0], ForwardError)
+    assert served.send(step(1, 1)) == [2]
+    assert served.send(step(3, 7, "s"), step(2, 10)) == [7, 20]
+    assert served.send(step(3, 7)) == [14]
+
+
+class Reuses(nn.Module):
+    """Returns views of memory of its own, which the next call uses again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory = torch.zeros(8, 4)
+
+    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        made = self._memory[: x.shape[0]].copy_(total + x)
+        return {"y": made, "sum": made}
+
+
+def test_a_model_that_uses_its_memory_again() -> None:
+    """Steps of one sequence in one batch keep their own answers and states."""
+    served = Served(config(kept()), Reuses())
+
+    assert served.send(step(1, 1, "s"), step(2, 10, "s"), step(1, 2), step(1, 3)) == [1, 10, 3, 6]
+    assert served.send(step(2, 10), step(1, 4)) == [20, 10]
+
+
+def _memory(served: Served) -> int:
+    """Bytes that states take, what is kept along with them included."""
+    values = [one.values["total"] for one in served.states._kept.values()]
+    stores = [one.untyped_storage() for one in values if isinstance(one, Tensor)]
+    return sum({one.data_ptr(): one.nbytes() for one in stores}.values())
+
+
+@pytest.mark.parametrize("width", [4, 1 << 15], ids=["small", "large"])
+def test_a_state_does_not_keep_its_batch(width: int) -> None:
+    """What is left of many sequences is the memory of few, and what is told is what they take."""
+    wide: Item = {"x": np.ones((1, width), dtype=np.float32)}
+    settings = config(
+        kept(dims=(width,)),
+        inputs=(build.spec(dims=(width,)),),
+        outputs=(build.spec("y", dims=(width,)),),
+    )
+    served = Served(settings, models.Accumulate())
+    for first in range(1, 201, 8):
+        names = range(first, first + 8)
+        served.states.run([Step(name, True, False, wide) for name in names])
+    assert served.states.size == 200 * width * 4
+
+    served.states.run([Step(name, False, True, wide) for name in range(2, 201)])
+    served.states.sweep()
+
+    assert served.states.size == width * 4
+    assert _memory(served) <= 64 * width * 4
+    assert _memory(served) == width * 4 or width == 4
+    (found,) = served.states.run([Step(1, False, True, wide)])
+    assert isinstance(found, dict)
+    assert torch.as_tensor(found["y"]).unique().tolist() == [2]
+
+
+def test_a_state_that_clients_see() -> None:
+    """What is also an output is told, alone and in a batch, and refused where it is not finite."""
+    served = Served(config(kept(("total", "y")), check_finite=True), models.Accumulate())
+
+    assert served.send(step(1, 1, "s")) == [1]
+    assert served.send(step(1, 1), step(2, 5, "s"), step(3, 7, "se")) == [2, 5, 7]
+    found = served.send(step(1, float("nan")), step(2, 5))
+    assert isinstance(found[0], OutputError)
+    assert found[1] == 10
+    assert served.send(step(1, 1), step(2, 5)) == [3, 15]
+
+
+class Shapes(nn.Module):
+    """A state of as many columns as the input says, and of another type when it is negative."""
+
+    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
+        before = 0 if total is None else total[:, :1].double()
+        made = (before + x[:, :1].double().abs()).expand(-1, int(x[0, 1]))
+        return {"y": made[:, :1].float(), "sum": made if x[0, 0] < 0 else made.float()}
+
+
+def _shaped(name: int, value: float, width: int, flags: str = "") -> Step:
+    row = np.array([[value, width]], dtype=np.float32)
+    return Step(name, "s" in flags, "e" in flags, {"x": row})
+
+
+def test_states_that_change_their_form() -> None:
+    """A state may take another shape or type at any step, and come back to what it was."""
+    settings = config(
+        State("total", "sum"),
+        inputs=(build.spec("x", dims=(2,)),),
+        outputs=(build.spec("y", dims=(1,)),),
+    )
+    served = Served(settings, Shapes())
+    for name in (1, 2, 3):
+        assert served.send(_shaped(name, name, 4, "s")) == [name]
+    assert served.send(*(_shaped(name, name, 4) for name in (1, 2, 3))) == [2, 4, 6]
+    assert served.states.size == 3 * 16
+    assert served.send(_shaped(1, 1, 8)) == [3]
+    assert served.send(_shaped(2, -2, 4)) == [6]
+    assert served.states.size == 32 + 32 + 16
+    assert served.send(*(_shaped(name, name, 4) for name in (1, 3))) == [4, 9]
+    assert served.send(*(_shaped(name, name, 4) for name in (1, 2, 3))) == [5, 8, 12]
+    assert served.states.size == 3 * 16
+    assert served.send(*(_shaped(name, name, 4, "e") for name in (1, 2, 3))) == [6, 10, 15]
+    assert served.states.size == 0
+
+
+def test_states_that_are_replaced_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a batch's states cannot be written, its sequences are over: none has half of one."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "s"), step(3, 1, "s"))
+
+    def fails(*_: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "write", fails)
+        with pytest.raises(MemoryError):
+            served.send(step(1, 1), step(2, 1))
+
+    found = served.send(step(1, 1), step(2, 1), step(3, 1))
+    assert [type(one) for one in found[:2]] == [InputError, InputError]
+    assert found[2] == 2
+    assert served.states.size == 16
+
+
+# --- kinds of states ---------------------------------------------------------------------------
+
+
+def test_states_that_grow() -> None:
+    """Sequences of different lengths are called apart, and each keeps its own."""
+    settings = config(
+        kept(("past", "RESULT[1]"), dims=(-1,), initial=Initial((0,))),
+        inputs=(build.spec("x", dims=(1,)),),
+        outputs=(build.spec("RESULT[0]", dims=(1,)),),
+    )
+    served = Served(settings, models.Cache())
+
+    def send(*steps: tuple[int, float, str]) -> list[float]:
+        made = served.states.run(
+            [
+                Step(name, "s" in flags, "e" in flags, {"x": np.full((1, 1), value, np.float32)})
+                for name, value, flags in steps
+            ]
+        )
+        return [float(one["RESULT[0]"][0, 0]) for one in made if isinstance(one, dict)]
+
+    assert send((1, 1, "s")) == [1]
+    assert send((1, 1, ""), (2, 5, "s")) == [3, 5]
+    assert send((1, 1, ""), (2, 5, "")) == [6, 11]
+    assert served.states.size == (3 + 2) * 4
+    assert send((1, 1, "e"), (2, 5, "e")) == [10, 18]
+    assert served.states.size == 0
+
+
+def test_states_of_strings() -> None:
+    """Strings are kept as requests bring them."""
+    settings = config(
+        kept(("pages", "new_pages"), "BYTES", (1,)),
+        inputs=(build.spec("words", "BYTES", (1,)),),
+        outputs=(build.spec("y", "BYTES", (1,)),),
+    )
+    served = Served(settings, models.Journal())
+
+    def send(*steps: tuple[str, str, str]) -> list[Any]:
+        made = served.states.run(
+            [
+                Step(
+                    name,
+                    "s" in flags,
+                    "e" in flags,
+                    {"words": np.array([[word.encode()]], dtype=np.object_)},
+                )
+                for name, word, flags in steps
+            ]
+        )
+        return [one["y"].tolist() for one in made if isinstance(one, dict)]
+
+    assert send(("a", "é", "s"), ("b", "1", "s")) == [[["é"]], [["1"]]]
+    assert send(("b", "2", ""), ("a", "t", "")) == [[["12"]], [["ét"]]]
+    assert served.states.size == 2 + 3
+
+
+def test_states_by_option() -> None:
+    """What STATE names is left out at first, and of whatever type and shape the model returns."""
+    pairs = (State("KWARGS[state][0]", "RESULT[1][0]"), State("KWARGS[state][1]", "RESULT[1][1]"))
+    served = Served(config(*pairs), models.Remembers())
+
+    assert served.send(step(1, 1, "s")) == [2]
+    assert served.send(step(1, 1), step(2, 10, "s")) == [6, 20]
+    assert served.send(step(1, 1), step(2, 10)) == [12, 60]
+    assert served.states.size == 2 * (4 * 4 + 2 * 8)
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ("None", "the state 'RESULT[1]' is a NoneType; expected a dense tensor"),
+        ("x.sum()", "the state 'RESULT[1]' is float32 []; expected a dense tensor"),
+        ("torch.cat([x, x])", "output 'RESULT[1]' has 2 rows for a batch of 1"),
+        ("x.to('meta')", "the state 'RESULT[1]' is a tensor on the device meta"),
+    ],
+)
+def test_what_is_no_state(value: str, says: str) -> None:
+    """What STATE names must be a tensor with a row for each request, in every step."""
+    module = _Returns(value)
+    served = Served(config(State("state", "RESULT[1]")), module)
+    served.send(step(2, 1, "s"))
+    module.wrong = True
+
+    (found,) = served.send(step(1, 1, "s"))
+
+    assert says in str(found)
+
+
+class _Returns(nn.Module):
+    def __init__(self, value: str) -> None:
+        super().__init__()
+        self.value, self.wrong = value, False
+
+    def forward(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Any]:
+        return x, eval(self.value) if self.wrong else x
+
+
+# --- before READY ------------------------------------------------------------------------------
+
+
+def test_the_warm_up_goes_on_from_its_first_steps() -> None:
+    """Batches of first steps, and of steps that follow them with what those returned."""
+    module = _Sums()
+    seen: list[tuple[int, bool]] = []
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append((args[0].shape[0], len(args) + len(kwargs) > 1)),
+        with_kwargs=True,
+    )
+    made = engine(config(State("total", "sum"), max_batch_size=2), module)
+
+    warmup.run(made)
+
+    assert seen == [
+        (rows, follows) for rows in (2, 1) for follows in (False, True) for _ in range(3)
+    ]
+
+
+@pytest.mark.parametrize("carried", [False, True], ids=["state", "option"])
+def test_compiled_steps(carried: bool, dynamo: None, caplog: pytest.LogCaptureFixture) -> None:
+    """What is compiled before READY does for first steps and for those that follow."""
+    state = State("total", "sum") if carried else kept()
+    how: dict[str, Any] = {"torch_compile_optional_parameters": {"backend": "eager"}}
+    served = Served(config(state, **how), _Plain())
+    with torch.inference_mode():  # as the adapter does
+        warmup.run(served.engine)
+        for rows in (1, 2, 5, 8):
+            names = range(1, rows + 1)
+            assert served.send(*(step(name, name, "s") for name in names)) == list(names)
+            assert served.send(*(step(name, name, "e") for name in names)) == [2 * n for n in names]
+    assert not [one for one in caplog.records if one.name.startswith("torch_py_backend")]
+
+
+class _Plain(nn.Module):
+    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
+        total = x if total is None else total + x
+        return {"y": total, "sum": total}
+
+
+def test_buckets_fill_up_with_states() -> None:
+    """Rows that only fill a bucket are nobody's state."""
+    served = accumulating(batch_buckets=(4, 8))
+
+    assert served.send(*(step(name, name, "s") for name in (1, 2, 3))) == [1, 2, 3]
+    assert served.send(step(2, 5), step(3, 5)) == [7, 8]
+    assert served.send(step(1, 1)) == [2]
+
+
+def test_samples_are_first_steps() -> None:
+    """What is made up for a model has its initial states, and controls that say one step."""
+    settings = config(kept(dims=(-1, 2), initial=Initial((0, 2))), controls=_CONTROLS)
+    found = sample_inputs.item(
+        state_store.bound(settings, introspection.of_function(_takes_total)), 3
+    )
+
+    assert {name: (tuple(value.shape), str(value.dtype)) for name, value in found.items()} == {
+        "x": ((3, 4), "torch.float32"),
+        "total": ((3, 0, 2), "torch.float32"),
+        "READY": ((3, 1), "torch.float32"),
+    }
+    assert torch.equal(torch.as_tensor(found["READY"]), torch.ones(3, 1))
+
+
+def _takes_total(x: Tensor, total: Tensor, READY: Tensor) -> Tensor:
+    return x
+
+
+# --- controls ----------------------------------------------------------------------------------
+
+_CONTROLS = [
+    Control(name, dtypes.from_triton(dtype))
+    for name, dtype in (("START", "INT32"), ("READY", "FP32"), ("CORRID", "UINT64"))
+]
+
+
+def _takes_all(x: Tensor, CORRID: Tensor, START: Tensor, READY: Tensor) -> Tensor:
+    return x
+
+
+def _takes_one(x: Tensor, READY: Tensor) -> Tensor:
+    return x
+
+
+def _takes_none(x: Tensor) -> Tensor:
+    return x
+
+
+def _takes_dict(inputs: dict[str, Tensor]) -> Tensor:
+    return inputs["x"]
+
+
+def _takes_names(x: Tensor, **others: Tensor) -> Tensor:
+    return x
+
+
+def _takes_list(tensors: list[Tensor]) -> Tensor:
+    return tensors[0]
+
+
+@pytest.mark.parametrize(
+    ("function", "taken"),
+    [
+        (_takes_all, ["START", "READY", "CORRID"]),
+        (_takes_one, ["READY"]),
+        (_takes_none, []),
+        (_takes_dict, ["START", "READY", "CORRID"]),
+        (_takes_names, ["START", "READY", "CORRID"]),
+        (_takes_list, []),
+    ],
+)
+def test_controls_are_taken_by_name(function: Callable[..., Any], taken: list[str]) -> None:
+    """A control that forward() has an argument for is passed; others are Triton's affair."""
+    settings = config(controls=_CONTROLS)
+
+    found = state_store.bound(settings, introspection.of_function(function))
+
+    assert [one.name for one in found.inputs if one.origin is Origin.CONTROL] == taken
+    assert all(one.dims == (1,) for one in found.inputs if one.origin is Origin.CONTROL)
+
+
+def test_controls_by_number() -> None:
+    """LibTorch's names are the numbers of arguments."""
+    numbered = [Control(f"{one.name}__{place}", one.dtype) for place, one in enumerate(_CONTROLS)]
+    settings = config(controls=numbered[1:])
+
+    found = state_store.bound(settings, introspection.of_function(_takes_one))
+
+    assert [one.name for one in found.inputs] == ["x", "READY__1"]
+
+
+# --- memory ------------------------------------------------------------------------------------
+
+
+class Doubles(nn.Module):
+    """A state that is twice as large after each step."""
+
+    def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
+        return {"y": x, "sum": torch.cat([total, total], dim=1)}
+
+
+def doubling(limit: int | None) -> Served:
+    state = kept(dims=(-1,), initial=Initial((1 << 17,)))  # half a megabyte
+    return Served(config(state, sequence_memory_mb=limit), Doubles())
+
+
+def test_memory_is_limited() -> None:
+    """A step whose state would be too much is refused with the figures; its state stays."""
+    served = doubling(3)
+    assert served.send(step(1, 1, "s"), step(2, 2, "s")) == [1, 2]
+    assert served.states.size == 2 << 20
+
+    assert served.send(step(1, 1)) == [1]
+    (found,) = served.send(step(2, 2))
+
+    assert str(found) == (
+        "model 'digits': with the new state of sequence 2, 2 sequences would take 4.0 MB; expected"
+        " at most 3 MB, SEQUENCE_MEMORY_MB. The state before this request stays. Try again when"
+        " others have ended."
+    )
+    assert found.code == "UNAVAILABLE"
+    assert served.states.size == 3 << 20
+    served.send(step(1, 1, "e"))
+    assert served.send(step(2, 2)) == [2]
+    assert served.states.size == 2 << 20
+
+
+def test_what_memory_refuses_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has one line of it in a minute, with how many steps that were."""
+    served = doubling(1)
+    served.send(step(1, 1, "s"))
+
+    served.send(step(1, 1), *(step(name, 1, "s") for name in (2, 3)))
+    served.clock.now += 59
+    served.send(step(1, 1))
+    assert [line.levelname for line in caplog.records] == ["WARNING"]
+    assert caplog.messages[0].startswith("model 'digits': with the new state of sequence 1, ")
+    assert caplog.messages[0].endswith(" since the model was loaded: 1.")
+
+    served.clock.now += 1
+    served.send(step(1, 1))
+    assert len(caplog.messages) == 2
+    assert caplog.messages[1].endswith(": 5.")
+
+
+def test_memory_without_a_limit() -> None:
+    """Unset, there is none."""
+    served = doubling(None)
+    served.send(step(1, 1, "s"))
+    for _ in range(4):
+        assert served.send(step(1, 1)) == [1]
+    assert served.states.size == 16 << 20
+
+
+def test_the_last_step_needs_no_memory() -> None:
+    """What it returns is kept for nobody."""
+    served = doubling(1)
+    served.send(step(1, 1, "s"))
+
+    assert served.send(step(1, 1, "e")) == [1]
+
+
+def test_what_idles_makes_room() -> None:
+    """Before a step is refused, what Triton has forgotten is freed."""
+    served = doubling(2)
+    served.send(step(1, 1, "s"), step(2, 2, "s"))
+    served.clock.now += _FORGOTTEN_S
+
+    assert served.send(step(3, 3, "s")) == [3]
+    assert len(served.states) == 1
+
+
+# --- idle sequences ------------------------------------------------------------------------------
+
+
+def test_what_idles_is_freed() -> None:
+    """After the idle time, with nothing else going on, the state is gone."""
+    served = accumulating()
+    served.send(step(1, 1, "s"))
+    served.clock.now += IDLE_S
+    served.states.sweep()
+    assert len(served.states) == 1
+
+    served.clock.now += _FORGOTTEN_S - IDLE_S
+    served.states.sweep()
+
+    assert len(served.states) == served.states.size == 0
+    assert isinstance(served.send(step(1, 1))[0], InputError)
+
+
+def test_what_may_still_wait_is_not_freed() -> None:
+    """A request that came in time may wait in Triton's queue while others are run."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "s"))
+    for _ in range(20):  # without a pause
+        served.clock.now += 0.5
+        served.send(step(2, 1))
+    served.states.sweep()
+
+    assert served.send(step(1, 1)) == [2]
+
+
+def test_what_cannot_wait_any_more_is_freed() -> None:
+    """As many requests as the queue can hold were run since: none of its own is among them."""
+    served = accumulating()
+    served.send(step(1, 1, "s"), step(2, 1, "s"))
+    for _ in range(20):
+        served.clock.now += 0.5
+        served.send(step(2, 1))
+    served.states.sweep()
+    for _ in range(SLOTS + 8 + 1):
+        served.send(step(2, 1))
+    served.states.sweep()
+
+    assert len(served.states) == 1
+
+
+def test_a_batch_keeps_the_sweep_waiting() -> None:
+    """What is freed from beside waits for no batch, and disturbs none."""
+    served = accumulating()
+    run = served.states._run_items
+
+    def swept(items: Any, places: Any) -> Any:
+        served.clock.now += 10 * _FORGOTTEN_S
+        served.states.sweep()
+        return run(items, places)
+
+    served.send(step(1, 1, "s"))
+    served.states._run_items = swept
+    assert served.send(step(1, 1)) == [2]
+
+
+# --- whatever happens --------------------------------------------------------------------------
+
+_NAMES: st.SearchStrategy[int | str] = st.sampled_from([1, 2, 3, "1", "2", 2**63 + 1])
+_STEPS = st.builds(
+    step,
+    _NAMES,
+    st.sampled_from([1.0, 2.0, 3.0, -1.0]),  # -1 fails
+    st.sampled_from(["", "", "", "s", "s", "e", "se"]),
+)
+_EVENTS = st.lists(
+    st.lists(_STEPS, min_size=1, max_size=6) | st.just("wait") | st.just("sweep"), max_size=20
+)
+
+
+@given(_EVENTS, st.booleans())
+def test_no_state_leaks(events: list[list[Step] | str], carried: bool) -> None:
+    """In whatever order sequences begin, go on, fail, end and idle, each sums up its own steps."""
+    state = State("total", "sum") if carried else kept()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_pool, "_LEAST", 1)  # so that tables grow and shrink all the time
+        _play(events, Served(config(state), _Sums() if carried else models.Accumulate()))
+
+
+def _play(events: list[list[Step] | str], served: Served) -> None:
+    totals: dict[int | str, float] = {}
+    used: dict[int | str, float] = {}
+    sent = served.clock.now
+    for event in events:
+        if isinstance(event, list):
+            sent = served.clock.now
+            for one, found in zip(event, served.send(*event), strict=True):
+                _compare(totals, one, found)
+                used[one.id] = sent
+        elif event == "wait":
+            served.clock.now += _FORGOTTEN_S
+        else:
+            served.states.sweep()
+            forgotten = {name for name in totals if served.clock.now - used[name] > IDLE_S + 1}
+            freed = totals.keys() - served.states._kept.keys()
+            assert freed <= forgotten
+            assert freed == forgotten or sent == served.clock.now
+            totals = {name: total for name, total in totals.items() if name not in freed}
+        assert served.states._kept.keys() == totals.keys()
+        assert served.states.size == sum(one.size for one in served.states._kept.values())
+
+
+class _Sums(nn.Module):
+    def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
+        if bool((x == -1).any()):
+            raise ValueError("no -1")
+        total = x if total is None else total + x
+        return {"y": total, "sum": total}
+
+
+def _compare(totals: dict[int | str, float], one: Step, found: Any) -> None:
+    """What a plain dict says of a step."""
+    value = float(np.asarray(one.item["x"])[0, 0])
+    if one.starts:
+        totals[one.id] = 0
+    if one.id not in totals:
+        assert isinstance(found, InputError)
+    elif value == -1:
+        assert isinstance(found, ForwardError)
+    else:
+        totals[one.id] += value
+        assert found == totals[one.id]
+    if one.ends:
+        totals.pop(one.id, None)

@@ -1,0 +1,132 @@
+"""A config becomes an engine, or nothing stays of what was loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import build
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.threads import Threads
+from torch_py_backend.startup import builder
+
+_NET = """
+from torch import nn
+
+class Net(nn.Module):
+    def forward(self, x):
+        return x + 1
+"""
+
+
+def _build(config: ModelConfig) -> Any:
+    return builder.build(config, Threads(torch.get_num_threads(), torch.get_num_interop_threads()))
+
+
+@pytest.mark.parametrize(
+    ("options", "parts"),
+    [
+        (
+            {},
+            "inference mode on; JIT switches unset; torch.compile off; warm-up on",
+        ),
+        (
+            {
+                "inference_mode": False,
+                "enable_jit_executor": False,
+                "torch_compile_optional_parameters": {},
+                "optimize": ("channels_last", "bf16"),
+                "warmup": False,
+            },
+            (
+                "inference mode off; JIT switches ENABLE_JIT_EXECUTOR off; torch.compile {};"
+                " OPTIMIZE channels_last, bf16; warm-up off"
+            ),
+        ),
+    ],
+    ids=["defaults", "options"],
+)
+@pytest.mark.usefixtures("process", "dynamo")
+def test_what_took_effect(options: dict[str, Any], parts: str, tmp_path: Path) -> None:
+    """One line names the artifact, the device, the threads and the switches of an instance."""
+    build.write(tmp_path, "model.py", _NET)
+    made = _build(build.config(tmp_path, **options))
+
+    assert builder.in_effect(made, Threads(2, 3)) == (
+        "model 'digits': instance digits_0_0 serves model.py (Python source and weights) on cpu;"
+        f" threads 2 intra-op, 3 inter-op; {parts}."
+    )
+
+
+def test_what_lies_in_the_folder_is_served(tmp_path: Path) -> None:
+    """The artifact of the version folder answers."""
+    build.write(tmp_path, "model.py", _NET)
+
+    (outcome,) = _build(build.config(tmp_path)).run([{"x": torch.zeros(1, 4)}])
+
+    assert outcome["y"].tolist() == [[1.0] * 4]
+
+
+class Echo(nn.Module):
+    """Strings in every place where TorchScript may have them."""
+
+    def forward(
+        self, x: list[str], n: int = 2
+    ) -> tuple[list[str], torch.Tensor, str, list[list[str]]]:
+        lengths = torch.tensor([len(text) for text in x])
+        return [text + "!" for text in x], lengths, str(n), [[text, text] for text in x]
+
+    @torch.jit.export
+    def shout(self, x: list[str]) -> list[str]:
+        return [text + "?" for text in x]
+
+
+OUTPUTS = (
+    build.spec("OUTPUT__0", "BYTES", (1,)),
+    build.spec("OUTPUT__1", "INT64", (1,)),
+    build.spec("OUTPUT__3", "BYTES", (2,)),
+)
+
+
+@pytest.mark.parametrize("optimize", [(), ("freeze",)], ids=["plain", "frozen"])
+@pytest.mark.parametrize("first", [b"text", b"\xff\x00x"], ids=["UTF-8", "other bytes"])
+def test_torchscript_passes_bytes_on(
+    tmp_path: Path, first: bytes, optimize: tuple[str, ...]
+) -> None:
+    """What is not UTF-8 reaches TorchScript as it came, and comes back as the model returns it."""
+    (tmp_path / "1").mkdir()
+    torch.jit.script(Echo().eval()).save(tmp_path / "1" / "model.pt")
+    inputs = (build.spec("x", "BYTES", (1,)),)
+    settings = build.config(tmp_path, inputs=inputs, outputs=OUTPUTS, optimize=optimize)
+    sent = np.array([[first], ["é".encode()]], dtype=np.object_)
+    engine = _build(settings)
+    module: Any = engine.callee.module
+    assert module.original_name == "Echo"  # hooks may use what the module has
+
+    for _ in range(2):
+        (outcome,) = engine.run([{"x": sent}])
+
+        assert _bytes(outcome["OUTPUT__0"]) == [first + b"!", "é!".encode()]
+        assert outcome["OUTPUT__1"].flatten().tolist() == [len(first), 2]
+        assert _bytes(outcome["OUTPUT__3"]) == [first, first, "é".encode(), "é".encode()]
+
+
+def test_other_methods_of_torchscript_take_bytes(tmp_path: Path) -> None:
+    """The method that METHOD names is called with them, and no other."""
+    (tmp_path / "1").mkdir()
+    torch.jit.script(Echo().eval()).save(tmp_path / "1" / "model.pt")
+    specs = {"inputs": (build.spec("x", "BYTES", (1,)),), "outputs": OUTPUTS[:1]}
+    sent = np.array([[b"\xff"]], dtype=np.object_)
+
+    (outcome,) = _build(build.config(tmp_path, method="shout", **specs)).run([{"x": sent}])
+
+    assert _bytes(outcome["OUTPUT__0"]) == [b"\xff?"]
+
+
+def _bytes(strings: Any) -> list[bytes]:
+    return [one if isinstance(one, bytes) else one.encode() for one in strings.flatten().tolist()]

@@ -1,0 +1,230 @@
+"""Continuous batching: the steps of live streams are one call."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from streamed import Kept, engine, item
+from torch import Tensor
+
+from torch_py_backend.batching.gather_scatter import Value
+from torch_py_backend.errors import ForwardError, OutOfMemoryError, OutputError
+from torch_py_backend.streaming import continuous_batching
+from torch_py_backend.streaming.streams import Streams
+
+State = tuple[Tensor, int]
+
+
+class Counter:
+    """Counts up from x, so many times; keeps how many streams each step had."""
+
+    def __init__(self, count: int = 3, *, fails_at: float = 1e9, most: int = 1000) -> None:
+        self.sizes: list[int] = []
+        self._count, self._fails_at, self._most = count, fails_at, most
+
+    def begin(self, x: Tensor) -> State:
+        return x, self._count
+
+    def step(self, states: list[State]) -> list[tuple[State | None, Tensor]]:
+        self.sizes.append(len(states))
+        if len(states) > self._most:
+            raise MemoryError
+        if any(float(value) >= self._fails_at for value, _ in states):
+            raise ValueError("too much")
+        return [((value + 1, left - 1) if left > 1 else None, value) for value, left in states]
+
+
+def _run(model: Any, *pairs: tuple[Any, Kept], **overrides: Any) -> Streams:
+    streams = Streams(engine(model.begin, model.step, **overrides))
+
+    async def together() -> None:
+        await asyncio.gather(*(streams.run(*pair) for pair in pairs))
+
+    asyncio.run(together())
+    assert streams.live == 0
+    assert all(kept.ends == 1 for _, kept in pairs)
+    return streams
+
+
+def _kept(count: int) -> list[tuple[Any, Kept]]:
+    return [(item(10.0 * number), Kept()) for number in range(count)]
+
+
+def test_live_streams_share_a_step() -> None:
+    """Streams that are live together are stepped together, and each gets its own values."""
+    model, pairs = Counter(), _kept(5)
+    streams = _run(model, *pairs)
+    for sent, kept in pairs:
+        start = float(sent["x"])
+        assert kept.values == [[[start]], [[start + 1]], [[start + 2]]]
+        assert kept.error is None
+    assert model.sizes == [5, 5, 5]
+    assert streams.steps is not None
+    assert (streams.steps.calls, streams.steps.streams) == (3, 15)
+
+
+def test_streams_of_different_lengths() -> None:
+    """A stream that ends leaves the step to the others; one that comes later joins them."""
+    model = Counter(4)
+    streams = Streams(engine(model.begin, model.step))
+    late = Kept()
+
+    class Early(Kept):
+        """Another stream begins with its first response."""
+
+        def take(self, outcome: dict[str, Value], *, last: bool) -> None:
+            super().take(outcome, last=last)
+            if len(self.values) == 1:
+                others.append(asyncio.create_task(streams.run(item(10), late)))
+
+    others: list[asyncio.Task[None]] = []
+    early = Early(leaves_after=3)
+
+    async def one_after_the_other() -> None:
+        await streams.run(item(0), early)
+        await asyncio.gather(*others)
+
+    asyncio.run(one_after_the_other())
+    assert len(early.values) == 3
+    assert len(late.values) == 4
+    assert model.sizes == [1, 1, 2, 1, 1, 1]
+
+
+def test_only_the_guilty_streams_end() -> None:
+    """A step that fails is run in halves: who is at fault ends, the others miss nothing."""
+    model, pairs = Counter(fails_at=30), _kept(4)  # 0, 10, 20 and the guilty 30
+    _run(model, *pairs)
+    for _, kept in pairs[:3]:
+        assert len(kept.values) == 3
+        assert kept.error is None
+    assert isinstance(pairs[3][1].error, ForwardError)
+    assert "ValueError: too much" in pairs[3][1].text
+    assert pairs[3][1].values == []
+
+
+@pytest.mark.parametrize(
+    "limits", [{}, {"fails_at": 30}, {"most": 2}], ids=["one step", "halves", "out of memory"]
+)
+def test_a_model_that_uses_its_memory_again(limits: dict[str, float]) -> None:
+    """Streams get their own values where another call comes before they are sent."""
+
+    class Reuses(Counter):
+        memory = torch.zeros(8, 1, 1)
+
+        def begin(self, x: Tensor) -> State:
+            self.memory[:] = -1  # as a new stream begins, others have not been sent yet
+            return super().begin(x)
+
+        def step(self, states: list[State]) -> list[tuple[State | None, Tensor]]:
+            pairs = super().step(states)
+            for place, (_, value) in enumerate(pairs):
+                self.memory[place] = value
+            return [(state, self.memory[place]) for place, (state, _) in enumerate(pairs)]
+
+    pairs = _kept(4)
+    _run(Reuses(**limits), *pairs)  # type: ignore[arg-type]
+    for number, (_, kept) in enumerate(pairs):
+        start = 10.0 * number
+        guilty = start >= limits.get("fails_at", 1e9)
+        assert kept.values == ([] if guilty else [[[start]], [[start + 1]], [[start + 2]]])
+
+
+def test_without_a_second_try() -> None:
+    """RETRY_FAILED_BATCH=false: a step that fails ends all its streams."""
+    model, pairs = Counter(fails_at=30), _kept(4)
+    _run(model, *pairs, retry_failed_batch=False)
+    assert all(isinstance(kept.error, ForwardError) for _, kept in pairs)
+    assert model.sizes == [4]
+
+
+def test_memory_that_runs_out() -> None:
+    """Steps become smaller where memory does not suffice for all, and stay so."""
+    model, pairs = Counter(3, most=2), _kept(8)
+    _run(model, *pairs)
+    assert all(kept.error is None and len(kept.values) == 3 for _, kept in pairs)
+    assert model.sizes.count(8) == 1
+
+
+def test_memory_that_suffices_for_none() -> None:
+    """Where not even one stream fits, each is told so."""
+    model, pairs = Counter(most=0), _kept(2)
+    _run(model, *pairs)
+    assert all(isinstance(kept.error, OutOfMemoryError) for _, kept in pairs)
+
+
+class Silent:
+    """Has a response in every second step, ends without one, and may have none at all."""
+
+    def begin(self, x: Tensor) -> int | None:
+        return int(x) or None
+
+    def step(self, states: list[int]) -> list[tuple[int | None, Tensor | None]]:
+        return [
+            (one - 1 or None, torch.full((1, 1), float(one)) if one % 2 == 0 else None)
+            for one in states
+        ]
+
+
+@pytest.mark.parametrize(("start", "values"), [(5.0, [4.0, 2.0]), (1.0, []), (0.0, [])])
+def test_steps_without_a_response(start: float, values: list[float]) -> None:
+    """None in place of outputs is no response; None in place of a state is the end."""
+    kept = Kept()
+    _run(Silent(), (item(start), kept))
+    assert kept.values == [[[one]] for one in values]
+    assert kept.error is None
+
+
+def test_a_response_that_is_wrong() -> None:
+    """Outputs that the config contradicts end their own stream."""
+
+    class Wrong(Counter):
+        def step(self, states: list[State]) -> list[tuple[State | None, Tensor]]:
+            return [
+                (state, torch.ones(2, 1) if float(value) == 12 else value)
+                for state, value in super().step(states)
+            ]
+
+    pairs = _kept(3)
+    _run(Wrong(), *pairs)
+    assert pairs[0][1].error is None
+    assert len(pairs[1][1].values) == 2
+    assert "has 2 rows for a batch of 1" in str(pairs[1][1].error)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"),
+    [
+        (None, "step() returned a NoneType"),
+        ([], "step() returned 0 entries for 1 streams"),
+        ([torch.ones(1)], "step() returned a Tensor for a stream"),
+        ([(None, None, None)], "step() returned a tuple for a stream"),
+        (torch.ones(1, 2), "step() returned a Tensor"),
+    ],
+    ids=["none", "empty", "no-pair", "triple", "tensor"],
+)
+def test_what_step_must_return(returned: Any, said: str) -> None:
+    """A pair for each stream, or an error that says what came."""
+
+    class Odd:
+        def begin(self, x: Tensor) -> Tensor:
+            return x
+
+        def step(self, states: list[Tensor]) -> Any:
+            return returned
+
+    kept = Kept()
+    _run(Odd(), (item(1), kept))
+    assert isinstance(kept.error, OutputError)
+    assert said in str(kept.error)
+
+
+def test_first() -> None:
+    """The first outputs tell what a model gives: of the first step that has some."""
+    model = Silent()
+    assert float(continuous_batching.first("digits", model.step, 5, 10)) == 4
+    for state in (1, None):
+        with pytest.raises(OutputError, match="without a response"):
+            continuous_batching.first("digits", model.step, state, 10)

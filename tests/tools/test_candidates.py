@@ -1,0 +1,163 @@
+"""Which settings are tried: what makes sense for the model, the machine and the user."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.config import options
+from torch_py_backend.tools import candidates
+from torch_py_backend.tools.candidates import AS_CONFIGURED, Allowed, Candidate, Facts
+
+_FACTS = Facts(Kind.MODULE, images=False, gpu=False, batched=True, cores=4, memory_mb=1000)
+_CURRENT = Candidate(AS_CONFIGURED, {})
+
+
+def _screen(allowed: Allowed | None = None, **facts: Any) -> list[str]:
+    known = dataclasses.replace(_FACTS, **facts)
+    return [one.title for one in candidates.screen(known, allowed or Allowed(), _CURRENT)]
+
+
+@pytest.mark.parametrize(
+    ("facts", "titles"),
+    [
+        pytest.param({}, ["eager", "compile", "compile + freeze", "compile, buckets"], id="module"),
+        pytest.param(
+            {"batched": False}, ["eager", "compile", "compile + freeze"], id="without-batches"
+        ),
+        pytest.param(
+            {"images": True, "kind": Kind.EXPORTED},
+            [
+                "eager",
+                "channels_last",
+                "compile",
+                "compile + freeze",
+                "compile + channels_last",
+                "compile, buckets",
+            ],
+            id="images",
+        ),
+        pytest.param(
+            {"kind": Kind.TORCHSCRIPT, "images": True},
+            ["TorchScript", "freeze", "freeze + channels_last"],
+            id="torchscript",
+        ),
+        pytest.param({"kind": Kind.AOTI, "images": True, "gpu": True}, ["AOTInductor"], id="aoti"),
+        pytest.param(
+            {"gpu": True},
+            [
+                "eager",
+                "cuda_graphs",
+                "compile",
+                "compile + freeze",
+                "compile, buckets",
+                "compile + cuda_graphs",
+            ],
+            id="gpu",
+        ),
+    ],
+)
+def test_screened(facts: dict[str, Any], titles: list[str]) -> None:
+    """The current settings come first, then every runtime that the artifact can have."""
+    assert _screen(**facts) == [AS_CONFIGURED, *titles]
+
+
+def test_divided_models_run_eagerly() -> None:
+    """With DEVICE_MAP nothing else is tried: the config would refuse it."""
+    found = _screen(Allowed(reduced_precision=True), images=True, gpu=True, divided=True)
+    assert found == [AS_CONFIGURED, "eager"]
+
+
+@pytest.mark.parametrize("kind", Kind)
+def test_reduced_precision_only_when_asked(kind: Kind) -> None:
+    """No 16-bit type is tried by itself; fp16 only on a GPU; none on compiled packages."""
+    assert not any("16" in title for title in _screen(kind=kind, gpu=True))
+    on_cpu = _screen(Allowed(reduced_precision=True), kind=kind)
+    on_gpu = _screen(Allowed(reduced_precision=True), kind=kind, gpu=True)
+    assert any("bf16" in title for title in on_cpu) == (kind is not Kind.AOTI)
+    assert not any("fp16" in title.split() for title in on_cpu)
+    assert ("fp16" in on_gpu) == (kind is not Kind.AOTI)
+
+
+def test_current_settings_under_their_own_name() -> None:
+    """What config.pbtxt has is tried once, under the runtime's name where it has one."""
+    current = Candidate(AS_CONFIGURED, {"NUM_THREADS": "2"})
+    found = candidates.screen(_FACTS, Allowed(), current)
+    assert [one.title for one in found].count("eager") == 1
+    assert found[0].title == "eager"
+
+
+def test_values_are_accepted() -> None:
+    """Every value that may be written is one that the parameter takes."""
+    known = {row.key for row in options.TABLE}
+    for kind in Kind:
+        facts = dataclasses.replace(_FACTS, kind=kind, gpu=True, images=True)
+        for one in candidates.screen(facts, Allowed(reduced_precision=True), _CURRENT):
+            given = {key: {"string_value": one.parameters[key]} for key in one.parameters}
+            options.parse("digits", {key: given[key] for key in given.keys() & known})
+
+
+@pytest.mark.parametrize(
+    ("allowed", "facts", "shares"),
+    [
+        pytest.param(
+            Allowed(), {}, [(4, 1), (2, 1), (2, 2), (1, 1), (1, 4)], id="halves-of-the-cores"
+        ),
+        pytest.param(Allowed(), {"cores": 1}, [(1, 1)], id="one-core"),
+        pytest.param(Allowed(threads=(1, 3)), {}, [(1, 1), (1, 4), (3, 1)], id="threads"),
+        pytest.param(Allowed(instances=(2, 3)), {}, [(2, 2), (1, 2), (1, 3)], id="instances"),
+        pytest.param(Allowed(threads=(2,), instances=(2,)), {}, [(2, 2)], id="both"),
+        pytest.param(Allowed(), {"gpu": True, "cores": 2}, [(2, 1), (1, 1), (1, 2)], id="gpu"),
+        pytest.param(Allowed(), {"memory_mb": 250}, [(4, 1), (2, 1), (2, 2), (1, 1)], id="memory"),
+    ],
+)
+def test_spread(allowed: Allowed, facts: dict[str, Any], shares: list[tuple[int, int]]) -> None:
+    """Threads times instances never exceed the cores, nor instances the memory."""
+    best = [Candidate("eager", {"NUM_THREADS": "4"})]
+    found = candidates.spread(dataclasses.replace(_FACTS, **facts), allowed, best, {"eager": 100.0})
+    assert [(int(one.threads), one.instances) for one in found] == shares
+
+
+def test_only_the_best_two_are_spread() -> None:
+    """Runtimes that lost the screening are not tried further; the same one counts once."""
+    best = [
+        Candidate("a", {"OPTIMIZE": "freeze", "NUM_THREADS": "1"}),
+        Candidate("b", {"OPTIMIZE": "freeze", "NUM_THREADS": "2"}),
+        Candidate("c", {}),
+        Candidate("d", {"OPTIMIZE": "bf16"}),
+    ]
+    found = candidates.spread(_FACTS, Allowed(threads=(2,), instances=(1,)), best, {})
+    assert [one.title for one in found] == ["a", "c"]
+
+
+@pytest.mark.parametrize(
+    ("allowed", "says"),
+    [
+        (Allowed(), ""),
+        (Allowed(threads=(4,), instances=(1,)), ""),
+        (Allowed(threads=(4,), instances=(2,)), "--threads 4 and --instances 2 ask for more"),
+        (Allowed(threads=(8, 16)), "--threads 8,16 and --instances any"),
+        (Allowed(instances=(5,)), "--instances 5 ask for more than the 4 cores"),
+    ],
+)
+def test_contradiction(allowed: Allowed, says: str) -> None:
+    """What leaves nothing to try is said before anything is tried."""
+    assert says in candidates.contradiction(_FACTS, allowed)
+    assert bool(says) == bool(candidates.contradiction(_FACTS, allowed))
+
+
+def test_simplest() -> None:
+    """Fewer words in the parameters are simpler, then fewer instances; threads do not count."""
+    eager = Candidate("eager", {"NUM_THREADS": "4"})
+    more = Candidate("eager", {"NUM_THREADS": "1"}, 4)
+    frozen = Candidate("freeze", {"OPTIMIZE": "freeze"})
+    both = Candidate("both", {"OPTIMIZE": "freeze,bf16"})
+    assert sorted([both, frozen, more, eager], key=lambda one: one.complexity) == [
+        eager,
+        more,
+        frozen,
+        both,
+    ]

@@ -1,0 +1,215 @@
+"""config.pbtxt edited as text: these changes, and nothing else."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from torch_py_backend.config import pbtxt
+from torch_py_backend.errors import ConfigError
+from torch_py_backend.tools import config_editor
+
+_THREADS = 'parameters { key: "NUM_THREADS" value { string_value: "1" } }'
+_COMPILE = '{"dynamic": false, "mode": "default"}'
+
+
+@pytest.mark.parametrize(
+    ("written", "edited"),
+    [
+        pytest.param(
+            "", 'parameters { key: "NUM_THREADS" value { string_value: "4" } }\n', id="empty"
+        ),
+        pytest.param(
+            'backend: "pytorch_py"  # no line end',
+            'backend: "pytorch_py"  # no line end\n'
+            'parameters { key: "NUM_THREADS" value { string_value: "4" } }\n',
+            id="no-line-end",
+        ),
+        pytest.param(
+            f"# one line\n{_THREADS} # behind it\n",
+            '# one line\nparameters { key: "NUM_THREADS" value { string_value: "4" } }'
+            " # behind it\n",
+            id="one-line",
+        ),
+        pytest.param(
+            'parameters: {\n  key: "NUM_THREADS" # key\n  value: {\n    string_value: "1" # four\n'
+            "  }\n}\n",
+            'parameters: {\n  key: "NUM_THREADS" # key\n  value: {\n    string_value: "4" # four\n'
+            "  }\n}\n",
+            id="many-lines",
+        ),
+        pytest.param(
+            'parameters: [ { key: "A" value: { string_value: "NUM_THREADS" } },\n'
+            '  { key: "NUM_THREADS", value: { string_value: "1" } } ]\n',
+            'parameters: [ { key: "A" value: { string_value: "NUM_THREADS" } },\n'
+            '  { key: "NUM_THREADS", value: { string_value: "4" } } ]\n',
+            id="list",
+        ),
+        pytest.param(
+            "parameters < key: 'NUM_THREADS'; value < string_value: '1' \"2\" > >;\n",
+            "parameters < key: 'NUM_THREADS'; value < string_value: \"4\" > >;\n",
+            id="other-quotes-and-brackets",
+        ),
+        pytest.param(
+            'parameters{key:"NUM_THREADS"value{string_value:"1"}}',
+            'parameters{key:"NUM_THREADS"value{string_value:"4"}}',
+            id="dense",
+        ),
+        pytest.param(
+            '# parameters { key: "NUM_THREADS" value { string_value: "1" } }\n',
+            '# parameters { key: "NUM_THREADS" value { string_value: "1" } }\n'
+            'parameters { key: "NUM_THREADS" value { string_value: "4" } }\n',
+            id="in-a-comment",
+        ),
+        pytest.param(
+            'name: "{ # \\" [NUM_THREADS"\r\n',
+            'name: "{ # \\" [NUM_THREADS"\r\n'
+            'parameters { key: "NUM_THREADS" value { string_value: "4" } }\r\n',
+            id="brackets-in-a-string-and-crlf",
+        ),
+        pytest.param(
+            'parameters { key: "NUM_THREADS" }\n',
+            'parameters { key: "NUM_THREADS" value { string_value: "4" } }\n',
+            id="no-value",
+        ),
+        pytest.param(f"{_THREADS}\n{_THREADS}\n", None, id="twice"),
+        pytest.param(
+            'parameters { key: "INTRA_OP_THREAD_COUNT" value { string_value: "1" } }\n',
+            'parameters { key: "NUM_THREADS" value { string_value: "4" } }\n',
+            id="under-another-name",
+        ),
+        pytest.param('parameters: []\nbackend: "x"\n', None, id="empty-list"),
+        pytest.param(
+            'metric_tags { key: "NUM_THREADS" value: "1" }\n', None, id="key-of-something-else"
+        ),
+    ],
+)
+def test_set(written: str, edited: str | None) -> None:
+    """A parameter gets its value where it stands, or at the end; comments stay."""
+    made = config_editor.edit("digits", written, {"NUM_THREADS": "4"}, None)
+    assert edited is None or made == edited
+    assert pbtxt.parse("digits", made).parameters["NUM_THREADS"].string_value == "4"
+
+
+@pytest.mark.parametrize(
+    ("written", "edited"),
+    [
+        pytest.param(f"# a\n{_THREADS}\n# b\n", "# a\n# b\n", id="a-line"),
+        pytest.param(f"# a\n  {_THREADS}  # b\n", "# a\n    # b\n", id="before-a-comment"),
+        pytest.param(f'name: "n" {_THREADS}', 'name: "n" ', id="behind-another"),
+        pytest.param(
+            'parameters [ { key: "NUM_THREADS" value { string_value: "1" } } ]\n', "", id="a-list"
+        ),
+        pytest.param(
+            'parameters [\n  { key: "NUM_THREADS" value { string_value: "1" } },\n'
+            '  { key: "A" value { string_value: "1" } }\n]\n',
+            'parameters [\n  { key: "A" value { string_value: "1" } }\n]\n',
+            id="first-of-a-list",
+        ),
+        pytest.param(
+            'parameters [\n  { key: "A" value { string_value: "1" } }, # a\n'
+            '  { key: "NUM_THREADS" value { string_value: "1" } }\n]\n',
+            'parameters [\n  { key: "A" value { string_value: "1" } } # a\n]\n',
+            id="last-of-a-list",
+        ),
+        pytest.param(
+            'parameters [ { key: "NUM_THREADS" value { string_value: "1" } },'
+            ' { key: "A" value { string_value: "1" } },'
+            ' { key: "NUM_THREADS" value { string_value: "2" } },'
+            ' { key: "NUM_THREADS" value { string_value: "2" } } ]',
+            None,
+            id="around-another",
+        ),
+        pytest.param('name: "n"\n', 'name: "n"\n', id="absent"),
+    ],
+)
+def test_remove(written: str, edited: str | None) -> None:
+    """A parameter is taken out, and with it a line that was its own."""
+    made = config_editor.edit("digits", written, {"NUM_THREADS": None}, None)
+    assert edited is None or made == edited
+    assert "NUM_THREADS" not in pbtxt.parse("digits", made).parameters
+
+
+@pytest.mark.parametrize(
+    ("written", "instances", "edited"),
+    [
+        pytest.param("", 2, "instance_group [{ count: 2 }]\n", id="none"),
+        pytest.param("", 1, "", id="none-and-one"),
+        pytest.param("instance_group { }", 2, "instance_group { count: 2 }", id="without-a-count"),
+        pytest.param("instance_group { }", 1, "instance_group { }", id="one-is-the-default"),
+        pytest.param(
+            "instance_group [{ kind: KIND_GPU gpus: [ 0, 1 ] count: 1 }] # two",
+            3,
+            "instance_group [{ kind: KIND_GPU gpus: [ 0, 1 ] count: 3 }] # two",
+            id="list",
+        ),
+        pytest.param(
+            'instance_group: <count:7,kind:KIND_CPU>;name:"n"',
+            1,
+            'instance_group: <count:1,kind:KIND_CPU>;name:"n"',
+            id="dense",
+        ),
+        pytest.param(
+            "instance_group: [ ]",
+            2,
+            "instance_group: [ ]\ninstance_group [{ count: 2 }]\n",
+            id="empty",
+        ),
+    ],
+)
+def test_instances(written: str, instances: int, edited: str) -> None:
+    """The count is set where it stands; 1 is not written where it is the default."""
+    assert config_editor.edit("digits", written, {}, instances) == edited
+
+
+def test_nothing_to_change() -> None:
+    """A config that has the settings already is not touched."""
+    text = f"{_THREADS}\ninstance_group {{ count: 2 }}"
+    assert config_editor.edit("digits", text, {"NUM_THREADS": "1", "OPTIMIZE": None}, 2) == text
+
+
+@pytest.mark.parametrize("value", [_COMPILE, "", 'a "quoted\\" \\n', "größe", "line\nbreak", "'"])
+def test_values_survive(value: str) -> None:
+    """Any value comes out of Triton's parser as it went in."""
+    made = config_editor.edit(
+        "digits", _THREADS, {"TORCH_COMPILE_OPTIONAL_PARAMETERS": value}, None
+    )
+    parsed = pbtxt.parse("digits", made)
+    assert parsed.parameters["TORCH_COMPILE_OPTIONAL_PARAMETERS"].string_value == value
+
+
+def test_several_at_once() -> None:
+    """All changes of one choice together leave the rest of the document."""
+    rest = (
+        '# top\nmax_batch_size: 4 # rows\ninput [{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }]\n'
+    )
+    text = f"{rest}{_THREADS}\n" + _THREADS.replace("NUM_THREADS", "OPTIMIZE") + "\n"
+    made = config_editor.edit(
+        "digits",
+        text,
+        {"NUM_THREADS": "2", "OPTIMIZE": None, "BATCH_BUCKETS": "auto"},
+        2,
+    )
+    assert made.startswith(rest)
+    assert re.findall(r'key: "(\w+)"', made) == ["NUM_THREADS", "BATCH_BUCKETS"]
+
+
+def test_what_cannot_be_edited() -> None:
+    """A key written with escapes is not found as text: refused, with the lines to write by hand."""
+    text = 'parameters { key: "NUM\\x5fTHREADS" value { string_value: "1" } }'
+    with pytest.raises(ConfigError, match="yourself: no NUM_THREADS; instance_group count: 2"):
+        config_editor.edit("digits", text, {"NUM_THREADS": None}, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        pytest.param("instance_group [{ count: 1 }, { count: 2 }]", "2 instance groups", id="two"),
+        pytest.param("instance_group [", "cannot be read", id="broken"),
+    ],
+)
+def test_refused(text: str, says: str) -> None:
+    """What has no one count to choose, or is no config, is refused."""
+    with pytest.raises(ConfigError, match=says):
+        config_editor.edit("digits", text, {}, 3)

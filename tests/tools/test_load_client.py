@@ -1,0 +1,185 @@
+"""Asking a server: addresses, and everything that may stand in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from torch_py_backend.errors import ServerError
+from torch_py_backend.server.tritonserver import ModelState
+from torch_py_backend.tools import load_client
+from torch_py_backend.tools.load_client import Address
+from torch_py_backend.tools.payloads import Tensor
+
+
+@pytest.mark.parametrize(
+    ("url", "found"),
+    [
+        ("grpc://localhost:8001", Address("grpc", "localhost:8001")),
+        ("http://10.0.0.1:8000/", Address("http", "10.0.0.1:8000")),
+        ("grpc://[::1]:8001", Address("grpc", "[::1]:8001")),
+    ],
+)
+def test_address(url: str, found: Address) -> None:
+    """Protocol and host; both make the URL again."""
+    assert load_client.address(url) == found
+    assert str(found) == url.rstrip("/")
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:8001",
+        "grpc://localhost",
+        "https://localhost:8000",
+        "http://localhost:port",
+        "http://localhost:8000/v2",
+        "http://:8000",
+        "http://localhost:8000?x=1",
+    ],
+)
+def test_addresses_that_are_refused(url: str) -> None:
+    """The sentence has what came and what was expected."""
+    with pytest.raises(ServerError, match="expected grpc://host:port or http://host:port"):
+        load_client.address(url)
+
+
+class _Told:
+    """A client whose server has these models."""
+
+    def __init__(self, *states: ModelState) -> None:
+        self._states = list(states)
+
+    async def states(self) -> list[ModelState]:
+        return self._states
+
+
+@pytest.mark.parametrize(
+    ("states", "says"),
+    [
+        ([], "has no model 'm'; its models: none"),
+        ([ModelState("b", "1", True, ""), ModelState("a", "1", True, "")], "its models: a, b"),
+        ([ModelState("m", "1", False, "it broke.\n\nAt: x")], "not ready on the server: it broke."),
+        ([ModelState("m", "", False, "")], "not ready on the server: it was not loaded."),
+    ],
+    ids=["none", "others", "failed", "unloaded"],
+)
+def test_models_that_cannot_be_asked(states: list[ModelState], says: str) -> None:
+    """Unknown and not ready are told apart, with the reason."""
+    told: Any = _Told(*states)
+    with pytest.raises(ServerError) as refusal:
+        asyncio.run(load_client.ready(told, "m"))
+    assert str(refusal.value).endswith((says, f"{says}."))
+
+
+def test_one_ready_version_will_do() -> None:
+    """An older version may be gone."""
+    told: Any = _Told(ModelState("m", "1", False, "old"), ModelState("m", "2", True, ""))
+    asyncio.run(load_client.ready(told, "m"))
+
+
+async def _ask(protocol: str, port: int) -> None:
+    asked = load_client.connect(Address(protocol, f"127.0.0.1:{port}"))
+    try:
+        await asked.states()
+    finally:
+        await asked.close()
+
+
+@pytest.mark.parametrize("protocol", load_client.PROTOCOLS)
+def test_nobody_listens(protocol: str) -> None:
+    """An unreachable server is one sentence with its address."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        port = bound.getsockname()[1]
+        says = f"answers at {protocol}://127.0.0.1:{port}: "
+        with pytest.raises(ServerError, match=says) as refusal:
+            asyncio.run(_ask(protocol, port))
+    assert "\n" not in str(refusal.value)
+
+
+@contextmanager
+def _http_server(status: int, body: bytes) -> Iterator[int]:
+    """Something that answers every request alike; gives its port."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize(
+    ("protocol", "status", "body", "says"),
+    [
+        ("http", 404, b"<html>", "HTTP status 404"),
+        ("http", 400, b'{"error": "not allowed"}', "not allowed"),
+        ("http", 200, b"hello", "its answer is not JSON"),
+        ("grpc", 200, b"", "no tritonserver answers at grpc://"),
+    ],
+    ids=["status", "error", "text", "other-protocol"],
+)
+def test_not_a_tritonserver(protocol: str, status: int, body: bytes, says: str) -> None:
+    """Whatever else listens there is told in a sentence."""
+    with _http_server(status, body) as port, pytest.raises(ServerError, match=says):
+        asyncio.run(_ask(protocol, port))
+
+
+def test_a_failed_request_says_what_triton_said() -> None:
+    """A request that Triton refuses raises its sentence."""
+
+    async def infer(port: int) -> None:
+        asked = load_client.connect(Address("http", f"127.0.0.1:{port}"))
+        payload = {"x": Tensor("FP32", np.ones((1, 2), np.float32))}
+        try:
+            await asked.sender("m", [payload])()
+        finally:
+            await asked.close()
+
+    with (
+        _http_server(400, b'{"error": "too many"}') as port,
+        pytest.raises(ServerError, match=r"^too many$"),
+    ):
+        asyncio.run(infer(port))
+
+
+def test_a_request_in_bytes() -> None:
+    """Triton's binary protocol: the length of the JSON is a header, the tensors follow it."""
+    headers, body = load_client._http_request({"x": Tensor("FP32", np.ones((1, 2), np.float32))})
+    start = int(headers["Inference-Header-Content-Length"])
+    assert json.loads(body[:start])["inputs"] == [
+        {"name": "x", "datatype": "FP32", "shape": [1, 2], "parameters": {"binary_data_size": 8}}
+    ]
+    assert body[start:] == np.ones(2, np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("protocol", "module"), [("grpc", "tritonclient.grpc"), ("grpc", "grpc"), ("http", "aiohttp")]
+)
+def test_a_missing_package(protocol: str, module: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not installed is named, with the command that installs it."""
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ServerError, match=r"pip install 'torch-py-backend\[bench\]' brings it"):
+        load_client.connect(Address(protocol, "127.0.0.1:1"))

@@ -1,0 +1,381 @@
+"""Python environments looked at, checked and packed; what is packed runs as Triton starts it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import shutil
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import packed
+import pytest
+from packed import PYTHON, SITE
+
+from torch_py_backend.errors import PackError
+from torch_py_backend.tools import packing
+from torch_py_backend.tools.packing import Environment, Kind
+
+_PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+Change = Callable[[Path], object]
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment that can be packed, with a package `extra` and a command."""
+    folder = packed.make(tmp_path_factory.mktemp("sound") / "env")
+    (folder / SITE / "extra.py").write_text("VALUE = 7\n")
+    (folder.parent / "cached.py").write_text("CACHED = 1\n")
+    (folder / SITE / "cached.py").symlink_to(folder.parent / "cached.py")
+    (folder / SITE / "beside.py").symlink_to("extra.py")
+    command = folder / "bin" / "extra"
+    command.write_text(f"#!{folder}/bin/python\nimport extra\nprint(extra.VALUE)\n")
+    command.chmod(0o755)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def archive(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> packing.Packed:
+    """That environment, packed."""
+    return packing.write(packing.look(sound), tmp_path_factory.mktemp("archive") / "env.tar.gz")
+
+
+@pytest.fixture(scope="module")
+def unpacked(archive: packing.Packed, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The archive, as Triton unpacks it."""
+    return packed.unpack(archive.path, tmp_path_factory.mktemp("unpacked"))
+
+
+# --- looked at, and checked ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["venv", "layer"])
+def test_look(layer: bool, tmp_path: Path) -> None:
+    """An environment's own Python tells its version and packages; a layer is told from a venv."""
+    environment = packing.look(packed.make(tmp_path / "env", layer=layer))
+    assert environment.kind is (Kind.LAYER if layer else Kind.VENV)
+    assert environment.python == PYTHON
+    assert environment.packages["torch"] == "2.13.0+cpu"
+    assert environment.base == Path(sys.base_prefix)
+    assert environment.editable == ()
+    packing.check(environment, PYTHON, numpy_1=True)
+
+
+def _python(*lines: str) -> Change:
+    """The environment's Python becomes a script."""
+
+    def change(folder: Path) -> None:
+        for link in (folder / "bin").glob("python*"):
+            link.unlink()
+        if lines:
+            (folder / "bin" / "python").write_text("\n".join(["#!/bin/sh", *lines]))
+            (folder / "bin" / "python").chmod(0o755)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (shutil.rmtree, "is no environment: it has neither pyvenv.cfg nor conda-meta"),
+        (lambda folder: (folder / "pyvenv.cfg").unlink(), "is no environment"),
+        (_python(), "bin/python does not run: No such file"),
+        (_python("echo no module named os >&2", "exit 1"), "does not run: no module named os"),
+        (_python("exit 3"), "does not run: it says nothing"),
+    ],
+    ids=["nothing", "no-cfg", "no-python", "complains", "silent"],
+)
+def test_what_is_no_environment(change: Change, says: str, tmp_path: Path) -> None:
+    """What is no environment, or has a Python that does not run, is refused in a sentence."""
+    folder = packed.make(tmp_path / "env", names={})
+    change(folder)
+    with pytest.raises(PackError) as refusal:
+        packing.look(folder)
+    assert says in str(refusal.value)
+
+
+def _version(name: str, version: str) -> Change:
+    return lambda folder: packed.install(folder, name, version)
+
+
+def _lacks(name: str) -> Change:
+    def change(folder: Path) -> None:
+        for told in (folder / SITE).glob(f"{name}-*"):
+            shutil.rmtree(told)
+
+    return change
+
+
+def _editable(folder: Path) -> None:
+    origin = {"url": "file:///home/me/mine", "dir_info": {"editable": True}}
+    packed.install(folder, "mine", "1.0", origin)
+
+
+def _outside(folder: Path) -> None:
+    (folder / SITE / "outside.pth").write_text(f"{folder.parent}\n")
+
+
+def _nothing(_folder: Path) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("change", "stub", "says"),
+    [
+        (_nothing, "3.8", ["has Python 3.", "stub runs Python 3.8", "with python3.8"]),
+        (_lacks("torch"), PYTHON, ["lacks torch", "pip install 'torch>=2.6'"]),
+        (_lacks("safetensors"), PYTHON, ["lacks safetensors", "'safetensors>=0.4.3'"]),
+        (_lacks("numpy"), PYTHON, ["lacks numpy", "pip install 'numpy'"]),
+        (_version("torch", "2.5.1+cu124"), PYTHON, ["has torch 2.5.1+cu124; expected 2.6"]),
+        (_version("numpy", "2.1.0"), PYTHON, ["has numpy 2.1.0", "'numpy<2'", "24.11"]),
+        (_editable, PYTHON, ["-e", "mine", "Install them without -e"]),
+        (_outside, PYTHON, ["outside itself", ".pth"]),
+    ],
+    ids=[
+        "python", "torch", "safetensors", "no-numpy", "old-torch", "numpy-2", "editable", "outside",
+    ],
+)  # fmt: skip
+def test_refused(change: Change, stub: str, says: list[str], tmp_path: Path) -> None:
+    """An environment in which no model would load is refused before it is packed, with a cure."""
+    folder = packed.make(tmp_path / "env")
+    change(folder)
+    with pytest.raises(PackError) as refusal:
+        packing.check(packing.look(folder), stub, numpy_1=True)
+    assert str(folder) in str(refusal.value)
+    for part in says:
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "layer"),
+    [
+        (_version("numpy", "2.1.0"), False),
+        (_version("torch", "2.6.0"), False),
+        (_version("torch", "3.0"), False),
+        (_version("torch", "2.10.0a0+git1234"), False),
+        (_editable, True),
+        (_outside, True),
+    ],
+)
+def test_taken(change: Change, layer: bool, tmp_path: Path) -> None:
+    """Numpy 2 where the stub takes it, any torch from 2.6 on, and folders outside of a layer."""
+    folder = packed.make(tmp_path / "env", layer=layer)
+    change(folder)
+    packing.check(packing.look(folder), PYTHON, numpy_1=False)
+
+
+def test_needed_are_the_packages_own() -> None:
+    """What is asked for is what the package depends on, in the same versions."""
+    written = _PYPROJECT.read_text(encoding="utf-8").partition("\ndependencies = [")[2]
+    named = re.findall(r'^    "(\w+)(?:>=([\d.]+))?"', written.partition("\n]")[0], re.MULTILINE)
+    for name, least in packing.NEEDED.items():
+        assert (name, least) in named
+
+
+# --- packed ----------------------------------------------------------------------------------
+
+_TELL = """
+import ctypes, extra, json, math, sys
+with open("/proc/self/maps") as maps:
+    libraries = {line.split()[-1] for line in maps if "libpython" in line}
+print(json.dumps([sys.prefix, sys.base_prefix, sys.executable, *sys.path, *libraries]))
+"""
+
+
+def test_what_is_packed_needs_nothing_of_this_machine(unpacked: Path) -> None:
+    """The interpreter, its library, its modules and the packages are those of the archive."""
+    done = packed.activated(unpacked, "python3", "-I", "-c", _TELL)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert {one for one in told if not one.startswith(f"{unpacked}")} == set()
+    assert done.stderr == ""
+
+
+def test_commands_run_with_the_python_beside_them(unpacked: Path) -> None:
+    """A command of the environment starts the environment's Python, wherever it was unpacked."""
+    assert packed.activated(unpacked, "extra").stdout == "7\n"
+
+
+def test_what_an_archive_holds(archive: packing.Packed) -> None:
+    """Its sizes are those told; owners and what a server needs nothing of are left out."""
+    assert archive.size == archive.path.stat().st_size
+    with tarfile.open(archive.path) as opened:
+        members = opened.getmembers()
+    assert archive.unpacked == sum(one.size for one in members)
+    assert {(one.uid, one.gid, one.uname, one.gname) for one in members} == {(0, 0, "", "")}
+    names = [one.name for one in members]
+    assert names[0] == "bin/activate"
+    assert len(names) == len(set(names))
+    assert {"bin/python3", f"{SITE}/extra.py", f"lib/python{PYTHON}/os.py"} <= set(names)
+    assert not [one for one in names if re.search(r"/python[\d.]+/test/|libpython.*\.a$", one)]
+    assert "pyvenv.cfg" not in names
+
+
+@pytest.mark.parametrize(
+    ("name", "left_out"),
+    [
+        ("test", True),
+        ("encodings/__pycache__/utf_8.cpython-311.pyc", False),
+        ("encodings/__pycache__/utf_8.cpython-311.pyc.140213", True),
+    ],
+)
+def test_what_of_a_standard_library_is_left_out(name: str, left_out: bool) -> None:
+    """What a server needs nothing of, and what another process is just writing."""
+    assert bool(packing._NEEDLESS.fullmatch(name)) == left_out
+
+
+def test_a_layer_lies_upon_the_same_python(tmp_path: Path) -> None:
+    """A layer takes its packages along, and nothing of the Python below."""
+    folder = packed.make(tmp_path / "env", layer=True)
+    (folder / SITE / "extra.py").write_text("")
+    made = packing.write(packing.look(folder), tmp_path / "layer.tar.gz")
+    assert made.unpacked < 1 << 20
+    unpacked = packed.unpack(made.path, tmp_path / "unpacked")
+    shutil.rmtree(folder)
+    done = packed.activated(unpacked, "python3", "-I", "-c", _TELL)
+    assert done.returncode == 0, done.stderr
+    prefix, base, *_ = json.loads(done.stdout)
+    assert (prefix, base) == (str(unpacked), sys.base_prefix)
+
+
+@pytest.mark.parametrize("built_for", [PYTHON, "3.8"])
+def test_a_stub_for_another_python_is_called_by_its_name(
+    built_for: str, unpacked: Path, tmp_path: Path
+) -> None:
+    """Triton's log says why nothing is found; and the stub is started, or the load would hang."""
+    stub = tmp_path / "triton_python_backend_stub"
+    stub.write_text(f"#!/bin/sh\n# libpython{built_for}.so.1.0\necho started $1\n")
+    stub.chmod(0o755)
+    done = packed.activated(unpacked, str(stub), "model.py")
+    assert done.stdout == "started model.py\n"
+    if built_for == PYTHON:
+        assert done.stderr == ""
+    else:
+        assert f"names an environment for Python {PYTHON}, and {stub} is built" in done.stderr
+
+
+def test_links(archive: packing.Packed) -> None:
+    """A link within the environment stays one; of one that leads out, its file is packed."""
+    with tarfile.open(archive.path) as opened:
+        cached = opened.extractfile(f"{SITE}/cached.py")
+        assert cached is not None
+        assert cached.read() == b"CACHED = 1\n"
+        assert opened.getmember(f"{SITE}/beside.py").linkname == "extra.py"
+
+
+# --- written whole, or not at all ------------------------------------------------------------
+
+
+def _folder_elsewhere(folder: Path) -> None:
+    (folder / "share").symlink_to(folder.parent)
+
+
+def _no_library(environment: Environment) -> Environment:
+    return dataclasses.replace(environment, libraries=())
+
+
+def _same(environment: Environment) -> Environment:
+    return environment
+
+
+@pytest.mark.parametrize(
+    ("change", "told", "says"),
+    [
+        (_folder_elsewhere, _same, "share is a link to"),
+        (_nothing, _no_library, f"has no libpython{PYTHON}.so.1.0"),
+    ],
+    ids=["link-to-a-folder", "no-libpython"],
+)
+def test_failure_leaves_the_old_archive(
+    change: Change, told: Callable[[Environment], Environment], says: str, tmp_path: Path
+) -> None:
+    """An archive that cannot be made does not harm the one that is there, and leaves no other."""
+    folder = packed.make(tmp_path / "env", names={})
+    change(folder)
+    output = tmp_path / "out" / "env.tar.gz"
+    output.parent.mkdir()
+    output.write_bytes(b"old")
+    with pytest.raises(PackError) as refusal:
+        packing.write(told(packing.look(folder)), output)
+    assert says in str(refusal.value)
+    assert output.read_bytes() == b"old"
+    assert list(output.parent.iterdir()) == [output]
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("env.zip", "is no .tar.gz file"),
+        ("missing/env.tar.gz", "cannot write"),
+        ("/dev/null/env.tar.gz", "cannot write"),
+        ("env/env.tar.gz", "lies in the environment"),
+    ],
+)
+def test_where_no_archive_can_be_written(
+    output: str, says: str, sound: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wrong name, a folder that is not there, and the environment itself."""
+    monkeypatch.chdir(sound.parent)
+    with pytest.raises(PackError) as refusal:
+        packing.write(packing.look(sound), Path(output))
+    assert says in str(refusal.value)
+
+
+# --- conda -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def conda(archive: packing.Packed, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An environment as conda lays it out, with an interpreter of its own."""
+    folder = packed.unpack(archive.path, tmp_path_factory.mktemp("conda") / "env")
+    (folder / "bin" / "activate").unlink()
+    meta = folder / "conda-meta"
+    meta.mkdir()
+    (meta / "history").write_text("")
+    files = [str(one.relative_to(folder)) for one in folder.rglob("*.py")]
+    record = {
+        "name": "python",
+        "version": f"{PYTHON}.0",
+        "build": "0",
+        "files": files,
+        "paths_data": {"paths": [{"_path": one, "path_type": "hardlink"} for one in files]},
+        "link": {"source": "/nowhere/pkgs/python", "type": 1},
+        "url": "",
+    }
+    (meta / f"python-{PYTHON}.0-0.json").write_text(json.dumps(record))
+    return folder
+
+
+@pytest.mark.filterwarnings("ignore")  # of conda-pack's: there is no cache of conda's here
+def test_conda(conda: Path, tmp_path: Path) -> None:
+    """conda-pack packs environments of conda; they run as Triton starts them."""
+    environment = packing.look(conda)
+    assert environment.kind is Kind.CONDA
+    made = packing.write(environment, tmp_path / "conda.tar.gz")
+    assert made.unpacked > made.size > 0
+    unpacked = packed.unpack(made.path, tmp_path / "unpacked")
+    done = packed.activated(unpacked, "python3", "-I", "-c", _TELL)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)[0] == str(unpacked)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_conda_pack_refuses(conda: Path, tmp_path: Path) -> None:
+    """What conda-pack says is told in a sentence of ours, and nothing is left behind."""
+    broken = tmp_path / "env"
+    shutil.copytree(conda, broken, symlinks=True)
+    (broken / f"lib/python{PYTHON}/this.py").unlink()
+    with pytest.raises(PackError, match=r"conda-pack: .*deleted") as refusal:
+        packing.write(packing.look(broken), tmp_path / "env.tar.gz")
+    assert "\n" not in str(refusal.value)
+    assert [one.name for one in tmp_path.iterdir()] == ["env"]
+
+
+def test_without_conda_pack(conda: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where conda-pack is not installed, the extra that brings it is named."""
+    monkeypatch.setitem(sys.modules, "conda_pack", None)
+    with pytest.raises(PackError, match=r"torch-py-backend\[pack\]"):
+        packing.write(packing.look(conda), tmp_path / "env.tar.gz")

@@ -1,0 +1,290 @@
+"""What a client sends: made up, or from a file; and every file that will not do."""
+
+from __future__ import annotations
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+
+from torch_py_backend.config import dtypes
+from torch_py_backend.errors import BenchError
+from torch_py_backend.tools import payloads
+from torch_py_backend.tools.payloads import Input, Model, Tensor
+
+_BATCHED = Model("m", 4, (Input("x", "FP32", (2,), optional=False),))
+_PLAIN = Model("m", 0, (Input("x", "FP32", (-1, 2), optional=False),))
+_TEXT = Model("m", 4, (Input("t", "BYTES", (1,), optional=False),))
+_OPTIONAL = Model(
+    "m",
+    4,
+    (Input("x", "FP32", (2,), optional=False), Input("y", "INT64", (1,), optional=True)),
+)
+_BF16 = Model("m", 0, (Input("x", "BF16", (2,), optional=False),))
+
+
+def _config(**more: Any) -> dict[str, Any]:
+    entry = {"name": "x", "data_type": "TYPE_FP32", "dims": [2]}
+    return {"max_batch_size": 4, "input": [entry], **more}
+
+
+def test_model_from_http() -> None:
+    """A config as HTTP tells it."""
+    assert payloads.model("m", _config()) == _BATCHED
+
+
+def test_model_from_grpc() -> None:
+    """A config as gRPC tells it: dims are strings, what is zero or false is left out."""
+    entry = {"name": "x", "data_type": "TYPE_FP32", "dims": ["-1", "2"]}
+    assert payloads.model("m", {"name": "m", "input": [entry]}) == _PLAIN
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        (_config(model_transaction_policy={"decoupled": True}), "is decoupled"),
+        (_config(sequence_batching={}), "takes sequences"),
+        (_config(input=[{"name": "x", "data_type": "TYPE_FP8"}]), "TYPE_FP8 is unknown"),
+    ],
+    ids=["decoupled", "sequences", "type"],
+)
+def test_models_that_are_refused(config: dict[str, Any], says: str) -> None:
+    """A load of single requests would measure something else."""
+    with pytest.raises(BenchError, match=says):
+        payloads.model("m", config)
+
+
+@pytest.mark.parametrize("dtype", dtypes.TABLE, ids=lambda one: one.triton)
+def test_made_up_of_every_type(dtype: dtypes.DType) -> None:
+    """Every type has a value, of the size that the protocol wants."""
+    target = Model("m", 8, (Input("x", dtype.triton, (-1, 3), optional=False),))
+    (payload,) = payloads.made_up(target, 2)
+    tensor = payload["x"]
+    assert tensor.datatype == dtype.triton
+    assert tensor.array.shape == (2, 1, 3)
+    size = 8 if dtype.torch is None else torch.empty(0, dtype=getattr(torch, dtype.torch)).itemsize
+    assert len(tensor.encoded()) == 6 * size
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "shape"),
+    [(_BATCHED, None, (1, 2)), (_BATCHED, 4, (4, 2)), (_PLAIN, None, (1, 2))],
+    ids=["one-row", "rows", "no-batch"],
+)
+def test_made_up_shapes(target: Model, rows: int | None, shape: tuple[int, ...]) -> None:
+    """The batch dimension is there where the model has one."""
+    (payload,) = payloads.made_up(target, rows)
+    assert payload["x"].array.shape == shape
+
+
+def test_a_seed_fixes_the_values() -> None:
+    """Two runs with one seed send the same."""
+    first, second, other = (
+        payloads.made_up(_BATCHED, 1, seed)[0]["x"].encoded() for seed in (1, 1, 2)
+    )
+    assert first == second != other
+
+
+@pytest.mark.parametrize(
+    ("target", "rows", "says"),
+    [
+        (_BATCHED, 0, "--rows is 0; model 'm' takes 1 to 4 rows"),
+        (_BATCHED, 5, "--rows is 5"),
+        (_PLAIN, 1, "has no batch dimension"),
+    ],
+    ids=["none", "too-many", "no-batch"],
+)
+def test_rows_that_are_refused(target: Model, rows: int, says: str) -> None:
+    """A number of rows that the model does not take."""
+    with pytest.raises(BenchError, match=says):
+        payloads.made_up(target, rows)
+
+
+def test_bytes_on_the_wire() -> None:
+    """Strings carry their length; bfloat16 is the upper half of float32."""
+    text = Tensor("BYTES", np.array([b"ab", b""], dtype=np.object_))
+    assert text.encoded() == b"\x02\0\0\0ab\0\0\0\0"
+    half = payloads._cast("BF16", np.array([1.0, -2.0]))
+    assert (
+        half.encoded() == torch.tensor([1.0, -2.0]).bfloat16().view(torch.uint8).numpy().tobytes()
+    )
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [one for one in dtypes.TABLE if one.torch is not None],
+    ids=lambda one: one.triton,
+)
+def test_safetensors_of_every_type(dtype: dtypes.DType, tmp_path: Path) -> None:
+    """The bytes of the file are what is sent."""
+    tensor = torch.ones(2, 3).to(getattr(torch, str(dtype.torch)))
+    safetensors.torch.save_file({"x": tensor}, tmp_path / "x.safetensors")
+    target = Model("m", 8, (Input("x", dtype.triton, (3,), optional=False),))
+    (payload,) = payloads.read(tmp_path / "x.safetensors", target, None)
+    assert payload["x"].encoded() == tensor.view(torch.uint8).numpy().tobytes()
+
+
+_B64 = base64.b64encode(np.array([1, 2], dtype=np.float32).tobytes()).decode()
+
+
+@pytest.mark.parametrize(
+    ("target", "document", "sent"),
+    [
+        pytest.param(
+            _BATCHED,
+            {"inputs": [{"name": "x", "shape": [2, 2], "datatype": "FP32", "data": [1, 2, 3, 4]}]},
+            [{"x": [[1, 2], [3, 4]]}],
+            id="triton-flat",
+        ),
+        pytest.param(
+            _PLAIN,
+            {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [[1, 2]]}]},
+            [{"x": [[1, 2]]}],
+            id="triton-nested",
+        ),
+        pytest.param(
+            _TEXT,
+            {"inputs": [{"name": "t", "shape": [1, 1], "datatype": "BYTES", "data": ["ä"]}]},
+            [{"t": [["ä".encode()]]}],
+            id="triton-text",
+        ),
+        pytest.param(
+            _BATCHED,
+            {"data": [{"x": [1, 2]}, {"x": {"content": [3, 4]}}]},
+            [{"x": [[1, 2]]}, {"x": [[3, 4]]}],
+            id="perf-analyzer",
+        ),
+        pytest.param(
+            _BATCHED,
+            {"data": [[{"x": [1, 2]}], [{"x": {"b64": _B64}}]]},
+            [{"x": [[1, 2]]}, {"x": [[1, 2]]}],
+            id="perf-analyzer-streams",
+        ),
+        pytest.param(
+            _PLAIN,
+            {"data": [{"x": {"content": [1, 2, 3, 4], "shape": [2, 2]}}]},
+            [{"x": [[1, 2], [3, 4]]}],
+            id="perf-analyzer-shape",
+        ),
+        pytest.param(
+            _TEXT,
+            {"data": [{"t": ["a"]}, {"t": {"b64": base64.b64encode(b"b").decode()}}]},
+            [{"t": [[b"a"]]}, {"t": [[b"b"]]}],
+            id="perf-analyzer-text",
+        ),
+        pytest.param(
+            _OPTIONAL, {"data": [{"x": [1, 2]}]}, [{"x": [[1, 2]]}], id="optional-left-out"
+        ),
+        pytest.param(
+            _BF16, {"data": [{"x": [1, 2]}]}, [{"x": [0x3F80, 0x4000]}], id="bfloat16-bits"
+        ),
+    ],
+)
+def test_json(target: Model, document: Any, sent: list[Any], tmp_path: Path) -> None:
+    """JSON in Triton's shape is one request, in perf_analyzer's one for each entry."""
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    found = payloads.read(path, target, None)
+    assert [{name: one.array.tolist() for name, one in each.items()} for each in found] == sent
+    assert all(one.datatype == target.inputs[0].datatype for each in found for one in each.values())
+
+
+@pytest.mark.parametrize(
+    ("rows", "sent"),
+    [
+        (1, [[1], [2], [3]]),
+        (2, [[1, 2], [3, 1]]),
+        (3, [[1, 2, 3]]),
+        (4, [[1, 2, 3, 1]]),
+    ],
+)
+def test_rows_of_a_file(rows: int, sent: list[list[int]], tmp_path: Path) -> None:
+    """The file's rows go out in order, and from the start again when they are used up."""
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps({"data": [{"x": [number, 0]} for number in (1, 2, 3)]}))
+    found = payloads.read(path, _BATCHED, rows)
+    assert [payload["x"].array[:, 0].tolist() for payload in found] == sent
+
+
+def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
+    values = [0.0] * int(np.prod(shape)) if data is None else data
+    entry = {"name": "x", "shape": shape, "datatype": datatype, "data": values}
+    return json.dumps({"inputs": [entry]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rows", "says"),
+    [
+        ("x.txt", b"", None, "is no file of inputs; expected .safetensors or .json"),
+        ("x.json", None, None, "cannot read .*x.json: No such file or directory"),
+        ("x.json", b"{", None, "cannot understand .*: Expecting property name"),
+        ("x.json", b"\xff", None, "cannot understand"),
+        ("x.json", b"[1]", None, "expected .* as Triton reads it"),
+        ("x.json", b'{"inputs": "made up"}', None, "expected .* as Triton reads it"),
+        ("x.json", b'{"inputs": [{"name": "x"}]}', None, "'datatype' is missing"),
+        ("x.json", b'{"data": []}', None, "holds no inputs"),
+        ("x.json", b'{"data": [3]}', None, "expected .* as Triton reads it"),
+        ("x.json", b'{"data": [{"z": [1]}]}', None, "'z' is missing, or is no input"),
+        ("x.json", b'{"data": [{"x": [1, 2, 3]}]}', None, "cannot reshape"),
+        ("x.json", b'{"data": [{"x": {"b64": "?"}}]}', None, "cannot understand"),
+        ("x.json", b'{"data": [{"x": {"b64": "AAAA"}}]}', None, "cannot understand"),
+        ("x.json", _x([1, 2], data=["a", "b"]), None, "numbers are expected"),
+        ("x.json", _x([1, 2], "BYTES", [1, 2]), None, "cannot understand"),
+        ("x.json", _x([1, 2], "FP8"), None, "FP8 is no type of Triton's"),
+        ("x.json", _x([1, 2], "FP16"), None, r"x as FP16 \[1, 2\]; model 'm' takes FP32 \[-1, 2\]"),
+        ("x.json", _x([1, 3]), None, r"x as FP32 \[1, 3\]"),
+        ("x.json", _x([2]), None, r"x as FP32 \[2\]"),
+        ("x.json", _x([5, 2]), None, "holds 5 rows; model 'm' takes 1 to 4 .* Choose with --rows"),
+        ("x.json", _x([0, 2]), None, "holds 0 rows"),
+        ("x.json", _x([0, 2]), 1, "holds no rows"),
+        ("x.json", _x([1, 2]), 5, "--rows is 5"),
+        ("x.json", b'{"data": [{"x": [1, 2]}, {}]}', None, "holds nothing; model 'm' takes x"),
+        ("x.safetensors", b"no such thing", None, "cannot understand .*: "),
+        ("x.safetensors", safetensors.torch.save({}), None, "holds no inputs"),
+        ("x.safetensors", safetensors.torch.save({"z": torch.ones(1)}), None, "holds z; model"),
+        (
+            "x.safetensors",
+            safetensors.torch.save({"x": torch.ones(1, 2, dtype=torch.float8_e5m2)}),
+            None,
+            "x is of type F8_E5M2, which Triton does not have",
+        ),
+    ],
+)
+def test_files_that_are_refused(
+    name: str, content: bytes | None, rows: int | None, says: str, tmp_path: Path
+) -> None:
+    """One sentence says what is wrong with the file."""
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(BenchError, match=says) as refusal:
+        payloads.read(tmp_path / name, _BATCHED, rows)
+    assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("rows", [None, 2])
+def test_inputs_of_different_rows_are_refused(rows: int | None, tmp_path: Path) -> None:
+    """All inputs of a request have the same number of rows."""
+    path = tmp_path / "x.safetensors"
+    tensors = {"x": torch.ones(2, 2), "y": torch.ones(3, 1, dtype=torch.int64)}
+    safetensors.torch.save_file(tensors, path)
+    with pytest.raises(BenchError, match="differ in their number of rows"):
+        payloads.read(path, _OPTIONAL, rows)
+
+
+def test_rows_of_different_shapes_are_refused(tmp_path: Path) -> None:
+    """What has different sizes stays in requests of its own."""
+    target = Model("m", 4, (Input("x", "FP32", (-1,), optional=False),))
+    path = tmp_path / "x.json"
+    steps = [{"x": {"content": [1] * size, "shape": [size]}} for size in (1, 2)]
+    path.write_text(json.dumps({"data": steps}))
+    assert len(payloads.read(path, target, None)) == 2
+    with pytest.raises(BenchError, match="different shapes"):
+        payloads.read(path, target, 2)
+    path.write_text('{"data": [{"x": [1]}]}')
+    with pytest.raises(BenchError, match=r"x needs a shape: its dims are \[-1\]"):
+        payloads.read(path, target, None)

@@ -1,0 +1,203 @@
+"""The order of measurements, and what stays of them when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torch_py_backend.config import pbtxt, threads
+from torch_py_backend.errors import LoadError, TuneError
+from torch_py_backend.processes import child_process
+from torch_py_backend.tools.candidates import Allowed, Candidate
+from torch_py_backend.tools.ranking import Prefer
+from torch_py_backend.tools.tuning import Plan, Tuning
+
+_CONFIG = """
+backend: "pytorch_py"
+max_batch_size: 2
+input [{ name: "x" data_type: TYPE_FP32 dims: [ 4 ] }]
+output [{ name: "y" data_type: TYPE_FP32 dims: [ 4 ] }]
+parameters { key: "WARMUP" value { string_value: "off" } }
+parameters { key: "INTRA_OP_THREAD_COUNT" value { string_value: "2" } }
+"""
+
+
+def _plan(folder: Path, text: str = _CONFIG, **changes: Any) -> Plan:
+    (folder / "digits" / "1").mkdir(parents=True)
+    (folder / "digits" / "config.pbtxt").write_text(text)
+    plain: dict[str, Any] = {
+        "folder": folder / "digits",
+        "version": "1",
+        "document": pbtxt.read(folder / "digits"),
+        "allowed": Allowed(),
+        "max_error": 1e-4,
+        "prefer": Prefer.THROUGHPUT,
+        "inputs": None,
+        "rounds": 2,
+        "seconds": 0.1,
+        "timeout_s": 60.0,
+    }
+    return Plan(**(plain | changes))
+
+
+class _Children:
+    """In the place of child processes: answers by settings, and what was asked for."""
+
+    def __init__(self, kind: str = "MODULE") -> None:
+        self.kind = kind
+        self.calls: list[tuple[dict[str, str], int]] = []
+        self.arguments: list[Sequence[Mapping[str, Any]]] = []
+        self.throughput: dict[str, float] = {}
+        self.fails: dict[str, BaseException] = {}
+
+    def __call__(
+        self, model: str, task: str, arguments: Sequence[Mapping[str, Any]], seconds: float
+    ) -> list[Any]:
+        self.arguments.append(arguments)
+        document = json.loads(arguments[0]["arguments"]["model_config"])
+        settings = {key: value["string_value"] for key, value in document["parameters"].items()}
+        if task.endswith(":prepare"):
+            return [{"kind": self.kind, "inputs": "made-up values", "sizes": [1, 2]}]
+        self.calls.append((settings, len(arguments)))
+        name = settings.get("OPTIMIZE", "none")
+        if name in self.fails:
+            raise self.fails[name]
+        speed = self.throughput.get(name, 10.0) * int(settings["NUM_THREADS"])
+        return [
+            {
+                "latency_ms": 1.0 + number,
+                "p99_ms": 2.0 + number,
+                "throughput": {"1": speed, "2": 2 * speed},
+                "memory_mb": 1.0,
+                "device_memory_mb": 0.0,
+                "error": 0.0,
+                "load_s": 1.0,
+            }
+            for number in range(len(arguments))
+        ]
+
+
+@pytest.fixture
+def children(monkeypatch: pytest.MonkeyPatch) -> _Children:
+    made = _Children("TORCHSCRIPT")
+    monkeypatch.setattr(child_process, "run_together", made)
+    monkeypatch.setattr(threads, "cores", lambda: 2)
+    return made
+
+
+def _quiet(candidate: Candidate, done: int, total: int) -> None:
+    assert 0 <= done < total
+    assert candidate.instances >= 1
+
+
+def test_candidates_take_turns(tmp_path: Path, children: _Children) -> None:
+    """A B A B, not A A B B: a drift of the machine meets all of them."""
+    Tuning(_plan(tmp_path, allowed=Allowed(quick=True)), _quiet).run()
+    order = [(one.get("OPTIMIZE"), one["NUM_THREADS"]) for one, _ in children.calls]
+    assert order == [(None, "2"), (None, "1"), ("freeze", "1")] * 2
+
+
+def test_best_are_spread(tmp_path: Path, children: _Children) -> None:
+    """After the screening, threads and instances vary; what is known has more rounds."""
+    children.throughput = {"freeze": 50.0}
+    made = Tuning(_plan(tmp_path, rounds=1), _quiet)
+    made.run()
+    tried = [(one.get("OPTIMIZE"), one["NUM_THREADS"], count) for one, count in children.calls]
+    assert tried == [
+        (None, "2", 1),
+        (None, "1", 1),
+        ("freeze", "1", 1),
+        *[("freeze", "2", 1), ("freeze", "1", 1), ("freeze", "1", 2)],
+        *[(None, "2", 1), (None, "1", 1), (None, "1", 2)],
+    ]
+    assert [row.rounds for row in made.rows] == [2, 2, 2, 1, 1, 1]
+    assert made.screened
+
+
+def test_instances_together(tmp_path: Path, children: _Children) -> None:
+    """Throughput and memory of instances add up; the latency is the middle, p99 the worst."""
+    made = Tuning(_plan(tmp_path, allowed=Allowed(threads=(1,), instances=(2,))), _quiet)
+    made.run()
+    row = made.rows[-1]
+    assert (row.candidate.instances, row.batch, row.throughput) == (2, 2, 40.0)
+    assert (row.memory_mb, row.latency_ms, row.p99_ms) == (2.0, 1.5, 3.0)
+    places = [one["place"] for one in children.arguments[-1]]
+    assert [place[:2] for place in places] == [(0, 2), (1, 2)]
+    assert len({place[2] for place in places}) == 1
+
+
+def test_arguments(tmp_path: Path) -> None:
+    """A candidate has its own settings, and all else that config.pbtxt has."""
+    given = _plan(tmp_path).arguments({"NUM_THREADS": "7"}, 3, 1)
+    document = json.loads(given["model_config"])
+    assert document["parameters"] == {
+        "WARMUP": {"string_value": "off"},
+        "NUM_THREADS": {"string_value": "7"},
+    }
+    assert document["instance_group"][0]["count"] == 3
+    assert given["model_instance_name"] == "digits_0_1"
+
+
+def test_compilers_may_not_give_up(tmp_path: Path, children: _Children) -> None:
+    """A candidate that fell back to eager would be another; its cache is not the model's."""
+    Tuning(_plan(tmp_path, allowed=Allowed(quick=True), rounds=1), _quiet).run()
+    current, *others = (settings for settings, _ in children.calls)
+    assert "COMPILE_REQUIRED" not in current
+    assert all(one["COMPILE_REQUIRED"] == "true" for one in others)
+    assert not any(one["COMPILE_CACHE_DIR"].startswith(str(tmp_path)) for one in (current, *others))
+
+
+def test_current(tmp_path: Path) -> None:
+    """What is served today is a candidate, under the parameters' own names."""
+    current = _plan(tmp_path).current()
+    assert (dict(current.parameters), current.instances) == ({"NUM_THREADS": "2"}, 1)
+
+
+def test_failure_is_a_row(tmp_path: Path, children: _Children) -> None:
+    """A candidate that crashes is not tried again, and the others are."""
+    children.fails = {"freeze": LoadError("digits", "it crashed")}
+    made = Tuning(_plan(tmp_path, allowed=Allowed(quick=True)), _quiet)
+    made.run()
+    assert [row.failure for row in made.rows] == ["", "", "model 'digits': it crashed."]
+    assert [row.rounds for row in made.rows] == [2, 2, 0]
+    assert len(children.calls) == 5
+
+
+def test_interrupted(tmp_path: Path, children: _Children) -> None:
+    """What was measured before an interrupt stays; without every runtime there is no choice."""
+    children.fails = {"freeze": KeyboardInterrupt()}
+    made = Tuning(_plan(tmp_path), _quiet)
+    with pytest.raises(KeyboardInterrupt):
+        made.run()
+    assert [row.rounds for row in made.rows] == [1, 1]
+    assert not made.screened
+
+
+def test_nothing_to_try(tmp_path: Path, children: _Children) -> None:
+    """Options that leave nothing are refused before anything is measured."""
+    made = Tuning(_plan(tmp_path, allowed=Allowed(threads=(2,), instances=(2,))), _quiet)
+    with pytest.raises(TuneError, match="ask for more than the 2 cores"):
+        made.run()
+    assert children.calls == []
+
+
+@pytest.mark.parametrize(
+    ("tensor", "images"),
+    [
+        ("data_type: TYPE_FP32 dims: [ 3, 8, 8 ]", True),
+        ("data_type: TYPE_FP32 dims: [ 192 ] reshape { shape: [ 3, 8, 8 ] }", True),
+        ("data_type: TYPE_FP16 dims: [ 3, -1, -1 ]", True),
+        ("data_type: TYPE_INT64 dims: [ 3, 8, 8 ]", False),
+        ("data_type: TYPE_FP32 dims: [ 8, 8 ]", False),
+    ],
+)
+def test_images(tmp_path: Path, children: _Children, tensor: str, images: bool) -> None:
+    """channels_last is tried where the model sees batches of images."""
+    text = _CONFIG.replace("data_type: TYPE_FP32 dims: [ 4 ]", tensor, 1)
+    Tuning(_plan(tmp_path, text, allowed=Allowed(quick=True)), _quiet).run()
+    tried = [one.get("OPTIMIZE", "") for one, _ in children.calls]
+    assert any("channels_last" in one for one in tried) == images

@@ -1,0 +1,857 @@
+"""Handlers of TorchServe's archives answer as they did there, through the adapter."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import archives
+import fake_triton
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend.torchserve import (
+    handler_lint,
+    images,
+    labels,
+    mar_archive,
+    migration,
+    stand_in,
+    text,
+)
+from torch_py_backend.torchserve.migration import Wishes
+
+pytestmark = pytest.mark.usefixtures("process")
+
+
+@pytest.fixture(autouse=True)
+def imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Puts back what Python knows of the archive's modules, and where it looks for them."""
+    monkeypatch.chdir(tmp_path)
+    path = list(sys.path)
+    suppress = torch._dynamo.config.suppress_errors
+    yield
+    torch._dynamo.config.suppress_errors = suppress
+    sys.path[:] = path
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None) or ""
+        if file.startswith(str(tmp_path)) or name.partition(".")[0] == "ts":
+            del sys.modules[name]
+
+
+class Served:
+    """A model made of an archive's files, answering through the adapter."""
+
+    def __init__(
+        self,
+        folder: Path,
+        files: archives.Files,
+        settings: Mapping[str, Any] | None = None,
+        wishes: Wishes | None = None,
+        parameters: Mapping[str, str] | None = None,
+        example: bytes | None = None,
+    ) -> None:
+        version = folder / "net" / "1"
+        unpacked = archives.write_folder(version / "model.mar", files)
+        manifest = mar_archive.read_manifest(unpacked, "net.mar")
+        if settings is not None:
+            document = json.loads((unpacked / archives.MANIFEST).read_text())
+            document["model"]["configFile"] = "c.yaml"
+            (unpacked / archives.MANIFEST).write_text(json.dumps(document))
+            (unpacked / "c.yaml").write_text(json.dumps(settings))  # which is YAML, too
+            manifest = mar_archive.read_manifest(unpacked, "net.mar")
+        made = migration.migrate("net.mar", "net", unpacked, manifest, wishes or Wishes())
+        for key, value in (parameters or {}).items():
+            made.config += migration._parameter(key, value) + "\n"
+        (folder / "net" / "config.pbtxt").write_text(made.config)
+        if example is not None:
+            bodies = version / "example_inputs"
+            bodies.mkdir()
+            (bodies / made.inputs[0]).write_bytes(example)
+        self.input = made.inputs[0]
+        self.model = TritonPythonModel()
+        self.arguments = fake_triton.completed(self.model, fake_triton.arguments(folder / "net"))
+        self.document = json.loads(self.arguments["model_config"])
+        self.model.initialize(self.arguments)
+
+    def answer(self, *requests: bytes | Mapping[str, bytes]) -> list[bytes | str]:
+        """What a batch of requests gets: bytes, or what the error says."""
+        sent = [one if isinstance(one, Mapping) else {self.input: one} for one in requests]
+        responses = self.model.execute(
+            [
+                fake_triton.request(
+                    {key: np.array([[value]], dtype=np.object_) for key, value in one.items()},
+                    self.document,
+                )
+                for one in sent
+            ]
+        )
+        return [_answer(one) for one in responses]
+
+
+def _answer(response: Any) -> bytes | str:
+    error = response.error()
+    if error is not None:
+        return f"{error.code()} {error.message()}"
+    (tensor,) = response.output_tensors()
+    assert tensor.as_numpy().shape == (1, 1)
+    value: bytes = tensor.as_numpy()[0, 0]
+    assert isinstance(value, bytes)
+    return value
+
+
+_BATCHES = {"batchSize": 8}
+
+
+def _function(body: str, **more: str | bytes) -> archives.Files:
+    """An archive whose handler is a function with this body, called with rows."""
+    source = f"""
+import torch
+
+
+def handle(data, context):
+    if data is None:
+        return None
+    rows = [row["body"] for row in data]
+    {body}
+"""
+    return {"handler.py": source, archives.MANIFEST: archives.manifest(), **more}
+
+
+# --- handlers --------------------------------------------------------------------------------
+
+
+def test_a_handler_with_a_class_and_weights(tmp_path: Path) -> None:
+    """A derived handler answers, with the modules and the weights of its archive."""
+    served = Served(tmp_path, archives.eager(factor=3.0), _BATCHES)
+    assert [json.loads(one) for one in served.answer(b"1", b"2.5")] == [
+        {"scaled": 4.0},
+        {"scaled": 8.5},
+    ]
+
+
+def test_answers_are_what_torchserve_sends(tmp_path: Path) -> None:
+    """Bytes as they are, text as UTF-8, tensors as torch.save writes them, all else as JSON."""
+    answers = "b'\\xff', bytearray(b'x\\0'), 'é', torch.ones(2), {'a': [1, None]}, None, torch.nan"
+    served = Served(tmp_path, _function(f"return [{answers}][:len(rows)]"), _BATCHES)
+    found = served.answer(*[b""] * 7)
+    assert found[:3] == [b"\xff", b"x\0", "é".encode()]
+    assert isinstance(found[3], bytes)
+    assert torch.equal(torch.load(io.BytesIO(found[3])), torch.ones(2))
+    assert found[4] == json.dumps({"a": [1, None]}, indent=2).encode()
+    assert found[5:] == [b"null", b"NaN"]
+
+
+def test_a_function(tmp_path: Path) -> None:
+    """A function is called once without requests to initialize itself, then with them."""
+    files = {"old.py": archives.FUNCTION, archives.MANIFEST: archives.manifest("old.py:answer")}
+    served = Served(tmp_path, files, _BATCHES)
+    assert served.answer(b"a", b"b") == [b"initialized 1 times: a", b"initialized 1 times: b"]
+
+
+def test_what_a_handler_is_told(tmp_path: Path) -> None:
+    """The context, the requests' fields and types, and the working directory are TorchServe's."""
+    files = {"handler.py": archives.TELLS, archives.MANIFEST: archives.manifest()}
+    served = Served(tmp_path, files, {"batchSize": 4, "mine": [1]}, Wishes(("body", "data")))
+    told = [json.loads(one) for one in served.answer({"body": b"x"}, {"body": b"y"})]
+    assert told[0] == {
+        "properties": {
+            "gpu_id": None,
+            "batch_size": 4,
+            "server_name": "MMS",
+            "server_version": "0.12.0",
+            "limit_max_image_pixels": True,
+        },
+        "here": True,
+        "name": "net",
+        "yaml": {"batchSize": 4, "mine": [1]},
+        "handler": "handler.py",
+        "header": None,
+        "id": told[0]["id"],
+        "keys": ["body"],
+        "types": {"body": "bytearray"},
+    }
+    assert told[0]["id"] != told[1]["id"]
+    (both,) = served.answer({"body": b"x", "data": b"y"})
+    assert json.loads(both)["keys"] == ["body", "data"]
+
+
+@pytest.mark.parametrize(
+    ("content_type", "kinds"),
+    [
+        ("", ["bytearray", "bytearray", "bytearray"]),
+        ("application/octet-stream", ["bytearray", "bytearray", "bytearray"]),
+        ("application/json", ["dict", "bytearray", "bytearray"]),
+        ("application/json; charset=utf-8", ["dict", "bytearray", "bytearray"]),
+        ("text/plain", ["str", "str", "bytearray"]),
+    ],
+)
+def test_bodies(tmp_path: Path, content_type: str, kinds: list[str]) -> None:
+    """JSON is parsed and text decoded; a body that is neither comes as it is."""
+    body = "return [type(row).__name__ for row in rows]"
+    served = Served(tmp_path, _function(body), _BATCHES, Wishes(content_type=content_type))
+    assert served.answer(b'{"a": 1}', b"{", b"\xff") == [one.encode() for one in kinds]
+
+
+def test_the_archive_may_have_a_module_named_model(tmp_path: Path) -> None:
+    """Triton's stub has a module `model` of its own, which must not be found instead."""
+    others = ModuleType("model")
+    others.__file__ = "/opt/tritonserver/backends/pytorch_py/model.py"
+    sys.modules["model"] = others
+    served = Served(tmp_path, archives.eager(2.0), _BATCHES)
+    assert served.answer(b"5") == [json.dumps({"scaled": 11.0}, indent=2).encode()]
+
+
+@pytest.mark.parametrize("handler", archives.BUILT_IN)
+def test_a_built_in_handler_with_a_module_named_model(tmp_path: Path, handler: str) -> None:
+    """modelFile: model.py is the archive's, though the stub has imported another `model`."""
+    others = ModuleType("model")
+    others.__file__ = "/opt/tritonserver/backends/pytorch_py/model.py"
+    sys.modules["model"] = others
+    built_in = archives.BUILT_IN[handler]
+    wishes = Wishes(content_type=built_in.content_type)
+    served = Served(tmp_path, built_in.archive(handler), wishes=wishes)
+    (answer,) = served.answer(built_in.body())
+    assert built_in.answers(json.loads(answer)), answer[:200]
+
+
+@pytest.mark.parametrize(
+    ("handler", "says"),
+    [
+        ("import torch\nx = 1 / 0", "the handler handler.py fails at line 2: ZeroDivisionError"),
+        ("import gone_missing", "fails at line 1: ModuleNotFoundError"),
+        ("import ts.service", "fails at line 1: ModuleNotFoundError: No module named 'ts.service'"),
+        ("x = (", "SyntaxError"),
+        ("raise SystemExit(3)", "SystemExit"),
+        ("x = 1", "the handler handler defines no class with handle(), and no function handle()"),
+        (
+            "class A:\n    def handle(self): ...\nclass B(A): ...",
+            "the handler handler defines A, B",
+        ),
+        ("class A:\n    def handle(self): ...", "no attribute 'initialize'"),
+        (
+            "class A:\n    def initialize(self, c): 1 / 0\n    def handle(self): ...",
+            "fails at line 2: ZeroDivisionError",
+        ),
+    ],
+)
+def test_handlers_that_do_not_load(tmp_path: Path, handler: str, says: str) -> None:
+    """The load's error says where the handler fails, or what it lacks."""
+    files = {"handler.py": handler, archives.MANIFEST: archives.manifest()}
+    with pytest.raises(fake_triton.TritonModelException) as refusal:
+        Served(tmp_path, files)
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"model.pt": archives.saved({"other": torch.ones(1)})}, "missing keys (1): weight"),
+        ({"model.pt": archives.saved({"weight": torch.ones(2)})}, "wrong shapes (1): weight"),
+        ({"model.pt": archives.saved(nn.Linear(1, 1))}, "are a pickle of a whole module"),
+        ({"model.py": "x = 1"}, "model.py defines no nn.Module; expected one nn.Module"),
+        ({"model.py": archives.SCALE + "\nclass B(Scale): ..."}, "model.py defines B, Scale"),
+        ({"index_to_name.json": "[]"}, "index_to_name.json holds no object of names by class"),
+        ({"index_to_name.json": '{"0": 7}'}, "has no name, but 7, for class 0"),
+    ],
+)
+def test_models_that_do_not_load(
+    tmp_path: Path, change: Mapping[str, bytes | str], says: str
+) -> None:
+    """Weights that do not fit, pickled code and wrong classes are told as those of any model."""
+    with pytest.raises(fake_triton.TritonModelException) as refusal:
+        Served(tmp_path, {**archives.eager(), **change})
+    assert says in str(refusal.value)
+
+
+def test_a_manifest_that_was_changed(tmp_path: Path) -> None:
+    """What the import refuses, the load refuses as well."""
+    served = Served(tmp_path, archives.eager())
+    served.model.leave()
+    (tmp_path / "net/1/model.mar" / archives.MANIFEST).write_text("{}")
+    with pytest.raises(fake_triton.TritonModelException, match=r"model.mar: .* no object 'model'"):
+        TritonPythonModel().initialize(served.arguments)
+
+
+def test_an_archive_that_is_not_unpacked(tmp_path: Path) -> None:
+    """A .mar file in a version folder is told how to become a model."""
+    served = Served(tmp_path, archives.eager())
+    served.model.leave()
+    version = tmp_path / "net" / "1"
+    (version / "model.mar").rename(tmp_path / "elsewhere")
+    archives.write(version / "model.mar", archives.eager())
+    with pytest.raises(fake_triton.TritonModelException, match="torch-py-backend import-mar"):
+        TritonPythonModel().initialize(served.arguments)
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+_INTERNAL = str(fake_triton.TritonError.INTERNAL)
+_INVALID = str(fake_triton.TritonError.INVALID_ARG)
+_UNAVAILABLE = str(fake_triton.TritonError.UNAVAILABLE)
+
+
+@pytest.mark.parametrize(
+    ("sent", "says"),
+    [
+        ("bad", f"{_INVALID} model 'net': the handler answered 422: a number, please."),
+        ("busy", f"{_UNAVAILABLE} model 'net': the handler answered 503: come back later."),
+        ("broken", f"{_INTERNAL} model 'net': handle() raised PredictionException: out of order"),
+        ("crash", f"{_INTERNAL} model 'net': handle() raised ValueError: nobody expected this."),
+    ],
+)
+def test_one_bad_request_of_a_batch(tmp_path: Path, sent: str, says: str) -> None:
+    """A request that a handler refuses has the refusal and its status; the others have answers."""
+    served = Served(tmp_path, archives.eager(1.0), _BATCHES)
+    answers = served.answer(b"1", b"2", json.dumps(sent).encode(), b"4")
+    (refused,) = answers[2:3]
+    assert isinstance(refused, str)
+    assert refused.startswith(says)
+    others = [json.loads(one)["scaled"] for one in (*answers[:2], answers[3])]
+    assert others == [2.0, 3.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("parameters", "calls"), [({}, [3, 2, 1, 1, 1]), ({"RETRY_FAILED_BATCH": "false"}, [3])]
+)
+def test_how_often_a_handler_is_called(
+    tmp_path: Path, parameters: dict[str, str], calls: list[int]
+) -> None:
+    """A batch that fails is narrowed down, unless the handler has effects that must not repeat."""
+    body = "CALLS.append(len(rows)); return None if b'bad' in rows else rows"
+    files = _function(body)
+    files = {**files, "handler.py": f"CALLS = []\n{files['handler.py']!s}"}
+    served = Served(tmp_path, files, _BATCHES, parameters=parameters)
+    answers = served.answer(b"1", b"2", b"bad")
+    assert sorted(sys.modules["handler"].CALLS) == sorted(calls)
+    assert [one for one in answers if isinstance(one, bytes)] == (
+        [] if parameters else [b"1", b"2"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (
+            "return rows[1:]",
+            "the handler returned a list of 1 for 2 requests; expected a list",
+        ),
+        ("return rows + rows", "the handler returned a list of 4 for 2 requests"),
+        ("return {'a': 1}", "the handler returned a dict for 2 requests"),
+        ("return None", "the handler returned a NoneType for 2 requests"),
+        ("return [object()] * len(rows)", "the handler returned a object that is no JSON"),
+        ("return ['\\ud800'] * len(rows)", "the handler returned a str that is no JSON"),
+        ("context.set_response_status(404, 'gone', 0)\n    return rows", "answered 404: gone"),
+        ("context.set_all_response_status(500, 'ill')\n    return rows", "answered 500: ill"),
+        (
+            "import ts.handler_utils.utils as u; u.send_intermediate_predict_response(rows)",
+            "streams an answer, which is not served for TorchServe archives",
+        ),
+    ],
+)
+def test_wrong_answers(tmp_path: Path, body: str, says: str) -> None:
+    """What is no answer for each request is an error that says so, and never another's answer."""
+    served = Served(tmp_path, _function(body), _BATCHES, parameters={"RETRY_FAILED_BATCH": "false"})
+    for answer in served.answer(b"a", b"b"):
+        assert isinstance(answer, str)
+        assert says in answer
+
+
+def test_a_status_for_one_request(tmp_path: Path) -> None:
+    """A handler that sets the status of one request refuses that one."""
+    body = (
+        "for place, row in enumerate(rows):\n"
+        "        if row == b'bad':\n"
+        "            context.set_response_status(400, 'bad row', place)\n"
+        "    return rows"
+    )
+    answers = Served(tmp_path, _function(body), _BATCHES).answer(b"a", b"bad", b"c")
+    assert [answers[0], answers[2]] == [b"a", b"c"]
+    assert answers[1] == f"{_INVALID} model 'net': the handler answered 400: bad row."
+
+
+# --- options ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameters", "says"),
+    [
+        ({"OPTIMIZE": "cuda_graphs"}, "cuda_graphs"),
+        ({"OPTIMIZE": "freeze"}, "OPTIMIZE asks for freeze, and the model is a TorchServe archive"),
+        ({"WATCH_WEIGHTS": "true"}, "the handler of a TorchServe archive reads them itself"),
+        ({"MODEL_KWARGS": '{"mode": 1}'}, "which is all that a TorchServe archive takes"),
+        ({"MODEL_KWARGS": '{"content_type": 1}'}, "which is all that a TorchServe archive takes"),
+        ({"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"mode": "no such"}'}, "what torch.compile takes"),
+    ],
+)
+def test_options_that_make_no_sense(tmp_path: Path, parameters: dict[str, str], says: str) -> None:
+    """What would be done to a module, and cannot be done to a handler, is refused at load."""
+    with pytest.raises(fake_triton.TritonModelException) as refusal:
+        Served(tmp_path, archives.eager(), parameters=parameters)
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "says"),
+    [
+        ({"data_type": "TYPE_FP32"}, "body FP32 [1]"),
+        ({"dims": [2]}, "body BYTES [2]"),
+    ],
+)
+def test_tensors_that_no_handler_takes(tmp_path: Path, entry: dict[str, Any], says: str) -> None:
+    """Inputs and the output are strings, one a row; anything else fails the load."""
+    served = Served(tmp_path, archives.eager())
+    served.model.leave()
+    document = served.document
+    document["input"][0] |= entry
+    with pytest.raises(fake_triton.TritonModelException) as refusal:
+        TritonPythonModel().initialize(served.arguments | {"model_config": json.dumps(document)})
+    assert says in str(refusal.value)
+    assert "expected inputs and one output of TYPE_STRING with dims: [ 1 ]" in str(refusal.value)
+
+
+def test_the_handlers_model_is_compiled(tmp_path: Path, dynamo: None) -> None:
+    """pt2 compiles what the handler calls its model, and answers stay the same."""
+    served = Served(tmp_path, archives.eager(2.0), {"batchSize": 4, "pt2": "eager"})
+    (held,) = served.model._engine.loaded.owner._held  # type: ignore[union-attr,misc]
+    assert held._compiled_call_impl is not None
+    assert json.loads(served.answer(b"3")[0]) == {"scaled": 7.0}
+
+
+def test_a_compiler_that_is_missing(tmp_path: Path, dynamo: None) -> None:
+    """As in TorchServe, a backend that torch does not know of is no secret."""
+    with pytest.raises(fake_triton.TritonModelException, match="no_such_compiler"):
+        Served(tmp_path, archives.eager(), {"pt2": "no_such_compiler"})
+
+
+def test_weights_are_shared(tmp_path: Path) -> None:
+    """Instances share the weights that our own base reads: they lie in the mapped file."""
+    model = nn.Linear(512, 512)
+    source = "from torch import nn\n\n\nclass Big(nn.Linear):\n    def __init__(self):\n"
+    source += "        super().__init__(512, 512)\n"
+    files: archives.Files = {
+        "model.py": source,
+        "model.pt": archives.saved(model.state_dict()),
+        archives.MANIFEST: archives.manifest(
+            "base_handler", serializedFile="model.pt", modelFile="model.py"
+        ),
+    }
+    served = Served(tmp_path, files, _BATCHES, Wishes(content_type="application/json"))
+    assert served.model._engine.sharing.mapped.shared == 4 * (512 * 512 + 512)
+    sent = torch.rand(512)
+    (answer,) = served.answer(json.dumps(sent.tolist()).encode())
+    torch.testing.assert_close(torch.tensor(json.loads(answer)), model(sent).detach())
+
+
+def test_an_exported_program(tmp_path: Path) -> None:
+    """A .pt2 file needs no class: base_handler takes numbers and gives numbers."""
+    file = io.BytesIO()
+    rows = torch.export.Dim("rows", min=1, max=64)
+    shapes = ({0: rows},)
+    torch.export.save(
+        torch.export.export(archives.Scale(), (torch.ones(3),), dynamic_shapes=shapes), file
+    )
+    files: archives.Files = {
+        "m.pt2": file.getvalue(),
+        archives.MANIFEST: archives.manifest("base_handler", serializedFile="m.pt2"),
+    }
+    served = Served(tmp_path, files, _BATCHES, Wishes(content_type="application/json"))
+    assert served.answer(b"2.5", b"0") == [b"2.5", b"0.0"]
+
+
+def test_an_example_warms_up(tmp_path: Path) -> None:
+    """With an example, the handler is tried before READY, in batches of several sizes."""
+    body = "with open('sizes.txt', 'a') as f: print(*map(bytes, rows), file=f)\n    return rows"
+    wishes = Wishes(example=True)
+    Served(tmp_path, _function(body), {"batchSize": 4}, wishes, example=b"xyz")
+    lines = (tmp_path / "net/1/model.mar/sizes.txt").read_text().splitlines()
+    assert {line.count("b'xyz'") for line in lines} == {1, 3, 4}
+
+
+def test_an_example_that_the_handler_refuses(tmp_path: Path) -> None:
+    """It fails the load, and the handler's words are there."""
+    with pytest.raises(fake_triton.TritonModelException, match="a number, please"):
+        Served(tmp_path, archives.eager(), None, Wishes(example=True), example=b'"bad"')
+
+
+# --- TorchServe's own ------------------------------------------------------------------------
+
+
+def _expected(picture: bytes) -> torch.Tensor:
+    """What torchvision makes of an image, by its documentation, in other words than ours."""
+    from PIL import Image
+
+    image = Image.open(io.BytesIO(picture)).convert("RGB")
+    scale = 256 / min(image.size)
+    image = image.resize(
+        tuple(256 if one == min(image.size) else int(one * scale) for one in image.size),  # type: ignore[arg-type]
+        Image.Resampling.BILINEAR,
+    )
+    pixels = np.asarray(image, dtype=np.float64) / 255
+    top, left = round((pixels.shape[0] - 224) / 2), round((pixels.shape[1] - 224) / 2)
+    pixels = pixels[top : top + 224, left : left + 224]
+    pixels = (pixels - [0.485, 0.456, 0.406]) / [0.229, 0.224, 0.225]
+    return torch.from_numpy(pixels.transpose(2, 0, 1).copy()).float()
+
+
+@pytest.mark.parametrize(
+    ("width", "height", "mode"),
+    [(320, 280, "RGB"), (280, 320, "RGB"), (256, 256, "RGB"), (64, 100, "L"), (300, 260, "RGBA")],
+)
+def test_images(width: int, height: int, mode: str) -> None:
+    """The shorter side becomes 256, the middle 224 are kept, with ImageNet's mean and deviation."""
+    from PIL import Image
+
+    picture = archives.image(width, height, mode)
+    made = images.Standard()(Image.open(io.BytesIO(picture)))
+    assert made.shape == (3, 224, 224)
+    assert made.dtype == torch.float32
+    torch.testing.assert_close(made, _expected(picture))
+
+
+def test_image_classifier(tmp_path: Path) -> None:
+    """The five most probable classes of each image, by name, the best first."""
+    served = Served(tmp_path, archives.classifier(), _BATCHES)
+    pictures = [archives.image(seed=seed) for seed in range(3)]
+    for picture, answer in zip(pictures, served.answer(*pictures), strict=True):
+        found = json.loads(answer)
+        with torch.inference_mode():
+            wanted = torch.softmax(archives.colours()(_expected(picture)[None]), dim=1)[0]
+        values, places = wanted.topk(5)
+        assert list(found) == [archives.NAMES[place] for place in places.tolist()]
+        torch.testing.assert_close(torch.tensor(list(found.values())), values)
+
+
+def test_one_broken_image(tmp_path: Path) -> None:
+    """A body that is no image fails alone, and its error holds no path."""
+    served = Served(tmp_path, archives.classifier(), _BATCHES)
+    good = archives.image()
+    answers = served.answer(good, b"no image", good)
+    assert "UnidentifiedImageError" in str(answers[1])
+    assert answers[0] == answers[2]
+    assert isinstance(answers[0], bytes)
+
+
+@pytest.mark.parametrize(
+    ("handler", "limit", "height", "most"),
+    [
+        # The model gets the whole image as floats; the other handlers crop what is decoded.
+        ("object_detector", 200_000, 300, None),
+        ("object_detector", 200_000, 301, 90_000),
+        ("object_detector", 80_000, 300, 80_000),
+        ("object_detector", None, 301, None),
+        ("image_classifier", 200_000, 301, None),
+        ("image_classifier", 90_000, 301, 90_000),
+        ("image_classifier", None, 301, None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_an_image_of_too_many_pixels(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    handler: str,
+    limit: int | None,
+    height: int,
+    most: int | None,
+) -> None:
+    """An image whose pixels would fill the memory is refused before it is decoded."""
+    from PIL import Image, PngImagePlugin
+
+    loaded: list[object] = []
+    load = PngImagePlugin.PngImageFile.load
+
+    def loads(image: PngImagePlugin.PngImageFile) -> Any:
+        loaded.append(image)
+        return load(image)
+
+    monkeypatch.setattr(PngImagePlugin.PngImageFile, "load", loads)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", limit)
+    monkeypatch.setattr(images, "_MOST_PIXELS_AS_FLOATS", 90_000)
+    served = Served(tmp_path, archives.BUILT_IN[handler].archive(handler))
+    (answer,) = served.answer(archives.image(300, height))
+    if most is None:
+        assert isinstance(answer, bytes)
+        assert loaded
+    else:
+        assert answer == (
+            f"{_INVALID} model 'net': the image has 300 x {height} pixels; expected at most"
+            f" {most} pixels in all."
+        )
+        assert not loaded
+
+
+def test_no_other_program_reads_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow starts Ghostscript for PostScript: the handlers do not take it for an image."""
+    from PIL import EpsImagePlugin, Image
+
+    def ghostscript(*_arguments: object, **_named: object) -> None:
+        pytest.fail("Ghostscript was to be started")
+
+    monkeypatch.setattr(EpsImagePlugin, "Ghostscript", ghostscript)
+    file = io.BytesIO()
+    Image.new("RGB", (8, 8)).save(file, "EPS")
+    served = Served(tmp_path, archives.classifier())
+    (answer,) = served.answer(file.getvalue())
+    assert "UnidentifiedImageError" in str(answer)
+
+
+@pytest.mark.parametrize("kind", images.FORMATS)
+def test_formats(tmp_path: Path, kind: str) -> None:
+    """What clients send as a picture is read."""
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (300, 280), (200, 30, 90)).save(file, kind)
+    assert Image.open(io.BytesIO(file.getvalue())).format in images.FORMATS
+    served = Served(tmp_path, archives.classifier())
+    (answer,) = served.answer(file.getvalue())
+    assert len(json.loads(answer)) == 5
+
+
+def test_images_as_numbers_and_base64(tmp_path: Path) -> None:
+    """An image may be text in base64, or the numbers that the model takes."""
+    import base64
+
+    served = Served(
+        tmp_path, archives.classifier(), _BATCHES, Wishes(content_type="application/json")
+    )
+    picture = archives.image()
+    numbers = json.dumps(images.Standard()(_opened(picture)).tolist()).encode()
+    encoded = json.dumps(base64.b64encode(picture).decode()).encode()
+    first, second, third = served.answer(picture, numbers, encoded)
+    assert first == third
+    assert json.loads(first) == pytest.approx(json.loads(second))
+
+
+def _opened(picture: bytes) -> Any:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(picture))
+
+
+class Segments(nn.Module):
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"out": x[:, :2]}
+
+
+def test_image_segmenter(tmp_path: Path) -> None:
+    """Each pixel's class and its probability."""
+    files: archives.Files = {
+        "m.pt": archives.scripted(Segments()),
+        archives.MANIFEST: archives.manifest("image_segmenter", serializedFile="m.pt"),
+    }
+    served = Served(tmp_path, files, _BATCHES)
+    picture = archives.image()
+    (answer,) = served.answer(picture)
+    found = torch.tensor(json.loads(answer))
+    assert found.shape == (224, 224, 2)
+    values, classes = torch.softmax(_expected(picture)[:2], dim=0).max(dim=0)
+    torch.testing.assert_close(found[..., 1], values, atol=1e-5, rtol=1e-5)
+    assert (found[..., 0] == classes).float().mean() > 0.999
+
+
+_DETECTOR = """
+import torch
+from torch import nn
+
+
+class Detector(nn.Module):
+    def forward(self, images):
+        return [
+            {
+                "boxes": torch.tensor([[0.0, 0.0, 8.0, 8.0], [1.0, 1.0, 2.0, 2.0]]) + one.mean(),
+                "labels": torch.tensor([1, 2]),
+                "scores": torch.tensor([0.9, 0.4]),
+            }
+            for one in images
+        ]
+"""
+
+
+def test_object_detector(tmp_path: Path) -> None:
+    """Boxes with a score of at least a half, by their class's name."""
+    files = {
+        "model.py": _DETECTOR,
+        "index_to_name.json": json.dumps({"object_type_names": ["sky", "cat", "dog"]}),
+        archives.MANIFEST: archives.manifest("object_detector", modelFile="model.py"),
+    }
+    served = Served(tmp_path, files, _BATCHES)
+    picture = archives.image()
+    (answer,) = served.answer(picture)
+    (found,) = json.loads(answer)
+    assert list(found) == ["cat", "score"]
+    assert found["score"] == pytest.approx(0.9)
+    mean = float(np.asarray(_opened(picture), dtype=np.float64).mean() / 255)
+    assert found["cat"] == pytest.approx([mean, mean, 8 + mean, 8 + mean], rel=1e-4)
+
+
+_BAG = """
+import torch
+from torch import nn
+
+
+class Bag(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.EmbeddingBag(6, 2)
+
+    def forward(self, text, offsets):
+        return self.embedding(text, offsets)
+"""
+
+
+def test_text_classifier(tmp_path: Path) -> None:
+    """Words and pairs of words, cleaned as TorchServe does; what is unknown has its number."""
+    weight = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
+    vocabulary = {"<unk>": 0, "not": 1, "bad": 2, "not bad": 3, "is": 4, "cafe": 5}
+    files: archives.Files = {
+        "model.py": _BAG,
+        "model.pt": archives.saved({"embedding.weight": weight}),
+        "source_vocab.pt": archives.saved(vocabulary),
+        "index_to_name.json": json.dumps({"0": "negative", "1": "positive"}),
+        archives.MANIFEST: archives.manifest(
+            "text_classifier", serializedFile="model.pt", modelFile="model.py"
+        ),
+    }
+    served = Served(tmp_path, files)
+    (answer,) = served.answer("<b>Isn't</b> bad, Café!".encode())
+    # is not bad cafe · is not, not bad, bad cafe
+    numbers = torch.tensor([4, 1, 2, 5, 0, 3, 0])
+    wanted = torch.softmax(weight[numbers].mean(dim=0), dim=0).tolist()
+    assert json.loads(answer) == pytest.approx({"negative": wanted[0], "positive": wanted[1]})
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ("don't", "do not"),
+        ("i'm sure you're right", "i am sure you are right"),
+        ("she's what they'd have", "she is what they would have"),
+        ("can't won't shan't ain't", "cannot will not shall not is not"),
+        ("John's cat", "Johns cat"),
+        ("how'd it go, y'all", "how did it go, you all"),
+        ("Isn't", "Is not"),
+    ],
+)
+def test_contractions(said: str, meant: str) -> None:
+    """English contractions are written out; what is none loses its apostrophe."""
+    assert text.TextHandler()._expand_contractions(said) == meant
+
+
+def test_tokens() -> None:
+    """Tokenizers and runs of tokens that handlers import."""
+    assert text.get_tokenizer(None)("a  b") == ["a", "b"]
+    assert text.get_tokenizer("basic_english")('It\'s "so", well. <br />no; yes') == (
+        ["it", "'", "s", "so", ",", "well", ".", "no", "yes"]
+    )
+    assert text.get_tokenizer(str.splitlines)("a b\nc") == ["a b", "c"]
+    assert list(text.ngrams_iterator(["a", "b", "c"], 2)) == ["a", "b", "c", "a b", "b c"]
+    with pytest.raises(ValueError, match="there is no tokenizer 'spacy'"):
+        text.get_tokenizer("spacy")
+
+
+def test_a_vocabulary_of_torchtext(tmp_path: Path) -> None:
+    """Objects are not unpickled; the error says what to save instead."""
+    archives.write_folder(tmp_path, {"v.pt": archives.saved(Path("torchtext"))})
+    with pytest.raises(Exception, match=r"cannot be read.*get_stoi\(\)"):
+        text._vocabulary(tmp_path / "v.pt")
+
+
+# --- modules ---------------------------------------------------------------------------------
+
+
+def test_the_modules_are_those_that_the_import_knows() -> None:
+    """What `remarks` says is provided is provided, each with its names."""
+    assert stand_in.MODULES.keys() == handler_lint.PROVIDED
+    assert stand_in.install()
+    for name, offered in stand_in.MODULES.items():
+        module = importlib.import_module(name)
+        assert vars(module).keys() >= offered.keys()
+    with pytest.raises(ModuleNotFoundError, match=r"No module named 'ts\.service'"):
+        importlib.import_module("ts.service")
+    assert stand_in.install()  # its own modules are not taken for TorchServe's
+
+
+def test_torchserve_itself_is_used_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing stands in for what is installed."""
+    for name in [one for one in sys.modules if one.partition(".")[0] == "ts"]:
+        del sys.modules[name]
+    archives.write_folder(
+        tmp_path,
+        {
+            "ts/__init__.py": "",
+            "ts/torch_handler/__init__.py": "",
+            "ts/torch_handler/base_handler.py": "real = True",
+        },
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not stand_in.install()
+    assert importlib.import_module("ts.torch_handler.base_handler").real
+
+
+def test_another_package_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package `ts` that is not TorchServe does not count."""
+    for name in [one for one in sys.modules if one.partition(".")[0] == "ts"]:
+        del sys.modules[name]
+    archives.write_folder(tmp_path, {"ts/__init__.py": ""})
+    monkeypatch.syspath_prepend(tmp_path)
+    assert stand_in.install()
+    assert sys.modules["ts"].__version__ == "0.12.0"
+
+
+@pytest.mark.parametrize(
+    ("probs", "mapping", "classes", "labels_of"),
+    [
+        ([[0.7, 0.3]], None, None, [{"0": 0.7, "1": 0.3}]),
+        ([[0.7, 0.3]], {"0": "a", "1": "b"}, None, [{"a": 0.7, "b": 0.3}]),
+        ([[0.7], [0.6]], {"4": "x", "5": "y"}, [[4], [5]], [{"x": 0.7}, {"y": 0.6}]),
+        ([], None, None, []),
+    ],
+)
+def test_map_class_to_label(
+    probs: list[list[float]],
+    mapping: dict[str, str] | None,
+    classes: Sequence[Sequence[int]] | None,
+    labels_of: list[dict[str, float]],
+) -> None:
+    """Values by the names of their classes, else by their numbers."""
+    assert labels.map_class_to_label(probs, mapping, classes) == labels_of
+    with pytest.raises(TypeError, match="takes lists of values"):
+        labels.map_class_to_label(torch.ones(1, 1))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("written", "mapping"),
+    [
+        ('{"0": "cat", "1": ["n01", "dog"]}', {"0": "cat", "1": "dog"}),
+        ('{"object_type_names": ["a", "b"]}', {"0": "a", "1": "b"}),
+        (None, None),
+    ],
+)
+def test_load_label_mapping(
+    tmp_path: Path, written: str | None, mapping: dict[str, str] | None
+) -> None:
+    """The forms in which names of classes have been written over the years."""
+    path = tmp_path / "index_to_name.json"
+    if written is not None:
+        path.write_text(written)
+    assert labels.load_label_mapping(str(path)) == mapping
+
+
+def test_a_handler_that_answers_later(tmp_path: Path) -> None:
+    """Coroutines are not served, and that is said at load."""
+    source = "async def handle(data, context):\n    return data\n"
+    files = {"handler.py": source, archives.MANIFEST: archives.manifest()}
+    with pytest.raises(fake_triton.TritonModelException, match=r"handle\(\) is a coroutine"):
+        Served(tmp_path, files)

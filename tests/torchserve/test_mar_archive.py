@@ -1,0 +1,481 @@
+"""Archives are unpacked whole or not at all, and never beyond their folder."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import stat
+import struct
+import sys
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import archives
+import models
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torch_py_backend.errors import ArchiveError
+from torch_py_backend.torchserve import mar_archive
+from torch_py_backend.torchserve.mar_archive import Limits
+
+_FILES: archives.Files = {
+    "handler.py": "x = 1\n",
+    "deep/er/notes.txt": "é",
+    "model.bin": bytes(range(256)) * 4000,
+    archives.MANIFEST: archives.manifest(),
+}
+
+
+def _tree(folder: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def _expected() -> dict[str, bytes]:
+    return {name: one.encode() if isinstance(one, str) else one for name, one in _FILES.items()}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(lambda path: archives.write(path, _FILES), id="zip-store"),
+        pytest.param(
+            lambda path: archives.write(path, _FILES, compression=zipfile.ZIP_DEFLATED),
+            id="default",
+        ),
+        pytest.param(lambda path: archives.write_tar(path, _FILES), id="tgz"),
+        pytest.param(lambda path: archives.write_tar(path, _FILES, "./net"), id="tgz-dot"),
+        pytest.param(lambda path: archives.write_folder(path, _FILES), id="no-archive"),
+    ],
+)
+def test_all_formats_of_the_archiver(tmp_path: Path, make: Callable[[Path], Path]) -> None:
+    """Each of torch-model-archiver's formats gives the same files."""
+    folder = tmp_path / "out" / "model.mar"
+    folder.parent.mkdir()
+    mar_archive.unpack(make(tmp_path / "net.mar"), folder, Limits())
+    assert _tree(folder) == _expected()
+    assert [path.name for path in folder.parent.iterdir()] == ["model.mar"]
+
+
+def test_empty_folders_and_executables(tmp_path: Path) -> None:
+    """Entries for folders are no files, and nothing becomes executable."""
+    path = tmp_path / "net.mar"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.mkdir("empty") if hasattr(archive, "mkdir") else archive.writestr("empty/", "")
+        entry = zipfile.ZipInfo("run.sh")
+        entry.external_attr = (stat.S_IFREG | 0o4777) << 16
+        archive.writestr(entry, "#!/bin/sh\n")
+        archive.writestr(archives.MANIFEST, archives.manifest())
+    mar_archive.unpack(path, tmp_path / "out", Limits())
+    assert sorted(_tree(tmp_path / "out")) == [archives.MANIFEST, "run.sh"]
+    assert not (tmp_path / "out" / "run.sh").stat().st_mode & 0o7111
+
+
+# --- hostile ---------------------------------------------------------------------------------
+
+
+def _zip(*names: str, **how: int) -> Callable[[Path], object]:
+    return lambda path: archives.write(
+        path, {**dict.fromkeys(names, "evil"), archives.MANIFEST: archives.manifest()}, **how
+    )
+
+
+def _zip_entry(name: str, mode: int = 0, *, twice: bool = False) -> Callable[[Path], object]:
+    def make(path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as archive:
+            for _ in range(1 + twice):
+                entry = zipfile.ZipInfo(name)
+                entry.external_attr = mode << 16
+                archive.writestr(entry, "/etc/passwd")
+
+    return make
+
+
+def _encrypted(path: Path) -> None:
+    archives.write(path, _FILES)
+    content = bytearray(path.read_bytes())
+    place = content.index(b"PK\x01\x02")
+    content[place + 8] |= 1
+    path.write_bytes(content)
+
+
+def _nul(path: Path) -> None:
+    _zip("handler_py_x")(path)
+    path.write_bytes(path.read_bytes().replace(b"handler_py_x", b"handler.py\0x"))
+
+
+def _lying_size(path: Path) -> None:
+    """The list of members says ten bytes; there is a megabyte."""
+    archives.write(path, {"big": bytes(1 << 20)}, compression=zipfile.ZIP_DEFLATED)
+    content = path.read_bytes()
+    place = content.index(b"PK\x01\x02")
+    path.write_bytes(content[: place + 24] + struct.pack("<I", 10) + content[place + 28 :])
+
+
+def _tar(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> Callable[[Path], object]:
+    def make(path: Path) -> None:
+        with tarfile.open(path, "w:gz") as archive:
+            entry = tarfile.TarInfo(name)
+            entry.type, entry.linkname = kind, target
+            archive.addfile(entry)
+
+    return make
+
+
+def _tar_sized(size: int) -> Callable[[Path], object]:
+    """A header that says more than there is."""
+
+    def make(path: Path) -> None:
+        entry = tarfile.TarInfo("big")
+        entry.size = size
+        with gzip.open(path, "wb") as file:
+            file.write(entry.tobuf(tarfile.GNU_FORMAT))
+
+    return make
+
+
+def _tar_long_name(path: Path) -> None:
+    """A name of 100 megabytes, which tarfile would read at once."""
+    entry = tarfile.TarInfo("././@LongLink")
+    entry.type, entry.size = tarfile.GNUTYPE_LONGNAME, 100 << 20
+    with gzip.open(path, "wb", compresslevel=1) as file:
+        file.write(entry.tobuf(tarfile.GNU_FORMAT))
+        for _ in range(100):
+            file.write(b"a" * (1 << 20))
+
+
+def _tar_headers(kind: bytes, count: int) -> Callable[[Path], object]:
+    """Headers that each tell of the next one, or of nothing: they take no room in a gzip file."""
+
+    def make(path: Path) -> None:
+        entry = tarfile.TarInfo("deeper")
+        content = b"" if kind == tarfile.DIRTYPE else b"12 comment=x".ljust(512, b"\n")
+        entry.type, entry.size = kind, len(content)
+        with gzip.open(path, "wb", compresslevel=1) as file:
+            file.write((entry.tobuf(tarfile.GNU_FORMAT) + content) * count)
+
+    return make
+
+
+def _truncated(path: Path) -> None:
+    archives.write(path, _FILES)
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def _truncated_tar(path: Path) -> None:
+    archives.write_tar(path, _FILES)
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+def _link_in_folder(path: Path) -> None:
+    archives.write_folder(path, _FILES)
+    (path / "link").symlink_to("/etc/passwd")
+
+
+def _linked_folder(path: Path) -> None:
+    archives.write_folder(path, _FILES)
+    (path / "link").symlink_to("/etc")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        pytest.param(_zip("../evil"), "holds the name '../evil'", id="dots"),
+        pytest.param(_zip("a/../../evil"), "holds the name", id="dots-within"),
+        pytest.param(_zip("/tmp/evil"), "holds the name '/tmp/evil'", id="absolute"),
+        pytest.param(_zip("..\\evil"), "holds the name", id="backslash"),
+        pytest.param(_zip("a\nb"), "holds the name 'a?b'", id="newline"),
+        pytest.param(_zip("x" * 300), "holds the name", id="long"),
+        pytest.param(_nul, "holds the name 'handler.py?x'", id="zero"),
+        pytest.param(_zip("a", "a/b"), "holds a/b twice", id="file-as-folder"),
+        pytest.param(_zip("a/b", "a"), "holds a twice", id="folder-as-file"),
+        pytest.param(_zip_entry("link", stat.S_IFLNK | 0o777), "is a link", id="link"),
+        pytest.param(_zip_entry("pipe", stat.S_IFIFO), "special file", id="pipe"),
+        pytest.param(_encrypted, "handler.py is encrypted", id="encrypted"),
+        pytest.param(
+            _zip("x", compression=zipfile.ZIP_LZMA), "compressed with method 14", id="lzma"
+        ),
+        pytest.param(_lying_size, "damaged", id="lying-size"),
+        pytest.param(_truncated, "damaged", id="truncated"),
+        pytest.param(_zip("x"), "", id="no-trouble"),
+        pytest.param(_tar("../evil"), "holds the name '../evil'", id="tar-dots"),
+        pytest.param(_tar("/evil"), "holds the name '/evil'", id="tar-absolute"),
+        pytest.param(_tar("a", tarfile.SYMTYPE, "/etc/passwd"), "is a link", id="tar-link"),
+        pytest.param(_tar("a", tarfile.LNKTYPE, "b"), "is a link", id="tar-hard-link"),
+        pytest.param(_tar("a", tarfile.CHRTYPE), "special file", id="tar-device"),
+        pytest.param(_tar_sized(1 << 60), "larger than 10 GB", id="tar-size"),
+        pytest.param(_tar_sized(1 << 20), "damaged", id="tar-short"),
+        pytest.param(_tar_long_name, "longer than any archive's", id="tar-long-name"),
+        pytest.param(_tar_headers(tarfile.XHDTYPE, 3000), "damaged", id="tar-pax-chain"),
+        pytest.param(_tar_headers(tarfile.XGLTYPE, 3000), "damaged", id="tar-global-chain"),
+        pytest.param(_tar_headers(tarfile.GNUTYPE_LONGNAME, 3000), "damaged", id="tar-name-chain"),
+        pytest.param(
+            _tar_headers(tarfile.DIRTYPE, 10_001), "more than 10000 folders", id="tar-folders"
+        ),
+        pytest.param(_zip("a/" * 1500 + "x"), "in at most 31 folders", id="deep"),
+        pytest.param(_tar("a/" * 32 + "x"), "in at most 31 folders", id="tar-deep"),
+        pytest.param(_zip("a/" * 31 + "x"), "", id="just-deep-enough"),
+        pytest.param(_truncated_tar, "damaged", id="tar-truncated"),
+        pytest.param(_link_in_folder, "is a link", id="folder-link"),
+        pytest.param(_linked_folder, "is a link", id="folder-of-links"),
+        pytest.param(lambda path: path.write_bytes(b""), "it is empty", id="empty"),
+        pytest.param(lambda path: path.write_bytes(b"<!doctype html>"), "an HTML page", id="html"),
+        pytest.param(
+            lambda path: torch.jit.script(models.Negate()).save(path),
+            "it is TorchScript; expected what torch-model-archiver wrote. Make a model folder",
+            id="torchscript",
+        ),
+        pytest.param(
+            lambda path: archives.write(path, {"handler.py": ""}),
+            "holds no MAR-INF/MANIFEST.json",
+            id="no-manifest",
+        ),
+        pytest.param(
+            lambda path: archives.write(path, {"a/x": "", "b/y": ""}), "holds no MAR-INF", id="two"
+        ),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, make: Callable[[Path], object], says: str) -> None:
+    """A hostile or damaged archive is named in one sentence; nothing appears beside its folder."""
+    make(tmp_path / "net.mar")
+    target = tmp_path / "out" / "within" / "model.mar"
+    target.parent.mkdir(parents=True)
+    if not says:
+        mar_archive.unpack(tmp_path / "net.mar", target, Limits())
+        return
+    with pytest.raises(ArchiveError) as refusal:
+        mar_archive.unpack(tmp_path / "net.mar", target, Limits())
+    assert says in str(refusal.value)
+    assert str(refusal.value).startswith("net.mar: ")
+    assert "\n" not in str(refusal.value)
+    assert not target.exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"net.mar", "out"}
+    assert not list(tmp_path.rglob("*evil*"))
+
+
+def test_the_same_name_twice(tmp_path: Path) -> None:
+    """Which of two files is meant, nobody can tell."""
+    with pytest.warns(UserWarning, match="Duplicate name"):
+        _zip_entry("a", twice=True)(tmp_path / "net.mar")
+    with pytest.raises(ArchiveError, match="holds a twice"):
+        mar_archive.unpack(tmp_path / "net.mar", tmp_path / "out", Limits())
+
+
+@pytest.mark.parametrize("write", [archives.write, archives.write_tar, archives.write_folder])
+@pytest.mark.parametrize(
+    ("limits", "says"),
+    [
+        (Limits(files=3), "more than 3 files. Allow more with --max-files"),
+        (Limits(gigabytes=0.0005), "larger than 0.0005 GB. Allow more with --max-gigabytes"),
+        (Limits(files=4, gigabytes=0.001), ""),
+    ],
+)
+def test_limits(tmp_path: Path, write: Callable[..., Path], limits: Limits, says: str) -> None:
+    """What an archive may take is bounded, whatever it inflates to; just as much is taken."""
+    archive = write(tmp_path / "net.mar", _FILES)
+    if not says:
+        mar_archive.unpack(archive, tmp_path / "out", limits)
+        return
+    with pytest.raises(ArchiveError) as refusal:
+        mar_archive.unpack(archive, tmp_path / "out", limits)
+    assert says in str(refusal.value)
+
+
+def test_a_bomb_writes_no_more_than_allowed(tmp_path: Path) -> None:
+    """64 megabytes of zeros in a small file are refused by their size, before they are written."""
+    path = tmp_path / "net.mar"
+    archives.write(path, {"zeros": bytes(64 << 20)}, compression=zipfile.ZIP_DEFLATED)
+    assert path.stat().st_size < 1 << 17
+    with pytest.raises(ArchiveError, match=r"larger than 0.01 GB"):
+        mar_archive.unpack(path, tmp_path / "out", Limits(gigabytes=0.01))
+    written = sum(one.stat().st_size for one in tmp_path.rglob("zeros"))
+    assert written == 0
+
+
+def _seeds() -> list[bytes]:
+    zipped, tarred = io.BytesIO(), io.BytesIO()
+    small = {name: one for name, one in _FILES.items() if name != "model.bin"}
+    with zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in small.items():
+            archive.writestr(name, content)
+    with tarfile.open(fileobj=tarred, mode="w") as plain:
+        for name, content in small.items():
+            entry = tarfile.TarInfo(name)
+            encoded = content.encode() if isinstance(content, str) else content
+            entry.size = len(encoded)
+            plain.addfile(entry, io.BytesIO(encoded))
+    return [zipped.getvalue(), tarred.getvalue()]
+
+
+_SEEDS = _seeds()
+
+
+@given(
+    which=st.integers(0, 1),
+    places=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), max_size=8),
+    length=st.integers(0, 1 << 14),
+)
+def test_damaged_in_any_way(
+    tmp_path_factory: pytest.TempPathFactory,
+    which: int,
+    places: list[tuple[int, int]],
+    length: int,
+) -> None:
+    """Whatever bytes change, an archive is unpacked or refused; nothing is written elsewhere."""
+    folder = tmp_path_factory.mktemp("damaged")
+    content = bytearray(_SEEDS[which])
+    for place, value in places:
+        content[place % len(content)] = value
+    content = content[: max(4, len(content) - length % 1000)]
+    archive = folder / "net.mar"
+    archive.write_bytes(gzip.compress(content, 1) if which else content)
+    (folder / "in").mkdir()
+    with contextlib.suppress(ArchiveError):
+        mar_archive.unpack(archive, folder / "in" / "out", Limits(gigabytes=0.01, files=20))
+    assert {path.name for path in folder.iterdir()} == {"net.mar", "in"}
+    assert {path.name for path in (folder / "in").iterdir()} <= {"out", "out-whole"}
+
+
+# --- manifests -------------------------------------------------------------------------------
+
+
+def test_a_manifest(tmp_path: Path) -> None:
+    """What the manifest says of the model, in our words."""
+    folder = archives.write_folder(tmp_path / "net", archives.eager())
+    found = mar_archive.read_manifest(folder, "net.mar")
+    assert (found.model_name, found.handler, found.serialized_file, found.model_file) == (
+        "net",
+        "handler.py",
+        "model.pt",
+        "model.py",
+    )
+    assert (found.requirements_file, found.config_file) == ("", "")
+    assert mar_archive.settings(folder, found, "net.mar") == {}
+
+
+@pytest.mark.parametrize(
+    ("handler", "module", "function"),
+    [
+        ("handler.py", "handler", "handle"),
+        ("handler", "handler", "handle"),
+        ("handler.py:answer", "handler", "answer"),
+        ("handler:answer", "handler", "answer"),
+        ("image_classifier", "image_classifier", "handle"),
+    ],
+)
+def test_what_a_handler_names(tmp_path: Path, handler: str, module: str, function: str) -> None:
+    """A file, a module, a function in it, or a handler of TorchServe's."""
+    files = {"handler.py": "", archives.MANIFEST: archives.manifest(handler)}
+    found = mar_archive.read_manifest(archives.write_folder(tmp_path / "net", files), "net.mar")
+    assert (found.handler_module, found.handler_function) == (module, function)
+
+
+@pytest.mark.parametrize(
+    ("manifest", "says"),
+    [
+        ("", "is no JSON"),
+        ("[" * 100_000, "is no JSON"),
+        ("[]", "is no JSON object"),
+        (" " * (2 << 20), "larger than a manifest"),
+        ('{"workflow": {"workflowName": "w"}}', "it is a workflow; expected a model. Import"),
+        ('{"runtime": "LSP", "model": {}}', "its runtime is 'LSP'; expected a handler written"),
+        ("{}", "no object 'model'"),
+        ('{"model": []}', "no object 'model'"),
+        ('{"model": {"handler": "handler.py"}}', "no text for 'modelName'"),
+        ('{"model": {"modelName": "net"}}', "no text for 'handler'"),
+        ('{"model": {"modelName": "net", "handler": 3}}', "no text for 'handler'"),
+        (archives.manifest("gone.py"), "its handler is gone, which it does not hold; expected"),
+        (archives.manifest("../handler.py"), ""),
+        (archives.manifest("import os"), "its handler is 'import os'"),
+        (archives.manifest("vllm_handler"), "Triton's vLLM backend"),
+        (archives.manifest(serializedFile="no.pt"), "the serializedFile no.pt, which the archive"),
+        (archives.manifest(modelFile="/etc/passwd"), "holds the name '/etc/passwd'"),
+        (archives.manifest(configFile="../x.yaml"), "holds the name '../x.yaml'"),
+        (archives.manifest(sourceVocab="../../etc/passwd"), "holds the name '../../etc/passwd'"),
+        (archives.manifest(sourceVocab="no.pt"), "the sourceVocab no.pt, which the archive"),
+        (archives.manifest(requirementsFile=7), "no text for 'requirementsFile'"),
+    ],
+)
+def test_manifests_that_are_refused(tmp_path: Path, manifest: str, says: str) -> None:
+    """Each says what is wrong with it, in one sentence."""
+    files = {"handler.py": "", archives.MANIFEST: manifest}
+    folder = archives.write_folder(tmp_path / "net", files)
+    if not says:
+        assert mar_archive.read_manifest(folder, "net.mar").handler_module == "handler"
+        return
+    with pytest.raises(ArchiveError) as refusal:
+        mar_archive.read_manifest(folder, "net.mar")
+    assert says in str(refusal.value)
+
+
+def _references(doubled: str) -> str:
+    """A value that holds another one twice, sixty times over."""
+    lines = ["a0: &a0 {x: 1}"]
+    lines += [f"a{one}: &a{one} {doubled.format(one - 1)}" for one in range(1, 60)]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("written", "says"),
+    [
+        ("batchSize: 4\nhandler: {profile: true}", ""),
+        ("", ""),
+        ("- 1\n- 2", "model-config.yaml holds a list; expected keys and values"),
+        ("a: [", "model-config.yaml cannot be read"),
+        ("a: !!python/object/apply:os.system ['true']", "cannot be read: could not determine"),
+        ("a: " + "[" * 5000, "model-config.yaml cannot be read"),
+        ("#" * (2 << 20), "larger than settings are"),
+        (_references("[*a{0}, *a{0}]"), "stands for more than 100000 values"),
+        (_references("{{<<: [*a{0}, *a{0}]}}"), "stands for more than 100000 values"),
+        ("a: &a [*a, *a]", "stands for more than 100000 values"),
+    ],
+)
+def test_settings(tmp_path: Path, written: str, says: str) -> None:
+    """Settings are keys and values; YAML that would run code is refused as any other mistake."""
+    files = {
+        "handler.py": "",
+        "model-config.yaml": written,
+        archives.MANIFEST: archives.manifest(configFile="model-config.yaml"),
+    }
+    folder = archives.write_folder(tmp_path / "net", files)
+    manifest = mar_archive.read_manifest(folder, "net.mar")
+    if not says:
+        found = mar_archive.settings(folder, manifest, "net.mar")
+        assert found == ({"batchSize": 4, "handler": {"profile": True}} if written else {})
+        return
+    with pytest.raises(ArchiveError) as refusal:
+        mar_archive.settings(folder, manifest, "net.mar")
+    assert says in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+def test_settings_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without PyYAML, an archive with settings says what to install."""
+    files = {
+        "handler.py": "",
+        "c.yaml": "batchSize: 4",
+        archives.MANIFEST: archives.manifest(configFile="c.yaml"),
+    }
+    folder = archives.write_folder(tmp_path / "net", files)
+    manifest = mar_archive.read_manifest(folder, "net.mar")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(ArchiveError, match=r"pip install 'torch-py-backend\[torchserve\]'"):
+        mar_archive.settings(folder, manifest, "net.mar")
+
+
+def test_nothing_is_read_from_outside(tmp_path: Path) -> None:
+    """An archive's own folder may be read-only; the target's is the only one that is written."""
+    folder = archives.write_folder(tmp_path / "net", _FILES)
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    mar_archive.unpack(folder, tmp_path / "out", Limits())
+    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
+    assert _tree(tmp_path / "out") == _expected()

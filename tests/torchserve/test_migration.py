@@ -1,0 +1,320 @@
+"""What model-config.yaml says becomes config.pbtxt; what cannot is listed, or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import archives
+import models
+import pytest
+import torch
+import yaml
+
+from torch_py_backend.config import model_config, pbtxt
+from torch_py_backend.errors import ArchiveError
+from torch_py_backend.torchserve import mar_archive, migration
+from torch_py_backend.torchserve.migration import Migration, Wishes
+
+_HANDLER = "def handle(data, context):\n    return [row['body'] for row in data]\n"
+
+
+def _migrate(
+    tmp_path: Path,
+    settings: Any = None,
+    handler: str = "handler.py",
+    wishes: Wishes | None = None,
+    files: archives.Files | None = None,
+    **more: str,
+) -> Migration:
+    if settings is not None:
+        more["configFile"] = "model-config.yaml"
+    written = {
+        "handler.py": _HANDLER,
+        "model-config.yaml": yaml.safe_dump(settings or {}),
+        **(files or {}),
+        archives.MANIFEST: archives.manifest(handler, **more),
+    }
+    folder = archives.write_folder(tmp_path / "archive", written)
+    manifest = mar_archive.read_manifest(folder, "net.mar")
+    return migration.migrate("net.mar", "net", folder, manifest, wishes or Wishes())
+
+
+def _read(tmp_path: Path, made: Migration) -> dict[str, Any]:
+    """What Triton reads of it; it must be what our own backend takes."""
+    folder = tmp_path / "net"
+    (folder / "1").mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(made.config)
+    document = pbtxt.read(folder)
+    model_config.parse(pbtxt.arguments(folder, "1", document))
+    return document
+
+
+def _parameters(document: dict[str, Any]) -> dict[str, str]:
+    return {key: value["string_value"] for key, value in document["parameters"].items()}
+
+
+def test_without_settings(tmp_path: Path) -> None:
+    """One request at a time, one instance, no warm-up; what may be missing is said."""
+    made = _migrate(tmp_path)
+    document = _read(tmp_path, made)
+    assert document["backend"] == "pytorch_py"
+    assert document["max_batch_size"] == 1
+    assert "dynamic_batching" not in document
+    (group,) = document["instance_group"]
+    assert (group["kind"], group["count"]) == ("KIND_AUTO", 1)
+    for role, name in (("input", "body"), ("output", "output")):
+        (entry,) = document[role]
+        assert (entry["name"], entry["data_type"], entry["dims"]) == (name, "TYPE_STRING", [1])
+    assert _parameters(document) == {"WARMUP": "false"}
+    assert len(made.left) == 1
+    assert "batchSize is not in the archive" in made.left[0]
+
+
+def test_all_settings(tmp_path: Path) -> None:
+    """Each of TorchServe's settings has its place in config.pbtxt."""
+    settings = {
+        "minWorkers": 2,
+        "maxWorkers": 2,
+        "batchSize": 8,
+        "maxBatchDelay": 50,
+        "responseTimeout": 120,
+        "jobQueueSize": 200,
+        "deviceType": "cpu",
+        "pt2": {"compile": {"enable": True, "backend": "inductor", "mode": "reduce-overhead"}},
+        "handler": {"profile": True},
+    }
+    made = _migrate(tmp_path, settings)
+    document = _read(tmp_path, made)
+    assert document["max_batch_size"] == 8
+    batching = document["dynamic_batching"]
+    assert int(batching["max_queue_delay_microseconds"]) == 50_000
+    assert batching["default_queue_policy"]["max_queue_size"] == 200
+    (group,) = document["instance_group"]
+    assert (group["kind"], group["count"]) == ("KIND_CPU", 2)
+    found = _parameters(document)
+    assert found["EXECUTION_TIMEOUT_MS"] == "120000"
+    assert json.loads(found["TORCH_COMPILE_OPTIONAL_PARAMETERS"]) == {
+        "backend": "inductor",
+        "mode": "reduce-overhead",
+    }
+    assert made.left == []
+    told = "\n".join(made.taken)
+    assert all(key in told for key in settings if key != "maxWorkers"), told
+
+
+@pytest.mark.parametrize(
+    ("settings", "group"),
+    [
+        ({"minWorkers": 4}, {"kind": "KIND_AUTO", "count": 4}),
+        ({"maxWorkers": 3}, {"kind": "KIND_AUTO", "count": 3}),
+        ({"minWorkers": 0, "maxWorkers": 3}, {"kind": "KIND_AUTO", "count": 3}),
+        ({"deviceType": "gpu", "minWorkers": 2}, {"kind": "KIND_GPU", "count": 2, "gpus": []}),
+        ({"deviceType": "GPU"}, {"kind": "KIND_GPU", "count": 1}),
+        (
+            {"deviceType": "gpu", "deviceIds": [0, 2], "minWorkers": 3},
+            {"kind": "KIND_GPU", "count": 2, "gpus": [0, 2]},
+        ),
+        ({"deviceIds": [1]}, {"kind": "KIND_GPU", "count": 1, "gpus": [1]}),
+        (
+            {"deviceType": "cpu", "deviceIds": [1], "minWorkers": 3},
+            {"kind": "KIND_CPU", "count": 3},
+        ),
+    ],
+)
+def test_workers(tmp_path: Path, settings: dict[str, Any], group: dict[str, Any]) -> None:
+    """Workers are instances: TorchServe deals them out to GPUs, Triton starts some on each."""
+    (found,) = _read(tmp_path, _migrate(tmp_path, settings))["instance_group"]
+    assert {key: found[key] for key in group} == group
+
+
+@pytest.mark.parametrize(
+    ("pt2", "compiled"),
+    [
+        ("inductor", {"backend": "inductor"}),
+        ({"backend": "aot_eager", "mode": "default"}, {"backend": "aot_eager", "mode": "default"}),
+        ({"compile": {"enable": True}}, {}),
+        ({"compile": {"enable": False, "backend": "inductor"}}, None),
+        ({"compile": {}}, None),
+        ({"compile": {"enable": True, "dynamic": True, "odd": 1}}, {"dynamic": True}),
+        ({"export": {"aot_compile": True}}, None),
+    ],
+)
+def test_pt2(tmp_path: Path, pt2: Any, compiled: dict[str, Any] | None) -> None:
+    """All ways in which TorchServe is told to compile; a `compile` needs its `enable`."""
+    made = _migrate(tmp_path, {"pt2": pt2, "batchSize": 2})
+    found = _parameters(_read(tmp_path, made)).get("TORCH_COMPILE_OPTIONAL_PARAMETERS")
+    assert (None if found is None else json.loads(found)) == compiled
+    odd = [one for one in made.left if one.startswith("pt2's")]
+    assert bool(odd) == ("odd" in str(pt2) or "export" in str(pt2))
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"startupTimeout": 300}, "startupTimeout 300: Triton waits"),
+        ({"maxRetryTimeoutInSec": 5}, "maxRetryTimeoutInSec 5: "),
+        ({"minWorkers": 1, "maxWorkers": 4}, "maxWorkers 4: Triton starts a fixed number"),
+        ({"maxBatchDelay": 50}, "maxBatchDelay 50: no request waits for others"),
+    ],
+)
+def test_settings_without_an_equal(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    """They are listed, and stand in config.pbtxt as well."""
+    made = _migrate(tmp_path, {"batchSize": 1, **settings})
+    (told,) = made.left
+    assert told.startswith(says)
+    assert f"# - {told}" in made.config
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"batchSize": 0},
+            "model-config.yaml says batchSize: 0; expected an integer of at least 1",
+        ),
+        ({"batchSize": "8"}, "says batchSize: '8'"),
+        ({"batchSize": True}, "says batchSize: True"),
+        ({"maxBatchDelay": -1}, "says maxBatchDelay: -1; expected an integer of at least 0"),
+        ({"minWorkers": 1.5}, "says minWorkers: 1.5"),
+        ({"responseTimeout": [1]}, "says responseTimeout: [1]"),
+        ({"deviceType": "neuron"}, "says deviceType: 'neuron'; expected cpu or gpu"),
+        ({"deviceIds": "0,1"}, "says deviceIds: '0,1'; expected a list of GPUs' numbers"),
+        ({"deviceIds": [-1]}, "says deviceIds: [-1]"),
+        ({"pt2": 3}, "says pt2: 3"),
+        ({"pt2": {"compile": "inductor"}}, "expected a compile with its settings"),
+        ({"pt2": {"options": {"a": b"x"}}}, "expected values that JSON can hold"),
+        ({"parallelType": "tp"}, "asks for parallelType (one model on several GPUs)"),
+        ({"torchrun": {"nproc-per-node": 4}}, "asks for torchrun"),
+        ({"sequenceBatching": True, "continuousBatching": True}, "continuousBatching"),
+        ({"asyncCommunication": True}, "asks for asyncCommunication"),
+    ],
+)
+def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
+    """What makes no sense, or what the handler could not do without, is an error at once."""
+    with pytest.raises(ArchiveError) as refusal:
+        _migrate(tmp_path, settings)
+    assert says in str(refusal.value)
+    assert str(refusal.value).startswith("net.mar: ")
+
+
+@pytest.mark.parametrize(
+    ("handler", "files", "more", "says"),
+    [
+        ("image_classifier", {"m.pt": archives.scripted(models.Negate())}, {}, ""),
+        (
+            "image_classifier",
+            {"m.pt": archives.saved({"weight": torch.ones(1)})},
+            {},
+            "m.pt is a state_dict: weights without code (Put the class",
+        ),
+        (
+            "image_classifier",
+            {"m.pt": archives.saved({"weight": torch.ones(1)}), "model.py": archives.SCALE},
+            {"modelFile": "model.py"},
+            "",
+        ),
+        (
+            "object_detector",
+            {"m.pt": archives.saved(torch.nn.Linear(1, 1)), "model.py": archives.SCALE},
+            {"modelFile": "model.py"},
+            "m.pt is a pickle of a whole module (Pickles can run any code",
+        ),
+        ("image_segmenter", {"m.pt": b"\x08\x07pytorch"}, {}, "m.pt is an ONNX model (Triton's"),
+        ("handler.py", {"m.pt": b"\x08\x07pytorch"}, {}, ""),
+        ("base_handler", {"m.pt": archives.scripted(models.Negate())}, {}, ""),
+        (
+            "text_classifier",
+            {"m.pt": archives.scripted(models.Negate())},
+            {},
+            "it holds no source_vocab.pt, which text_classifier needs",
+        ),
+        (
+            "text_classifier",
+            {
+                "m.pt": archives.scripted(models.Negate()),
+                "source_vocab.pt": archives.saved({"a": 0}),
+            },
+            {},
+            "",
+        ),
+        (
+            "text_classifier",
+            {
+                "m.pt": archives.scripted(models.Negate()),
+                "source_vocab.pt": archives.saved(Path("torchtext.vocab")),
+            },
+            {},
+            "source_vocab.pt is no dict of tokens (torchtext",
+        ),
+    ],
+)
+def test_files_that_a_handler_needs(
+    tmp_path: Path, handler: str, files: dict[str, bytes], more: dict[str, Any], says: str
+) -> None:
+    """What TorchServe's own handlers could not load is told now; others load what they want."""
+    given: dict[str, Any] = {"serializedFile": "m.pt", **more}
+    if not says:
+        assert _read(tmp_path, _migrate(tmp_path, None, handler, files=files, **given))
+        return
+    with pytest.raises(ArchiveError) as refusal:
+        _migrate(tmp_path, None, handler, files=files, **given)
+    assert says in str(refusal.value)
+
+
+def test_a_handler_without_a_model(tmp_path: Path) -> None:
+    """TorchServe's own handlers need one; others may need none."""
+    with pytest.raises(ArchiveError, match="names neither a serializedFile nor a modelFile"):
+        _migrate(tmp_path, None, "image_classifier")
+    assert _migrate(tmp_path / "other").config
+
+
+def test_text_classifier_takes_one_at_a_time(tmp_path: Path) -> None:
+    """It has never answered more than the first of a batch."""
+    files = {
+        "m.pt": archives.scripted(models.Negate()),
+        "source_vocab.pt": archives.saved({"a": 0}),
+    }
+    made = _migrate(
+        tmp_path, {"batchSize": 4}, "text_classifier", files=files, serializedFile="m.pt"
+    )
+    assert _read(tmp_path, made)["max_batch_size"] == 1
+    assert made.left == ["batchSize 4: text_classifier answers one request at a time"]
+
+
+def test_wishes(tmp_path: Path) -> None:
+    """What only the user knows: fields, the type of bodies, an example."""
+    wishes = Wishes(("question", "context"), "application/json", example=True)
+    document = _read(tmp_path, _migrate(tmp_path, {"batchSize": 4}, wishes=wishes))
+    assert [(one["name"], one["optional"]) for one in document["input"]] == [
+        ("question", True),
+        ("context", True),
+    ]
+    assert _parameters(document) == {
+        "MODEL_KWARGS": '{"content_type": "application/json"}',
+    }
+
+
+def test_an_input_that_nobody_names(tmp_path: Path) -> None:
+    """Where the handler's source does not say what it reads, the user is asked to."""
+    files = {"handler.py": "def handle(data, context):\n    return data\n"}
+    made = _migrate(tmp_path, {"batchSize": 2}, files=files)
+    assert made.inputs == ("body",)
+    assert made.left[0].startswith("the names of a request's fields: handler.py does not say")
+
+
+def test_requirements(tmp_path: Path) -> None:
+    """Packages to be installed are the user's to install, and the command is there."""
+    files = {"requirements.txt": "einops"}
+    made = _migrate(tmp_path, {"batchSize": 2}, files=files, requirementsFile="requirements.txt")
+    (told,) = made.left
+    assert "pip install -r 1/model.mar/requirements.txt" in told
+
+
+def test_comments_end_with_their_line(tmp_path: Path) -> None:
+    """Nothing that an archive says gets out of a comment and into the config."""
+    evil = 'x"\nbackend: "python"\r\nmax_batch_size: 99\u2028#'
+    made = _migrate(tmp_path, {"batchSize": 2, "startupTimeout": evil, evil: 1})
+    document = _read(tmp_path, made)
+    assert (document["backend"], document["max_batch_size"]) == ("pytorch_py", 2)

@@ -1,0 +1,148 @@
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend.loading import mapped_files
+from torch_py_backend.weights import file_leases
+
+SIZE = 3 << 20
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "weights.bin"
+    path.write_bytes(os.urandom(SIZE))
+    return path
+
+
+def mapped(path: Path) -> Tensor:
+    storage: Any = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=SIZE)
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def write_over(path: Path) -> None:
+    path.write_bytes(bytes(SIZE))
+
+
+def cut_short(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.truncate(0)
+
+
+def another_process(path: Path) -> None:
+    code = "import pathlib, sys; pathlib.Path(sys.argv[1]).write_bytes(b'new')"
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True, timeout=60)
+
+
+def descriptors() -> list[str]:
+    return sorted(path.name for path in Path("/proc/self/fd").iterdir())
+
+
+WRITERS = [write_over, cut_short, another_process]
+
+
+@pytest.mark.parametrize("write", WRITERS)
+def test_who_writes_over_a_file_does_not_change_what_is_mapped(
+    write: Callable[[Path], None], file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The old bytes stay, at the same addresses, and the log says what to do instead."""
+    weights = mapped(file)
+    expected, address = file.read_bytes(), weights.data_ptr()
+    guard = file_leases.Guard("digits", [file], mapped_files.find([weights]).ranges)
+    with caplog.at_level(logging.WARNING):
+        write(file)
+    assert weights.numpy().tobytes() == expected
+    assert weights.data_ptr() == address
+    assert file.read_bytes() != expected
+    assert "weights.bin is being written over in place" in caplog.text
+    assert "renaming" in caplog.text
+    assert mapped_files.find([weights]).shared == 0
+    guard.close()
+
+
+def test_replacing_and_removing_a_file_costs_no_copy(
+    file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its pages live on under those who have mapped it."""
+    weights = mapped(file)
+    expected = file.read_bytes()
+    guard = file_leases.Guard("digits", [file], mapped_files.find([weights]).ranges)
+    other = file.with_name("other.bin")
+    other.write_bytes(bytes(SIZE))
+    other.replace(file)
+    file.unlink()
+    guard.close()
+    assert weights.numpy().tobytes() == expected
+    assert mapped_files.find([weights]).shared == SIZE
+    assert not caplog.records
+
+
+def test_one_of_several_files_is_enough(tmp_path: Path) -> None:
+    """The weights of all shards are copied when one is written over; the others stay guarded."""
+    paths = [tmp_path / "1.bin", tmp_path / "2.bin"]
+    for path in paths:
+        path.write_bytes(os.urandom(SIZE))
+    expected = [path.read_bytes() for path in paths]
+    weights = [mapped(path) for path in paths]
+    guard = file_leases.Guard("digits", paths, mapped_files.find(weights).ranges)
+    for path in paths:
+        cut_short(path)
+    assert [one.numpy().tobytes() for one in weights] == expected
+    guard.close()
+
+
+def test_a_file_that_gives_no_lease_is_looked_at(
+    file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be prevented is an error in the log."""
+    said = []
+    monkeypatch.setattr(file_leases, "_POLL_S", 0.01)
+    monkeypatch.setattr(file_leases.log, "error", lambda *words: said.append(words[0] % words[1:]))
+    with file.open("r+b"):  # who writes already: the kernel refuses a lease
+        guard = file_leases.Guard("digits", [file], ())
+        os.utime(file, ns=(1, 1))
+        guard._thread.join(timeout=30)
+    assert not guard._thread.is_alive()
+    (sentence,) = said
+    assert "weights.bin was written over in place" in sentence
+    guard.close()
+
+
+def test_a_closed_guard_holds_nothing(file: Path) -> None:
+    """No file stays open, and no thread is left."""
+    before = descriptors()
+    guard = file_leases.Guard("digits", [file], ())
+    guard.close()
+    guard.close()
+    assert not guard._thread.is_alive()
+    assert descriptors() == before
+
+
+def test_no_memory_for_a_copy_is_an_error() -> None:
+    """The addresses of nothing cannot be replaced."""
+    with pytest.raises(OSError, match=r"\[Errno"):
+        file_leases._replace(0, 1 << 62)
+
+
+def test_who_cannot_copy_lets_the_writer_go_on(
+    file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without memory for a copy, the log says what comes of it."""
+
+    def fail(ranges: object) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(file_leases, "copy", fail)
+    guard = file_leases.Guard("digits", [file], ())
+    file.write_bytes(b"new")
+    guard.close()
+    assert "the old weights cannot be copied" in caplog.text
+    assert "load it again" in caplog.text

@@ -1,0 +1,587 @@
+"""One copy of the weights for many processes: shared, let go of, loaded again. On a CPU's twin."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import build
+import fake_triton
+import models
+import numpy as np
+import pytest
+import scenarios
+import torch
+import twin
+from children import Start, starting
+from torch import Tensor, nn
+
+from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.batching.gather_scatter import Item
+from torch_py_backend.config.threads import Threads
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.errors import BackendError, ConfigError
+from torch_py_backend.startup import builder, warmup
+from torch_py_backend.weights import gpu_sharing
+from torch_py_backend.weights.cuda_ipc import NotShared
+from torch_py_backend.weights.gpu_sharing import Shared, named
+from torch_py_backend.weights.owner_election import Sharer
+
+# An instance, whole, whose GPU is the twin: each line asks for an answer to ones.
+_INSTANCE = """
+import os, sys, time
+from pathlib import Path
+import build, numpy, twin, torch
+from torch_py_backend.startup import builder
+from torch_py_backend.weights import gpu_sharing
+from torch_py_backend.loading import registry
+from torch_py_backend.weights import owner_election
+from torch_py_backend.startup import warmup
+from torch_py_backend.config.threads import Threads
+
+def die(*_):
+    os.kill(os.getpid(), 9)
+    time.sleep(60)
+
+owner_election._TIMEOUT_S = 60.0
+gpu_sharing.CudaMemory = lambda device: twin.Twin()
+gpu_sharing.wished = lambda config: True
+exec("".join(sys.argv[3:]))
+outputs = (build.spec("y", dims=(3,)),)
+config = build.config(Path(sys.argv[1]), instance=sys.argv[2], outputs=outputs)
+made = builder.build(config, Threads(1, 1))
+warmup.run(made)
+print("ready", flush=True)
+with torch.inference_mode():
+    for line in sys.stdin:
+        if line == "leave\\n":
+            made.leave()
+            print("left", flush=True)
+            continue
+        (outcome,) = made.run([{"x": numpy.ones((1, 4), numpy.float32)}])
+        print(outcome["y"].tolist() if isinstance(outcome, dict) else outcome.code, flush=True)
+"""
+
+Join: TypeAlias = "Callable[..., Shared]"
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with starting(tmp_path) as start:
+        yield start
+
+
+@pytest.fixture
+def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The twin in the place of a GPU, and a temporary folder of the test's own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(gpu_sharing, "CudaMemory", lambda device: twin.Twin())
+    monkeypatch.setattr(gpu_sharing, "wished", lambda config: True)
+
+
+@pytest.fixture
+def join(gpu: None, tmp_path: Path) -> Iterator[Join]:
+    """An instance of this process that shares a module's weights; the first one owns them."""
+    joined: list[Shared] = []
+
+    def join(module: nn.Module | None, **how: Any) -> Shared:
+        afresh = how.pop("afresh", lambda: None)
+        kind = how.pop("kind", Kind.MODULE)
+        settings = build.config(tmp_path, instance=f"digits_0_{len(joined)}", **how)
+        shared = gpu_sharing.start(
+            settings, Artifact(kind, tmp_path / "model.py"), torch.device("cpu"), afresh
+        )
+        joined.append(shared)
+        shared.hold(module, kind)
+        return shared
+
+    yield join
+    for one in reversed(joined):
+        one.leave()
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
+
+
+def _lay_out(kind: Kind, folder: Path) -> str:
+    """A model in a folder; what it answers to ones."""
+    affine = scenarios.affine()
+    version = folder / "1"
+    version.mkdir(exist_ok=True)
+    if kind is Kind.MODULE:
+        scenarios.python(models.Affine)(version)
+        scenarios.safe(affine.state_dict())(version)
+    elif kind is Kind.TORCHSCRIPT:
+        scenarios.script(affine)(version)
+    else:
+        rows = {"x": {0: torch.export.Dim("rows", max=64)}}
+        program = torch.export.export(affine, (torch.ones(2, 4),), dynamic_shapes=rows)
+        torch.export.save(program, version / "model.pt2")
+    return str(affine(torch.ones(1, 4)).tolist())
+
+
+# --- instances that are processes ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [Kind.MODULE, Kind.TORCHSCRIPT, Kind.EXPORTED])
+def test_weights_are_mapped(kind: Kind, start: Start, tmp_path: Path) -> None:
+    """Both answer the same, and the second has the first one's memory mapped."""
+    expected = _lay_out(kind, tmp_path)
+    owner, sharer = start(_INSTANCE, tmp_path, "a"), start(_INSTANCE, tmp_path, "b")
+    assert [owner.hear(), sharer.hear()] == ["ready", "ready"]
+    assert sorted(bool(twin.mapped(one.pid)) for one in (owner, sharer)) == [False, True]
+    assert [owner.ask(), sharer.ask()] == [expected, expected]
+
+
+def test_an_owner_killed(start: Start, tmp_path: Path) -> None:
+    """A batch may be refused, none is wrong; another owns, and the rest maps, and goes on."""
+    expected = _lay_out(Kind.MODULE, tmp_path)
+    owner = start(_INSTANCE, tmp_path, "a")
+    assert owner.hear() == "ready"
+    sharers = [start(_INSTANCE, tmp_path, name) for name in "bc"]
+    assert [one.hear() for one in sharers] == ["ready", "ready"]
+    owner.kill()
+    for sharer in sharers:
+        answers = [sharer.ask() for _ in range(3)]
+        assert set(answers) <= {expected, "UNAVAILABLE"}
+        assert answers[-1] == expected
+    assert sorted(bool(twin.mapped(one.pid)) for one in sharers) == [False, True]
+
+
+def test_an_owner_that_leaves(start: Start, tmp_path: Path) -> None:
+    """When it has left, nobody has its memory mapped, or has loaded; the next batch does."""
+    expected = _lay_out(Kind.MODULE, tmp_path)
+    owner = start(_INSTANCE, tmp_path, "a")
+    assert owner.hear() == "ready"
+    sharer = start(_INSTANCE, tmp_path, "b")
+    assert sharer.hear() == "ready"
+    assert owner.ask("leave") == "left"
+    assert twin.mapped(sharer.pid) == 0
+    assert sharer.ask() == expected
+
+
+@pytest.mark.parametrize("stage", ["registry.load", "Owner.offer", "Owner._serve", "warmup.run"])
+def test_an_owner_killed_at_start(stage: str, start: Start, tmp_path: Path) -> None:
+    """Wherever the first one dies, the others come up."""
+    expected = _lay_out(Kind.MODULE, tmp_path)
+    where = stage.replace("Owner", "ownership.Owner")
+    killed = start(_INSTANCE, tmp_path, "a", f"{where} = die")
+    while not list(tmp_path.glob("*/servers/*/weights-*/owner.lock")):
+        pass
+    others = [start(_INSTANCE, tmp_path, name) for name in "bc"]
+    assert [one.hear() for one in others] == ["ready", "ready"]
+    killed.process.wait()
+    answers = [[one.ask() for _ in range(3)][-1] for one in others]
+    assert answers == [expected, expected]
+
+
+def test_unload_and_reload(start: Start, tmp_path: Path) -> None:
+    """All leave, in any order: no file, no memory, no process remains; then it begins anew."""
+    expected = _lay_out(Kind.MODULE, tmp_path)
+    for order in ([0, 1, 2], [2, 0, 1]):
+        instances = [start(_INSTANCE, tmp_path, name) for name in "abc"]
+        assert [one.hear() for one in instances] == ["ready"] * 3
+        assert [one.ask() for one in instances] == [expected] * 3
+        for place in order:
+            assert instances[place].ask("leave") == "left"
+        assert sum(twin.mapped(one.pid) for one in instances) == 0
+        assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
+        assert [one.end() for one in instances] == [0, 0, 0]
+
+
+def test_killed_all_together(start: Start, gpu: None, tmp_path: Path) -> None:
+    """What a server leaves that is killed with all its instances, the next instance removes."""
+    _lay_out(Kind.MODULE, tmp_path)
+    instances = [start(_INSTANCE, tmp_path, name) for name in "ab"]
+    assert [one.hear() for one in instances] == ["ready", "ready"]
+    for one in instances:
+        one.kill()
+        assert not any(Path("/dev/shm").glob(f"torch_{one.pid}_*"))
+    made = _engine(tmp_path)
+    made.leave()
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
+
+
+# --- engines of this process -----------------------------------------------------------------
+
+
+def _engine(folder: Path, name: str = "x", **overrides: Any) -> Engine:
+    outputs = (build.spec("y", dims=(3,)),)
+    settings = build.config(folder, instance=name, outputs=outputs, **overrides)
+    return builder.build(settings, Threads(1, torch.get_num_interop_threads()))
+
+
+def _answer(made: Engine) -> str:
+    with torch.inference_mode():
+        (outcome,) = made.run([{"x": np.ones((1, 4), np.float32)}])
+    return outcome.code if isinstance(outcome, BackendError) else str(outcome["y"].tolist())
+
+
+@pytest.fixture
+def pair(gpu: None, process: None, tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
+    _lay_out(Kind.MODULE, tmp_path)
+    owner, sharer = _engine(tmp_path, "owner"), _engine(tmp_path, "sharer")
+    yield owner, sharer
+    sharer.leave()
+    owner.leave()
+
+
+def test_lost_during_a_batch(pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was computed while the owner died leaves as 503 for each item, and is reported."""
+    owner, sharer = pair
+    expected = _answer(sharer)
+    monkeypatch.setattr(Sharer, "alive", lambda self: False)
+    items: list[Item] = [{"x": np.ones((1, 4), np.float32)}] * 3
+    outcomes = sharer.run(items)
+    assert [getattr(one, "code", None) for one in outcomes] == ["UNAVAILABLE"] * 3
+    assert "Send it again" in str(outcomes[0])
+    assert list(sharer.recovery.reports.values()) == [[0, 1, 2]]
+    assert sharer.recovery.fatal is None
+    monkeypatch.undo()
+    assert _answer(sharer) == _answer(owner) == expected
+
+
+def test_lost_during_the_warm_up(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody waits for those batches: they are run again."""
+    _, sharer = pair
+    alive = iter([True, False, True, True])
+    monkeypatch.setattr(Sharer, "alive", lambda self: next(alive, True))
+    warmup.run(sharer)
+    assert next(alive, None) is None
+
+
+def test_lost_by_a_model_that_remembers_addresses(
+    pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An instance whose graphs hold addresses is taken down: 503 from now on."""
+    _, sharer = pair
+    assert sharer._shared is not None
+    sharer._shared.final = True
+    monkeypatch.setattr(Sharer, "alive", lambda self: False)
+    assert _answer(sharer) == "UNAVAILABLE"
+    assert sharer.recovery.fatal is not None
+    monkeypatch.undo()
+    assert _answer(sharer) == "UNAVAILABLE"
+
+
+def test_files_that_are_gone(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
+    """Where the weights cannot be loaded again, requests get 503; and are served once they can."""
+    owner, sharer = pair
+    expected = _answer(sharer)
+    owner.leave()
+    (tmp_path / "1" / "model.safetensors").rename(tmp_path / "away")
+    assert [_answer(sharer), _answer(sharer)] == ["UNAVAILABLE", "UNAVAILABLE"]
+    (tmp_path / "away").rename(tmp_path / "1" / "model.safetensors")
+    assert _answer(sharer) == expected
+
+
+def test_an_instance_that_left(pair: tuple[Engine, Engine]) -> None:
+    """Neither computes any more, and nothing is loaded for it."""
+    for one in pair[::-1]:
+        one.leave()
+        one.leave()
+    assert _answer(pair[1]) == "UNAVAILABLE"
+
+
+def test_a_load_that_fails(gpu: None, process: None, tmp_path: Path) -> None:
+    """An owner that cannot load is none: nothing of it remains."""
+    _lay_out(Kind.MODULE, tmp_path)
+    (tmp_path / "1" / "model.safetensors").write_bytes(b"broken")
+    for _ in range(2):
+        with pytest.raises(BackendError, match="no valid safetensors"):
+            _engine(tmp_path)
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
+
+
+class Counting(nn.Module):
+    """Writes to a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x[:, :3] + self.seen
+
+
+def test_a_model_that_writes(gpu: None, process: None, tmp_path: Path) -> None:
+    """What one instance wrote, the others would read: such a model is refused."""
+    (tmp_path / "1").mkdir()
+    scenarios.python(Counting)(tmp_path / "1")
+    scenarios.safe({"seen": torch.zeros(3)})(tmp_path / "1")
+    made = _engine(tmp_path)
+    with pytest.raises(ConfigError, match="writes to its buffers"):
+        warmup.run(made)
+    made.leave()
+
+
+def test_the_adapter_leaves(gpu: None, process: None, tmp_path: Path) -> None:
+    """finalize() gives back what is shared."""
+    scenario = scenarios.Scenario(
+        "affine",
+        scenarios.both(
+            scenarios.python(models.Affine), scenarios.safe(scenarios.affine().state_dict())
+        ),
+        scenarios.config({"x": [4]}, {"y": [3]}),
+    )
+    model = TritonPythonModel()
+    model.initialize(fake_triton.arguments(scenario.lay_out(tmp_path)))
+    assert any(tmp_path.glob("torch-py-backend-*/servers/*"))
+    model.finalize()
+    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
+
+
+# --- modules ---------------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """One tensor under several names, as parameter and as buffer; and one that is no weight."""
+
+    one: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("one", torch.rand(2))
+        self.register_buffer("two", self.one, persistent=False)
+        self.also = [self.first.weight]
+
+
+class Odd(nn.Module):
+    """Types, shapes and strides that weights seldom have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        whole = torch.rand(4, 6)
+        self.part = nn.Parameter(whole[1:3, 2:])
+        self.turned = nn.Parameter(torch.rand(2, 3).T)
+        self.register_buffer("nothing", torch.empty(0, 3))
+        self.register_buffer("scalar", torch.tensor(3))
+        self.register_buffer("flags", torch.tensor([True, False]))
+        self.register_buffer("wide", torch.rand(1).expand(5))
+        self.register_buffer("short", torch.rand(3).to(torch.bfloat16))
+
+
+_MODULES: list[Callable[[], nn.Module]] = [
+    scenarios.affine,
+    Tied,
+    Odd,
+    lambda: nn.LSTM(3, 4, num_layers=2, bidirectional=True),
+    lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(
+        memory_format=torch.channels_last  # type: ignore[call-overload]
+    ),
+    lambda: torch.jit.script(scenarios.affine()),
+    lambda: torch.export.export(scenarios.affine(), (torch.ones(2, 4),)).module(),
+]
+
+
+@pytest.mark.parametrize("make", _MODULES)
+def test_every_tensor_is_the_owners(make: Callable[[], nn.Module], join: Join) -> None:
+    """Each has the owner's values and strides, in memory that is mapped; and again afterwards."""
+    own, mapped, fresh = make(), make(), make()
+    owner = join(own)
+    sharer = join(mapped, afresh=lambda: fresh)
+    before = dict(named(mapped))
+    _same(named(own), named(mapped))
+    owner.leave()
+    assert {one.numel() for one in named(mapped).values()} == {0}
+    with sharer.lock:
+        assert sharer.ready() is None
+    _same(named(fresh), named(mapped))
+    assert {name: id(one) for name, one in before.items()} == {
+        name: id(one) for name, one in named(mapped).items()
+    }
+
+
+def _same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    assert expected.keys() == found.keys()
+    for name, one in expected.items():
+        assert torch.equal(found[name], one), name
+        assert found[name].stride() == one.stride(), name
+        assert found[name].dtype == one.dtype, name
+
+
+def test_tied_weights_stay_tied(join: Join) -> None:
+    """They are one tensor still, also where the module keeps them besides."""
+    join(Tied())
+    mapped = Tied()
+    join(mapped)
+    assert mapped.first.weight is mapped.second.weight is mapped.also[0]
+    assert mapped.one is mapped.two
+
+
+def test_memory_is_one(join: Join) -> None:
+    """Two that share have the same memory, not equal memory."""
+    join(scenarios.affine())
+    first, second = scenarios.affine(), scenarios.affine()
+    join(first)
+    join(second)
+    with torch.no_grad():
+        first.get_buffer("offset").fill_(7)
+    assert second.get_buffer("offset").tolist() == [7.0, 7.0, 7.0]
+
+
+@pytest.mark.parametrize(
+    ("other", "names"),
+    [
+        (lambda: models.Affine(out=5), "linear.bias, linear.weight, offset"),
+        (lambda: scenarios.affine().double(), "linear.bias, linear.weight, offset"),
+        (lambda: nn.Linear(4, 3), "bias, linear.bias, linear.weight, offset, weight"),
+    ],
+)
+def test_other_modules_are_refused(other: Callable[[], nn.Module], names: str, join: Join) -> None:
+    """A module that differs from the owner's, whatever the reason, is an error that says where."""
+    join(scenarios.affine())
+    with pytest.raises(ConfigError, match=f"disagree about {names}"):
+        join(other())
+
+
+def test_untied_weights_are_refused(join: Join) -> None:
+    """A tensor that is one in one process, and two in the other, cannot be shared."""
+    join(Tied())
+    untied = Tied()
+    untied.second.weight = nn.Parameter(untied.first.weight.clone())
+    with pytest.raises(ConfigError, match=r"disagree about second\.weight"):
+        join(untied)
+
+
+@pytest.mark.parametrize("module", [None, nn.ReLU()])
+def test_nothing_to_share(module: nn.Module | None, join: Join) -> None:
+    """What has no weights cannot share them."""
+    with pytest.raises(ConfigError, match="has none that are at hand"):
+        join(module)
+
+
+def test_a_device_that_refuses(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver says is the reason, for the owner and for the others."""
+
+    def refuse(self: Any, what: Any) -> Any:
+        raise NotShared("cuIpcGetMemHandle says CUDA_ERROR_NOT_SUPPORTED")
+
+    monkeypatch.setattr(twin.Twin, "export", refuse)
+    with pytest.raises(ConfigError, match="NOT_SUPPORTED"):
+        join(scenarios.affine())
+    monkeypatch.undo()
+
+
+def test_an_owner_that_dies_while_it_is_mapped(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of an owner that is gone is not used: the election is held once more."""
+    owner = join(scenarios.affine())
+    open_ = twin.Twin.open
+
+    def gone(self: twin.Twin, block: str) -> Tensor:
+        monkeypatch.setattr(twin.Twin, "open", open_)
+        monkeypatch.setattr(Sharer, "alive", lambda self: False)
+        owner.leave()
+        raise NotShared("gone")
+
+    monkeypatch.setattr(twin.Twin, "open", gone)
+    other = scenarios.affine()
+    expected = {name: one.clone() for name, one in named(other).items()}
+    shared = join(other)
+    assert shared.owns
+    _same(expected, named(other))
+
+
+# --- what can be shared ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "says"),
+    [
+        (Kind.MODULE, {}, ""),
+        (Kind.TORCHSCRIPT, {"optimize": ("channels_last",)}, ""),
+        (Kind.EXPORTED, {"optimize": ("cuda_graphs", "bf16")}, ""),
+        (Kind.MODULE, {"kind": "MODEL"}, "places itself"),
+        (Kind.AOTI, {}, "memory of its own"),
+        (Kind.TORCHSCRIPT, {"optimize": ("freeze",)}, "OPTIMIZE freezes"),
+    ],
+)
+def test_refusals(kind: Kind, overrides: dict[str, Any], says: str, tmp_path: Path) -> None:
+    """What cannot be shared has a reason, and is refused with it."""
+    settings = build.config(tmp_path, **({"kind": "GPU"} | overrides))
+    reason = gpu_sharing.refusal(settings, kind)
+    assert (says in reason) if says else not reason
+    if says:
+        with pytest.raises(ConfigError, match=says):
+            gpu_sharing.start(settings, Artifact(kind, tmp_path), torch.device("cpu"), lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "wish", "expected"),
+    [
+        ("GPU", True, True),
+        ("GPU", None, False),
+        ("GPU", False, False),
+        ("MODEL", True, True),
+        ("CPU", True, False),
+    ],
+)
+def test_wishes(kind: str, wish: bool | None, expected: bool) -> None:
+    """Only who asks for it shares on a GPU; what is on a CPU is not this room's."""
+    settings = build.config(kind=kind, enable_weight_sharing=wish)
+    assert gpu_sharing.wished(settings) is expected
+
+
+def _rewrite(path: Path) -> None:
+    path.write_bytes(path.read_bytes())
+    os.utime(path, ns=(1, 1))
+
+
+def _replace(path: Path) -> None:
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes())
+    os.utime(other, ns=(path.stat().st_mtime_ns,) * 2)
+    other.replace(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "overrides", "device", "same"),
+    [
+        (None, {}, "GPU-1", True),
+        (None, {"instance": "other", "max_batch_size": 99}, "GPU-1", True),
+        (None, {}, "GPU-2", False),
+        (None, {"model_kwargs": {"width": 5}}, "GPU-1", False),
+        (None, {"optimize": ("channels_last",)}, "GPU-1", False),
+        (_rewrite, {}, "GPU-1", False),
+        (_replace, {}, "GPU-1", False),
+    ],
+    ids=["same", "other instance", "device", "arguments", "format", "written", "replaced"],
+)
+def test_keys(
+    change: Callable[[Path], None] | None,
+    overrides: dict[str, Any],
+    device: str,
+    same: bool,
+    tmp_path: Path,
+) -> None:
+    """Instances share that have the same files, made into the same tensors, on one device."""
+    path = build.write(tmp_path, "model.py", "x = 1")
+    weights = build.write(tmp_path, "model.pt", "weights")
+    artifact = Artifact(Kind.MODULE, path, weights)
+    before = gpu_sharing.key(build.config(tmp_path), artifact, "GPU-1")
+    if change is not None:
+        change(weights)
+    after = gpu_sharing.key(build.config(tmp_path, **overrides), artifact, device)
+    assert (before == after) is same
+
+
+def test_keys_follow_links(tmp_path: Path) -> None:
+    """Two models whose files are one file share it."""
+    path = build.write(tmp_path, "model.pt", "script")
+    link = tmp_path / "link.pt"
+    link.symlink_to(path)
+    found = {
+        gpu_sharing.key(build.config(tmp_path), Artifact(Kind.TORCHSCRIPT, one), "GPU-1")
+        for one in (path, link)
+    }
+    assert len(found) == 1

@@ -1,0 +1,296 @@
+"""Who owns what all use, and what becomes of the others when it is gone: with real processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from children import Child, Start, starting
+
+from torch_py_backend.weights import owner_election
+from torch_py_backend.weights.owner_election import Owner, Sharer
+
+_MEMBER = """
+import os, sys, threading, time
+from pathlib import Path
+from torch_py_backend.weights import owner_election
+from torch_py_backend.weights.owner_election import Owner
+
+def die(*_):
+    os.kill(os.getpid(), 9)
+    time.sleep(60)
+
+owner_election._TIMEOUT_S = 60.0
+folder, name, change = Path(sys.argv[1]), sys.argv[2], "".join(sys.argv[3:])
+ended = threading.Event()
+react = ended.set
+exec(change)
+
+def take_part():
+    part = owner_election.join(folder, name)
+    if isinstance(part, Owner):
+        part.offer({"by": name, "more": "x" * 200_000})
+        print("owner", flush=True)
+    else:
+        ended.clear()
+        part.watch(react)
+        print(part.document["by"], flush=True)
+    return part
+
+part = take_part()
+for line in sys.stdin:
+    if line == "alive\\n":
+        print(part.alive(), flush=True)
+    elif line == "ended\\n":
+        print(ended.wait(), part.alive(), flush=True)
+    elif line == "again\\n":
+        part.leave()
+        part = take_part()
+    else:
+        part.leave()
+        print("left", flush=True)
+"""
+# What an owner does wrong at a moment of its life: it is killed.
+_STAGES = {
+    "with the lock": "ownership.Owner.__init__ = die",
+    "before it listens": "Owner.offer = die",
+    "before it accepts": "Owner._serve = die",
+    "before it sends": "Owner._forget_the_dead = die",
+    "while it sends": """
+def serve(self, listening, line):
+    sharer, _ = listening.accept()
+    sharer.sendall(line[:1000])
+    die()
+Owner._serve = serve
+""",
+}
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    with starting(tmp_path) as start:
+        yield start
+
+
+def _descriptors(process: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{process}/fd").iterdir())
+
+
+def test_the_first_owns(start: Start, tmp_path: Path) -> None:
+    """Whoever comes first offers, and the others have what it offers."""
+    assert start(_MEMBER, tmp_path, "a").hear() == "owner"
+    assert [start(_MEMBER, tmp_path, name).hear() for name in "bc"] == ["a", "a"]
+
+
+def test_eight_at_once(start: Start, tmp_path: Path) -> None:
+    """One of all that start together is the owner, and all the others share with it."""
+    members = {name: start(_MEMBER, tmp_path, name) for name in "abcdefgh"}
+    heard = {name: member.hear() for name, member in members.items()}
+    (owner,) = (name for name, said in heard.items() if said == "owner")
+    assert {said for name, said in heard.items() if name != owner} == {owner}
+
+
+@pytest.mark.parametrize("stage", _STAGES)
+def test_an_owner_killed(stage: str, start: Start, tmp_path: Path) -> None:
+    """Whenever it is killed before it could share: another is the owner, and all are served."""
+    killed = start(_MEMBER, tmp_path, "killed", _STAGES[stage])
+    lock = tmp_path / "owner.lock"
+    while not (lock.exists() and lock.read_bytes()):  # its name, once it holds the lock
+        pass
+    members = [start(_MEMBER, tmp_path, name) for name in "abc"]
+    heard = [member.hear() for member in members]
+    assert killed.process.wait() == -9
+    assert max(heard) == "owner"
+    assert set(heard) - {"owner"} == {"abc"[heard.index("owner")]}
+
+
+def test_an_owner_killed_afterwards(start: Start, tmp_path: Path) -> None:
+    """All that share notice; of them, one is the next owner."""
+    owner, *sharers = _group(start, tmp_path, "abcd")
+    assert {sharer.ask("alive") for sharer in sharers} == {"True"}
+    owner.kill()
+    assert {sharer.ask("ended") for sharer in sharers} == {"True False"}
+    for sharer in sharers:
+        sharer.tell("again")
+    heard = [sharer.hear() for sharer in sharers]
+    assert heard.count("owner") == 1
+    assert set(heard) - {"owner"} == {"bcd"[heard.index("owner")]}
+
+
+def test_an_owner_that_leaves(start: Start, tmp_path: Path) -> None:
+    """Those that share are told, and it waits for them; it lives on all the same."""
+    owner, *sharers = _group(start, tmp_path, "abc")
+    assert owner.ask("leave") == "left"
+    assert {sharer.ask("ended") for sharer in sharers} == {"True True"}
+    assert not (tmp_path / "offer.socket").exists()
+    sharers[0].tell("again")
+    assert sharers[0].hear() == "owner"
+
+
+def test_an_owner_waits_until_it_is_let_go_of(start: Start, tmp_path: Path) -> None:
+    """What a sharer does when it is told is done before the owner has left."""
+    owner, sharer = _group(
+        start,
+        tmp_path,
+        "ab",
+        "react = lambda: (time.sleep(0.2), (folder / 'let go').touch())",
+    )
+    assert sharer.process.poll() is None
+    owner.ask("leave")
+    assert (tmp_path / "let go").exists()
+
+
+def test_a_sharer_that_does_not_answer(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An owner does not wait for ever for one that hangs."""
+    monkeypatch.setattr(owner_election, "_TIMEOUT_S", 0.1)
+    owner = owner_election.join(tmp_path, "a")
+    assert isinstance(owner, Owner)
+    owner.offer({"by": "a"})
+    hanging = start(_MEMBER, tmp_path, "b")
+    hanging.hear()
+    os.kill(hanging.pid, 19)
+    owner.leave()
+    os.kill(hanging.pid, 18)
+
+
+def test_sharers_come_and_go(start: Start, tmp_path: Path) -> None:
+    """Of those that left or were killed nothing remains with the owner."""
+    owner = start(_MEMBER, tmp_path, "a")
+    owner.hear()
+    before = _descriptors(owner.pid)
+    for number in range(6):
+        sharer = start(_MEMBER, tmp_path, "b")
+        assert sharer.hear() == "a"
+        if number % 2:
+            sharer.kill()
+        else:
+            assert sharer.ask("leave") == "left"
+    assert _descriptors(owner.pid) <= before + 1
+    assert owner.ask("leave") == "left"
+    # The lock, and the socket that it listened on, are closed as well.
+    assert _descriptors(owner.pid) == before - 2
+
+
+def test_nothing_remains_with_a_sharer(start: Start, tmp_path: Path) -> None:
+    """A sharer that left has no descriptor more than before."""
+    start(_MEMBER, tmp_path, "a").hear()
+    sharer = start(_MEMBER, tmp_path, "b")
+    sharer.hear()
+    with_it = _descriptors(sharer.pid)
+    assert sharer.ask("leave") == "left"
+    while _descriptors(sharer.pid) != with_it - 2:
+        pass
+    sharer.ask("again")
+    assert _descriptors(sharer.pid) == with_it
+
+
+@pytest.mark.parametrize("stale", ["socket", "file", "listening"])
+def test_what_lies_there(stale: str, start: Start, tmp_path: Path) -> None:
+    """What an owner that was killed left at the socket's place is replaced."""
+    path = tmp_path / "offer.socket"
+    left = socket.socket(socket.AF_UNIX)
+    if stale == "file":
+        path.touch()
+    else:
+        left.bind(str(path))
+    if stale == "listening":
+        left.listen()
+    left.close()
+    assert start(_MEMBER, tmp_path, "a").hear() == "owner"
+    assert start(_MEMBER, tmp_path, "b").hear() == "a"
+
+
+def test_a_long_path(start: Start, tmp_path: Path) -> None:
+    """A folder may be deeper than the address of a socket is long."""
+    folder = tmp_path / ("x" * 100) / ("y" * 100)
+    folder.mkdir(parents=True)
+    assert start(_MEMBER, folder, "a").hear() == "owner"
+    assert start(_MEMBER, folder, "b").hear() == "a"
+
+
+@pytest.fixture
+def everybodys() -> Iterator[Path]:
+    """A folder that all users may write to."""
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o777)
+        yield Path(made)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_is_told_nothing(start: Start, everybodys: Path) -> None:
+    """Who is not the same user gets no offer, even where the folder lets it in."""
+    start(_MEMBER, everybodys, "a").hear()
+    (everybodys / "offer.socket").chmod(0o777)
+    code = (
+        "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX);"
+        " s.connect(sys.argv[1]); print(len(s.recv(9)), flush=True)"
+    )
+    assert start(code, everybodys / "offer.socket").hear() == "0"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_users_offer_is_not_taken(start: Start, everybodys: Path) -> None:
+    """A socket that another user serves is none."""
+    code = (
+        "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX);"
+        " s.bind(sys.argv[1]); s.listen(); print('listens', flush=True);"
+        " c, _ = s.accept(); c.sendall(b'{}\\n'); input()"
+    )
+    assert start(code, everybodys / "offer.socket").hear() == "listens"
+    assert owner_election._connected(everybodys) is None
+
+
+def test_who_waits_long_says_for_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line names the owner that loads."""
+    monkeypatch.setattr(owner_election, "_PATIENCE_S", 0)
+    owner = owner_election.join(tmp_path, "digits_0_0")
+    assert isinstance(owner, Owner)
+    waits = iter([owner.leave])
+    monkeypatch.setattr(time, "sleep", lambda seconds: next(waits)())
+    with caplog.at_level("INFO"):
+        owner_election.join(tmp_path, "digits_0_1").leave()
+    assert caplog.messages == ["'digits_0_1' waits until 'digits_0_0' has loaded the weights."]
+
+
+def test_leaving_twice(tmp_path: Path) -> None:
+    """The second time does nothing, for either."""
+    owner = owner_election.join(tmp_path, "a")
+    assert isinstance(owner, Owner)
+    owner.offer({"by": "a"})
+    sharer = owner_election.join(tmp_path, "b")
+    assert isinstance(sharer, Sharer)
+    for one in (sharer, sharer, owner, owner):
+        one.leave()
+    owner_election.join(tmp_path, "c").leave()
+
+
+def _group(start: Start, folder: Path, names: str, change: str = "") -> list[Child]:
+    """The owner, and those that share with it."""
+    members = []
+    for place, name in enumerate(names):
+        members.append(start(_MEMBER, folder, name, change if place else ""))
+        assert members[-1].hear() == (names[0] if place else "owner")
+    return members
+
+
+def test_what_is_offered_is_json(tmp_path: Path) -> None:
+    """What comes is what was given."""
+    document = {"a": [1, None, "ü\n"], "b": {"c": 1.5}}
+    owner = owner_election.join(tmp_path, "a")
+    assert isinstance(owner, Owner)
+    owner.offer(document)
+    sharer = owner_election.join(tmp_path, "b")
+    assert isinstance(sharer, Sharer)
+    assert sharer.document == json.loads(json.dumps(document))
+    sharer.leave()
+    owner.leave()

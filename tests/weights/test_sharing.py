@@ -1,0 +1,247 @@
+import logging
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.artifacts import discovery
+from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import ConfigError
+from torch_py_backend.loading import mapped_files, optimization, registry, state_dict
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import introspection
+from torch_py_backend.weights import sharing
+from torch_py_backend.weights.sharing import Sharing
+
+SOURCE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.register_buffer("steps", torch.arange(5), persistent=False)
+
+    def forward(self, x):
+        return self.conv(x)
+"""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.conv(x)
+        return result
+
+
+NET = Net().eval()
+STATE = NET.state_dict()
+BYTES = sum(tensor.nbytes for tensor in STATE.values())
+
+
+def _state_dict(folder: Path) -> None:
+    torch.save(STATE, folder / "model.pt")
+
+
+def _safetensors(folder: Path) -> None:
+    safetensors.torch.save_file(STATE, folder / "model.safetensors")
+
+
+def _shards(folder: Path) -> None:
+    names = {}
+    for number, (key, tensor) in enumerate(STATE.items()):
+        names[key] = f"model-{number}.safetensors"
+        safetensors.torch.save_file({key: tensor}, folder / names[key])
+    index = str({"weight_map": names}).replace("'", '"')
+    (folder / "model.safetensors.index.json").write_text(index)
+
+
+def _before_zip(folder: Path) -> None:
+    torch.save(STATE, folder / "model.pt", _use_new_zipfile_serialization=False)
+
+
+def _compressed(folder: Path) -> None:
+    _state_dict(folder)
+    path = folder / "model.pt"
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+
+
+def _half(folder: Path) -> None:
+    torch.save({key: tensor.half() for key, tensor in STATE.items()}, folder / "model.pt")
+
+
+def _scripted(folder: Path) -> None:
+    (folder / "model.py").unlink()
+    torch.jit.script(NET).save(folder / "model.pt")
+
+
+def _exported(folder: Path) -> None:
+    (folder / "model.py").unlink()
+    program = torch.export.export(NET, (torch.ones(2, 3, 8, 8),))
+    torch.export.save(program, folder / "model.pt2")
+
+
+def settled(folder: Path, write: Callable[[Path], None], **options: Any) -> Sharing:
+    build.write(folder, "model.py", SOURCE)
+    write(folder / "1")
+    config: ModelConfig = build.config(folder, **options)
+    artifact = discovery.find(config)
+    loaded = registry.load(artifact, config, torch.device("cpu"))
+    optimization.apply(config, loaded)
+    return sharing.settle(config, artifact, loaded)
+
+
+@pytest.mark.parametrize("wanted", [None, True])
+@pytest.mark.parametrize("write", [_state_dict, _safetensors, _shards, _scripted, _exported])
+def test_instances_share_the_weights_of_a_file(
+    write: Callable[[Path], None], wanted: bool | None, tmp_path: Path
+) -> None:
+    """All bytes of all kinds, unless the config says otherwise."""
+    found = settled(tmp_path, write, enable_weight_sharing=wanted)
+    assert (found.mapped.shared, found.mapped.total) == (BYTES, BYTES)
+    assert not found.obstacle
+    assert str(found) == "0.0 MB of 0.0 MB shared by the instances"
+
+
+OBSTACLES = [
+    pytest.param(_before_zip, {}, "no zip archive: torch older than 1.6", id="legacy"),
+    pytest.param(_compressed, {}, "the entries of model.pt are compressed", id="compressed"),
+    pytest.param(_half, {}, "the module converts or computes the rest", id="converted"),
+    pytest.param(
+        _state_dict, {"optimize": ("channels_last",)}, "channels_last lays", id="channels_last"
+    ),
+    pytest.param(_scripted, {"optimize": ("freeze",)}, "freeze makes them constants", id="frozen"),
+    pytest.param(
+        lambda folder: None, {"weights": "none"}, "computed when the module is built", id="none"
+    ),
+]
+
+
+@pytest.mark.parametrize(("write", "options", "reason"), OBSTACLES)
+def test_what_cannot_be_shared_says_why(
+    write: Callable[[Path], None], options: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    """`check` shows it; where sharing is demanded, the model is not loaded."""
+    assert reason in str(settled(tmp_path, write, **options))
+    if write is _scripted:
+        build.write(tmp_path, "model.py", SOURCE)
+    with pytest.raises(ConfigError, match="ENABLE_WEIGHT_SHARING is true, and only") as caught:
+        settled(tmp_path, write, enable_weight_sharing=True, **options)
+    assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize("write", [_state_dict, _safetensors, _scripted, _exported])
+def test_weights_are_copied_where_the_config_says_so(
+    write: Callable[[Path], None], tmp_path: Path
+) -> None:
+    """ENABLE_WEIGHT_SHARING false: nothing lies in a file."""
+    found = settled(tmp_path, write, enable_weight_sharing=False)
+    assert found.mapped.shared == 0
+    assert found.obstacle == "ENABLE_WEIGHT_SHARING is false"
+
+
+@pytest.mark.parametrize(("least", "lines"), [(1, 1), (1 << 30, 0)])
+def test_only_large_copies_are_worth_a_line_of_the_log(
+    least: int,
+    lines: int,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One line, with the reason."""
+    monkeypatch.setattr(sharing, "_SMALL", least)
+    with caplog.at_level(logging.INFO):
+        settled(tmp_path, _compressed)
+    assert len([text for text in caplog.messages if "compressed" in text]) == lines
+
+
+# torch 2.13 no longer likes them; files that hold some are there all the same.
+_QUANTISED = pytest.mark.filterwarnings(
+    "ignore:.*quantize:UserWarning", "ignore:TypedStorage is deprecated:UserWarning"
+)
+
+
+class Odd(nn.Module):
+    """Holds what is no plain tensor: a state of its own, a sparse one, a quantised one, nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("nothing", torch.empty(0))
+        self.register_buffer("sparse", torch.eye(4).to_sparse())
+        self.register_buffer("small", torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.linear(x)
+        return result
+
+
+class Extra(Odd):
+    def get_extra_state(self) -> Any:
+        return {"version": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+@_QUANTISED
+@pytest.mark.parametrize("kind", [Odd, Extra])
+def test_what_is_no_plain_tensor_is_passed_over(kind: type[nn.Module]) -> None:
+    """Its memory is nobody's concern; the model is loaded all the same."""
+    module = kind()
+    loaded = Loaded(Kind.FACTORY, module, introspection.of_function(module.forward), module)
+    found = sharing.mapped(loaded)
+    assert found.shared == 0
+    assert found.total == sum(one.nbytes for one in module.parameters())
+
+
+@_QUANTISED
+def test_odd_weights_of_a_file_are_filled_in(tmp_path: Path) -> None:
+    """Sparse and quantised ones are copied, beside those that are shared."""
+    saved, module = Odd(), Odd()
+    torch.save(saved.state_dict(), build.write(tmp_path, "model.pt", b""))
+    artifact = Artifact(Kind.MODULE, tmp_path / "1" / "model.py", tmp_path / "1" / "model.pt")
+    state_dict.fill(build.config(tmp_path), artifact, module)
+    assert torch.equal(module.linear.weight, saved.linear.weight)
+    for name, tensor in saved.named_buffers():
+        filled: Any = module.get_buffer(name)
+        dense = filled.dequantize() if filled.is_quantized else filled.to_dense()
+        assert torch.equal(dense, tensor.dequantize() if tensor.is_quantized else tensor.to_dense())
+    assert mapped_files.find(module.parameters()).shared
+
+
+@_QUANTISED
+def test_quantised_tensors_of_an_archive_stay(tmp_path: Path) -> None:
+    """A scripted model that holds one is loaded as before."""
+
+    class Quantised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.small: Tensor
+            small = torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8)
+            self.register_buffer("small", small)
+            self.register_buffer("nothing", torch.empty(0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.small.dequantize()
+
+    path = tmp_path / "model.pt"
+    torch.jit.script(Quantised().eval()).save(path)
+    made = torch.jit.load(path)
+    mapped_files.share(made.state_dict(keep_vars=True).values(), path)
+    assert torch.equal(made(torch.zeros(4)), Quantised()(torch.zeros(4)))
