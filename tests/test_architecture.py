@@ -15,7 +15,6 @@ import torch
 import torch_py_backend
 
 _PACKAGE = Path(torch_py_backend.__file__).parent
-_CONTRIBUTING = Path(__file__).parents[1] / "CONTRIBUTING.md"
 # Imported by Triton and the command line when no model is loaded.
 _WITHOUT_TORCH = ("config", "artifacts", "processes", "server", "cli", "adapter")
 _LINEAR = """
