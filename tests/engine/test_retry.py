@@ -619,18 +619,18 @@ _CHILD = """
 import resource, sys
 import torch
 sys.path[:0] = {path!r}
-import test_recovery
+from engine import test_retry
 
 def model(x):
-    test_recovery.bad(x)
+    test_retry.bad(x)
     return (x.repeat(1, 25_000_000).sum(1, keepdim=True) * 0) + x * 2
 
-made = test_recovery.engine(model)
-sent = test_recovery.items([float(place) for place in range(8)])
+made = test_retry.engine(model)
+sent = test_retry.items([float(place) for place in range(8)])
 made.run(sent[:1])
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 1_500_000_000, resource.RLIM_INFINITY))
-assert test_recovery.check(sent, made.run(sent), test_recovery.OutOfMemoryError) == []
+assert test_retry.check(sent, made.run(sent), test_retry.OutOfMemoryError) == []
 (limit,) = made.recovery.capacity.limits.values()
 print(limit.safe)
 """

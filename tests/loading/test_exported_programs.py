@@ -574,7 +574,7 @@ def test_question_without_standard_error(tmp_path: Path) -> None:
 import os, pathlib, pytest, sys
 os.close(2)
 sys.path[:0] = [{str(Path(__file__).parents[1])!r}]
-import test_programs as tests
+from loading import test_exported_programs as tests
 with pytest.MonkeyPatch.context() as patch:
     program = tests.aoti(pathlib.Path({str(tmp_path)!r}), patch, tests.Limited())
 print(program.rows)

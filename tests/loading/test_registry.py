@@ -575,7 +575,7 @@ def test_fallback_is_served_on_another_machine(
     assert loaded.kind is Kind.MODULE
     assert torch.equal(loaded.module(X), Y)
     assert caplog.messages == [
-        "model 'digits': model.pt2 was built for processor sparc; model.py is served instead."
+        "model 'digits': model.pt2 was built for processor sparc. model.py is served instead."
     ]
 
 

@@ -136,7 +136,7 @@ def test_older_installation_is_replaced(backends: Path) -> None:
     new = files(target)
     (target / "model.py").write_text("old", encoding="utf-8")
     (target / "torch_py_backend" / "stale.py").write_text("old", encoding="utf-8")
-    (target / "torch_py_backend" / "config.py").unlink()
+    (target / "torch_py_backend" / "errors.py").unlink()
     (target / "stale").mkdir()
 
     installation.install(backends, NAME)

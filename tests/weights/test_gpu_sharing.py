@@ -166,7 +166,7 @@ def test_an_owner_that_leaves(start: Start, tmp_path: Path) -> None:
 def test_an_owner_killed_at_start(stage: str, start: Start, tmp_path: Path) -> None:
     """Wherever the first one dies, the others come up."""
     expected = _lay_out(Kind.MODULE, tmp_path)
-    where = stage.replace("Owner", "ownership.Owner")
+    where = stage.replace("Owner", "owner_election.Owner")
     killed = start(_INSTANCE, tmp_path, "a", f"{where} = die")
     while not list(tmp_path.glob("*/servers/*/weights-*/owner.lock")):
         pass

@@ -58,7 +58,7 @@ for line in sys.stdin:
 """
 # What an owner does wrong at a moment of its life: it is killed.
 _STAGES = {
-    "with the lock": "ownership.Owner.__init__ = die",
+    "with the lock": "owner_election.Owner.__init__ = die",
     "before it listens": "Owner.offer = die",
     "before it accepts": "Owner._serve = die",
     "before it sends": "Owner._forget_the_dead = die",
