@@ -12,15 +12,21 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo serve test docs fuzz soak release lint types clean
 
+# What the demo needs; the tests install the rest.
+$(VENV)/demo: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[demo]'
+	touch $@
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet $(PIP_ARGS) --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	touch $(VENV)/demo $@
 
-demo: $(VENV)/installed
+demo: $(VENV)/demo
 	$(BIN)/python examples/demo.py
 
-serve: $(VENV)/installed
+serve: $(VENV)/demo
 	$(BIN)/torch-py-backend serve examples/model_repository
 
 # Several files at a time, in order, for the longest come first; tests/conftest.py hands them out.
