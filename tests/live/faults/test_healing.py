@@ -425,7 +425,7 @@ def test_serve_is_killed(guarded: bool, tmp_path: Path) -> None:
         family, prefix, triton = served.family(), served.prefix(), served.triton()
         for one in served.stubs("hangs"):
             one.suspend()
-        guard = next(one for one in family if "leftovers" in living.command(one))
+        guard = next(one for one in family if "orphan_cleanup" in living.command(one))
         if guarded:
             served.process.kill()
             assert living.all_end(family)
