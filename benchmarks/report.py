@@ -15,10 +15,9 @@ FLOOR, PLAIN, HTTP, FORWARD = "floor", "plain", "http", "forward"
 _OURSELVES = {FLOOR: "no-op floor", PLAIN: "written by hand", HTTP: "ours over HTTP"}
 _TITLES = _OURSELVES | {name: peer.title for name, peer in PEERS.items()}
 _SERVED = {
-    FLOOR: "a Python-based backend model that returns a ready-made response; the same server",
-    PLAIN: "a Python-based backend model for this network alone, that checks nothing; the same"
-    " server",
-    HTTP: "our backend once more, in the same server, asked over HTTP",
+    FLOOR: "a Python backend model that returns a prepared response; the same server",
+    PLAIN: "a Python backend model for this network only, without checks; the same server",
+    HTTP: "this backend in the same server, over HTTP",
 } | {name: peer.words for name, peer in PEERS.items()}
 _COLUMNS = (
     "model", "against", "concurrency", "ours ÷ other", "ours, /s", "other, /s",
@@ -101,20 +100,19 @@ def _head(report: Report) -> str:
     return f"""\
 # Benchmarks
 
-Written by `{report.command}`; the figures hold for that machine and day.{ended}
+Written by `{report.command}`. The figures are of one machine on one day.{ended}
 
 {_table(("", ""), list(report.facts.items()))}
 
-Two servers at a time are up and are loaded in turn, A B A B …, after their answers were compared
-with eager PyTorch. "ours ÷ other" is the ratio of the throughputs within a pair: the median of the
-pairs, and in brackets the least and the most. The other figures are medians of the turns.
+Two servers run at a time and get load in turn, A B A B …, after their responses were compared with
+eager PyTorch. "ours ÷ other" is the ratio of throughputs within a pair: median (least..most). The
+other figures are medians of the turns.
 
 All servers form batches of at most {MAX_BATCH_SIZE} and run one instance (worker, replica) with
-the same number of threads. One asyncio client asks them in a closed loop, with one row a request,
-the others over the best that they offer. "client's core" is the share of a core
-that it used for ours and for the other; near 1 it is the client that sets the figures. What a
-server does while the other one is loaded stays in the figures: LitServe and Ray Serve use an
-eighth of a core when nobody asks them."""
+the same number of threads. One asyncio client sends requests of one row in a closed loop, to the
+others over their best protocol. "client's core" is the share of a core that the client used for
+ours and for the other; near 1 the client limits the throughput. The idle server is not stopped:
+LitServe and Ray Serve use an eighth of a core when idle."""
 
 
 def _throughput(rows: Sequence[Row]) -> str:
@@ -166,10 +164,9 @@ def _forward(costs: Sequence[Cost]) -> str:
     return f"""\
 ## Around the forward
 
-Clocks in the instance itself: around `execute`, which is all that our backend does for a batch;
-around the engine, which gathers, binds, checks and scatters; and around the model's forward.
-"engine" and "messages" are without what is inside of them; "share" is what the two take of
-"request", Triton's own figure for a whole request, the wait in the queue included.
+Measured in the instance: `execute`, all of the backend's work for a batch; the engine, which
+gathers, binds, checks and scatters; and the model's forward. "engine" and "messages" exclude nested
+times. "share" is their part of "request", Triton's time for a request including the queue.
 
 {forward.table(costs)}"""
 
@@ -203,7 +200,7 @@ def _target_of_floor(row: Row, rows: Sequence[Row]) -> _Target:
     ratio = row.ratio.median
     place = (row.model, PLAIN, row.concurrency)
     by_hand = [
-        f" The one written by hand, which checks nothing, reaches {ratio / one.ratio.median:.2f}."
+        f" The model written by hand, without checks, reaches {ratio / one.ratio.median:.2f}."
         for one in rows
         if (one.model, one.against, one.concurrency) == place
     ]
@@ -211,9 +208,9 @@ def _target_of_floor(row: Row, rows: Sequence[Row]) -> _Target:
         f"add: at least {FLOOR_SHARE} of the floor at concurrency {row.concurrency}",
         f"{ratio:.2f}",
         ratio >= FLOOR_SHARE,
-        "The floor reads no input and sends one response, made at load: it does without most of"
-        f" what Triton's Python API costs a request.{''.join(by_hand)} A stub that hands over a"
-        " whole batch in one call would be needed.",
+        "The floor reads no input and sends a prepared response, without most of the cost of"
+        f" Triton's Python API.{''.join(by_hand)} The target needs a stub that passes a batch in"
+        " one call.",
     )
 
 
@@ -225,9 +222,9 @@ def _target_of_peer(row: Row) -> _Target:
         f" {row.concurrency}, p99 no worse",
         f"{ratio:.2f} x; p99 {ours * 1e3:.2f} against {other * 1e3:.2f} ms",
         ratio >= PEER_MULTIPLE and ours <= other,
-        "Both sides run the same forward, and share the machine's cores with the client, which"
-        f" takes {_busy(row.ours)} and {_busy(row.other)} of one. Cores for the client alone would"
-        " be needed to tell more.",
+        "Both run the same forward and share the cores with the client, which takes"
+        f" {_busy(row.ours)} and {_busy(row.other)} of one. A better measurement needs separate"
+        " cores.",
     )
 
 

@@ -1,4 +1,4 @@
-"""What the performance guide shows of docs/benchmarks.md: a table and a plot.
+"""The table and the plot in the performance guide, made from docs/benchmarks.md.
 
 python docs/figures.py
 """
@@ -18,12 +18,12 @@ GUIDE = _DOCS / "performance.md"
 PLOT = _DOCS / "throughput.svg"
 _TABLE = re.compile(r"(<!-- batching:[^\n]*-->\n)(.*?)(<!-- end of batching -->)", flags=re.DOTALL)
 _RATIO = re.compile(r"\*\*([\d.]+)\*\* \(([\d.]+)\.\.([\d.]+)\)")
-_FLOOR = "no-op floor"  # what every model is measured against
+_FLOOR = "no-op floor"  # measured for every model
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row of the table of throughputs, as it is written."""
+    """A row of the throughput table, as text."""
 
     model: str
     against: str
@@ -36,7 +36,7 @@ class Comparison:
 
 
 def comparisons() -> list[Comparison]:
-    """The rows of the table of throughputs."""
+    """Return the rows of the throughput table."""
     found = []
     for line in BENCHMARKS.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
@@ -52,7 +52,7 @@ def comparisons() -> list[Comparison]:
 
 
 def table() -> str:
-    """What batching is worth: one request outstanding, and the most that was measured."""
+    """Return the table of throughputs at the lowest and highest concurrency."""
     lines = ["| model | requests/s at {0} | at {1} | rows in a call at {1} |", "|---|---|---|---|"]
     rows = [one for one in comparisons() if one.against == _FLOOR]
     least, most = min(one.concurrency for one in rows), max(one.concurrency for one in rows)
@@ -69,14 +69,14 @@ def table_in_guide() -> str:
 
 
 def draw(path: Path) -> None:
-    """Throughput divided by that of others, with what lies between the pairs' least and most."""
-    # The same file in every run, its words as words.
+    """Draw throughput relative to other servers, with the range of the pairs."""
+    # Reproducible output, with text as text.
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "figures", "font.size": 9}):
         _figure().savefig(path, metadata={"Date": None, "Description": description()})
 
 
 def description() -> str:
-    """What the plot shows, in words, for who cannot see it."""
+    """Return the content of the plot as text."""
     return "; ".join(
         f"{one.model} against {one.against}, {one.concurrency}: {one.median}"
         for one in comparisons()

@@ -1,4 +1,4 @@
-"""Pages of the site that lie beside docs/: the README and its neighbours. MkDocs calls this."""
+"""MkDocs hooks: add README.md, CONTRIBUTING.md and CHANGELOG.md to the site."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TO_BESIDE = re.compile(rf"\]\((?:\.\./)?({'|'.join(map(re.escape, _PAGES))})")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add what lies beside docs/."""
+    """Add the pages outside docs/."""
     for source, page in _PAGES.items():
         text = (_ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=_FROM_BESIDE.sub("](", text)))
@@ -28,5 +28,5 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001  MkDocs gives them by name
-    """Links are written as they lead on GitHub."""
+    """Rewrite links, which are valid on GitHub, for the site."""
     return _TO_BESIDE.sub(lambda link: f"]({_PAGES[link[1]]}", markdown)

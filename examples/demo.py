@@ -71,7 +71,7 @@ console = Console(highlight=False, markup=False)
 
 
 class DemoError(Exception):
-    """The demonstration did not show what it should; the message says why in one sentence."""
+    """The demonstration failed; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Speed:
 
 @contextmanager
 def running_server(log: IO[str]) -> Iterator[str]:
-    """The gRPC address of a server that has loaded all the models of this demonstration."""
+    """Serve all models of the demonstration; yield the gRPC address."""
     with Server(REPOSITORY, http_port=0, grpc_port=0, metrics_port=0, log=log) as server:
         reasons = {state.name: state.reason for state in server.wait_loaded() if not state.ready}
         for model in (*(endpoint.model for endpoint in ENDPOINTS), RECURRENT, PIPELINE):
@@ -129,7 +129,7 @@ def running_server(log: IO[str]) -> Iterator[str]:
 
 
 def ask(client: InferenceServerClient, endpoint: Endpoint, images: FloatArray) -> FloatArray:
-    """One request: images [n, 1, 8, 8] there, logits [n, 10] back."""
+    """Send images [n, 1, 8, 8] in one request; return logits [n, 10]."""
     tensor = InferInput(endpoint.input, list(images.shape), "FP32")
     tensor.set_data_from_numpy(images)
     logits: FloatArray | None = client.infer(endpoint.model, [tensor]).as_numpy(endpoint.output)
@@ -139,7 +139,7 @@ def ask(client: InferenceServerClient, endpoint: Endpoint, images: FloatArray) -
 
 
 def ask_all(address: str, endpoint: Endpoint, images: FloatArray) -> FloatArray:
-    """The logits of all images, in requests as large as the model takes."""
+    """Return the logits of all images, in requests of the maximum size."""
     with InferenceServerClient(address) as client:
         largest: int = client.get_model_config(endpoint.model).config.max_batch_size
         starts = range(0, len(images), largest)
@@ -147,7 +147,7 @@ def ask_all(address: str, endpoint: Endpoint, images: FloatArray) -> FloatArray:
 
 
 def read_rows(address: str, images: FloatArray) -> FloatArray:
-    """The logits of all images, each sent row by row as a sequence of its own."""
+    """Return the logits of all images, each sent row by row as one sequence."""
 
     def read(numbered: tuple[int, FloatArray]) -> FloatArray:
         number, image = numbered
@@ -169,7 +169,7 @@ def read_rows(address: str, images: FloatArray) -> FloatArray:
 
 
 def png(image: FloatArray) -> bytes:
-    """A digit as a file: dark ink, 0 to 16, on light paper."""
+    """Return a digit as an image file, dark ink (0 to 16) on light paper."""
     paper = np.rint(255.0 * (1.0 - image / 16.0)).astype(np.uint8)
     file = BytesIO()
     Image.fromarray(paper).save(file, format="PNG")
@@ -177,7 +177,7 @@ def png(image: FloatArray) -> bytes:
 
 
 def read_files(address: str, files: list[bytes]) -> list[str]:
-    """The names of the digits in files, in one request each."""
+    """Return the labels of image files, one request each."""
     names = []
     with InferenceServerClient(address) as client:
         for file in files:
@@ -191,7 +191,7 @@ def read_files(address: str, files: list[bytes]) -> list[str]:
 
 
 def check_files(address: str, digits: Digits) -> float:
-    """The share of the digits that are named correctly from their files."""
+    """Return the share of correct labels of image files."""
     named = read_files(address, [png(image[0]) for image in digits.images])
     expected = [NAMES[label] for label in digits.labels]
     share = sum(map(str.__eq__, named, expected)) / len(expected)
@@ -201,7 +201,7 @@ def check_files(address: str, digits: Digits) -> float:
 
 
 def check_agreement(logits: dict[str, FloatArray]) -> None:
-    """Endpoints of one network hold the same weights, so they have to give the same scores."""
+    """Check that models with the same weights return the same scores."""
     first: dict[str, str] = {}
     for endpoint in ENDPOINTS:
         model, other = endpoint.model, first.setdefault(endpoint.network, endpoint.model)
@@ -225,7 +225,7 @@ def check_accuracy(shares: dict[str, float]) -> None:
 
 
 def repeat_for(seconds: float, action: Callable[[], object]) -> list[float]:
-    """The duration in seconds of each call of `action`, called again and again for `seconds`."""
+    """Call `action` repeatedly for `seconds`; return each duration in seconds."""
     durations: list[float] = []
     end = time.perf_counter() + seconds
     while (start := time.perf_counter()) < end or not durations:
@@ -237,7 +237,7 @@ def repeat_for(seconds: float, action: Callable[[], object]) -> list[float]:
 def measure_latency(
     address: str, endpoint: Endpoint, image: FloatArray, seconds: float
 ) -> FloatArray:
-    """Milliseconds from request to answer: one client, one image at a time."""
+    """Return latencies in milliseconds, with one client and one image at a time."""
     with InferenceServerClient(address) as client:
         durations = repeat_for(seconds, lambda: ask(client, endpoint, image))
     return np.asarray(durations, dtype=np.float32) * 1000
@@ -246,7 +246,7 @@ def measure_latency(
 def measure_throughput(
     address: str, endpoint: Endpoint, images: FloatArray, seconds: float
 ) -> float:
-    """Images answered per second: many clients at once, so that Triton can form batches."""
+    """Return images per second with many clients, so that Triton forms batches."""
 
     def requests_of_one_client(_: int) -> int:
         with InferenceServerClient(address) as client:
@@ -259,7 +259,7 @@ def measure_throughput(
 
 
 def work_done(address: str, endpoint: Endpoint) -> tuple[int, int]:
-    """Images and calls of the model so far, as Triton counts them."""
+    """Return Triton's counts of images and calls of the model."""
     with InferenceServerClient(address) as client:
         (statistics,) = client.get_inference_statistics(endpoint.model).model_stats
         return statistics.inference_count, statistics.execution_count
@@ -299,7 +299,7 @@ def result_table(shares: dict[str, float], speeds: dict[str, Speed]) -> Table:
 
 
 def chosen_for_picture(predicted: IntArray, labels: IntArray) -> IntArray:
-    """Indices of the first digits read correctly, and after them of those that were misread."""
+    """Return indices of correctly read digits, followed by misread ones."""
     misread = np.flatnonzero(predicted != labels)[:PICTURED]
     correct = np.flatnonzero(predicted == labels)[: PICTURED - len(misread)]
     return np.concatenate([correct, misread])
@@ -320,8 +320,8 @@ def draw_digit(axes: Axes, image: FloatArray, label: int, reading: int) -> None:
 
 
 def draw(digits: Digits, predicted: IntArray, path: Path) -> None:
-    """Save a grid of held-out digits, each under what the served model read."""
-    # A Figure without pyplot draws with Agg: it needs no display.
+    """Save a grid of held-out digits with their predictions."""
+    # A Figure without pyplot uses Agg and needs no display.
     figure = Figure(figsize=(10, 5.2), layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.07))
     correct = int((predicted == digits.labels).sum())
     figure.suptitle(
@@ -337,7 +337,7 @@ def draw(digits: Digits, predicted: IntArray, path: Path) -> None:
 
 def demonstrate(output: Path, log: Path, seconds: float) -> None:
     held_out = load_split().held_out
-    # So small a network is quickest with one thread; not every config here says so.
+    # A network this small is fastest with one thread; not every config here sets it.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     console.print("Starting Triton and loading the models ...")
     with log.open("w") as lines, running_server(lines) as address:

@@ -29,7 +29,7 @@ class Split(NamedTuple):
 
 
 def load_split() -> Split:
-    """The same 1,347 digits for training and 450 held out, every time."""
+    """Return the same 1,347 training and 450 held-out digits in every run."""
     pixels, labels = load_digits(return_X_y=True)
     images = pixels.reshape(-1, 1, 8, 8).astype(np.float32)
     train_images, held_out_images, train_labels, held_out_labels = train_test_split(

@@ -33,11 +33,11 @@ WEIGHT_PENALTY = 1e-2
 # every x86-64.
 GENERIC = {
     "cpp.simdlen": 1,  # no vector instructions in the kernels
-    "cpp.march": "x86-64",  # nor from the C++ compiler, which is told -march=native otherwise
-    # A package fits the version of torch that compiled it, and does not say which that is. The
-    # backend reads this key, and serves FALLBACK under another version.
+    "cpp.march": "x86-64",  # nor from the C++ compiler; the default is -march=native
+    # A package needs the version of torch that compiled it but does not record it. The backend
+    # reads this key, and serves FALLBACK with another version.
     "aot_inductor.metadata": {"torch_version": torch.__version__},
-    "aot_inductor.enable_line_tables": False,  # debug records: large, and full of paths
+    "aot_inductor.enable_line_tables": False,  # debug records: large, with local paths
 }
 # Names of source files, as assertions in C++ hold them; without the file's own name.
 SOURCE_FOLDER = re.compile(rb"(?:/[\w.+-]+)+/(?=[\w.-]+\.(?:h|cpp)\0)")
@@ -50,8 +50,8 @@ def trained_model() -> nn.Module:
 
 
 def export(model: nn.Module) -> ExportedProgram:
-    """The network as a graph for 1 to 64 images, without the paths of the sources it came from."""
-    # Two images: a size of 1 would be taken for a constant.
+    """Export the network for 1 to 64 images, without the paths of its sources."""
+    # Two images, because a size of 1 would become a constant.
     images = torch.zeros(2, 1, 8, 8)
     batch = Dim("batch", min=1, max=LARGEST_BATCH)
     program = torch.export.export(model, (images,), dynamic_shapes={"image": {0: batch}})
@@ -61,9 +61,9 @@ def export(model: nn.Module) -> ExportedProgram:
 
 
 def compile_package(program: ExportedProgram, path: Path) -> None:
-    # oneDNN and NNPACK are chosen by the batch: below 16, or from 16 on. A compiler that sees the
-    # choice builds for one side only, that of the batch which the program was exported with. Here
-    # it sees none, and PyTorch's own convolution chooses when it is called.
+    # PyTorch chooses oneDNN or NNPACK by batch size (below 16, or from 16 on), and the compiler
+    # would fix the choice for the exported batch size. With both off, PyTorch's own convolution
+    # chooses at each call.
     with (
         torch.backends.mkldnn.flags(enabled=False),
         torch.backends.nnpack.flags(enabled=False),
@@ -75,11 +75,11 @@ def compile_package(program: ExportedProgram, path: Path) -> None:
 
 
 def repack(source: Path, target: Path) -> None:
-    """Copy a package, compressed, and without what names the folders of this machine.
+    """Copy a package, compressed and without paths of this machine.
 
-    The C++ sources are in it for the reader only: what is loaded is the library. In that, only the
-    messages of assertions name folders; slashes of the same length take their place. The package's
-    id goes, too: it was computed from all that, and would differ from run to run.
+    The C++ sources are not needed to load the library. In the library only assertion messages
+    contain paths; they are overwritten with slashes. The package's id is removed too, because it
+    depends on the removed parts and differs from run to run.
     """
     with (
         zipfile.ZipFile(source) as package,
@@ -91,12 +91,12 @@ def repack(source: Path, target: Path) -> None:
             content = package.read(member)
             if member.filename.endswith(".so"):
                 content = SOURCE_FOLDER.sub(lambda found: b"/" * len(found[0]), content)
-            # A ZipInfo of its own has a fixed date.
+            # A new ZipInfo has a fixed date.
             copy.writestr(zipfile.ZipInfo(member.filename), content, zipfile.ZIP_DEFLATED)
 
 
 def train_linear(digits: Digits) -> nn.Module:
-    """Softmax regression on the pixels: the scores are a linear function of them."""
+    """Fit a softmax regression on the pixels."""
     images, labels = torch.from_numpy(digits.images).flatten(1), torch.from_numpy(digits.labels)
     linear = nn.Linear(64, 10)
     optimizer = torch.optim.LBFGS(linear.parameters(), max_iter=200, line_search_fn="strong_wolfe")

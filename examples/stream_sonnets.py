@@ -1,4 +1,4 @@
-"""Ask the example model `sonnets` to go on with a text, and print what comes as it comes.
+"""Continue a text with the example model `sonnets`, and print it as it arrives.
 
 make serve                                                  # or: torch-py-backend serve …
 python examples/stream_sonnets.py "Shall I compare" --length 400 --temperature 0.5
@@ -14,7 +14,7 @@ from tritonclient.utils import InferenceServerException
 
 
 def tensor(name: str, datatype: str, value: Any, dtype: Any) -> InferInput:
-    """An input with one value."""
+    """Return an input with one value."""
     made = InferInput(name, [1], datatype)
     made.set_data_from_numpy(np.array([value], dtype=dtype))
     return made
@@ -26,7 +26,7 @@ def main(
     temperature: Annotated[float, typer.Option(help="0: the likeliest, 1: daring.")] = 0.5,
     address: Annotated[str, typer.Option(help="The server's gRPC address.")] = "localhost:8001",
 ) -> None:
-    """Print a text that is made character by character."""
+    """Print a text as its characters arrive."""
     inputs = [
         tensor("prompt", "BYTES", prompt.encode(), np.object_),
         tensor("length", "INT32", length, np.int32),
@@ -42,7 +42,7 @@ def main(
             result, error = arrived.get()
             if error is not None:
                 raise SystemExit(f"\n{error}")
-            # A response with the model's last character says that it is the last, too.
+            # The response with the last character is marked as final.
             last = result.get_response().parameters["triton_final_response"].bool_param
             characters = result.as_numpy("text")
             if characters is not None:

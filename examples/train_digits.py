@@ -30,7 +30,7 @@ PEAK_LEARNING_RATE = 5e-3
 
 
 def new_model() -> nn.Module:
-    """The served class itself, taken from its file: a repository folder is not a package."""
+    """Load the served class from its file; a repository folder is not a package."""
     spec = importlib.util.spec_from_file_location("model", MODEL_SOURCE)
     if spec is None or spec.loader is None:
         raise SystemExit(f"{MODEL_SOURCE} cannot be imported.")
@@ -41,7 +41,7 @@ def new_model() -> nn.Module:
 
 
 def shifted(images: Tensor) -> Tensor:
-    """Each image moved by up to one pixel in each direction, as handwriting would be."""
+    """Shift each image by up to one pixel in each direction, as augmentation."""
     padded = functional.pad(images, (1, 1, 1, 1))
     offsets = torch.randint(0, 3, (len(images), 2)).tolist()
     return torch.stack(
@@ -75,7 +75,7 @@ def accuracy(model: nn.Module, digits: Digits) -> float:
 
 
 def without_source_paths(archive: io.BytesIO) -> io.BytesIO:
-    """The TorchScript archive less its debug records: they name the folders of this machine."""
+    """Return the TorchScript archive without debug records, which contain local paths."""
     stripped = io.BytesIO()
     with zipfile.ZipFile(archive) as source, zipfile.ZipFile(stripped, "w") as target:
         for member in source.infolist():
@@ -88,8 +88,8 @@ def without_source_paths(archive: io.BytesIO) -> io.BytesIO:
 def save_torchscript(model: nn.Module, path: Path) -> None:
     archive = io.BytesIO()
     torch.jit.save(torch.jit.script(model), archive)
-    # Loaded and saved once more, so that PyTorch itself lays out the file: tensors that are
-    # aligned in it can be mapped into memory.
+    # Load and save again, so that PyTorch lays out the file with aligned tensors, which can be
+    # mapped into memory.
     clean = torch.jit.load(without_source_paths(archive))
     torch.jit.save(clean, path)
 

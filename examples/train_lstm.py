@@ -26,7 +26,7 @@ PEAK_LEARNING_RATE = 1e-2
 
 
 def new_model() -> nn.Module:
-    """The served class itself, taken from its file: a repository folder is not a package."""
+    """Load the served class from its file; a repository folder is not a package."""
     spec = importlib.util.spec_from_file_location("model", VERSION / "model.py")
     if spec is None or spec.loader is None:
         raise SystemExit(f"{VERSION} cannot be imported.")
@@ -37,7 +37,7 @@ def new_model() -> nn.Module:
 
 
 def read(model: nn.Module, images: Tensor) -> Tensor:
-    """The logits after the last of the images' rows."""
+    """Return the logits after the last row of each image."""
     hidden = cell = images.new_zeros(len(images), 64)
     for row in images[:, 0].unbind(1):
         made = model(row, hidden, cell)

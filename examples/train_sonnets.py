@@ -4,8 +4,7 @@
 
 Takes a minute or two on one core and gives the same weights on every run. The text is 23 of
 Shakespeare's sonnets (1609): 1 to 3, 12, 15, 18, 19, 27, 29, 30, 33, 55, 60, 65, 66, 71, 73, 94,
-97, 106, 116, 130 and 138. So short a text is learnt nearly by heart: what comes out is Shakespeare,
-shuffled.
+97, 106, 116, 130 and 138. The network nearly memorizes so short a text.
 """
 
 import importlib.util
@@ -31,7 +30,7 @@ REQUIRED_LOSS = 1.0  # nats for a character; a guess among all of them costs 4.2
 
 
 def model_source() -> ModuleType:
-    """The served file itself: a repository folder is not a package."""
+    """Load the served module from its file; a repository folder is not a package."""
     spec = importlib.util.spec_from_file_location("model", MODEL_SOURCE)
     if spec is None or spec.loader is None:
         raise SystemExit(f"{MODEL_SOURCE} cannot be imported.")
@@ -41,7 +40,7 @@ def model_source() -> ModuleType:
 
 
 def windows(codes: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
-    """Parts of the text from anywhere, and the same one character later: what is to be guessed."""
+    """Return random parts of the text, and the same parts one character later as targets."""
     starts = torch.randint(0, len(codes) - length - 1, (count,))
     places = starts[:, None] + torch.arange(length)
     return codes[places], codes[places + 1]
@@ -68,7 +67,7 @@ def train(model: nn.Module, codes: Tensor) -> None:
 
 
 def written(model: Any, prompt: str, length: int) -> str:
-    """What the model goes on with, begun and stepped as it is when it is served."""
+    """Continue a text with begin() and step(), as the backend does."""
     text = prompt
     with torch.inference_mode():
         verse = model.begin(prompt, length)

@@ -49,8 +49,8 @@ def check(block: Block) -> None:
             known(words[1:])
         elif words and not block.reason:
             raise CommandError(
-                f"{block.place}: {words[0]} is run by nobody; say why in the fence:"
-                ' title="Not run by the tests: …"'
+                f"{block.place}: the tests cannot run {words[0]}; give the reason in the fence:"
+                ' title="Example: …"'
             )
 
 

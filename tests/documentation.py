@@ -4,7 +4,7 @@ Every fenced block has a language, and one of these titles or none:
 
     title="model_repository/net/1/model.py"       the file that the block is
     title="prints"                                what the command or code before it prints
-    title="Not run by the tests: needs Docker"    why it is only read, not run
+    title="Example: requires Docker"              an example that the tests do not run, and why
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DOCS = ROOT / "docs"
 OPTIONS = DOCS / "options.md"
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.glob("*.md")))
 PRINTS = "prints"
-_NOT_RUN = "Not run by the tests: "
+_NOT_RUN = "Example: "
 _INFO = re.compile(r'(\w+)(?: title="([^"]+)")?')
 _MARKDOWN = MarkdownIt().enable("table")
 
@@ -47,7 +47,7 @@ class Block:
 
     @property
     def reason(self) -> str:
-        """Why it is not run; empty for those that are."""
+        """Return why the tests do not run the block; empty if they do."""
         return self.title.removeprefix(_NOT_RUN) if self.title.startswith(_NOT_RUN) else ""
 
     @property

@@ -1,4 +1,4 @@
-"""A small convolutional network that reads handwritten digits of 8 by 8 pixels."""
+"""A small convolutional network for handwritten digits of 8 by 8 pixels."""
 
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""A recurrent network that reads handwritten digits a row of pixels at a time."""
+"""A recurrent network for handwritten digits that gets one row of pixels per step."""
 
 from torch import Tensor, nn
 
@@ -6,10 +6,10 @@ HIDDEN = 64
 
 
 class DigitsLSTM(nn.Module):
-    """`row`: float32 [batch, 8], pixels 0 (paper) to 16 (ink); logits [batch, 10] of what was read.
+    """`row`: float32 [batch, 8], pixels 0 (paper) to 16 (ink); result: logits [batch, 10].
 
-    `hidden` and `cell`, both [batch, 64], are what it remembers of the rows before: zeros at the
-    first row. What it returns of them goes with the next one.
+    `hidden` and `cell`, both [batch, 64], are the state after the previous rows: zeros at the first
+    row. The returned state is passed with the next row.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A small recurrent network that goes on with a text, one character at a time."""
+"""A small recurrent network that continues a text, one character at a time."""
 
 from typing import NamedTuple
 
@@ -10,13 +10,13 @@ _CODES = {character: code for code, character in enumerate(ALPHABET)}
 
 
 class Verse(NamedTuple):
-    """What a stream remembers from one character to the next.
+    """The state of a stream between two characters.
 
     Attributes:
-        hidden: the network's state after all that was read, [width].
-        last: the code of the next character to be read.
-        left: how many characters are still to come.
-        temperature: how daring the choice of them is; 0 takes the likeliest.
+        hidden: the network's state after all characters so far, [width].
+        last: the code of the next character to read.
+        left: the number of remaining characters.
+        temperature: variety of the sampling; 0 takes the most likely character.
     """
 
     hidden: Tensor
@@ -26,7 +26,7 @@ class Verse(NamedTuple):
 
 
 class Poet(nn.Module):
-    """Written for continuous batching: begin() is called for each request, step() for all streams.
+    """A model for continuous batching: begin() runs per request, step() for all streams.
 
     For training, `forward` takes codes [batch, length] and returns logits [batch, length, codes].
     """
@@ -43,7 +43,7 @@ class Poet(nn.Module):
         return self.head(self.dropout(read))
 
     def begin(self, prompt: str, length: int, temperature: float = 0.5) -> Verse | None:
-        """Read the prompt: all of it but the last character, which the first step will read."""
+        """Read the prompt except its last character, which the first step reads."""
         device = self.head.weight.device
         codes = torch.tensor([_CODES.get(one, _CODES[" "]) for one in prompt or "\n"]).to(device)
         hidden = torch.zeros(1, self.recurrence.hidden_size, device=device)
@@ -52,7 +52,7 @@ class Poet(nn.Module):
         return Verse(hidden[0], codes[-1], length, temperature) if length > 0 else None
 
     def step(self, verses: list[Verse]) -> list[tuple[Verse | None, list[str]]]:
-        """The next character of every stream, and the state after it; None after the last one."""
+        """Return the next state (None after the last character) and character of each stream."""
         hidden = torch.stack([one.hidden for one in verses])[None]
         codes = torch.stack([one.last for one in verses])[:, None]
         read, hidden = self.recurrence(self.embedding(codes), hidden)
@@ -65,7 +65,7 @@ class Poet(nn.Module):
         ]
 
     def choose(self, logits: Tensor, temperatures: list[float]) -> Tensor:
-        """A code for each row of logits."""
+        """Sample one code per row of logits."""
         heat = torch.tensor(temperatures, device=logits.device)
         drawn = torch.multinomial((logits / heat.clamp(min=0.01)[:, None]).softmax(1), 1)[:, 0]
         return torch.where(heat > 0, drawn, logits.argmax(1))
