@@ -87,9 +87,9 @@ _COMPILE = '{"dynamic": false, "mode": "default"}'
 )
 def test_set(written: str, edited: str | None) -> None:
     """A parameter gets its value where it stands, or at the end; comments stay."""
-    made = config_editor.edit("digits", written, {"NUM_THREADS": "4"}, None)
-    assert edited is None or made == edited
-    assert pbtxt.parse("digits", made).parameters["NUM_THREADS"].string_value == "4"
+    edited_text = config_editor.edit("digits", written, {"NUM_THREADS": "4"}, None)
+    assert edited is None or edited_text == edited
+    assert pbtxt.parse("digits", edited_text).parameters["NUM_THREADS"].string_value == "4"
 
 
 @pytest.mark.parametrize(
@@ -126,9 +126,9 @@ def test_set(written: str, edited: str | None) -> None:
 )
 def test_remove(written: str, edited: str | None) -> None:
     """A parameter is taken out, and with it a line that was its own."""
-    made = config_editor.edit("digits", written, {"NUM_THREADS": None}, None)
-    assert edited is None or made == edited
-    assert "NUM_THREADS" not in pbtxt.parse("digits", made).parameters
+    edited_text = config_editor.edit("digits", written, {"NUM_THREADS": None}, None)
+    assert edited is None or edited_text == edited
+    assert "NUM_THREADS" not in pbtxt.parse("digits", edited_text).parameters
 
 
 @pytest.mark.parametrize(
@@ -149,6 +149,18 @@ def test_remove(written: str, edited: str | None) -> None:
             1,
             'instance_group: <count:1,kind:KIND_CPU>;name:"n"',
             id="dense",
+        ),
+        pytest.param(
+            'instance_group { rate_limiter { resources [ { name: "R" count: 4 } ] } count: 1 }',
+            2,
+            'instance_group { rate_limiter { resources [ { name: "R" count: 4 } ] } count: 2 }',
+            id="another-count-before",
+        ),
+        pytest.param(
+            'instance_group { rate_limiter { resources [ { name: "R" count: 4 } ] } }',
+            2,
+            'instance_group { count: 2 rate_limiter { resources [ { name: "R" count: 4 } ] } }',
+            id="only-another-count",
         ),
         pytest.param(
             "instance_group: [ ]",
@@ -172,10 +184,10 @@ def test_nothing_to_change() -> None:
 @pytest.mark.parametrize("value", [_COMPILE, "", 'a "quoted\\" \\n', "größe", "line\nbreak", "'"])
 def test_values_survive(value: str) -> None:
     """Any value comes out of Triton's parser as it went in."""
-    made = config_editor.edit(
+    edited_text = config_editor.edit(
         "digits", _THREADS, {"TORCH_COMPILE_OPTIONAL_PARAMETERS": value}, None
     )
-    parsed = pbtxt.parse("digits", made)
+    parsed = pbtxt.parse("digits", edited_text)
     assert parsed.parameters["TORCH_COMPILE_OPTIONAL_PARAMETERS"].string_value == value
 
 
@@ -185,14 +197,14 @@ def test_several_at_once() -> None:
         '# top\nmax_batch_size: 4 # rows\ninput [{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }]\n'
     )
     text = f"{rest}{_THREADS}\n" + _THREADS.replace("NUM_THREADS", "OPTIMIZE") + "\n"
-    made = config_editor.edit(
+    edited_text = config_editor.edit(
         "digits",
         text,
         {"NUM_THREADS": "2", "OPTIMIZE": None, "BATCH_BUCKETS": "auto"},
         2,
     )
-    assert made.startswith(rest)
-    assert re.findall(r'key: "(\w+)"', made) == ["NUM_THREADS", "BATCH_BUCKETS"]
+    assert edited_text.startswith(rest)
+    assert re.findall(r'key: "(\w+)"', edited_text) == ["NUM_THREADS", "BATCH_BUCKETS"]
 
 
 def test_what_cannot_be_edited() -> None:
