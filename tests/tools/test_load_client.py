@@ -78,14 +78,14 @@ def test_models_that_cannot_be_asked(states: list[ModelState], says: str) -> Non
     """Unknown and not ready are told apart, with the reason."""
     told: Any = _Told(*states)
     with pytest.raises(ServerError) as refusal:
-        asyncio.run(load_client.ready(told, "m"))
+        asyncio.run(load_client.require_ready(told, "m"))
     assert str(refusal.value).endswith((says, f"{says}."))
 
 
 def test_one_ready_version_will_do() -> None:
     """An older version may be gone."""
     told: Any = _Told(ModelState("m", "1", False, "old"), ModelState("m", "2", True, ""))
-    asyncio.run(load_client.ready(told, "m"))
+    asyncio.run(load_client.require_ready(told, "m"))
 
 
 async def _ask(protocol: str, port: int) -> None:
@@ -93,7 +93,7 @@ async def _ask(protocol: str, port: int) -> None:
     try:
         await asked.states()
     finally:
-        await asked.close()
+        await asked.aclose()
 
 
 @pytest.mark.parametrize("protocol", load_client.PROTOCOLS)
@@ -156,7 +156,7 @@ def test_a_failed_request_says_what_triton_said() -> None:
         try:
             await asked.sender("m", [payload])()
         finally:
-            await asked.close()
+            await asked.aclose()
 
     with (
         _http_server(400, b'{"error": "too many"}') as port,

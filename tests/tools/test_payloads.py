@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -129,9 +128,6 @@ def test_safetensors_of_every_type(dtype: dtypes.DType, tmp_path: Path) -> None:
     assert payload["x"].encoded() == tensor.view(torch.uint8).numpy().tobytes()
 
 
-_B64 = base64.b64encode(np.array([1, 2], dtype=np.float32).tobytes()).decode()
-
-
 @pytest.mark.parametrize(
     ("target", "document", "sent"),
     [
@@ -154,39 +150,21 @@ _B64 = base64.b64encode(np.array([1, 2], dtype=np.float32).tobytes()).decode()
             id="triton-text",
         ),
         pytest.param(
-            _BATCHED,
-            {"data": [{"x": [1, 2]}, {"x": {"content": [3, 4]}}]},
-            [{"x": [[1, 2]]}, {"x": [[3, 4]]}],
-            id="perf-analyzer",
+            _OPTIONAL,
+            {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]},
+            [{"x": [[1, 2]]}],
+            id="optional-left-out",
         ),
         pytest.param(
-            _BATCHED,
-            {"data": [[{"x": [1, 2]}], [{"x": {"b64": _B64}}]]},
-            [{"x": [[1, 2]]}, {"x": [[1, 2]]}],
-            id="perf-analyzer-streams",
-        ),
-        pytest.param(
-            _PLAIN,
-            {"data": [{"x": {"content": [1, 2, 3, 4], "shape": [2, 2]}}]},
-            [{"x": [[1, 2], [3, 4]]}],
-            id="perf-analyzer-shape",
-        ),
-        pytest.param(
-            _TEXT,
-            {"data": [{"t": ["a"]}, {"t": {"b64": base64.b64encode(b"b").decode()}}]},
-            [{"t": [[b"a"]]}, {"t": [[b"b"]]}],
-            id="perf-analyzer-text",
-        ),
-        pytest.param(
-            _OPTIONAL, {"data": [{"x": [1, 2]}]}, [{"x": [[1, 2]]}], id="optional-left-out"
-        ),
-        pytest.param(
-            _BF16, {"data": [{"x": [1, 2]}]}, [{"x": [0x3F80, 0x4000]}], id="bfloat16-bits"
+            _BF16,
+            {"inputs": [{"name": "x", "shape": [2], "datatype": "BF16", "data": [1, 2]}]},
+            [{"x": [0x3F80, 0x4000]}],
+            id="bfloat16-bits",
         ),
     ],
 )
 def test_json(target: Model, document: Any, sent: list[Any], tmp_path: Path) -> None:
-    """JSON in Triton's shape is one request, in perf_analyzer's one for each entry."""
+    """JSON in Triton's form is one request."""
     path = tmp_path / "x.json"
     path.write_text(json.dumps(document), encoding="utf-8")
     found = payloads.read(path, target, None)
@@ -206,7 +184,7 @@ def test_json(target: Model, document: Any, sent: list[Any], tmp_path: Path) -> 
 def test_rows_of_a_file(rows: int, sent: list[list[int]], tmp_path: Path) -> None:
     """The file's rows go out in order, and from the start again when they are used up."""
     path = tmp_path / "x.json"
-    path.write_text(json.dumps({"data": [{"x": [number, 0]} for number in (1, 2, 3)]}))
+    path.write_bytes(_x([3, 2], data=[[number, 0] for number in (1, 2, 3)]))
     found = payloads.read(path, _BATCHED, rows)
     assert [payload["x"].array[:, 0].tolist() for payload in found] == sent
 
@@ -226,13 +204,10 @@ def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
         ("x.json", b"\xff", None, "cannot understand"),
         ("x.json", b"[1]", None, "expected .* as Triton reads it"),
         ("x.json", b'{"inputs": "made up"}', None, "expected .* as Triton reads it"),
+        ("x.json", b'{"inputs": [3]}', None, "expected .* as Triton reads it"),
+        ("x.json", b'{"inputs": []}', None, "holds no inputs"),
+        ("x.json", _x([1, 2], data=[1, 2, 3]), None, "cannot reshape"),
         ("x.json", b'{"inputs": [{"name": "x"}]}', None, "'datatype' is missing"),
-        ("x.json", b'{"data": []}', None, "holds no inputs"),
-        ("x.json", b'{"data": [3]}', None, "expected .* as Triton reads it"),
-        ("x.json", b'{"data": [{"z": [1]}]}', None, "'z' is missing, or is no input"),
-        ("x.json", b'{"data": [{"x": [1, 2, 3]}]}', None, "cannot reshape"),
-        ("x.json", b'{"data": [{"x": {"b64": "?"}}]}', None, "cannot understand"),
-        ("x.json", b'{"data": [{"x": {"b64": "AAAA"}}]}', None, "cannot understand"),
         ("x.json", _x([1, 2], data=["a", "b"]), None, "numbers are expected"),
         ("x.json", _x([1, 2], "BYTES", [1, 2]), None, "cannot understand"),
         ("x.json", _x([1, 2], "FP8"), None, "FP8 is no type of Triton's"),
@@ -241,9 +216,8 @@ def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
         ("x.json", _x([2]), None, r"x as FP32 \[2\]"),
         ("x.json", _x([5, 2]), None, "holds 5 rows; model 'm' takes 1 to 4 .* Choose with --rows"),
         ("x.json", _x([0, 2]), None, "holds 0 rows"),
-        ("x.json", _x([0, 2]), 1, "holds no rows"),
+        ("x.json", _x([0, 2]), 1, "holds 0 rows"),
         ("x.json", _x([1, 2]), 5, "--rows is 5"),
-        ("x.json", b'{"data": [{"x": [1, 2]}, {}]}', None, "holds nothing; model 'm' takes x"),
         ("x.safetensors", b"no such thing", None, "cannot understand .*: "),
         ("x.safetensors", safetensors.torch.save({}), None, "holds no inputs"),
         ("x.safetensors", safetensors.torch.save({"z": torch.ones(1)}), None, "holds z; model"),
@@ -274,17 +248,3 @@ def test_inputs_of_different_rows_are_refused(rows: int | None, tmp_path: Path) 
     safetensors.torch.save_file(tensors, path)
     with pytest.raises(BenchError, match="differ in their number of rows"):
         payloads.read(path, _OPTIONAL, rows)
-
-
-def test_rows_of_different_shapes_are_refused(tmp_path: Path) -> None:
-    """What has different sizes stays in requests of its own."""
-    target = Model("m", 4, (Input("x", "FP32", (-1,), optional=False),))
-    path = tmp_path / "x.json"
-    steps = [{"x": {"content": [1] * size, "shape": [size]}} for size in (1, 2)]
-    path.write_text(json.dumps({"data": steps}))
-    assert len(payloads.read(path, target, None)) == 2
-    with pytest.raises(BenchError, match="different shapes"):
-        payloads.read(path, target, 2)
-    path.write_text('{"data": [{"x": [1]}]}')
-    with pytest.raises(BenchError, match=r"x needs a shape: its dims are \[-1\]"):
-        payloads.read(path, target, None)

@@ -33,9 +33,7 @@ _COUNT = re.compile(
 )
 
 
-def edit(
-    model: str, text: str, parameters: Mapping[str, str | None], instances: int | None
-) -> str:
+def edit(model: str, text: str, parameters: Mapping[str, str | None], instances: int | None) -> str:
     """Return the text of a config.pbtxt with other settings.
 
     Args:
