@@ -85,7 +85,7 @@ async def _turn(send: Send, counted: Statistics | None, concurrency: int, second
     if result.errors or result.unanswered.size or not result.latencies.size:
         raise BenchError(
             f"{result.errors} requests failed and {result.unanswered.size} had no answer:"
-            f" {result.first_error or 'no error was told'}"
+            f" {result.first_error or 'no error was reported'}"
         )
     batch = None
     if counted:

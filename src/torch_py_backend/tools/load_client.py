@@ -275,7 +275,7 @@ def _http_error(status: int, body: bytes) -> str:
     try:
         message: str = json.loads(body)["error"]
     except (ValueError, KeyError, TypeError):
-        message = f"HTTP status {status}"
+        message = f"HTTP status {status}: {body[:200]!r}"
     return message
 
 
