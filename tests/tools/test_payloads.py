@@ -1,4 +1,4 @@
-"""What a client sends: made up, or from a file; and every file that will not do."""
+"""Inputs of requests: generated, or read from a file."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def _config(**more: Any) -> dict[str, Any]:
 
 
 def test_model_from_http() -> None:
-    """A config as HTTP tells it."""
+    """A config of HTTP is read."""
     assert payloads.model("m", _config()) == _BATCHED
 
 
 def test_model_from_grpc() -> None:
-    """A config as gRPC tells it: dims are strings, what is zero or false is left out."""
+    """A config of gRPC is read: dims are strings, zero and false are left out."""
     entry = {"name": "x", "data_type": "TYPE_FP32", "dims": ["-1", "2"]}
     assert payloads.model("m", {"name": "m", "input": [entry]}) == _PLAIN
 
@@ -53,14 +53,14 @@ def test_model_from_grpc() -> None:
     ids=["decoupled", "sequences", "type"],
 )
 def test_models_that_are_refused(config: dict[str, Any], says: str) -> None:
-    """A load of single requests would measure something else."""
+    """Models that do not answer each request once are refused."""
     with pytest.raises(BenchError, match=says):
         payloads.model("m", config)
 
 
 @pytest.mark.parametrize("dtype", dtypes.TABLE, ids=lambda one: one.triton)
 def test_made_up_of_every_type(dtype: dtypes.DType) -> None:
-    """Every type has a value, of the size that the protocol wants."""
+    """Every type has a value of the protocol's size."""
     target = Model("m", 8, (Input("x", dtype.triton, (-1, 3), optional=False),))
     (payload,) = payloads.made_up(target, 2)
     tensor = payload["x"]
@@ -76,13 +76,13 @@ def test_made_up_of_every_type(dtype: dtypes.DType) -> None:
     ids=["one-row", "rows", "no-batch"],
 )
 def test_made_up_shapes(target: Model, rows: int | None, shape: tuple[int, ...]) -> None:
-    """The batch dimension is there where the model has one."""
+    """Requests have a batch dimension if the model has one."""
     (payload,) = payloads.made_up(target, rows)
     assert payload["x"].array.shape == shape
 
 
 def test_a_seed_fixes_the_values() -> None:
-    """Two runs with one seed send the same."""
+    """Equal seeds give equal values."""
     first, second, other = (
         payloads.made_up(_BATCHED, 1, seed)[0]["x"].encoded() for seed in (1, 1, 2)
     )
@@ -99,7 +99,7 @@ def test_a_seed_fixes_the_values() -> None:
     ids=["none", "too-many", "no-batch"],
 )
 def test_rows_that_are_refused(target: Model, rows: int, says: str) -> None:
-    """A number of rows that the model does not take."""
+    """A number of rows that the model does not take is refused."""
     with pytest.raises(BenchError, match=says):
         payloads.made_up(target, rows)
 
@@ -182,7 +182,7 @@ def test_json(target: Model, document: Any, sent: list[Any], tmp_path: Path) -> 
     ],
 )
 def test_rows_of_a_file(rows: int, sent: list[list[int]], tmp_path: Path) -> None:
-    """The file's rows go out in order, and from the start again when they are used up."""
+    """A file's rows are sent in order, and the last request is filled from the start."""
     path = tmp_path / "x.json"
     path.write_bytes(_x([3, 2], data=[[number, 0] for number in (1, 2, 3)]))
     found = payloads.read(path, _BATCHED, rows)
@@ -232,7 +232,7 @@ def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
 def test_files_that_are_refused(
     name: str, content: bytes | None, rows: int | None, says: str, tmp_path: Path
 ) -> None:
-    """One sentence says what is wrong with the file."""
+    """A file that does not fit is an error of one line."""
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(BenchError, match=says) as refusal:
