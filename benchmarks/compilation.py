@@ -82,8 +82,8 @@ def mixture(name: str) -> list[Payload]:
 
 
 def _spread(values: list[float], digits: int) -> str:
-    found = (statistics.median(values), min(values), max(values))
-    return " | ".join(f"{value:.{digits}f}" for value in found)
+    spread = (statistics.median(values), min(values), max(values))
+    return " | ".join(f"{value:.{digits}f}" for value in spread)
 
 
 def main(words: list[str]) -> int:
@@ -93,7 +93,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0)
     settings = parser.parse_args(words)
-    told = Console(stderr=True)
+    console = Console(stderr=True)
     seconds: dict[str, list[float]] = {how: [] for how in _STARTS}
     rows = []
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
@@ -106,7 +106,7 @@ def main(words: list[str]) -> int:
                 served, place = (package, packages) if packaged else (settings.model, repository)
                 with started(served, how, place) as start:
                     seconds[how].append(start.seconds)
-                    told.print(f"{how} start: {start.seconds:.1f} s")
+                    console.print(f"{how} start: {start.seconds:.1f} s")
                     if turn == settings.pairs - 1 and how != "cold":
                         before = start.compiled()
                         payloads = mixture(settings.model)
