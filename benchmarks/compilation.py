@@ -12,7 +12,6 @@ that is drawn once; what inductor writes into its cache after READY would be a c
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import os
 import random
@@ -25,17 +24,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from rich.console import Console
 
-from benchmarks import models, repositories
+from benchmarks import clients, repositories
 from benchmarks.models import MAX_BATCH_SIZE, MODELS
 from torch_py_backend.errors import BenchError
 from torch_py_backend.server import Server
-from torch_py_backend.tools import load_client, load_generator
-from torch_py_backend.tools.load_client import Address
-from torch_py_backend.tools.load_generator import Closed, Result
-from torch_py_backend.tools.payloads import Payload, Tensor
+from torch_py_backend.tools.payloads import Payload
 
 _COMPILED = 'parameters { key: "TORCH_COMPILE_OPTIONAL_PARAMETERS" value { string_value: "{}" } }\n'
 _CONCURRENCY = 8
@@ -83,33 +78,12 @@ def started(name: str, how: str, repository: Path) -> Iterator[Start]:
 def mixture(name: str) -> list[Payload]:
     """Requests of 1 to 8 rows, in an order that is the same each time."""
     rows = random.Random(0).choices(range(1, MAX_BATCH_SIZE + 1), k=_PAYLOADS)  # noqa: S311
-    return [_payload(MODELS[name], count) for count in rows]
-
-
-def measured(served: str, payloads: list[Payload], server: Server, seconds: float) -> Result:
-    """The requests, in a closed loop."""
-
-    async def measure() -> Result:
-        connection = load_client.connect(Address("grpc", server.grpc_address))
-        try:
-            send = connection.sender(served, payloads)
-            return await load_generator.run(send, Closed(_CONCURRENCY), seconds)
-        finally:
-            await connection.close()
-
-    return asyncio.run(measure())
-
-
-def _payload(model: models.Model, rows: int) -> Payload:
-    pairs = zip(model.inputs, model.example(), strict=True)
-    return {
-        one.name: Tensor(one.dtype, torch.stack([tensor] * rows).numpy()) for one, tensor in pairs
-    }
+    return [clients.payload(MODELS[name], count) for count in rows]
 
 
 def _spread(values: list[float], digits: int) -> str:
-    found = (statistics.median(values), min(values), max(values))
-    return " | ".join(f"{value:.{digits}f}" for value in found)
+    spread = (statistics.median(values), min(values), max(values))
+    return " | ".join(f"{value:.{digits}f}" for value in spread)
 
 
 def main(words: list[str]) -> int:
@@ -119,7 +93,7 @@ def main(words: list[str]) -> int:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=60.0)
     settings = parser.parse_args(words)
-    told = Console(stderr=True)
+    console = Console(stderr=True)
     seconds: dict[str, list[float]] = {how: [] for how in _STARTS}
     rows = []
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
@@ -132,12 +106,15 @@ def main(words: list[str]) -> int:
                 served, place = (package, packages) if packaged else (settings.model, repository)
                 with started(served, how, place) as start:
                     seconds[how].append(start.seconds)
-                    told.print(f"{how} start: {start.seconds:.1f} s")
+                    console.print(f"{how} start: {start.seconds:.1f} s")
                     if turn == settings.pairs - 1 and how != "cold":
                         before = start.compiled()
                         payloads = mixture(settings.model)
-                        found = measured(served, payloads, start.server, settings.seconds)
-                        rows.append((how, found, start.compiled() - before))
+                        host = start.server.grpc_address
+                        result = clients.load(
+                            host, served, payloads, _CONCURRENCY, settings.seconds
+                        )
+                        rows.append((how, result, start.compiled() - before))
     print(f"{settings.model}: seconds from the server's start to READY\n")
     print("| start | median | min | max |\n|---|---|---|---|")
     for how, values in seconds.items():
@@ -150,10 +127,10 @@ def main(words: list[str]) -> int:
     print(f"\nRequests of 1 to {MAX_BATCH_SIZE} rows at concurrency {_CONCURRENCY}\n")
     print("| model | requests/s | p50 ms | p99 ms | max ms | max ÷ p50 | graphs compiled |")
     print("|---|---|---|---|---|---|---|")
-    for how, found, compiled in rows:
-        p50, p99, most = (value * 1e3 for value in found.percentiles(50, 99, 100))
+    for how, result, compiled in rows:
+        p50, p99, most = (value * 1e3 for value in result.percentiles(50, 99, 100))
         print(
-            f"| {'compiled' if how == 'warm' else how} | {found.throughput:.0f} | {p50:.1f}"
+            f"| {'compiled' if how == 'warm' else how} | {result.throughput:.0f} | {p50:.1f}"
             f" | {p99:.1f} | {most:.1f} | {most / p50:.1f} | {compiled} |"
         )
     return 0

@@ -1,8 +1,8 @@
-"""What our backend is compared with: how each is served, started, and stopped.
+"""Install, start and stop the servers that our backend is compared with.
 
-A peer has a virtual environment of its own in the user's cache folder, made at first use from
-`peers/requirements-<name>.txt` under `constraints.txt`, and made anew when one of them changes. Its
-log lies beside it.
+A peer has a virtual environment of its own in the user's cache folder. It is made at first use from
+`peers/requirements-<name>.txt` under `constraints.txt`, and again when one of them changes. Its log
+is beside it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 import psutil
@@ -42,11 +41,11 @@ class Peer:
     """Another server.
 
     Attributes:
-        title: its name as it writes it.
-        package: what it is called on PyPI.
-        protocol: the best that it offers, as `clients.Endpoint` has it.
-        path: what is posted to, with the model's name in braces; for Triton's protocols the name.
-        words: how it is configured, and over what it is asked.
+        title: its name.
+        package: its package on PyPI.
+        protocol: its fastest protocol, as in `clients.Endpoint`.
+        path: the path of a POST, with the model's name in braces; for Triton's protocols the name.
+        words: its configuration and protocol, for the report.
     """
 
     title: str
@@ -103,36 +102,40 @@ PEERS = {
 
 
 def check(endpoint: Endpoint) -> None:
-    """Compare one answer with eager PyTorch.
+    """Compare the example's answer with eager PyTorch.
 
     Raises:
-        BenchError: it is wrong.
+        BenchError: the answer is wrong.
     """
     model = MODELS[endpoint.model]
-    came, expected = clients.answer(endpoint), model.expected().numpy()
-    if came.shape != expected.shape or not np.allclose(
-        came, expected, rtol=model.tolerance, atol=model.tolerance
+    actual, expected = clients.answer(endpoint), model.expected().numpy()
+    if actual.shape != expected.shape or not np.allclose(
+        actual, expected, rtol=model.tolerance, atol=model.tolerance
     ):
         raise BenchError(
-            f"{endpoint.served} at {endpoint.host} answers {came.flatten()[:4]}… of shape"
-            f" {came.shape}; expected {expected.flatten()[:4]}… of shape {expected.shape},"
+            f"{endpoint.served} at {endpoint.host} answers {actual.flatten()[:4]}… of shape"
+            f" {actual.shape}; expected {expected.flatten()[:4]}… of shape {expected.shape},"
             " as eager PyTorch says."
         )
 
 
 @contextlib.contextmanager
 def started(name: str, model: str) -> Iterator[Endpoint]:
-    """A peer that serves a model and answers it as eager PyTorch does.
+    """Start a peer with a model, and check its answer.
 
     Raises:
-        BenchError: it cannot be installed, does not start, or answers wrongly.
+        BenchError: the peer cannot be installed, does not start, or its answer is wrong.
     """
     peer, python = PEERS[name], environment(name)
     (port,) = ports(0)
     endpoint = Endpoint(model, peer.protocol, f"127.0.0.1:{port}", peer.path.format(model=model))
     command = [str(python), "-m", f"benchmarks.peers.{name}"]
     command += ["--model", model, "--port", str(port)]
-    with _kept_log(name) as log, tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+    # Kept beside the environment: too long for a report.
+    with (
+        (_cache() / f"{name}.log").open("wb") as log,
+        tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch,
+    ):
         process = subprocess.Popen(  # noqa: S603  the environment made above
             command,
             cwd=ROOT,
@@ -148,13 +151,8 @@ def started(name: str, model: str) -> Iterator[Endpoint]:
             _stop(process)
 
 
-def _kept_log(name: str) -> BinaryIO:
-    """What the peer says, beside its environment: too long for a report."""
-    return (_cache() / f"{name}.log").open("wb")
-
-
 def _variables(python: Path, scratch: str) -> dict[str, str]:
-    """This process' environment, but the peer's Python first, and its files where they go away."""
+    """Return environment variables with the peer's Python first and a temporary folder."""
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
     return os.environ | {
         "PATH": path,
@@ -175,7 +173,7 @@ def _wait(peer: Peer, process: subprocess.Popen[bytes], endpoint: Endpoint) -> N
             check(endpoint)
         except BenchError:
             raise
-        except Exception as error:  # each client has its own way to say that nobody listens yet
+        except Exception as error:  # each client has its own error for a refused connection
             if time.monotonic() > deadline:
                 raise BenchError(
                     f"{peer.title} did not answer within {_START_SECONDS} s: {brief(error)}."
@@ -186,24 +184,19 @@ def _wait(peer: Peer, process: subprocess.Popen[bytes], endpoint: Endpoint) -> N
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """As Ctrl-C in a terminal stops it; then what is left of it."""
-    family = _family(process.pid)
+    """Stop the peer as Ctrl-C does, then kill the rest of its processes."""
+    family: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = psutil.Process(process.pid).children(recursive=True)
     _signal_group(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_STOP_SECONDS)
     _signal_group(process.pid, signal.SIGKILL)
-    for one in family:  # some have left the group
+    for child in family:  # some have left the group
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
+            child.kill()
     process.wait()
     psutil.wait_procs(family, timeout=_STOP_SECONDS)
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        found: list[psutil.Process] = psutil.Process(pid).children(recursive=True)
-        return found
-    return []
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
@@ -212,17 +205,17 @@ def _signal_group(group: int, number: signal.Signals) -> None:
 
 
 def environment(name: str) -> Path:
-    """The Python of a peer's virtual environment, which is made where it is missing or outdated.
+    """Return the Python of a peer's virtual environment; make it if it is missing or outdated.
 
     Raises:
-        BenchError: pip cannot install what it needs.
+        BenchError: pip cannot install its packages.
     """
     requirements = _PEERS / f"requirements-{name}.txt"
     constraints = ROOT / "constraints.txt"
     folder = _cache() / name
     python, stamp = folder / "bin" / "python", folder / "requirements.sha256"
-    wished = hashlib.sha256(requirements.read_bytes() + constraints.read_bytes()).hexdigest()
-    if stamp.is_file() and stamp.read_text() == wished:
+    checksum = hashlib.sha256(requirements.read_bytes() + constraints.read_bytes()).hexdigest()
+    if stamp.is_file() and stamp.read_text() == checksum:
         return python
     shutil.rmtree(folder, ignore_errors=True)
     options = ["--quiet", "--constraint", str(constraints), "--requirement", str(requirements)]
@@ -233,7 +226,7 @@ def environment(name: str) -> Path:
         raise BenchError(
             f"the environment of {PEERS[name].title} cannot be made: {error}; pip says why."
         ) from None
-    stamp.write_text(wished)
+    stamp.write_text(checksum)
     return python
 
 
@@ -243,7 +236,7 @@ def _cache() -> Path:
 
 
 def version(name: str) -> str:
-    """What is installed of a peer."""
+    """Return the installed version of a peer."""
     code = f"from importlib.metadata import version; print(version('{PEERS[name].package}'))"
     done = subprocess.run(  # noqa: S603  the environment's Python
         [environment(name), "-c", code], capture_output=True, text=True, check=True

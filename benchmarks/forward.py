@@ -1,9 +1,9 @@
-"""What our backend costs around the model's forward: reading, gathering, binding, scattering.
+"""Measure the time that our backend takes around the model's forward().
 
     python -m benchmarks.forward [--model mlp] [--concurrency 1,8,32] [--seconds 5]
 
-The instance itself keeps the clocks (`served/clock.py`);
-Triton's statistics tell how long whole requests took, their wait in the queue included.
+The instance measures the times (`served/clock.py`). The time of a whole request, including its wait
+in the queue, comes from Triton's statistics.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Where the time of a request went, in seconds; means over requests.
+    """The parts of a request's time in seconds, as means over requests.
 
     Attributes:
         batch: mean requests in a call.
         request: Triton's whole time for a request.
         forward: bare forward of the batch that the request was in.
-        engine: what the engine took beside that: it gathers, binds, checks, scatters.
-        messages: what `execute` took beside the engine: requests read, responses made.
+        engine: the engine without forward: gather, bind, check, scatter.
+        messages: `execute` without the engine: read requests, write responses.
     """
 
     model: str
@@ -56,15 +56,15 @@ class Cost:
 
     @property
     def share(self) -> float:
-        """What we take of a whole request."""
+        """Our share of the time of a request."""
         return (self.engine + self.messages) / self.request
 
 
 def measure(model: str, concurrency: int, seconds: float) -> Cost:
-    """Serve a model on the clock and load it.
+    """Serve a timed model and put load on it.
 
     Raises:
-        BenchError: it is not served, or a request failed.
+        BenchError: the model did not load, or a request failed.
     """
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
         folder = Path(scratch)
@@ -84,7 +84,7 @@ def measure(model: str, concurrency: int, seconds: float) -> Cost:
 
 
 async def _load(endpoint: Endpoint, concurrency: int, seconds: float) -> float:
-    """Triton's mean time for a request, in seconds."""
+    """Return Triton's mean time of a request in seconds."""
     async with clients.connected(endpoint) as (send, statistics):
         assert statistics is not None  # noqa: S101  it is a tritonserver
         result = await load_generator.run(send, Closed(concurrency), seconds)
@@ -101,12 +101,12 @@ def _mean_request(document: Mapping[str, Any]) -> float:
 def cost(
     model: str, concurrency: int, clock: Mapping[str, Mapping[str, float]], request: float
 ) -> Cost:
-    """What the clocks say, by request: each one of a batch waits for the whole batch.
+    """Return the times by request, each of which waits for its whole batch.
 
     Args:
         model: the model's name.
         concurrency: the requests outstanding.
-        clock: by requests in a call: calls, and the seconds of all of them on each clock.
+        clock: number of calls and seconds on each clock, by requests in a call.
         request: Triton's mean time for a request, in seconds.
     """
     rows = {int(size): spent for size, spent in clock.items()}
@@ -128,7 +128,7 @@ def cost(
 
 
 def table(costs: Sequence[Cost]) -> str:
-    """As Markdown."""
+    """Return the costs as a Markdown table."""
     lines = [
         f"| {' | '.join(_COLUMNS)} |",
         f"|{'---|' * len(_COLUMNS)}",

@@ -306,7 +306,7 @@ async def measure(
             for _ in range(load.pairs)
         ]
     finally:
-        await connected.close()
+        await connected.aclose()
 
 
 async def _turn(connected: Client, name: str, load: Load, concurrency: int) -> sweep.Point:

@@ -1,4 +1,4 @@
-"""A table in a document, between two marks that say which program makes it."""
+"""A table in a document between two marks that name the program that writes it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write(path: Path, program: str, table: str) -> None:
-    """Put the table of `python -m benchmarks.<program>` between its marks; at first, at the end."""
+    """Write the table of a program between its marks, or at the end if there are none."""
     first = f"<!-- {program}: made by python -m benchmarks.{program} -->"
     last = f"<!-- end of {program} -->"
     before, _, rest = path.read_text(encoding="utf-8").partition(first)

@@ -1,7 +1,7 @@
-"""Two servers measured in turn, A B A B …, and the ratio of the two within each pair.
+"""Measure two servers in turn, A B A B …, and compare them within each pair.
 
-Machines drift by tens of percent within minutes; two turns next to each other see the same machine.
-Both servers stay up, and one is loaded at a time.
+The speed of a machine drifts by tens of percent within minutes, but hardly between two consecutive
+turns. Both servers stay up, and one is loaded at a time.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Turn:
     """One load on one server. Latencies are in seconds.
 
     Attributes:
-        throughput: answers a second.
-        batch: mean requests in a call of the model; None where the server does not tell.
+        throughput: responses per second.
+        batch: mean requests in a call of the model; None if the server does not report it.
         busy: the share of a core that the client used.
     """
 
@@ -36,20 +36,20 @@ class Turn:
 
 @dataclass(frozen=True)
 class Pair:
-    """A turn of ours and the turn of the other that followed it."""
+    """A turn of our server and the following turn of the other server."""
 
     ours: Turn
     other: Turn
 
     @property
     def ratio(self) -> float:
-        """Our throughput as a multiple of the other's."""
+        """Our throughput divided by the other's."""
         return self.ours.throughput / self.other.throughput
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The middle of several values, and how far they reach."""
+    """The median, minimum and maximum of several values."""
 
     median: float
     least: float
@@ -57,14 +57,14 @@ class Spread:
 
 
 def spread(values: list[float]) -> Spread:
-    """Of at least one value."""
+    """Return the spread of at least one value."""
     return Spread(statistics.median(values), min(values), max(values))
 
 
 async def measure(
     ours: Endpoint, other: Endpoint, concurrency: int, seconds: float, pairs: int
 ) -> AsyncIterator[Pair]:
-    """The pairs as they are done; each server is warmed up for one turn first.
+    """Yield the pairs as they are measured, after one turn to warm up each server.
 
     Raises:
         BenchError: a request failed.
@@ -85,7 +85,7 @@ async def _turn(send: Send, counted: Statistics | None, concurrency: int, second
     if result.errors or result.unanswered.size or not result.latencies.size:
         raise BenchError(
             f"{result.errors} requests failed and {result.unanswered.size} had no answer:"
-            f" {result.first_error or 'no error was told'}"
+            f" {result.first_error or 'no error was reported'}"
         )
     batch = None
     if counted:

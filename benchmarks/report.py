@@ -1,4 +1,4 @@
-"""What was measured, as Markdown."""
+"""The measurements as a Markdown document."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _COLUMNS = (
     "ours, p50 / p99 ms", "other, p50 / p99 ms", "batch, ours / other", "client's core",
 )  # fmt: skip
 
-# What is promised, of the median of the pairs.
+# Targets of the median of the pairs.
 FLOOR_SHARE = 0.95
 FORWARD_SHARE = 0.05
 PEER_MULTIPLE = 2.0
@@ -33,7 +33,7 @@ _PEERS_AT = ("mlp", 32)
 
 @dataclass(frozen=True)
 class Row:
-    """One model, against one other, at one concurrency."""
+    """One model against one other server at one concurrency."""
 
     model: str
     against: str
@@ -58,14 +58,14 @@ class Row:
 
 @dataclass
 class Report:
-    """All that one run of the command found.
+    """The results of one run of the command.
 
     Attributes:
-        command: what produced it.
-        facts: what the machine is and what the versions are, by name.
-        versions: of the peers, by their names here.
-        missing: why something was not measured, by model and contender.
-        interrupted: whether the run was ended before its time.
+        command: the command line.
+        facts: machine, versions and settings by name.
+        versions: versions of the peers by their keys.
+        missing: the reason why something was not measured, by model and contender.
+        interrupted: whether the run was interrupted.
     """
 
     command: str
@@ -78,7 +78,7 @@ class Report:
 
 
 def markdown(report: Report) -> str:
-    """The whole document."""
+    """Return the whole document."""
     parts = [_head(report)]
     if report.rows:
         parts.append(_throughput(report.rows))
@@ -148,8 +148,8 @@ def _latencies(turns: Sequence[Turn]) -> str:
 
 
 def _batches(turns: Sequence[Turn]) -> str:
-    told = [one.batch for one in turns if one.batch is not None]
-    return f"{_middle(told):.1f}" if told else "?"
+    batches = [turn.batch for turn in turns if turn.batch is not None]
+    return f"{_middle(batches):.1f}" if batches else "?"
 
 
 def _busy(turns: Sequence[Turn]) -> str:
@@ -173,7 +173,7 @@ times. "share" is their part of "request", Triton's time for a request including
 
 @dataclass(frozen=True)
 class _Target:
-    """What is promised, and how it stands.
+    """A target and its result.
 
     Attributes:
         reason: why it is missed, and what would be needed.
@@ -186,14 +186,14 @@ class _Target:
 
 
 def _targets(report: Report) -> list[_Target]:
-    """What is promised and can be told from what was measured."""
-    found = []
+    """Return the targets that were measured."""
+    targets = []
     for row in report.rows:
         if row.against == FLOOR and row.model == "add":
-            found.append(_target_of_floor(row, report.rows))
+            targets.append(_target_of_floor(row, report.rows))
         if row.against in PEERS and (row.model, row.concurrency) == _PEERS_AT:
-            found.append(_target_of_peer(row))
-    return [*found, *map(_target_around_forward, report.costs)]
+            targets.append(_target_of_peer(row))
+    return [*targets, *map(_target_around_forward, report.costs)]
 
 
 def _target_of_floor(row: Row, rows: Sequence[Row]) -> _Target:
@@ -243,7 +243,7 @@ def _target_around_forward(cost: Cost) -> _Target:
 
 
 def _judged(targets: Sequence[_Target]) -> str:
-    """Their table, and what there is to say of those that are missed."""
+    """Return a table of the targets and the reasons of those that are missed."""
     rows = [(one.promise, one.measured, "yes" if one.met else "**no**") for one in targets]
     reasons = "".join(f"\n- {one.promise}: {one.reason}" for one in targets if not one.met)
     missed = f"\n\nWhat is missed, why, and what would be needed:\n{reasons}" * bool(reasons)
@@ -256,7 +256,7 @@ def _served(report: Report) -> list[Sequence[str]]:
 
 
 def _line(text: str) -> str:
-    """Several lines as one cell."""
+    """Return several lines as one cell."""
     return "<br>".join(line.replace("|", "\\|") for line in text.splitlines())
 
 

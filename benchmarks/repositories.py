@@ -1,4 +1,4 @@
-"""Model repositories for Triton: a model as a user of ours writes it, the floor, and a clock."""
+"""Model repositories for Triton: our backend, the floor, a backend written by hand, and a clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _PARAMETER = 'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\
 
 
 def write(name: str, repository: Path) -> None:
-    """A model of the comparison, served by our backend under its own name."""
+    """Write a model of the comparison for our backend, under its own name."""
     version = _version(repository / name)
     shutil.copy(models.__file__, version / "model.py")
     chosen = _parameter("MODEL_CLASS", _fill(name, version))
@@ -39,7 +39,7 @@ def write(name: str, repository: Path) -> None:
 
 
 def write_package(name: str, repository: Path) -> str:
-    """The model as a package of AOTInductor; returns what it is served under."""
+    """Write the model as an AOTInductor package; return its name on the server."""
     served = f"{name}_package"
     version = _version(repository / served)
     model = MODELS[name]
@@ -53,7 +53,7 @@ def write_package(name: str, repository: Path) -> str:
 
 
 def write_floor(name: str, repository: Path) -> str:
-    """The floor with the same inputs, outputs and batching; returns what it is served under."""
+    """Write the floor with the same inputs, outputs and batching; return its name on the server."""
     served = f"{name}_floor"
     version = _version(repository / served)
     shutil.copy(_SERVED / "floor.py", version / "model.py")
@@ -63,7 +63,7 @@ def write_floor(name: str, repository: Path) -> str:
 
 
 def write_plain(name: str, repository: Path) -> str:
-    """A backend written by hand for this model; returns what it is served under."""
+    """Write a backend made by hand for this model; return its name on the server."""
     served = f"{name}_plain"
     version = _version(repository / served)
     shutil.copy(_SERVED / "plain.py", version / "model.py")
@@ -74,7 +74,7 @@ def write_plain(name: str, repository: Path) -> str:
 
 
 def write_clocked(name: str, repository: Path, clock: Path) -> None:
-    """Our backend on the clock; when the instance ends, it writes to the file `clock`."""
+    """Write a timed version of our backend that writes its times to `clock` when it ends."""
     version = _version(repository / name)
     shutil.copy(_SERVED / "clock.py", version / "model.py")
     shutil.copy(models.__file__, version / "network.py")
@@ -84,7 +84,7 @@ def write_clocked(name: str, repository: Path, clock: Path) -> None:
 
 
 def _fill(name: str, version: Path) -> str:
-    """The weights into a version folder; returns the name of the model's class."""
+    """Write the weights into a version folder; return the name of the model's class."""
     module = MODELS[name].build()
     if module.state_dict():
         safetensors.torch.save_model(module, str(version / "model.safetensors"))
@@ -113,6 +113,6 @@ def _config(backend: str, name: str) -> str:
 
 def _tensors(parameters: Sequence[Parameter]) -> str:
     return ",\n".join(
-        f'  {{ name: "{one.name}" data_type: TYPE_{one.dtype} dims: {list(one.dims)} }}'
-        for one in parameters
+        f'  {{ name: "{spec.name}" data_type: TYPE_{spec.dtype} dims: {list(spec.dims)} }}'
+        for spec in parameters
     )

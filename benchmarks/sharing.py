@@ -12,7 +12,6 @@ times take turns, and so do throughputs, of two servers that are up together (A 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import statistics
 import sys
@@ -28,11 +27,10 @@ import torch
 from rich.console import Console
 from torch import nn
 
+from benchmarks import clients
 from torch_py_backend.errors import BenchError
 from torch_py_backend.server import Server
-from torch_py_backend.tools import load_client, load_generator
-from torch_py_backend.tools.load_client import Address
-from torch_py_backend.tools.load_generator import Closed, Result
+from torch_py_backend.tools.load_generator import Result
 from torch_py_backend.tools.payloads import Payload, Tensor
 
 _NAME = "large"
@@ -145,24 +143,8 @@ def payload(layers: int) -> Payload:
 
 
 def ask(server: Server, layers: int, concurrency: int, seconds: float) -> Result:
-    """A load for a while.
-
-    Raises:
-        BenchError: a request failed.
-    """
-
-    async def run() -> Result:
-        connection = load_client.connect(Address("grpc", server.grpc_address))
-        try:
-            send = connection.sender(_NAME, [payload(layers)])
-            return await load_generator.run(send, Closed(concurrency), seconds)
-        finally:
-            await connection.close()
-
-    result = asyncio.run(run())
-    if result.errors:
-        raise BenchError(f"{result.errors} requests failed: {result.first_error}")
-    return result
+    """Put a load on a server."""
+    return clients.load(server.grpc_address, _NAME, [payload(layers)], concurrency, seconds)
 
 
 def memory(server: Server) -> int:

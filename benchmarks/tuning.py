@@ -1,11 +1,10 @@
-"""What `torch-py-backend tune` gains over a model that nobody has tuned.
+"""Measure the gain of `torch-py-backend tune` over an untuned model.
 
     python -m benchmarks.tuning [--models resnet18,transformer] [--output FILE]
 
-Each model is tuned twice: within the tolerance of fp32, and with 16-bit types allowed. All
-candidates of a run take turns (A B C A B C …), each is compared with eager PyTorch first, and the
-gain is the throughput of the choice at its best batch over that of the model as it is configured
-(eager, one instance, all cores) at its own.
+Each model is tuned twice: within the tolerance of fp32, and with 16-bit types allowed. The gain is
+the throughput of the choice at its best batch size, divided by that of the configured model (eager,
+one instance, all cores) at its own best batch size.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _TARGETS = {"fp32": 1.5, "16 bits allowed": 2.5}
 
 
 def tune(name: str, words: tuple[str, ...]) -> dict[str, Any]:
-    """One run of the command on a fresh repository; its findings, as tuned.json holds them."""
+    """Run the command on a new repository; return its results as in tuned.json."""
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
         repositories.write(name, Path(scratch))
         findings = Path(scratch) / "findings.json"
@@ -64,7 +63,7 @@ def main(words: list[str]) -> int:
 
 
 def table(everything: Mapping[str, Mapping[str, Any]]) -> str:
-    """What was found, as Markdown: the plain configuration, the choice, and the gain."""
+    """Return a Markdown table of the configured model, the choice and the gain."""
     lines = [
         "| model | allowed | as configured, rows/s | chosen | rows/s | gain | ± | max error |",
         "|---|---|---|---|---|---|---|---|",
@@ -92,13 +91,13 @@ def table(everything: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _chosen(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of the choice; where nothing beats the plain configuration, that one."""
-    wished = found["chosen"] or {"parameters": {}, "instances": 1}
+    """Return the row of the choice, or of the configured model if nothing is faster."""
+    chosen = found["chosen"] or {"parameters": {}, "instances": 1}
     row: dict[str, Any] = next(
         row
         for row in found["rows"]
-        if row["candidate"]["parameters"] == wished["parameters"]
-        and row["candidate"]["instances"] == wished["instances"]
+        if row["candidate"]["parameters"] == chosen["parameters"]
+        and row["candidate"]["instances"] == chosen["instances"]
     )
     return row
 

@@ -164,7 +164,6 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
         (["bench", "http://h:1", "m", "--protocol=grpc"], "--protocol is grpc, and http://h:1"),
         (["bench", ".", "m", "--json=/no/such/a.json"], "cannot write /no/such/a.json: No such"),
         (["bench", ".", "m", "--json=/"], "cannot write /: it is a folder"),
-        (["bench", ".", "m", "--plot=a.gif"], "expected a name that ends in .png or .html"),
     ],
     ids=[
         "repository",
@@ -195,7 +194,6 @@ def test_drop_in_beside_the_libtorch_backend(tmp_path: Path) -> None:
         "bench-two-protocols",
         "bench-json",
         "bench-json-folder",
-        "bench-plot",
     ],
 )
 def test_refusals(arguments: list[str], says: str) -> None:

@@ -1,4 +1,4 @@
-"""Which settings are tried: what makes sense for the model, the machine and the user."""
+"""The settings that are tried for a model, a machine and the user's limits."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ def _screen(allowed: Allowed | None = None, **facts: Any) -> list[str]:
     ],
 )
 def test_screened(facts: dict[str, Any], titles: list[str]) -> None:
-    """The current settings come first, then every runtime that the artifact can have."""
+    """The current settings come first, then every runtime of the artifact."""
     assert _screen(**facts) == [AS_CONFIGURED, *titles]
 
 
 def test_divided_models_run_eagerly() -> None:
-    """With DEVICE_MAP nothing else is tried: the config would refuse it."""
+    """With DEVICE_MAP only eager is tried, because the config refuses the others."""
     found = _screen(Allowed(reduced_precision=True), images=True, gpu=True, divided=True)
     assert found == [AS_CONFIGURED, "eager"]
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_reduced_precision_only_when_asked(kind: Kind) -> None:
-    """No 16-bit type is tried by itself; fp16 only on a GPU; none on compiled packages."""
+def test_reduced_precision_is_optional(kind: Kind) -> None:
+    """16-bit types are tried only if allowed, fp16 only on a GPU, none for AOTInductor."""
     assert not any("16" in title for title in _screen(kind=kind, gpu=True))
     on_cpu = _screen(Allowed(reduced_precision=True), kind=kind)
     on_gpu = _screen(Allowed(reduced_precision=True), kind=kind, gpu=True)
@@ -83,7 +83,7 @@ def test_reduced_precision_only_when_asked(kind: Kind) -> None:
 
 
 def test_current_settings_under_their_own_name() -> None:
-    """What config.pbtxt has is tried once, under the runtime's name where it has one."""
+    """The current settings are tried once, under the title of their runtime if it has one."""
     current = Candidate(AS_CONFIGURED, {"NUM_THREADS": "2"})
     found = candidates.screen(_FACTS, Allowed(), current)
     assert [one.title for one in found].count("eager") == 1
@@ -91,7 +91,7 @@ def test_current_settings_under_their_own_name() -> None:
 
 
 def test_values_are_accepted() -> None:
-    """Every value that may be written is one that the parameter takes."""
+    """Every value of a candidate is valid for its parameter."""
     known = {row.key for row in options.TABLE}
     for kind in Kind:
         facts = dataclasses.replace(_FACTS, kind=kind, gpu=True, images=True)
@@ -115,14 +115,14 @@ def test_values_are_accepted() -> None:
     ],
 )
 def test_spread(allowed: Allowed, facts: dict[str, Any], shares: list[tuple[int, int]]) -> None:
-    """Threads times instances never exceed the cores, nor instances the memory."""
+    """Threads times instances do not exceed the cores, nor the instances the memory."""
     best = [Candidate("eager", {"NUM_THREADS": "4"})]
     found = candidates.spread(dataclasses.replace(_FACTS, **facts), allowed, best, {"eager": 100.0})
     assert [(int(one.threads), one.instances) for one in found] == shares
 
 
 def test_only_the_best_two_are_spread() -> None:
-    """Runtimes that lost the screening are not tried further; the same one counts once."""
+    """Only the two best runtimes of the screening are tried further."""
     best = [
         Candidate("a", {"OPTIMIZE": "freeze", "NUM_THREADS": "1"}),
         Candidate("b", {"OPTIMIZE": "freeze", "NUM_THREADS": "2"}),
@@ -144,13 +144,13 @@ def test_only_the_best_two_are_spread() -> None:
     ],
 )
 def test_contradiction(allowed: Allowed, says: str) -> None:
-    """What leaves nothing to try is said before anything is tried."""
+    """Limits that leave nothing to try are reported."""
     assert says in candidates.contradiction(_FACTS, allowed)
     assert bool(says) == bool(candidates.contradiction(_FACTS, allowed))
 
 
 def test_simplest() -> None:
-    """Fewer words in the parameters are simpler, then fewer instances; threads do not count."""
+    """Fewer words in the parameters are simpler, then fewer instances."""
     eager = Candidate("eager", {"NUM_THREADS": "4"})
     more = Candidate("eager", {"NUM_THREADS": "1"}, 4)
     frozen = Candidate("freeze", {"OPTIMIZE": "freeze"})

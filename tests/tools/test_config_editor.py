@@ -1,4 +1,4 @@
-"""config.pbtxt edited as text: these changes, and nothing else."""
+"""Edits of config.pbtxt that keep the rest of the text."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COMPILE = '{"dynamic": false, "mode": "default"}'
 
 
 @pytest.mark.parametrize(
-    ("written", "edited"),
+    ("text", "edited"),
     [
         pytest.param(
             "", 'parameters { key: "NUM_THREADS" value { string_value: "4" } }\n', id="empty"
@@ -85,15 +85,15 @@ _COMPILE = '{"dynamic": false, "mode": "default"}'
         ),
     ],
 )
-def test_set(written: str, edited: str | None) -> None:
-    """A parameter gets its value where it stands, or at the end; comments stay."""
-    made = config_editor.edit("digits", written, {"NUM_THREADS": "4"}, None)
-    assert edited is None or made == edited
-    assert pbtxt.parse("digits", made).parameters["NUM_THREADS"].string_value == "4"
+def test_set(text: str, edited: str | None) -> None:
+    """A parameter is set in its place, or at the end; comments stay."""
+    edited_text = config_editor.edit("digits", text, {"NUM_THREADS": "4"}, None)
+    assert edited is None or edited_text == edited
+    assert pbtxt.parse("digits", edited_text).parameters["NUM_THREADS"].string_value == "4"
 
 
 @pytest.mark.parametrize(
-    ("written", "edited"),
+    ("text", "edited"),
     [
         pytest.param(f"# a\n{_THREADS}\n# b\n", "# a\n# b\n", id="a-line"),
         pytest.param(f"# a\n  {_THREADS}  # b\n", "# a\n    # b\n", id="before-a-comment"),
@@ -124,15 +124,15 @@ def test_set(written: str, edited: str | None) -> None:
         pytest.param('name: "n"\n', 'name: "n"\n', id="absent"),
     ],
 )
-def test_remove(written: str, edited: str | None) -> None:
-    """A parameter is taken out, and with it a line that was its own."""
-    made = config_editor.edit("digits", written, {"NUM_THREADS": None}, None)
-    assert edited is None or made == edited
-    assert "NUM_THREADS" not in pbtxt.parse("digits", made).parameters
+def test_remove(text: str, edited: str | None) -> None:
+    """A parameter is removed, with its line if nothing else is on it."""
+    edited_text = config_editor.edit("digits", text, {"NUM_THREADS": None}, None)
+    assert edited is None or edited_text == edited
+    assert "NUM_THREADS" not in pbtxt.parse("digits", edited_text).parameters
 
 
 @pytest.mark.parametrize(
-    ("written", "instances", "edited"),
+    ("text", "instances", "edited"),
     [
         pytest.param("", 2, "instance_group [{ count: 2 }]\n", id="none"),
         pytest.param("", 1, "", id="none-and-one"),
@@ -151,6 +151,18 @@ def test_remove(written: str, edited: str | None) -> None:
             id="dense",
         ),
         pytest.param(
+            'instance_group { rate_limiter { resources [ { name: "R" count: 4 } ] } count: 1 }',
+            2,
+            'instance_group { rate_limiter { resources [ { name: "R" count: 4 } ] } count: 2 }',
+            id="another-count-before",
+        ),
+        pytest.param(
+            'instance_group { rate_limiter { resources [ { name: "R" count: 4 } ] } }',
+            2,
+            'instance_group { count: 2 rate_limiter { resources [ { name: "R" count: 4 } ] } }',
+            id="only-another-count",
+        ),
+        pytest.param(
             "instance_group: [ ]",
             2,
             "instance_group: [ ]\ninstance_group [{ count: 2 }]\n",
@@ -158,58 +170,58 @@ def test_remove(written: str, edited: str | None) -> None:
         ),
     ],
 )
-def test_instances(written: str, instances: int, edited: str) -> None:
-    """The count is set where it stands; 1 is not written where it is the default."""
-    assert config_editor.edit("digits", written, {}, instances) == edited
+def test_instances(text: str, instances: int, edited: str) -> None:
+    """The count is set in its place; the default of 1 is not written."""
+    assert config_editor.edit("digits", text, {}, instances) == edited
 
 
 def test_nothing_to_change() -> None:
-    """A config that has the settings already is not touched."""
+    """A config that has the settings already is unchanged."""
     text = f"{_THREADS}\ninstance_group {{ count: 2 }}"
     assert config_editor.edit("digits", text, {"NUM_THREADS": "1", "OPTIMIZE": None}, 2) == text
 
 
 @pytest.mark.parametrize("value", [_COMPILE, "", 'a "quoted\\" \\n', "größe", "line\nbreak", "'"])
 def test_values_survive(value: str) -> None:
-    """Any value comes out of Triton's parser as it went in."""
-    made = config_editor.edit(
+    """Triton's parser reads any value back."""
+    edited_text = config_editor.edit(
         "digits", _THREADS, {"TORCH_COMPILE_OPTIONAL_PARAMETERS": value}, None
     )
-    parsed = pbtxt.parse("digits", made)
+    parsed = pbtxt.parse("digits", edited_text)
     assert parsed.parameters["TORCH_COMPILE_OPTIONAL_PARAMETERS"].string_value == value
 
 
 def test_several_at_once() -> None:
-    """All changes of one choice together leave the rest of the document."""
+    """Several changes together keep the rest of the document."""
     rest = (
         '# top\nmax_batch_size: 4 # rows\ninput [{ name: "x" data_type: TYPE_FP32 dims: [ -1 ] }]\n'
     )
     text = f"{rest}{_THREADS}\n" + _THREADS.replace("NUM_THREADS", "OPTIMIZE") + "\n"
-    made = config_editor.edit(
+    edited_text = config_editor.edit(
         "digits",
         text,
         {"NUM_THREADS": "2", "OPTIMIZE": None, "BATCH_BUCKETS": "auto"},
         2,
     )
-    assert made.startswith(rest)
-    assert re.findall(r'key: "(\w+)"', made) == ["NUM_THREADS", "BATCH_BUCKETS"]
+    assert edited_text.startswith(rest)
+    assert re.findall(r'key: "(\w+)"', edited_text) == ["NUM_THREADS", "BATCH_BUCKETS"]
 
 
-def test_what_cannot_be_edited() -> None:
-    """A key written with escapes is not found as text: refused, with the lines to write by hand."""
+def test_keys_with_escapes() -> None:
+    """A key with escapes is refused, with the lines to write by hand."""
     text = 'parameters { key: "NUM\\x5fTHREADS" value { string_value: "1" } }'
     with pytest.raises(ConfigError, match="yourself: no NUM_THREADS; instance_group count: 2"):
         config_editor.edit("digits", text, {"NUM_THREADS": None}, 2)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
         pytest.param("instance_group [{ count: 1 }, { count: 2 }]", "2 instance groups", id="two"),
         pytest.param("instance_group [", "cannot be read", id="broken"),
     ],
 )
-def test_refused(text: str, says: str) -> None:
-    """What has no one count to choose, or is no config, is refused."""
-    with pytest.raises(ConfigError, match=says):
+def test_refused(text: str, message: str) -> None:
+    """Several instance groups and invalid configs are refused."""
+    with pytest.raises(ConfigError, match=message):
         config_editor.edit("digits", text, {}, 3)

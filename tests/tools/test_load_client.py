@@ -1,4 +1,4 @@
-"""Asking a server: addresses, and everything that may stand in its place."""
+"""The clients of `bench`: addresses, errors of servers, requests as bytes."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from torch_py_backend.tools.payloads import Tensor
 
 
 @pytest.mark.parametrize(
-    ("url", "found"),
+    ("url", "expected"),
     [
         ("grpc://localhost:8001", Address("grpc", "localhost:8001")),
         ("http://10.0.0.1:8000/", Address("http", "10.0.0.1:8000")),
         ("grpc://[::1]:8001", Address("grpc", "[::1]:8001")),
     ],
 )
-def test_address(url: str, found: Address) -> None:
-    """Protocol and host; both make the URL again."""
-    assert load_client.address(url) == found
-    assert str(found) == url.rstrip("/")
+def test_address(url: str, expected: Address) -> None:
+    """An address has the protocol and host of its URL, and prints as the URL."""
+    assert load_client.address(url) == expected
+    assert str(expected) == url.rstrip("/")
 
 
 @pytest.mark.parametrize(
@@ -48,13 +48,13 @@ def test_address(url: str, found: Address) -> None:
         "http://localhost:8000?x=1",
     ],
 )
-def test_addresses_that_are_refused(url: str) -> None:
-    """The sentence has what came and what was expected."""
+def test_invalid_addresses(url: str) -> None:
+    """An invalid URL is an error with the expected form."""
     with pytest.raises(ServerError, match="expected grpc://host:port or http://host:port"):
         load_client.address(url)
 
 
-class _Told:
+class _StubClient:
     """A client whose server has these models."""
 
     def __init__(self, *states: ModelState) -> None:
@@ -74,43 +74,43 @@ class _Told:
     ],
     ids=["none", "others", "failed", "unloaded"],
 )
-def test_models_that_cannot_be_asked(states: list[ModelState], says: str) -> None:
-    """Unknown and not ready are told apart, with the reason."""
-    told: Any = _Told(*states)
+def test_models_that_are_not_ready(states: list[ModelState], says: str) -> None:
+    """An unknown model and one that is not ready are different errors, with the reason."""
+    client: Any = _StubClient(*states)
     with pytest.raises(ServerError) as refusal:
-        asyncio.run(load_client.ready(told, "m"))
+        asyncio.run(load_client.require_ready(client, "m"))
     assert str(refusal.value).endswith((says, f"{says}."))
 
 
-def test_one_ready_version_will_do() -> None:
-    """An older version may be gone."""
-    told: Any = _Told(ModelState("m", "1", False, "old"), ModelState("m", "2", True, ""))
-    asyncio.run(load_client.ready(told, "m"))
+def test_one_ready_version_suffices() -> None:
+    """A model is ready if one of its versions is."""
+    client: Any = _StubClient(ModelState("m", "1", False, "old"), ModelState("m", "2", True, ""))
+    asyncio.run(load_client.require_ready(client, "m"))
 
 
-async def _ask(protocol: str, port: int) -> None:
-    asked = load_client.connect(Address(protocol, f"127.0.0.1:{port}"))
+async def _states(protocol: str, port: int) -> None:
+    client = load_client.connect(Address(protocol, f"127.0.0.1:{port}"))
     try:
-        await asked.states()
+        await client.states()
     finally:
-        await asked.close()
+        await client.aclose()
 
 
 @pytest.mark.parametrize("protocol", load_client.PROTOCOLS)
-def test_nobody_listens(protocol: str) -> None:
-    """An unreachable server is one sentence with its address."""
+def test_no_server_listens(protocol: str) -> None:
+    """An unreachable server is an error of one line with its address."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         says = f"answers at {protocol}://127.0.0.1:{port}: "
         with pytest.raises(ServerError, match=says) as refusal:
-            asyncio.run(_ask(protocol, port))
+            asyncio.run(_states(protocol, port))
     assert "\n" not in str(refusal.value)
 
 
 @contextmanager
 def _http_server(status: int, body: bytes) -> Iterator[int]:
-    """Something that answers every request alike; gives its port."""
+    """Run a server that sends the same response to every request; yield its port."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
@@ -142,21 +142,21 @@ def _http_server(status: int, body: bytes) -> Iterator[int]:
     ids=["status", "error", "text", "other-protocol"],
 )
 def test_not_a_tritonserver(protocol: str, status: int, body: bytes, says: str) -> None:
-    """Whatever else listens there is told in a sentence."""
+    """A server that is no tritonserver is an error with its address."""
     with _http_server(status, body) as port, pytest.raises(ServerError, match=says):
-        asyncio.run(_ask(protocol, port))
+        asyncio.run(_states(protocol, port))
 
 
-def test_a_failed_request_says_what_triton_said() -> None:
-    """A request that Triton refuses raises its sentence."""
+def test_a_failed_request_has_tritons_message() -> None:
+    """A request that Triton refuses raises an error with its message."""
 
     async def infer(port: int) -> None:
-        asked = load_client.connect(Address("http", f"127.0.0.1:{port}"))
+        client = load_client.connect(Address("http", f"127.0.0.1:{port}"))
         payload = {"x": Tensor("FP32", np.ones((1, 2), np.float32))}
         try:
-            await asked.sender("m", [payload])()
+            await client.sender("m", [payload])()
         finally:
-            await asked.close()
+            await client.aclose()
 
     with (
         _http_server(400, b'{"error": "too many"}') as port,
@@ -165,8 +165,8 @@ def test_a_failed_request_says_what_triton_said() -> None:
         asyncio.run(infer(port))
 
 
-def test_a_request_in_bytes() -> None:
-    """Triton's binary protocol: the length of the JSON is a header, the tensors follow it."""
+def test_an_encoded_request() -> None:
+    """In Triton's binary protocol, a header has the length of the JSON before the tensors."""
     headers, body = load_client._http_request({"x": Tensor("FP32", np.ones((1, 2), np.float32))})
     start = int(headers["Inference-Header-Content-Length"])
     assert json.loads(body[:start])["inputs"] == [

@@ -1,4 +1,4 @@
-"""Closed and open loads, on a clock that jumps from one event to the next."""
+"""Closed and open loads on a simulated clock."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch_py_backend.tools.load_generator import Closed, Load, Open, Result
 _T = TypeVar("_T")
 
 
-class _Jumping(selectors.SelectSelector):
-    """Nothing comes from outside: to wait is to set the clock forward."""
+class _SimulatedClock(selectors.SelectSelector):
+    """A selector that advances the clock instead of waiting."""
 
     now = 0.0
 
@@ -28,8 +28,8 @@ class _Jumping(selectors.SelectSelector):
 
 
 def play(coroutine: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine on the jumping clock."""
-    selector = _Jumping()
+    """Run a coroutine on the simulated clock."""
+    selector = _SimulatedClock()
     loop = asyncio.SelectorEventLoop(selector)
     loop.time = lambda: selector.now  # type: ignore[method-assign]
     try:
@@ -53,9 +53,9 @@ def _takes(seconds: float) -> load_generator.Send:
 
 
 def _one_at_a_time(seconds: float) -> Callable[[], load_generator.Send]:
-    """A server that answers one request after the other."""
+    """Return a server that answers one request after the other."""
 
-    def made() -> load_generator.Send:
+    def connect() -> load_generator.Send:
         lock = asyncio.Lock()
 
         async def send() -> None:
@@ -64,7 +64,7 @@ def _one_at_a_time(seconds: float) -> Callable[[], load_generator.Send]:
 
         return send
 
-    return made
+    return connect
 
 
 async def _hangs() -> None:
@@ -72,8 +72,8 @@ async def _hangs() -> None:
 
 
 @pytest.mark.parametrize(("concurrency", "answers"), [(1, 8), (4, 32)])
-def test_a_closed_loop_keeps_so_many_outstanding(concurrency: int, answers: int) -> None:
-    """Each of the concurrent clients sends its next request when its answer came."""
+def test_a_closed_loop_keeps_requests_outstanding(concurrency: int, answers: int) -> None:
+    """Each response is followed by the next request."""
     result = _run(_takes(0.125), Closed(concurrency), 1.0)
     assert len(result.latencies) == answers
     assert result.throughput == pytest.approx(answers)
@@ -83,14 +83,14 @@ def test_a_closed_loop_keeps_so_many_outstanding(concurrency: int, answers: int)
 
 
 def test_a_closed_loop_waits_for_its_last_answers() -> None:
-    """A request that was sent before the end counts, and so does the time until its answer."""
+    """A request sent before the end counts, as does the time until its response."""
     result = _run(_takes(0.75), Closed(2), 1.0)
     assert len(result.latencies) == 4
     assert result.seconds == pytest.approx(1.5)
 
 
 def test_an_open_loop_sends_at_the_times_of_its_schedule() -> None:
-    """Requests go out when they are due, however long the answers take."""
+    """Requests are sent when they are due, however long the responses take."""
     shape = Open(rate=50, seed=3)
     sent: list[float] = []
 
@@ -104,7 +104,7 @@ def test_an_open_loop_sends_at_the_times_of_its_schedule() -> None:
 
 
 def test_a_schedule_is_a_poisson_process() -> None:
-    """As many requests as the rate says, at gaps of an exponential distribution."""
+    """A schedule has the rate's number of requests, with exponentially distributed gaps."""
     due = np.array(Open(rate=1000, seed=1).schedule(20.0))
     gaps = np.diff(due)
     assert len(due) == pytest.approx(20_000, rel=0.03)
@@ -122,13 +122,13 @@ def test_a_seed_fixes_the_schedule(other: int, *, same: bool) -> None:
 
 @pytest.mark.parametrize("outstanding", [1, 1024], ids=["waits-here", "waits-there"])
 def test_latency_counts_from_when_a_request_was_due(outstanding: int) -> None:
-    """What an overloaded server keeps waiting grows old, whether it was sent already or not."""
+    """The latency of a request includes its wait, whether it was sent already or not."""
     shape = Open(rate=100, seed=0, outstanding=outstanding)
     due = np.array(shape.schedule(1.0))
-    # Served one after another at half the rate at which they come: each waits for those before.
+    # The server has half the capacity: each request waits for those before.
     ends, now = [], 0.0
-    for one in due:
-        now = max(now, one) + 0.02
+    for time in due:
+        now = max(now, time) + 0.02
         ends.append(now)
 
     async def played() -> Result:
@@ -140,7 +140,7 @@ def test_latency_counts_from_when_a_request_was_due(outstanding: int) -> None:
 
 
 def test_outstanding_requests_are_bounded() -> None:
-    """No more than the given number is with the server at once."""
+    """At most the given number of requests is outstanding."""
     now, most = 0, 0
 
     async def send() -> None:
@@ -164,7 +164,7 @@ def test_outstanding_requests_are_bounded() -> None:
     ids=["closed", "open", "open-bounded"],
 )
 def test_a_server_that_never_answers(shape: Load, count: int) -> None:
-    """The run ends all the same, and what has no answer is counted with its age."""
+    """The run ends, and unanswered requests count with their age."""
     result = _run(_hangs, shape, 1.0, patience=2.0)
     assert result.unanswered.size == count
     assert (result.unanswered >= 2.0 - 1e-9).all()
@@ -175,7 +175,7 @@ def test_a_server_that_never_answers(shape: Load, count: int) -> None:
 
 @pytest.mark.parametrize("shape", [Closed(2), Open(rate=50)], ids=["closed", "open"])
 def test_failures_are_counted(shape: Load) -> None:
-    """A failed request has no latency; the first one's message is kept."""
+    """A failed request has no latency; the result has the first one's message."""
     count = 0
 
     async def send() -> None:
@@ -192,24 +192,24 @@ def test_failures_are_counted(shape: Load) -> None:
     assert result.first_error.startswith("failure ")
 
 
-def test_what_fails_at_once_ends() -> None:
-    """A client that raises before it waits for anything neither hangs nor starves the loop."""
+def test_immediate_failures() -> None:
+    """A client that raises immediately does not block the event loop."""
 
     async def send() -> None:
-        await asyncio.sleep(0.1 if made else 0)
-        made.append(1)
+        await asyncio.sleep(0.1 if sent else 0)
+        sent.append(1)
         raise OSError("/a/folder/of/mine refused")
 
-    made: list[int] = []
+    sent: list[int] = []
     result = _run(send, Closed(1), 1.0)
-    assert result.errors == len(made)
+    assert result.errors == len(sent)
     assert result.first_error == "OSError: mine refused"
     assert np.isnan(result.percentiles(50)).all()
 
 
 @pytest.mark.parametrize("shape", [Closed(2), Open(rate=100)], ids=["closed", "open"])
 def test_a_stop_keeps_what_was_measured(shape: Load) -> None:
-    """Stopping early gives the requests until there, over the time until there."""
+    """A stopped run has the requests and the duration until the stop."""
 
     async def played() -> Result:
         stop = asyncio.Event()
@@ -223,14 +223,14 @@ def test_a_stop_keeps_what_was_measured(shape: Load) -> None:
 
 
 def test_no_request_was_due() -> None:
-    """A rate too low for the time gives an empty result, not an error."""
+    """A rate too low for the duration gives an empty result, not an error."""
     result = _run(_takes(0.1), Open(rate=1e-6), 2.0)
     assert (result.throughput, result.seconds) == (0, 2.0)
     assert np.isnan(result.percentiles(50, 99)).all()
 
 
 def test_the_event_loop_waits_for_fractions_of_a_millisecond() -> None:
-    """The selector hands epoll no time-out that it would round up."""
+    """The event loop supports time-outs below a millisecond."""
     loop = load_generator.event_loop()
     try:
         loop.run_until_complete(asyncio.sleep(0.0001))

@@ -1,4 +1,4 @@
-"""Python environments looked at, checked and packed; what is packed runs as Triton starts it."""
+"""Python environments are inspected, checked and packed; archives run as Triton starts them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def unpacked(archive: packing.Packed, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.mark.parametrize("layer", [False, True], ids=["venv", "layer"])
 def test_look(layer: bool, tmp_path: Path) -> None:
-    """An environment's own Python tells its version and packages; a layer is told from a venv."""
+    """An environment reports its Python, packages and type."""
     environment = packing.look(packed.make(tmp_path / "env", layer=layer))
     assert environment.kind is (Kind.LAYER if layer else Kind.VENV)
     assert environment.python == PYTHON
@@ -65,7 +65,7 @@ def test_look(layer: bool, tmp_path: Path) -> None:
 
 
 def _python(*lines: str) -> Change:
-    """The environment's Python becomes a script."""
+    """Replace the environment's Python by a script."""
 
     def change(folder: Path) -> None:
         for link in (folder / "bin").glob("python*"):
@@ -88,8 +88,8 @@ def _python(*lines: str) -> Change:
     ],
     ids=["nothing", "no-cfg", "no-python", "complains", "silent"],
 )
-def test_what_is_no_environment(change: Change, says: str, tmp_path: Path) -> None:
-    """What is no environment, or has a Python that does not run, is refused in a sentence."""
+def test_invalid_environments(change: Change, says: str, tmp_path: Path) -> None:
+    """A folder that is no environment, or whose Python does not run, is refused."""
     folder = packed.make(tmp_path / "env", names={})
     change(folder)
     with pytest.raises(PackError) as refusal:
@@ -103,8 +103,8 @@ def _version(name: str, version: str) -> Change:
 
 def _lacks(name: str) -> Change:
     def change(folder: Path) -> None:
-        for told in (folder / SITE).glob(f"{name}-*"):
-            shutil.rmtree(told)
+        for metadata in (folder / SITE).glob(f"{name}-*"):
+            shutil.rmtree(metadata)
 
     return change
 
@@ -139,7 +139,7 @@ def _nothing(_folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_refused(change: Change, stub: str, says: list[str], tmp_path: Path) -> None:
-    """An environment in which no model would load is refused before it is packed, with a cure."""
+    """An environment in which no model would load is refused before it is packed."""
     folder = packed.make(tmp_path / "env")
     change(folder)
     with pytest.raises(PackError) as refusal:
@@ -160,15 +160,15 @@ def test_refused(change: Change, stub: str, says: list[str], tmp_path: Path) -> 
         (_outside, True),
     ],
 )
-def test_taken(change: Change, layer: bool, tmp_path: Path) -> None:
-    """Numpy 2 where the stub takes it, any torch from 2.6 on, and folders outside of a layer."""
+def test_accepted(change: Change, layer: bool, tmp_path: Path) -> None:
+    """Numpy 2, torch from 2.6 on, and folders outside of a layer are accepted."""
     folder = packed.make(tmp_path / "env", layer=layer)
     change(folder)
     packing.check(packing.look(folder), PYTHON, numpy_1=False)
 
 
 def test_needed_are_the_packages_own() -> None:
-    """What is asked for is what the package depends on, in the same versions."""
+    """The required packages are this package's own dependencies."""
     written = _PYPROJECT.read_text(encoding="utf-8").partition("\ndependencies = [")[2]
     named = re.findall(r'^    "(\w+)(?:>=([\d.]+))?"', written.partition("\n]")[0], re.MULTILINE)
     for name, least in packing.NEEDED.items():
@@ -185,12 +185,12 @@ print(json.dumps([sys.prefix, sys.base_prefix, sys.executable, *sys.path, *libra
 """
 
 
-def test_what_is_packed_needs_nothing_of_this_machine(unpacked: Path) -> None:
+def test_archives_are_self_contained(unpacked: Path) -> None:
     """The interpreter, its library, its modules and the packages are those of the archive."""
     done = packed.activated(unpacked, "python3", "-I", "-c", _TELL)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert {one for one in told if not one.startswith(f"{unpacked}")} == set()
+    paths = json.loads(done.stdout)
+    assert {path for path in paths if not path.startswith(f"{unpacked}")} == set()
     assert done.stderr == ""
 
 
@@ -199,8 +199,8 @@ def test_commands_run_with_the_python_beside_them(unpacked: Path) -> None:
     assert packed.activated(unpacked, "extra").stdout == "7\n"
 
 
-def test_what_an_archive_holds(archive: packing.Packed) -> None:
-    """Its sizes are those told; owners and what a server needs nothing of are left out."""
+def test_contents(archive: packing.Packed) -> None:
+    """An archive has the reported sizes, no owners and no unneeded files."""
     assert archive.size == archive.path.stat().st_size
     with tarfile.open(archive.path) as opened:
         members = opened.getmembers()
@@ -222,18 +222,18 @@ def test_what_an_archive_holds(archive: packing.Packed) -> None:
         ("encodings/__pycache__/utf_8.cpython-311.pyc.140213", True),
     ],
 )
-def test_what_of_a_standard_library_is_left_out(name: str, left_out: bool) -> None:
-    """What a server needs nothing of, and what another process is just writing."""
+def test_excluded_files(name: str, left_out: bool) -> None:
+    """Unneeded files and files that are being written are left out."""
     assert bool(packing._NEEDLESS.fullmatch(name)) == left_out
 
 
-def test_a_layer_lies_upon_the_same_python(tmp_path: Path) -> None:
-    """A layer takes its packages along, and nothing of the Python below."""
+def test_a_layer_needs_the_same_python(tmp_path: Path) -> None:
+    """A layer has its packages only."""
     folder = packed.make(tmp_path / "env", layer=True)
     (folder / SITE / "extra.py").write_text("")
-    made = packing.write(packing.look(folder), tmp_path / "layer.tar.gz")
-    assert made.unpacked < 1 << 20
-    unpacked = packed.unpack(made.path, tmp_path / "unpacked")
+    archive = packing.write(packing.look(folder), tmp_path / "layer.tar.gz")
+    assert archive.unpacked < 1 << 20
+    unpacked = packed.unpack(archive.path, tmp_path / "unpacked")
     shutil.rmtree(folder)
     done = packed.activated(unpacked, "python3", "-I", "-c", _TELL)
     assert done.returncode == 0, done.stderr
@@ -242,10 +242,10 @@ def test_a_layer_lies_upon_the_same_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("built_for", [PYTHON, "3.8"])
-def test_a_stub_for_another_python_is_called_by_its_name(
+def test_a_stub_for_another_python_is_reported(
     built_for: str, unpacked: Path, tmp_path: Path
 ) -> None:
-    """Triton's log says why nothing is found; and the stub is started, or the load would hang."""
+    """A stub for another Python is reported in the log, and started."""
     stub = tmp_path / "triton_python_backend_stub"
     stub.write_text(f"#!/bin/sh\n# libpython{built_for}.so.1.0\necho started $1\n")
     stub.chmod(0o755)
@@ -258,7 +258,7 @@ def test_a_stub_for_another_python_is_called_by_its_name(
 
 
 def test_links(archive: packing.Packed) -> None:
-    """A link within the environment stays one; of one that leads out, its file is packed."""
+    """A link within the environment stays a link; of one that leads out, the file is packed."""
     with tarfile.open(archive.path) as opened:
         cached = opened.extractfile(f"{SITE}/cached.py")
         assert cached is not None
@@ -282,7 +282,7 @@ def _same(environment: Environment) -> Environment:
 
 
 @pytest.mark.parametrize(
-    ("change", "told", "says"),
+    ("change", "adjust", "says"),
     [
         (_folder_elsewhere, _same, "share is a link to"),
         (_nothing, _no_library, f"has no libpython{PYTHON}.so.1.0"),
@@ -290,16 +290,16 @@ def _same(environment: Environment) -> Environment:
     ids=["link-to-a-folder", "no-libpython"],
 )
 def test_failure_leaves_the_old_archive(
-    change: Change, told: Callable[[Environment], Environment], says: str, tmp_path: Path
+    change: Change, adjust: Callable[[Environment], Environment], says: str, tmp_path: Path
 ) -> None:
-    """An archive that cannot be made does not harm the one that is there, and leaves no other."""
+    """A failure leaves an existing archive unchanged, and no other files."""
     folder = packed.make(tmp_path / "env", names={})
     change(folder)
     output = tmp_path / "out" / "env.tar.gz"
     output.parent.mkdir()
     output.write_bytes(b"old")
     with pytest.raises(PackError) as refusal:
-        packing.write(told(packing.look(folder)), output)
+        packing.write(adjust(packing.look(folder)), output)
     assert says in str(refusal.value)
     assert output.read_bytes() == b"old"
     assert list(output.parent.iterdir()) == [output]
@@ -314,10 +314,10 @@ def test_failure_leaves_the_old_archive(
         ("env/env.tar.gz", "lies in the environment"),
     ],
 )
-def test_where_no_archive_can_be_written(
+def test_invalid_outputs(
     output: str, says: str, sound: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A wrong name, a folder that is not there, and the environment itself."""
+    """A wrong name, a missing folder and the environment itself are refused."""
     monkeypatch.chdir(sound.parent)
     with pytest.raises(PackError) as refusal:
         packing.write(packing.look(sound), Path(output))
@@ -354,17 +354,17 @@ def test_conda(conda: Path, tmp_path: Path) -> None:
     """conda-pack packs environments of conda; they run as Triton starts them."""
     environment = packing.look(conda)
     assert environment.kind is Kind.CONDA
-    made = packing.write(environment, tmp_path / "conda.tar.gz")
-    assert made.unpacked > made.size > 0
-    unpacked = packed.unpack(made.path, tmp_path / "unpacked")
+    archive = packing.write(environment, tmp_path / "conda.tar.gz")
+    assert archive.unpacked > archive.size > 0
+    unpacked = packed.unpack(archive.path, tmp_path / "unpacked")
     done = packed.activated(unpacked, "python3", "-I", "-c", _TELL)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)[0] == str(unpacked)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_conda_pack_refuses(conda: Path, tmp_path: Path) -> None:
-    """What conda-pack says is told in a sentence of ours, and nothing is left behind."""
+def test_conda_pack_fails(conda: Path, tmp_path: Path) -> None:
+    """An error of conda-pack is an error of one line, and no file is left."""
     broken = tmp_path / "env"
     shutil.copytree(conda, broken, symlinks=True)
     (broken / f"lib/python{PYTHON}/this.py").unlink()
@@ -375,7 +375,7 @@ def test_what_conda_pack_refuses(conda: Path, tmp_path: Path) -> None:
 
 
 def test_without_conda_pack(conda: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where conda-pack is not installed, the extra that brings it is named."""
+    """Without conda-pack, the error names the extra."""
     monkeypatch.setitem(sys.modules, "conda_pack", None)
     with pytest.raises(PackError, match=r"torch-py-backend\[pack\]"):
         packing.write(packing.look(conda), tmp_path / "env.tar.gz")

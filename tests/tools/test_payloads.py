@@ -1,8 +1,7 @@
-"""What a client sends: made up, or from a file; and every file that will not do."""
+"""Inputs of requests: generated, or read from a file."""
 
 from __future__ import annotations
 
-import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -34,12 +33,12 @@ def _config(**more: Any) -> dict[str, Any]:
 
 
 def test_model_from_http() -> None:
-    """A config as HTTP tells it."""
+    """A config of HTTP is read."""
     assert payloads.model("m", _config()) == _BATCHED
 
 
 def test_model_from_grpc() -> None:
-    """A config as gRPC tells it: dims are strings, what is zero or false is left out."""
+    """A config of gRPC is read: dims are strings, zero and false are left out."""
     entry = {"name": "x", "data_type": "TYPE_FP32", "dims": ["-1", "2"]}
     assert payloads.model("m", {"name": "m", "input": [entry]}) == _PLAIN
 
@@ -54,14 +53,14 @@ def test_model_from_grpc() -> None:
     ids=["decoupled", "sequences", "type"],
 )
 def test_models_that_are_refused(config: dict[str, Any], says: str) -> None:
-    """A load of single requests would measure something else."""
+    """Models that do not answer each request once are refused."""
     with pytest.raises(BenchError, match=says):
         payloads.model("m", config)
 
 
 @pytest.mark.parametrize("dtype", dtypes.TABLE, ids=lambda one: one.triton)
 def test_made_up_of_every_type(dtype: dtypes.DType) -> None:
-    """Every type has a value, of the size that the protocol wants."""
+    """Every type has a value of the protocol's size."""
     target = Model("m", 8, (Input("x", dtype.triton, (-1, 3), optional=False),))
     (payload,) = payloads.made_up(target, 2)
     tensor = payload["x"]
@@ -77,13 +76,13 @@ def test_made_up_of_every_type(dtype: dtypes.DType) -> None:
     ids=["one-row", "rows", "no-batch"],
 )
 def test_made_up_shapes(target: Model, rows: int | None, shape: tuple[int, ...]) -> None:
-    """The batch dimension is there where the model has one."""
+    """Requests have a batch dimension if the model has one."""
     (payload,) = payloads.made_up(target, rows)
     assert payload["x"].array.shape == shape
 
 
 def test_a_seed_fixes_the_values() -> None:
-    """Two runs with one seed send the same."""
+    """Equal seeds give equal values."""
     first, second, other = (
         payloads.made_up(_BATCHED, 1, seed)[0]["x"].encoded() for seed in (1, 1, 2)
     )
@@ -100,7 +99,7 @@ def test_a_seed_fixes_the_values() -> None:
     ids=["none", "too-many", "no-batch"],
 )
 def test_rows_that_are_refused(target: Model, rows: int, says: str) -> None:
-    """A number of rows that the model does not take."""
+    """A number of rows that the model does not take is refused."""
     with pytest.raises(BenchError, match=says):
         payloads.made_up(target, rows)
 
@@ -129,9 +128,6 @@ def test_safetensors_of_every_type(dtype: dtypes.DType, tmp_path: Path) -> None:
     assert payload["x"].encoded() == tensor.view(torch.uint8).numpy().tobytes()
 
 
-_B64 = base64.b64encode(np.array([1, 2], dtype=np.float32).tobytes()).decode()
-
-
 @pytest.mark.parametrize(
     ("target", "document", "sent"),
     [
@@ -154,39 +150,21 @@ _B64 = base64.b64encode(np.array([1, 2], dtype=np.float32).tobytes()).decode()
             id="triton-text",
         ),
         pytest.param(
-            _BATCHED,
-            {"data": [{"x": [1, 2]}, {"x": {"content": [3, 4]}}]},
-            [{"x": [[1, 2]]}, {"x": [[3, 4]]}],
-            id="perf-analyzer",
+            _OPTIONAL,
+            {"inputs": [{"name": "x", "shape": [1, 2], "datatype": "FP32", "data": [1, 2]}]},
+            [{"x": [[1, 2]]}],
+            id="optional-left-out",
         ),
         pytest.param(
-            _BATCHED,
-            {"data": [[{"x": [1, 2]}], [{"x": {"b64": _B64}}]]},
-            [{"x": [[1, 2]]}, {"x": [[1, 2]]}],
-            id="perf-analyzer-streams",
-        ),
-        pytest.param(
-            _PLAIN,
-            {"data": [{"x": {"content": [1, 2, 3, 4], "shape": [2, 2]}}]},
-            [{"x": [[1, 2], [3, 4]]}],
-            id="perf-analyzer-shape",
-        ),
-        pytest.param(
-            _TEXT,
-            {"data": [{"t": ["a"]}, {"t": {"b64": base64.b64encode(b"b").decode()}}]},
-            [{"t": [[b"a"]]}, {"t": [[b"b"]]}],
-            id="perf-analyzer-text",
-        ),
-        pytest.param(
-            _OPTIONAL, {"data": [{"x": [1, 2]}]}, [{"x": [[1, 2]]}], id="optional-left-out"
-        ),
-        pytest.param(
-            _BF16, {"data": [{"x": [1, 2]}]}, [{"x": [0x3F80, 0x4000]}], id="bfloat16-bits"
+            _BF16,
+            {"inputs": [{"name": "x", "shape": [2], "datatype": "BF16", "data": [1, 2]}]},
+            [{"x": [0x3F80, 0x4000]}],
+            id="bfloat16-bits",
         ),
     ],
 )
 def test_json(target: Model, document: Any, sent: list[Any], tmp_path: Path) -> None:
-    """JSON in Triton's shape is one request, in perf_analyzer's one for each entry."""
+    """JSON in Triton's form is one request."""
     path = tmp_path / "x.json"
     path.write_text(json.dumps(document), encoding="utf-8")
     found = payloads.read(path, target, None)
@@ -204,9 +182,9 @@ def test_json(target: Model, document: Any, sent: list[Any], tmp_path: Path) -> 
     ],
 )
 def test_rows_of_a_file(rows: int, sent: list[list[int]], tmp_path: Path) -> None:
-    """The file's rows go out in order, and from the start again when they are used up."""
+    """A file's rows are sent in order, and the last request is filled from the start."""
     path = tmp_path / "x.json"
-    path.write_text(json.dumps({"data": [{"x": [number, 0]} for number in (1, 2, 3)]}))
+    path.write_bytes(_x([3, 2], data=[[number, 0] for number in (1, 2, 3)]))
     found = payloads.read(path, _BATCHED, rows)
     assert [payload["x"].array[:, 0].tolist() for payload in found] == sent
 
@@ -226,13 +204,10 @@ def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
         ("x.json", b"\xff", None, "cannot understand"),
         ("x.json", b"[1]", None, "expected .* as Triton reads it"),
         ("x.json", b'{"inputs": "made up"}', None, "expected .* as Triton reads it"),
+        ("x.json", b'{"inputs": [3]}', None, "expected .* as Triton reads it"),
+        ("x.json", b'{"inputs": []}', None, "holds no inputs"),
+        ("x.json", _x([1, 2], data=[1, 2, 3]), None, "cannot reshape"),
         ("x.json", b'{"inputs": [{"name": "x"}]}', None, "'datatype' is missing"),
-        ("x.json", b'{"data": []}', None, "holds no inputs"),
-        ("x.json", b'{"data": [3]}', None, "expected .* as Triton reads it"),
-        ("x.json", b'{"data": [{"z": [1]}]}', None, "'z' is missing, or is no input"),
-        ("x.json", b'{"data": [{"x": [1, 2, 3]}]}', None, "cannot reshape"),
-        ("x.json", b'{"data": [{"x": {"b64": "?"}}]}', None, "cannot understand"),
-        ("x.json", b'{"data": [{"x": {"b64": "AAAA"}}]}', None, "cannot understand"),
         ("x.json", _x([1, 2], data=["a", "b"]), None, "numbers are expected"),
         ("x.json", _x([1, 2], "BYTES", [1, 2]), None, "cannot understand"),
         ("x.json", _x([1, 2], "FP8"), None, "FP8 is no type of Triton's"),
@@ -241,9 +216,8 @@ def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
         ("x.json", _x([2]), None, r"x as FP32 \[2\]"),
         ("x.json", _x([5, 2]), None, "holds 5 rows; model 'm' takes 1 to 4 .* Choose with --rows"),
         ("x.json", _x([0, 2]), None, "holds 0 rows"),
-        ("x.json", _x([0, 2]), 1, "holds no rows"),
+        ("x.json", _x([0, 2]), 1, "holds 0 rows"),
         ("x.json", _x([1, 2]), 5, "--rows is 5"),
-        ("x.json", b'{"data": [{"x": [1, 2]}, {}]}', None, "holds nothing; model 'm' takes x"),
         ("x.safetensors", b"no such thing", None, "cannot understand .*: "),
         ("x.safetensors", safetensors.torch.save({}), None, "holds no inputs"),
         ("x.safetensors", safetensors.torch.save({"z": torch.ones(1)}), None, "holds z; model"),
@@ -258,7 +232,7 @@ def _x(shape: list[int], datatype: str = "FP32", data: Any = None) -> bytes:
 def test_files_that_are_refused(
     name: str, content: bytes | None, rows: int | None, says: str, tmp_path: Path
 ) -> None:
-    """One sentence says what is wrong with the file."""
+    """A file that does not fit is an error of one line."""
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(BenchError, match=says) as refusal:
@@ -274,17 +248,3 @@ def test_inputs_of_different_rows_are_refused(rows: int | None, tmp_path: Path) 
     safetensors.torch.save_file(tensors, path)
     with pytest.raises(BenchError, match="differ in their number of rows"):
         payloads.read(path, _OPTIONAL, rows)
-
-
-def test_rows_of_different_shapes_are_refused(tmp_path: Path) -> None:
-    """What has different sizes stays in requests of its own."""
-    target = Model("m", 4, (Input("x", "FP32", (-1,), optional=False),))
-    path = tmp_path / "x.json"
-    steps = [{"x": {"content": [1] * size, "shape": [size]}} for size in (1, 2)]
-    path.write_text(json.dumps({"data": steps}))
-    assert len(payloads.read(path, target, None)) == 2
-    with pytest.raises(BenchError, match="different shapes"):
-        payloads.read(path, target, 2)
-    path.write_text('{"data": [{"x": [1]}]}')
-    with pytest.raises(BenchError, match=r"x needs a shape: its dims are \[-1\]"):
-        payloads.read(path, target, None)

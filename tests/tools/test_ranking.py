@@ -33,7 +33,7 @@ def _row(name: str, latency: float, throughput: float, **changes: Any) -> Row:
 
 
 def test_row() -> None:
-    """A row has the medians, the distance of the extremes, the largest error, the first load."""
+    """A row has the medians, the spread, the largest error and the first load time."""
     row = ranking.row(
         Candidate("eager", {}),
         [
@@ -48,16 +48,16 @@ def test_row() -> None:
 
 
 def test_row_is_json() -> None:
-    """A row goes through JSON."""
+    """A row can be written as JSON."""
     row = ranking.row(Candidate("eager", {"NUM_THREADS": "1"}), [_measured()])
-    told = json.loads(json.dumps(row.as_json()))
-    assert told["by_batch"] == {"1": 10.0, "8": 40.0}
-    assert told["candidate"]["parameters"] == {"NUM_THREADS": "1"}
+    document = json.loads(json.dumps(row.as_json()))
+    assert document["by_batch"] == {"1": 10.0, "8": 40.0}
+    assert document["candidate"]["parameters"] == {"NUM_THREADS": "1"}
     assert ranking.row(Candidate("a", {}), []).as_json()["by_batch"] == {}
 
 
 def test_failed_once() -> None:
-    """A candidate that failed in any round is not chosen for its other rounds."""
+    """A candidate that failed in one round is not chosen."""
     row = ranking.row(Candidate("eager", {}), [_measured()], "it crashed")
     assert (row.rounds, row.failure) == (0, "it crashed")
     assert not ranking.fits(row, 1.0)
@@ -115,13 +115,13 @@ _SLOW_AND_QUICK = [_row("throughput", 5.0, 100.0), _row("latency", 1.0, 50.0)]
     ],
 )
 def test_choice(rows: list[Row], prefer: Prefer, choice: str | None) -> None:
-    """The best within the tolerance; of those that differ by noise, the simplest."""
+    """The best row within the tolerance is chosen; of those that differ by noise, the simplest."""
     chosen = ranking.choose(rows, 0.1, prefer)
     assert (chosen.candidate.title if chosen else None) == choice
 
 
 def test_front() -> None:
-    """A row is on the front unless another is better in one and no worse in the other."""
+    """A row is on the front unless another is better in one figure and no worse in the other."""
     rows = [
         _row("slow", 9.0, 90.0),
         _row("beaten", 9.0, 80.0),

@@ -1,4 +1,4 @@
-"""The difference of two answers of Triton's statistics endpoint."""
+"""The difference of two readings of Triton's statistics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _NOTHING = Measurement(requests=0, failures=0, stages={}, batches={})
 
 
 def _version(count: int, nanoseconds: int, batches: dict[int, int], fail: int = 0) -> Any:
-    """A version's statistics as HTTP tells them."""
+    """Return a version's statistics as of HTTP."""
     spent = {"count": count, "ns": nanoseconds}
     stages = dict.fromkeys(("success", *server_statistics.STAGES), spent)
     return {
@@ -27,7 +27,7 @@ def _version(count: int, nanoseconds: int, batches: dict[int, int], fail: int = 
 
 
 def _as_grpc(value: Any) -> Any:
-    """What protobuf's JSON makes of it: zeros left out, large numbers as strings."""
+    """Return statistics as protobuf's JSON: without zeros, large numbers as strings."""
     if isinstance(value, dict):
         return {key: _as_grpc(one) for key, one in value.items() if one not in (0, [])}
     if isinstance(value, list):
@@ -45,20 +45,20 @@ _DIFFERENCE = Measurement(
 )
 
 
-@pytest.mark.parametrize("told", [lambda one: one, _as_grpc], ids=["http", "grpc"])
-def test_between(told: Any) -> None:
-    """Counts are differences, times are means of the requests in between."""
-    found = server_statistics.between(told(_BEFORE), told(_AFTER))
-    assert found == _DIFFERENCE
-    assert (found.calls, found.rows) == (6, 20)
+@pytest.mark.parametrize("convert", [dict, _as_grpc], ids=["http", "grpc"])
+def test_between(convert: Any) -> None:
+    """Counts are differences; times are means of the requests between the readings."""
+    measurement = server_statistics.between(convert(_BEFORE), convert(_AFTER))
+    assert measurement == _DIFFERENCE
+    assert (measurement.calls, measurement.rows) == (6, 20)
 
 
 def test_versions_are_added_up() -> None:
-    """A model with two versions has the work of both; one may be new."""
+    """Versions are added up, including new ones."""
     more = {"model_stats": [*_AFTER["model_stats"], _version(5, 10_000_000, {4: 1})]}
-    found = server_statistics.between(_BEFORE, more)
-    assert found.requests == 25
-    assert found.batches == {2: 2, 4: 5}
+    measurement = server_statistics.between(_BEFORE, more)
+    assert measurement.requests == 25
+    assert measurement.batches == {2: 2, 4: 5}
 
 
 @pytest.mark.parametrize(
@@ -67,5 +67,5 @@ def test_versions_are_added_up() -> None:
     ids=["nothing", "no-change", "bare"],
 )
 def test_nothing_happened(before: Any, after: Any) -> None:
-    """No request gives zeros, and no stage."""
+    """Without a request, counts are zero and there are no stages."""
     assert server_statistics.between(before, after) == _NOTHING

@@ -98,4 +98,4 @@ def test_stopped_in_the_warm_up() -> None:
 
 def test_loads_in_words() -> None:
     """As messages and the progress bar name them."""
-    assert [sweep.named(one) for one in (Closed(8), Open(0.5))] == ["concurrency 8", "rate 0.5"]
+    assert [sweep.title(load) for load in (Closed(8), Open(0.5))] == ["concurrency 8", "rate 0.5"]

@@ -1,4 +1,4 @@
-"""One candidate: its inputs, its outputs against the reference, its measurements."""
+"""One candidate: inputs, comparison with the reference, measurements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Double(nn.Module):
 
 @pytest.fixture(autouse=True)
 def surroundings(process: None) -> Iterator[None]:
-    """Puts back the package's log handlers."""
+    """Restore the package's log handlers."""
     package = logging.getLogger("torch_py_backend")
     handlers = list(package.handlers)
     yield
@@ -53,10 +53,10 @@ def _measure(folder: Path, given: dict[str, str], watched: tuple[str, ...] = ())
 
 
 def test_same_model(tmp_path: Path) -> None:
-    """The reference itself has no error; every batch size is measured."""
+    """The reference has no error; every batch size is measured."""
     given = _arguments(tmp_path, max_batch_size=6)
-    told = _prepare(tmp_path, given)
-    assert told == {"kind": "MODULE", "inputs": "made-up values", "sizes": [1, 2, 4, 6]}
+    prepared = _prepare(tmp_path, given)
+    assert prepared == {"kind": "MODULE", "inputs": "made-up values", "sizes": [1, 2, 4, 6]}
     measured = _measure(tmp_path, given)
     assert measured["error"] == 0
     assert list(measured["throughput"]) == [1, 2, 4, 6]
@@ -67,14 +67,14 @@ def test_same_model(tmp_path: Path) -> None:
 
 
 def test_without_batching(tmp_path: Path) -> None:
-    """A model without a batch dimension is measured with its one size."""
+    """A model without a batch dimension has one size."""
     given = _arguments(tmp_path, max_batch_size=0)
     assert _prepare(tmp_path, given)["sizes"] == [1]
     assert list(_measure(tmp_path, given)["throughput"]) == [1]
 
 
 def test_ragged_batches(tmp_path: Path) -> None:
-    """With batch_input each row is a request of its own: a model may count requests."""
+    """With batch_input each row is a request, because a model may count requests."""
     source = _DOUBLE.replace("self, x", "self, x, n").replace(
         "2 * x", "2 * x.reshape(n.shape[0], -1)"
     )
@@ -88,7 +88,7 @@ def test_ragged_batches(tmp_path: Path) -> None:
 
 
 def test_another_result_is_an_error(tmp_path: Path) -> None:
-    """A candidate that is off by a tenth has an error of half that beside its typical value."""
+    """A candidate that differs by a tenth has half of that as error for typical values."""
     given = _arguments(tmp_path)
     _prepare(tmp_path, given)
     measured = _measure(tmp_path, _arguments(tmp_path, _DOUBLE.replace("2 *", "2.2 *")))
@@ -99,7 +99,7 @@ def test_another_result_is_an_error(tmp_path: Path) -> None:
     ("parameter", "value"), [("NO_SUCH_SETTING", "1"), ("ENABLE_NVFUSER", "true")]
 )
 def test_setting_without_effect(tmp_path: Path, parameter: str, value: str) -> None:
-    """Settings that are unknown or do nothing here make no candidate."""
+    """Settings that are unknown or without effect are refused."""
     _prepare(tmp_path, _arguments(tmp_path))
     given = _arguments(tmp_path, parameters={parameter: {"string_value": value}})
     with pytest.raises(LoadError, match=parameter):
@@ -111,7 +111,7 @@ def test_setting_without_effect(tmp_path: Path, parameter: str, value: str) -> N
 
 
 def test_inputs_of_a_file(tmp_path: Path) -> None:
-    """Real inputs are repeated to as many rows as are measured."""
+    """Inputs of a file are repeated to the number of rows."""
     given = _arguments(tmp_path, max_batch_size=4)
     rows = torch.tensor([[1.0, 2, 3, 4], [5, 6, 7, 8], [9, 8, 7, 6]])
     save_file({"x": rows}, tmp_path / "real.safetensors")
@@ -146,7 +146,7 @@ def test_inputs_of_the_model(tmp_path: Path) -> None:
     ],
 )
 def test_inputs_that_do_not_fit(tmp_path: Path, content: dict[str, Any], says: str) -> None:
-    """What Triton would refuse is refused here, with what was found and what was expected."""
+    """Inputs that do not fit the config are refused."""
     path = tmp_path / "real.safetensors"
     save_file(content, path)
     with pytest.raises(ConfigError) as refusal:
@@ -156,14 +156,14 @@ def test_inputs_that_do_not_fit(tmp_path: Path, content: dict[str, Any], says: s
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"\x10\0\0\0\0\0\0\0{}"])
 def test_damaged_inputs(tmp_path: Path, content: bytes) -> None:
-    """A file that is no safetensors is refused in a sentence."""
+    """A file that is not safetensors is refused."""
     (tmp_path / "real.safetensors").write_bytes(content)
     with pytest.raises(ArtifactError, match=r"the inputs in real\.safetensors cannot be read"):
         _prepare(tmp_path, _arguments(tmp_path), str(tmp_path / "real.safetensors"))
 
 
 def test_strings(tmp_path: Path) -> None:
-    """Strings go to the candidate and are compared, too."""
+    """Strings are passed to the candidate and compared."""
     string = {"data_type": "TYPE_STRING", "dims": [2]}
     given = _arguments(
         tmp_path,
@@ -180,7 +180,7 @@ def test_strings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "error"),
+    ("actual", "expected", "error"),
     [
         pytest.param([1.0, 2.0], [1.0, 2.0], 0.0, id="equal"),
         pytest.param([1.1, 1.0], [1.0, 1.0], 0.05, id="beside-its-typical-value"),
@@ -193,17 +193,17 @@ def test_strings(tmp_path: Path) -> None:
         pytest.param([math.nan], [math.nan], 0.0, id="nothing-finite"),
     ],
 )
-def test_difference(found: list[float], expected: list[float], error: float) -> None:
-    """Neither what is close to zero nor what is huge distorts the error."""
+def test_difference(actual: list[float], expected: list[float], error: float) -> None:
+    """Neither values close to zero nor large values distort the error."""
     for dtype in (torch.float32, torch.float64):
-        made = trial._difference(
-            "digits", "y", torch.tensor(found, dtype=dtype), torch.tensor(expected, dtype=dtype)
+        difference = trial._difference(
+            "digits", "y", torch.tensor(actual, dtype=dtype), torch.tensor(expected, dtype=dtype)
         )
-        assert made == pytest.approx(error, rel=1e-3)
+        assert difference == pytest.approx(error, rel=1e-3)
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "error"),
+    ("actual", "expected", "error"),
     [
         pytest.param(torch.tensor([1, 2, 3, 4]), torch.tensor([1, 2, 3, 9]), 0.25, id="integers"),
         pytest.param(torch.tensor([True]), torch.tensor([False]), 1.0, id="booleans"),
@@ -218,13 +218,13 @@ def test_difference(found: list[float], expected: list[float], error: float) -> 
         ),
     ],
 )
-def test_share_that_differs(found: Any, expected: Any, error: float) -> None:
-    """What has no distance is equal or not."""
-    assert trial._difference("digits", "y", found, expected) == error
+def test_share_that_differs(actual: Any, expected: Any, error: float) -> None:
+    """The error of integers, booleans and strings is the share that differs."""
+    assert trial._difference("digits", "y", actual, expected) == error
 
 
 @pytest.mark.parametrize(
-    ("found", "expected", "says"),
+    ("actual", "expected", "says"),
     [
         pytest.param([1.0], [1.0, 2.0], r"is \[1\]; expected \[2\]", id="shape"),
         pytest.param([math.nan, 1.0], [1.0, 1.0], "infinities or NaN", id="nan"),
@@ -233,10 +233,12 @@ def test_share_that_differs(found: Any, expected: Any, error: float) -> None:
         pytest.param([math.nan], [math.inf], "infinities or NaN", id="nan-for-infinity"),
     ],
 )
-def test_no_error_can_be_told(found: list[float], expected: list[float], says: str) -> None:
-    """Another shape, or a NaN where eager has a number, is no candidate."""
+def test_outputs_that_cannot_be_compared(
+    actual: list[float], expected: list[float], says: str
+) -> None:
+    """Another shape, or NaN in other places than eager, is refused."""
     with pytest.raises(OutputError, match=says):
-        trial._difference("digits", "y", torch.tensor(found), torch.tensor(expected))
+        trial._difference("digits", "y", torch.tensor(actual), torch.tensor(expected))
 
 
 @pytest.mark.parametrize(
@@ -249,7 +251,7 @@ def test_no_error_can_be_told(found: list[float], expected: list[float], says: s
     ids=["types", "strides", "bytes"],
 )
 def test_values_on_disk(tmp_path: Path, values: dict[str, Any]) -> None:
-    """Inputs and references come back from the disk as they were."""
+    """Inputs and references are read as they were written."""
     trial._write(tmp_path / "values", values)
     read = trial._read(tmp_path / "values")
     assert read.keys() == values.keys()

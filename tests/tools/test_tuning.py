@@ -1,4 +1,4 @@
-"""The order of measurements, and what stays of them when something goes wrong."""
+"""The order of the measurements, and their results after failures."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _plan(folder: Path, text: str = _CONFIG, **changes: Any) -> Plan:
 
 
 class _Children:
-    """In the place of child processes: answers by settings, and what was asked for."""
+    """A substitute of child processes that records its calls."""
 
     def __init__(self, kind: str = "MODULE") -> None:
         self.kind = kind
@@ -83,10 +83,10 @@ class _Children:
 
 @pytest.fixture
 def children(monkeypatch: pytest.MonkeyPatch) -> _Children:
-    made = _Children("TORCHSCRIPT")
-    monkeypatch.setattr(child_process, "run_together", made)
+    children = _Children("TORCHSCRIPT")
+    monkeypatch.setattr(child_process, "run_together", children)
     monkeypatch.setattr(threads, "cores", lambda: 2)
-    return made
+    return children
 
 
 def _quiet(candidate: Candidate, done: int, total: int) -> None:
@@ -95,18 +95,21 @@ def _quiet(candidate: Candidate, done: int, total: int) -> None:
 
 
 def test_candidates_take_turns(tmp_path: Path, children: _Children) -> None:
-    """A B A B, not A A B B: a drift of the machine meets all of them."""
+    """Candidates are measured A B A B, so that a drift of the machine affects all of them."""
     Tuning(_plan(tmp_path, allowed=Allowed(quick=True)), _quiet).run()
-    order = [(one.get("OPTIMIZE"), one["NUM_THREADS"]) for one, _ in children.calls]
+    order = [(settings.get("OPTIMIZE"), settings["NUM_THREADS"]) for settings, _ in children.calls]
     assert order == [(None, "2"), (None, "1"), ("freeze", "1")] * 2
 
 
 def test_best_are_spread(tmp_path: Path, children: _Children) -> None:
-    """After the screening, threads and instances vary; what is known has more rounds."""
+    """After the screening, threads and instances vary; known candidates get more rounds."""
     children.throughput = {"freeze": 50.0}
-    made = Tuning(_plan(tmp_path, rounds=1), _quiet)
-    made.run()
-    tried = [(one.get("OPTIMIZE"), one["NUM_THREADS"], count) for one, count in children.calls]
+    tuning = Tuning(_plan(tmp_path, rounds=1), _quiet)
+    tuning.run()
+    tried = [
+        (settings.get("OPTIMIZE"), settings["NUM_THREADS"], count)
+        for settings, count in children.calls
+    ]
     assert tried == [
         (None, "2", 1),
         (None, "1", 1),
@@ -114,15 +117,15 @@ def test_best_are_spread(tmp_path: Path, children: _Children) -> None:
         *[("freeze", "2", 1), ("freeze", "1", 1), ("freeze", "1", 2)],
         *[(None, "2", 1), (None, "1", 1), (None, "1", 2)],
     ]
-    assert [row.rounds for row in made.rows] == [2, 2, 2, 1, 1, 1]
-    assert made.screened
+    assert [row.rounds for row in tuning.rows] == [2, 2, 2, 1, 1, 1]
+    assert tuning.screened
 
 
 def test_instances_together(tmp_path: Path, children: _Children) -> None:
-    """Throughput and memory of instances add up; the latency is the middle, p99 the worst."""
-    made = Tuning(_plan(tmp_path, allowed=Allowed(threads=(1,), instances=(2,))), _quiet)
-    made.run()
-    row = made.rows[-1]
+    """Throughput and memory of instances add up; latency is the median, p99 the largest."""
+    tuning = Tuning(_plan(tmp_path, allowed=Allowed(threads=(1,), instances=(2,))), _quiet)
+    tuning.run()
+    row = tuning.rows[-1]
     assert (row.candidate.instances, row.batch, row.throughput) == (2, 2, 40.0)
     assert (row.memory_mb, row.latency_ms, row.p99_ms) == (2.0, 1.5, 3.0)
     places = [one["place"] for one in children.arguments[-1]]
@@ -131,19 +134,19 @@ def test_instances_together(tmp_path: Path, children: _Children) -> None:
 
 
 def test_arguments(tmp_path: Path) -> None:
-    """A candidate has its own settings, and all else that config.pbtxt has."""
-    given = _plan(tmp_path).arguments({"NUM_THREADS": "7"}, 3, 1)
-    document = json.loads(given["model_config"])
+    """A candidate has its own settings and the rest of config.pbtxt."""
+    arguments = _plan(tmp_path).arguments({"NUM_THREADS": "7"}, 3, 1)
+    document = json.loads(arguments["model_config"])
     assert document["parameters"] == {
         "WARMUP": {"string_value": "off"},
         "NUM_THREADS": {"string_value": "7"},
     }
     assert document["instance_group"][0]["count"] == 3
-    assert given["model_instance_name"] == "digits_0_1"
+    assert arguments["model_instance_name"] == "digits_0_1"
 
 
 def test_compilers_may_not_give_up(tmp_path: Path, children: _Children) -> None:
-    """A candidate that fell back to eager would be another; its cache is not the model's."""
+    """A candidate must compile, and not into the model's cache."""
     Tuning(_plan(tmp_path, allowed=Allowed(quick=True), rounds=1), _quiet).run()
     current, *others = (settings for settings, _ in children.calls)
     assert "COMPILE_REQUIRED" not in current
@@ -152,36 +155,36 @@ def test_compilers_may_not_give_up(tmp_path: Path, children: _Children) -> None:
 
 
 def test_current(tmp_path: Path) -> None:
-    """What is served today is a candidate, under the parameters' own names."""
+    """The current settings are a candidate, with the parameters' own names."""
     current = _plan(tmp_path).current()
     assert (dict(current.parameters), current.instances) == ({"NUM_THREADS": "2"}, 1)
 
 
 def test_failure_is_a_row(tmp_path: Path, children: _Children) -> None:
-    """A candidate that crashes is not tried again, and the others are."""
+    """A candidate that crashes is a row and is not tried again."""
     children.fails = {"freeze": LoadError("digits", "it crashed")}
-    made = Tuning(_plan(tmp_path, allowed=Allowed(quick=True)), _quiet)
-    made.run()
-    assert [row.failure for row in made.rows] == ["", "", "model 'digits': it crashed."]
-    assert [row.rounds for row in made.rows] == [2, 2, 0]
+    tuning = Tuning(_plan(tmp_path, allowed=Allowed(quick=True)), _quiet)
+    tuning.run()
+    assert [row.failure for row in tuning.rows] == ["", "", "model 'digits': it crashed."]
+    assert [row.rounds for row in tuning.rows] == [2, 2, 0]
     assert len(children.calls) == 5
 
 
 def test_interrupted(tmp_path: Path, children: _Children) -> None:
-    """What was measured before an interrupt stays; without every runtime there is no choice."""
+    """The measurements before an interrupt stay in the rows."""
     children.fails = {"freeze": KeyboardInterrupt()}
-    made = Tuning(_plan(tmp_path), _quiet)
+    tuning = Tuning(_plan(tmp_path), _quiet)
     with pytest.raises(KeyboardInterrupt):
-        made.run()
-    assert [row.rounds for row in made.rows] == [1, 1]
-    assert not made.screened
+        tuning.run()
+    assert [row.rounds for row in tuning.rows] == [1, 1]
+    assert not tuning.screened
 
 
 def test_nothing_to_try(tmp_path: Path, children: _Children) -> None:
-    """Options that leave nothing are refused before anything is measured."""
-    made = Tuning(_plan(tmp_path, allowed=Allowed(threads=(2,), instances=(2,))), _quiet)
+    """Limits that leave nothing to try are refused before the measurements."""
+    tuning = Tuning(_plan(tmp_path, allowed=Allowed(threads=(2,), instances=(2,))), _quiet)
     with pytest.raises(TuneError, match="ask for more than the 2 cores"):
-        made.run()
+        tuning.run()
     assert children.calls == []
 
 
@@ -196,7 +199,7 @@ def test_nothing_to_try(tmp_path: Path, children: _Children) -> None:
     ],
 )
 def test_images(tmp_path: Path, children: _Children, tensor: str, images: bool) -> None:
-    """channels_last is tried where the model sees batches of images."""
+    """channels_last is tried for models with batches of images."""
     text = _CONFIG.replace("data_type: TYPE_FP32 dims: [ 4 ]", tensor, 1)
     Tuning(_plan(tmp_path, text, allowed=Allowed(quick=True)), _quiet).run()
     tried = [one.get("OPTIMIZE", "") for one, _ in children.calls]

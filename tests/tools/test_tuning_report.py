@@ -1,4 +1,4 @@
-"""What tuning found as a table, a plot and JSON."""
+"""The rows of a tuning run as a table, a plot and JSON."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _printed(*arguments: Any, width: int = 120) -> list[str]:
 
 
 def test_table() -> None:
-    """A row for each candidate: what it is, its figures, and what speaks against it."""
+    """The table has each candidate's settings, figures and result."""
     lines = _printed(_ROWS, 0.1, _EAGER)
     assert "eager 2 x 1 1.23 12,346 8 7% 321 0 4.0 chosen" in lines
     assert "freeze auto x 3 0.5 150 8 7% 321 0 4.0" in lines
@@ -48,7 +48,7 @@ def test_table() -> None:
 
 
 def test_memory_of_a_gpu() -> None:
-    """A GPU's memory has a column where one was used."""
+    """GPU memory has a column if a GPU was used."""
     assert "GPU MB" not in " ".join(_printed([_EAGER], 0.1, None))
     row = Row(Candidate("eager", {}), **_MEASURED, device_memory_mb=77.0)
     lines = _printed([row], 0.1, None)
@@ -57,7 +57,7 @@ def test_memory_of_a_gpu() -> None:
 
 
 def test_failures() -> None:
-    """Why a candidate failed is said in full."""
+    """Each failure is one sentence."""
     assert tuning_report.failures(_ROWS) == [
         "compile, auto threads x 1: model 'digits': it hangs [/]."
     ]
@@ -65,11 +65,11 @@ def test_failures() -> None:
 
 def test_entry() -> None:
     """An entry of tuned.json has the machine, the rows and the choice, and is strict JSON."""
-    made = tuning_report.entry({"cores": 2}, _ROWS, _FROZEN, {"rounds": 3})
-    told = json.loads(json.dumps(made, allow_nan=False))
-    assert told["machine"] == {"cores": 2}
-    assert told["chosen"] == {"parameters": {}, "instances": 3}
-    assert [row["candidate"]["title"] for row in told["rows"]] == [
+    entry = tuning_report.entry({"cores": 2}, _ROWS, _FROZEN, {"rounds": 3})
+    document = json.loads(json.dumps(entry, allow_nan=False))
+    assert document["machine"] == {"cores": 2}
+    assert document["chosen"] == {"parameters": {}, "instances": 3}
+    assert [row["candidate"]["title"] for row in document["rows"]] == [
         "eager",
         "freeze",
         "[bold]bf16",
@@ -80,13 +80,13 @@ def test_entry() -> None:
 
 @pytest.mark.parametrize("rows", [_ROWS, [_FAILED], [], [_WRONG], [_EAGER]])
 def test_plot(tmp_path: Path, rows: list[Row]) -> None:
-    """The plot is a PNG, whatever was measured."""
+    """The plot is a PNG for any rows."""
     choice = rows[0] if rows and rows[0] is _EAGER else None
     tuning_report.plot(tmp_path / "a.png", "a [title] $x_", rows, 0.1, choice)
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_plot_that_cannot_be_written(tmp_path: Path) -> None:
-    """A folder that went away is one sentence."""
+    """A missing folder is an error."""
     with pytest.raises(TuneError, match="cannot write"):
         tuning_report.plot(tmp_path / "nowhere" / "a.png", "title", _ROWS, 0.1, None)

@@ -1,4 +1,4 @@
-"""`torch-py-backend bench`: how fast a model answers, and where the time goes."""
+"""`torch-py-backend bench`: throughput, latencies and Triton's split of the time of a model."""
 
 from __future__ import annotations
 
@@ -8,46 +8,43 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from torch_py_backend.artifacts import repository
 from torch_py_backend.errors import BenchError, ServerError
 from torch_py_backend.server.tritonserver import Server
 from torch_py_backend.tools import bench_report, load_client, load_generator, payloads, sweep
 from torch_py_backend.tools.bench_report import Report
-from torch_py_backend.tools.load_client import Address, Client
+from torch_py_backend.tools.load_client import Address
 from torch_py_backend.tools.load_generator import Closed, Load, Open
 from torch_py_backend.tools.payloads import Model, Payload
-from torch_py_backend.tools.sweep import Point
 
 _CONCURRENCY = "1,8,32"
-_MOST = 100_000  # of either load: beyond what one client can do
+_LIMIT = 100_000  # of either load: more than one client can send
 _LOG_LINES = 10
 _TABLE_WIDTH = 100
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_Number = TypeVar("_Number", int, float)
 
 
 class _Stopped(KeyboardInterrupt):
-    """SIGTERM or Ctrl-C. asyncio lets nothing else through from within a task."""
+    """SIGTERM or Ctrl-C. asyncio lets no other exception of a signal handler through."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What is to be measured, checked before anything is started."""
+    """The requested measurements, validated before a server is started."""
 
     model: str
     loads: tuple[Load, ...]
-    seconds: float
-    warmup: float
     rows: int | None
     seed: int
     inputs: Path | None
@@ -58,60 +55,69 @@ def bench(
         str,
         typer.Argument(
             metavar="REPOSITORY|URL",
-            help="A model repository, for which a server is started; or where one listens:"
-            " grpc://host:port or http://host:port.",
+            help="A model repository, for which a server is started, or the address of a running"
+            " server: grpc://host:port or http://host:port.",
         ),
     ],
     model: Annotated[str, typer.Argument(help="The model's name.")],
     concurrency: Annotated[
-        str, typer.Option(help=f"Requests outstanding at any time: {_CONCURRENCY}, say.")
+        str, typer.Option(help=f"Numbers of outstanding requests; by default {_CONCURRENCY}.")
     ] = "",
     rate: Annotated[
-        str, typer.Option(help="Or: requests sent a second, whatever the server does: 100,200.")
+        str, typer.Option(help="Instead: requests per second, whatever the server does: 100,200.")
     ] = "",
-    duration: Annotated[float, typer.Option(help="Seconds for each of them.")] = 5.0,
-    warmup: Annotated[float, typer.Option(help="Seconds before each that do not count.")] = 1.0,
-    rows: Annotated[int | None, typer.Option(help="Rows in a request, of a batched model.")] = None,
+    duration: Annotated[float, typer.Option(help="Seconds for each load.")] = 5.0,
+    warmup: Annotated[
+        float, typer.Option(help="Seconds before each load that do not count.")
+    ] = 1.0,
+    rows: Annotated[
+        int | None, typer.Option(help="Rows in a request, for models with a batch dimension.")
+    ] = None,
     inputs: Annotated[
         Path | None,
         typer.Option(
-            help="What is sent: safetensors, or JSON as Triton or perf_analyzer reads it. By"
-            f" default the model's {payloads.EXAMPLE}, else made-up values."
+            help="The inputs to send: safetensors, or JSON as Triton reads it. By default the"
+            f" model's {payloads.EXAMPLE}, else made-up values."
         ),
     ] = None,
     protocol: Annotated[
         str, typer.Option(help="grpc or http, for a repository; by default grpc.")
     ] = "",
     json_path: Annotated[
-        str, typer.Option("--json", help="Where the figures go as JSON; - prints nothing else.")
+        str, typer.Option("--json", help="Write the figures as JSON; - prints them only.")
     ] = "",
-    plot: Annotated[Path | None, typer.Option(help="A picture: a .png or .html file.")] = None,
-    seed: Annotated[int, typer.Option(help="Of made-up values and of sending times.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of made-up values and sending times.", min=0)] = 0,
 ) -> None:
-    """Put load on a model, and tell throughput, latencies, Triton's split, batch sizes."""
-    plan = _Plan(
-        model, _loads(concurrency, rate, seed), _positive("--duration", duration),
-        _positive("--warmup", warmup, or_zero=True), rows, seed, inputs,
-    )  # fmt: skip
-    outputs = _outputs(json_path, plot)
+    """Put load on a model; report throughput, latencies, Triton's split and batch sizes."""
+    plan = _Plan(model, _loads(concurrency, rate, seed), rows, seed, inputs)
+    report = Report(
+        model,
+        _seconds("--duration", duration),
+        _seconds("--warmup", warmup, or_zero=True),
+    )
+    path = None if json_path in ("", "-") else Path(json_path)
+    if path is not None:
+        _check_writable(path)
     stderr = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
     for number in _SIGNALS:
         signal.signal(number, _stop)
-    measured = _Measured()
     try:
         with _address(target, model, protocol, stderr) as (address, folder):
-            _measure(plan, address, folder, measured, stderr)
+            _measure(plan, address, folder, report, stderr)
     except _Stopped:
-        measured.interrupted = True
+        report.interrupted = True
     finally:
-        if measured.points:
-            _tell(measured.report(), json_path, outputs, stderr)
-        elif measured.interrupted:
+        if report.points:
+            _print(report, stderr, as_json=json_path == "-")
+            if path is not None:
+                _write(path, _json(report))
+                stderr.print(f"wrote {escape(str(path))}")
+        elif report.interrupted:
             stderr.print("stopped before anything was measured")
-    raise typer.Exit(1 if measured.interrupted else 0)
+    raise typer.Exit(1 if report.interrupted else 0)
 
 
-# --- what is asked for -----------------------------------------------------------------------
+# --- options ---------------------------------------------------------------------------------
 
 
 def _loads(concurrency: str, rate: str, seed: int) -> tuple[Load, ...]:
@@ -121,46 +127,33 @@ def _loads(concurrency: str, rate: str, seed: int) -> tuple[Load, ...]:
             " outstanding) or open (so many sent a second). Give one of them."
         )
     if rate:
-        return tuple(Open(one, seed) for one in _numbers("--rate", rate, float))
-    return tuple(Closed(one) for one in _numbers("--concurrency", concurrency or _CONCURRENCY, int))
+        return tuple(Open(number, seed) for number in _numbers("--rate", rate, float))
+    concurrency = concurrency or _CONCURRENCY
+    return tuple(Closed(number) for number in _numbers("--concurrency", concurrency, int))
 
 
-def _numbers(option: str, text: str, kind: Callable[[str], Any]) -> list[Any]:
+def _numbers(option: str, text: str, kind: Callable[[str], _Number]) -> list[_Number]:
     try:
-        found = [kind(part) for part in text.split(",")]
+        numbers = [kind(part) for part in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all(0 < one <= _MOST for one in found):
+        numbers = []
+    if not numbers or not all(0 < number <= _LIMIT for number in numbers):
         noun = "integers above 0," if kind is int else "numbers above 0,"
         raise BenchError(
-            f"{option} is '{text}'; expected {noun} up to {_MOST}, separated by commas."
+            f"{option} is '{text}'; expected {noun} up to {_LIMIT}, separated by commas."
         )
-    return found
+    return numbers
 
 
-def _positive(option: str, value: float, *, or_zero: bool = False) -> float:
+def _seconds(option: str, value: float, *, or_zero: bool = False) -> float:
     if 0 < value < float("inf") or (or_zero and value == 0):
         return value
     least = "0 or more" if or_zero else "more than 0"
     raise BenchError(f"{option} is {value:g}; expected {least} seconds.")
 
 
-_Output = tuple[Path, Callable[[Report], bytes]]
-
-
-def _outputs(json_path: str, plot: Path | None) -> list[_Output]:
-    """The files to write, each tried before a second of measuring is spent."""
-    wanted: list[_Output] = []
-    if json_path not in ("", "-"):
-        wanted.append((Path(json_path), _json))
-    if plot is not None:
-        wanted.append((plot, bench_report.writer(plot)))
-    for path, _ in wanted:
-        _try(path)
-    return wanted
-
-
-def _try(path: Path) -> None:
+def _check_writable(path: Path) -> None:
+    """Raise before the measurement, rather than after it."""
     if path.is_dir():
         raise BenchError(f"cannot write {path}: it is a folder.")
     try:
@@ -170,10 +163,6 @@ def _try(path: Path) -> None:
         raise BenchError(f"cannot write {path}: {error.strerror}.") from error
 
 
-def _json(measured: Report) -> bytes:
-    return (json.dumps(bench_report.document(measured), indent=2) + "\n").encode()
-
-
 # --- the server ------------------------------------------------------------------------------
 
 
@@ -181,7 +170,7 @@ def _json(measured: Report) -> bytes:
 def _address(
     target: str, model: str, protocol: str, stderr: Console
 ) -> Iterator[tuple[Address, Path | None]]:
-    """Where the model is served, and its folder where that is known."""
+    """Yield the server's address, and the model's folder if it is known."""
     if protocol not in ("", *load_client.PROTOCOLS):
         raise BenchError(f"--protocol is '{protocol}'; expected grpc or http.")
     if "://" in target:
@@ -199,20 +188,19 @@ def _address(
             " grpc://host:port or http://host:port."
         )
     folder = repository.by_name(path, [model])[model]
-    with tempfile.TemporaryFile() as log, _server(path, model, log) as server:
+    # The server loads only this model and the models that it is composed of.
+    only = ("--model-control-mode=explicit", f"--load-model={model}")
+    with (
+        tempfile.TemporaryFile() as log,
+        Server(path, http_port=0, grpc_port=0, metrics_port=0, arguments=only, log=log) as server,
+    ):
         with stderr.status(f"starting a server for {escape(model)}"):
-            _wait(server, log, stderr)
+            _wait_loaded(server, log, stderr)
         host = server.http_address if protocol == "http" else server.grpc_address
         yield Address(protocol or "grpc", host), folder
 
 
-def _server(path: Path, model: str, log: IO[bytes]) -> Server:
-    """A server on free ports that loads this model and what it is made of."""
-    only = ("--model-control-mode=explicit", f"--load-model={model}")
-    return Server(path, http_port=0, grpc_port=0, metrics_port=0, arguments=only, log=log)
-
-
-def _wait(server: Server, log: IO[bytes], stderr: Console) -> None:
+def _wait_loaded(server: Server, log: IO[bytes], stderr: Console) -> None:
     try:
         server.wait_loaded()
     except ServerError:
@@ -225,91 +213,50 @@ def _wait(server: Server, log: IO[bytes], stderr: Console) -> None:
 # --- the measurement -------------------------------------------------------------------------
 
 
-class _Measured:
-    """What is known so far: it is told even if the rest fails."""
-
-    def __init__(self) -> None:
-        self.points: list[Point] = []
-        self.interrupted = False
-        self.about: dict[str, Any] = {}
-
-    def report(self) -> Report:
-        return Report(**self.about, interrupted=self.interrupted, points=tuple(self.points))
-
-
 def _measure(
-    plan: _Plan, address: Address, folder: Path | None, measured: _Measured, stderr: Console
+    plan: _Plan, address: Address, folder: Path | None, report: Report, stderr: Console
 ) -> None:
     loop = load_generator.event_loop()
     try:
-        loop.run_until_complete(_sweep(plan, address, folder, measured, stderr))
+        loop.run_until_complete(_sweep(plan, address, folder, report, stderr))
     finally:
         loop.close()
-        # A signal that comes now must not interrupt the stopping of the server.
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_IGN)
+        # A further signal must not interrupt the shutdown of the server. close() resets handlers.
+        _ignore_signals()
 
 
 async def _sweep(
-    plan: _Plan, address: Address, folder: Path | None, measured: _Measured, stderr: Console
+    plan: _Plan, address: Address, folder: Path | None, report: Report, stderr: Console
 ) -> None:
+    """Add one point for each load to the report; a signal ends the load and keeps its point."""
     stop = asyncio.Event()
-    _stop_gently(stop)
-    asked = load_client.connect(address)
-    try:
-        await load_client.ready(asked, plan.model)
-        target = payloads.model(plan.model, await asked.config(plan.model))
-        source, chosen = _payloads(plan, target, folder)
-        measured.about = {
-            "model": plan.model,
-            "server": str(address),
-            "inputs": source,
-            "rows": _rows(target, chosen),
-            "seconds": plan.seconds,
-            "warmup": plan.warmup,
-        }
-        await _points(plan, asked, chosen, measured, stop, stderr)
-    finally:
-        await asked.close()
-    measured.interrupted = stop.is_set()
-
-
-async def _points(
-    plan: _Plan,
-    asked: Client,
-    chosen: Sequence[Payload],
-    measured: _Measured,
-    stop: asyncio.Event,
-    stderr: Console,
-) -> None:
-    send = asked.sender(plan.model, chosen)
-    # Drawn once a second, in a thread: what it takes from the requests is not seen in a p99.
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(
-        *columns,
-        console=stderr,
-        transient=True,
-        refresh_per_second=1,
-        disable=not stderr.is_terminal,
-    ) as progress:
-        task = progress.add_task("", total=len(plan.loads))
-        for number, shape in enumerate(plan.loads, start=1):
-            progress.update(
-                task, description=f"{sweep.named(shape)} ({number} of {len(plan.loads)})"
-            )
-            found = await sweep.point(
-                asked, plan.model, send, shape,
-                seconds=plan.seconds, warmup=plan.warmup, stop=stop,
+    for number in _SIGNALS:
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    async with contextlib.aclosing(load_client.connect(address)) as client:
+        await load_client.require_ready(client, plan.model)
+        target = payloads.model(plan.model, await client.config(plan.model))
+        report.server = str(address)
+        report.inputs, requests = _payloads(plan, target, folder)
+        if target.max_batch_size:
+            counts = [len(next(iter(payload.values())).array) for payload in requests]
+            report.rows = sum(counts) / len(counts)
+        send = client.sender(plan.model, requests)
+        for position, load in enumerate(plan.loads, start=1):
+            if stderr.is_terminal:
+                stderr.print(f"{sweep.title(load)} ({position} of {len(plan.loads)})")
+            point = await sweep.point(
+                client, plan.model, send, load,
+                seconds=report.seconds, warmup=report.warmup, stop=stop,
             )  # fmt: skip
-            if found is not None:
-                measured.points.append(found)
+            if point is not None:
+                report.points.append(point)
             if stop.is_set():
-                return
-            progress.advance(task)
+                break
+    report.interrupted = stop.is_set()
 
 
 def _payloads(plan: _Plan, target: Model, folder: Path | None) -> tuple[str, list[Payload]]:
-    """Where the inputs come from, and the inputs."""
+    """Return the source of the inputs, and the requests."""
     if plan.inputs is not None:
         return str(plan.inputs), payloads.read(plan.inputs, target, plan.rows)
     if folder is not None:
@@ -319,55 +266,36 @@ def _payloads(plan: _Plan, target: Model, folder: Path | None) -> tuple[str, lis
     return "made up", payloads.made_up(target, plan.rows, plan.seed)
 
 
-def _rows(target: Model, chosen: Sequence[Payload]) -> float:
-    if not target.max_batch_size:
-        return 1
-    return sum(len(next(iter(one.values())).array) for one in chosen) / len(chosen)
-
-
-# --- Ctrl-C ----------------------------------------------------------------------------------
-
-
-def _stop_gently(stop: asyncio.Event) -> None:
-    """The first signal ends the load and keeps what it gave; a second one ends everything."""
-    loop = asyncio.get_running_loop()
-
-    def first() -> None:
-        stop.set()
-        for number in _SIGNALS:
-            loop.remove_signal_handler(number)
-            signal.signal(number, _stop)
-
-    for number in _SIGNALS:
-        loop.add_signal_handler(number, first)
-
-
 def _stop(_number: int, _frame: FrameType | None) -> None:
-    # Once is enough: a further signal must not interrupt the stopping, and leave the server behind.
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    _ignore_signals()  # a second signal must not interrupt the shutdown of the server
     raise _Stopped
 
 
-# --- the telling -----------------------------------------------------------------------------
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
-def _tell(measured: Report, json_path: str, outputs: Sequence[_Output], stderr: Console) -> None:
-    if json_path == "-":
-        typer.echo(_json(measured), nl=False)
+# --- output ----------------------------------------------------------------------------------
+
+
+def _print(report: Report, stderr: Console, *, as_json: bool) -> None:
+    if as_json:
+        typer.echo(_json(report), nl=False)
     else:
         console = Console(highlight=False, emoji=False)
-        console.width = max(console.width, _TABLE_WIDTH)  # a wrapped line beats a figure cut off
-        console.print(bench_report.table(measured))
-    for note in bench_report.notes(measured):
+        console.width = max(console.width, _TABLE_WIDTH)  # figures are not cut off
+        console.print(bench_report.table(report))
+    for note in bench_report.notes(report):
         stderr.print(f"[yellow]note[/] {escape(note)}")
-    for path, make in outputs:
-        _write(path, make(measured))
-        stderr.print(f"wrote {escape(str(path))}")
+
+
+def _json(report: Report) -> bytes:
+    return (json.dumps(bench_report.document(report), indent=2) + "\n").encode()
 
 
 def _write(path: Path, content: bytes) -> None:
-    """The whole file, or none."""
+    """Write the whole file, or nothing."""
     scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         scratch.write_bytes(content)

@@ -1,4 +1,4 @@
-"""`torch-py-backend tune`: measures settings for a model, and writes the best into its config."""
+"""`torch-py-backend tune`: measure settings for a model and write the best into its config."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from torch_py_backend.tools.candidates import TUNED, Allowed, Candidate
 from torch_py_backend.tools.ranking import Prefer, Row
 from torch_py_backend.tools.tuning import Plan, Tuning
 
-# Rounding of float32, in another order of the sums. 16-bit types keep two or three digits.
+# Rounding of float32 with another order of sums; 16-bit types keep two or three digits.
 _MAX_ERROR = 1e-4
 _MAX_ERROR_REDUCED = 3e-2
 _ROUNDS, _ROUNDS_QUICK = 3, 1
 _SECONDS, _SECONDS_QUICK = 0.5, 0.2
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_INTERRUPTED = 130  # what a shell says of a command that Ctrl-C ended
+_INTERRUPTED = 130  # the exit code of a command that Ctrl-C stopped
 _OUT = Console(highlight=False, emoji=False, soft_wrap=True)
 _ERR = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
-# For the table, where a log or a pipe sets no width.
+# Of the table, if the output is not a terminal.
 _WIDTH = 100
 
 
-class _Stopped(Exception):  # noqa: N818  no error: the user's wish
+class _Stopped(Exception):  # noqa: N818  not an error
     """SIGTERM or Ctrl-C."""
 
 
 def tune(
     model: Annotated[Path, typer.Argument(help="The model's folder.")],
     prefer: Annotated[
-        Prefer, typer.Option(help="What is chosen by, among what is accurate enough.")
+        Prefer, typer.Option(help="The quantity that the choice maximizes or minimizes.")
     ] = Prefer.THROUGHPUT,
     max_error: Annotated[
         float | None,
         typer.Option(
-            help="The largest difference from eager that is accepted, relative to the output's"
+            help="The largest accepted difference from eager, relative to the output's"
             f" values. By default {_MAX_ERROR:g}; with --reduced-precision {_MAX_ERROR_REDUCED:g}."
         ),
     ] = None,
@@ -60,41 +60,41 @@ def tune(
     inputs: Annotated[
         Path | None,
         typer.Option(
-            help="Inputs by name, in safetensors; by default the model's example_inputs, else"
+            help="Inputs by name as safetensors; by default the model's example_inputs, else"
             " made-up values."
         ),
     ] = None,
     threads: Annotated[
-        str, typer.Option(help="Counts of threads to try, as 1,2,4; by default what fits.")
+        str, typer.Option(help="Numbers of threads to try: 1,2,4. By default those that fit.")
     ] = "",
     instances: Annotated[
-        str, typer.Option(help="Counts of instances to try, as 1,2; by default what fits.")
+        str, typer.Option(help="Numbers of instances to try: 1,2. By default those that fit.")
     ] = "",
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="The runtimes only, with one instance, measured once."),
+        typer.Option("--quick", help="Try the runtimes only, with one instance, once."),
     ] = False,
     rounds: Annotated[
-        int | None, typer.Option(min=1, help="How often each candidate is measured.")
+        int | None, typer.Option(min=1, help="Measurements of each candidate.")
     ] = None,
     timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds for each candidate in a round.")
+        float, typer.Option(min=1, help="Time limit of a candidate in a round, in seconds.")
     ] = 600.0,
     output: Annotated[
         Path | None,
         typer.Option(
-            help="Where tuned.json and tuned.png go; by default the model's folder, and with"
-            " --dry-run nowhere."
+            help="Folder of tuned.json and tuned.png; by default the model's folder, and none with"
+            " --dry-run."
         ),
     ] = None,
     json_path: Annotated[
-        Path | None, typer.Option("--json", help="Write this run's findings there, too.")
+        Path | None, typer.Option("--json", help="Also write this run's results to this file.")
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the change of config.pbtxt; write nothing.")
     ] = False,
 ) -> None:
-    """Measure runtimes, threads and instances for a model, and write the best into its config."""
+    """Measure runtimes, threads and instances for a model; write the best into its config."""
     if not model.is_dir():
         raise TuneError(f"{model} is not a folder; expected a model's folder.")
     allowed = Allowed(
@@ -115,16 +115,16 @@ def tune(
         seconds=_SECONDS_QUICK if quick else _SECONDS,
         timeout_s=timeout,
     )
-    keeping = _Keeping(output or (None if dry_run else folder), json_path, dry_run)
-    _refuse_before(plan, keeping)
+    results = _Results(output or (None if dry_run else folder), json_path, dry_run)
+    _check(plan, results)
     tuning, stopped = _measure(plan)
     choice = ranking.choose(tuning.rows, plan.max_error, plan.prefer) if tuning.screened else None
     if tuning.rows:
-        _keep(tuning, keeping, choice)
+        _save(tuning, results, choice)
     if choice is not None:
-        _write(plan, keeping, choice)
+        _write_config(plan, results, choice)
     elif not stopped:
-        raise _none_fits(tuning)
+        raise _no_choice(tuning)
     else:
         _OUT.print("stopped before every runtime was measured; config.pbtxt is as it was")
     raise typer.Exit(_INTERRUPTED if stopped else 0)
@@ -137,17 +137,17 @@ def _counts(option: str, text: str) -> tuple[int, ...]:
     return tuple(sorted({int(word) for word in words}))
 
 
-def _tolerance(given: float | None, allowed: Allowed) -> float:
-    if given is None:
+def _tolerance(max_error: float | None, allowed: Allowed) -> float:
+    if max_error is None:
         return _MAX_ERROR_REDUCED if allowed.reduced_precision else _MAX_ERROR
-    if not (math.isfinite(given) and given >= 0):
-        raise TuneError(f"--max-error is {given:g}; expected a number of at least 0, as 1e-4.")
-    return given
+    if not (math.isfinite(max_error) and max_error >= 0):
+        raise TuneError(f"--max-error is {max_error:g}; expected a number of at least 0, as 1e-4.")
+    return max_error
 
 
 @dataclass(frozen=True, slots=True)
-class _Keeping:
-    """Where the findings go; without a folder they are only printed."""
+class _Results:
+    """The folder of tuned.json and tuned.png, if they are written, and other outputs."""
 
     folder: Path | None
     json_path: Path | None
@@ -155,11 +155,11 @@ class _Keeping:
 
 
 def _document(folder: Path) -> dict[str, Any]:
-    """The model's config, completed as a server would."""
+    """Return the model's config, completed as by a server."""
     document = pbtxt.read(folder)
     if completion.needed(document):
-        given = pbtxt.arguments(folder, repository.latest(folder), document)
-        completion.complete(given, document)
+        arguments = pbtxt.arguments(folder, repository.latest(folder), document)
+        completion.complete(arguments, document)
     else:
         completion.decide(document, folder / repository.latest(folder))
     if document.get("model_transaction_policy", {}).get("decoupled"):
@@ -169,29 +169,29 @@ def _document(folder: Path) -> dict[str, Any]:
     return document
 
 
-def _refuse_before(plan: Plan, keeping: _Keeping) -> None:
-    """What would come out only after the measuring."""
+def _check(plan: Plan, results: _Results) -> None:
+    """Raise before the measurement, rather than after it, if the results cannot be written."""
     if plan.inputs is not None and not plan.inputs.is_file():
         raise TuneError(f"{plan.inputs} is not a file; expected inputs in safetensors.")
-    if plan.automatic and keeping.folder is not None and keeping.folder.resolve() != plan.folder:
+    if plan.automatic and results.folder is not None and results.folder.resolve() != plan.folder:
         raise TuneError(
             'config.pbtxt has OPTIMIZE "auto", which reads tuned.json in the model\'s folder;'
             " leave out --output, or change OPTIMIZE."
         )
     _edited(plan, plan.current())
-    if keeping.folder is not None:
-        tuned_settings.refuse_unwritable(keeping.folder)
-        tuned_settings.chosen(keeping.folder, "")  # a damaged tuned.json, too
-    if keeping.json_path is not None:
-        tuned_settings.refuse_unwritable(keeping.json_path.absolute().parent)
-    if not keeping.dry_run and not plan.automatic:
+    if results.folder is not None:
+        tuned_settings.refuse_unwritable(results.folder)
+        tuned_settings.chosen(results.folder, "")  # raises for a damaged tuned.json
+    if results.json_path is not None:
+        tuned_settings.refuse_unwritable(results.json_path.absolute().parent)
+    if not results.dry_run and not plan.automatic:
         tuned_settings.refuse_unwritable(plan.folder)
-    if keeping.folder is not None and not tuning_report.can_plot():
+    if results.folder is not None and not tuning_report.can_plot():
         _ERR.print("no plot: matplotlib is missing; pip install 'torch-py-backend[tune]'")
 
 
 def _measure(plan: Plan) -> tuple[Tuning, bool]:
-    """The measurements, and whether the user cut them short."""
+    """Return the measurements, and whether a signal stopped them."""
     columns = (
         TextColumn("{task.fields[step]}"),
         BarColumn(),
@@ -202,33 +202,36 @@ def _measure(plan: Plan) -> tuple[Tuning, bool]:
     with Progress(*columns, console=_ERR, transient=True, disable=not visible) as progress:
         bar = progress.add_task("the reference, in eager", total=None, step="")
 
-        def tell(candidate: Candidate, done: int, total: int) -> None:
+        def show(candidate: Candidate, done: int, total: int) -> None:
             step = f"{done + 1}/{total}"
             progress.update(bar, description=str(candidate), completed=done, total=total, step=step)
             if not visible:
                 _ERR.print(f"{step} {candidate}", markup=False)
 
-        tuning = Tuning(plan, tell)
-        before = {number: signal.signal(number, _stop) for number in _SIGNALS}
+        tuning = Tuning(plan, show)
+        for number in _SIGNALS:
+            signal.signal(number, _stop)
         try:
             tuning.run()
         except _Stopped:
             return tuning, True
         finally:
-            # From here on the findings are written, which a second Ctrl-C must not cut short.
-            for number in before:
-                signal.signal(number, signal.SIG_IGN)
+            _ignore_signals()  # a second Ctrl-C must not interrupt the writing of the results
     return tuning, False
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+    _ignore_signals()
     raise _Stopped
 
 
-def _keep(tuning: Tuning, keeping: _Keeping, choice: Row | None) -> None:
-    """Print the table; save it, unless it holds no choice and the one that is there does."""
+def _ignore_signals() -> None:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _save(tuning: Tuning, results: _Results, choice: Row | None) -> None:
+    """Print the table and save it, unless that would replace a choice by none."""
     plan = tuning.plan
     if not _OUT.is_terminal:
         _OUT.width = max(_OUT.width, _WIDTH)
@@ -237,31 +240,7 @@ def _keep(tuning: Tuning, keeping: _Keeping, choice: Row | None) -> None:
         _OUT.print(sentence, markup=False)
     _OUT.print(f"inputs: {tuning.inputs}; tolerance {plan.max_error:g}; by {plan.prefer.value}")
     machine = tuned_settings.machine()
-    entry = tuning_report.entry(machine, tuning.rows, choice, _conditions(tuning))
-    if keeping.json_path is not None:
-        tuned_settings.replace(keeping.json_path, json.dumps(entry, indent=2).encode())
-        _OUT.print(f"wrote {keeping.json_path}")
-    if keeping.folder is None:
-        return
-    if (
-        choice is None
-        and tuned_settings.chosen(keeping.folder, tuned_settings.fingerprint(machine)) is not None
-    ):
-        _OUT.print(
-            f"{keeping.folder / tuned_settings.FILE} keeps its earlier choice for this machine"
-        )
-        return
-    _OUT.print(f"wrote {tuned_settings.keep(keeping.folder, entry)}")
-    if tuning_report.can_plot():
-        path = keeping.folder / tuning_report.PLOT
-        title = f"{plan.document['name']} on {machine['processor']}, {machine['cores']} cores"
-        tuning_report.plot(path, title, tuning.rows, plan.max_error, choice)
-        _OUT.print(f"wrote {path}")
-
-
-def _conditions(tuning: Tuning) -> dict[str, Any]:
-    plan = tuning.plan
-    return {
+    conditions = {
         "inputs": tuning.inputs,
         "max_error": plan.max_error,
         "prefer": plan.prefer.value,
@@ -269,33 +248,51 @@ def _conditions(tuning: Tuning) -> dict[str, Any]:
         "seconds": plan.seconds,
         "allowed": asdict(plan.allowed),
     }
+    entry = tuning_report.entry(machine, tuning.rows, choice, conditions)
+    if results.json_path is not None:
+        tuned_settings.replace(results.json_path, json.dumps(entry, indent=2).encode())
+        _OUT.print(f"wrote {results.json_path}")
+    if results.folder is None:
+        return
+    fingerprint = tuned_settings.fingerprint(machine)
+    if choice is None and tuned_settings.chosen(results.folder, fingerprint) is not None:
+        _OUT.print(
+            f"{results.folder / tuned_settings.FILE} keeps its earlier choice for this machine"
+        )
+        return
+    _OUT.print(f"wrote {tuned_settings.keep(results.folder, entry)}")
+    if tuning_report.can_plot():
+        path = results.folder / tuning_report.PLOT
+        title = f"{plan.document['name']} on {machine['processor']}, {machine['cores']} cores"
+        tuning_report.plot(path, title, tuning.rows, plan.max_error, choice)
+        _OUT.print(f"wrote {path}")
 
 
 def _edited(plan: Plan, candidate: Candidate) -> tuple[str, str]:
-    """The text of config.pbtxt, and the text with a candidate's settings."""
+    """Return the text of config.pbtxt, and the text with a candidate's settings."""
     name = plan.folder.name
-    written = pbtxt.text(plan.folder)
-    config_editor.count(name, pbtxt.parse(name, written))
-    wished: dict[str, str | None] = {key: candidate.parameters.get(key) for key in TUNED}
-    return written, config_editor.edit(name, written, wished, candidate.instances)
+    text = pbtxt.text(plan.folder)
+    config_editor.count(name, pbtxt.parse(name, text))
+    parameters: dict[str, str | None] = {key: candidate.parameters.get(key) for key in TUNED}
+    return text, config_editor.edit(name, text, parameters, candidate.instances)
 
 
-def _write(plan: Plan, keeping: _Keeping, choice: Row) -> None:
+def _write_config(plan: Plan, results: _Results, choice: Row) -> None:
     path = plan.folder / "config.pbtxt"
     chosen = escape(str(choice.candidate))
     if plan.automatic:
-        takes = "would take" if keeping.folder is None else "takes"
+        takes = "would take" if results.folder is None else "takes"
         _OUT.print(
             f'{chosen}: OPTIMIZE "auto" {takes} it from {tuned_settings.FILE}; {path} is as it was'
         )
         return
-    written, edited = _edited(plan, choice.candidate)
-    if edited == written:
+    text, edited = _edited(plan, choice.candidate)
+    if edited == text:
         _OUT.print(f"{chosen}: {path} has these settings already")
         return
-    if keeping.dry_run:
+    if results.dry_run:
         lines = difflib.unified_diff(
-            written.splitlines(), edited.splitlines(), str(path), "tuned", lineterm=""
+            text.splitlines(), edited.splitlines(), str(path), "tuned", lineterm=""
         )
         _OUT.print("\n".join(lines), markup=False)
         return
@@ -303,8 +300,8 @@ def _write(plan: Plan, keeping: _Keeping, choice: Row) -> None:
     _OUT.print(f"{chosen}: written into {path}")
 
 
-def _none_fits(tuning: Tuning) -> TuneError:
-    """Why nothing was chosen, and what would change that."""
+def _no_choice(tuning: Tuning) -> TuneError:
+    """Return an error with the reason why nothing was chosen."""
     plan = tuning.plan
     measured = [row for row in tuning.rows if row.rounds]
     if not measured:

@@ -1,4 +1,4 @@
-"""What the commands do: check, tune, bench, profile, pack.
+"""The work of the commands check, tune, bench, profile and pack.
 
 Used by `cli` only.
 """

@@ -1,32 +1,31 @@
-"""Which settings are worth trying for a model on a machine: from facts to candidates."""
+"""The settings to try for a model on a machine."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch_py_backend.artifacts.discovery import Kind
 
-# The parameters that tuning decides, beside the count of instances.
+# The parameters that tuning chooses, beside the instance count.
 TUNED = ("OPTIMIZE", "TORCH_COMPILE_OPTIONAL_PARAMETERS", "BATCH_BUCKETS", "NUM_THREADS")
 AS_CONFIGURED = "as configured"
-_COMPILABLE = (Kind.MODULE, Kind.FACTORY, Kind.EXPORTED)
 # How many runtimes are tried with other counts of threads and instances.
 _FINALISTS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What is known of a model and its machine.
+    """Properties of a model and its machine.
 
     Attributes:
-        kind: what the artifact is.
+        kind: type of the artifact.
         images: whether an input has the four dimensions of a batch of images.
         gpu: whether the model runs on a GPU.
-        batched: whether it takes batches.
-        cores: cores of the processor that each process of an instance may have.
+        batched: whether the model has a batch dimension.
+        cores: cores that each process of an instance may use.
         memory_mb: free memory of the machine.
         divided: whether an instance is spread over several devices or processes.
     """
@@ -42,13 +41,13 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """What the user allows to try.
+    """The user's limits of the search.
 
     Attributes:
-        reduced_precision: also 16-bit types.
-        threads: intra-op threads of an instance; empty: what suits the machine.
-        instances: counts of instances; empty: what suits the machine.
-        quick: the runtimes only, each with one instance.
+        reduced_precision: whether 16-bit types are tried.
+        threads: numbers of intra-op threads of an instance; empty for the default.
+        instances: instance counts; empty for the default.
+        quick: whether only the runtimes are tried, each with one instance.
     """
 
     reduced_precision: bool = False
@@ -59,7 +58,7 @@ class Allowed:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """Settings to try: parameters of config.pbtxt, and how many instances at the same time."""
+    """Settings to try: parameters of config.pbtxt and an instance count."""
 
     title: str
     parameters: Mapping[str, str]
@@ -71,12 +70,17 @@ class Candidate:
 
     @property
     def runtime(self) -> dict[str, str]:
-        """The parameters that say how the model is run, not on how many threads."""
+        """The parameters without the number of threads."""
         return {key: value for key, value in self.parameters.items() if key != "NUM_THREADS"}
 
     @property
+    def settings(self) -> tuple[str, int]:
+        """A key that is equal for candidates of equal settings."""
+        return json.dumps(self.parameters, sort_keys=True), self.instances
+
+    @property
     def complexity(self) -> tuple[int, int]:
-        """What is smaller is simpler: less that can go wrong, fewer processes."""
+        """A key for sorting: the number of words in the parameters, then the instances."""
         words = sum(value.count(",") + 1 for value in self.runtime.values())
         return words, self.instances
 
@@ -85,150 +89,143 @@ class Candidate:
         return f"{self.title}, {self.threads} thread{plural} x {self.instances}"
 
 
+_EAGER = (Kind.MODULE, Kind.FACTORY, Kind.EXPORTED)
+_SCRIPT = (Kind.TORCHSCRIPT,)
+_AUTOCAST = tuple(kind for kind in Kind if kind is not Kind.AOTI)
+
+
 class _Runtime(NamedTuple):
-    """A way to run a model, and where it makes sense."""
+    """A way to run a model.
+
+    Attributes:
+        title: its name in the table.
+        kinds: the artifacts that can be run this way.
+        optimize: words of OPTIMIZE.
+        compiled: options of torch.compile; None without compilation.
+        buckets: BATCH_BUCKETS.
+        needs: the facts that must be true.
+        divisible: whether a divided model can be run this way; the config refuses the others.
+    """
 
     title: str
-    where: Callable[[Facts], bool]
+    kinds: tuple[Kind, ...]
     optimize: tuple[str, ...] = ()
     compiled: Mapping[str, Any] | None = None
     buckets: str = ""
+    needs: tuple[str, ...] = ()
+    divisible: bool = False
+
+    def suits(self, facts: Facts) -> bool:
+        """Whether the model can be run this way."""
+        return (
+            facts.kind in self.kinds
+            and all(getattr(facts, need) for need in self.needs)
+            and (self.divisible or not facts.divided)
+        )
 
     @property
     def parameters(self) -> dict[str, str]:
-        given = {
+        parameters = {
             "OPTIMIZE": ",".join(self.optimize),
             "BATCH_BUCKETS": self.buckets,
             "TORCH_COMPILE_OPTIONAL_PARAMETERS": ""
             if self.compiled is None
             else json.dumps(self.compiled),
         }
-        return {key: value for key, value in given.items() if value}
+        return {key: value for key, value in parameters.items() if value}
 
 
-def _plain(facts: Facts) -> bool:
-    return facts.kind in _COMPILABLE
-
-
-def _eager(facts: Facts) -> bool:
-    return _plain(facts) and not facts.divided  # else the config refuses it
-
-
-def _eager_images(facts: Facts) -> bool:
-    return _eager(facts) and facts.images
-
-
-def _eager_gpu(facts: Facts) -> bool:
-    return _eager(facts) and facts.gpu
-
-
-def _eager_batched(facts: Facts) -> bool:
-    return _eager(facts) and facts.batched
-
-
-def _torchscript(facts: Facts) -> bool:
-    return facts.kind is Kind.TORCHSCRIPT
-
-
-def _torchscript_images(facts: Facts) -> bool:
-    return _torchscript(facts) and facts.images
-
-
-def _aoti(facts: Facts) -> bool:
-    return facts.kind is Kind.AOTI
-
-
-def _autocast(facts: Facts) -> bool:
-    return not _aoti(facts) and not facts.divided
-
-
-# Small first: what is simple is measured even if the user loses patience.
-_FULL = (
-    _Runtime("eager", _plain),
-    _Runtime("TorchScript", _torchscript),
-    _Runtime("AOTInductor", _aoti),
-    _Runtime("channels_last", _eager_images, ("channels_last",)),
-    _Runtime("freeze", _torchscript, ("freeze",)),
-    _Runtime("freeze + channels_last", _torchscript_images, ("freeze", "channels_last")),
-    _Runtime("cuda_graphs", _eager_gpu, ("cuda_graphs",), buckets="auto"),
-    _Runtime("compile", _eager, (), {}),
-    _Runtime("compile + freeze", _eager, ("freeze",), {}),
-    _Runtime("compile + channels_last", _eager_images, ("channels_last",), {}),
-    _Runtime("compile, buckets", _eager_batched, (), {"dynamic": False}, "auto"),
-    _Runtime("compile + cuda_graphs", _eager_gpu, ("cuda_graphs",), {}, "auto"),
+# Simple ones first, so that an interrupted run has measured them.
+_FULL_PRECISION = (
+    _Runtime("eager", _EAGER, divisible=True),
+    _Runtime("TorchScript", _SCRIPT, divisible=True),
+    _Runtime("AOTInductor", (Kind.AOTI,), divisible=True),
+    _Runtime("channels_last", _EAGER, ("channels_last",), needs=("images",)),
+    _Runtime("freeze", _SCRIPT, ("freeze",), divisible=True),
+    _Runtime(
+        "freeze + channels_last",
+        _SCRIPT,
+        ("freeze", "channels_last"),
+        needs=("images",),
+        divisible=True,
+    ),
+    _Runtime("cuda_graphs", _EAGER, ("cuda_graphs",), None, "auto", ("gpu",)),
+    _Runtime("compile", _EAGER, (), {}),
+    _Runtime("compile + freeze", _EAGER, ("freeze",), {}),
+    _Runtime("compile + channels_last", _EAGER, ("channels_last",), {}, needs=("images",)),
+    _Runtime("compile, buckets", _EAGER, (), {"dynamic": False}, "auto", ("batched",)),
+    _Runtime("compile + cuda_graphs", _EAGER, ("cuda_graphs",), {}, "auto", ("gpu",)),
 )
-_REDUCED = (
-    _Runtime("bf16", _autocast, ("bf16",)),
-    _Runtime("freeze + bf16", _torchscript, ("freeze", "bf16")),
-    _Runtime("fp16", lambda facts: facts.gpu and _autocast(facts), ("fp16",)),
-    _Runtime("compile + bf16", _eager, ("bf16",), {}),
-    _Runtime("compile + freeze + bf16", _eager, ("freeze", "bf16"), {}),
-    _Runtime("compile + fp16", _eager_gpu, ("fp16",), {}),
+_REDUCED_PRECISION = (
+    _Runtime("bf16", _AUTOCAST, ("bf16",)),
+    _Runtime("freeze + bf16", _SCRIPT, ("freeze", "bf16"), divisible=True),
+    _Runtime("fp16", _AUTOCAST, ("fp16",), needs=("gpu",)),
+    _Runtime("compile + bf16", _EAGER, ("bf16",), {}),
+    _Runtime("compile + freeze + bf16", _EAGER, ("freeze", "bf16"), {}),
+    _Runtime("compile + fp16", _EAGER, ("fp16",), {}, needs=("gpu",)),
 )
 
 
 def screen(facts: Facts, allowed: Allowed, current: Candidate) -> list[Candidate]:
-    """Every runtime that makes sense, with one count of threads and one instance.
+    """Return every runtime that suits the model, with one number of threads and one instance.
 
     Args:
         facts: the model and the machine.
-        allowed: what the user allows.
+        allowed: the user's limits.
         current: the settings in config.pbtxt; they come first.
     """
-    table = _FULL + (_REDUCED if allowed.reduced_precision else ())
-    # Not all cores: where anything else runs beside the model, that is the slowest of all.
+    table = _FULL_PRECISION + (_REDUCED_PRECISION if allowed.reduced_precision else ())
+    # Not all cores: any other load on the machine would make that the slowest choice.
     counts = allowed.threads or (max(1, facts.cores // 2),)
     threads = {"NUM_THREADS": str(counts[len(counts) // 2])}
-    first = min(allowed.instances, default=1)
-    return _distinct(
-        [
-            current,
-            *(
-                Candidate(one.title, one.parameters | threads, first)
-                for one in table
-                if one.where(facts)
-            ),
-        ]
-    )
+    instances = min(allowed.instances, default=1)
+    suitable = [
+        Candidate(runtime.title, runtime.parameters | threads, instances)
+        for runtime in table
+        if runtime.suits(facts)
+    ]
+    return _distinct([current, *suitable])
 
 
 def spread(
     facts: Facts, allowed: Allowed, best: Sequence[Candidate], memory_mb: Mapping[str, float]
 ) -> list[Candidate]:
-    """The best runtimes, with other counts of threads and instances.
+    """Return the best runtimes with other counts of threads and instances.
 
     Args:
         facts: the model and the machine.
-        allowed: what the user allows.
+        allowed: the user's limits.
         best: the screened candidates, the best first.
-        memory_mb: what one instance of each takes, by its title: what cannot fit is not tried.
+        memory_mb: memory of one instance of each, by title; what does not fit is left out.
     """
     finalists: list[Candidate] = []
     for candidate in best:
-        if all(candidate.runtime != one.runtime for one in finalists):
+        if all(candidate.runtime != finalist.runtime for finalist in finalists):
             finalists.append(candidate)
     return _distinct(
-        Candidate(one.title, one.runtime | {"NUM_THREADS": str(threads)}, instances)
-        for one in finalists[:_FINALISTS]
+        Candidate(finalist.title, finalist.runtime | {"NUM_THREADS": str(threads)}, instances)
+        for finalist in finalists[:_FINALISTS]
         for threads, instances in _shares(facts, allowed)
-        if memory_mb.get(one.title, 0) * instances <= facts.memory_mb
+        if memory_mb.get(finalist.title, 0) * instances <= facts.memory_mb
     )
 
 
 def _shares(facts: Facts, allowed: Allowed) -> Iterator[tuple[int, int]]:
-    """Threads and instances that do not ask for more cores than there are."""
-    counts = allowed.threads or _halves(facts.cores)
+    """Yield numbers of threads and instances that need no more cores than there are."""
+    counts = allowed.threads
+    if not counts:  # all cores, half of them, and so on, down to one
+        counts = tuple(facts.cores >> power for power in range(facts.cores.bit_length()))
     for threads in counts:
         fitting = {1, max(1, facts.cores // threads)}
         if facts.gpu and not allowed.threads:
-            fitting = {1, 2}  # the processor hardly matters; two instances hide each other's gaps
+            fitting = {1, 2}  # cores hardly matter; two instances overlap on the GPU
         for instances in allowed.instances or sorted(fitting):
             if threads * instances <= facts.cores:
                 yield threads, instances
 
 
 def contradiction(facts: Facts, allowed: Allowed) -> str:
-    """Why nothing can be tried, as a clause; empty where something can."""
+    """Return why the limits leave nothing to try, as a clause; empty if they do not."""
     if any(True for _ in _shares(facts, allowed)):
         return ""
     return (
@@ -238,25 +235,11 @@ def contradiction(facts: Facts, allowed: Allowed) -> str:
     )
 
 
-def _halves(cores: int) -> list[int]:
-    """All cores, half of them, and so on, to one."""
-    counts = [cores]
-    while counts[-1] > 1:
-        counts.append(counts[-1] // 2)
-    return counts
-
-
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Each set of settings once; what config.pbtxt has goes by its own title."""
-    kept: list[Candidate] = []
+    """Drop repeated settings; a runtime's title replaces "as configured"."""
+    by_settings: dict[tuple[str, int], Candidate] = {}
     for candidate in candidates:
-        same = [
-            position
-            for position, one in enumerate(kept)
-            if (one.parameters, one.instances) == (candidate.parameters, candidate.instances)
-        ]
-        if not same:
-            kept.append(candidate)
-        elif kept[same[0]].title == AS_CONFIGURED:
-            kept[same[0]] = candidate
-    return kept
+        earlier = by_settings.setdefault(candidate.settings, candidate)
+        if earlier.title == AS_CONFIGURED:
+            by_settings[candidate.settings] = candidate
+    return list(by_settings.values())

@@ -1,121 +1,96 @@
-"""Parameters and the count of instances written into config.pbtxt; all else stays as it was.
+"""Edit parameters and the instance count in the text of a config.pbtxt; the rest stays as it is.
 
-The text is edited where a value stands, and the result is accepted only if Triton's own parser
-reads from it the old document with just these changes.
+Regular expressions find the values. The edited text is accepted only if Triton's parser reads the
+expected document from it.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.errors import ConfigError
 
-_TOKEN = re.compile(
-    r"""(?P<gap>\s+|\#[^\n]*)|(?P<string>"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
-    r"""|(?P<word>[^\s\#"'{}<>\[\]:,;]+)|(?P<mark>[{}<>\[\]:,;])""",
-    re.DOTALL,
+_STRING = r"""(?:"(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*')"""
+_COMMENT = re.compile(rf"({_STRING})|#[^\r\n]*")
+# One entry of the map `parameters`.
+_ENTRY = re.compile(
+    rf"[{{<]\s*key\s*:?\s*(?P<key>{_STRING})[\s,;]*(?:value\s*:?\s*[{{<]\s*string_value\s*:?\s*"
+    rf"(?P<value>{_STRING}(?:\s*{_STRING})*)[\s,;]*[}}>][\s,;]*)?[}}>]"
 )
-_CLOSING = {"{": "}", "<": ">"}
+# What precedes the entry in a field of one entry, and what follows it with and without brackets.
+_FIELD = re.compile(r"\bparameters\s*:?\s*(?P<bracket>\[\s*)?$")
+_END_OF_LIST = re.compile(r"\s*\](?:\s*[,;])?")
+_SEPARATOR = re.compile(r"(?:\s*[,;])?")
+_GROUP = re.compile(r"\binstance_group\s*:?\s*\[?\s*[{<]")
+# A count after any fields of the group, messages (two deep) included.
+_COUNT = re.compile(
+    r"(?:[^{}<>]|[{<](?:[^{}<>]|[{<][^{}<>]*[}>])*[}>])*?\bcount\s*:\s*(?P<count>\d+)"
+)
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
-    text: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """A value's place in the text; a message has fields, a list has elements."""
-
-    start: int
-    end: int
-    fields: tuple[_Field, ...] = ()
-    elements: tuple[_Value, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """A field's place in the text, its separator included."""
-
-    name: str
-    start: int
-    end: int
-    value: _Value
-
-    @property
-    def values(self) -> Sequence[_Value]:
-        """What it holds, whether written as a list or alone."""
-        return self.value.elements or (self.value,)
-
-
-@dataclass(frozen=True, slots=True)
-class _Edit:
-    start: int
-    end: int
-    text: str
-
-
-def edit(
-    model: str, written: str, parameters: Mapping[str, str | None], instances: int | None
-) -> str:
-    """The text of a config.pbtxt with other settings.
+def edit(model: str, text: str, parameters: Mapping[str, str | None], instances: int | None) -> str:
+    """Return the text of a config.pbtxt with other settings.
 
     Args:
         model: the model's name.
-        written: the text as it is.
-        parameters: values by key; None takes the parameter out. Another key of the same meaning
-            is taken out, too.
-        instances: the count of its instance group; None: as it is.
+        text: the current text.
+        parameters: values by key; None removes the parameter. Other keys of the same meaning are
+            removed, too.
+        instances: the count of the instance group; None keeps it.
 
     Raises:
-        ConfigError: the text is no config.pbtxt, or is written in a way that this cannot edit.
+        ConfigError: the text is not a config.pbtxt, or is written in a way that cannot be edited.
     """
-    before = pbtxt.parse(model, written)
-    wished = _with_other_keys(parameters)
-    expected = _changed(model, before, wished, instances)
+    aliases = {row.key: row.also for row in TABLE}
+    removed = {alias: None for key in parameters for alias in aliases.get(key, ())}
+    changes: dict[str, str | None] = {**removed, **parameters}
+    before = pbtxt.parse(model, text)
+    expected = _expected(model, before, changes, instances)
     if expected == before:
-        return written
+        return text
+    edited = text
+    for key, value in changes.items():
+        edited = _remove(edited, key) if value is None else _set(edited, key, value)
+    if instances is not None and instances != count(model, before):
+        edited = _set_count(edited, instances)
     try:
-        text = _edited(written, wished, instances, before)
-        reached = pbtxt.parse(model, text) == expected
-    except (ConfigError, IndexError):  # the tokens ended early: Triton reads some text otherwise
-        reached = False
-    if not reached:
+        accepted = pbtxt.parse(model, edited) == expected
+    except ConfigError:
+        accepted = False
+    if not accepted:
         raise ConfigError(
             model,
             "config.pbtxt is written in a way that cannot be edited without changing more",
-            cure=f"Write this into it yourself: {_by_hand(parameters, instances)}",
+            cure=f"Write this into it yourself: {_manual_change(parameters, instances)}",
         )
-    return text
+    return edited
 
 
-def _edited(
-    text: str, parameters: Mapping[str, str | None], instances: int | None, before: Any
-) -> str:
-    # One change after another: each finds its places in the text that the last one left.
-    for key, value in parameters.items():
-        text = _set_parameter(text, key, value)
-    return text if instances is None else _set_instances(text, instances, before)
+def count(model: str, config: Any) -> int:
+    """Return the count of a config's only instance group; 1 if it is not set.
+
+    Raises:
+        ConfigError: there are several instance groups.
+    """
+    if len(config.instance_group) > 1:
+        raise ConfigError(
+            model,
+            f"config.pbtxt has {len(config.instance_group)} instance groups",
+            expected="one, whose count can be chosen",
+            cure="Leave one of them, or set the counts yourself.",
+        )
+    return (config.instance_group[0].count if config.instance_group else 0) or 1
 
 
-def _with_other_keys(parameters: Mapping[str, str | None]) -> dict[str, str | None]:
-    also = {row.key: row.also for row in TABLE}
-    others = {other: None for key in parameters for other in also.get(key, ())}
-    return {**others, **parameters}
-
-
-def _changed(
+def _expected(
     model: str, before: Any, parameters: Mapping[str, str | None], instances: int | None
 ) -> Any:
-    """The document that the edited text must parse to."""
+    """Return the document that the edited text must parse to."""
     after = type(before)()
     after.CopyFrom(before)
     for key, value in parameters.items():
@@ -129,24 +104,7 @@ def _changed(
     return after
 
 
-def count(model: str, message: Any) -> int:
-    """The count of a config's one instance group; 1 where it says none.
-
-    Raises:
-        ConfigError: there are several.
-    """
-    if len(message.instance_group) > 1:
-        raise ConfigError(
-            model,
-            f"config.pbtxt has {len(message.instance_group)} instance groups",
-            expected="one, whose count can be chosen",
-            cure="Leave one of them, or set the counts yourself.",
-        )
-    found = message.instance_group[0].count if message.instance_group else 0
-    return found or 1
-
-
-def _by_hand(parameters: Mapping[str, str | None], instances: int | None) -> str:
+def _manual_change(parameters: Mapping[str, str | None], instances: int | None) -> str:
     lines = [
         _parameter(key, value) if value is not None else f"no {key}"
         for key, value in parameters.items()
@@ -165,170 +123,65 @@ def _quoted(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-# --- changes ---------------------------------------------------------------------------------
+def _blanked(text: str) -> str:
+    """Return the text with comments replaced by as many spaces."""
+    return _COMMENT.sub(lambda match: match[1] or " " * len(match[0]), text)
 
 
-def _set_parameter(text: str, key: str, value: str | None) -> str:
-    edits: list[_Edit] = []
-    for field in _top(text, "parameters"):
-        found = [one for one in field.values if _key(text, one) == key]
-        if value is None:
-            edits += _removal(text, field, found)
+def _entries(text: str, key: str) -> list[re.Match[str]]:
+    return [match for match in _ENTRY.finditer(_blanked(text)) if match["key"][1:-1] == key]
+
+
+def _set(text: str, key: str, value: str) -> str:
+    entries = _entries(text, key)
+    for entry in reversed(entries):
+        if entry["value"] is None:
+            end = entry.end("key")
+            text = f"{text[:end]} value {{ string_value: {_quoted(value)} }}{text[end:]}"
         else:
-            edits += [_new_value(text, one, key, value) for one in found]
-    if edits or value is None:
-        return _apply(text, edits)
-    return _append(text, _parameter(key, value))
+            text = text[: entry.start("value")] + _quoted(value) + text[entry.end("value") :]
+    return text if entries else _append(text, _parameter(key, value))
 
 
-def _key(text: str, entry: _Value) -> str | None:
-    for field in entry.fields:
-        if field.name == "key":
-            return text[field.value.start + 1 : field.value.end - 1]
-    return None
+def _remove(text: str, key: str) -> str:
+    while entries := _entries(text, key):
+        start, end = entries[0].span()
+        blanked = _blanked(text)
+        field = _FIELD.search(blanked, 0, start)
+        closing = _END_OF_LIST if field is not None and field["bracket"] else _SEPARATOR
+        rest = closing.match(blanked, end)
+        if field is not None and rest is not None:  # the field's only entry
+            text = _without_lines(text, field.start(), rest.end())
+        elif blanked[end:].lstrip().startswith(","):
+            text = _without_lines(text, start, blanked.index(",", end) + 1)
+        else:  # the last entry of a list: with the comma before it
+            comma = blanked.rfind(",", 0, start)
+            text = _without_lines(text, start, end)
+            text = text[: max(comma, 0)] + text[comma + 1 :]
+    return text
 
 
-def _new_value(text: str, entry: _Value, key: str, value: str) -> _Edit:
-    for outer in entry.fields:
-        for inner in outer.value.fields if outer.name == "value" else ():
-            if inner.name == "string_value":
-                return _Edit(inner.value.start, inner.value.end, _quoted(value))
-    opened, closed = text[entry.start], text[entry.end - 1]
-    inside = f' key: "{key}" value {{ string_value: {_quoted(value)} }} '
-    return _Edit(entry.start, entry.end, f"{opened}{inside}{closed}")
-
-
-def _removal(text: str, field: _Field, found: Sequence[_Value]) -> list[_Edit]:
-    if not found:
-        return []
-    if len(found) == len(field.values):
-        return [_whole_lines(text, field.start, field.end)]
-    edits = []
-    for one in found:
-        comma = _next_comma(text, one.end)
-        if comma is not None:
-            edits.append(_whole_lines(text, one.start, comma))
-        else:  # the last of the list: the comma before it goes, too, wherever that stands
-            edits.append(_whole_lines(text, one.start, one.end))
-    kept = [one for one in field.values if one not in found]
-    if field.values[-1] in found:
-        end = _next_comma(text, kept[-1].end)
-        if end is not None and not any(edit.start < end <= edit.end for edit in edits):
-            edits.append(_Edit(end - 1, end, ""))
-    return edits
-
-
-def _next_comma(text: str, start: int) -> int | None:
-    """The end of the comma that comes next, if nothing but a gap comes before it."""
-    token = next(_tokens(text, start), None)
-    return token.end if token is not None and token.text == "," else None
-
-
-def _whole_lines(text: str, start: int, end: int) -> _Edit:
-    """A removal that leaves no blank line behind."""
+def _without_lines(text: str, start: int, end: int) -> str:
+    """Return the text without a part, and without the line break if nothing else is on the line."""
     line = text.rfind("\n", 0, start) + 1
-    rest = re.compile(r"[ \t]*\r?\n?").match(text, end)
-    if rest is not None and not text[line:start].strip() and rest[0].endswith("\n"):
-        return _Edit(line, rest.end(), "")
-    return _Edit(start, end, "")
+    rest = re.compile(r"[ \t]*\r?\n").match(text, end)
+    if rest is not None and not text[line:start].strip():
+        start, end = line, rest.end()
+    return text[:start] + text[end:]
 
 
-def _set_instances(text: str, instances: int, before: Any) -> str:
-    found = [group for field in _top(text, "instance_group") for group in field.values]
-    if not before.instance_group:
-        return (
-            text if instances == 1 else _append(text, f"instance_group [{{ count: {instances} }}]")
-        )
-    counts = [field for field in found[0].fields if field.name == "count"]
-    if counts:
-        place = counts[-1].value
-        return _apply(text, [_Edit(place.start, place.end, str(instances))])
-    if instances == 1:
-        return text
-    inside = found[0].start + 1
-    return _apply(text, [_Edit(inside, inside, f" count: {instances}")])
+def _set_count(text: str, instances: int) -> str:
+    blanked = _blanked(text)
+    group = _GROUP.search(blanked)
+    if group is None:
+        return _append(text, f"instance_group [{{ count: {instances} }}]")
+    match = _COUNT.match(blanked, group.end())
+    if match is None:
+        return f"{text[: group.end()]} count: {instances}{text[group.end() :]}"
+    return text[: match.start("count")] + str(instances) + text[match.end("count") :]
 
 
 def _append(text: str, line: str) -> str:
     newline = "\r\n" if "\r\n" in text else "\n"
     gap = "" if not text or text.endswith("\n") else newline
     return f"{text}{gap}{line}{newline}"
-
-
-def _apply(text: str, edits: Sequence[_Edit]) -> str:
-    for one in sorted(edits, key=lambda edit: edit.start, reverse=True):
-        text = text[: one.start] + one.text + text[one.end :]
-    return text
-
-
-# --- places ----------------------------------------------------------------------------------
-
-
-def _top(text: str, name: str) -> list[_Field]:
-    """The fields of this name at the top of the document, in order."""
-    reader = _Reader(list(_tokens(text, 0)))
-    return [field for field in reader.message("") if field.name == name]
-
-
-def _tokens(text: str, start: int) -> Iterator[_Token]:
-    while start < len(text):
-        match = _TOKEN.match(text, start)
-        if match is None:
-            return  # what comes out is not what was expected, and is refused
-        if match.lastgroup != "gap":
-            yield _Token(match[0], match.start(), match.end())
-        start = match.end()
-
-
-class _Reader:
-    """Places of fields and values in the tokens of a text that Triton's parser has accepted."""
-
-    def __init__(self, tokens: Sequence[_Token]) -> None:
-        self._tokens = tokens
-        self._position = 0
-
-    def _next(self) -> str:
-        more = self._position < len(self._tokens)
-        return self._tokens[self._position].text if more else ""
-
-    def _take(self) -> _Token:
-        self._position += 1
-        return self._tokens[self._position - 1]
-
-    def message(self, closing: str) -> tuple[_Field, ...]:
-        """Fields up to this mark; the mark is left."""
-        fields = []
-        while self._next() not in (closing, ""):
-            fields.append(self._field())
-        return tuple(fields)
-
-    def _field(self) -> _Field:
-        name = self._take()
-        if name.text == "[":  # the name of an extension, which is in brackets
-            while self._take().text != "]":
-                pass
-        if self._next() == ":":
-            self._take()
-        value = self._value()
-        end = self._take().end if self._next() in (",", ";") else value.end
-        return _Field(name.text, name.start, end, value)
-
-    def _value(self) -> _Value:
-        first = self._take()
-        if first.text in _CLOSING:
-            fields = self.message(_CLOSING[first.text])
-            return _Value(first.start, self._take().end, fields=fields)
-        if first.text == "[":
-            return self._list(first)
-        end = first.end
-        while first.text[0] in "\"'" and self._next()[:1] in ('"', "'"):
-            end = self._take().end  # strings that stand side by side are one
-        return _Value(first.start, end)
-
-    def _list(self, first: _Token) -> _Value:
-        elements = []
-        while self._next() != "]":
-            elements.append(self._value())
-            if self._next() == ",":
-                self._take()
-        return _Value(first.start, self._take().end, elements=tuple(elements))

@@ -1,4 +1,4 @@
-"""A model, loaded and warmed up without a server: what it takes, and what is wrong with it."""
+"""Load a model without a server and describe its signature, options and warnings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_py_backend.startup import builder, warmup
 
 
 class _Collector(logging.Handler):
-    """Warnings, as a list of sentences."""
+    """A log handler that collects warnings."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -27,17 +27,17 @@ class _Collector(logging.Handler):
 
 
 def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
-    """Load and warm up a model; run in a child process, for the model's own code runs here.
+    """Load and warm up a model; to be run in a child process, because it runs the model's code.
 
     Args:
-        arguments: what Triton passes to `initialize`.
+        arguments: Triton's arguments of `initialize`.
 
     Returns:
-        artifact, weights, signature, what binds inputs to arguments, inputs, outputs,
-        max_batch_size, options in force, warnings: as JSON.
+        Artifact, weights, signature, the rule that binds inputs to arguments, inputs, outputs,
+        max_batch_size, options in force and warnings, as JSON.
 
     Raises:
-        LoadError: it cannot be served; the message says why.
+        LoadError: the model cannot be served.
     """
     collector = _Collector()
     logger = logging.getLogger("torch_py_backend")
@@ -45,31 +45,34 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     logger.propagate = False
     settings = tuned_settings.apply(model_config.parse(arguments))
     share = threads.budget(settings)
-    made = builder.build(settings, share)
+    engine = builder.build(settings, share)
     if settings.options.warmup is not False:
-        with runtime.mode(made.config.options):
-            warmup.run(made)
-    made.leave()
-    brought = [spec.name for spec in made.config.inputs if spec.origin is Origin.CLIENT]
-    # The inputs of hooks are those of their own methods.
-    rule = "" if made.hooks else binding.rule(brought, made.loaded.signature).value
+        with runtime.mode(engine.config.options):
+            warmup.run(engine)
+    engine.leave()
+    sent = [spec.name for spec in engine.config.inputs if spec.origin is Origin.CLIENT]
+    # Inputs of hooks are bound to the hooks' own methods.
+    rule = "" if engine.hooks else binding.rule(sent, engine.loaded.signature).value
     artifact = discovery.find(settings)
-    if artifact.fallback is not None and made.kind is not artifact.kind:
-        artifact = artifact.fallback  # the package was built for another machine
+    if artifact.fallback is not None and engine.kind is not artifact.kind:
+        artifact = artifact.fallback  # the package is for another machine
     return {
         "artifact": f"{artifact.path.name}: {artifact.kind.value}",
-        "weights": str(made.sharing),
-        "signature": made.signature,
-        "hooks": str(made.hooks or ""),
+        "weights": str(engine.sharing),
+        "signature": engine.signature,
+        "hooks": str(engine.hooks or ""),
         "binding": rule,
         "inputs": [
-            *(f"{_told(spec)} → {made.places[spec.name]}" for spec in made.config.inputs),
-            *(f"{one.input} (state) → {made.places[one.input]}" for one in settings.carried),
-            *(f"{one} → {made.places[one.name]}" for one in settings.batch_inputs),
+            *(f"{_described(spec)} → {engine.places[spec.name]}" for spec in engine.config.inputs),
+            *(
+                f"{state.input} (state) → {engine.places[state.input]}"
+                for state in settings.carried
+            ),
+            *(f"{spec} → {engine.places[spec.name]}" for spec in settings.batch_inputs),
         ],
         "outputs": [
-            *map(_told, settings.outputs),
-            *(f"{one.output} (state)" for one in settings.carried),
+            *map(_described, settings.outputs),
+            *(f"{state.output} (state)" for state in settings.carried),
         ],
         "max_batch_size": settings.max_batch_size,
         "threads": {"intra_op": share.intra_op, "inter_op": share.inter_op},
@@ -82,5 +85,5 @@ def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def _told(spec: TensorSpec) -> str:
+def _described(spec: TensorSpec) -> str:
     return str(spec) if spec.origin is Origin.CLIENT else f"{spec} ({spec.origin.value})"

@@ -1,11 +1,11 @@
-"""Load on a server, in a closed or an open loop, and what became of the requests.
+"""Closed and open loads on a server, and the results of their requests.
 
-A closed loop keeps a number of requests outstanding: the next one is sent when an answer came. An
-open loop sends at times that were drawn before it started, whatever the server does, and a latency
-counts from the time at which its request was due: a server that stalls is charged with all the
-requests that it kept waiting, and not with one ("coordinated omission").
+A closed loop keeps a number of requests outstanding: each response is followed by the next request.
+An open loop sends requests at times that are drawn before it starts, whatever the server does. Its
+latencies count from the time at which a request was due, so that a stall of the server counts for
+every request that it delayed, and not for one only ("coordinated omission").
 
-What is sent is any function that returns an awaitable; the loops know no protocol.
+The loops know no protocol: any function that returns an awaitable can send the requests.
 """
 
 from __future__ import annotations
@@ -25,25 +25,26 @@ from numpy.typing import NDArray
 from torch_py_backend.errors import BackendError, brief
 
 Send = Callable[[], Awaitable[object]]
-"""Sends one request and waits for its answer; raises what went wrong."""
+"""A function that sends one request and waits for its response, or raises."""
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """So many requests outstanding at any time."""
+    """A fixed number of outstanding requests."""
 
     concurrency: int
 
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """So many requests a second on average, at the times of a Poisson process.
+    """A rate of requests per second, at the times of a Poisson process.
 
     Attributes:
-        rate: requests a second.
-        seed: of the times; equal seeds give equal times.
-        outstanding: requests sent and not answered at most. Those that are due beyond that wait,
-            and their latency counts on: an overload must not use up this process.
+        rate: mean number of requests per second.
+        seed: seed of the times.
+        outstanding: the most requests that are sent and not answered, which bounds the memory of
+            this process in an overload. Further requests wait; their latency counts from when
+            they were due.
     """
 
     rate: float
@@ -51,9 +52,9 @@ class Open:
     outstanding: int = 1024
 
     def schedule(self, seconds: float) -> list[float]:
-        """When requests are due, in seconds from the start."""
+        """Return the times at which requests are due, in seconds from the start."""
         random = np.random.default_rng(self.seed)
-        # A Poisson process: so many events as the distribution says, each at any time alike.
+        # A Poisson process: a Poisson number of events, at uniformly distributed times.
         times = random.uniform(0, seconds, random.poisson(self.rate * seconds))
         due: list[float] = np.sort(times).tolist()
         return due
@@ -64,16 +65,16 @@ Load: TypeAlias = Closed | Open
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of the requests of one run. Times are in seconds.
+    """The results of the requests of one run. Times are in seconds.
 
     Attributes:
-        seconds: how long the load lasted, the wait for the last answer included.
-        latencies: of the requests that were answered, in the order of their answers.
-        unanswered: the ages of those that were due and had no answer when the run ended.
-        errors: how many requests failed.
-        first_error: what the first of them said.
-        busy: the share of a core that this process used; near 1 it was this process, and not
-            the server, that set the figures.
+        seconds: duration of the load, including the wait for the last response.
+        latencies: latencies of the answered requests, in the order of their responses.
+        unanswered: ages of the requests that were due and unanswered at the end of the run.
+        errors: number of failed requests.
+        first_error: message of the first of them.
+        busy: the share of a core that this process used. Near 1, this process limits the figures,
+            not the server.
     """
 
     seconds: float
@@ -85,18 +86,18 @@ class Result:
 
     @property
     def throughput(self) -> float:
-        """Answers a second."""
+        """Responses per second."""
         return len(self.latencies) / self.seconds
 
     def percentiles(self, *shares: float) -> list[float]:
-        """The latencies that these percentages of the requests did not exceed; nan if none came.
+        """Return percentiles of the latencies; nan without any request.
 
-        An unanswered request takes part with its age: its latency would have been no less.
+        An unanswered request counts with its age, the least that its latency can be.
         """
-        known = np.concatenate([self.latencies, self.unanswered])
-        if not known.size:
+        times = np.concatenate([self.latencies, self.unanswered])
+        if not times.size:
             return [float("nan")] * len(shares)
-        values: list[float] = np.percentile(known, shares).tolist()
+        values: list[float] = np.percentile(times, shares).tolist()
         return values
 
 
@@ -111,18 +112,21 @@ async def run(
     """Put a load on a server.
 
     Args:
-        send: what sends one request.
-        load: when requests are sent.
+        send: function that sends one request.
+        load: the load.
         seconds: how long new requests are sent; above 0.
-        stop: ends the load when it is set; the result then tells of the time until there.
-        patience: seconds to wait, after that, for answers that are still due.
+        stop: event that ends the load early; the result covers the time until then.
+        patience: seconds to wait at the end for outstanding responses.
     """
     clock = asyncio.get_running_loop().time
     start, cpu = clock(), time.process_time()
     record = _Record(send, clock, end=start + seconds)
     driver = _closed(record, load) if isinstance(load, Closed) else _open(record, load, seconds)
     work = asyncio.ensure_future(driver)
-    await _until(work, stop, seconds)
+    stopped = asyncio.ensure_future((stop or asyncio.Event()).wait())
+    futures: set[asyncio.Future[Any]] = {work, stopped}
+    await asyncio.wait(futures, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
     if not work.done():
         record.end = min(record.end, clock())
         await asyncio.wait({work}, timeout=patience)
@@ -143,7 +147,7 @@ async def run(
 
 
 class _Record:
-    """The requests of one run: begun, answered, failed. `end` is when no new ones are sent."""
+    """The requests of one run; no requests are sent after the time `end`."""
 
     def __init__(self, send: Send, clock: Callable[[], float], end: float) -> None:
         self.clock = clock
@@ -155,18 +159,19 @@ class _Record:
         self.scheduled: deque[float] = deque()
         self._send = send
         self._outstanding: dict[int, float] = {}
-        self._begun = 0
+        self._sent = 0
 
     async def request(self, due: float) -> None:
-        """One request; its latency counts from when it was due."""
-        self._begun = number = self._begun + 1
+        """Send one request; its latency counts from when it was due."""
+        self._sent = number = self._sent + 1
         self._outstanding[number] = due
         try:
             await self._send()
-        except Exception as error:  # whatever a client raises is a failed request
+        except Exception as error:  # any exception of a client is a failed request
             self.errors += 1
-            self.first_error = self.first_error or _sentence(error)
-            await asyncio.sleep(0)  # what fails at once must not keep the others from running
+            message = str(error) if isinstance(error, BackendError) else brief(error)
+            self.first_error = self.first_error or message
+            await asyncio.sleep(0)  # lets other tasks run if requests fail immediately
         else:
             self.last = self.clock()
             self.latencies.append(self.last - due)
@@ -174,30 +179,18 @@ class _Record:
             del self._outstanding[number]
 
     def ages(self) -> list[float]:
-        """How long ago those without an answer were due."""
+        """Return the ages of the unanswered requests that were due."""
         now = self.clock()
         waiting = (*self._outstanding.values(), *self.scheduled)
         return [now - due for due in waiting if due <= self.end]
 
 
-def _sentence(error: Exception) -> str:
-    return str(error) if isinstance(error, BackendError) else brief(error)
-
-
-async def _until(work: asyncio.Future[None], stop: asyncio.Event | None, seconds: float) -> None:
-    """Wait for the first of the three."""
-    stopped = asyncio.ensure_future((stop or asyncio.Event()).wait())
-    first: set[asyncio.Future[Any]] = {work, stopped}
-    await asyncio.wait(first, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
-    stopped.cancel()
-
-
 async def _closed(record: _Record, load: Closed) -> None:
-    async def one_after_another() -> None:
+    async def send_in_turn() -> None:
         while (now := record.clock()) < record.end:
             await record.request(now)
 
-    await asyncio.gather(*(one_after_another() for _ in range(load.concurrency)))
+    await asyncio.gather(*(send_in_turn() for _ in range(load.concurrency)))
 
 
 async def _open(record: _Record, load: Open, seconds: float) -> None:
@@ -206,7 +199,7 @@ async def _open(record: _Record, load: Open, seconds: float) -> None:
     free = asyncio.Semaphore(load.outstanding)
     tasks: set[asyncio.Task[None]] = set()
 
-    def ended(task: asyncio.Task[None]) -> None:
+    def on_done(task: asyncio.Task[None]) -> None:
         tasks.discard(task)
         free.release()
 
@@ -214,11 +207,11 @@ async def _open(record: _Record, load: Open, seconds: float) -> None:
         while record.scheduled and record.scheduled[0] < record.end:
             if (delay := record.scheduled[0] - record.clock()) > 0:
                 await asyncio.sleep(delay)
-                continue  # the end may have come meanwhile
+                continue  # the load may have ended
             await free.acquire()
             task = asyncio.create_task(record.request(record.scheduled.popleft()))
             tasks.add(task)
-            task.add_done_callback(ended)
+            task.add_done_callback(on_done)
         await asyncio.gather(*tasks)
     finally:
         for task in tasks:
@@ -226,7 +219,10 @@ async def _open(record: _Record, load: Open, seconds: float) -> None:
 
 
 class _FineSelector(selectors.EpollSelector):
-    """epoll waits for whole milliseconds; select, on epoll's own descriptor, for microseconds."""
+    """A selector with time-outs in microseconds: select() on the descriptor of epoll.
+
+    epoll itself rounds time-outs up to milliseconds.
+    """
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is not None and timeout > 0:
@@ -236,5 +232,5 @@ class _FineSelector(selectors.EpollSelector):
 
 
 def event_loop() -> asyncio.AbstractEventLoop:
-    """An event loop for open loads: asyncio's own sends each request up to 1 ms late."""
+    """Return an event loop for open loads; asyncio's own sends requests up to 1 ms late."""
     return asyncio.SelectorEventLoop(_FineSelector())

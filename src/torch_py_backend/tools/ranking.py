@@ -1,22 +1,22 @@
-"""What was measured becomes rows; which row is chosen, and which no other row beats."""
+"""Rows of measurements, their order, the choice and the Pareto front."""
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from torch_py_backend.tools.candidates import Candidate
 
-# Below the first a difference is none, whatever the spread of a few rounds says; above the second
-# it is one, for a single disturbed round makes a spread as wide as one likes.
+# A difference below the first share is always noise, whatever the spread of a few rounds; one above
+# the second never is, because a single disturbed round can make the spread arbitrarily wide.
 _NOISE, _MOST_NOISE = 0.03, 0.1
 
 
 class Prefer(enum.Enum):
-    """What a better candidate has more of."""
+    """The quantity by which candidates are chosen."""
 
     THROUGHPUT = "throughput"
     LATENCY = "latency"
@@ -24,16 +24,16 @@ class Prefer(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One round of a candidate, its instances taken together.
+    """One round of a candidate with all its instances.
 
     Attributes:
         latency_ms: median of calls with one row.
-        p99_ms: the time that one call in a hundred exceeds.
-        throughput: rows a second, by the rows of a batch.
-        memory_mb: proportional set size of its processes.
-        device_memory_mb: memory taken on the GPU.
+        p99_ms: 99th percentile of calls with one row.
+        throughput: rows per second by batch size.
+        memory_mb: proportional set size of the processes.
+        device_memory_mb: reserved memory on the GPU.
         error: the largest difference from eager, see `trial`.
-        load_s: from the start of the load to the end of the warm-up.
+        load_s: seconds from the start of the load to the end of the warm-up.
     """
 
     latency_ms: float
@@ -47,10 +47,17 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A candidate and what its rounds say together: medians, and how far they lie apart.
+    """The medians of a candidate's rounds.
 
-    `latency_spread` and `throughput_spread` are half the distance of the extremes over the median.
-    The load is that of the first round, when nothing is in a cache; the error the largest.
+    Attributes:
+        latency_spread: half the distance of the extremes, divided by the median.
+        batch: the batch size of the highest throughput.
+        throughput: rows per second at that batch size.
+        throughput_spread: as `latency_spread`.
+        by_batch: throughput by batch size.
+        error: the largest error of the rounds.
+        load_s: seconds of the first round, in which caches are empty.
+        failure: message of the round that failed.
     """
 
     candidate: Candidate
@@ -69,34 +76,34 @@ class Row:
     failure: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"by_batch": {str(key): value for key, value in self._batches()}}
-
-    def _batches(self) -> list[tuple[int, float]]:
-        return sorted((self.by_batch or {}).items())
+        """Return the row as JSON."""
+        batches = sorted((self.by_batch or {}).items())
+        return asdict(self) | {"by_batch": {str(size): value for size, value in batches}}
 
 
 def row(candidate: Candidate, rounds: Sequence[Measured], failure: str = "") -> Row:
-    """The rounds of a candidate as one row. One that has failed once has failed."""
+    """Return a candidate's rounds as one row; one failed round makes it a failure."""
     if failure or not rounds:
         return Row(candidate, failure=failure)
     by_batch = {
-        size: median(one.throughput[size] for one in rounds) for size in rounds[0].throughput
+        size: median(measured.throughput[size] for measured in rounds)
+        for size in rounds[0].throughput
     }
     best = max(by_batch, key=lambda size: by_batch[size])
-    latencies = [one.latency_ms for one in rounds]
+    latencies = [measured.latency_ms for measured in rounds]
     return Row(
         candidate,
         rounds=len(rounds),
         latency_ms=median(latencies),
-        p99_ms=median(one.p99_ms for one in rounds),
+        p99_ms=median(measured.p99_ms for measured in rounds),
         latency_spread=_spread(latencies),
         batch=best,
         throughput=by_batch[best],
-        throughput_spread=_spread([one.throughput[best] for one in rounds]),
+        throughput_spread=_spread([measured.throughput[best] for measured in rounds]),
         by_batch=by_batch,
-        memory_mb=median(one.memory_mb for one in rounds),
-        device_memory_mb=median(one.device_memory_mb for one in rounds),
-        error=max(one.error for one in rounds),
+        memory_mb=median(measured.memory_mb for measured in rounds),
+        device_memory_mb=median(measured.device_memory_mb for measured in rounds),
+        error=max(measured.error for measured in rounds),
         load_s=rounds[0].load_s,
     )
 
@@ -106,46 +113,42 @@ def _spread(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / 2 / middle if middle else 0.0
 
 
-def fits(one: Row, max_error: float) -> bool:
-    """Whether a row may be chosen: measured, and within the tolerance."""
-    return one.rounds > 0 and not one.failure and one.error <= max_error
+def fits(row: Row, max_error: float) -> bool:
+    """Whether a row may be chosen: it was measured and is within the tolerance."""
+    return row.rounds > 0 and not row.failure and row.error <= max_error
 
 
 def order(rows: Sequence[Row], prefer: Prefer) -> list[Row]:
-    """The best first."""
-    return sorted(rows, key=lambda one: -_merit(prefer)(one)[0])
+    """Return the rows, the best first."""
+    return sorted(rows, key=lambda row: -_score(row, prefer)[0])
 
 
 def choose(rows: Sequence[Row], max_error: float, prefer: Prefer) -> Row | None:
-    """The best row within the tolerance; of rows within the noise of it, the simplest."""
-    ranked = order([one for one in rows if fits(one, max_error)], prefer)
+    """Return the simplest of the rows within the tolerance whose score is near the best."""
+    ranked = order([row for row in rows if fits(row, max_error)], prefer)
     if not ranked:
         return None
-    merit = _merit(prefer)
-    most, spread = merit(ranked[0])
-    close = [
-        one
-        for one in ranked
-        if (found := merit(one))[0] >= most * (1 - _noise(max(spread, found[1])))
-    ]
-    return min(close, key=lambda one: (one.candidate.complexity, -merit(one)[0]))
+    best, best_spread = _score(ranked[0], prefer)
+    close = []
+    for row in ranked:
+        score, spread = _score(row, prefer)
+        noise = min(max(_NOISE, best_spread, spread), _MOST_NOISE)
+        if score >= best * (1 - noise):
+            close.append(row)
+    return min(close, key=lambda row: (row.candidate.complexity, -_score(row, prefer)[0]))
 
 
-def _noise(spread: float) -> float:
-    return min(max(_NOISE, spread), _MOST_NOISE)
-
-
-def _merit(prefer: Prefer) -> Callable[[Row], tuple[float, float]]:
-    """How good a row is, more being better, and how sure that is."""
+def _score(row: Row, prefer: Prefer) -> tuple[float, float]:
+    """Return a row's score, of which more is better, and its spread."""
     if prefer is Prefer.THROUGHPUT:
-        return lambda one: (one.throughput, one.throughput_spread)
-    return lambda one: (1 / one.latency_ms if one.latency_ms else 0.0, one.latency_spread)
+        return row.throughput, row.throughput_spread
+    return 1 / row.latency_ms if row.latency_ms else 0.0, row.latency_spread
 
 
 def front(rows: Sequence[Row]) -> list[Row]:
-    """The rows that no other beats in latency and throughput both, by latency."""
+    """Return the rows that no other row beats in both latency and throughput, by latency."""
     best: list[Row] = []
-    for one in sorted(rows, key=lambda one: (one.latency_ms, -one.throughput)):
-        if not best or one.throughput > best[-1].throughput:
-            best.append(one)
+    for row in sorted(rows, key=lambda row: (row.latency_ms, -row.throughput)):
+        if not best or row.throughput > best[-1].throughput:
+            best.append(row)
     return best

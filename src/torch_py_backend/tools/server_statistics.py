@@ -1,4 +1,4 @@
-"""What Triton counted between two looks at its statistics: where the time went, which batches."""
+"""The difference between two readings of Triton's statistics of a model."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a server did for one model between two looks.
+    """The work of a server for one model between two readings.
 
     Attributes:
-        requests: requests that were answered.
-        failures: requests that failed.
-        stages: by name of the stage, its mean time for one request in seconds; Triton's own split.
-            What no request went through (a composed model's or a cached answer's) is left out.
-        batches: how many calls of the model there were, by their rows.
+        requests: answered requests.
+        failures: failed requests.
+        stages: the mean seconds of a request in each of Triton's stages. A stage that no request
+            passed (in a composed model, or with a cached answer) is left out.
+        batches: calls of the model by their number of rows.
     """
 
     requests: int
@@ -34,39 +34,40 @@ class Measurement:
 
     @property
     def rows(self) -> int:
-        """Rows in all calls of the model together."""
+        """Rows of all calls of the model."""
         return sum(size * count for size, count in self.batches.items())
 
 
 def between(before: Mapping[str, Any], after: Mapping[str, Any]) -> Measurement:
-    """The difference of two answers of the statistics endpoint, of all versions of the model.
+    """Return the difference of two statistics, summed over the model's versions.
 
-    Both protocols' answers will do: gRPC leaves zeros out and writes large numbers as strings.
+    Statistics of gRPC leave zeros out and hold large numbers as strings; both forms are read.
     """
-    changed = _totals(after)
-    changed.subtract(_totals(before))
-    batches = {
-        key[1]: count for key, count in sorted(changed.items()) if key[0] == "batch" and count > 0
-    }
+    change = _totals(after)
+    change.subtract(_totals(before))
     return Measurement(
-        requests=changed["success", "count"],
-        failures=changed["fail", "count"],
+        requests=change["success", "count"],
+        failures=change["fail", "count"],
         stages={
-            stage: changed[stage, "ns"] / changed[stage, "count"] / 1e9
+            stage: change[stage, "ns"] / change[stage, "count"] / 1e9
             for stage in STAGES
-            if changed[stage, "count"] > 0
+            if change[stage, "count"] > 0
         },
-        batches=batches,
+        batches={
+            key[1]: count
+            for key, count in sorted(change.items())
+            if key[0] == "batch" and count > 0
+        },
     )
 
 
-def _totals(document: Mapping[str, Any]) -> Counter[tuple[str, Any]]:
+def _totals(statistics: Mapping[str, Any]) -> Counter[tuple[str, Any]]:
     totals: Counter[tuple[str, Any]] = Counter()
-    for version in document.get("model_stats", ()):
-        spent = version.get("inference_stats", {})
+    for version in statistics.get("model_stats", ()):
+        inference = version.get("inference_stats", {})
         for stage in ("success", "fail", *STAGES):
             for unit in ("count", "ns"):
-                totals[stage, unit] += int(spent.get(stage, {}).get(unit, 0))
+                totals[stage, unit] += int(inference.get(stage, {}).get(unit, 0))
         for batch in version.get("batch_stats", ()):
             calls = batch.get("compute_infer", {}).get("count", 0)
             totals["batch", int(batch.get("batch_size", 0))] += int(calls)

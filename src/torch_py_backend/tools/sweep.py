@@ -1,4 +1,4 @@
-"""The points of a sweep, one after the other: warm-up, load, and what Triton counted meanwhile."""
+"""One point of a benchmark: a warm-up, a load, and Triton's statistics of that load."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch_py_backend.tools.load_client import Client
 from torch_py_backend.tools.load_generator import Load, Open, Result, Send
 from torch_py_backend.tools.server_statistics import Measurement
 
-# How often, and how long apart, statistics are read until they stand still.
-_LOOKS = 50
-_BETWEEN_LOOKS_S = 0.05
+# Statistics are read until two readings are equal.
+_READINGS = 50
+_READING_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One load, what its requests met, and what the server did for them."""
+    """One load, the results of its requests, and the server's statistics."""
 
     load: Load
     result: Result
@@ -30,70 +30,70 @@ async def point(
     client: Client,
     model: str,
     send: Send,
-    shape: Load,
+    load: Load,
     *,
     seconds: float,
     warmup: float,
     stop: asyncio.Event | None = None,
 ) -> Point | None:
-    """Measure one load; None if `stop` came before anything was measured.
+    """Measure one load; return None if `stop` was set during the warm-up.
 
-    Triton's statistics are read when nothing is under way, so that they tell of these requests.
+    Triton's statistics are read while no request is under way, so that they cover exactly the
+    measured requests.
 
     Raises:
         BenchError: every request failed, or none was answered.
-        ServerError: the server does not tell its statistics any more.
+        ServerError: the server does not return its statistics.
     """
-    counted = 0
+    expected = 0
     if warmup:
-        begun = _requests(await _settled(client, model))
-        warm = await load_generator.run(send, _other_times(shape), warmup, stop=stop)
-        _check(shape, warm)
-        counted = begun + len(warm.latencies)
+        started = _requests(await _stable_statistics(client, model))
+        other_times = replace(load, seed=load.seed + 1) if isinstance(load, Open) else load
+        warm = await load_generator.run(send, other_times, warmup, stop=stop)
+        _check(load, warm)
+        expected = started + len(warm.latencies)
     if stop is not None and stop.is_set():
         return None
-    before = await _settled(client, model, counted)
-    result = await load_generator.run(send, shape, seconds, stop=stop)
-    _check(shape, result)
-    after = await _settled(client, model, _requests(before) + len(result.latencies))
-    return Point(shape, result, server_statistics.between(before, after))
+    before = await _stable_statistics(client, model, expected)
+    result = await load_generator.run(send, load, seconds, stop=stop)
+    _check(load, result)
+    after = await _stable_statistics(client, model, _requests(before) + len(result.latencies))
+    return Point(load, result, server_statistics.between(before, after))
 
 
-async def _settled(client: Client, model: str, least: int = 0) -> dict[str, Any]:
-    """Triton's statistics once they stand still and tell of at least so many requests.
+async def _stable_statistics(client: Client, model: str, least: int = 0) -> dict[str, Any]:
+    """Return Triton's statistics once they no longer change and count `least` requests.
 
-    It counts a request after it has answered it, on a busy machine long after.
+    Triton counts a request after it has answered it, on a busy machine much later.
     """
-    found = await client.statistics(model)
-    for _ in range(_LOOKS):  # others may use the server, too
-        before = found
-        await asyncio.sleep(_BETWEEN_LOOKS_S)
-        found = await client.statistics(model)
-        if found == before and _requests(found) >= least:
+    current = await client.statistics(model)
+    for _ in range(_READINGS):  # a limit, because other clients may use the server
+        previous = current
+        await asyncio.sleep(_READING_INTERVAL_S)
+        current = await client.statistics(model)
+        if current == previous and _requests(current) >= least:
             break
-    return found
+    return current
 
 
 def _requests(statistics: dict[str, Any]) -> int:
     return server_statistics.between({}, statistics).requests
 
 
-def _other_times(shape: Load) -> Load:
-    return replace(shape, seed=shape.seed + 1) if isinstance(shape, Open) else shape
-
-
-def _check(shape: Load, result: Result) -> None:
+def _check(load: Load, result: Result) -> None:
     if result.latencies.size or not (result.errors or result.unanswered.size):
         return
     if result.errors:
-        said = f"all {result.errors} requests failed; the first: {result.first_error.rstrip('.')}."
+        reason = (
+            f"all {result.errors} requests failed; the first: {result.first_error.rstrip('.')}."
+        )
     else:
-        said = f"none of {result.unanswered.size} requests was answered in time."
-    raise BenchError(f"{named(shape)}: {said}")
+        reason = f"none of {result.unanswered.size} requests was answered in time."
+    raise BenchError(f"{title(load)}: {reason}")
 
 
-def named(shape: Load) -> str:
-    """A load in words."""
-    if isinstance(shape, Open):
-        return f"rate {shape.rate:g}"
-    return f"concurrency {shape.concurrency}"
+def title(load: Load) -> str:
+    """Return a load in words."""
+    if isinstance(load, Open):
+        return f"rate {load.rate:g}"
+    return f"concurrency {load.concurrency}"

@@ -1,15 +1,14 @@
-"""Candidates measured in turn, each in processes of its own; a crash or a hang is a row, no end.
+"""Measure candidates in turn, each in processes of its own.
 
-Measuring is noisy, and a machine drifts within minutes. So the candidates take turns, A B C A B C,
-in as many rounds as asked for, each time in a fresh process; a row has the median of its rounds,
-and says how far they lie apart. Several instances run at the same time, and meet before each batch
-size: their throughput is summed over the same span of time, and their latency is the one that each
-has while the others are at work.
+The speed of a machine drifts within minutes. So candidates are measured in turn (A B C A B C), once
+in each round and in fresh processes, and a row has the medians of its rounds and their spread. The
+instances of a candidate run at the same time and wait for each other before each batch size: their
+throughput is summed over the same span of time, and their latency is that under the load of the
+others. A candidate that crashes or hangs is a row with its failure.
 """
 
 from __future__ import annotations
 
-import json
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,12 +27,12 @@ from torch_py_backend.tools import candidates, ranking
 from torch_py_backend.tools.candidates import AS_CONFIGURED, TUNED, Allowed, Candidate, Facts
 from torch_py_backend.tools.ranking import Measured, Prefer, Row
 
-# The parameters that are tuned, by every key that means one of them.
+# The tuned parameters by each of their keys.
 _KEYS = {key: key for key in TUNED} | {
     other: row.key for row in TABLE if row.key in TUNED for other in row.also
 }
-# What the reference runs without: PyTorch's own optimisation of TorchScript, too.
-_PLAIN = {"DISABLE_OPTIMIZED_EXECUTION": "true"}
+# The reference runs without PyTorch's own optimization of TorchScript, too.
+_REFERENCE = {"DISABLE_OPTIMIZED_EXECUTION": "true"}
 # The share of the free memory that all instances of a candidate may take together.
 _MEMORY = 0.8
 # Rows, channels, height and width.
@@ -42,19 +41,19 @@ _IMAGE_RANK = 4
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is tuned, and how.
+    """The model to tune, and how.
 
     Attributes:
         folder: the model's folder.
-        version: the version that is tried.
-        document: its config, as Triton's JSON has it, complete.
-        allowed: what may be tried.
+        version: the version to measure.
+        document: the complete config as Triton's JSON.
+        allowed: the user's limits.
         max_error: the largest error of a row that may be chosen.
-        prefer: what a better row has more of.
-        inputs: a file of safetensors; None: the model's examples, else made-up values.
-        rounds: how often each candidate is measured.
-        seconds: how long each batch size is measured.
-        timeout_s: what one candidate may take in a round.
+        prefer: the quantity by which a row is chosen.
+        inputs: a safetensors file; None for the model's examples, else made-up values.
+        rounds: measurements of each candidate.
+        seconds: duration of the measurement of each batch size.
+        timeout_s: time limit of a candidate in a round.
     """
 
     folder: Path
@@ -74,11 +73,11 @@ class Plan:
         return self._configured().get("OPTIMIZE", "").strip().lower() == "auto"
 
     def current(self) -> Candidate:
-        """The settings that config.pbtxt has; what it leaves to tuned.json is none of them."""
-        given = self._configured()
+        """Return the settings in config.pbtxt, without `OPTIMIZE: "auto"`."""
+        parameters = self._configured()
         if self.automatic:
-            del given["OPTIMIZE"]
-        return Candidate(AS_CONFIGURED, given, self.document["instance_group"][0]["count"])
+            del parameters["OPTIMIZE"]
+        return Candidate(AS_CONFIGURED, parameters, self.document["instance_group"][0]["count"])
 
     def _configured(self) -> dict[str, str]:
         return {
@@ -90,28 +89,32 @@ class Plan:
     def arguments(
         self, parameters: Mapping[str, str], instances: int, number: int = 0
     ) -> dict[str, str]:
-        """What Triton would pass to `initialize` with these settings."""
-        given = self.document.get("parameters", {})
-        kept = {key: value for key, value in given.items() if key not in _KEYS}
-        (group, *_) = self.document["instance_group"]
+        """Return Triton's arguments of `initialize` with these settings."""
+        configured = self.document.get("parameters", {})
+        kept = {key: value for key, value in configured.items() if key not in _KEYS}
+        changed = {key: {"string_value": value} for key, value in parameters.items()}
         document = {
             **self.document,
-            "parameters": kept
-            | {key: {"string_value": value} for key, value in parameters.items()},
-            "instance_group": [group | {"count": instances}],
+            "parameters": kept | changed,
+            "instance_group": [self.document["instance_group"][0] | {"count": instances}],
         }
-        told = pbtxt.arguments(self.folder, self.version, document)
-        return told | {"model_instance_name": f"{document['name']}_0_{number}"}
+        name = f"{document['name']}_0_{number}"
+        arguments = pbtxt.arguments(self.folder, self.version, document)
+        return arguments | {"model_instance_name": name}
 
 
 class Tuning:
-    """The measurements of a plan; what has been measured stays, whatever ends the run."""
+    """The measurements of a plan; an exception leaves those made so far in `rows`.
+
+    Attributes:
+        inputs: the source of the inputs.
+        screened: whether every runtime has been measured, which a choice requires.
+    """
 
     def __init__(self, plan: Plan, progress: Callable[[Candidate, int, int], None]) -> None:
-        """`progress` is told the next candidate, the steps done, and all steps known."""
+        """`progress` is called with the next candidate, the steps done and their known total."""
         self.plan = plan
         self.inputs = ""
-        # Whether every runtime has been measured at least once: only then a choice is one.
         self.screened = False
         self._progress = progress
         self._measured: dict[str, list[Measured]] = {}
@@ -121,48 +124,49 @@ class Tuning:
 
     @property
     def rows(self) -> list[Row]:
-        """What has been measured, in the order of the candidates."""
-        return [
-            ranking.row(one, self._measured.get(str(one), []), self._failures.get(str(one), ""))
-            for one in self._candidates
-            if str(one) in self._measured or str(one) in self._failures
-        ]
+        """The measured candidates, in their order."""
+        rows = []
+        for candidate in self._candidates:
+            rounds = self._measured.get(str(candidate), [])
+            failure = self._failures.get(str(candidate), "")
+            if rounds or failure:
+                rows.append(ranking.row(candidate, rounds, failure))
+        return rows
 
     def run(self) -> None:
         """Measure everything.
 
         Raises:
-            LoadError: the model cannot be run even without any optimisation.
-            TuneError: what the user allows leaves nothing to try.
+            LoadError: the model cannot be run even without optimization.
+            TuneError: the user's limits leave nothing to try.
         """
         with tempfile.TemporaryDirectory(prefix="torch-py-backend-tune-") as folder:
             prepared = self._prepare(folder)
             facts = self._facts(Kind[prepared["kind"]])
             self.inputs = prepared["inputs"]
             allowed = self.plan.allowed
-            why = candidates.contradiction(facts, allowed)
-            if why:
-                raise TuneError(f"{why}.")
+            if reason := candidates.contradiction(facts, allowed):
+                raise TuneError(f"{reason}.")
             self._rounds(folder, candidates.screen(facts, allowed, self.plan.current()))
             if not allowed.quick:
                 self._rounds(folder, self._spread(facts))
 
     def _prepare(self, folder: str) -> dict[str, Any]:
         inputs = None if self.plan.inputs is None else str(self.plan.inputs.absolute())
-        # Not all cores, for the reason that `candidates.screen` gives.
-        settings = _PLAIN | {"NUM_THREADS": str(max(1, threads.cores() // 2))}
-        given = {"arguments": self.plan.arguments(settings, 1), "folder": folder, "inputs": inputs}
-        (told,) = child_process.run_together(
+        # Not all cores, as in `candidates.screen`.
+        settings = _REFERENCE | {"NUM_THREADS": str(max(1, threads.cores() // 2))}
+        arguments = self.plan.arguments(settings, 1)
+        (prepared,) = child_process.run_together(
             self.plan.document["name"],
             "torch_py_backend.tools.trial:prepare",
-            [given],
+            [{"arguments": arguments, "folder": folder, "inputs": inputs}],
             self.plan.timeout_s,
         )
-        return dict(told)
+        return dict(prepared)
 
     def _facts(self, kind: Kind) -> Facts:
         document = self.plan.document
-        wished = options.parse(document["name"], document.get("parameters", {}))
+        configured = options.parse(document["name"], document.get("parameters", {}))
         batched = document["max_batch_size"] > 0
         ranks = [
             len(entry.get("reshape", {"shape": entry["dims"]})["shape"]) + batched
@@ -176,41 +180,41 @@ class Tuning:
             batched=batched,
             cores=threads.cores(),
             memory_mb=_MEMORY * psutil.virtual_memory().available / (1 << 20),
-            divided=wished.device_map is not None,
+            divided=configured.device_map is not None,
         )
 
     def _spread(self, facts: Facts) -> list[Candidate]:
-        fitting = [one for one in self.rows if ranking.fits(one, self.plan.max_error)]
+        fitting = [row for row in self.rows if ranking.fits(row, self.plan.max_error)]
         ranked = ranking.order(fitting, self.plan.prefer)
-        memory = {one.candidate.title: one.memory_mb / one.candidate.instances for one in ranked}
-        found = candidates.spread(
-            facts, self.plan.allowed, [one.candidate for one in ranked], memory
-        )
-        known = {_settings(one): one for one in self._candidates}
-        # Those of the screening are measured again: only turns in the same minutes compare.
-        return [known.get(_settings(one), one) for one in found]
+        memory = {row.candidate.title: row.memory_mb / row.candidate.instances for row in ranked}
+        best = [row.candidate for row in ranked]
+        # Screened candidates are measured again: only measurements of the same minutes compare.
+        screened = {candidate.settings: candidate for candidate in self._candidates}
+        return [
+            screened.get(candidate.settings, candidate)
+            for candidate in candidates.spread(facts, self.plan.allowed, best, memory)
+        ]
 
     def _rounds(self, folder: str, group: Sequence[Candidate]) -> None:
-        self._candidates += [one for one in group if one not in self._candidates]
+        self._candidates += [new for new in group if new not in self._candidates]
         total = self._steps + self.plan.rounds * len(group)
         for _ in range(self.plan.rounds):
-            for one in group:
-                if str(one) not in self._failures:
-                    self._progress(one, self._steps, total)
-                    self._measure(folder, one)
+            for candidate in group:
+                if str(candidate) not in self._failures:
+                    self._progress(candidate, self._steps, total)
+                    self._measure(folder, candidate)
                 self._steps += 1
             self.screened = True
 
     def _measure(self, folder: str, candidate: Candidate) -> None:
-        # What is served today is measured as it is, with settings that have no effect, too.
-        as_is = candidate.title == AS_CONFIGURED
-        watched = [] if as_is else sorted(candidate.runtime)
-        settings = dict(candidate.parameters) | {
-            # What losers have compiled is no burden of the model's folder.
-            "COMPILE_CACHE_DIR": str(Path(folder) / "compiled"),
-            **({} if as_is else {"COMPILE_REQUIRED": "true"}),
-        }
-        given = [
+        # The compiled code of candidates stays out of the model's folder.
+        settings = {**candidate.parameters, "COMPILE_CACHE_DIR": str(Path(folder) / "compiled")}
+        watched: list[str] = []
+        # The current settings are measured even if some of them have no effect.
+        if candidate.title != AS_CONFIGURED:
+            settings["COMPILE_REQUIRED"] = "true"
+            watched = sorted(candidate.runtime)
+        arguments = [
             {
                 "arguments": self.plan.arguments(settings, candidate.instances, number),
                 "folder": folder,
@@ -221,34 +225,33 @@ class Tuning:
             for number in range(candidate.instances)
         ]
         try:
-            told = child_process.run_together(
+            instances = child_process.run_together(
                 self.plan.document["name"],
                 "torch_py_backend.tools.trial:measure",
-                given,
+                arguments,
                 self.plan.timeout_s,
             )
         except BackendError as error:
             self._failures[str(candidate)] = str(error)
         else:
-            self._measured.setdefault(str(candidate), []).append(_together(told))
+            self._measured.setdefault(str(candidate), []).append(_combined(instances))
 
 
-def _settings(candidate: Candidate) -> tuple[str, int]:
-    """What makes two candidates the same."""
-    return json.dumps(candidate.parameters, sort_keys=True), candidate.instances
+def _combined(instances: Sequence[Mapping[str, Any]]) -> Measured:
+    """Return one measurement of instances that ran at the same time."""
 
+    def values(key: str) -> list[float]:
+        return [instance[key] for instance in instances]
 
-def _together(told: Sequence[Mapping[str, Any]]) -> Measured:
-    """What the instances of one candidate have measured at the same time."""
     return Measured(
-        latency_ms=median(one["latency_ms"] for one in told),
-        p99_ms=max(one["p99_ms"] for one in told),
+        latency_ms=median(values("latency_ms")),
+        p99_ms=max(values("p99_ms")),
         throughput={
-            int(rows): sum(one["throughput"][rows] for one in told)
-            for rows in told[0]["throughput"]
+            int(rows): sum(instance["throughput"][rows] for instance in instances)
+            for rows in instances[0]["throughput"]
         },
-        memory_mb=sum(one["memory_mb"] for one in told),
-        device_memory_mb=sum(one["device_memory_mb"] for one in told),
-        error=max(one["error"] for one in told),
-        load_s=max(one["load_s"] for one in told),
+        memory_mb=sum(values("memory_mb")),
+        device_memory_mb=sum(values("device_memory_mb")),
+        error=max(values("error")),
+        load_s=max(values("load_s")),
     )

@@ -1,4 +1,4 @@
-"""What tuning found, for people and programs: a table, a plot, an entry of tuned.json."""
+"""The rows of a tuning run as a table, a plot and an entry of tuned.json."""
 
 from __future__ import annotations
 
@@ -18,32 +18,31 @@ from torch_py_backend.tools import ranking
 from torch_py_backend.tools.ranking import Row
 
 PLOT = "tuned.png"
-# Names of the rows on the Pareto front are written beside their points; more would overlap.
+# The most rows on the Pareto front whose names are drawn; more would overlap.
 _LABELLED = 6
 
 
 def table(rows: Sequence[Row], max_error: float, choice: Row | None) -> Table:
-    """The rows, in the order in which they were tried; the choice is marked.
+    """Return the rows in the order in which they were tried; the choice is marked.
 
-    Latency is of one row, throughput of the batch that has the most. ± is half the distance of
-    the extremes of all rounds over their median, of latency or throughput, whichever is larger.
+    Latency is of one row, throughput of the best batch size. ± is half the distance of the extremes
+    of all rounds, divided by their median, of latency or throughput, whichever is larger.
     """
     on_gpu = any(row.device_memory_mb for row in rows)
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    made.add_column("candidate", min_width=12)
+    result = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    result.add_column("candidate", min_width=12)
     figures = ("ms", "rows/s", "batch", "±", "MB", *(["GPU MB"] if on_gpu else []))
     headings = ("threads\nx inst.", *figures, "error", "load s")
     for heading in headings:
-        made.add_column(heading, justify="right", no_wrap=True)
-    made.add_column("", no_wrap=True)
+        result.add_column(heading, justify="right", no_wrap=True)
+    result.add_column("", no_wrap=True)
     for row in rows:
         remark = _remark(row, max_error, choice)
         style = {"chosen": "bold green", "": ""}.get(remark, "dim")
         cells = _figures(row, on_gpu=on_gpu) if row.rounds else [""] * (len(headings) - 1)
-        one = row.candidate
-        threads = f"{one.threads} x {one.instances}"
-        made.add_row(escape(one.title), threads, *cells, remark, style=style)
-    return made
+        threads = f"{row.candidate.threads} x {row.candidate.instances}"
+        result.add_row(escape(row.candidate.title), threads, *cells, remark, style=style)
+    return result
 
 
 def _figures(row: Row, *, on_gpu: bool) -> list[str]:
@@ -72,7 +71,7 @@ def _remark(row: Row, max_error: float, choice: Row | None) -> str:
 
 
 def failures(rows: Sequence[Row]) -> list[str]:
-    """A sentence for each row that failed."""
+    """Return a sentence for each row that failed."""
     return [f"{row.candidate}: {row.failure}" for row in rows if row.failure]
 
 
@@ -82,38 +81,37 @@ def entry(
     choice: Row | None,
     conditions: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What tuned.json holds of one machine.
+    """Return the entry of tuned.json of one machine.
 
     Args:
-        machine: what `tuned.machine` tells.
-        rows: what was measured.
-        choice: the row that was chosen.
-        conditions: how it was measured, and what was asked for.
+        machine: the result of `tuned_settings.machine`.
+        rows: the measurements.
+        choice: the chosen row.
+        conditions: the options of the run.
     """
+    chosen = None
+    if choice is not None:
+        candidate = choice.candidate
+        chosen = {"parameters": dict(candidate.parameters), "instances": candidate.instances}
     return {
         "machine": dict(machine),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "conditions": dict(conditions),
-        "chosen": None
-        if choice is None
-        else {
-            "parameters": dict(choice.candidate.parameters),
-            "instances": choice.candidate.instances,
-        },
+        "chosen": chosen,
         "rows": [row.as_json() for row in rows],
     }
 
 
 def can_plot() -> bool:
-    """Whether matplotlib is there, which only the plot needs."""
+    """Whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: Row | None) -> None:
-    """Latency against throughput, as a PNG: each row, the Pareto front, the choice.
+    """Draw latency against throughput as a PNG: each row, the Pareto front, the choice.
 
     Raises:
-        TuneError: it cannot be written.
+        TuneError: the file cannot be written.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415  slow, and not everywhere
     from matplotlib.ticker import LogFormatter  # noqa: PLC0415
@@ -123,20 +121,20 @@ def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: 
     fitting = [row for row in rows if ranking.fits(row, max_error)]
     front = ranking.front(fitting)
     groups = (
-        ("beyond the tolerance", [row for row in rows if row.rounds and row not in fitting], "x"),
+        ("outside the tolerance", [row for row in rows if row.rounds and row not in fitting], "x"),
         ("measured", fitting, "o"),
     )
     for (label, group, marker), colour in zip(groups, ("tab:red", "tab:gray"), strict=True):
         if group:
             axes.scatter(*_points(group), marker=marker, color=colour, label=label, zorder=2)
     if front:
-        axes.plot(*_points(front), "o-", color="tab:blue", label="not beaten in both", zorder=3)
+        axes.plot(*_points(front), "o-", color="tab:blue", label="Pareto front", zorder=3)
     if choice is not None:
         axes.scatter(
             *_points([choice]), marker="*", s=320, color="tab:green", label="chosen", zorder=4
         )
-    named = [*front[: _LABELLED - 1], *([choice] if choice and choice not in front else [])]
-    for number, row in enumerate(named):
+    labelled = [*front[: _LABELLED - 1], *([choice] if choice and choice not in front else [])]
+    for number, row in enumerate(labelled):
         axes.annotate(
             str(row.candidate),
             (row.latency_ms, row.throughput),
@@ -149,7 +147,7 @@ def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: 
     axes.set_title(title)
     axes.set_xlabel("latency of one row, ms (median)")
     axes.set_ylabel("rows per second at the best batch")
-    # Candidates differ by factors, and the slowest must not squeeze the others together.
+    # Logarithmic, because candidates differ by factors.
     axes.set_xscale("log")
     axes.set_yscale("log")
     for axis in (axes.xaxis, axes.yaxis):
@@ -157,11 +155,11 @@ def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: 
         axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.4)))  # no powers of ten
     axes.margins(x=0.3, y=0.15)
     axes.grid(which="both", alpha=0.2)
-    if axes.collections:  # else there is nothing to explain, which matplotlib warns about
+    if axes.collections:  # matplotlib warns about an empty legend
         figure.legend(loc="outside lower center", ncols=4)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=120)
-    tuned_settings.replace(path, drawn.getvalue())
+    png = io.BytesIO()
+    figure.savefig(png, format="png", dpi=120)
+    tuned_settings.replace(path, png.getvalue())
 
 
 def _points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:
