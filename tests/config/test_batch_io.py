@@ -77,7 +77,7 @@ def test_without() -> None:
         (made(source_input=[]), "has 0 source_input; expected one"),
         (made(source_input=["x", "x"]), "has 2 source_input; expected one"),
         (made(source_input=["a"]), "source_input 'a', which is no input; expected one of x, z"),
-        (made(source_input=["z"]), "'z', which requests may leave out. Take optional out of 'z'"),
+        (made(source_input=["z"]), "'z', which requests may leave out. Remove optional from 'z'"),
         (made(target_name=[]), "has no target_name; expected at least one"),
         (made(target_name=["x"]), "makes 'x', and config.pbtxt has that name"),
         (made(target_name=["n", "n"]), "makes 'n', and config.pbtxt has that name"),
@@ -100,27 +100,3 @@ def test_refusals(block: dict[str, Any], says: str) -> None:
 
     assert f"model 'digits': {next(iter(block))} " in str(raised.value)
     assert says in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("PAD", '{"x": {}}', "PAD"),
-        ("BATCH_BUCKETS", "1,2", "BATCH_BUCKETS"),
-        ("TORCH_COMPILE_OPTIONAL_PARAMETERS", '{"dynamic": false}', "with dynamic: false"),
-    ],
-)
-@pytest.mark.parametrize("block", [made(), split()], ids=lambda block: next(iter(block)))
-def test_what_does_not_go_with_it(block: dict[str, Any], key: str, value: str, says: str) -> None:
-    """Options for fixed sizes are refused by name."""
-    with pytest.raises(ConfigError) as raised:
-        parsed(**block, parameters={key: {"string_value": value}})
-
-    assert f"config.pbtxt has {next(iter(block))} and " in str(raised.value)
-    assert says in str(raised.value)
-
-
-def test_streams() -> None:
-    """A decoupled model gets its requests one by one."""
-    with pytest.raises(ConfigError, match="has batch_input and model_transaction_policy"):
-        parsed(**made(), model_transaction_policy={"decoupled": True})

@@ -71,8 +71,8 @@ def test_environment_for_another_python(name: str, tmp_path: Path) -> None:
         ("missing.tar.gz", "cannot be read: [Errno 2]"),
         ("text.tar.gz", "cannot be read: not a gzip file"),
         ("half.tar.gz", "cannot be read: "),
-        ("empty.tar.gz", "holds no lib/python3.*"),
-        ("folder", "holds no lib/python3.*"),
+        ("empty.tar.gz", "contains no lib/python3.*"),
+        ("folder", "contains no lib/python3.*"),
     ],
 )
 def test_what_is_no_environment(name: str, says: str, tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.errors import ConfigError
 
-_MAP = {"DEVICE_MAP": '{"": "cpu"}'}
-
 
 def parsed(**document: Any) -> ModelConfig:
     return model_config.parse(build.arguments(**document))
@@ -182,31 +180,7 @@ def test_what_would_do_nothing_is_refused() -> None:
         parsed(cc_model_filenames={"8.0": "a.pt"})
 
     assert str(raised.value).startswith("model 'digits': ")
-    assert "Take cc_model_filenames out of config.pbtxt." in str(raised.value)
-
-
-def _with(key: str, value: str) -> dict[str, Any]:
-    return {"parameters": {key: {"string_value": value}}}
-
-
-@pytest.mark.parametrize(
-    ("block", "said"),
-    [
-        ({"sequence_batching": {"direct": {}}}, "sequence_batching is set"),
-        (_with("PAD", '{"x": {}}'), "PAD is set"),
-        (_with("BATCH_BUCKETS", "1,2"), "BATCH_BUCKETS is set"),
-        (_with("TORCH_COMPILE_OPTIONAL_PARAMETERS", "{}"), "PARAMETERS is set"),
-        (_with("OPTIMIZE", "freeze"), "OPTIMIZE asks for freeze"),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_what_does_not_go_with_streams(block: dict[str, Any], said: str) -> None:
-    """A decoupled model takes no options that are about whole calls; each is refused by name."""
-    with pytest.raises(ConfigError) as raised:
-        parsed(model_transaction_policy={"decoupled": True}, **block)
-
-    assert said in str(raised.value)
-    assert "and the model is decoupled" in str(raised.value)
+    assert "Remove cc_model_filenames from config.pbtxt." in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -257,57 +231,6 @@ def test_no_model_file_is_named_by_default() -> None:
 def test_spec_reads_like_the_config() -> None:
     """In messages an input looks as it does in config.pbtxt."""
     assert str(build.spec("image", "UINT8", (3, -1))) == "image UINT8 [3, -1]"
-
-
-@pytest.mark.parametrize(
-    ("parameters", "document", "says"),
-    [
-        pytest.param({"OPTIMIZE": "bf16,fp16"}, {}, "bf16 and fp16", id="two types"),
-        pytest.param({"OPTIMIZE": "cuda_graphs"}, {}, "the instance is KIND_CPU", id="CPU"),
-        pytest.param(
-            {"BATCH_BUCKETS": "4,16"}, {}, "holds 16, and max_batch_size is 8", id="bucket"
-        ),
-        pytest.param(
-            {"BATCH_BUCKETS": "4"}, {"max_batch_size": 0}, "max_batch_size is 0", id="no batch"
-        ),
-        pytest.param(
-            {"PAD": '{"x": {}}'}, {"max_batch_size": 0}, "PAD is set, and max_batch_size", id="PAD"
-        ),
-        pytest.param(_MAP, {}, "DEVICE_MAP is set, and the instance is KIND_CPU", id="DEVICE_MAP"),
-    ],
-)
-def test_options_that_contradict_the_config(
-    parameters: dict[str, str], document: dict[str, Any], says: str
-) -> None:
-    """Options that cannot hold together fail the load, and not the completion of a config."""
-    written = {key: {"string_value": value} for key, value in parameters.items()}
-    arguments = build.arguments(parameters=written, **document)
-
-    with pytest.raises(ConfigError, match=says):
-        model_config.parse(arguments)
-    model_config.parse(arguments, complete=False)
-
-
-@pytest.mark.parametrize(
-    ("kind", "parameters", "says"),
-    [
-        ("GPU", _MAP, "DEVICE_MAP is set, and the instance is KIND_GPU"),
-        ("MODEL", _MAP | {"OPTIMIZE": "bf16"}, "DEVICE_MAP is set, and so is OPTIMIZE's bf16"),
-        ("MODEL", _MAP | {"OPTIMIZE": "channels_last"}, ""),
-        ("MODEL", _MAP | {"WATCH_WEIGHTS": "true"}, ""),
-        ("MODEL", _MAP, ""),
-    ],
-)
-def test_several_devices(kind: str, parameters: dict[str, str], says: str) -> None:
-    """DEVICE_MAP needs KIND_MODEL, and excludes what works on one device."""
-    written = {key: {"string_value": value} for key, value in parameters.items()}
-    arguments = build.arguments(parameters=written) | {"model_instance_kind": kind}
-
-    if says:
-        with pytest.raises(ConfigError, match=says):
-            model_config.parse(arguments)
-    else:
-        assert model_config.parse(arguments).kind == kind
 
 
 @pytest.mark.parametrize("ragged", [True, False])

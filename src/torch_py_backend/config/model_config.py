@@ -92,7 +92,7 @@ class ModelConfig:
 
     @property
     def concatenates(self) -> bool:
-        """Whether ragged inputs are concatenated into one dimension, as in Triton's C++ backends."""
+        """Whether ragged inputs are concatenated into one dimension, like in C++ backends."""
         return bool(self.batch_inputs or self.batch_outputs)
 
     @property

@@ -1,7 +1,7 @@
 """The parameters of config.pbtxt: one table with name, parser, default and documentation.
 
-The fields of `Options` are the table. The table in docs/options.md and the messages about parameters
-are generated from it.
+The fields of `Options` are the table. The table in docs/options.md and the messages about
+parameters are generated from it.
 """
 
 from __future__ import annotations
@@ -254,8 +254,8 @@ class Options:
     method: str | None = _option(TEXT, "The method to serve instead of `forward`.")
     hooks: str | None = _option(
         TEXT,
-        "The class in the model's source file whose methods run around forward(); `none`: no"
-        " hooks. Unset: `Hooks`, if the file defines it.",
+        "The class whose methods run around forward(), in the source file with the model's name;"
+        " `none`: no hooks. Unset: `Hooks`, if the file defines it.",
     )
     fallback: str | None = _option(
         TEXT,
