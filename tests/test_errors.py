@@ -104,7 +104,7 @@ def test_fatal_error_says_what_to_do() -> None:
     """What every request is told names the cause and the cure."""
     assert str(UnavailableError.fatal(build.MODEL, "RuntimeError: it broke")) == (
         "model 'digits': this instance met a fatal error and answers no requests any more"
-        " (RuntimeError: it broke). It must be replaced: load the model anew."
+        " (RuntimeError: it broke). It must be replaced: reload the model."
     )
 
 
