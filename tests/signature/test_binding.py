@@ -1053,7 +1053,7 @@ def test_input_of_a_program_cannot_be_optional() -> None:
         binding.bind_inputs(build.MODEL, ["x", "y"], closed((0, 0), names=["x", "y"]), ["y"])
 
     assert "'digits': input y is optional, and forward(x, y) has no defaults" in str(raised.value)
-    assert "Take `optional` out" in str(raised.value)
+    assert "Remove `optional`" in str(raised.value)
 
 
 @pytest.mark.parametrize(
