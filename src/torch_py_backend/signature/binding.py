@@ -376,7 +376,13 @@ def _ordered_places(
 
     States and controls whose own name has no slot come last.
     """
-    _warn_order(model, names, signature)
+    log.warning(
+        "model '%s': the input names %s are not all arguments of %s, nor all numbers"
+        " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
+        model,
+        ", ".join(names),
+        signature,
+    )
     placed = {name: place for name, place in kept.items() if place is not None}
     used = {slot for slot, _ in placed.values()}
     free = [slot for slot in slots if slot not in used]
@@ -481,16 +487,6 @@ def _check_duplicates(model: str, names: Sequence[str], places: Sequence[tuple[s
         )
 
 
-def _warn_order(model: str, names: Sequence[str], signature: Signature) -> None:
-    log.warning(
-        "model '%s': the input names %s are not all arguments of %s, nor all numbers"
-        " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
-        model,
-        ", ".join(names),
-        signature,
-    )
-
-
 def _valid_names(slots: Sequence[str], signature: Signature) -> list[str]:
     names = [argument.name for argument in signature.arguments if argument.passing in _NAMED]
     names += [key.name for argument in signature.arguments for key in argument.keys]
@@ -525,9 +521,8 @@ def _assemble(
     rest = [int(slot[1:]) for slot in order if slot.startswith("*")]
     first = len(order) - len(rest)
     unnamed = {argument.name for argument in signature.arguments if argument.unnamed}
-    if rest != list(range(first, first + len(rest))) or unnamed & set(trailing):
-        raise BindingError(model, f"inputs for * of {signature} leave a gap before them")
-    if any(slot.startswith("*") for slot in trailing):
+    consecutive = rest == list(range(first, first + len(rest)))
+    if not consecutive or any(slot in unnamed or slot.startswith("*") for slot in trailing):
         raise BindingError(model, f"inputs for * of {signature} leave a gap before them")
     names: list[str] = []
     arguments = {argument.name: argument for argument in signature.arguments}
@@ -580,8 +575,8 @@ def _check_keys(model: str, fed: Mapping[str, Mapping[Path, str]], signature: Si
         if not set(needed) <= names or not names <= {key.name for key in argument.keys}:
             raise BindingError(
                 model,
-                f"the inputs {shown(fed[argument.name].values())} do not make the dict {argument.name} of"
-                f" {signature}",
+                f"the inputs {shown(fed[argument.name].values())} do not make the dict"
+                f" {argument.name} of {signature}",
                 expected=f"inputs for its keys {shown(key.name for key in argument.keys)}",
             )
 
@@ -601,7 +596,8 @@ def _check_tuples(
         if missing and len(missing) < len(parts):
             raise BindingError(
                 model,
-                f"{argument.name} of {signature} is a tuple, and {shown(missing)} are left out of it",
+                f"{argument.name} of {signature} is a tuple, and {shown(missing)} are left out of"
+                " it",
                 expected=f"all of {shown(parts)}, or none of them",
             )
 
