@@ -36,8 +36,8 @@ TRITON_CODES = {
 }
 
 
-class SpeechlessError(Exception):
-    """Whose text cannot be had."""
+class BrokenTextError(Exception):
+    """An exception whose __str__ raises."""
 
     def __str__(self) -> str:
         raise RuntimeError
@@ -51,7 +51,7 @@ CLASSES = [
 
 
 def drawn_tree() -> dict[str, str]:
-    """Class → its parent, as the drawing at the top of errors.py has them."""
+    """Return class → parent, from the drawing at the top of errors.py."""
     above: list[str] = []
     parents = {}
     for line in (errors.__doc__ or "").splitlines():
@@ -66,7 +66,7 @@ def drawn_tree() -> dict[str, str]:
 
 
 def test_drawing_is_the_tree() -> None:
-    """The drawing at the top of the file shows every class below the class it derives from."""
+    """The drawing at the top of errors.py contains each class below its parent."""
     real = {}
     for one in CLASSES:
         parent = one.__mro__[1]
@@ -79,7 +79,7 @@ def test_drawing_is_the_tree() -> None:
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_code_is_one_that_triton_has(kind: type[BackendError]) -> None:
-    """Every error carries the name of a Triton error code."""
+    """Each error has the name of a Triton error code."""
     assert kind.code in TRITON_CODES
 
 
@@ -95,16 +95,16 @@ def test_code_is_one_that_triton_has(kind: type[BackendError]) -> None:
         pytest.param(CancelledError, "CANCELLED", id="nobody's fault"),
     ],
 )
-def test_code_tells_whose_fault_it_is(kind: type[BackendError], code: str) -> None:
-    """Only a wrong request is blamed on the client, and what another try may cure is said so."""
+def test_codes(kind: type[BackendError], code: str) -> None:
+    """Codes separate invalid requests, failures, and errors that a retry may solve."""
     assert kind.code == code
 
 
-def test_fatal_error_says_what_to_do() -> None:
-    """What every request is told names the cause and the cure."""
+def test_fatal_error() -> None:
+    """The message has the cause and the cure."""
     assert str(UnavailableError.fatal(build.MODEL, "RuntimeError: it broke")) == (
         "model 'digits': this instance met a fatal error and answers no requests any more"
-        " (RuntimeError: it broke). It must be replaced: load the model anew."
+        " (RuntimeError: it broke). It must be replaced: reload the model."
     )
 
 
@@ -122,13 +122,13 @@ def test_fatal_error_says_what_to_do() -> None:
         ),
     ],
 )
-def test_sentence_is_composed_of_the_facts(expected: str, cure: str, sentence: str) -> None:
-    """A sentence names the model, what was found, what was expected and what to do."""
+def test_message(expected: str, cure: str, sentence: str) -> None:
+    """A message names the model, what was found, what was expected and what to do."""
     assert str(ModelError("digits", "it is odd", expected=expected, cure=cure)) == sentence
 
 
-def test_option_error_names_key_value_and_what_is_accepted() -> None:
-    """A refused parameter is told with its key, its value and the accepted values."""
+def test_option_error() -> None:
+    """The message has the key, the value and the accepted values."""
     error = OptionError(build.MODEL, "WARMUP", "maybe", "true or false")
 
     assert isinstance(error, LoadError)
@@ -173,10 +173,8 @@ def test_option_error_names_key_value_and_what_is_accepted() -> None:
         ),
     ],
 )
-def test_weights_error_lists_what_does_not_fit(
-    lists: dict[str, list[str]], said: list[str], unsaid: list[str]
-) -> None:
-    """Missing, unexpected and misshapen keys are counted and listed, and no empty list is shown."""
+def test_weights_error(lists: dict[str, list[str]], said: list[str], unsaid: list[str]) -> None:
+    """Missing keys, unexpected keys and wrong shapes are counted and listed."""
     text = str(WeightsError(build.MODEL, "model.pt", **lists))  # type: ignore[arg-type]
 
     assert text.startswith("model 'digits': the weights in model.pt do not fit the module: ")
@@ -185,8 +183,8 @@ def test_weights_error_lists_what_does_not_fit(
     assert "state_dict() of the class that is served" in text
 
 
-def test_weights_error_takes_a_better_hint() -> None:
-    """A cure that is known takes the place of the general one."""
+def test_weights_error_with_a_hint() -> None:
+    """A hint replaces the general cure."""
     text = str(WeightsError(build.MODEL, "model.pt", missing=["a"], hint="Strip `module.`."))
 
     assert text.endswith("missing keys (1): a. Strip `module.`.")
@@ -202,7 +200,7 @@ def test_weights_error_takes_a_better_hint() -> None:
         pytest.param(500, "n0, n1, n2, n3, n4, n5, n6, n7 and 492 more", id="many"),
     ],
 )
-def test_shown_cuts_long_lists(count: int, text: str) -> None:
+def test_shown(count: int, text: str) -> None:
     """At most eight names are shown, with the number of the others."""
     assert shown(f"n{number}" for number in range(count)) == text
 
@@ -266,28 +264,28 @@ def test_shown_cuts_long_lists(count: int, text: str) -> None:
         pytest.param(ValueError("a\x00b\x1b[31m"), "ValueError: a?b?[31m", id="control characters"),
         pytest.param(ValueError("bad \udcff"), "ValueError: bad ?", id="a lone surrogate"),
         pytest.param(ValueError("Größe 3, 大"), "ValueError: Größe 3, 大", id="other alphabets"),
-        pytest.param(SpeechlessError(), "SpeechlessError", id="without a working text"),
+        pytest.param(BrokenTextError(), "BrokenTextError", id="without a working text"),
     ],
 )
-def test_brief_is_one_line_without_the_servers_folders(error: BaseException, text: str) -> None:
-    """What a client reads is one line: the kind, its text, and no folder of the server."""
+def test_brief(error: BaseException, text: str) -> None:
+    """The text is one line with type and message, without folders of the server."""
     assert brief(error) == text
 
 
 def test_brief_can_be_sent() -> None:
-    """Whatever a model puts into an exception, the line is UTF-8."""
+    """The text can be encoded as UTF-8, whatever the message contains."""
     text = "".join(map(chr, range(0x3000))) + "\ud800"
 
     assert brief(ValueError(text.replace("\n", ""))).encode()
 
 
 def test_brief_has_a_bound() -> None:
-    """An exception with an endless text does not fill the response."""
+    """The length of the text is limited."""
     assert len(brief(ValueError("x" * 10_000))) == 500
 
 
-def test_brief_finds_what_torchscript_raised() -> None:
-    """Of TorchScript's traceback, which names files of the server, the error itself is kept."""
+def test_brief_of_torchscript() -> None:
+    """Of a TorchScript traceback only the message of the error is kept."""
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         return x @ x
@@ -301,15 +299,15 @@ def test_brief_finds_what_torchscript_raised() -> None:
     )
 
 
-def test_forward_error_says_what_was_raised() -> None:
-    """A failed forward() is told with the exception's kind and text."""
+def test_forward_error() -> None:
+    """The message has the type and text of the exception."""
     error = ForwardError(build.MODEL, ZeroDivisionError("by zero"))
 
     assert str(error) == "model 'digits': forward() raised ZeroDivisionError: by zero."
 
 
 def test_one_full_stop() -> None:
-    """A sentence that ends with another error's has one full stop between the two."""
+    """A message that ends with another error's message has one full stop there."""
     inner = errors.ConfigError("other", "no such part")
     told = errors.ConfigError("digits", f"it failed: {inner}", cure="Go on.")
     assert str(told) == "model 'digits': it failed: model 'other': no such part. Go on."

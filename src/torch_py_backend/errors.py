@@ -1,38 +1,38 @@
-"""The error tree: a class takes facts, composes its sentence and carries a Triton code.
+"""The error tree. A class takes facts, composes its message and has the name of a Triton code.
 
 BackendError
-├── LoadError               the model cannot be served; the load fails with this sentence
-│   ├── ConfigError         config.pbtxt contradicts itself or asks for what is not there
-│   ├── OptionError         a parameter has a value that is not accepted
-│   ├── ArtifactError       the model file is missing, or is not what it should be
-│   ├── SourceError         model.py fails, or does not define what is to be served
+├── LoadError               the model cannot be served; the load fails with this message
+│   ├── ConfigError         settings of config.pbtxt conflict, or do not fit the model
+│   ├── OptionError         the value of a parameter is not accepted
+│   ├── ArtifactError       the model file is missing, or has an unsupported type
+│   ├── SourceError         model.py fails, or does not define the model
 │   ├── WeightsError        the weights do not fit the module
-│   ├── BindingError        names in the config that forward() does not have
+│   ├── BindingError        names in the config do not match those of forward()
 │   ├── PlatformError       this process lacks what the model needs: a GPU, a matching numpy
-│   ├── CompileError        torch.compile failed, and the config insists on it
+│   ├── CompileError        torch.compile failed, and the config requires it
 │   └── WarmupError         the first calls, before READY, failed
-├── InputError              a request is wrong: the client's fault
-├── ForwardError            forward() raised, or what is called in its place
-├── HookError               a method of the hooks around forward() raised
-├── CallError               a call of another model, from within a model, failed
-│   └── NoServerError       there is no server to call it on
-├── OutputError             forward() returned what the config contradicts
+├── InputError              a request is invalid
+├── ForwardError            forward(), or the method served instead of it, raised
+├── HookError               a hook raised
+├── CallError               a call of another model from a model failed
+│   └── NoServerError       no server executes calls of other models
+├── OutputError             the result of forward() does not match the config
 ├── InternalError           the backend itself failed
-├── UnavailableError        the instance cannot answer, and another one might
-│   ├── OutOfMemoryError    not even one row of a request fits in memory
-│   └── StateMemoryError    the states of all sequences together would take more than they may
-├── CancelledError          a request was cancelled before it was run, or in mid-stream
+├── UnavailableError        the instance cannot answer; another one may be able to
+│   ├── OutOfMemoryError    a single row of a request does not fit in memory
+│   └── StateMemoryError    the states of all sequences exceed their memory limit
+├── CancelledError          a request was cancelled before it ran, or during its stream
 ├── InstallError            a backend folder cannot be written
-├── ServerError             a tritonserver cannot be found, started or asked, or answers an error
-├── BenchError              what is to be measured contradicts itself, or gave no figures
-├── ArchiveError            a TorchServe archive cannot be read, or cannot be served here
-├── ProfileError            a model cannot be profiled as asked, or its trace cannot be kept
-├── TuneError               a model cannot be tuned as asked, or what was found cannot be kept
-└── PackError               a Python environment cannot be packed for a server
+├── ServerError             a tritonserver cannot be found, started or reached, or fails
+├── BenchError              a benchmark has invalid arguments, or has no results
+├── ArchiveError            a TorchServe archive cannot be read, or cannot be served
+├── ProfileError            a model cannot be profiled, or its trace cannot be written
+├── TuneError               a model cannot be tuned, or the result cannot be written
+└── PackError               a Python environment cannot be packed
 
-A sentence names the model, what was found, what was expected, and what to do. What a client reads
-(InputError, ForwardError, HookError, CallError, OutputError, UnavailableError) holds no path of the
-server.
+A message names the model, what was found, what was expected, and what to do. Messages to clients
+(InputError, ForwardError, HookError, CallError, OutputError, UnavailableError) contain no path of
+the server.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class BackendError(Exception):
 
     Attributes:
         code: the name of a `TritonError` code.
-        traceback: the traceback of the cause, where the cause itself is gone; never sent to
-            clients.
+        traceback: the traceback of the cause, if the cause was raised in another process; never
+            sent to clients.
     """
 
     code: str = "INTERNAL"
@@ -65,17 +65,13 @@ class ModelError(BackendError):
     """
 
     def __init__(self, model: str, found: str, *, expected: str = "", cure: str = "") -> None:
-        sentence = f"model '{model}': {found}"
-        if expected:
-            sentence += f"; expected {expected}"
-        sentence = sentence.rstrip(".")  # of another error, which ends with its own
-        super().__init__(f"{sentence}. {cure}" if cure else f"{sentence}.")
+        super().__init__(_message(f"model '{model}'", found, expected, cure))
 
 
 class LoadError(ModelError):
     @classmethod
     def told(cls, sentence: str, traceback: str = "") -> LoadError:
-        """An error that another process has put into words."""
+        """Return an error with the message and the traceback of one in another process."""
         error = cls.__new__(cls)
         Exception.__init__(error, sentence)
         error.traceback = traceback
@@ -105,7 +101,7 @@ class SourceError(LoadError):
 
 
 class WeightsError(LoadError):
-    """Lists at most `_SHOWN` keys of each kind: a wrong checkpoint has hundreds."""
+    """Weights that do not fit the module. The message lists at most `_SHOWN` keys of each kind."""
 
     def __init__(
         self,
@@ -168,7 +164,7 @@ class ForwardError(ModelError):
     Args:
         model: the model's name.
         error: the exception.
-        called: the name of the function that raised it.
+        called: the name of the function that raised.
     """
 
     def __init__(self, model: str, error: BaseException, called: str = "forward") -> None:
@@ -181,12 +177,14 @@ class HookError(ModelError):
 
 
 class CallError(ModelError):
-    """A call of another model; its code is that of the answer.
+    """A failed call of another model.
 
     Args:
-        model: the model that was called.
-        found: what came instead of a result, as a clause.
-        code: the name of a `TritonError` code.
+        model: the called model.
+        found: what happened instead of a result, as a clause.
+        code: the name of the `TritonError` code of the response.
+        expected: what was expected, as a noun phrase.
+        cure: what to do, as a sentence.
     """
 
     def __init__(
@@ -202,7 +200,7 @@ class NoServerError(CallError):
             model,
             f"it was called with {shown(inputs) or 'no inputs'} where no server executes requests:"
             " while a model loads, in `check`, or in a test",
-            cure="For a test, torch_py_backend.composition.stand_in says what is called instead.",
+            cure="In a test, replace the model with torch_py_backend.composition.stand_in.",
         )
 
 
@@ -213,7 +211,7 @@ class OutputError(ModelError):
 class InternalError(ModelError):
     def __init__(self, model: str) -> None:
         super().__init__(
-            model, "the backend failed in a way that it does not know; the server's log has more"
+            model, "the backend raised an unexpected error; the server's log has the traceback"
         )
 
 
@@ -222,16 +220,16 @@ class UnavailableError(ModelError):
 
     @classmethod
     def fatal(cls, model: str, reason: str) -> UnavailableError:
-        """What every request is told, once an error has made the process useless."""
+        """Return the answer to every request after an error that makes the process unusable."""
         return cls(
             model,
             f"this instance met a fatal error and answers no requests any more ({reason})",
-            cure="It must be replaced: load the model anew.",
+            cure="It must be replaced: reload the model.",
         )
 
 
 class OutOfMemoryError(UnavailableError):
-    """Without what torch says of it: who else uses how much of the server's memory."""
+    """Too little memory. The message omits torch's text, which reports the memory of others."""
 
     def __init__(self, model: str) -> None:
         super().__init__(
@@ -248,14 +246,15 @@ class StateMemoryError(UnavailableError):
             f"with the new state of sequence {name}, {sequences} sequences would take"
             f" {needed / _MEGABYTE:.1f} MB",
             expected=f"at most {limit_mb} MB, SEQUENCE_MEMORY_MB",
-            cure="The state before this request stays. Try again when others have ended.",
+            cure="The state before this request is kept. Try again when other sequences have"
+            " ended.",
         )
 
 
 class CancelledError(ModelError):
     code = "CANCELLED"
 
-    def __init__(self, model: str, when: str = "before it was run") -> None:
+    def __init__(self, model: str, when: str = "before it ran") -> None:
         super().__init__(model, f"the request was cancelled {when}")
 
 
@@ -272,14 +271,11 @@ class BenchError(BackendError):
 
 
 class ArchiveError(BackendError):
-    """An error about a file that is not a model yet; the arguments are those of ModelError."""
+    """An error about an archive; the arguments are those of ModelError."""
 
     def __init__(self, archive: str, found: str, *, expected: str = "", cure: str = "") -> None:
-        sentence = f"{archive}: {found}"
-        if expected:
-            sentence += f"; expected {expected}"
-        # What an archive says of itself may hold what a terminal takes for commands.
-        super().__init__(printable(f"{sentence}. {cure}" if cure else f"{sentence}."))
+        # Text from an archive may contain control characters of a terminal.
+        super().__init__(printable(_message(archive, found, expected, cure)))
 
 
 class ProfileError(BackendError):
@@ -297,35 +293,40 @@ class PackError(BackendError):
 _MEGABYTE = 1 << 20
 _SHOWN = 8
 _LONGEST = 500
-# Absolute folders before a name; not what follows a letter (1/2/3, ../a/b) or is an address.
+# Absolute folders before a name; not after a letter (1/2/3, ../a/b), and not in a URL.
 _PATH = re.compile(r"((?<=file://)|(?<![\w./])(?<!:/))/(?:[\w.@+~-]+/)+(?=[\w.@+~-])")
-# The same in quotes, where folders may have blanks.
+# The same in quotes, where names of folders may contain blanks.
 _QUOTED_PATH = re.compile(r"""(['"])/(?:[^'"]*/)+(?=[^'"/]+\1)""")
-# Where an object lies in memory, and other machines' names in numbers.
 _MEMORY_ADDRESS = re.compile(r"( at)? 0x[0-9a-fA-F]{6,}")
 _NETWORK_ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
 _TORCHSCRIPT = "TorchScript interpreter"
 
 
+def _message(subject: str, found: str, expected: str, cure: str) -> str:
+    problem = f"{subject}: {found}" + (f"; expected {expected}" if expected else "")
+    problem = problem.rstrip(".")  # `found` may be the message of another error
+    return f"{problem}. {cure}" if cure else f"{problem}."
+
+
 def shown(names: Iterable[str]) -> str:
-    """The names, comma-separated, cut after `_SHOWN`."""
+    """Return the names, comma-separated, cut after `_SHOWN`."""
     listed = list(names)
     rest = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
     return ", ".join(listed[:_SHOWN]) + rest
 
 
 def brief(error: BaseException) -> str:
-    """What an exception says, in one line that may leave the server.
+    """Return an exception's type and message in one line that may be sent to clients.
 
-    No traceback, no folder or address of the server, at most `_LONGEST` characters, all of them
-    printable: what cannot be sent would fail the whole batch.
+    It contains no traceback, no folder and no address of the server, at most `_LONGEST` characters,
+    and only printable ones: text that cannot be sent would fail the whole batch.
     """
     try:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    except Exception:  # of a class of the model's own
+    except Exception:  # raised by __str__ of a class in the model's code
         lines = []
-    # TorchScript's message is a traceback; what was raised stands in its last line.
-    text = _harmless(lines[-1] if lines and _TORCHSCRIPT in lines[0] else " ".join(lines[:1]))
+    # A message of TorchScript is a traceback; its last line is the message of the cause.
+    text = _sanitized(lines[-1] if lines and _TORCHSCRIPT in lines[0] else " ".join(lines[:1]))
     kind = type(error).__name__
     if text.startswith(f"{kind}:") or not text:
         return (text or kind)[:_LONGEST]
@@ -333,17 +334,17 @@ def brief(error: BaseException) -> str:
 
 
 def quoted(text: str) -> str:
-    """What another model's error says, in one line that may leave the server."""
+    """Return the message of another model's error in one line that may be sent to clients."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return _harmless(" ".join(lines[:1]))[:_LONGEST]
+    return _sanitized(" ".join(lines[:1]))[:_LONGEST]
 
 
-def _harmless(text: str) -> str:
+def _sanitized(text: str) -> str:
     text = _PATH.sub("", _QUOTED_PATH.sub(r"\1", text))
     text = _NETWORK_ADDRESS.sub("(address)", _MEMORY_ADDRESS.sub("", text))
     return printable(text)
 
 
 def printable(text: str) -> str:
-    """The text with a mark for each character that a terminal or a log would not show."""
-    return "".join(one if one.isprintable() else "?" for one in text)
+    """Return the text with "?" for each character that is not printable."""
+    return "".join(char if char.isprintable() else "?" for char in text)

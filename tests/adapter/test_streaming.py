@@ -240,7 +240,7 @@ def test_what_nobody_has_foreseen_ends_a_stream(
         served.start(request)
         error = _ended(request)[-1].error()
         assert error.code() == fake_triton.TritonError.INTERNAL
-        assert "the backend failed in a way that it does not know" in error.message()
+        assert "the backend raised an unexpected error" in error.message()
     _until(lambda: _live() == 0)
     assert any("ZeroDivisionError" in text for _, text in fake_triton.Logger.lines)
 
@@ -305,7 +305,7 @@ def test_room_is_limited(tmp_path: Path, process: None, monkeypatch: pytest.Monk
     first.sender.cancelled = True
     waiting.join(_SECONDS)
     (refused,) = _ended(third)
-    assert "cancelled before it was run" in refused.error().message()
+    assert "cancelled before it ran" in refused.error().message()
     _until(lambda: fourth.sender.responses)
     for request in (second, fourth):
         request.sender.cancelled = True

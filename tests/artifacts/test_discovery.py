@@ -16,7 +16,7 @@ SOURCE = "class Net: ...\n"
 
 
 class Doubled(nn.Module):
-    """A model of the user's own, with a weight."""
+    """A module with a weight, as user code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def raw(content: bytes) -> Callable[[Path], None]:
 
 
 def test_source_is_not_run(tmp_path: Path) -> None:
-    """Finding model.py does not import it."""
+    """find() does not import model.py."""
     build.write(tmp_path, "model.py", "raise SystemExit('run')\n")
 
     assert discovery.find(build.config(tmp_path)).kind is Kind.MODULE
@@ -229,7 +229,7 @@ def test_model_file_is_found(
     beside: str | None,
     tmp_path: Path,
 ) -> None:
-    """The named file, else model.py, model.pt, model.pt2, is the model; weights share its stem."""
+    """The model is the named file, else model.py, model.pt or model.pt2."""
     store(tmp_path, files)
     version = tmp_path / "1"
 
@@ -239,7 +239,7 @@ def test_model_file_is_found(
 
 
 def test_model_file_is_found_in_its_own_version(tmp_path: Path) -> None:
-    """Each version is served from its own folder."""
+    """Each version uses its own folder."""
     build.write(tmp_path, "model.py", SOURCE)
     (tmp_path / "1").rename(tmp_path / "12")
 
@@ -280,10 +280,10 @@ def test_model_file_is_found_in_its_own_version(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_missing_model_file_is_told(
+def test_missing_model_file(
     files: list[str], named: str | None, said: list[str], tmp_path: Path
 ) -> None:
-    """Where no model is found, the files that are there and those that were sought are listed."""
+    """The error lists the existing files and the expected names."""
     for name in files:
         build.write(tmp_path, name, "")
 
@@ -294,8 +294,8 @@ def test_missing_model_file_is_told(
     assert all(part in str(raised.value) for part in said)
 
 
-def test_broken_link_is_told(tmp_path: Path) -> None:
-    """A link to a file that is gone is listed as what it is."""
+def test_broken_link(tmp_path: Path) -> None:
+    """A link to a missing file is listed as a broken link."""
     build.write(tmp_path, "notes.txt", "")
     (tmp_path / "1" / "model.pt").symlink_to("gone.pt")
 
@@ -303,8 +303,8 @@ def test_broken_link_is_told(tmp_path: Path) -> None:
         discovery.find(build.config(tmp_path))
 
 
-def test_missing_version_folder_is_told(tmp_path: Path) -> None:
-    """A version without a folder is an error like an empty one."""
+def test_missing_version_folder(tmp_path: Path) -> None:
+    """A missing version folder is the same error as an empty one."""
     with pytest.raises(ArtifactError, match="version 3 holds no files"):
         discovery.find(build.config(tmp_path, version="3"))
 
@@ -325,10 +325,10 @@ def test_missing_version_folder_is_told(tmp_path: Path) -> None:
         pytest.param(raw(b"hello"), "is not a file that torch.save", "torch.jit.save", id="text"),
     ],
 )
-def test_what_cannot_be_served_is_told(
+def test_unsupported_file(
     write: Callable[[Path], None], said: str, cure: str, tmp_path: Path
 ) -> None:
-    """A file that is no model is called what it is, and the way out fits its name."""
+    """The error names the type of the file, and the advice fits its name."""
     store(tmp_path, {"net.pt": write, "model.py": source})
 
     with pytest.raises(ArtifactError) as raised:
@@ -345,8 +345,8 @@ def test_what_cannot_be_served_is_told(
 
 
 @pytest.mark.parametrize("word", ["none", "None", "NONE"])
-def test_no_weights_are_wanted(word: str, tmp_path: Path) -> None:
-    """With WEIGHTS none the files beside the source do not matter, not even several."""
+def test_weights_none(word: str, tmp_path: Path) -> None:
+    """With WEIGHTS none, weights files beside the source are ignored."""
     store(tmp_path, {"model.py": source, "model.pt": weights, "model.pth": weights})
 
     found = discovery.find(build.config(tmp_path, weights=word))
@@ -355,8 +355,8 @@ def test_no_weights_are_wanted(word: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["best.pt", "sub/best.pth", "../best.safetensors", "../2/best.pt"])
-def test_weights_may_lie_anywhere_in_the_models_folder(name: str, tmp_path: Path) -> None:
-    """A named file is taken, also from a folder that all versions share."""
+def test_weights_in_the_model_folder(name: str, tmp_path: Path) -> None:
+    """The named file may be in a folder that all versions share."""
     store(tmp_path, {"model.py": source, "model.pt": weights, name: weights})
 
     found = discovery.find(build.config(tmp_path, weights=name))
@@ -369,10 +369,8 @@ def test_weights_may_lie_anywhere_in_the_models_folder(name: str, tmp_path: Path
     "name", ["../../secret.pt", "{outside}/secret.pt", "../../digits2/w.pt", "/etc/passwd"]
 )
 @pytest.mark.parametrize("there", [True, False], ids=["there", "missing"])
-def test_weights_outside_the_models_folder_are_refused(
-    name: str, there: bool, tmp_path: Path
-) -> None:
-    """A name that leaves the model's folder is refused, whether there is such a file or not."""
+def test_weights_outside_the_model_folder(name: str, there: bool, tmp_path: Path) -> None:
+    """A name outside the model's folder is rejected, whether the file exists or not."""
     folder = tmp_path / "digits"
     store(folder, {"model.py": source})
     (tmp_path / "digits2").mkdir()
@@ -387,8 +385,8 @@ def test_weights_outside_the_models_folder_are_refused(
     assert "expected a file in the model's own folder" in str(raised.value)
 
 
-def test_weights_behind_a_link_that_leaves_the_folder_are_refused(tmp_path: Path) -> None:
-    """A symbolic link does not open the rest of the disk to the parameter WEIGHTS."""
+def test_weights_behind_a_link_out_of_the_folder(tmp_path: Path) -> None:
+    """WEIGHTS cannot leave the model's folder through a symbolic link."""
     folder = tmp_path / "digits"
     store(folder, {"model.py": source})
     weights(tmp_path / "secret.pt")
@@ -401,7 +399,7 @@ def test_weights_behind_a_link_that_leaves_the_folder_are_refused(tmp_path: Path
 
 
 def test_links_within_the_folder_are_followed(tmp_path: Path) -> None:
-    """A link to a file of the model, and a model folder that is itself a link, are fine."""
+    """A link to a file of the model, and a model folder that is a link, are accepted."""
     store(tmp_path / "store", {"model.py": source, "epoch7.pt": weights})
     (tmp_path / "store" / "1" / "best.pt").symlink_to("epoch7.pt")
     (tmp_path / "digits").symlink_to(tmp_path / "store")
@@ -412,8 +410,8 @@ def test_links_within_the_folder_are_followed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["best.pt", "folder", "broken.pt"])
-def test_missing_weights_are_told(name: str, tmp_path: Path) -> None:
-    """A name that leads to no file is refused, with the way out."""
+def test_missing_weights(name: str, tmp_path: Path) -> None:
+    """A name without a file is rejected; the error says what to do."""
     store(tmp_path, {"model.py": source, "model.pt": weights})
     (tmp_path / "1" / "folder").mkdir()
     (tmp_path / "1" / "broken.pt").symlink_to("nothing")
@@ -436,7 +434,7 @@ def test_missing_weights_are_told(name: str, tmp_path: Path) -> None:
     ids=" ".join,
 )
 def test_several_weights_need_a_name(names: tuple[str, ...], tmp_path: Path) -> None:
-    """Two files that could be the weights are told, and the parameter WEIGHTS decides."""
+    """Two candidates for the weights are an error; the parameter WEIGHTS decides."""
     store(tmp_path, {"model.py": source, **dict.fromkeys(names, weights)})
 
     with pytest.raises(ArtifactError) as raised:
@@ -472,7 +470,7 @@ def test_factory_of_a_package_needs_no_file(
     beside: str | None,
     tmp_path: Path,
 ) -> None:
-    """A name with a colon is a package's: the version folder may hold weights, or nothing."""
+    """A factory with a colon belongs to a package; the version folder may be empty."""
     store(tmp_path, files)
     version = tmp_path / "1"
 
@@ -482,7 +480,7 @@ def test_factory_of_a_package_needs_no_file(
 
 
 def test_factory_of_a_package_without_weights(tmp_path: Path) -> None:
-    """WEIGHTS none holds for a package's module as well."""
+    """WEIGHTS none also applies to the factory of a package."""
     store(tmp_path, {"model.pt": weights})
 
     found = discovery.find(build.config(tmp_path, model_factory="package:Net", weights="None"))
@@ -490,8 +488,8 @@ def test_factory_of_a_package_without_weights(tmp_path: Path) -> None:
     assert found == Artifact(Kind.FACTORY, tmp_path / "1", weightless=True)
 
 
-def test_factory_of_the_source_is_no_packages(tmp_path: Path) -> None:
-    """A name without a colon is a function of model.py."""
+def test_factory_of_the_source(tmp_path: Path) -> None:
+    """A factory without a colon is a function of model.py."""
     store(tmp_path, {"model.py": source})
 
     found = discovery.find(build.config(tmp_path, model_factory="make"))
@@ -520,7 +518,7 @@ def test_fallback_of_a_package(
     beside: str | None,
     tmp_path: Path,
 ) -> None:
-    """Beside a package stands what is served where it does not fit, with its own weights."""
+    """An AOTInductor package may have a fallback, which has its own weights."""
     store(tmp_path, {"model.pt2": aoti, **files})
     version = tmp_path / "1"
 
@@ -570,14 +568,14 @@ def test_fallback_of_a_package(
         ),
     ],
 )
-def test_fallback_that_cannot_be_is_refused(
+def test_invalid_fallback(
     files: dict[str, Callable[[Path], None]],
     fallback: str,
     error: type[Exception],
     said: list[str],
     tmp_path: Path,
 ) -> None:
-    """A fallback is refused at load on every machine, not first where it is needed."""
+    """An invalid fallback fails the load on every machine, not only where it is used."""
     folder = tmp_path / "digits"
     store(folder, files)
 
@@ -588,8 +586,8 @@ def test_fallback_that_cannot_be_is_refused(
     assert all(part in str(raised.value) for part in said)
 
 
-def test_fallback_of_a_packages_factory_is_refused(tmp_path: Path) -> None:
-    """FALLBACK beside something else than an AOTInductor package is refused, a factory too."""
+def test_fallback_of_another_artifact(tmp_path: Path) -> None:
+    """FALLBACK is rejected for other artifacts than AOTInductor packages, also for factories."""
     store(tmp_path, {"model.py": source})
 
     with pytest.raises(ConfigError, match="FALLBACK is set"):
@@ -617,7 +615,7 @@ def test_fallback_of_a_packages_factory_is_refused(tmp_path: Path) -> None:
 def test_files_of_an_artifact(
     artifact: Artifact, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The model, its weights with the shards that are there, what it falls back to."""
+    """files() returns the model, its weights with existing shards, and its fallback."""
     for name in ("model.py", "model.pt", "broken.json", "a", "b"):
         (tmp_path / name).write_text("x")
     index = tmp_path / "model.safetensors.index.json"

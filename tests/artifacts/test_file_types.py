@@ -1,4 +1,4 @@
-"""What the bytes of a file are: told from first bytes, members and names in pickles."""
+"""The type of a file from its first bytes, zip members and the names in pickles."""
 
 import bz2
 import gzip
@@ -27,7 +27,7 @@ from torch_py_backend.errors import ArtifactError
 
 
 class Doubled(nn.Module):
-    """A model of the user's own, with a weight."""
+    """A module with a weight, as user code."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Doubled(nn.Module):
 
 
 class Trap:
-    """Makes a folder when it is unpickled."""
+    """An object that creates a folder when it is unpickled."""
 
     def __init__(self, sprung: Path) -> None:
         self.sprung = sprung
@@ -73,7 +73,7 @@ def archive(**members: bytes) -> Callable[[Path], None]:
 
 
 def repacked(path: Path) -> None:
-    """A state_dict whose archive somebody has unpacked, and packed again with another tool."""
+    """Return a state_dict whose archive was unpacked and packed again with another tool."""
     stored = io.BytesIO()
     torch.save({"weight": torch.ones(3)}, stored)
     with zipfile.ZipFile(stored) as old, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
@@ -82,14 +82,14 @@ def repacked(path: Path) -> None:
 
 
 def crowded(path: Path) -> None:
-    """A zip whose end says that its list of members has 17 MiB; they are there."""
+    """Return a zip with a central directory of 17 MiB."""
     length = 17 << 20
     end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 1 << 15, 1 << 15, length, 4, 0)
     path.write_bytes(b"PK\3\4" + bytes(length) + end)
 
 
 def compressed_in_an_unknown_way(path: Path) -> None:
-    """A zip archive whose data.pkl says that it is packed with method 99."""
+    """Return a zip archive whose data.pkl has the compression method 99."""
     archive(**{"data.pkl": b"\x80\x02}."})(path)
     content = bytearray(path.read_bytes())
     for signature, offset in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
@@ -98,7 +98,7 @@ def compressed_in_an_unknown_way(path: Path) -> None:
 
 
 def old_program(path: Path) -> None:
-    """The members lie in no folder."""
+    """Return an old exported program, whose members are not in a folder."""
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("version", "8.2")
         file.writestr("serialized_exported_program.json", "{}")
@@ -119,7 +119,7 @@ def numpy_file(save: Callable[..., Any], array: Any) -> bytes:
 
 
 def many_keys(path: Path) -> None:
-    """A state_dict whose index is longer than what is read of it."""
+    """Return a state_dict whose pickle is longer than the part that is read."""
     torch.save({f"layer{number:0300d}": torch.zeros(0) for number in range(4000)}, path)
 
 
@@ -229,10 +229,8 @@ CONTENTS = [
 
 
 @pytest.mark.parametrize(("write", "content"), CONTENTS)
-def test_content_is_told_without_loading(
-    write: Callable[[Path], None], content: Content, tmp_path: Path
-) -> None:
-    """What a file is, is told from its first bytes and its members, however it was saved."""
+def test_content(write: Callable[[Path], None], content: Content, tmp_path: Path) -> None:
+    """The type follows from the first bytes and the members, for every way of saving."""
     write(tmp_path / "model.pt")
 
     assert file_types.describe(tmp_path / "model.pt") is content
@@ -240,10 +238,8 @@ def test_content_is_told_without_loading(
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
 @pytest.mark.parametrize("write", [script, save(lambda: Doubled().state_dict())], ids=["jit", "pt"])
-def test_cut_off_archive_is_told(
-    write: Callable[[Path], None], share: float, tmp_path: Path
-) -> None:
-    """A file whose copy was interrupted is called what it is, wherever it ends."""
+def test_truncated_archive(write: Callable[[Path], None], share: float, tmp_path: Path) -> None:
+    """An incomplete copy is recognized, wherever it ends."""
     path = tmp_path / "model.pt"
     write(path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
@@ -251,8 +247,8 @@ def test_cut_off_archive_is_told(
     assert file_types.describe(path) is Content.TRUNCATED
 
 
-def test_damaged_index_is_told(tmp_path: Path) -> None:
-    """A flipped byte in the archive's index of tensors is noticed by its checksum."""
+def test_damaged_pickle(tmp_path: Path) -> None:
+    """A flipped byte in the archive's pickle is detected by its checksum."""
     path = tmp_path / "model.pt"
     torch.save(Doubled().state_dict(), path)
     content = bytearray(path.read_bytes())
@@ -276,7 +272,7 @@ def test_damaged_index_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_nothing_is_unpickled(write: Callable[[Trap, Path], Any], tmp_path: Path) -> None:
-    """Telling what a file is runs no code that lies in it."""
+    """Reading the type runs no code in the file."""
     sprung = tmp_path / "sprung"
     path = build.write(tmp_path, "model.pt", "")
     write(Trap(sprung), path)
@@ -294,22 +290,22 @@ def test_nothing_is_unpickled(write: Callable[[Trap, Path], Any], tmp_path: Path
     assert sprung.is_dir()
 
 
-def test_onnx_is_told_by_its_name_as_well(tmp_path: Path) -> None:
-    """A protobuf that says nothing of itself is what its suffix says."""
+def test_onnx_by_suffix(tmp_path: Path) -> None:
+    """An ONNX file without a recognizable header is recognized by its suffix."""
     path = build.write(tmp_path, "model.onnx", b"\x08\x03:\x10" + bytes(70))
 
     assert file_types.describe(path) is Content.ONNX
 
 
-def test_saved_model_is_told_by_its_name(tmp_path: Path) -> None:
-    """TensorFlow's protobuf has one name everywhere."""
+def test_saved_model_by_name(tmp_path: Path) -> None:
+    """A TensorFlow model is recognized by its name."""
     path = build.write(tmp_path, "saved_model.pb", b"\x08\x01\x12\x07")
 
     assert file_types.describe(path) is Content.TENSORFLOW
 
 
 def bomb(path: Path, filling: bytes, size: int, compression: int) -> None:
-    """A data.pkl of `size` bytes."""
+    """Return an archive whose data.pkl has `size` bytes."""
     with (
         zipfile.ZipFile(path, "w", compression) as file,
         file.open("model/data.pkl", "w", force_zip64=True) as member,
@@ -328,7 +324,7 @@ def bomb(path: Path, filling: bytes, size: int, compression: int) -> None:
 def test_large_pickle_is_read_in_part(
     filling: bytes, compression: int, found: Content, tmp_path: Path
 ) -> None:
-    """A pickle is read up to a bound; one that inflates to more than the archive is not read."""
+    """A pickle is read up to a bound; one with a high compression ratio is not read."""
     bomb(tmp_path / "model.pt", filling * (1 << 20), 64 << 20, compression)
     tracemalloc.start()
     try:
@@ -349,9 +345,7 @@ def test_large_pickle_is_read_in_part(
         pytest.param(0, zipfile.ZIP_LZMA, Content.TRUNCATED, id="damaged lzma"),
     ],
 )
-def test_archive_that_cannot_be_unpacked_is_told(
-    flags: int, method: int | None, found: Content, tmp_path: Path
-) -> None:
+def test_unreadable_members(flags: int, method: int | None, found: Content, tmp_path: Path) -> None:
     """Members that are encrypted or do not inflate make a damaged archive, not a crash."""
     path = tmp_path / "model.pt"
     archive(**{"data.pkl": bytes(range(256)) * 8})(path)
@@ -386,8 +380,8 @@ def test_archive_that_cannot_be_unpacked_is_told(
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_cure_fits_what_was_found(found: Content, said: str) -> None:
-    """Each wrong file has a way out of its own."""
+def test_cure(found: Content, said: str) -> None:
+    """Each type of file has its own advice."""
     assert said in file_types.cure(found, Path("/models/digits/1/net.pt"))
 
 
@@ -409,7 +403,7 @@ def test_cure_fits_what_was_found(found: Content, said: str) -> None:
 def test_metadata_of_a_package(
     members: dict[str, bytes], metadata: dict[str, str], tmp_path: Path
 ) -> None:
-    """A package says for which machine it was built, where it says it."""
+    """The metadata of a package names its target machine."""
     archive(**members)(tmp_path / "model.pt2")
 
     assert file_types.aoti_metadata(tmp_path / "model.pt2") == metadata
@@ -424,8 +418,8 @@ def test_metadata_of_a_package(
         pytest.param(json.dumps({"note": "x" * (1 << 17)}).encode(), id="longer than is read"),
     ],
 )
-def test_metadata_that_says_nothing(metadata: bytes, tmp_path: Path) -> None:
-    """Metadata that cannot be read is like none: torch itself decides whether the package loads."""
+def test_unreadable_metadata(metadata: bytes, tmp_path: Path) -> None:
+    """Unreadable metadata is treated as missing: torch decides whether the package loads."""
     archive(**{"data/aotinductor/model/abc_metadata.json": metadata})(tmp_path / "model.pt2")
 
     assert file_types.aoti_metadata(tmp_path / "model.pt2") == {}

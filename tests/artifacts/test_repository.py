@@ -1,4 +1,4 @@
-"""A model repository on disk: models, versions, the one that is served."""
+"""Models and versions of a model repository on disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch_py_backend.errors import ConfigError, ServerError
 
 
 def _lay_out(root: Path, *entries: str) -> Path:
-    """Folders where an entry ends with a slash, else files."""
+    """Create folders for entries that end with a slash, else files."""
     root.mkdir(parents=True, exist_ok=True)
     for entry in entries:
         path = root / entry
@@ -41,13 +41,13 @@ def _lay_out(root: Path, *entries: str) -> Path:
     ],
 )
 def test_models(tmp_path: Path, entries: tuple[str, ...], found: list[str]) -> None:
-    """A path is a model where it has a config or a version; else its folders are looked at."""
+    """A path with a config or a version is a model; otherwise its folders are searched."""
     root = _lay_out(tmp_path / "repository", *entries)
     assert repository.models(root) == [root / name for name in found]
 
 
 def test_models_behind_links(tmp_path: Path) -> None:
-    """A linked model folder is a model; links that lead nowhere or to themselves are passed by."""
+    """A linked model folder is a model; broken links and loops are ignored."""
     _lay_out(tmp_path / "elsewhere" / "real", "1/")
     root = _lay_out(tmp_path / "repository")
     (root / "linked").symlink_to(tmp_path / "elsewhere" / "real")
@@ -66,25 +66,25 @@ def test_models_behind_links(tmp_path: Path) -> None:
     ],
 )
 def test_versions(tmp_path: Path, entries: tuple[str, ...], found: list[str]) -> None:
-    """Versions are folders with a number above 0 as their name, in the order of the numbers."""
+    """Versions are folders whose names are numbers above 0, in numeric order."""
     folder = _lay_out(tmp_path / "digits", *entries)
     assert repository.versions(folder) == found
 
 
 def test_latest(tmp_path: Path) -> None:
-    """The highest number is served, not the last name."""
+    """The version with the highest number is served."""
     assert repository.latest(_lay_out(tmp_path / "digits", "9/", "10/")) == "10"
 
 
-def test_latest_of_none(tmp_path: Path) -> None:
-    """A model without versions is refused, with the folder that is expected."""
+def test_latest_without_versions(tmp_path: Path) -> None:
+    """A model without versions is rejected; the error names the expected folder."""
     folder = _lay_out(tmp_path / "digits", "config.pbtxt", "0/", "1")
     with pytest.raises(ConfigError, match=r"model 'digits': .*no versions; expected a folder .*1"):
         repository.latest(folder)
 
 
 def test_latest_of_a_repository(tmp_path: Path) -> None:
-    """A repository where a model is expected is refused, and its models are named."""
+    """A repository in place of a model is rejected; the error lists its models."""
     root = _lay_out(tmp_path, "b/1/", "a/config.pbtxt", "notes/")
     with pytest.raises(ConfigError) as refusal:
         repository.latest(root)
@@ -94,8 +94,8 @@ def test_latest_of_a_repository(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_folder_that_cannot_be_read() -> None:
-    """One folder of another user does not hide the other models; it is a model, to be reported."""
+def test_unreadable_folder() -> None:
+    """An unreadable folder counts as a model, and does not hide the others."""
     with tempfile.TemporaryDirectory() as name:  # tmp_path lies behind a folder of root's own
         root = _lay_out(Path(name), "a/1/", "closed/1/")
         root.chmod(0o755)
@@ -109,10 +109,7 @@ def test_folder_that_cannot_be_read() -> None:
 
 
 def test_models_by_name(tmp_path: Path) -> None:
-    """Folders by the models' names; a model that is missing, or given for its repository, is not.
-
-    The refusal names the models that there are, or the repository.
-    """
+    """Folders are returned by name; a missing model, or a model as repository, is an error."""
     _lay_out(tmp_path, "a/1/", "b/config.pbtxt")
     assert repository.by_name(tmp_path, ["b"]) == {"a": tmp_path / "a", "b": tmp_path / "b"}
     with pytest.raises(ServerError, match=r"has no model 'c'; its models: a, b\.$"):

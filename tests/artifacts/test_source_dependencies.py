@@ -1,4 +1,4 @@
-"""What a model.py needs beside it: told from names and syntax trees, nothing is run."""
+"""The files that a model.py needs, from names and syntax trees."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _lay_out(folder: Path, files: Mapping[str, str]) -> Path:
 
 
 def _found(source: Path) -> dict[str, str]:
-    """Name in the version folder → place beside the source."""
+    """Return the found files: name in the version folder → relative path."""
     found = source_dependencies.of_source("digits", source)
     return {name: path.relative_to(source.parent).as_posix() for name, path in found.items()}
 
@@ -52,7 +52,7 @@ def _modules(source: Path) -> set[str]:
     ],
 )
 def test_module_beside_the_source_is_found(tmp_path: Path, statement: str) -> None:
-    """However a module of the folder is imported, it belongs to the source; others do not."""
+    """Every form of import of a module in the folder is found; other files are not."""
     files = {"net.py": statement, "layers.py": "", "other.py": "", "notes.txt": ""}
     assert _modules(_lay_out(tmp_path, files)) == {"layers.py"}
 
@@ -116,12 +116,12 @@ def test_module_beside_the_source_is_found(tmp_path: Path, statement: str) -> No
     ],
 )
 def test_imports_are_followed(tmp_path: Path, files: Mapping[str, str], found: set[str]) -> None:
-    """What a found module imports is found, too; of a package all, but for what Python made."""
+    """Imports of imported modules are found; of a package all files except Python's caches."""
     assert _modules(_lay_out(tmp_path, files)) == found
 
 
 def test_nothing_is_run(tmp_path: Path) -> None:
-    """Imports are read, not followed by Python."""
+    """Imported modules are not executed."""
     trap = f"import os\nos.mkdir({os.fspath(tmp_path / 'sprung')!r})\n"
     source = _lay_out(tmp_path, {"net.py": f"import a\n{trap}", "a.py": trap})
     assert _modules(source) == {"a.py"}
@@ -129,13 +129,13 @@ def test_nothing_is_run(tmp_path: Path) -> None:
 
 
 def test_source_named_model_may_be_imported(tmp_path: Path) -> None:
-    """A model.py keeps its name, also where a module imports it back."""
+    """A model.py may be imported by its own modules."""
     _lay_out(tmp_path, {"model.py": "import a", "a.py": "import model"})
     assert _found(tmp_path / "model.py") == {"model.py": "model.py", "a.py": "a.py"}
 
 
-def test_module_with_the_served_name_is_refused(tmp_path: Path) -> None:
-    """Two files cannot both be model.py."""
+def test_module_named_model(tmp_path: Path) -> None:
+    """A source cannot import another file named model.py."""
     source = _lay_out(tmp_path, {"net.py": "import model", "model.py": ""})
     with pytest.raises(ArtifactError, match=r"'digits': net\.py imports model\.py .*Rename model"):
         source_dependencies.of_source("digits", source)
@@ -146,20 +146,20 @@ def test_module_with_the_served_name_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ".pth", ".safetensors.index.json"])
 def test_weights_are_renamed_with_the_source(tmp_path: Path, suffix: str) -> None:
-    """Weights of the source's stem get the stem that is served; others stay."""
+    """Weights with the source's stem are renamed with it; others keep their names."""
     source = _lay_out(tmp_path, {"net.py": "", f"net{suffix}": "", f"other{suffix}": ""})
     assert _found(source) == {"model.py": "net.py", f"model{suffix}": f"net{suffix}"}
 
 
-def test_two_files_of_weights_are_refused(tmp_path: Path) -> None:
-    """It must be clear which weights are meant."""
+def test_two_weights_files(tmp_path: Path) -> None:
+    """Two weights files are an error."""
     source = _lay_out(tmp_path, {"net.py": "", "net.pt": "", "net.safetensors": ""})
     with pytest.raises(ArtifactError, match=r"net\.safetensors and net\.pt lie beside net\.py"):
         source_dependencies.of_source("digits", source)
 
 
 def test_shards_keep_their_names(tmp_path: Path) -> None:
-    """What an index names comes along; not what is missing, or would leave the folder."""
+    """Shards in an index are included, unless they are missing or outside the folder."""
     names = ["net-1.safetensors", "parts/2.safetensors", "gone.safetensors"]
     outside = ["../secret.safetensors", os.fspath(tmp_path / "secret.safetensors")]
     keys = dict(enumerate([*names, *outside]))

@@ -1,4 +1,4 @@
-"""Whether a model.py makes streams, told from its text."""
+"""Detection of streaming models from the text of model.py."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _STEPS = (
     ],
 )  # fmt: skip
 def test_in_source(text: str, found: bool, tmp_path: Path) -> None:
-    """What is served yields, or has begin() and step(); what lies beside it does not count."""
+    """The served class or function yields, or has begin() and step(); others do not count."""
     path = tmp_path / "model.py"
     path.write_text(text)
     assert stream_detection.in_source(path) is found
@@ -90,13 +90,15 @@ def test_in_source(text: str, found: bool, tmp_path: Path) -> None:
         (None, None, True),
     ],
 )
-def test_what_is_named(named: str | None, method: str | None, found: bool, tmp_path: Path) -> None:
-    """MODEL_CLASS and METHOD say what is looked at."""
+def test_named_class_and_method(
+    named: str | None, method: str | None, found: bool, tmp_path: Path
+) -> None:
+    """MODEL_CLASS and METHOD select the code to inspect."""
     path = tmp_path / "model.py"
     path.write_text(_YIELDS + _PLAIN + _STEPS + "def f(x):\n    yield x\n")
     assert stream_detection.in_source(path, named=named, method=method) is found
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """Whoever loads it says so, not this."""
+def test_missing_file(tmp_path: Path) -> None:
+    """A missing file does not stream; loading it reports the error."""
     assert stream_detection.in_source(tmp_path / "model.py") is False

@@ -16,7 +16,7 @@ def tensor(name: str, *dims: int, **more: Any) -> dict[str, Any]:
 
 
 def parsed(**document: Any) -> ModelConfig:
-    """A config with the inputs x and z, of which z may be left out, and the outputs y and w."""
+    """Return a config with the inputs x and z, of which z is optional, and the outputs y and w."""
     inputs = [tensor("x", -1, allow_ragged_batch=True), tensor("z", 4, optional=True)]
     outputs = [tensor("y", -1), tensor("w", 2, -1)]
     return model_config.parse(build.arguments(**({"input": inputs, "output": outputs} | document)))
@@ -44,7 +44,7 @@ def split(**entry: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("dtype", ["INT32", "FP32"])
 @pytest.mark.parametrize("kind", _KINDS)
 def test_batch_input(kind: str, dtype: str) -> None:
-    """Every kind that Triton defines is read, in both types that Triton accepts."""
+    """Each kind that Triton defines is accepted, with both types that Triton accepts."""
     (one,) = parsed(**made(kind=kind, data_type=f"TYPE_{dtype}")).batch_inputs
 
     assert (one.name, one.kind.value, one.dtype.triton, one.source) == ("n", kind, dtype, "x")
@@ -52,7 +52,7 @@ def test_batch_input(kind: str, dtype: str) -> None:
 
 
 def test_targets() -> None:
-    """An entry may have several targets: each is an input or an output of its own."""
+    """Each target of an entry is a separate input or output."""
     found = parsed(**made(target_name=["n", "m"]), **split(target_name=["y"]))
 
     assert [one.name for one in found.batch_inputs] == ["n", "m"]
@@ -61,8 +61,8 @@ def test_targets() -> None:
     assert found.concatenates
 
 
-def test_without() -> None:
-    """A config without either leaves ragged inputs as they are."""
+def test_neither() -> None:
+    """A config with neither block does not concatenate ragged inputs."""
     assert not parsed().concatenates
 
 
@@ -77,7 +77,7 @@ def test_without() -> None:
         (made(source_input=[]), "has 0 source_input; expected one"),
         (made(source_input=["x", "x"]), "has 2 source_input; expected one"),
         (made(source_input=["a"]), "source_input 'a', which is no input; expected one of x, z"),
-        (made(source_input=["z"]), "'z', which requests may leave out. Take optional out of 'z'"),
+        (made(source_input=["z"]), "'z', which requests may leave out. Remove optional from 'z'"),
         (made(target_name=[]), "has no target_name; expected at least one"),
         (made(target_name=["x"]), "makes 'x', and config.pbtxt has that name"),
         (made(target_name=["n", "n"]), "makes 'n', and config.pbtxt has that name"),
@@ -93,34 +93,10 @@ def test_without() -> None:
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
-def test_refusals(block: dict[str, Any], says: str) -> None:
-    """What is wrong is named at load: kinds, types, and names on either side."""
+def test_invalid_entry(block: dict[str, Any], says: str) -> None:
+    """Invalid kinds, types and names are rejected at load."""
     with pytest.raises(ConfigError) as raised:
         parsed(**block)
 
     assert f"model 'digits': {next(iter(block))} " in str(raised.value)
     assert says in str(raised.value)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("PAD", '{"x": {}}', "PAD"),
-        ("BATCH_BUCKETS", "1,2", "BATCH_BUCKETS"),
-        ("TORCH_COMPILE_OPTIONAL_PARAMETERS", '{"dynamic": false}', "with dynamic: false"),
-    ],
-)
-@pytest.mark.parametrize("block", [made(), split()], ids=lambda block: next(iter(block)))
-def test_what_does_not_go_with_it(block: dict[str, Any], key: str, value: str, says: str) -> None:
-    """Options for fixed sizes are refused by name."""
-    with pytest.raises(ConfigError) as raised:
-        parsed(**block, parameters={key: {"string_value": value}})
-
-    assert f"config.pbtxt has {next(iter(block))} and " in str(raised.value)
-    assert says in str(raised.value)
-
-
-def test_streams() -> None:
-    """A decoupled model gets its requests one by one."""
-    with pytest.raises(ConfigError, match="has batch_input and model_transaction_policy"):
-        parsed(**made(), model_transaction_policy={"decoupled": True})

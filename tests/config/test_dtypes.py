@@ -18,21 +18,21 @@ def named(dtype: DType) -> str:
     return dtype.triton
 
 
-def test_table_holds_every_type_of_triton() -> None:
-    """Each type that config.pbtxt can name stands in the table once."""
+def test_table() -> None:
+    """The table contains each type of config.pbtxt once."""
     assert sorted(dtype.config for dtype in dtypes.TABLE) == sorted(
         f"TYPE_{name}" for name in TRITON_TYPES
     )
 
 
 @pytest.mark.parametrize("dtype", dtypes.TABLE, ids=named)
-def test_config_name_leads_back_to_the_row(dtype: DType) -> None:
-    """A type is found by the name that config.pbtxt gives it."""
+def test_from_config(dtype: DType) -> None:
+    """A type is found by its name in config.pbtxt."""
     assert dtypes.from_config(dtype.config) is dtype
 
 
-def test_strings_have_another_name_in_the_config() -> None:
-    """Triton calls strings BYTES in requests and TYPE_STRING in config.pbtxt."""
+def test_name_of_strings() -> None:
+    """Strings are BYTES in requests and TYPE_STRING in config.pbtxt."""
     found = dtypes.from_config("TYPE_STRING")
 
     assert found is not None
@@ -41,14 +41,14 @@ def test_strings_have_another_name_in_the_config() -> None:
 
 
 @pytest.mark.parametrize("name", ["TYPE_INVALID", "", "FP32", "type_fp32", "TYPE_FP8"])
-def test_unknown_names_are_not_found(name: str) -> None:
-    """A name that is not Triton's has no type."""
+def test_unknown_name(name: str) -> None:
+    """A name that Triton does not define has no type."""
     assert dtypes.from_config(name) is None
 
 
 @pytest.mark.parametrize("dtype", WITH_TORCH, ids=named)
-def test_torch_name_is_torchs(dtype: DType) -> None:
-    """The torch name is an attribute of torch, and its size is the one in Triton's name."""
+def test_torch_name(dtype: DType) -> None:
+    """The torch name is an attribute of torch; the size matches Triton's name."""
     found = getattr(torch, str(dtype.torch))
     digits = "".join(filter(str.isdigit, dtype.triton)) or "8"  # BOOL: one byte
 
@@ -57,8 +57,8 @@ def test_torch_name_is_torchs(dtype: DType) -> None:
 
 
 @pytest.mark.parametrize("dtype", WITH_BOTH, ids=named)
-def test_numpy_name_is_the_same_type(dtype: DType) -> None:
-    """An array of the numpy type becomes a tensor of the torch type, as requests do."""
+def test_numpy_name(dtype: DType) -> None:
+    """An array of the numpy type becomes a tensor of the torch type."""
     array = np.zeros(1, dtype=dtype.numpy)
 
     assert torch.from_numpy(array).dtype is getattr(torch, str(dtype.torch))
@@ -66,7 +66,7 @@ def test_numpy_name_is_the_same_type(dtype: DType) -> None:
 
 @pytest.mark.parametrize("dtype", WITH_TORCH, ids=named)
 def test_tensors_of_every_type_can_be_batched(dtype: DType) -> None:
-    """Each type in the table can be concatenated and split, which batching relies on."""
+    """Tensors of each type can be concatenated and split."""
     ones = torch.ones(1, 2, dtype=getattr(torch, str(dtype.torch)))
     first, second = torch.cat([ones, ones]).split_with_sizes([1, 1])
 

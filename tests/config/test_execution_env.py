@@ -1,4 +1,4 @@
-"""EXECUTION_ENV_PATH: which Python the environment that a config names is for."""
+"""EXECUTION_ENV_PATH: the version of Python of the environment that a config names."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _folder(path: Path, python: str) -> Path:
     "value", ["", "$$TRITON_MODEL_DIRECTORY/env.tar.gz", "{}/env.tar.gz", "{}/env"]
 )
 def test_environment_for_the_stubs_python(value: str, tmp_path: Path) -> None:
-    """None, an archive or a folder for the Python of the stub is taken, wherever it lies."""
+    """No environment, and an archive or folder for the stub's Python, are accepted."""
     _archive(tmp_path / "env.tar.gz", "bin/activate", "lib/python3.12/os.py", "lib/python3.9/x.py")
     _folder(tmp_path / "env", "3.12")
     execution_env.check(tmp_path, _document(value.format(tmp_path)), "3.12")
@@ -54,7 +54,7 @@ def test_environment_for_the_stubs_python(value: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["env.tar.gz", "env"])
 def test_environment_for_another_python(name: str, tmp_path: Path) -> None:
-    """It is refused by name, with both versions and both cures; without a stub nobody knows."""
+    """The error has both versions and both cures; without a stub there is no check."""
     _archive(tmp_path / "env.tar.gz", "./lib/python3.12/os.py")
     _folder(tmp_path / "env", "3.12")
     document = _document(f"{execution_env.MODEL_FOLDER}/{name}")
@@ -71,12 +71,12 @@ def test_environment_for_another_python(name: str, tmp_path: Path) -> None:
         ("missing.tar.gz", "cannot be read: [Errno 2]"),
         ("text.tar.gz", "cannot be read: not a gzip file"),
         ("half.tar.gz", "cannot be read: "),
-        ("empty.tar.gz", "holds no lib/python3.*"),
-        ("folder", "holds no lib/python3.*"),
+        ("empty.tar.gz", "contains no lib/python3.*"),
+        ("folder", "contains no lib/python3.*"),
     ],
 )
-def test_what_is_no_environment(name: str, says: str, tmp_path: Path) -> None:
-    """What cannot be read, or holds no Python, is refused with what was expected."""
+def test_invalid_environment(name: str, says: str, tmp_path: Path) -> None:
+    """A path that is unreadable or contains no Python is rejected."""
     (tmp_path / "text.tar.gz").write_text("text")
     whole = _archive(tmp_path / "empty.tar.gz", "bin/activate", "library/python3.12/os.py")
     (tmp_path / "half.tar.gz").write_bytes(whole.read_bytes()[:40])
@@ -88,10 +88,10 @@ def test_what_is_no_environment(name: str, says: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("found", [True, False], ids=["a server", "no server"])
-def test_check_asks_the_server_that_is_there(
+def test_check_uses_the_installed_server(
     found: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """`check` compares with the stub of this machine's server, where there is one."""
+    """`check` compares with the stub of this machine's server, if there is one."""
 
     def find() -> tritonserver.Triton:
         if not found:
@@ -111,8 +111,8 @@ def test_check_asks_the_server_that_is_there(
 @pytest.mark.parametrize(
     ("content", "says"), [(None, "cannot read"), (b"#!/bin/sh\n", "names no libpython")]
 )
-def test_stub_that_is_none(content: bytes | None, says: str, tmp_path: Path) -> None:
-    """A stub that cannot be read, or loads no Python, is an error of the server's."""
+def test_invalid_stub(content: bytes | None, says: str, tmp_path: Path) -> None:
+    """A stub that cannot be read, or loads no Python, is a ServerError."""
     stub = tmp_path / "stub"
     if content is not None:
         stub.write_bytes(content)
@@ -125,7 +125,7 @@ def test_stub_that_is_none(content: bytes | None, says: str, tmp_path: Path) -> 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A stub that bin/activate of an environment for Python 3.99 came before."""
+    """Return a stub that was started through bin/activate of an environment for Python 3.99."""
     folder = _folder(tmp_path / "env", "3.99")
     monkeypatch.setenv("PATH", f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}")
     return folder
@@ -134,7 +134,7 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_stub_in_an_environment_for_another_python(
     started: Path, process: None, tmp_path: Path
 ) -> None:
-    """The load fails with both versions: when Triton completes the config, and when it loads."""
+    """The load fails with both versions, during completion and during the load."""
     says = rf"environment for Python 3\.99, and the server's stub runs Python {_HERE}"
     parameters = {execution_env.KEY: {"string_value": "env.tar.gz"}}
     given = build.arguments(parameters=parameters)
@@ -148,10 +148,10 @@ def test_stub_in_an_environment_for_another_python(
 @pytest.mark.parametrize(
     ("named", "python"), [("", "3.99"), ("env.tar.gz", _HERE), ("env.tar.gz", None)]
 )
-def test_stub_where_nothing_is_wrong(
+def test_stub_in_a_valid_environment(
     named: str, python: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """No environment of the model's own, one for this Python, and none that is first on PATH."""
+    """No environment, one for this Python, and a PATH without one are accepted."""
     if python is not None:
         monkeypatch.setenv("PATH", str(_folder(tmp_path / "env", python) / "bin"))
     else:

@@ -10,8 +10,6 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.errors import ConfigError
 
-_MAP = {"DEVICE_MAP": '{"": "cpu"}'}
-
 
 def parsed(**document: Any) -> ModelConfig:
     return model_config.parse(build.arguments(**document))
@@ -21,8 +19,8 @@ def tensor(**changes: Any) -> dict[str, Any]:
     return {"name": "x", "data_type": "TYPE_FP32", "dims": [4], **changes}
 
 
-def test_arguments_of_initialize_become_a_config() -> None:
-    """Everything that Triton says of an instance is found in its ModelConfig."""
+def test_parse() -> None:
+    """ModelConfig contains all facts of Triton's arguments."""
     arguments = {
         **build.arguments(
             max_batch_size=16,
@@ -73,13 +71,13 @@ def test_arguments_of_initialize_become_a_config() -> None:
         ({"backend": "pytorch", "runtime": "model.py"}, True),
     ],
 )
-def test_python_runtime_is_recognised(document: dict[str, str], expected: bool) -> None:
-    """Both ways to ask for Triton's Python runtime are known; our own name is another."""
+def test_python_runtime(document: dict[str, str], expected: bool) -> None:
+    """Both settings of Triton's Python runtime are recognized; our backend name is not one."""
     assert model_config.parse(build.arguments(**document)).python_runtime is expected
 
 
 def test_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A repository given relative to the server's folder is found from any other one."""
+    """A relative repository becomes an absolute folder."""
     monkeypatch.chdir(tmp_path)
 
     found = model_config.parse({**build.arguments(), "model_repository": "models/digits"})
@@ -99,10 +97,8 @@ def test_folder_is_absolute(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
         pytest.param({"dims": [4], "reshape": None}, (4,), id="no reshape"),
     ],
 )
-def test_dims_are_those_that_the_model_sees(
-    role: str, changes: Mapping[str, Any], dims: tuple[int, ...]
-) -> None:
-    """Triton's reshape stands between client and model: the model's side counts."""
+def test_reshape(role: str, changes: Mapping[str, Any], dims: tuple[int, ...]) -> None:
+    """Dims are those after Triton's reshape, which the model receives."""
     found = parsed(**{role: [tensor(**changes)]})
 
     (spec,) = found.inputs if role == "input" else found.outputs
@@ -120,15 +116,15 @@ def test_dims_are_those_that_the_model_sees(
         pytest.param([{"count": 2}, {"count": 1, "gpus": [5]}], 3, id="two groups"),
     ],
 )
-def test_instances_are_counted_over_all_groups(groups: list[Any], instances: int) -> None:
-    """All processes that serve the model on this machine are counted: they share its cores."""
+def test_instances(groups: list[Any], instances: int) -> None:
+    """Instances of all groups are counted."""
     assert parsed(instance_group=groups).instances == instances
 
 
 @pytest.mark.parametrize("role", ["input", "output"])
 @pytest.mark.parametrize("entries", [[], None], ids=["empty", "absent"])
-def test_config_without_tensors_is_refused(role: str, entries: list[Any] | None) -> None:
-    """A config that lists no inputs or no outputs is refused, with what an entry needs."""
+def test_config_without_tensors(role: str, entries: list[Any] | None) -> None:
+    """A config without inputs or outputs is rejected; the error says what an entry needs."""
     with pytest.raises(ConfigError) as raised:
         parsed(**{role: entries})
 
@@ -138,8 +134,8 @@ def test_config_without_tensors_is_refused(role: str, entries: list[Any] | None)
 
 @pytest.mark.parametrize("role", ["input", "output"])
 @pytest.mark.parametrize("name", ["TYPE_INVALID", "FP32", "TYPE_BYTES", "BYTES", ""])
-def test_types_that_no_tensor_has_are_refused(role: str, name: str) -> None:
-    """Unknown types are refused at load, and those that are served are listed."""
+def test_unknown_type(role: str, name: str) -> None:
+    """Unknown types are rejected; the error lists the supported ones."""
     with pytest.raises(ConfigError) as raised:
         parsed(**{role: [tensor(name="text", data_type=name)]})
 
@@ -150,8 +146,8 @@ def test_types_that_no_tensor_has_are_refused(role: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("role", ["input", "output"])
-def test_strings_are_served(role: str) -> None:
-    """TYPE_STRING is a type like the others."""
+def test_strings(role: str) -> None:
+    """TYPE_STRING is accepted."""
     found = parsed(**{role: [tensor(data_type="TYPE_STRING")]})
 
     (spec,) = found.inputs if role == "input" else found.outputs
@@ -159,16 +155,16 @@ def test_strings_are_served(role: str) -> None:
 
 
 @pytest.mark.parametrize("optional", [True, False])
-def test_input_may_be_optional(optional: bool) -> None:
-    """What the config says of an input's absence is known; without a word it is needed."""
+def test_optional_input(optional: bool) -> None:
+    """An input is optional only if the config says so."""
     found = parsed(input=[tensor(), tensor(name="mask", optional=optional)])
 
     assert [spec.optional for spec in found.inputs] == [False, optional]
 
 
 @pytest.mark.parametrize("role", ["input", "output"])
-def test_incomplete_config_may_be_read(role: str) -> None:
-    """While a config is completed its inputs and outputs do not matter, not even wrong ones."""
+def test_incomplete_config(role: str) -> None:
+    """With complete=False inputs and outputs are not read."""
     arguments = build.arguments(**{role: []})
 
     found = model_config.parse(arguments, complete=False)
@@ -176,37 +172,13 @@ def test_incomplete_config_may_be_read(role: str) -> None:
     assert (found.inputs, found.outputs) == ((), ())
 
 
-def test_what_would_do_nothing_is_refused() -> None:
-    """A block that loads without an error and then does nothing is refused by name."""
+def test_setting_without_effect() -> None:
+    """cc_model_filenames, which has no effect, is rejected."""
     with pytest.raises(ConfigError) as raised:
         parsed(cc_model_filenames={"8.0": "a.pt"})
 
     assert str(raised.value).startswith("model 'digits': ")
-    assert "Take cc_model_filenames out of config.pbtxt." in str(raised.value)
-
-
-def _with(key: str, value: str) -> dict[str, Any]:
-    return {"parameters": {key: {"string_value": value}}}
-
-
-@pytest.mark.parametrize(
-    ("block", "said"),
-    [
-        ({"sequence_batching": {"direct": {}}}, "sequence_batching is set"),
-        (_with("PAD", '{"x": {}}'), "PAD is set"),
-        (_with("BATCH_BUCKETS", "1,2"), "BATCH_BUCKETS is set"),
-        (_with("TORCH_COMPILE_OPTIONAL_PARAMETERS", "{}"), "PARAMETERS is set"),
-        (_with("OPTIMIZE", "freeze"), "OPTIMIZE asks for freeze"),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_what_does_not_go_with_streams(block: dict[str, Any], said: str) -> None:
-    """A decoupled model takes no options that are about whole calls; each is refused by name."""
-    with pytest.raises(ConfigError) as raised:
-        parsed(model_transaction_policy={"decoupled": True}, **block)
-
-    assert said in str(raised.value)
-    assert "and the model is decoupled" in str(raised.value)
+    assert "Remove cc_model_filenames from config.pbtxt." in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +186,7 @@ def test_what_does_not_go_with_streams(block: dict[str, Any], said: str) -> None
     [({}, False), ({"decoupled": False}, False), ({"decoupled": True}, True)],
 )
 def test_decoupled(policy: dict[str, bool], decoupled: bool) -> None:
-    """What Triton calls the model's transaction policy says whether it makes streams."""
+    """The transaction policy of the config decides whether a model is decoupled."""
     assert parsed(model_transaction_policy=policy).decoupled is decoupled
 
 
@@ -228,20 +200,20 @@ def test_decoupled(policy: dict[str, bool], decoupled: bool) -> None:
     ],
     ids=lambda block: next(iter(block)),
 )
-def test_what_triton_does_itself_is_left_to_it(block: dict[str, Any]) -> None:
-    """Blocks that concern the server's core alone do not disturb."""
+def test_settings_of_the_core(block: dict[str, Any]) -> None:
+    """Settings for Triton's core are ignored."""
     assert parsed(**block) == parsed()
 
 
 @pytest.mark.parametrize("name", ["model.pt", "net.py", "sub/net.py", "./net.py", "a..b.pt"])
-def test_model_file_may_be_named(name: str) -> None:
+def test_model_file(name: str) -> None:
     """The artifact may have any name in the version folder."""
     assert parsed(default_model_filename=name).default_model_filename == name
 
 
 @pytest.mark.parametrize("name", ["../2/model.pt", "sub/../../x.pt", "/etc/passwd", ".."])
-def test_model_file_stays_in_the_version_folder(name: str) -> None:
-    """A name that leaves the version folder is refused before any file is touched."""
+def test_model_file_outside_the_version_folder(name: str) -> None:
+    """A name outside the version folder is rejected."""
     with pytest.raises(ConfigError) as raised:
         parsed(default_model_filename=name)
 
@@ -249,70 +221,19 @@ def test_model_file_stays_in_the_version_folder(name: str) -> None:
     assert "expected a file in the version folder" in str(raised.value)
 
 
-def test_no_model_file_is_named_by_default() -> None:
-    """Triton's empty default names no file."""
+def test_default_model_file() -> None:
+    """Triton's empty default is None."""
     assert parsed().default_model_filename is None
 
 
-def test_spec_reads_like_the_config() -> None:
-    """In messages an input looks as it does in config.pbtxt."""
+def test_text_of_a_spec() -> None:
+    """A spec is shown as name, type and dims."""
     assert str(build.spec("image", "UINT8", (3, -1))) == "image UINT8 [3, -1]"
 
 
-@pytest.mark.parametrize(
-    ("parameters", "document", "says"),
-    [
-        pytest.param({"OPTIMIZE": "bf16,fp16"}, {}, "bf16 and fp16", id="two types"),
-        pytest.param({"OPTIMIZE": "cuda_graphs"}, {}, "the instance is KIND_CPU", id="CPU"),
-        pytest.param(
-            {"BATCH_BUCKETS": "4,16"}, {}, "holds 16, and max_batch_size is 8", id="bucket"
-        ),
-        pytest.param(
-            {"BATCH_BUCKETS": "4"}, {"max_batch_size": 0}, "max_batch_size is 0", id="no batch"
-        ),
-        pytest.param(
-            {"PAD": '{"x": {}}'}, {"max_batch_size": 0}, "PAD is set, and max_batch_size", id="PAD"
-        ),
-        pytest.param(_MAP, {}, "DEVICE_MAP is set, and the instance is KIND_CPU", id="DEVICE_MAP"),
-    ],
-)
-def test_options_that_contradict_the_config(
-    parameters: dict[str, str], document: dict[str, Any], says: str
-) -> None:
-    """Options that cannot hold together fail the load, and not the completion of a config."""
-    written = {key: {"string_value": value} for key, value in parameters.items()}
-    arguments = build.arguments(parameters=written, **document)
-
-    with pytest.raises(ConfigError, match=says):
-        model_config.parse(arguments)
-    model_config.parse(arguments, complete=False)
-
-
-@pytest.mark.parametrize(
-    ("kind", "parameters", "says"),
-    [
-        ("GPU", _MAP, "DEVICE_MAP is set, and the instance is KIND_GPU"),
-        ("MODEL", _MAP | {"OPTIMIZE": "bf16"}, "DEVICE_MAP is set, and so is OPTIMIZE's bf16"),
-        ("MODEL", _MAP | {"OPTIMIZE": "channels_last"}, ""),
-        ("MODEL", _MAP | {"WATCH_WEIGHTS": "true"}, ""),
-        ("MODEL", _MAP, ""),
-    ],
-)
-def test_several_devices(kind: str, parameters: dict[str, str], says: str) -> None:
-    """DEVICE_MAP needs KIND_MODEL, and excludes what works on one device."""
-    written = {key: {"string_value": value} for key, value in parameters.items()}
-    arguments = build.arguments(parameters=written) | {"model_instance_kind": kind}
-
-    if says:
-        with pytest.raises(ConfigError, match=says):
-            model_config.parse(arguments)
-    else:
-        assert model_config.parse(arguments).kind == kind
-
-
 @pytest.mark.parametrize("ragged", [True, False])
-def test_input_may_be_ragged(ragged: bool) -> None:
-    """Whether Triton batches different shapes is known of each input."""
+def test_ragged_input(ragged: bool) -> None:
+    """An input is ragged only if the config says so."""
     found = parsed(input=[tensor(allow_ragged_batch=ragged)])
 
     assert [spec.ragged for spec in found.inputs] == [ragged]

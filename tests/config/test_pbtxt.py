@@ -34,7 +34,7 @@ def _read(folder: Path, text: str | bytes) -> dict[str, Any]:
 
 
 def test_read(tmp_path: Path) -> None:
-    """Fields have Triton's names; sizes are integers, also those that no float holds."""
+    """Fields have Triton's names; sizes are integers, also large ones."""
     document = _read(tmp_path, _TYPICAL)
     assert document["backend"] == "pytorch_py"
     assert document["max_batch_size"] == 8
@@ -48,8 +48,8 @@ def test_read(tmp_path: Path) -> None:
     assert document["parameters"] == {"METHOD": {"string_value": "encode"}}
 
 
-def test_read_is_what_a_backend_parses(tmp_path: Path) -> None:
-    """The document goes through JSON into a ModelConfig, as Triton's does."""
+def test_read_and_parse(tmp_path: Path) -> None:
+    """The document can be serialized as JSON and parsed into a ModelConfig."""
     document = _read(tmp_path, _TYPICAL)
     parsed = model_config.parse(pbtxt.arguments(tmp_path / "digits", "3", document))
     assert [str(one) for one in parsed.inputs] == ["größe FP32 [-1, 4]", "flag BOOL []"]
@@ -60,7 +60,7 @@ def test_read_is_what_a_backend_parses(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", [None, "", "# nothing\n"], ids=["no-file", "empty", "comment"])
 def test_defaults(tmp_path: Path, text: str | None) -> None:
-    """What a config leaves out has Triton's default, and the name is the folder's."""
+    """Missing fields have Triton's defaults; the name is the folder's."""
     if text is None:
         (tmp_path / "digits").mkdir()
         document = pbtxt.read(tmp_path / "digits")
@@ -94,7 +94,7 @@ def test_defaults(tmp_path: Path, text: str | None) -> None:
     ],
 )
 def test_instances(tmp_path: Path, text: str, kind: str, device: str, instances: int) -> None:
-    """Instance groups count at least one instance; the first one's device is what is tried."""
+    """A group has at least one instance; arguments() uses the device of the first one."""
     document = _read(tmp_path, text + "\n" + _TYPICAL)
     given = pbtxt.arguments(tmp_path / "digits", "1", document)
     parsed = model_config.parse(given)
@@ -103,7 +103,7 @@ def test_instances(tmp_path: Path, text: str, kind: str, device: str, instances:
 
 
 def test_default_instance_is_not_shared(tmp_path: Path) -> None:
-    """A document is the caller's own: what it changes, the next one does not see."""
+    """Changes to one document do not affect another one."""
     _read(tmp_path, "")["instance_group"][0]["count"] = 7
     assert _read(tmp_path, "")["instance_group"][0]["count"] == 1
 
@@ -136,7 +136,7 @@ def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_broken_file(tmp_path: Path, text: str | bytes, says: str) -> None:
-    """A file that is no config is refused in one sentence with the model and the place."""
+    """An invalid config.pbtxt is a ConfigError with the model and the line."""
     with pytest.raises(ConfigError) as refusal:
         _read(tmp_path, text)
     assert str(refusal.value).startswith("model 'digits': config.pbtxt cannot be read: ")
@@ -145,7 +145,7 @@ def test_broken_file(tmp_path: Path, text: str | bytes, says: str) -> None:
 
 
 def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file of another user is refused in one sentence, too."""
+    """An unreadable config.pbtxt is a ConfigError."""
 
     def refuse(*args: Any, **keywords: Any) -> str:
         raise PermissionError(13, "Permission denied")
@@ -157,7 +157,7 @@ def test_unreadable_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("module", ["tritonclient.grpc", "google.protobuf"])
 def test_without_protobuf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
-    """Where Triton's protobuf is missing, the error says what to install."""
+    """Without Triton's protobuf, the error says what to install."""
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(PlatformError, match=r"model 'digits': .*pip install .*\[server\]"):
         _read(tmp_path, _TYPICAL)

@@ -1,4 +1,4 @@
-"""A request's parameters: from Triton's JSON to the rows of a batch."""
+"""The parameters of requests, from Triton's JSON to the rows of a batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_py_backend.config import request_parameters
     ],
 )  # fmt: skip
 def test_parse(text: str, expected: dict[str, Any]) -> None:
-    """Each value has its own type."""
+    """Each value keeps its type."""
     found = request_parameters.parse(text)
     assert dict(found) == expected
     assert [type(one) for one in found.values()] == [type(one) for one in expected.values()]
@@ -39,7 +39,7 @@ def test_parse(text: str, expected: dict[str, Any]) -> None:
     ids=["dicts", "tensors", "lists", "others", "none"],
 )
 def test_column(values: list[Any]) -> None:
-    """A column holds any values as they are: numpy does not look into them."""
+    """A column contains any values unchanged; numpy does not convert them."""
     column = request_parameters.column(values)
     assert column.shape == (len(values),)
     joined = np.concatenate([column, column[-1:]])
@@ -48,7 +48,7 @@ def test_column(values: list[Any]) -> None:
 
 
 def test_taken() -> None:
-    """What an item carries is taken out of it; one that carries nothing has none."""
+    """taken() removes the parameters from an item; the default is empty."""
     item = {"x": torch.ones(1), request_parameters.KEY: request_parameters.column([{"top": 3}])}
     assert request_parameters.taken(item) == {"top": 3}
     assert list(item) == ["x"]

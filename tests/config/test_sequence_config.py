@@ -1,4 +1,4 @@
-"""sequence_batching and STATE: what of them is understood, and what is refused."""
+"""sequence_batching and STATE: accepted and rejected settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _FP32 = dtypes.from_triton("FP32")
 
 
 def block(**changes: Any) -> dict[str, Any]:
-    """A state block, as Triton's JSON has it."""
+    """Return a state block as in Triton's JSON."""
     return {
         "input_name": "past",
         "output_name": "present",
@@ -27,7 +27,7 @@ def block(**changes: Any) -> dict[str, Any]:
 
 
 def begins(**changes: Any) -> dict[str, Any]:
-    """A state block with an initial_state."""
+    """Return a state block with an initial_state."""
     initial = {"name": "b", "data_type": "TYPE_FP32", "dims": [2, 3], "zero_data": True}
     return block(initial_state=[{**initial, **changes}])
 
@@ -43,7 +43,7 @@ def whole(batching: dict[str, Any], **document: Any) -> ModelConfig:
 
 
 def test_no_sequences() -> None:
-    """A model without sequence_batching has none."""
+    """A model without sequence_batching has no sequence settings."""
     assert parsed(None) is None
 
 
@@ -72,7 +72,7 @@ def test_no_sequences() -> None:
 def test_schedulers(
     batching: dict[str, Any], rows: int, slots: int, idle: float, delay: float
 ) -> None:
-    """How many sequences there are at a time, and when one is forgotten, is as Triton has it."""
+    """Slots, idle time and delay are those of Triton's schedulers."""
     found = parsed(batching, max_batch_size=rows)
 
     assert found == Sequencing(slots, idle, delay, (), ())
@@ -88,8 +88,8 @@ def test_schedulers(
         ({"kind": "CONTROL_SEQUENCE_CORRID", "data_type": "TYPE_STRING"}, "BYTES"),
     ],
 )
-def test_controls_have_the_type_of_their_values(told: dict[str, Any], dtype: str) -> None:
-    """A control's type is told by which of its values are set."""
+def test_controls(told: dict[str, Any], dtype: str) -> None:
+    """The type of a control follows from the values that are set."""
     empty: dict[str, Any] = {
         "int32_false_true": [],
         "fp32_false_true": [],
@@ -120,7 +120,7 @@ def test_controls_have_the_type_of_their_values(told: dict[str, Any], dtype: str
     ],
 )
 def test_states(entry: dict[str, Any], initial: Initial) -> None:
-    """A state is what its block says; sizes that vary are 1 at first, as in Triton."""
+    """A state has the settings of its block; sizes of -1 are 1 at first, as in Triton."""
     found = parsed({"state": [entry]})
 
     assert found is not None
@@ -128,7 +128,7 @@ def test_states(entry: dict[str, Any], initial: Initial) -> None:
 
 
 def test_states_are_inputs_and_outputs() -> None:
-    """Binding sees a state as an input and an output, which no request has."""
+    """States are added to the inputs and outputs of the config."""
     found = whole({"state": [block()]})
 
     assert [(spec.name, spec.origin) for spec in found.inputs] == [
@@ -142,8 +142,8 @@ def test_states_are_inputs_and_outputs() -> None:
     assert found.carried == ()
 
 
-def test_a_state_that_clients_ask_for() -> None:
-    """Where the config lists a state's output, it is there once, and a client's."""
+def test_state_that_is_a_listed_output() -> None:
+    """A state that the config lists as an output is not added again."""
     listed = [
         {"name": "y", "data_type": "TYPE_FP32", "dims": [4]},
         {"name": "present", "data_type": "TYPE_FP32", "dims": [2, -1]},
@@ -157,7 +157,7 @@ def test_a_state_that_clients_ask_for() -> None:
 
 
 def test_state_by_option() -> None:
-    """STATE names what is kept, and says nothing of its type."""
+    """STATE names states without types."""
     found = whole({}, parameters={"STATE": {"string_value": '{"hidden": "RESULT[1]"}'}})
 
     assert found.states == found.carried == (State("hidden", "RESULT[1]"),)
@@ -209,48 +209,9 @@ _CONTROL: dict[str, Any] = {
         ({"control_input": [{"name": "c", "control": []}]}, "the control input 'c' has no type"),
     ],
 )
-def test_refused(batching: dict[str, Any], says: str) -> None:
-    """What Triton would leave to chance, or to nobody, is an error that names it."""
+def test_invalid_settings(batching: dict[str, Any], says: str) -> None:
+    """Invalid settings are rejected by name."""
     with pytest.raises(ConfigError) as refusal:
         whole(batching)
 
     assert says in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    ("batching", "parameters", "says"),
-    [
-        (None, {"STATE": '{"h": "RESULT[1]"}'}, "STATE is set, and config.pbtxt has no sequence"),
-        (
-            {"state": [block()]},
-            {"STATE": '{"h": "RESULT[1]"}'},
-            "STATE is set, and sequence_batching has state, too",
-        ),
-        ({}, {"SEQUENCE_MEMORY_MB": "10"}, "SEQUENCE_MEMORY_MB is set, and no state is kept"),
-        (
-            {"state": [block()]},
-            {"PAD": '{"x": {}}'},
-            "PAD is set, and a state of sequence_batching has dims of -1",
-        ),
-    ],
-)
-def test_options_that_contradict(
-    batching: dict[str, Any] | None, parameters: dict[str, str], says: str
-) -> None:
-    """Options about states go with sequences, and with each other."""
-    document: dict[str, Any] = {
-        "parameters": {key: {"string_value": value} for key, value in parameters.items()}
-    }
-    if batching is not None:
-        document["sequence_batching"] = batching
-    with pytest.raises(ConfigError) as refusal:
-        model_config.parse(build.arguments(**document))
-
-    assert says in str(refusal.value)
-
-
-def test_streams_within_sequences() -> None:
-    """A sequence whose steps have several answers each is refused."""
-    policy = {"model_transaction_policy": {"decoupled": True}}
-    with pytest.raises(ConfigError, match="decoupled"):
-        sequence_config.parse("digits", {"sequence_batching": {}, **policy}, None)

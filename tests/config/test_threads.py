@@ -13,7 +13,7 @@ VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight cores, and no word on threads in the environment; both as before afterwards."""
+    """Set eight cores and no thread settings in the environment; restore both afterwards."""
     for variable in VARIABLES:
         monkeypatch.setenv(variable, "")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
@@ -65,15 +65,13 @@ def write(cgroup: Path, files: dict[str, str]) -> Path:
         ),
     ],
 )
-def test_cores_are_cut_by_the_containers_quota(
-    files: dict[str, str], cores: int, tmp_path: Path
-) -> None:
-    """A container's share of the machine counts, not the machine; never less than one core."""
+def test_quota(files: dict[str, str], cores: int, tmp_path: Path) -> None:
+    """The container's quota limits the number of cores; it is at least one."""
     assert threads.cores(write(tmp_path, files)) == cores
 
 
-def test_cores_are_those_of_the_affinity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A process pinned to some cores counts those, whatever the quota allows."""
+def test_affinity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """CPU affinity limits the number of cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5})
 
     assert threads.cores(tmp_path) == 2
@@ -98,30 +96,30 @@ def test_cores_are_those_of_the_affinity(monkeypatch: pytest.MonkeyPatch, tmp_pa
         pytest.param({}, 2, "4,2", Threads(4, 4), id="OMP_NUM_THREADS a list"),
     ],
 )
-def test_budget_is_the_configs_or_an_equal_share(
+def test_budget(
     options: dict[str, Any],
     instances: int,
     variable: str,
     expected: Threads,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Instances share the cores fairly unless the config, or the environment, says otherwise."""
+    """Instances share the cores equally unless the config or the environment sets counts."""
     monkeypatch.setattr(threads, "cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
 
     assert threads.budget(build.config(instances=instances, **options)) == expected
 
 
-def test_environment_may_be_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without OMP_NUM_THREADS the share is what the cores give."""
+def test_budget_without_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without OMP_NUM_THREADS the budget is the share of the cores."""
     monkeypatch.setattr(threads, "cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS")
 
     assert threads.budget(build.config(instances=2)) == Threads(3, 3)
 
 
-def test_reserve_tells_openmp_and_mkl() -> None:
-    """The budget stands in the environment before torch reads it."""
+def test_reserve() -> None:
+    """reserve() sets the variables of OpenMP and MKL."""
     threads.reserve(Threads(intra_op=3, inter_op=7))
 
     assert {variable: os.environ[variable] for variable in VARIABLES} == dict.fromkeys(

@@ -1,4 +1,4 @@
-"""What tuning found, machine by machine, in a file that is whole or not there."""
+"""tuned.json: the results of tuning per machine, written atomically."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _entry(processor: str, **parameters: str) -> dict[str, Any]:
     ids=["x86", "arm", "nothing"],
 )
 def test_machine(tmp_path: Path, text: str, instructions: list[str]) -> None:
-    """A machine is told by what kernels are chosen by; what /proc lacks is left out."""
+    """The facts of a machine decide which kernels are used; facts missing in /proc are omitted."""
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text(text)
     gpu = tmp_path / "gpus" / "0000:01:00.0" / "information"
@@ -47,7 +47,7 @@ def test_machine(tmp_path: Path, text: str, instructions: list[str]) -> None:
 
 
 def test_fingerprint() -> None:
-    """Machines that are alike have one fingerprint, others have others."""
+    """Equal machines have equal fingerprints; others differ."""
     here = tuned_settings.machine()
     assert tuned_settings.fingerprint(here) == tuned_settings.fingerprint(
         dict(reversed(here.items()))
@@ -56,7 +56,7 @@ def test_fingerprint() -> None:
 
 
 def test_machines_side_by_side(tmp_path: Path) -> None:
-    """Each machine reads its own choice; a new run replaces only its own."""
+    """Each machine reads its own entry; a new run replaces only that one."""
     tuned_settings.keep(tmp_path, _entry("one", OPTIMIZE="freeze"))
     tuned_settings.keep(tmp_path, _entry("two", NUM_THREADS="2"))
     tuned_settings.keep(tmp_path, _entry("one", NUM_THREADS="4"))
@@ -75,7 +75,7 @@ def test_machines_side_by_side(tmp_path: Path) -> None:
     "text", ["", "{", "[]", "{}", '{"machines": []}', '{"machines": {"a": 1}}']
 )
 def test_damaged(tmp_path: Path, text: str) -> None:
-    """A tuned.json that tune did not write is refused, and not overwritten."""
+    """A tuned.json that tune did not write is rejected, and not overwritten."""
     (tmp_path / tuned_settings.FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"tuned.json cannot be read.*Remove it"):
         tuned_settings.chosen(tmp_path, "a")
@@ -85,7 +85,7 @@ def test_damaged(tmp_path: Path, text: str) -> None:
 
 
 def test_replace(tmp_path: Path) -> None:
-    """A file keeps its rights, a link stays a link, and nothing else is left behind."""
+    """A file keeps its permissions, a link stays a link, and no other file remains."""
     target = tmp_path / "target"
     target.write_text("old")
     target.chmod(0o600)
@@ -99,7 +99,7 @@ def test_replace(tmp_path: Path) -> None:
 
 
 def test_replace_fails_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What cannot be written leaves the old file, and no part of the new one."""
+    """A failed write leaves the old file, and no part of the new one."""
 
     def refuse(*_: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -112,7 +112,7 @@ def test_replace_fails_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_unwritable(tmp_path: Path) -> None:
-    """A folder that cannot be written is found before the measuring; a missing one is made."""
+    """A folder that is not writable is an error; a missing one is created."""
     tuned_settings.refuse_unwritable(tmp_path / "new" / "folder")
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     (tmp_path / "file").touch()
@@ -121,7 +121,7 @@ def test_unwritable(tmp_path: Path) -> None:
 
 
 def test_json_is_strict(tmp_path: Path) -> None:
-    """Other programs read the file, too."""
+    """The file is strict JSON, without NaN."""
     tuned_settings.keep(tmp_path, _entry("one", A="b"))
     text = (tmp_path / tuned_settings.FILE).read_text()
     assert json.loads(text)["machines"]
@@ -139,7 +139,7 @@ def _here(folder: Path, **parameters: str) -> None:
 
 
 def test_auto_takes_the_choice_of_this_machine(tmp_path: Path) -> None:
-    """What was chosen here holds; what config.pbtxt says itself stays."""
+    """The settings for this machine apply; options that config.pbtxt sets stay."""
     _here(tmp_path, OPTIMIZE="freeze,bf16", NUM_THREADS="3", BATCH_BUCKETS="4")
     settings = build.config(tmp_path, optimize=("auto",), num_threads=1)
 
@@ -153,7 +153,7 @@ def test_auto_takes_the_choice_of_this_machine(tmp_path: Path) -> None:
 def test_auto_on_a_machine_that_was_not_tuned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a choice nothing is optimized, and the log says what to do."""
+    """Without an entry nothing is optimized, and the log says what to do."""
     tuned_settings.keep(tmp_path, _entry("another", OPTIMIZE="freeze"))
 
     found = tuned_settings.apply(build.config(tmp_path, optimize=("auto",))).options
@@ -163,15 +163,15 @@ def test_auto_on_a_machine_that_was_not_tuned(
 
 
 def test_other_values_are_left_alone(tmp_path: Path) -> None:
-    """tuned.json counts for nothing where OPTIMIZE is not auto."""
+    """tuned.json is ignored unless OPTIMIZE is auto."""
     _here(tmp_path, OPTIMIZE="freeze")
     settings = build.config(tmp_path, optimize=("channels_last",))
 
     assert tuned_settings.apply(settings) is settings
 
 
-def test_choice_that_contradicts_the_config(tmp_path: Path) -> None:
-    """A choice that no longer fits the config is refused like one that is written there."""
+def test_choice_that_conflicts_with_the_config(tmp_path: Path) -> None:
+    """A choice that conflicts with the config is rejected."""
     _here(tmp_path, BATCH_BUCKETS="16")
 
     with pytest.raises(ConfigError, match="BATCH_BUCKETS holds 16"):

@@ -620,8 +620,8 @@ def test_memory_is_limited() -> None:
 
     assert str(found) == (
         "model 'digits': with the new state of sequence 2, 2 sequences would take 4.0 MB; expected"
-        " at most 3 MB, SEQUENCE_MEMORY_MB. The state before this request stays. Try again when"
-        " others have ended."
+        " at most 3 MB, SEQUENCE_MEMORY_MB. The state before this request is kept. Try again"
+        " when other sequences have ended."
     )
     assert found.code == "UNAVAILABLE"
     assert served.states.size == 3 << 20

@@ -1,4 +1,4 @@
-"""Input names tied to the leaves of forward()'s call tree."""
+"""Binding of input names to the leaves of forward()'s call tree."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ def bound(
 
 
 def called(forward: Callable[..., Any], names: Sequence[str], *left_out: str) -> Any:
-    """What forward() gets, when each column is its tensor's name."""
+    """Return the arguments of forward() if each column is the name of its tensor."""
     inputs = bound(forward, names, left_out)
     assert sorted(inputs.names) == sorted(set(names) - set(left_out))
     assert len(inputs.takes) == len(inputs.places) == len(inputs.names)
@@ -275,7 +275,7 @@ def numbered(a__1: Any, b__0: Any) -> Any:
 def test_each_argument_gets_its_tensor(
     forward: Callable[..., Any], names: list[str], received: Any
 ) -> None:
-    """Names lead to arguments by name, path or number, else by the config's order."""
+    """Inputs are bound by name, path or number, else in the config's order."""
     assert called(forward, names) == received
 
 
@@ -291,7 +291,7 @@ def test_each_argument_gets_its_tensor(
 def test_only_the_configs_order_is_warned_about(
     names: list[str], warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where only the order ties inputs to arguments, one line says so, with both sides."""
+    """Binding in the config's order logs one warning with names and signature."""
     bound(two, names)
 
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * warned
@@ -302,8 +302,8 @@ def test_only_the_configs_order_is_warned_about(
         assert "forward(x: Any, y: Any)" in message
 
 
-def test_result_is_handed_back() -> None:
-    """What the module returns comes back as it is, with and without keywords."""
+def test_result_is_returned() -> None:
+    """The result of the module is returned unchanged, with and without keywords."""
     result = object()
 
     for forward in (lambda x: result, lambda *, x: result, lambda **x: result):
@@ -430,10 +430,8 @@ def test_result_is_handed_back() -> None:
         ),
     ],
 )
-def test_names_that_do_not_fit_are_refused(
-    forward: Callable[..., Any], names: list[str], said: list[str]
-) -> None:
-    """At load, a name that leads nowhere is told beside the names that lead somewhere."""
+def test_unknown_names(forward: Callable[..., Any], names: list[str], said: list[str]) -> None:
+    """A name that matches no argument is rejected; the error lists the valid names."""
     with pytest.raises(BindingError) as raised:
         bound(forward, names)
 
@@ -449,8 +447,8 @@ def test_names_that_do_not_fit_are_refused(
         pytest.param(stars, "forward(x: Any, *others: Any, y: Any, **more: Any)", id="stars"),
     ],
 )
-def test_signature_in_a_message_is_the_users(forward: Callable[..., Any], text: str) -> None:
-    """A refusal shows forward() as its author wrote it, with the stars."""
+def test_signature_in_a_message(forward: Callable[..., Any], text: str) -> None:
+    """Messages show the declaration of forward(), including `*`."""
     with pytest.raises(BindingError, match=re.escape(text)):
         bound(forward, ["x"])
 
@@ -475,7 +473,7 @@ def test_signature_in_a_message_is_the_users(forward: Callable[..., Any], text: 
     ],
 )
 def test_number_of_a_name(name: str, number: int | None) -> None:
-    """A number is all that stands after the first two underscores, as LibTorch reads it."""
+    """The number is all digits after the first two underscores, as in LibTorch."""
     assert binding.ordinal(name) == number
 
 
@@ -533,7 +531,7 @@ def scripted(module: nn.Module) -> Signature:
 def test_scripted_arguments_get_their_tensors_by_one_rule(
     module: type[nn.Module], names: list[str], order: list[int], rule: Rule
 ) -> None:
-    """Either all names are arguments, or all are numbers, else the first listed is the first."""
+    """In TorchScript one rule binds all inputs: names, numbers or the config's order."""
     signature = scripted(module())
     declared = [one.name for one in signature.arguments]
 
@@ -546,7 +544,7 @@ def test_scripted_arguments_get_their_tensors_by_one_rule(
 
 
 def test_order_of_scripted_arguments_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    """One line says that the order decides, with both sides."""
+    """Binding in the config's order logs one warning."""
     binding.bind_inputs(build.MODEL, ["image", "INPUT__1"], scripted(Difference()))
 
     (message,) = caplog.messages
@@ -564,10 +562,8 @@ def test_order_of_scripted_arguments_is_warned_about(caplog: pytest.LogCaptureFi
         pytest.param(["INPUT", "START"], ["START"], ["INPUT0", "INPUT1"], id="control by order"),
     ],
 )
-def test_what_sequences_keep_is_bound_by_itself(
-    names: list[str], kept: list[str], places: list[str]
-) -> None:
-    """States and controls have numbers of their own; what requests bring follows the rule."""
+def test_states_are_bound_separately(names: list[str], kept: list[str], places: list[str]) -> None:
+    """States and controls are bound by their own names; other inputs follow the rule."""
     inputs = binding.bind_inputs(build.MODEL, names, scripted(Difference()), kept=kept)
 
     found = dict(zip(inputs.names, inputs.places, strict=True))
@@ -585,7 +581,7 @@ def test_what_sequences_keep_is_bound_by_itself(
     ],
 )
 def test_names_that_no_rule_binds(names: list[str], said: str) -> None:
-    """Where LibTorch would read past the arguments, the load fails with the valid names."""
+    """If there are more inputs than arguments, the load fails with the valid names."""
     with pytest.raises(BindingError, match=re.escape(said)):
         binding.bind_inputs(build.MODEL, names, scripted(Difference()))
 
@@ -605,7 +601,7 @@ def test_names_that_no_rule_binds(names: list[str], said: str) -> None:
 def test_rule_of_python_functions(
     forward: Callable[..., Any], names: list[str], rule: Rule
 ) -> None:
-    """In Python each name leads somewhere by itself: a misspelt one must not be bound by order."""
+    """In Python each name is bound separately: a misspelt one is not bound by order."""
     assert binding.rule(names, introspection.of_function(forward)) is rule
 
 
@@ -665,7 +661,7 @@ def test_rule_of_python_functions(
 def test_argument_keeps_its_default(
     forward: Callable[..., Any], names: list[str], left_out: list[str], received: Any
 ) -> None:
-    """An input that a request leaves out leaves its argument to its default, or to None."""
+    """An argument without input has its default, or None."""
     assert called(forward, names, *left_out) == received
 
 
@@ -705,10 +701,10 @@ def test_argument_keeps_its_default(
         ),
     ],
 )
-def test_input_that_is_needed_cannot_be_left_out(
+def test_required_input_cannot_be_optional(
     forward: Callable[..., Any], names: list[str], left_out: list[str], said: list[str]
 ) -> None:
-    """An input without which forward() cannot be called is told, with its argument."""
+    """An optional input of a required argument is rejected; the error names the argument."""
     with pytest.raises(BindingError) as raised:
         bound(forward, names, left_out)
 
@@ -716,8 +712,8 @@ def test_input_that_is_needed_cannot_be_left_out(
     assert all(part in str(raised.value) for part in said)
 
 
-def test_gap_before_a_positional_only_argument_is_refused() -> None:
-    """An argument that only its position names cannot be passed beyond one that is left out."""
+def test_gap_before_a_positional_only_argument() -> None:
+    """A positional-only argument after one without input is rejected."""
 
     def forward(x: Any, y: Any = None, z: Any = None, /) -> Any: ...
 
@@ -733,8 +729,8 @@ def typed(
 ) -> Any: ...
 
 
-def test_columns_become_what_the_annotations_say() -> None:
-    """Each input knows what it becomes, in the order in which it is passed."""
+def test_types_of_columns() -> None:
+    """Each column has the type of its argument, in the order of the call."""
     names = ["x", "bs", "ss", "s", "flag", "f", "n", "rest"]
 
     inputs = bound(typed, names)
@@ -752,7 +748,7 @@ def test_columns_become_what_the_annotations_say() -> None:
 
 
 def test_parts_of_an_argument_are_tensors() -> None:
-    """Within a dict, a list or a tuple there are tensors, whatever holds them."""
+    """Items of a dict, list or tuple are tensors."""
     inputs = bound(takes_tuple_and_list, ["ARGS[0][0]", "ARGS[0][1]", "ARGS[1][0]"])
     whole = bound(takes_tuple_and_list, ["x", "y"])
 
@@ -819,12 +815,12 @@ def takes_more_and_scale(more: More, scale: Tensor, size: Tensor) -> Any:
     ],
 )
 def test_keys_are_inputs(forward: Callable[..., Any], names: list[str], received: Any) -> None:
-    """An argument that is a TypedDict gets its keys, each from an input of its own."""
+    """Each key of a TypedDict has its own input."""
     assert called(forward, names) == received
 
 
-def test_keys_become_what_their_annotations_say() -> None:
-    """A key that holds an int gets an int."""
+def test_types_of_keys() -> None:
+    """A key with type int receives an int."""
     inputs = bound(takes_more, ["x", "size"])
 
     assert dict(zip(inputs.names, inputs.takes, strict=True)) == {
@@ -836,8 +832,8 @@ def test_keys_become_what_their_annotations_say() -> None:
 @pytest.mark.parametrize(
     ("left_out", "received"), [(["size"], {"x": "x", "mask": "mask"}), (["mask"], {"x": "x"})]
 )
-def test_keys_that_can_be_left_out(left_out: list[str], received: dict[str, str]) -> None:
-    """Of keys, those that need not be there are left away, and those that may be None are None."""
+def test_optional_keys(left_out: list[str], received: dict[str, str]) -> None:
+    """Keys that are not required are left out; required keys that allow None are None."""
     more, _ = called(takes_more, ["x", "mask", "size"], *left_out)
 
     rest = {"mask": None, "size": "size"} if left_out == ["mask"] else {}
@@ -886,18 +882,18 @@ def test_keys_that_can_be_left_out(left_out: list[str], received: dict[str, str]
         ),
     ],
 )
-def test_keys_that_do_not_fit_are_refused(
+def test_invalid_keys(
     forward: Callable[..., Any], names: list[str], left_out: list[str], says: list[str]
 ) -> None:
-    """Unknown keys, missing keys and a tensor in the place of the dict fail the load."""
+    """Unknown keys, missing keys and a tensor in place of the dict are rejected."""
     with pytest.raises(BindingError) as raised:
         bound(forward, names, left_out)
 
     assert all(part in str(raised.value) for part in says), str(raised.value)
 
 
-def test_places_are_told_for_people() -> None:
-    """Where each input goes can be read: an argument, a part of one, one of *args."""
+def test_places() -> None:
+    """The place of each input is shown: an argument, a part of one, an item of *args."""
     inputs = bound(everything, ["ARGS[0][key]", "ARGS[1]", "y", "w"])
 
     places = dict(zip(inputs.names, inputs.places, strict=True))
@@ -913,7 +909,7 @@ def closed(
     names: Sequence[str] = (),
     constants: Mapping[int, Any] | None = None,
 ) -> Signature:
-    """The signature of a program that was exported with such a tree."""
+    """Return the signature of a program that was exported with such a tree."""
     spec = pytree.tree_structure((args, dict(kwargs or {})))
     return introspection.of_tree(spec, dict(constants or {}), names)
 
@@ -988,12 +984,12 @@ TREE = closed((0, {"z": 0, "a": [0, 0]}), {"scale": 0}, ["x", "extra"])
     ],
 )
 def test_program_gets_its_own_tree(signature: Signature, names: list[str], received: Any) -> None:
-    """A program that carries its tree is called with that tree, in whatever order names stand."""
+    """A program is called with its own tree, for any order of names."""
     assert called_closed(signature, names) == received
 
 
 def test_dicts_of_a_program_keep_their_order() -> None:
-    """torch.export compares dicts with those of the sample: keys stand as they stood there."""
+    """Keys of dicts keep the order of the exported tree, which torch.export checks."""
     args, _ = called_closed(TREE, ["ARGS[1][a][1]", "ARGS[1][a][0]", "z", "scale", "x"])
 
     assert list(args[1]) == ["z", "a"]
@@ -1036,10 +1032,10 @@ def test_dicts_of_a_program_keep_their_order() -> None:
         pytest.param(closed((0, 0)), ["i__0", "i__0"], ["the same name twice"], id="name twice"),
     ],
 )
-def test_program_that_is_not_fed_is_refused(
+def test_program_without_all_inputs(
     signature: Signature, names: list[str], said: list[str]
 ) -> None:
-    """Each of a program's tensors needs one input; the names that there are, are listed."""
+    """Each tensor of a program needs one input; the error lists the valid names."""
     with pytest.raises(BindingError) as raised:
         binding.bind_inputs(build.MODEL, names, signature)
 
@@ -1048,12 +1044,12 @@ def test_program_that_is_not_fed_is_refused(
 
 
 def test_input_of_a_program_cannot_be_optional() -> None:
-    """A program has no defaults: an optional input is told at load."""
+    """An optional input of a program is rejected: programs have no defaults."""
     with pytest.raises(BindingError) as raised:
         binding.bind_inputs(build.MODEL, ["x", "y"], closed((0, 0), names=["x", "y"]), ["y"])
 
     assert "'digits': input y is optional, and forward(x, y) has no defaults" in str(raised.value)
-    assert "Take `optional` out" in str(raised.value)
+    assert "Remove `optional`" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -1067,7 +1063,7 @@ def test_input_of_a_program_cannot_be_optional() -> None:
     ],
 )
 def test_leaf_has_a_shortest_name(signature: Signature, names: list[str]) -> None:
-    """What a config is made of is the shortest name of each leaf, and it leads back there."""
+    """leaf_name() returns the shortest name, which binds to the same leaf."""
     found = [binding.leaf_name(number, signature) for number in range(len(names))]
 
     assert found == names

@@ -1,4 +1,4 @@
-"""What forward() takes: from a Python signature, a TorchScript schema or a call tree."""
+"""The signature of forward() from Python, a TorchScript schema or an exported call tree."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_py_backend.signature.binding import Argument, Passing, Signature, Tak
 
 
 def function(signature: str, before: str = "") -> Any:
-    """A function of this signature, from a source of its own."""
+    """Return a function with this signature, from its own source."""
     module = types.ModuleType("source_of_a_signature")
     lines = [
         before,
@@ -71,7 +71,7 @@ def only(signature: str, before: str = "") -> Argument:
 def test_arguments_are_those_of_the_signature(
     signature: str, arguments: list[tuple[str, bool, Passing, str]]
 ) -> None:
-    """Name, passing, default and declaration of each argument are known."""
+    """Name, kind, default and declaration of each argument are read."""
     found = introspection.of_function(function(signature)).arguments
 
     assert [(one.name, one.required, one.passing, one.text) for one in found] == arguments
@@ -129,8 +129,8 @@ def test_arguments_are_those_of_the_signature(
         ("Keys", Takes.DICT),
     ],
 )
-def test_annotation_says_what_an_argument_takes(annotation: str, takes: Takes, future: str) -> None:
-    """Containers, Python's own types and lists of strings are told, however they are written."""
+def test_type_of_an_argument(annotation: str, takes: Takes, future: str) -> None:
+    """Containers, Python types and lists of strings are recognized in all spellings."""
     argument = only(f"x: {annotation}", future)
 
     assert argument.takes is takes
@@ -158,7 +158,7 @@ def test_annotation_says_what_an_argument_takes(annotation: str, takes: Takes, f
     ],
 )
 def test_optional_argument_may_be_none(annotation: str, takes: Takes, future: str) -> None:
-    """What an Optional holds counts, and that None is allowed."""
+    """The type inside Optional is used, and None is allowed."""
     argument = only(f"x: {annotation}", future)
 
     assert argument.takes is takes
@@ -183,8 +183,8 @@ def test_optional_argument_may_be_none(annotation: str, takes: Takes, future: st
         pytest.param("x, **kwargs: int", {}, id="not-unpacked"),
     ],
 )
-def test_names_that_the_rest_takes(signature: str, by_name: dict[str, Takes], future: str) -> None:
-    """What `**` takes is known from a TypedDict, and for transformers' generate()."""
+def test_names_of_keyword_arguments(signature: str, by_name: dict[str, Takes], future: str) -> None:
+    """The names of `**` are read from a TypedDict, and for generate() of transformers."""
     before = f"""{future}
 from typing_extensions import TypedDict, Unpack
 class Rest(TypedDict, total=False):
@@ -231,7 +231,7 @@ def forward(batch: Batch, part: Optional[Part] = None, *rest: Batch): ...
 def test_keys_of_a_typed_dict(
     future: str, more: str, last: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each key is known, with what it takes and whether it must be there, as of an argument."""
+    """Type and requiredness of each key are read."""
     module = types.ModuleType("source_of_keys")
     monkeypatch.setitem(sys.modules, "source_of_keys", module)
     code = compile(future + _KEYS.format(more=more), "source", "exec", dont_inherit=True)
@@ -255,8 +255,8 @@ def test_keys_of_a_typed_dict(
 
 @pytest.mark.parametrize("stars", ["*", "**"])
 @pytest.mark.parametrize("annotation", ["dict", "int", "list[str]"])
-def test_annotation_of_the_rest_is_that_of_each(stars: str, annotation: str) -> None:
-    """*args: dict does not take all inputs in one dict."""
+def test_annotation_of_star_args(stars: str, annotation: str) -> None:
+    """An annotation of *args applies to each item."""
     assert only(f"{stars}x: {annotation}").takes is Takes.TENSOR
 
 
@@ -269,8 +269,8 @@ def test_annotation_of_the_rest_is_that_of_each(stars: str, annotation: str) -> 
         ("list[Unknown]", Takes.TENSOR),
     ],
 )
-def test_annotation_that_only_a_type_checker_knows(annotation: str, takes: Takes) -> None:
-    """A name that is imported for type checkers alone does not fail the load."""
+def test_unresolvable_annotation(annotation: str, takes: Takes) -> None:
+    """A name that only type checkers import does not fail the load."""
     assert only(f"x: {annotation}", "from __future__ import annotations").takes is takes
 
 
@@ -279,7 +279,7 @@ def test_annotation_that_only_a_type_checker_knows(annotation: str, takes: Takes
     [("int", Takes.INT), ("list[str]", Takes.STRINGS), ("Optional[float]", Takes.FLOAT)],
 )
 def test_unknown_annotation_does_not_hide_the_others(annotation: str, takes: Takes) -> None:
-    """An annotation that cannot be resolved is nobody's but its own argument's."""
+    """An annotation that cannot be resolved does not affect other arguments."""
     forward = function(f"x: Unknown, y: {annotation}", "from __future__ import annotations")
 
     _, y = introspection.of_function(forward).arguments
@@ -299,15 +299,15 @@ class Net(nn.Module):
         pytest.param(functools.partial(Net.forward, Net()), id="partial"),
     ],
 )
-def test_first_argument_of_a_method_is_gone(served: Any) -> None:
-    """`self`, and what a partial has filled in, is nobody's input."""
+def test_bound_arguments(served: Any) -> None:
+    """`self` and the arguments of a partial are not inputs."""
     found = introspection.of_function(served).arguments
 
     assert [(one.name, one.takes) for one in found] == [("x", Takes.TENSOR), ("n", Takes.INT)]
 
 
-def test_object_is_asked_for_its_call() -> None:
-    """An object that can be called has the arguments of its __call__."""
+def test_callable_object() -> None:
+    """A callable object has the arguments of its __call__."""
 
     class Scale:
         def __call__(self, image: Tensor, by: float) -> Tensor:
@@ -318,7 +318,7 @@ def test_object_is_asked_for_its_call() -> None:
 
 @pytest.mark.parametrize("wrap", [functools.partial, lambda served: served], ids=["partial", ""])
 def test_annotations_of_an_object_are_resolved(wrap: Any) -> None:
-    """Text annotations mean what they mean where the call is defined, not where it is wrapped."""
+    """Text annotations are resolved where the call is defined, not where it is wrapped."""
     before = "from __future__ import annotations\nfrom typing import Optional as Maybe"
     forward = function("self, x: Maybe[int]", before)
     served = wrap(type("Served", (), {"__call__": forward})())
@@ -328,8 +328,8 @@ def test_annotations_of_an_object_are_resolved(wrap: Any) -> None:
     assert (argument.takes, argument.nullable) == (Takes.INT, True)
 
 
-def test_function_that_does_not_tell() -> None:
-    """A built-in function without a signature raises what inspect raises."""
+def test_function_without_a_signature() -> None:
+    """For a built-in function without a signature, the error of inspect is raised."""
     with pytest.raises(ValueError, match="no signature"):
         introspection.of_function(torch.relu)
 
@@ -338,8 +338,8 @@ def test_function_that_does_not_tell() -> None:
     "signature",
     ["x, y=None", "x, *, y", "x, *others, y", "*, y", "**more", "x: int = 3"],
 )
-def test_signature_reads_as_it_was_written(signature: str) -> None:
-    """In messages forward() looks as its author wrote it."""
+def test_text_of_a_signature(signature: str) -> None:
+    """The text of a signature is its declaration."""
     assert str(introspection.of_function(function(signature))) == f"forward({signature})"
 
 
@@ -370,8 +370,8 @@ class Everything(nn.Module):
         return x
 
 
-def test_schema_says_what_an_argument_takes() -> None:
-    """TorchScript carries the types of its arguments, and which of them have defaults."""
+def test_schema() -> None:
+    """Types and defaults are read from a TorchScript schema."""
     scripted: Any = torch.jit.script(Everything())
 
     found = introspection.of_schema(scripted.forward.schema).arguments
@@ -393,8 +393,8 @@ def test_schema_says_what_an_argument_takes() -> None:
     assert all(one.passing is Passing.POSITIONAL for one in found)
 
 
-def test_schema_reads_as_torchscript_writes_it() -> None:
-    """In messages an argument looks as in TorchScript's own schema."""
+def test_text_of_a_schema() -> None:
+    """The text of an argument is that of TorchScript's schema."""
     scripted: Any = torch.jit.script(Everything())
 
     text = str(introspection.of_schema(scripted.forward.schema))
@@ -404,7 +404,7 @@ def test_schema_reads_as_torchscript_writes_it() -> None:
 
 
 def test_traced_module_has_its_arguments() -> None:
-    """Tracing keeps the names of the arguments."""
+    """A traced module keeps the names of its arguments."""
     traced: Any = torch.jit.trace(Net(), torch.ones(1, 2))
 
     found = introspection.of_schema(traced.forward.schema).arguments
@@ -455,13 +455,13 @@ def of_tree(args: Any, kwargs: Any = None, **more: Any) -> Signature:
 def test_leaves_of_a_tree_have_paths(
     signature: Signature, leaves: tuple[str, ...], text: str
 ) -> None:
-    """Each tensor of a program stands at a path; what is no tensor needs none."""
+    """Each tensor of a program has a path; constants have none."""
     assert signature.leaves == leaves
     assert str(signature) == text
 
 
 def test_tree_is_built_from_its_leaves() -> None:
-    """The program gets its own containers, keys in its own order, and its constants."""
+    """unflatten() returns the program's containers, key order and constants."""
     signature = of_tree(
         ({"z": 0, "a": [0]}, 0, Pair(0, 0)),  # type: ignore[arg-type]
         {"k": 0},
@@ -476,8 +476,8 @@ def test_tree_is_built_from_its_leaves() -> None:
     assert kwargs == {"k": "k"}
 
 
-def test_kinds_of_parameters_are_all_known() -> None:
-    """Every kind of parameter that Python has is passed in some way."""
+def test_kinds_of_parameters() -> None:
+    """Each kind of parameter in Python is supported."""
     assert set(introspection._PASSING) == set(inspect._ParameterKind)
 
 
@@ -505,6 +505,6 @@ async def _awaited() -> AsyncIterator[int]:
     ],
     ids=["function", "object", "method", "partial", "decorated", "async", "lambda", "torch", "no"],
 )
-def test_what_yields(function: Any, expected: bool) -> None:
-    """A generator is known as one, however it is wrapped and called."""
+def test_yields(function: Any, expected: bool) -> None:
+    """A generator is recognized for all wrappers and callables."""
     assert introspection.yields(function) is expected

@@ -1,4 +1,4 @@
-"""Output names tied to the leaves of forward()'s result."""
+"""Binding of output names to the leaves of forward()'s result."""
 
 import collections
 import dataclasses
@@ -27,7 +27,7 @@ class Record:
 
 
 class ModelOutput(collections.OrderedDict[str, Any]):
-    """Like Hugging Face's: a mapping and an object with attributes."""
+    """A mapping that is also an object with attributes, as in Hugging Face's transformers."""
 
     def __getattr__(self, name: str) -> Any:
         return self[name]
@@ -60,8 +60,8 @@ def taken(result: Any, names: Sequence[str]) -> list[Any]:
         pytest.param(["first"], [10], id="subset by order"),
     ],
 )
-def test_parts_are_found_in_any_result(kind: str, names: list[str], parts: list[int]) -> None:
-    """Every kind of result has parts with numbers and an order."""
+def test_numbers(kind: str, names: list[str], parts: list[int]) -> None:
+    """Numbers and the config's order work for every type of result."""
     assert taken(RESULTS[kind], names) == parts
 
 
@@ -74,20 +74,20 @@ def test_parts_are_found_in_any_result(kind: str, names: list[str], parts: list[
         pytest.param(["deviation"], [20], id="subset"),
     ],
 )
-def test_parts_are_found_by_their_names(kind: str, names: list[str], parts: list[int]) -> None:
-    """Keys and fields of a result are names of outputs, in any order."""
+def test_keys_and_fields(kind: str, names: list[str], parts: list[int]) -> None:
+    """Keys and fields are names of outputs, in any order."""
     assert taken(RESULTS[kind], names) == parts
 
 
 @pytest.mark.parametrize("name", ["y", "OUTPUT__0", "result"])
 def test_tensor_is_the_only_output(name: str) -> None:
-    """A result that is one tensor is the one output, whatever its name."""
+    """A result that is one tensor is the only output, with any name."""
     assert taken(TENSOR, [name]) == [TENSOR]
 
 
 @pytest.mark.parametrize("result", [(TENSOR,), [TENSOR], {"y": TENSOR}, {"z": TENSOR}], ids=repr)
-def test_single_part_is_taken_out(result: Any) -> None:
-    """A result with one part gives the part, not its container."""
+def test_single_part(result: Any) -> None:
+    """For a result with one part, the output is the part, not its container."""
     (part,) = taken(result, ["y"])
 
     assert part is TENSOR
@@ -96,27 +96,27 @@ def test_single_part_is_taken_out(result: Any) -> None:
 @pytest.mark.parametrize(
     "names", [["o__1", "a"], ["a", "o__0"], ["a__b__1", "a__b__0"]], ids=lambda names: names[0]
 )
-def test_numbers_count_only_together(names: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    """Where not all names are numbers and parts have none, the first listed is the first part."""
+def test_mixed_numbers(names: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """If not all names are numbers, outputs without names are bound in the config's order."""
     assert taken((10, 20), names) == [10, 20]
     warned = "are not all numbers" in caplog.text
     assert warned is (names[0] != "a__b__1")
 
 
 def test_name_before_number() -> None:
-    """A key that looks like a number of another part is a key all the same."""
+    """A key has precedence over the number of another part."""
     result = {"o__1": 10, "o__0": 20}
 
     assert taken(result, ["o__0", "o__1"]) == [20, 10]
 
 
-def test_keys_need_not_be_text() -> None:
-    """A dict with numbers as keys has outputs named as the numbers are written."""
+def test_integer_keys() -> None:
+    """Keys that are integers are names of outputs."""
     assert taken({7: 10, 5: 20}, ["5", "7"]) == [20, 10]
 
 
-def test_parts_are_taken_from_each_result_anew() -> None:
-    """What was bound to the first result serves the following ones."""
+def test_later_results() -> None:
+    """A binding applies to later results."""
     outputs = results.bind_outputs(build.MODEL, ["deviation"], RESULTS["dict"])
 
     assert list(outputs({"other": 0, "deviation": 3, "mean": 4})) == [3]
@@ -134,10 +134,10 @@ def test_parts_are_taken_from_each_result_anew() -> None:
         pytest.param(["a", "b"], "named tuple", True, id="named tuple by order"),
     ],
 )
-def test_ignored_names_of_a_result_are_warned_about(
+def test_ignored_names(
     names: list[str], kind: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where the result has names and the config others, one line says that the order decides."""
+    """If no name matches a result with names, one warning says that the order is used."""
     results.bind_outputs(build.MODEL, names, RESULTS[kind])
 
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * warned
@@ -199,10 +199,8 @@ def test_ignored_names_of_a_result_are_warned_about(
         pytest.param(RESULTS["dict"], ["mean", "mean"], ["the outputs mean, mean"], id="key twice"),
     ],
 )
-def test_outputs_that_the_result_lacks_are_refused(
-    result: Any, names: list[str], said: list[str]
-) -> None:
-    """Names that the result does not have are told beside those that it has."""
+def test_unknown_names(result: Any, names: list[str], said: list[str]) -> None:
+    """Names that the result does not have are rejected; the error lists its names."""
     with pytest.raises(BindingError) as raised:
         results.bind_outputs(build.MODEL, names, result)
 
@@ -266,12 +264,12 @@ NESTED = {"total": 1, "parts": (2, [3, 4]), "more": {"a": 5, 7: 6}}
     ],
 )
 def test_leaves_of_a_nested_result(result: Any, names: list[str], parts: list[Any]) -> None:
-    """Keys, fields, paths and numbers lead to leaves at any depth."""
+    """Keys, fields, paths and numbers select leaves at any depth."""
     assert taken(result, names) == parts
 
 
-def test_fields_of_what_torch_returns() -> None:
-    """torch.max and its kind return fields that are no named tuple's."""
+def test_fields_of_torch_return_types() -> None:
+    """Return types such as that of torch.max have fields."""
     result = torch.max(torch.tensor([[1.0, 3.0, 2.0]]), dim=1)
 
     indices, values = taken(result, ["indices", "values"])
@@ -279,8 +277,8 @@ def test_fields_of_what_torch_returns() -> None:
     assert (values.item(), indices.item()) == (3.0, 1)
 
 
-def test_path_within_what_torch_returns() -> None:
-    """What torch.sort returns has numbers within another result."""
+def test_path_in_torch_return_types() -> None:
+    """Paths select items of the result of torch.sort in another result."""
     (indices,) = taken({"sorted": torch.sort(torch.tensor([2.0, 1.0]))}, ["RESULT[sorted][1]"])
 
     assert indices.tolist() == [1, 0]
@@ -316,12 +314,12 @@ TEXTS = ["a", "b", "c"]
     ],
 )
 def test_strings_are_one_leaf(result: Any, names: list[str], parts: list[Any]) -> None:
-    """A list of strings is one output, as an array of them is."""
+    """A list of strings is one output."""
     assert taken(result, names) == parts
 
 
 def test_array_of_strings_is_one_leaf() -> None:
-    """What numpy holds is taken as it is."""
+    """A numpy array of strings is one output."""
     array = np.array([["a", "b"]], dtype=np.object_)
 
     assert taken((array, 1), ["OUTPUT__0"])[0] is array
@@ -359,10 +357,8 @@ def test_array_of_strings_is_one_leaf() -> None:
         ),
     ],
 )
-def test_names_that_lead_to_no_leaf_are_refused(
-    result: Any, names: list[str], said: list[str]
-) -> None:
-    """A name must lead to one leaf, and no two names to the same; the leaves are listed."""
+def test_invalid_names(result: Any, names: list[str], said: list[str]) -> None:
+    """Each name selects one leaf, and no two names the same one; the error lists the leaves."""
     with pytest.raises(BindingError) as raised:
         results.bind_outputs(build.MODEL, names, result)
 
@@ -374,8 +370,8 @@ def test_names_that_lead_to_no_leaf_are_refused(
 @pytest.mark.parametrize(
     "name", ["RESULT[5]", "RESULT[x]", "RESULT[0][0]"], ids=["number", "key", "too deep"]
 )
-def test_path_that_leads_nowhere_is_no_free_name(name: str) -> None:
-    """A path says exactly what is meant: the config's order does not overrule it."""
+def test_invalid_path(name: str) -> None:
+    """An invalid path is an error; it is not bound in the config's order."""
     with pytest.raises(BindingError):
         results.bind_outputs(build.MODEL, [name], (1, 2))
 
@@ -389,8 +385,8 @@ def test_path_that_leads_nowhere_is_no_free_name(name: str) -> None:
         pytest.param(torch.ones(2, 3), id="tensor of two rows"),
     ],
 )
-def test_result_that_changes_its_kind_is_noticed(later: Any) -> None:
-    """A later result of another structure is not taken apart as if it were the first."""
+def test_result_of_another_structure(later: Any) -> None:
+    """A later result of another structure raises."""
     outputs = results.bind_outputs(build.MODEL, ["a", "b"], (1, 2))
 
     with pytest.raises((LookupError, TypeError, AttributeError)):
@@ -414,6 +410,6 @@ def test_result_that_changes_its_kind_is_noticed(later: Any) -> None:
     ],
 )
 def test_every_leaf_has_a_name(result: Any, names: list[str]) -> None:
-    """What a config is made of is a name for every leaf, and each leads back there."""
+    """names() returns a name for each leaf, which binds to it."""
     assert results.names(result) == names
     assert len(taken(result, names)) == len(names)

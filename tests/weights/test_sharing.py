@@ -119,7 +119,7 @@ def test_instances_share_the_weights_of_a_file(
 
 
 OBSTACLES = [
-    pytest.param(_before_zip, {}, "no zip archive: torch older than 1.6", id="legacy"),
+    pytest.param(_before_zip, {}, "not a zip archive: torch older than 1.6", id="legacy"),
     pytest.param(_compressed, {}, "the entries of model.pt are compressed", id="compressed"),
     pytest.param(_half, {}, "the module converts or computes the rest", id="converted"),
     pytest.param(

@@ -1,4 +1,4 @@
-"""Which file of a version folder is the model, of which type, and which files belong to it.
+"""Find the model file of a version folder, its type, and the files that belong to it.
 
-Reads names, headers and syntax trees; runs no code of a model and imports no torch.
+Reads names, headers and syntax trees; runs no code of a model and does not import torch.
 """

@@ -1,6 +1,6 @@
-"""Which file is the model, of what kind, and what lies beside it: from names and zip members.
+"""Find the model file, its type, its weights and its hooks, from file names and zip members.
 
-Nothing here imports torch, unpickles, or runs code of the model.
+Does not import torch, unpickle, or run code of the model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch_py_backend.errors import ArtifactError, ConfigError, brief
 
 
 class Kind(enum.Enum):
-    """What an artifact is."""
+    """The type of an artifact."""
 
     TORCHSCRIPT = "TorchScript"
     MODULE = "Python source and weights"
@@ -31,15 +31,15 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """A model file and what belongs to it.
+    """A model file and the files that belong to it.
 
     Attributes:
-        kind: what the file is.
-        path: the file; for a FACTORY the version folder, for a TORCHSERVE archive its own.
-        weights: the weights beside a MODULE's source or for a FACTORY; None where there are none.
-        weightless: the config says that there are none (`WEIGHTS: "none"`).
-        fallback: what to serve where an AOTI package does not fit the machine.
-        hooks: the source with the class whose methods run around forward(); None: there is none.
+        kind: the type of the file.
+        path: the file; for a FACTORY the version folder, for TORCHSERVE the unpacked archive.
+        weights: the weights file of a MODULE or a FACTORY; None: there is none.
+        weightless: the config sets `WEIGHTS: "none"`.
+        fallback: the artifact to serve if an AOTI package does not fit the machine.
+        hooks: the source file with the class whose methods run around forward(); None: no hooks.
     """
 
     kind: Kind
@@ -50,23 +50,23 @@ class Artifact:
     hooks: Path | None = None
 
     def files(self) -> list[Path]:
-        """The files that hold it: the model, its weights with their shards, its fallback."""
+        """Return the files of the model, its weights with their shards, and its fallback."""
         source = [self.path] if self.weights is not None and self.path.is_file() else []
         return [*source, *self.weight_files(), *(self.fallback.files() if self.fallback else [])]
 
     def weight_files(self) -> list[Path]:
-        """Those of them that hold its weights, an index before its shards."""
+        """Return the files of its weights, an index before its shards."""
         if self.weights is not None:
             return [self.weights, *_shards(self.weights)]
-        if self.path.is_dir():  # a factory takes what it needs
+        if self.path.is_dir():  # a factory may read any of its files
             return sorted(path for path in self.path.rglob("*") if path.is_file())
         return [self.path] if self.path.is_file() else []
 
 
 WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
-# A folder, in which a TorchServe archive lies unpacked.
+# The folder of an unpacked TorchServe archive.
 ARCHIVE = "model.mar"
-# The class whose methods run around forward(), where no parameter names another; and the methods.
+# The default class of hooks, and the methods that it may have.
 HOOKS = "Hooks"
 STAGES = (
     "preprocess",
@@ -86,14 +86,15 @@ _KINDS = {
 
 
 def find(config: ModelConfig) -> Artifact:
-    """The artifact in the version folder.
+    """Return the artifact in the version folder.
 
-    In this order: MODEL_FACTORY of a package, `default_model_filename`, model.py, model.pt,
-    model.pt2, model.mar. A state_dict with a source of the same stem beside it belongs to that
-    source. A model.py with hooks lends them to a model.pt or model.pt2 that is complete in itself.
+    The order is: MODEL_FACTORY of a package, `default_model_filename`, model.py, model.pt,
+    model.pt2, model.mar. A state_dict belongs to the source file with the same stem, if there is
+    one. If model.py defines hooks and there is a complete model.pt or model.pt2, then this file is
+    the model and model.py only provides the hooks.
 
     Raises:
-        ArtifactError: there is no such file, or it is nothing that can be served.
+        ArtifactError: there is no such file, or it cannot be served.
         ConfigError: an option names a file outside the model's folder.
     """
     artifact = _find(config)
@@ -119,31 +120,34 @@ def _find(config: ModelConfig) -> Artifact:
 
 
 def _hooks(config: ModelConfig, source: Path) -> Path | None:
-    """The source, if the class of the hooks is there."""
-    wished = config.options.hooks
-    if wished is not None and wished.lower() == "none":
+    """Return the source file if it defines the hooks."""
+    name = config.options.hooks
+    if name is not None and name.lower() == "none":
         return None
-    if wished is None:
+    if name is None:
         return source if _defines_hooks(source) else None
     if not source.is_file():
         raise ArtifactError(
             config.name,
-            f"HOOKS is '{wished}', and version {config.version} has no {source.name}",
-            cure="Put the class there, or take HOOKS out of config.pbtxt.",
+            f"HOOKS is '{name}', and version {config.version} has no {source.name}",
+            cure="Put the class there, or remove HOOKS from config.pbtxt.",
         )
     return source
 
 
 def _defines_hooks(source: Path) -> bool:
-    """Whether a file defines a class Hooks that is no module, and has hooks; it is not run."""
+    """Return whether a file defines a class `Hooks` with hooks, which is not a module.
+
+    If the file has a syntax error, the name decides; loading the file then reports the error.
+    """
     try:
-        written = source.read_bytes()
-    except OSError:  # there is none; or its import says why it cannot be read
+        text = source.read_bytes()
+    except OSError:  # missing; or unreadable, which loading it reports
         return False
     try:
-        tree = ast.parse(written)
-    except (SyntaxError, ValueError, RecursionError):  # what is wrong with it, the import says
-        return re.search(rb"^class Hooks\b", written, re.MULTILINE) is not None
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError):
+        return re.search(rb"^class Hooks\b", text, re.MULTILINE) is not None
     return any(_is_hooks(node) for node in tree.body)
 
 
@@ -154,27 +158,13 @@ def _is_hooks(node: ast.stmt) -> bool:
     if any(base.endswith("Module") for base in bases):
         return False
     methods = {
-        one.name for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)
+        part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
     }
     return bool(bases) or not methods.isdisjoint(STAGES)
 
 
-def _is_model(path: Path) -> bool:
-    return path.is_file() or (path.suffix == ".mar" and path.is_dir())
-
-
-def _lent_to(config: ModelConfig, present: list[Path]) -> Path:
-    """The model file among those that are present, the first of which would be taken."""
-    options = config.options
-    first = present[0]
-    named = options.model_class or options.model_factory
-    if first.suffix == ".py" and not named and _hooks(config, first) is not None:
-        complete = (path for path in present[1:] if _is_complete(path))
-        return next(complete, first)
-    return first
-
-
 def _is_complete(path: Path) -> bool:
+    """Return whether a file is a model without further files."""
     try:
         return file_types.describe(path) in _KINDS
     except OSError:
@@ -186,57 +176,60 @@ def _refuse_fallback(config: ModelConfig, kind: Kind) -> None:
         raise ConfigError(
             config.name,
             f"FALLBACK is set, and the model is {kind.value}",
-            expected="an AOTInductor package, the only kind that may not fit a machine",
+            expected="an AOTInductor package, the only type that may not fit a machine",
         )
 
 
 def _describe(config: ModelConfig, path: Path) -> Artifact:
     if path.suffix == ".mar":
-        return _archive(config, path)
+        if path.is_dir():
+            return Artifact(Kind.TORCHSERVE, path)
+        raise ArtifactError(
+            config.name,
+            f"{path.name} is a file",
+            expected="the folder that an archive of TorchServe is unpacked into",
+            cure="Make a model folder of the archive with `torch-py-backend import-mar`.",
+        )
     if path.suffix == ".py":
         return _with_weights(config, Kind.MODULE, path, path.stem)
     try:
-        found = file_types.describe(path)
+        content = file_types.describe(path)
     except OSError as error:
         raise ArtifactError(config.name, f"{path.name} cannot be read: {brief(error)}") from error
     source = path.with_suffix(".py")
-    if found is Content.STATE_DICT and source.is_file():
+    if content is Content.STATE_DICT and source.is_file():
         return _with_weights(config, Kind.MODULE, source, source.stem)
-    if found not in _KINDS:
+    if content not in _KINDS:
         raise ArtifactError(
             config.name,
-            f"{path.name} is {found.value}",
+            f"{path.name} is {content.value}",
             expected="TorchScript, a torch.export program, an AOTInductor package, or a model.py"
             " that defines the module",
-            cure=file_types.cure(found, path),
+            cure=file_types.cure(content, path),
         )
-    return Artifact(_KINDS[found], path)
-
-
-def _archive(config: ModelConfig, path: Path) -> Artifact:
-    if path.is_dir():
-        return Artifact(Kind.TORCHSERVE, path)
-    raise ArtifactError(
-        config.name,
-        f"{path.name} is a file",
-        expected="the folder that an archive of TorchServe is unpacked into",
-        cure="Make a model folder of the archive with `torch-py-backend import-mar`.",
-    )
+    return Artifact(_KINDS[content], path)
 
 
 def _model_file(config: ModelConfig) -> Path:
-    folder = config.version_folder
+    folder, options = config.version_folder, config.options
     names = _candidates(config.default_model_filename)
-    if names[0] not in _DEFAULTS:  # what is looked for anyway may be a link to a store of models
+    if names[0] not in _DEFAULTS:  # a default name may be a link to a store of models
         refuse_outside(config, "default_model_filename", names[0])
-    found = [folder / name for name in names if _is_model(folder / name)]
-    if found:
-        return _lent_to(config, found)
+    paths = [folder / name for name in names]
+    present = [
+        path for path in paths if path.is_file() or (path.suffix == ".mar" and path.is_dir())
+    ]
+    if present:
+        first = present[0]
+        named = options.model_class or options.model_factory
+        if first.suffix == ".py" and not named and _hooks(config, first) is not None:
+            return next((path for path in present[1:] if _is_complete(path)), first)
+        return first
     entries = folder.iterdir() if folder.is_dir() else ()
-    present = sorted(f"{one.name}{'' if one.exists() else ' (a broken link)'}" for one in entries)
+    others = sorted(f"{path.name}{'' if path.exists() else ' (a broken link)'}" for path in entries)
     raise ArtifactError(
         config.name,
-        f"version {config.version} holds {', '.join(present) or 'no files'}",
+        f"version {config.version} holds {', '.join(others) or 'no files'}",
         expected=" or ".join(names),
         cure="Put the model there, or name its file with default_model_filename.",
     )
@@ -245,21 +238,21 @@ def _model_file(config: ModelConfig) -> Path:
 def _candidates(named: str | None) -> tuple[str, ...]:
     if named is None:
         return _DEFAULTS
-    # Triton itself fills in model.pt for `platform: "pytorch_libtorch"`, whatever lies there.
+    # Triton sets model.pt for `platform: "pytorch_libtorch"`, even if there is no such file.
     return ("model.pt", "model.py", "model.pt2") if named == "model.pt" else (named,)
 
 
 def _with_weights(config: ModelConfig, kind: Kind, path: Path, stem: str) -> Artifact:
-    wished = config.options.weights
-    if wished is not None and wished.lower() == "none":
+    name = config.options.weights
+    if name is not None and name.lower() == "none":
         return Artifact(kind, path, weightless=True)
     folder = path if kind is Kind.FACTORY else path.parent
-    weights = _inside(config, "WEIGHTS", wished) if wished else _weights_in(config, folder, stem)
+    weights = _inside(config, "WEIGHTS", name) if name else _weights_in(config, folder, stem)
     return Artifact(kind, path, weights)
 
 
 def _inside(config: ModelConfig, option: str, name: str) -> Path:
-    """The file that an option names: in the version folder, and no way out of the model's."""
+    """Return the file that an option names; it is in the version folder, or in the model's."""
     refuse_outside(config, option, name)
     path = config.version_folder / name
     if not path.is_file():
@@ -272,23 +265,23 @@ def _inside(config: ModelConfig, option: str, name: str) -> Path:
 
 
 def refuse_outside(config: ModelConfig, option: str, name: str, folder: Path | None = None) -> None:
-    """A name that leads out of the model's folder, by itself or by a link, or that is no name.
+    """Raise if a file name leads out of the model's folder, also through a link.
 
     Args:
         config: the model's config.
-        option: where the name stands.
+        option: the option with the name, for the message.
         name: the name.
-        folder: what it is a name in; None: the version's.
+        folder: the folder that the name is relative to; None: the version folder.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: it leads out of the folder, or is not a valid name.
     """
     try:
         path = ((folder or config.version_folder) / name).resolve()
-        path.is_file()  # raises what asking for it later would
+        path.is_file()  # raises what a later access would raise
         folders = (config.folder.resolve(), config.version_folder.resolve())
         inside = any(path.is_relative_to(folder) for folder in folders)
-    except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, a loop of links
         inside = False
     if not inside:
         raise ConfigError(
@@ -310,11 +303,11 @@ def _weights_in(config: ModelConfig, folder: Path, stem: str) -> Path | None:
 
 
 def _shards(weights: Path) -> list[Path]:
-    """What an index names, as far as it is there; what is wrong with it is told by the load."""
+    """Return the existing files that an index names; loading reports an invalid index."""
     if weights.suffix != ".json":
         return []
     try:
-        named = file_types.shards(weights)
-        return [path for name in named if (path := weights.parent / name).is_file()]
-    except (OSError, *file_types.NO_INDEX):  # a name may be longer than any file's
+        names = file_types.shards(weights)
+        return [path for name in names if (path := weights.parent / name).is_file()]
+    except (OSError, *file_types.NO_INDEX):  # OSError: a name is too long
         return []

@@ -1,7 +1,7 @@
-"""What the bytes of a file turn out to be, and what to do with a file that is no model.
+"""Determine the type of a file, and advice for files that are not models.
 
-Told from first bytes, zip members and the names in pickles: nothing is loaded, unpickled or run,
-and no more is read than a bounded part.
+Reads first bytes, zip members and the names in pickles, up to a bound. Nothing is loaded, unpickled
+or run.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import pickletools
 import zipfile
 from pathlib import Path
 
-# Enough of a pickle to meet the classes that it names; a bound against absurd files.
+# Enough of a pickle to find the classes that it names; a bound for hostile files.
 _PICKLE_BYTES = 1 << 20
 _METADATA_BYTES = 1 << 16
 _INFLATION = 100
-# A zip's list of members: 100,000 tensors have less. It is read at once, and becomes objects.
+# The limit of a zip's central directory, which is read at once; 100,000 tensors have less.
 _LISTED_BYTES = 1 << 24
 
 
 class Content(enum.Enum):
-    """What a file is."""
+    """The type of a file."""
 
     TORCHSCRIPT = "TorchScript"
     EXPORTED = "a torch.export program"
@@ -44,7 +44,7 @@ class Content(enum.Enum):
 
 
 def cure(found: Content, path: Path) -> str:
-    """What to do with a file that is not what it should be."""
+    """Return what to do with a file that cannot be served."""
     source = f"{path.stem}.py beside it"
     if found in (Content.STATE_DICT, Content.SAFETENSORS):
         return f"Put the class that it belongs to in {source}."
@@ -65,7 +65,7 @@ _CURES = {
     Content.BOMB: "Load it with torch.load and write it again with torch.save.",
 }
 
-# What a file begins with.
+# The first bytes of files.
 _MAGIC = (
     (b"version https://git-lfs", Content.GIT_LFS),
     (b"\x1f\x8b", Content.COMPRESSED),
@@ -79,7 +79,7 @@ _HTML = (b"<!doctype html", b"<html", b"<?xml")
 
 
 def describe(path: Path) -> Content:
-    """What a file is, told from its first bytes and its zip members."""
+    """Return the type of a file from its first bytes and its zip members."""
     with path.open("rb") as file:
         head = file.read(64)
         if head.startswith(b"\x80"):  # a pickle's first opcode: torch.save before torch 1.6
@@ -93,16 +93,16 @@ def describe(path: Path) -> Content:
             return _describe_archive(archive)
     except CrowdedError:
         return Content.CROWDED
-    except Exception:  # zipfile, zlib, lzma and bz2 have each errors of their own
+    except Exception:  # zipfile, zlib, lzma and bz2 raise different errors
         return Content.TRUNCATED
 
 
 class CrowdedError(Exception):
-    """A zip's list of members is absurd."""
+    """The central directory of a zip is too large."""
 
 
 class Bounded(io.FileIO):
-    """A file that is read in pieces of a bounded size: a zip itself says how long its list is."""
+    """A file with a limit per read: a zip states the size of its central directory itself."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > _LISTED_BYTES:
@@ -120,7 +120,7 @@ def _describe_head(path: Path, head: bytes) -> Content:
         return Content.ONNX
     if path.name == "saved_model.pb":
         return Content.TENSORFLOW
-    # Eight bytes with the length of a header in JSON.
+    # safetensors: eight bytes with the length of the JSON header.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
         return Content.SAFETENSORS
     return Content.UNKNOWN
@@ -140,29 +140,28 @@ def _describe_archive(archive: zipfile.ZipFile) -> Content:
 
 
 def _describe_saved(archive: zipfile.ZipFile) -> Content:
-    """What torch.save wrote."""
+    """Return the type of a zip archive that torch.save may have written."""
     pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
     if not pickles:
         return Content.UNKNOWN
     entries = archive.infolist()
-    # torch.save compresses nothing; tools that pack its files again do, to half their size or so.
-    if sum(one.file_size for one in entries) > _INFLATION * sum(
-        one.compress_size for one in entries
-    ):
+    # torch.save does not compress. Tools that repack its files reach about half of their size.
+    compressed = sum(entry.compress_size for entry in entries)
+    if sum(entry.file_size for entry in entries) > _INFLATION * compressed:
         return Content.BOMB
     with archive.open(pickles[0]) as file:
         return _describe_pickle(file.read(_PICKLE_BYTES))
 
 
 def _is_program(name: str) -> bool:
-    """torch.export's member, in the archives of torch 2.7 and later, and of those before."""
+    """Return whether a zip member is an exported program before or since torch 2.7."""
     return ("/models/" in name and name.endswith(".json")) or name.endswith(
         "serialized_exported_program.json"
     )
 
 
 def unmappable(weights: Path) -> str:
-    """Why the tensors of a file of weights cannot be used where they lie; empty where they can.
+    """Return why a weights file cannot be mapped into memory; empty if it can.
 
     Raises:
         OSError, zipfile.BadZipFile: it cannot be read.
@@ -171,52 +170,52 @@ def unmappable(weights: Path) -> str:
         return ""
     with weights.open("rb") as file:
         if file.read(2) != b"PK":
-            return f"{weights.name} is no zip archive: torch older than 1.6 wrote it"
+            return f"{weights.name} is not a zip archive: torch older than 1.6 wrote it"
     with zipfile.ZipFile(weights) as archive:
-        if any(one.compress_type != zipfile.ZIP_STORED for one in archive.infolist()):
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
             return f"the entries of {weights.name} are compressed"
     return ""
 
 
 def aoti_metadata(path: Path) -> dict[str, str]:
-    """What an AOTInductor package says that it was built for; empty where it does not say."""
+    """Return the metadata of an AOTInductor package about its target; empty if it has none."""
     try:
         with Bounded(path) as bounded, zipfile.ZipFile(bounded) as archive:
             for name in archive.namelist():
                 if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
                     with archive.open(name) as file:
-                        return _texts(file.read(_METADATA_BYTES))
-    except Exception:  # it is damaged, which loading it will say
+                        return _strings(file.read(_METADATA_BYTES))
+    except Exception:  # damaged, which loading it reports
         return {}
     return {}
 
 
 def built_for_gpu(path: Path) -> bool:
-    """Whether a file is an AOTInductor package that was built for a CUDA device."""
+    """Return whether a file is an AOTInductor package for a CUDA device."""
     return aoti_metadata(path).get("AOTI_DEVICE_KEY") == "cuda"
 
 
-# What `shards` raises for a file that is no index.
+# The errors of `shards` for an invalid index.
 NO_INDEX = (ValueError, LookupError, AttributeError, TypeError, RecursionError)
 
 
 def shards(index: Path) -> list[str]:
-    """The files that Hugging Face's `model.safetensors.index.json` names.
+    """Return the files that Hugging Face's `model.safetensors.index.json` names.
 
     Raises:
-        ValueError, LookupError, AttributeError, TypeError, RecursionError: it is no such index
+        ValueError, LookupError, AttributeError, TypeError, RecursionError: the index is invalid
             (`NO_INDEX`).
     """
     names = set(json.loads(index.read_bytes())["weight_map"].values())
     if not all(isinstance(name, str) for name in names):
-        raise TypeError("a file's name is no text")
+        raise TypeError("a file name is not a string")
     return sorted(names)
 
 
-def _texts(written: bytes) -> dict[str, str]:
-    """The texts of a JSON object, by their names."""
+def _strings(data: bytes) -> dict[str, str]:
+    """Return the strings of a JSON object by key; empty if the data is not an object."""
     try:
-        document = json.loads(written)
+        document = json.loads(data)
     except (ValueError, RecursionError):
         return {}
     entries = document.items() if isinstance(document, dict) else ()
@@ -230,20 +229,20 @@ def _describe_pickle(pickled: bytes) -> Content:
     return Content.PICKLED_MODULE if foreign else Content.STATE_DICT
 
 
-# The packages that pickled tensors and containers name, and what within torch is code all the same.
+# Packages that pickles of tensors and containers name; and packages of torch that contain code.
 _DATA = {"torch", "collections", "numpy", "builtins", "__builtin__", "_codecs"}
 _CODE = ("torch.nn.modules.", "torch.fx.", "torch.jit.")
 
 
 def _named(pickled: bytes) -> set[str]:
-    """The classes and functions that a pickle would call; nothing is called."""
+    """Return the classes and functions that a pickle names; nothing is imported or called."""
     named: set[str] = set()
     stream = io.BytesIO(pickled)
     try:
-        # Files older than torch 1.6 are several pickles in a row.
+        # torch older than 1.6 wrote several pickles in a row.
         while stream.tell() < len(pickled):
             _collect_names(stream, named)
-    except (ValueError, LookupError):  # cut off by the bound, or raw data after the pickles
+    except (ValueError, LookupError):  # cut off at the bound, or data after the pickles
         pass
     return named
 
@@ -252,7 +251,7 @@ def _collect_names(stream: io.BytesIO, named: set[str]) -> None:
     strings: list[str] = []
     memo: dict[int, str] = {}
     for opcode, argument, _ in pickletools.genops(stream):
-        if opcode.name == "GLOBAL":  # protocol 2, torch.save's own: "module name"
+        if opcode.name == "GLOBAL":  # protocol 2, which torch.save uses: "module name"
             named.add(str(argument).replace(" ", "."))
         elif opcode.name == "STACK_GLOBAL":  # protocol 4: the two strings before it
             named.add(".".join(strings[-2:]))

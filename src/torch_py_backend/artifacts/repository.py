@@ -1,4 +1,4 @@
-"""A model repository on disk: which folders are models, and which versions they have."""
+"""Find the models of a model repository on disk, and their versions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch_py_backend.errors import ConfigError, ServerError, shown
 
 
 def models(path: Path) -> list[Path]:
-    """The model folders of a path: itself, or what lies in it."""
+    """Return the model folders of a path: the path itself, or the models in it."""
     if _is_model(path):
         return [path]
     return sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_model(folder))
@@ -21,7 +21,7 @@ def by_name(path: Path, wanted: Iterable[str] = ()) -> dict[str, Path]:
     Raises:
         ServerError: the path is itself a model, or the repository lacks a model that is wanted.
     """
-    folders = {one.name: one for one in models(path.resolve())}
+    folders = {folder.name: folder for folder in models(path.resolve())}
     if path.resolve() in folders.values():
         raise ServerError(
             f"{path} is a model; expected the repository that holds it: {path.resolve().parent}."
@@ -37,7 +37,7 @@ def _is_model(folder: Path) -> bool:
     try:
         return _has_config(folder) or any(_is_version(folder / name) for name in versions(folder))
     except PermissionError:
-        return True  # to be reported, not passed over
+        return True  # accessing it later reports the error
 
 
 def _has_config(folder: Path) -> bool:
@@ -45,37 +45,32 @@ def _has_config(folder: Path) -> bool:
 
 
 def _is_version(folder: Path) -> bool:
-    """Whether a folder named by a number is a version, and not a model of that name."""
+    """Return whether a folder whose name is a number is a version, and not a model."""
     return not _has_config(folder) and not versions(folder)
 
 
 def versions(folder: Path) -> list[str]:
-    """The versions of a model, oldest first: folders whose names are numbers above 0."""
-    names = [one.name for one in folder.iterdir() if one.is_dir() and one.name.isdecimal()]
+    """Return the versions of a model, oldest first: folders whose names are numbers above 0."""
+    names = [path.name for path in folder.iterdir() if path.is_dir() and path.name.isdecimal()]
     return sorted((name for name in names if int(name) > 0), key=int)
 
 
 def latest(folder: Path) -> str:
-    """The version that Triton serves by default.
+    """Return the version that Triton serves by default.
 
     Raises:
         ConfigError: there is none, or the folder is a repository and not a model.
     """
-    found = versions(folder)
-    if not found:
-        _refuse_repository(folder)
+    numbers = versions(folder)
+    if not numbers:
+        nested = [] if _has_config(folder) else models(folder)
+        if nested:
+            raise ConfigError(
+                folder.name, f"{folder} is a repository; name one of {shown(map(str, nested))}"
+            )
         raise ConfigError(
             folder.name,
             "the model folder has no versions",
             expected="a folder named 1 with the model file in it",
         )
-    return found[-1]
-
-
-def _refuse_repository(folder: Path) -> None:
-    found = [] if _has_config(folder) else models(folder)
-    if found:
-        raise ConfigError(
-            folder.name,
-            f"{folder} is a repository; name one of {shown(str(one) for one in found)}",
-        )
+    return numbers[-1]

@@ -1,6 +1,6 @@
-"""What a model.py needs beside it: its weights, and the modules that it imports from its folder.
+"""Find the files that a model.py needs: its weights, and the modules it imports from its folder.
 
-Told from names, JSON and syntax trees; nothing is imported or run.
+Reads names, JSON and syntax trees; nothing is imported or run.
 """
 
 from __future__ import annotations
@@ -18,30 +18,30 @@ _SERVED = "model"
 
 
 def of_source(model: str, source: Path, weights: Path | None = None) -> dict[str, Path]:
-    """The files that belong to a source, by the names that they have where it is model.py.
+    """Return the files of a source file by their names in a version folder, where it is model.py.
 
     Args:
         model: the model's name.
-        source: the source.
-        weights: its weights; None: what lies beside it under its stem.
+        source: the source file.
+        weights: its weights; None: the weights file with the same stem, if there is one.
 
     Raises:
-        ArtifactError: it is not clear which weights are meant, or a module has model.py's name.
+        ArtifactError: there are several weights files, or a module has the name model.py.
     """
     modules = _modules(source)
-    taken = f"{_SERVED}.py"
-    if modules.get(taken, source) != source:
+    target = f"{_SERVED}.py"
+    if modules.get(target, source) != source:
         raise ArtifactError(
             model,
-            f"{source.name} imports {taken} beside it, whose name is the one that it is served by",
-            cure=f"Rename {taken}.",
+            f"{source.name} imports {target} beside it, and is itself served as {target}",
+            cure=f"Rename {target}.",
         )
     if weights is None:
-        found = _weights(model, source)
+        weight_files = _weights(model, source)
     else:
         suffix = ".safetensors" if weights.suffix == ".safetensors" else ".pt"
-        found = {f"{_SERVED}{suffix}": weights}
-    return {taken: source, **found, **modules}
+        weight_files = {f"{_SERVED}{suffix}": weights}
+    return {target: source, **weight_files, **modules}
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -61,49 +61,45 @@ def _weights(model: str, source: Path) -> dict[str, Path]:
 
 
 def _shards(index: Path | None) -> dict[str, Path]:
-    """What an index names, under its names; what is missing or damaged is told by the load."""
+    """Return the existing files that an index names; loading reports an invalid index."""
     if index is None:
         return {}
     try:
         names = file_types.shards(index)
     except file_types.NO_INDEX:
         return {}
-    return {
-        name: index.parent / name
+    inside = [
+        name
         for name in names
-        if _stays(name) and (index.parent / name).is_file()
-    }
-
-
-def _stays(name: str) -> bool:
-    path = PurePosixPath(name)
-    return not path.is_absolute() and ".." not in path.parts
+        if not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+    ]
+    return {name: path for name in inside if (path := index.parent / name).is_file()}
 
 
 # --- modules ---------------------------------------------------------------------------------
 
 
 def _modules(source: Path) -> dict[str, Path]:
-    """The files that imports lead to, in the source and in what it imports, by their places."""
+    """Return the files that the source imports, directly or indirectly, by relative path."""
     root = source.parent
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     waiting = [source]
     while waiting:
         for name in _imported(waiting.pop(), root):
             for path in _files(root, name):
                 place = path.relative_to(root).as_posix()
-                if place not in found and path.suffix in SOURCE_SUFFIXES:
+                if place not in files and path.suffix in SOURCE_SUFFIXES:
                     waiting.append(path)
-                found[place] = path
-    return found
+                files[place] = path
+    return files
 
 
 def _imported(path: Path, root: Path) -> Iterator[tuple[str, ...]]:
-    """The modules that a file may import, as paths from the root; a name may be no module."""
+    """Yield the modules that a file may import, as paths from the root; some may be attributes."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError, RecursionError):
-        return  # the load says what is wrong with it
+        return  # loading it reports the error
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
@@ -115,7 +111,7 @@ def _imported(path: Path, root: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _package(path: Path, root: Path, level: int) -> tuple[str, ...]:
-    """The package that a relative import starts from."""
+    """Return the package that a relative import starts from."""
     if level == 0:
         return ()
     parts = path.relative_to(root).parent.parts
@@ -123,7 +119,7 @@ def _package(path: Path, root: Path, level: int) -> tuple[str, ...]:
 
 
 def _files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
-    """The files of a module in the folder: of a package all, for data may lie there, too."""
+    """Yield the files of a module; all files of a package, because it may contain data."""
     folder = root
     for part in name:
         package = folder / part

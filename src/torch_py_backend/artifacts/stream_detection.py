@@ -1,4 +1,4 @@
-"""Whether a model.py makes streams, told from its text: none of its code is run."""
+"""Detect from the syntax tree of a model.py whether the model streams; no code is run."""
 
 from __future__ import annotations
 
@@ -8,53 +8,53 @@ from pathlib import Path
 from typing import TypeAlias
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
-# What is a function of its own: what yields in there is that one.
+# Nested scopes; a yield in them does not belong to the outer function.
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.GeneratorExp)
 
 
 def in_source(path: Path, *, named: str | None = None, method: str | None = None) -> bool:
-    """Whether what a source file serves is a generator, or has begin() and step().
+    """Return whether the model of a source file is a generator, or has begin() and step().
 
     Args:
-        path: the file; one that cannot be read or parsed is told of when it is loaded.
-        named: the class or function to be served; None: whichever the file defines.
-        method: the method that is served; None: forward(), or begin() and step().
+        path: the file; False if it cannot be read or parsed, which loading it reports.
+        named: the class or function to serve; None: the one that the file defines.
+        method: the method to serve; None: forward(), or begin() and step().
     """
     try:
         body = ast.parse(path.read_bytes()).body
     except (OSError, SyntaxError, ValueError, RecursionError):
         return False
-    classes = {one.name: one for one in body if isinstance(one, ast.ClassDef)}
-    functions = {one.name: one for one in body if isinstance(one, _Function)}
+    classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+    functions = {node.name: node for node in body if isinstance(node, _Function)}
     if named is not None:
         classes_served = [classes[named]] if named in classes else []
         functions_served = [functions[named]] if named in functions else []
     else:
-        # A class without a base is no module.
-        classes_served = [one for one in classes.values() if one.bases and _offered(one.name)]
-        # A file is served for its class; its functions are that one's helpers.
+        # A class without a base is not a module.
+        classes_served = [node for node in classes.values() if node.bases and _is_public(node.name)]
+        # If there is a class, the functions are its helpers.
         functions_served = [
-            one for one in functions.values() if not classes_served and _offered(one.name)
+            node for node in functions.values() if not classes_served and _is_public(node.name)
         ]
     return any(map(_yields, functions_served)) or any(
-        _streams(_methods(one, classes), method) for one in classes_served
+        _streams(_methods(node, classes), method) for node in classes_served
     )
 
 
-def _offered(name: str) -> bool:
-    """Whether a file serves what it calls so, if nobody names another."""
+def _is_public(name: str) -> bool:
+    """Return whether a class or function may be the model if no option names one."""
     return not name.startswith("_") and name != "example_inputs"
 
 
 def _methods(
-    of: ast.ClassDef, classes: Mapping[str, ast.ClassDef], seen: frozenset[str] = frozenset()
+    owner: ast.ClassDef, classes: Mapping[str, ast.ClassDef], visited: frozenset[str] = frozenset()
 ) -> dict[str, _Function]:
-    """A class's methods, those of its bases in the same file included."""
-    found: dict[str, _Function] = {}
-    for base in reversed(of.bases):
-        if isinstance(base, ast.Name) and base.id in classes and base.id not in seen:
-            found |= _methods(classes[base.id], classes, seen | {of.name})
-    return found | {one.name: one for one in of.body if isinstance(one, _Function)}
+    """Return the methods of a class, and of its bases in the same file."""
+    methods: dict[str, _Function] = {}
+    for base in reversed(owner.bases):
+        if isinstance(base, ast.Name) and base.id in classes and base.id not in visited:
+            methods |= _methods(classes[base.id], classes, visited | {owner.name})
+    return methods | {node.name: node for node in owner.body if isinstance(node, _Function)}
 
 
 def _streams(methods: Mapping[str, _Function], method: str | None) -> bool:
@@ -69,7 +69,7 @@ def _yields(function: _Function) -> bool:
 
 
 def _own(node: ast.AST) -> Iterator[ast.AST]:
-    """What belongs to a function, and not to one within it."""
+    """Yield the nodes of a function without those of nested scopes."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, _SCOPES):
             yield child

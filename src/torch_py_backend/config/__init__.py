@@ -1,4 +1,4 @@
-"""What config.pbtxt says, as frozen objects: tensors, options, sequences, element types.
+"""config.pbtxt as frozen objects: tensors, options, sequences, element types, conflict rules.
 
 Imports no torch.
 """

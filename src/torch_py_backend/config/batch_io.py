@@ -11,13 +11,13 @@ from torch_py_backend.config import dtypes
 from torch_py_backend.config.dtypes import DType
 from torch_py_backend.errors import ConfigError, shown
 
-# As the core of Triton has it.
+# The types that Triton's core accepts.
 _DATA_TYPES = ("TYPE_INT32", "TYPE_FP32")
 _SCATTER = "BATCH_SCATTER_WITH_INPUT_SHAPE"
 
 
 class Kind(enum.Enum):
-    """What a batch input tells of the shapes that its source has in the requests of a batch."""
+    """The function of the source's shapes in a batch that a batch input contains."""
 
     ELEMENT_COUNT = "BATCH_ELEMENT_COUNT"
     ACCUMULATED_ELEMENT_COUNT = "BATCH_ACCUMULATED_ELEMENT_COUNT"
@@ -29,13 +29,13 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchInput:
-    """An input that no request brings: it is made of the shapes of another input.
+    """An input that is computed from the shapes of another input of the requests.
 
     Attributes:
-        name: the name that it is bound by.
-        kind: what it tells.
+        name: its name, which is bound to an argument.
+        kind: the function of the shapes.
         dtype: INT32 or FP32.
-        source: the other input.
+        source: the name of the other input.
     """
 
     name: str
@@ -68,7 +68,7 @@ def parse_inputs(model: str, document: Mapping[str, Any]) -> tuple[BatchInput, .
         document: Triton's JSON of config.pbtxt.
 
     Raises:
-        ConfigError: `batch_input` has unknown values, or contradicts the config's inputs.
+        ConfigError: `batch_input` has unknown values, or does not fit the config's inputs.
     """
     known = {kind.value: kind for kind in Kind}
     parsed = []
@@ -108,11 +108,11 @@ def parse_outputs(model: str, document: Mapping[str, Any]) -> tuple[BatchOutput,
         document: Triton's JSON of config.pbtxt.
 
     Raises:
-        ConfigError: `batch_output` has unknown values, or contradicts the config's inputs or
+        ConfigError: `batch_output` has unknown values, or does not fit the config's inputs or
             outputs.
     """
     dims = {entry["name"]: _dims(entry) for entry in document.get("output", ())}
-    of_sources = {entry["name"]: _dims(entry) for entry in document.get("input", ())}
+    source_dims = {entry["name"]: _dims(entry) for entry in document.get("input", ())}
     parsed: dict[str, BatchOutput] = {}
     for entry in document.get("batch_output", ()):
         kind = entry.get("kind", _SCATTER)
@@ -127,11 +127,11 @@ def parse_outputs(model: str, document: Mapping[str, Any]) -> tuple[BatchOutput,
                     f"batch_output names '{name}', {problem}",
                     expected=f"names among {shown(dims)}, each once",
                 )
-            if -1 in dims[name][len(of_sources[source]) :]:
+            if -1 in dims[name][len(source_dims[source]) :]:
                 raise ConfigError(
                     model,
                     f"batch_output gives '{name}' of dims {dims[name]} the shape of '{source}' of"
-                    f" dims {of_sources[source]}",
+                    f" dims {source_dims[source]}",
                     expected="for each dim of -1 one of the input at the same place",
                 )
             parsed[name] = BatchOutput(name, source)
@@ -148,8 +148,8 @@ def _dims(entry: Mapping[str, Any]) -> list[int]:
 def _source(
     model: str, role: str, kind: str, entry: Mapping[str, Any], document: Mapping[str, Any]
 ) -> str:
-    """Return the one input that an entry is about."""
-    inputs = {one["name"]: one for one in document.get("input", ())}
+    """Return the only source input of an entry."""
+    inputs = {tensor["name"]: tensor for tensor in document.get("input", ())}
     sources = entry.get("source_input", ())
     if len(sources) != 1:
         raise ConfigError(
@@ -168,7 +168,7 @@ def _source(
         raise ConfigError(
             model,
             f"{role} {kind} has the source_input '{source}', which requests may leave out",
-            cure=f"Take optional out of '{source}', or choose another input.",
+            cure=f"Remove optional from '{source}', or choose another input.",
         )
     return str(source)
 

@@ -1,4 +1,4 @@
-"""One table of element types: Triton's, torch's and numpy's names. Strings in and out, no torch."""
+"""The table of element types with their names in Triton, torch and numpy; imports neither."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class DType(NamedTuple):
-    """One element type.
+    """An element type.
 
     Attributes:
         triton: the name in requests and responses (`FP32`).
@@ -42,13 +42,12 @@ TABLE = (
 )
 
 _BY_CONFIG = {dtype.config: dtype for dtype in TABLE}
-
-
 _BY_TORCH = {dtype.torch: dtype for dtype in TABLE}
+_BY_TRITON = {dtype.triton: dtype for dtype in TABLE}
 
 
 def from_torch(name: str) -> DType:
-    """The type that torch calls `name`.
+    """Return the type with this name in torch.
 
     Raises:
         KeyError: Triton has no such type.
@@ -56,14 +55,11 @@ def from_torch(name: str) -> DType:
     return _BY_TORCH[name]
 
 
-_BY_TRITON = {dtype.triton: dtype for dtype in TABLE}
-
-
 def from_triton(name: str) -> DType:
-    """The type that requests call `name`."""
+    """Return the type with this name in requests."""
     return _BY_TRITON[name]
 
 
 def from_config(name: str) -> DType | None:
-    """The type that config.pbtxt calls `name`, or None."""
+    """Return the type with this name in config.pbtxt, or None."""
     return _BY_CONFIG.get(name)

@@ -1,8 +1,8 @@
-"""EXECUTION_ENV_PATH: where a model's own Python environment lies, and which Python it is for.
+"""EXECUTION_ENV_PATH: the Python environment of a model, and its version of Python.
 
-Triton unpacks the archive (a folder it takes as it is), sources its bin/activate, and starts its
-stub then. A stub is built for one minor version of Python: in an environment for another it finds
-nothing, and takes what is installed elsewhere instead, without a word.
+Triton unpacks the archive (or uses a folder in place), sources its bin/activate, and then starts
+its stub. A stub is built for one minor version of Python. In an environment for another version it
+finds no packages, and silently imports those that are installed elsewhere.
 """
 
 from __future__ import annotations
@@ -18,69 +18,73 @@ from typing import Any
 from torch_py_backend.errors import PlatformError
 
 KEY = "EXECUTION_ENV_PATH"
-# Triton's name for a model's folder.
+# Triton's placeholder for the model's folder.
 MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY"
 _LIBRARY = re.compile(r"(?:\./)?lib(?:64)?/python(3\.\d+)/.")
 
 
 def named(document: Mapping[str, Any]) -> str:
-    """What a config, as Triton's JSON, names as environment; empty where it names none."""
+    """Return the environment of a config (Triton's JSON); empty if it names none."""
     entry: Mapping[str, str] = document.get("parameters", {}).get(KEY, {})
     return entry.get("string_value", "")
 
 
 def refuse_another_python(model: str, environment: str) -> None:
-    """Called in a stub: refuse to go on if its environment is for another Python.
+    """Raise if the environment of this stub is for another version of Python.
 
     Args:
         model: the model's name.
-        environment: what its config names.
+        environment: the environment in its config.
 
     Raises:
-        PlatformError: the environment is for another Python than this one.
+        PlatformError: the environment is for another version of Python than this process.
     """
     if not environment:
         return
-    # Every bin/activate, conda's too, puts its folder first.
-    found = _in_folder(Path(os.environ.get("PATH", "").partition(os.pathsep)[0]).parent)
-    runs = f"{sys.version_info.major}.{sys.version_info.minor}"
-    if found and runs not in found:
-        raise _another(model, min(found), runs)
+    # Every bin/activate, also conda's, puts its folder first.
+    versions = _in_folder(Path(os.environ.get("PATH", "").partition(os.pathsep)[0]).parent)
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    if versions and running not in versions:
+        raise _wrong_python(model, min(versions), running)
 
 
 def check(folder: Path, document: Mapping[str, Any], stub: str) -> None:
-    """Look at the environment that a model's config names, without unpacking it.
+    """Check the environment in a model's config without unpacking it.
 
     Args:
         folder: the model's folder.
         document: its config, as Triton's JSON.
-        stub: the Python that the server's stub is built for; empty where that is not known.
+        stub: the version of Python that the server's stub is built for; empty if unknown.
 
     Raises:
-        PlatformError: it cannot be read, is no environment, or is for another Python.
+        PlatformError: it cannot be read, is not an environment, or is for another version of
+            Python.
     """
     environment = named(document)
     if not environment:
         return
     path = Path(environment.replace(MODEL_FOLDER, str(folder)))
     try:
-        found = _in_folder(path) if path.is_dir() else _in_archive(path)
+        versions = _in_folder(path) if path.is_dir() else _in_archive(path)
     except (OSError, EOFError, tarfile.TarError) as error:
-        raise _unfit(document["name"], f"cannot be read: {error}") from None
-    if not found:
-        raise _unfit(document["name"], "holds no lib/python3.*")
-    if stub and stub not in found:
-        raise _another(document["name"], min(found), stub)
+        raise _invalid(document["name"], f"cannot be read: {error}") from None
+    if not versions:
+        raise _invalid(document["name"], "contains no lib/python3.*")
+    if stub and stub not in versions:
+        raise _wrong_python(document["name"], min(versions), stub)
 
 
 def _in_folder(folder: Path) -> set[str]:
-    """The versions of Python that a folder has libraries for."""
-    names = (f"{one.parent.name}/{one.name}/." for one in folder.glob("lib*/python3.*"))
+    """Return the versions of Python for which a folder has libraries."""
+    names = (f"{path.parent.name}/{path.name}/." for path in folder.glob("lib*/python3.*"))
     return {match[1] for name in names if (match := _LIBRARY.match(name))}
 
 
 def _in_archive(path: Path) -> set[str]:
-    """The first version that an archive has libraries for: those that follow are of the same."""
+    """Return the first version of Python for which an archive has libraries.
+
+    An archive that `pack` makes has one version, and reading all of it takes long.
+    """
     with tarfile.open(path, "r|gz") as archive:
         for member in archive:
             match = _LIBRARY.match(member.name)
@@ -89,19 +93,20 @@ def _in_archive(path: Path) -> set[str]:
     return set()
 
 
-def _unfit(model: str, found: str) -> PlatformError:
+def _invalid(model: str, problem: str) -> PlatformError:
     return PlatformError(
         model,
-        f"what {KEY} names {found}",
+        f"the environment in {KEY} {problem}",
         expected="an archive made by `torch-py-backend pack`, or the folder of an environment",
-        cure=f"Triton itself replaces {MODEL_FOLDER} by the model's folder.",
+        cure=f"Triton replaces {MODEL_FOLDER} by the model's folder.",
     )
 
 
-def _another(model: str, found: str, runs: str) -> PlatformError:
+def _wrong_python(model: str, version: str, stub: str) -> PlatformError:
     return PlatformError(
         model,
-        f"{KEY} names an environment for Python {found}, and the server's stub runs Python {runs}",
-        cure=f"Make the environment with Python {runs}, or put a stub for Python {found}, named"
+        f"{KEY} names an environment for Python {version}, and the server's stub runs Python"
+        f" {stub}",
+        cure=f"Make the environment with Python {stub}, or put a stub for Python {version}, named"
         " triton_python_backend_stub, into the model's folder.",
     )

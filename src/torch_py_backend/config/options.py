@@ -1,7 +1,7 @@
-"""The parameters of config.pbtxt: one table with name, type, default and a line of documentation.
+"""The parameters of config.pbtxt: one table with name, parser, default and documentation.
 
-The fields of `Options` are that table. The table in docs/options.md and every message about a
-parameter are made from it.
+The fields of `Options` are the table. The table in docs/options.md and the messages about
+parameters are generated from it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Parser:
-    """How a parameter's string becomes a value; `accepted` is what a refusal says."""
+    """A conversion of a string to a value; `accepted` describes valid strings in messages."""
 
     accepted: str
     parse: Callable[[str], Any]
@@ -107,9 +107,9 @@ def _optimizations(text: str) -> tuple[str, ...]:
 
 
 def _buckets(text: str) -> tuple[int, ...] | None:
-    wished = text.strip().lower()
-    if wished in ("auto", "none"):
-        return None if wished == "auto" else ()
+    keyword = text.strip().lower()
+    if keyword in ("auto", "none"):
+        return None if keyword == "auto" else ()
     return tuple(sorted({_positive(size) for size in text.split(",")}))
 
 
@@ -117,37 +117,38 @@ _PAD_KEYS = {"value", "side", "multiple_of", "mask", "outputs"}
 
 
 def _pad(text: str) -> dict[str, dict[str, Any]]:
-    wished = _json_object(text)
-    for how in wished.values():
-        if not isinstance(how, dict) or not how.keys() <= _PAD_KEYS:
+    inputs = _json_object(text)
+    for padding in inputs.values():
+        if not isinstance(padding, dict) or not padding.keys() <= _PAD_KEYS:
             raise TypeError(text)
-        if how.get("side", "right") not in ("left", "right"):
+        multiple, outputs = padding.get("multiple_of", 1), padding.get("outputs", [])
+        valid = (
+            padding.get("side", "right") in ("left", "right")
+            and isinstance(padding.get("value", 0), bool | int | float)
+            and isinstance(multiple, int)
+            and multiple >= 1
+            and isinstance(padding.get("mask", ""), str)
+            and isinstance(outputs, list)
+            and all(isinstance(name, str) for name in outputs)
+        )
+        if not valid:
             raise ValueError(text)
-        if not isinstance(how.get("value", 0), bool | int | float):
-            raise TypeError(text)
-        if not isinstance(how.get("multiple_of", 1), int) or how.get("multiple_of", 1) < 1:
-            raise ValueError(text)
-        if not isinstance(how.get("mask", ""), str):
-            raise TypeError(text)
-        outputs = how.get("outputs", [])
-        if not isinstance(outputs, list) or not all(isinstance(name, str) for name in outputs):
-            raise TypeError(text)
-    return wished
+    return inputs
 
 
 _DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """JSON takes the last of two entries with one name; here they contradict each other."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    """Return a JSON object; raise if a name occurs twice, where `json` keeps the last one."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         raise ValueError(pairs)
-    return found
+    return entries
 
 
 def _device(value: Any) -> str:
-    """A device as torch calls it; a number is a GPU's."""
+    """Return a device as torch names it; a number is the ordinal of a GPU."""
     if type(value) is int and value >= 0:
         return f"cuda:{value}"
     if not isinstance(value, str) or not _DEVICE.fullmatch(value):
@@ -156,10 +157,10 @@ def _device(value: Any) -> str:
 
 
 def devices(text: str) -> dict[str, str]:
-    """A device map as JSON.
+    """Parse a device map in JSON.
 
     Raises:
-        ValueError, TypeError: it is none.
+        ValueError, TypeError: the text is not a device map.
     """
     value = json.loads(text, object_pairs_hook=_distinct)
     if not isinstance(value, dict) or not value:
@@ -172,15 +173,15 @@ def _device_map(text: str) -> dict[str, str] | str:
     return name if name.endswith(".json") else devices(text)
 
 
-def _names(text: str) -> dict[str, str]:
+def _state_paths(text: str) -> dict[str, str]:
     value = _json_object(text)
-    if not value or not all(isinstance(one, str) and one and key for key, one in value.items()):
+    if not value or not all(isinstance(path, str) and path and key for key, path in value.items()):
         raise TypeError(text)
     return value
 
 
 BOOLEAN = Parser("true, on, 1, false, off or 0", _boolean)
-# Triton reads such a parameter itself and accepts only these two strings, in ModelState():
+# Triton itself reads this parameter in ModelState() and accepts only these two strings:
 # https://github.com/triton-inference-server/python_backend/blob/main/src/python_be.cc
 YES_NO = Parser("yes or no", {"yes": True, "no": False}.__getitem__)
 POSITIVE = Parser("an integer of at least 1", _positive)
@@ -199,7 +200,7 @@ PAD = Parser(
 )
 STATE = Parser(
     "a JSON object from inputs of forward() to parts of its result",
-    _names,
+    _state_paths,
 )
 DEVICES = "cpu, cuda:0, or the number of a GPU"
 DEVICE_MAP = Parser(
@@ -220,43 +221,51 @@ def _option(
     also: tuple[str, ...] = (),
     inert: str = "",
 ) -> Any:
-    """A field of Options. `also`: other keys of the same meaning; `inert`: why it does nothing."""
+    """Return a field of Options.
+
+    Args:
+        parser: the parser of the value.
+        doc: the text in docs/options.md.
+        default: the value if the parameter is not set.
+        also: other keys of the same option.
+        inert: why the option has no effect.
+    """
     facts = {"parser": parser, "doc": doc, "also": also, "inert": inert}
     return field(default=default, metadata=facts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The values of config.pbtxt's `parameters`. A field's name in capitals is its key."""
+    """The values of `parameters` in config.pbtxt. The key of a field is its name in capitals."""
 
     model_class: str | None = _option(
         TEXT, "The class or function in model.py to serve, when the file defines several."
     )
     model_factory: str | None = _option(
         TEXT,
-        "What is called once, at load, and returns the module: a function in model.py, or"
-        " `package.module:callable`. A class with `from_pretrained` is given the version folder.",
+        "A callable that returns the module; it is called once, at load: a function in model.py, or"
+        " `package.module:callable`. A class with `from_pretrained` receives the version folder.",
     )
     model_kwargs: dict[str, Any] | None = _option(
         JSON_OBJECT,
         "Keyword arguments for the class or the factory. For a TorchServe archive: `content_type`,"
-        " what the bodies of requests are.",
+        " the media type of request bodies.",
     )
     method: str | None = _option(TEXT, "The method to serve instead of `forward`.")
     hooks: str | None = _option(
         TEXT,
-        "The class in the source beside the model whose methods run around forward(); `none`: no"
-        " class does. Unset: `Hooks`, where there is one.",
+        "The class whose methods run around forward(), in the source file with the model's name;"
+        " `none`: no hooks. Unset: `Hooks`, if the file defines it.",
     )
     fallback: str | None = _option(
         TEXT,
-        "The file in the version folder to serve where an AOTInductor package was built for"
-        " another machine.",
+        "The file in the version folder to serve if an AOTInductor package was built for another"
+        " machine.",
     )
     preprocess_threads: int | None = _option(
         POSITIVE,
-        "Threads that run the preprocess() of hooks for the rows of a batch: where a row takes"
-        " milliseconds outside of Python, as large images do. Unset: none but the instance's own.",
+        "Threads that run preprocess() of the hooks for the rows of a batch; useful if a row takes"
+        " milliseconds outside of Python, for example a large image. Unset: no further threads.",
     )
     cast_inputs: str | None = _option(
         FLOATING, "Convert floating-point inputs to this type before the model sees them."
@@ -266,68 +275,69 @@ class Options:
     )
     check_outputs: bool = _option(
         BOOLEAN,
-        "Refuse outputs whose shape contradicts the dims in the config; `false` serves them as the"
-        " model returns them, as LibTorch does, with one warning.",
+        "Reject outputs whose shape does not match the dims in the config; `false` returns them as"
+        " the model does, like LibTorch, with one warning.",
         default=True,
     )
     weights: str | None = _option(
         TEXT,
-        "The weights file in the version folder; `none` serves the module as it is built.",
+        "The weights file in the version folder; `none` serves the module as it is constructed.",
     )
     num_threads: int | None = _option(
         POSITIVE,
         "Intra-op threads of each instance. Unset, or INTRA_OP_THREAD_COUNT of 0 or less:"
-        " OMP_NUM_THREADS, else the cores this process may use, divided by the model's instances.",
+        " OMP_NUM_THREADS, else the cores that this process may use, divided by the number of"
+        " instances.",
         also=("INTRA_OP_THREAD_COUNT",),
     )
     num_interop_threads: int | None = _option(
         POSITIVE,
         "Inter-op threads of each instance. Unset, or INTER_OP_THREAD_COUNT of 0 or less: the"
-        " cores this process may use, divided by the model's instances.",
+        " cores that this process may use, divided by the number of instances.",
         also=("INTER_OP_THREAD_COUNT",),
     )
     torch_compile_optional_parameters: dict[str, Any] | None = _option(
         COMPILE_PARAMETERS,
-        "Compile the model with these arguments of `torch.compile`; `{}` takes its defaults."
+        "Compile the model with these arguments of `torch.compile`; `{}` uses its defaults."
         " Unset: eager.",
     )
     compile_cache_dir: str | None = _option(
         TEXT,
-        "Where what torch.compile made is kept for the next start: a folder in the model's own, or"
-        " an absolute path; `none` keeps nothing. Unset: compile_cache, where it can be written.",
+        "The folder of torch.compile's cache, which later starts read: a path in the model's"
+        " folder, or an absolute path; `none`: no cache. Unset: compile_cache, if it is writable.",
     )
     compile_required: bool = _option(
         BOOLEAN,
-        "Fail the load where the model cannot be compiled, rather than serve it eagerly.",
+        "Fail the load if the model cannot be compiled, instead of serving it eagerly.",
         default=False,
     )
     optimize: tuple[str, ...] = _option(
         OPTIMIZE,
-        "`freeze`: constant weights, for TorchScript and compiled modules; `channels_last`: that"
-        " memory format for convolutions; `bf16`, `fp16`: autocast; `cuda_graphs`: one graph for"
-        " each bucket, on a GPU; `auto`: what `torch-py-backend tune` found on such a machine.",
+        "`freeze`: constant weights, for TorchScript and compiled modules; `channels_last`: this"
+        " memory format for convolutions; `bf16`, `fp16`: autocast; `cuda_graphs`: one graph per"
+        " bucket, on a GPU; `auto`: the result of `torch-py-backend tune` on an equal machine.",
         default=(),
     )
     batch_buckets: tuple[int, ...] | None = _option(
         BUCKETS,
-        "Row counts that batches are padded to. Unset, or `auto`: powers of two where shapes are"
-        " fixed (`dynamic: false`, CUDA graphs), none elsewhere.",
+        "Row counts that batches are padded to. Unset, or `auto`: powers of two if shapes are"
+        " fixed (`dynamic: false`, CUDA graphs), else none.",
     )
     pad: dict[str, dict[str, Any]] | None = _option(
         PAD,
-        "Inputs whose dims of -1 are padded, so that requests of different lengths share a call:"
+        "Inputs whose dims of -1 are padded, so that requests of different lengths share a batch:"
         ' `{"ids": {"value": 0, "side": "right", "multiple_of": 8, "mask": "attention_mask"}}`.',
     )
     state: dict[str, str] | None = _option(
         STATE,
-        "What a sequence keeps from one request to the next, where `sequence_batching` has no"
-        " `state`: inputs of forward(), and what of its result they are in the next step:"
-        ' `{"hidden": "RESULT[1]"}`. They are left out in the first step.',
+        "The states of a sequence, if `sequence_batching` has no `state`: inputs of forward(), each"
+        " with the part of the previous step's result that it receives:"
+        ' `{"hidden": "RESULT[1]"}`. The first step runs without these inputs.',
     )
     sequence_memory_mb: int | None = _option(
         POSITIVE,
-        "Megabytes that the states of all sequences of an instance may take; a step that needs more"
-        " is refused with 503. Unset: no limit.",
+        "Memory limit in megabytes for the states of all sequences of an instance; a step that"
+        " needs more fails with 503. Unset: no limit.",
     )
     inference_mode: bool = _option(
         BOOLEAN, "Run under `torch.inference_mode`; false: under `torch.no_grad`.", default=True
@@ -346,99 +356,98 @@ class Options:
     )
     enable_nvfuser: bool | None = _option(
         BOOLEAN,
-        "Accepted for LibTorch's sake, without effect.",
+        "Accepted for compatibility with LibTorch, without effect.",
         inert="PyTorch no longer has nvFuser",
     )
     disable_cudnn: bool = _option(BOOLEAN, "Switch cuDNN off for this instance.", default=False)
     cuda_memory_fraction: float | None = _option(
-        FRACTION, "The share of the GPU's memory that this instance may take. Unset: all of it."
+        FRACTION, "The fraction of the GPU's memory that this instance may use. Unset: all of it."
     )
     enable_cache_cleaning: bool = _option(
         BOOLEAN, "Empty the CUDA cache after each execution.", default=False
     )
     enable_weight_sharing: bool | None = _option(
         BOOLEAN,
-        "One copy of the weights for all instances. Unset: on the CPU, where it is possible; true:"
-        " also on a GPU, and a model that cannot share them is not loaded; false: each instance"
-        " copies them.",
+        "One copy of the weights for all instances. Unset: on the CPU, if possible; true: also on a"
+        " GPU, and the load fails if the weights cannot be shared; false: one copy per instance.",
     )
     watch_weights: bool = _option(
         BOOLEAN,
-        "Watch the file of weights, and swap in what replaces it, without a reload.",
+        "Watch the weights file, and load its new content without a reload of the model.",
         default=False,
     )
     device_map: dict[str, str] | str | None = _option(
         DEVICE_MAP,
-        "For `KIND_MODEL`: which part of a module is on which device, as JSON or as a file in the"
-        ' version folder: `{"encoder": "cuda:0", "head": "cuda:1"}`. The longest name counts;'
-        ' `""` is all the rest.',
+        "For `KIND_MODEL`: the device of each part of a module, as JSON or as a file in the version"
+        ' folder: `{"encoder": "cuda:0", "head": "cuda:1"}`. The longest matching name decides;'
+        ' `""` matches everything else.',
     )
     parallel_loads: int | None = _option(
         POSITIVE,
-        "How many instances of this server may load at once, as far as memory bears it. Unset: the"
-        " cores this process may use.",
+        "The number of instances of this server that may load at the same time, if memory allows."
+        " Unset: the number of cores that this process may use.",
     )
     retry_failed_batch: bool | None = _option(
         BOOLEAN,
-        "Call the model again with parts of a batch that failed, so that only the requests at fault"
-        " do; `false` for a model with side effects. Unset: true, as long as it was not seen to"
-        " change its buffers or its inputs.",
+        "Call the model again with parts of a failed batch, so that only the requests that cause"
+        " the failure fail; `false` for a model with side effects. Unset: true, unless the model"
+        " changed its buffers or its inputs.",
     )
     check_finite: bool = _option(
-        BOOLEAN, "Refuse requests whose outputs hold NaN or infinity.", default=False
+        BOOLEAN, "Fail requests whose outputs contain NaN or infinity.", default=False
     )
     on_fatal: str = _option(
         FATAL_ACTION,
-        "What an instance does whose device cannot be used any more: `stay` and refuse each request"
+        "The action of an instance whose device is no longer usable: `stay` and answer each request"
         " with 503, or `exit`.",
         default="stay",
     )
     auto_complete_timeout_s: int = _option(
         POSITIVE,
-        "Seconds that trying the model may take when config.pbtxt leaves out inputs or outputs.",
+        "Time limit in seconds for running the model when config.pbtxt lacks inputs or outputs.",
         default=120,
     )
     execution_timeout_ms: int | None = _option(
         POSITIVE,
-        "Milliseconds that one call of the model may take. Where `torch-py-backend serve` watches,"
-        " an instance that takes longer is ended, and the model loaded again. Unset: no limit.",
+        "Time limit in milliseconds for one call of the model. Under `torch-py-backend serve`, an"
+        " instance that exceeds it is killed, and the model is reloaded. Unset: no limit.",
     )
     warmup: bool | None = _option(
         BOOLEAN,
-        "Run sample batches before READY, so that no request pays for what a first call costs."
-        " Unset: true, and a [made-up sample that fails](batching.md#warm-up) is a warning.",
+        "Run sample batches before READY, so that requests do not pay the cost of first calls."
+        " Unset: true, and a [generated sample that fails](batching.md#warm-up) is a warning.",
     )
     max_streams: int = _option(
         POSITIVE,
-        "Streams of a decoupled model that are live at once in each instance. Further requests wait"
-        " in Triton's queue.",
+        "The number of streams of a decoupled model that run at the same time in each instance."
+        " Further requests wait in Triton's queue.",
         default=64,
     )
     tracing: bool | None = _option(
         BOOLEAN,
-        "Make the context of a request that Triton traces with OpenTelemetry the current one in the"
-        " model's code. Unset: where [somebody there sees it](tracing.md#switch-it-on).",
+        "Make the OpenTelemetry context of a request that Triton traces the current context in the"
+        " model's code. Unset: if [its spans are recorded](tracing.md#switch-it-on).",
     )
     profile_dir: str | None = _option(
         TEXT,
-        "Write a trace of torch.profiler into this folder, an absolute path: of the first batches"
-        " after READY, and again whenever its file `again` is touched. Unset: none.",
+        "Write traces of torch.profiler into this folder, an absolute path: of the first batches"
+        " after READY, and again each time its file `again` is touched. Unset: none.",
     )
     profile_batches: int | None = _option(POSITIVE, "Batches in each of these traces. Unset: 10.")
     force_cpu_only_input_tensors: bool = _option(
         YES_NO,
-        "Triton's own: `no` leaves inputs that are on the GPU there. A model on the CPU gets"
+        "Read by Triton: `no` keeps inputs that are on the GPU there. A model on the CPU receives"
         " copies.",
         default=True,
     )
     execution_env_path: str | None = _option(
         TEXT,
-        "Triton's own: a [packed Python environment](environments.md) for this model.",
+        "Read by Triton: a [packed Python environment](environments.md) for this model.",
     )
 
     @property
     def autocast(self) -> str | None:
-        """The type that OPTIMIZE computes in, `bf16` or `fp16`; None: as the model is."""
+        """The type of autocast in OPTIMIZE, `bf16` or `fp16`; None: no autocast."""
         return next((name for name in ("bf16", "fp16") if name in self.optimize), None)
 
 
@@ -469,26 +478,30 @@ class OptionRow:
 
 
 TABLE = tuple(OptionRow.of(entry) for entry in fields(Options))
-# LibTorch's backend sets only numbers above 0, and takes others for its default.
-_LIBTORCHS = {"INTRA_OP_THREAD_COUNT": COUNT, "INTER_OP_THREAD_COUNT": COUNT}
+# The LibTorch backend treats numbers of 0 or less as unset.
+_LIBTORCH_PARSERS = {"INTRA_OP_THREAD_COUNT": COUNT, "INTER_OP_THREAD_COUNT": COUNT}
 
 
 def parse(model: str, parameters: Mapping[str, Any]) -> Options:
-    """Triton's `parameters` as Options; an unknown key is warned about.
+    """Parse Triton's `parameters`; log a warning for each unknown key.
 
     Raises:
         OptionError: a value is not accepted.
-        ConfigError: two parameters contradict each other.
+        ConfigError: two keys of one option have different values.
     """
     values: dict[str, Any] = {}
-    source: dict[str, str] = {}
+    keys: dict[str, str] = {}
     rows = {key: row for row in TABLE for key in (row.key, *row.also)}
     for key, entry in parameters.items():
         row = rows.get(key)
         if row is None:
-            _warn_unknown(model, key, list(rows))
+            similar = difflib.get_close_matches(key.upper(), rows, n=1)
+            question = f" Did you mean {similar[0]}?" if similar else ""
+            log.warning(
+                "model '%s': the parameter %s is unknown and ignored.%s", model, key, question
+            )
             continue
-        value = _value(model, row, key, _string(model, row, key, entry))
+        value = _value(model, key, _LIBTORCH_PARSERS.get(key, row.parser), entry)
         if value is None:
             continue
         if row.inert and value:
@@ -496,39 +509,22 @@ def parse(model: str, parameters: Mapping[str, Any]) -> Options:
         if row.field in values and values[row.field] != value:
             raise ConfigError(
                 model,
-                f"the parameters {source[row.field]} and {key} contradict each other",
+                f"the parameters {keys[row.field]} and {key} contradict each other",
                 cure="They mean the same; keep one.",
             )
-        values[row.field], source[row.field] = value, key
-    if "model_class" in values and "model_factory" in values:
-        raise ConfigError(
-            model,
-            "MODEL_CLASS and MODEL_FACTORY both name what is to be served",
-            cure="They exclude each other; keep one.",
-        )
+        values[row.field], keys[row.field] = value, key
     return Options(**values)
 
 
-def _string(model: str, row: OptionRow, key: str, entry: Any) -> str:
-    """Triton's own entries are always strings; what is read from other files may be anything."""
+def _value(model: str, key: str, parser: Parser, entry: Any) -> Any:
+    # Triton's entries are always strings; entries of other files may be anything.
     text = entry.get("string_value", "") if isinstance(entry, Mapping) else entry
     if not isinstance(text, str) or text is entry:
-        raise OptionError(model, key, str(entry), f"a string_value with {row.parser.accepted}")
-    return text
-
-
-def _value(model: str, row: OptionRow, key: str, text: str) -> Any:
-    parser = _LIBTORCHS.get(key, row.parser)
+        raise OptionError(model, key, str(entry), f"a string_value with {parser.accepted}")
     try:
         return parser.parse(text)
     except json.JSONDecodeError as error:
-        problem = f"{parser.accepted} (JSON says: {error})"
-        raise OptionError(model, key, text, problem) from None
+        accepted = f"{parser.accepted} (JSON says: {error})"
+        raise OptionError(model, key, text, accepted) from None
     except (ValueError, KeyError, TypeError, RecursionError):
         raise OptionError(model, key, text, parser.accepted) from None
-
-
-def _warn_unknown(model: str, key: str, known: list[str]) -> None:
-    close = difflib.get_close_matches(key.upper(), known, n=1)
-    question = f" Did you mean {close[0]}?" if close else ""
-    log.warning("model '%s': the parameter %s is unknown and ignored.%s", model, key, question)

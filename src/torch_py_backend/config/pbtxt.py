@@ -1,4 +1,4 @@
-"""config.pbtxt read as the JSON that Triton makes of it, with Triton's own protobuf."""
+"""Read config.pbtxt with Triton's protobuf, as the JSON that Triton passes to backends."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from torch_py_backend.errors import ConfigError, PlatformError
 
-# What Triton takes for a model without an instance_group, where there is no GPU.
+# Triton's default without an instance_group, on a machine without a GPU.
 _ONE_INSTANCE = {"kind": "KIND_CPU", "count": 1, "gpus": []}
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """The config of a model folder, completed as Triton completes it; empty where there is none.
+    """Return the config of a model folder with Triton's defaults, also if there is no config.pbtxt.
 
     Raises:
-        ConfigError: the file is no config.pbtxt.
+        ConfigError: the file is not a valid config.pbtxt.
         PlatformError: Triton's protobuf is not installed.
     """
     message = parse(folder.name, text(folder))
@@ -27,7 +27,7 @@ def read(folder: Path) -> dict[str, Any]:
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     for tensor in (*document["input"], *document["output"]):
-        # protobuf writes int64 as strings, Triton as integers.
+        # protobuf writes int64 as strings, Triton writes integers.
         tensor["dims"] = [int(size) for size in tensor["dims"]]
         if "reshape" in tensor:
             tensor["reshape"]["shape"] = [int(size) for size in tensor["reshape"]["shape"]]
@@ -37,7 +37,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def text(folder: Path) -> str:
-    """config.pbtxt as it is written; empty where there is none.
+    """Return the text of config.pbtxt; empty if the file does not exist.
 
     Raises:
         ConfigError: it cannot be read.
@@ -46,16 +46,16 @@ def text(folder: Path) -> str:
     if not path.is_file():
         return ""
     try:
-        return path.read_bytes().decode("utf-8")  # line ends as they are
+        return path.read_bytes().decode("utf-8")  # without newline translation
     except (UnicodeDecodeError, OSError) as error:
         raise _unreadable(folder.name, error) from None
 
 
 def parse(model: str, written: str) -> Any:
-    """Triton's message `ModelConfig` for the text of a config.pbtxt.
+    """Parse the text of a config.pbtxt into Triton's message `ModelConfig`.
 
     Raises:
-        ConfigError: the text is no config.pbtxt.
+        ConfigError: the text is not a valid config.pbtxt.
         PlatformError: Triton's protobuf is not installed.
     """
     protobuf, text_format, _ = _protobuf(model)
@@ -72,7 +72,7 @@ def _unreadable(model: str, error: Exception) -> ConfigError:
 
 
 def arguments(folder: Path, version: str, document: Mapping[str, Any]) -> dict[str, str]:
-    """What Triton would pass to `initialize` of this model's first instance."""
+    """Return the arguments that Triton passes to `initialize` of the model's first instance."""
     group = document["instance_group"][0]
     kind = group["kind"].removeprefix("KIND_")
     devices = group.get("gpus") or [0]

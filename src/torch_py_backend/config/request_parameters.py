@@ -1,4 +1,4 @@
-"""A request's parameters: read from Triton's JSON, and carried with an item to who asks."""
+"""The parameters of a request: parsed from Triton's JSON, and passed to hooks in a column."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-# What a client may put beside its tensors.
+# Values that a client sends in addition to its tensors.
 Parameters: TypeAlias = "Mapping[str, str | int | float | bool]"
 
-# The argument by which a hook asks for them.
+# The name of the argument through which a hook receives them.
 ASKED = "parameters"
-# Their place in an item: no tensor has this name, for Triton demands one.
+# Their key in an item. No tensor has it: Triton requires a name.
 KEY = ""
 _NONE: Parameters = MappingProxyType({})
 
 
 class Held:
-    """A value that numpy shall not look into."""
+    """A wrapper that keeps numpy from converting a value."""
 
     __slots__ = ("value",)
 
@@ -29,26 +29,25 @@ class Held:
 
 
 def parse(text: str) -> Parameters:
-    """The parameters that Triton has written as JSON; it writes an empty text for none."""
+    """Parse Triton's JSON of the parameters, which is empty if there are none."""
     return json.loads(text) if text else _NONE
 
 
 def column(values: Iterable[Any]) -> np.ndarray[Any, np.dtype[np.object_]]:
-    """Values of any kind as a column of a batch, one a row."""
-    held = [Held(value) for value in values]
-    made = np.empty(len(held), dtype=np.object_)
-    for place, one in enumerate(held):
-        made[place] = one
-    return made
+    """Return a column of a batch with one value of any type per row."""
+    rows = list(values)
+    array = np.empty(len(rows), dtype=np.object_)
+    array[:] = [Held(value) for value in rows]
+    return array
 
 
 def values(held: Iterable[Any]) -> list[Any]:
-    """What was put into a column."""
-    return [one.value for one in held]
+    """Return the values of a column."""
+    return [row.value for row in held]
 
 
 def taken(item: dict[str, Any]) -> Parameters:
-    """The parameters that an item carries, which it does not carry any more."""
+    """Remove the parameters from an item and return them."""
     held = item.pop(KEY, None)
-    found: Parameters = _NONE if held is None else held[0].value
-    return found
+    parameters: Parameters = _NONE if held is None else held[0].value
+    return parameters

@@ -1,4 +1,4 @@
-"""sequence_batching and STATE as frozen objects: what Triton tells of sequences, what is kept."""
+"""sequence_batching and the option STATE as frozen objects: scheduling, controls and states."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _BOOLEANS = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false
 
 @dataclass(frozen=True, slots=True)
 class Initial:
-    """What a state is when its sequence begins.
+    """The value of a state in the first step of a sequence.
 
     Attributes:
         dims: its shape, without the batch dimension.
-        file: where its bytes lie, in the folder `initial_state` of the model's; None: zeros.
+        file: the file with its bytes, in the folder `initial_state` of the model; None: zeros.
     """
 
     dims: tuple[int, ...]
@@ -31,20 +31,20 @@ class Initial:
 
     @property
     def size(self) -> int:
-        """How many values it has."""
+        """The number of values."""
         return math.prod(self.dims)
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """A tensor that a step of a sequence takes from the step before.
+    """A tensor that a step of a sequence passes to the next step.
 
     Attributes:
-        input: the name of what forward() takes.
-        output: the name of what it returns.
-        dtype: its type; None: whatever the model returns.
-        dims: its shape, without the batch dimension; -1 is any size.
-        initial: what it is in the first step; None: the first step does without.
+        input: the name of the input of forward().
+        output: the name of the output of the previous step.
+        dtype: its type; None: the type that the model returns.
+        dims: its shape, without the batch dimension; -1 means any size.
+        initial: its value in the first step; None: the first step runs without it.
     """
 
     input: str
@@ -56,7 +56,7 @@ class State:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """An input by which Triton's scheduler tells a model of START, END, READY or CORRID."""
+    """An input with which Triton's sequence scheduler signals START, END, READY or CORRID."""
 
     name: str
     dtype: DType
@@ -64,14 +64,14 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Sequencing:
-    """What config.pbtxt says of a model's sequences.
+    """The sequence settings of a model.
 
     Attributes:
-        slots: how many sequences Triton gives one instance at a time.
-        idle_s: seconds without a request after which Triton forgets a sequence.
-        delay_s: seconds that Triton may keep a request back, to fill a batch.
-        controls: what Triton adds to each request.
-        states: what is kept between the requests of a sequence.
+        slots: the number of sequences that Triton assigns to one instance at a time.
+        idle_s: seconds without a request after which Triton ends a sequence.
+        delay_s: seconds that Triton may delay a request to fill a batch.
+        controls: inputs that Triton adds to each request.
+        states: tensors that are kept between the requests of a sequence.
     """
 
     slots: int
@@ -84,7 +84,7 @@ class Sequencing:
 def parse(
     model: str, document: Mapping[str, Any], pairs: Mapping[str, str] | None
 ) -> Sequencing | None:
-    """The sequences of a model; None: each request stands for itself.
+    """Return the sequence settings of a model; None: its requests are independent of each other.
 
     Args:
         model: the model's name.
@@ -92,63 +92,40 @@ def parse(
         pairs: the option STATE.
 
     Raises:
-        ConfigError: `sequence_batching` contradicts itself, or STATE does.
+        ConfigError: `sequence_batching` is invalid, or uses what is not supported.
     """
     batching = document.get("sequence_batching")
     if batching is None:
-        if pairs:
-            raise ConfigError(
-                model,
-                "STATE is set, and config.pbtxt has no sequence_batching",
-                cure="A state is kept for a sequence: add sequence_batching, or take STATE out.",
-            )
         return None
-    _refuse_rescheduled(model, batching)
-    if document.get("model_transaction_policy", {}).get("decoupled"):
-        raise ConfigError(
-            model,
-            "the model is decoupled, and config.pbtxt has sequence_batching",
-            cure="Streams within sequences are not served: take one of them out.",
-        )
-    blocks = batching.get("state", ())
-    if blocks and pairs:
-        raise ConfigError(
-            model,
-            "STATE is set, and sequence_batching has state, too",
-            cure="Both say what is kept of a sequence; keep one.",
-        )
-    oldest, direct = batching.get("oldest"), batching.get("direct") or {}
-    slots = int((oldest or {}).get("max_candidate_sequences", 0))
-    found = Sequencing(
-        slots=slots or max(1, int(document.get("max_batch_size", 0))),
-        idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
-        delay_s=int((oldest or direct).get("max_queue_delay_microseconds", 0)) / 1e6,
-        controls=tuple(_control(model, entry) for entry in batching.get("control_input", ())),
-        states=tuple(_state(model, entry) for entry in blocks)
-        or tuple(State(name, path) for name, path in (pairs or {}).items()),
-    )
-    _refuse_twice(model, document, found)
-    return found
-
-
-def _refuse_rescheduled(model: str, batching: Mapping[str, Any]) -> None:
     for key in ("iterative_sequence", "generative_sequence"):
         if batching.get(key):
             raise ConfigError(
                 model,
                 f"sequence_batching asks for {key}, and no Python-based backend can give a request"
                 " back to the scheduler",
-                cure=f"Take {key} out of config.pbtxt.",
+                cure=f"Remove {key} from config.pbtxt.",
             )
+    oldest, direct = batching.get("oldest"), batching.get("direct") or {}
+    slots = int((oldest or {}).get("max_candidate_sequences", 0))
+    sequencing = Sequencing(
+        slots=slots or max(1, int(document.get("max_batch_size", 0))),
+        idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
+        delay_s=int((oldest or direct).get("max_queue_delay_microseconds", 0)) / 1e6,
+        controls=tuple(_control(model, entry) for entry in batching.get("control_input", ())),
+        states=tuple(_state(model, entry) for entry in batching.get("state", ()))
+        or tuple(State(name, path) for name, path in (pairs or {}).items()),
+    )
+    _check_names(model, document, sequencing)
+    return sequencing
 
 
 def _control(model: str, entry: Mapping[str, Any]) -> Control:
     controls = entry.get("control") or [{}]
-    told = controls[0]
-    named = next((kind for key, kind in _BOOLEANS.items() if told.get(key)), None)
-    dtype = (
-        dtypes.from_triton(named) if named else dtypes.from_config(told.get("data_type", "unset"))
-    )
+    boolean = next((dtype for key, dtype in _BOOLEANS.items() if controls[0].get(key)), None)
+    if boolean:
+        dtype: DType | None = dtypes.from_triton(boolean)
+    else:
+        dtype = dtypes.from_config(controls[0].get("data_type", "unset"))
     if dtype is None:
         raise ConfigError(
             model,
@@ -186,9 +163,9 @@ def _dims(entry: Mapping[str, Any]) -> tuple[int, ...]:
 def _initial(model: str, name: str, dims: Sequence[int], entry: Mapping[str, Any]) -> Initial:
     blocks = entry.get("initial_state", ())
     if not blocks:
-        # Triton leaves the values to chance there, and takes 1 for sizes that vary.
+        # Triton leaves the values undefined then, and uses 1 for sizes of -1.
         return Initial(tuple(1 if size == -1 else size for size in dims))
-    block, found = blocks[0], _dims(blocks[0])
+    block, sizes = blocks[0], _dims(blocks[0])
     if len(blocks) > 1:
         raise ConfigError(
             model, f"the state '{name}' has {len(blocks)} entries of initial_state", expected="one"
@@ -199,19 +176,15 @@ def _initial(model: str, name: str, dims: Sequence[int], entry: Mapping[str, Any
             f"the initial_state of '{name}' has data_type {block.get('data_type')}",
             expected=f"{entry['data_type']}, as the state has",
         )
-    fits = len(found) == len(dims) and all(
-        size >= 0 and wanted in (-1, size) for size, wanted in zip(found, dims, strict=True)
+    fits = len(sizes) == len(dims) and all(
+        size >= 0 and dim in (-1, size) for size, dim in zip(sizes, dims, strict=True)
     )
     if not fits:
         raise ConfigError(
             model,
-            f"the initial_state of '{name}' has dims {list(found)}",
+            f"the initial_state of '{name}' has dims {list(sizes)}",
             expected=f"fixed sizes that fit {list(dims)}, as the state has",
         )
-    return Initial(found, _file(model, name, block))
-
-
-def _file(model: str, name: str, block: Mapping[str, Any]) -> str | None:
     file: str | None = block.get("data_file")
     if file is None and "zero_data" not in block:
         raise ConfigError(
@@ -222,23 +195,27 @@ def _file(model: str, name: str, block: Mapping[str, Any]) -> str | None:
         raise ConfigError(
             model,
             f"the data_file of the state '{name}' is '{file}'",
-            expected="a file in the folder initial_state of the model's",
+            expected="a file in the folder initial_state of the model",
         )
-    return file or None
+    return Initial(sizes, file or None)
 
 
-def _refuse_twice(model: str, document: Mapping[str, Any], found: Sequencing) -> None:
-    """A name stands for one thing; a state's output may be one of the model's as well."""
+def _check_names(model: str, document: Mapping[str, Any], sequencing: Sequencing) -> None:
+    """Raise if two inputs, or two state outputs, have the same name.
+
+    The output of a state may also be listed as an output of the model.
+    """
     inputs = [entry.get("name", "") for entry in document.get("input", ())]
-    inputs += [one.name for one in found.controls]
-    for kind, names in (
-        ("input", [*inputs, *(state.input for state in found.states)]),
-        ("state output", [state.output for state in found.states]),
+    inputs += [control.name for control in sequencing.controls]
+    inputs += [state.input for state in sequencing.states]
+    for role, names in (
+        ("input", inputs),
+        ("state output", [state.output for state in sequencing.states]),
     ):
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
+        duplicates = sorted({name for name in names if names.count(name) > 1})
+        if duplicates:
             raise ConfigError(
                 model,
-                f"the {kind} '{twice[0]}' is there twice among inputs, controls and states",
+                f"the {role} '{duplicates[0]}' is there twice among inputs, controls and states",
                 expected="a name of its own for each",
             )

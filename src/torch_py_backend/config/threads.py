@@ -1,4 +1,4 @@
-"""How many threads an instance may use: decided before torch is imported, which reads it then."""
+"""The number of threads of an instance; set before torch is imported, which reads it once."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Threads inside one operator, and operators that run at once."""
+    """Numbers of threads: within one operator, and for operators that run in parallel."""
 
     intra_op: int
     inter_op: int
 
 
 def budget(config: ModelConfig) -> Threads:
-    """The config's counts, or an equal share of the cores for each of the model's processes."""
-    share = max(1, cores() // (config.instances))
-    environment = os.environ.get("OMP_NUM_THREADS", "")
-    wished = int(environment) if environment.isdecimal() else 0
+    """Return the counts of the config, or an equal share of the cores for each instance."""
+    share = max(1, cores() // config.instances)
+    variable = os.environ.get("OMP_NUM_THREADS", "")
+    omp_threads = int(variable) if variable.isdecimal() else 0
     return Threads(
-        intra_op=config.options.num_threads or wished or share,
+        intra_op=config.options.num_threads or omp_threads or share,
         inter_op=config.options.num_interop_threads or share,
     )
 
 
 def reserve(threads: Threads) -> None:
-    """Tell the OpenMP and MKL that torch loads; they read their environment once."""
+    """Set the thread count of OpenMP and MKL in the environment, which they read once."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads.intra_op)
 
 
 def cores(cgroup: Path = _CGROUP) -> int:
-    """Cores this process may use: its CPU affinity, cut by the container's quota."""
+    """Return the number of cores that CPU affinity and the container's quota allow."""
     allowed = len(os.sched_getaffinity(0))
     quota = _quota_v2(cgroup) or _quota_v1(cgroup)
     return max(1, min(allowed, int(quota))) if quota else allowed

@@ -1,4 +1,4 @@
-"""What `tune` found, kept in the model's folder: one entry a machine, for machines differ."""
+"""The results of `tune`, stored in the model's folder with one entry per type of machine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.config import model_config, options, threads
+from torch_py_backend.config import conflicts, options, threads
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, TuneError
 
@@ -22,14 +22,14 @@ log = logging.getLogger(__name__)
 
 FILE = "tuned.json"
 _CPUINFO = Path("/proc/cpuinfo")
-# The driver tells without a library of CUDA, which would cost seconds.
+# Read from the driver: loading a CUDA library takes seconds.
 _GPUS = Path("/proc/driver/nvidia/gpus")
-# The instruction sets that kernels are chosen by.
+# Instruction sets that decide which kernels are used.
 _INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|vnni|asimd|sve|bf16|i8mm)\w*")
 
 
 def machine(cpuinfo: Path = _CPUINFO, gpus: Path = _GPUS) -> dict[str, Any]:
-    """What decides which settings are quick here: processor, cores, GPUs, torch."""
+    """Return the facts that decide which settings are fast: processor, cores, GPUs, torch."""
     facts = _facts(cpuinfo)
     flags = facts.get("flags", facts.get("Features", "")).split()
     return {
@@ -42,7 +42,7 @@ def machine(cpuinfo: Path = _CPUINFO, gpus: Path = _GPUS) -> dict[str, Any]:
 
 
 def _facts(path: Path) -> dict[str, str]:
-    """The first block of `key : value` lines of a file in /proc."""
+    """Return the first block of `key : value` lines of a file in /proc."""
     try:
         block = path.read_text(encoding="utf-8", errors="replace").partition("\n\n")[0]
     except OSError:
@@ -52,15 +52,15 @@ def _facts(path: Path) -> dict[str, str]:
 
 
 def fingerprint(of: Mapping[str, Any]) -> str:
-    """A short name for a machine: equal for machines that are alike."""
+    """Return a short hash of a machine's facts."""
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def chosen(model_folder: Path, fingerprint: str) -> dict[str, str] | None:
-    """The parameters that `tune` chose for a model on such a machine; None: it has none.
+    """Return the parameters that `tune` chose for a machine; None if there are none.
 
     Raises:
-        ConfigError: tuned.json is there and is nothing that `tune` wrote.
+        ConfigError: tuned.json exists and was not written by `tune`.
     """
     entry = _read(model_folder / FILE).get(fingerprint, {})
     choice = entry.get("chosen")
@@ -71,12 +71,12 @@ def chosen(model_folder: Path, fingerprint: str) -> dict[str, str] | None:
 
 
 def apply(settings: ModelConfig) -> ModelConfig:
-    """A config with `OPTIMIZE: "auto"`, with what was chosen for this machine in its place.
+    """Replace `OPTIMIZE: "auto"` by the settings that `tune` chose for this machine.
 
-    What config.pbtxt says of other options stays.
+    Other options that config.pbtxt sets are not changed.
 
     Raises:
-        ConfigError: tuned.json is damaged, or its choice contradicts the config.
+        ConfigError: tuned.json is damaged, or its settings conflict with the config.
     """
     if settings.options.optimize != ("auto",):
         return settings
@@ -89,27 +89,28 @@ def apply(settings: ModelConfig) -> ModelConfig:
             FILE,
         )
         parameters = {}
-    found = options.parse(
+    choice = options.parse(
         settings.name, {key: {"string_value": value} for key, value in parameters.items()}
     )
-    taken: dict[str, Any] = {"optimize": found.optimize}
-    for row in options.TABLE:
-        if row.field != "optimize" and getattr(settings.options, row.field) == row.default:
-            taken[row.field] = getattr(found, row.field)
-    made = dataclasses.replace(settings, options=dataclasses.replace(settings.options, **taken))
-    model_config.refuse_contradictions(made)
-    return made
+    changes = {
+        row.field: getattr(choice, row.field)
+        for row in options.TABLE
+        if row.field == "optimize" or getattr(settings.options, row.field) == row.default
+    }
+    tuned = dataclasses.replace(settings, options=dataclasses.replace(settings.options, **changes))
+    conflicts.check(tuned)
+    return tuned
 
 
 def keep(folder: Path, entry: Mapping[str, Any]) -> Path:
-    """Write what was found on a machine beside what was found on others.
+    """Write the results of one machine into tuned.json; the entries of other machines stay.
 
     Args:
-        folder: where tuned.json lies.
-        entry: the findings, with the key `machine`.
+        folder: the folder of tuned.json.
+        entry: the results, with the key `machine`.
 
     Raises:
-        ConfigError: the tuned.json that is there is nothing that `tune` wrote.
+        ConfigError: tuned.json exists and was not written by `tune`.
         TuneError: it cannot be written.
     """
     path = folder / FILE
@@ -119,10 +120,10 @@ def keep(folder: Path, entry: Mapping[str, Any]) -> Path:
 
 
 def refuse_unwritable(folder: Path) -> None:
-    """Find out before the measuring whether its findings can be kept.
+    """Raise if results cannot be written into a folder; called before the measurements.
 
     Raises:
-        TuneError: nothing can be written there.
+        TuneError: the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -136,12 +137,12 @@ def refuse_unwritable(folder: Path) -> None:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: it is made beside its place, with its rights.
+    """Write a file atomically and keep its permissions.
 
     Raises:
         TuneError: it cannot be written.
     """
-    path = path.resolve()  # a link stays a link
+    path = path.resolve()  # keep a link; replace its target
     try:
         mode = path.stat().st_mode & 0o777 if path.exists() else 0o644
         with tempfile.NamedTemporaryFile(

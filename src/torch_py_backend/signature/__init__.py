@@ -1,1 +1,1 @@
-"""What forward() takes and returns as a call tree, and tensor names bound to its leaves."""
+"""The call tree of forward() and of its result, and the binding of tensor names to its leaves."""

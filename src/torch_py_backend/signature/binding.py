@@ -1,13 +1,13 @@
-"""Input names tied to the leaves of forward()'s call tree; `results` does it for its result.
+"""Bind input names to the leaves of forward()'s call tree; `results` binds output names.
 
-One grammar for all artifacts. An input's name is, in this order: an argument of forward();
-a path, `ARGS[0]`, `ARGS[2][key]`, `KWARGS[name]`; or `<name>__<number>`, the number of an
-argument (of a leaf, where the artifact carries its own call tree). Where no name fits, the
-config's order decides, with a warning.
+The grammar is the same for all artifacts. The name of an input is, in this order: an argument of
+forward(); a path, `ARGS[0]`, `ARGS[2][key]`, `KWARGS[name]`; or `<name>__<number>`, the number of
+an argument (of a leaf, if the artifact contains its own call tree). If no name matches, inputs are
+bound in the config's order, with a warning.
 
 TorchScript follows the rule of Triton's LibTorch backend: either all names are arguments, or all
-are numbers, else the config's order decides for all of them. Paths, which that backend does not
-have, keep their meaning.
+are numbers; otherwise all inputs are bound in the config's order. Paths, which that backend does
+not support, are also accepted.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ log = logging.getLogger(__name__)
 
 # Keys from an argument (or the result) down to a leaf.
 Path: TypeAlias = tuple[int | str, ...]
-# A call tree with column numbers for leaves.
+# The tree of one argument, with column numbers as leaves.
 Template: TypeAlias = "int | list[Template] | tuple[Template, ...] | dict[str, Template]"
 
-# As LibTorch reads it: digits alone after the first two underscores.
+# As in LibTorch: only digits after the first two underscores.
 _ORDINAL = re.compile(r"(?:(?!__).)*__([0-9]+)")
 _PATH = re.compile(r"(ARGS|KWARGS|RESULT)((?:\[[^\[\]]+\])*)")
 
 
 class Passing(enum.Enum):
-    """How an argument is passed; `inspect.Parameter`'s kinds, less their history."""
+    """How an argument is passed: the kinds of `inspect.Parameter`."""
 
     POSITIONAL = "positional"
     KEYWORD = "keyword"
@@ -43,7 +43,7 @@ class Passing(enum.Enum):
 
 
 class Takes(enum.Enum):
-    """What an argument takes, as its annotation says."""
+    """The type of an argument, from its annotation."""
 
     TENSOR = "a tensor"
     DICT = "a dict of tensors"
@@ -73,8 +73,12 @@ class Takes(enum.Enum):
 
     @property
     def raw(self) -> bool:
-        """Bytes as they came, not decoded."""
+        """Whether strings are passed as bytes, not decoded."""
         return self in (Takes.RAW, Takes.BYTES, Takes.NESTED_BYTES)
+
+
+_CONTAINERS = (Takes.DICT, Takes.LIST, Takes.TUPLE)
+_NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,11 +89,11 @@ class Argument:
         name: its name.
         required: it has no default.
         passing: how it is passed.
-        takes: what it takes; what is not annotated takes a tensor.
+        takes: its type; a tensor if it has no annotation.
         text: its declaration, for messages.
         nullable: its annotation allows None.
-        unnamed: it cannot be passed by its name.
-        keys: what a dict of known keys holds (a TypedDict); each is fed by itself.
+        unnamed: it is positional-only.
+        keys: the keys of a TypedDict; each is bound to an input of its own.
     """
 
     name: str
@@ -104,16 +108,16 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """What a loaded artifact takes.
+    """The signature of a loaded artifact.
 
     Attributes:
-        arguments: forward()'s arguments.
-        leaves: for an artifact that carries its own call tree: where its tensors stand in it, as
-            the texts of their paths, in its order. None: a tree that takes what is put in.
-        unflatten: makes (args, kwargs) of such a tree from its leaves.
-        name: what the function is called, for messages.
+        arguments: the arguments of forward().
+        leaves: for an artifact that contains its own call tree: the paths of its tensors, in its
+            order. None: the call tree follows from the inputs.
+        unflatten: a function that builds (args, kwargs) of such a tree from its leaves.
+        name: the name of the function, for messages.
         torchscript: it is TorchScript: names follow LibTorch's rule, strings may be any bytes.
-        by_name: what `**` takes under the names that it is known to take.
+        by_name: the types of the known names that `**` accepts.
     """
 
     arguments: tuple[Argument, ...]
@@ -124,9 +128,9 @@ class Signature:
     by_name: Mapping[str, Takes] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The function as its author wrote it."""
-        texts = [one.text for one in self.arguments]
-        kinds = [one.passing for one in self.arguments]
+        """Return the declaration of the function."""
+        texts = [argument.text for argument in self.arguments]
+        kinds = [argument.passing for argument in self.arguments]
         if Passing.KEYWORD in kinds and Passing.REST not in kinds:
             texts.insert(kinds.index(Passing.KEYWORD), "*")
         return f"{self.name}({', '.join(texts)})"
@@ -134,13 +138,13 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """How the columns of a batch are passed.
+    """The binding of the columns of a batch to arguments.
 
     Attributes:
-        names: tensor names in the order in which `call` takes their columns.
-        takes: what each column becomes before it is passed.
-        call: calls a module with the columns.
-        places: where each column goes, for people: an argument, or a path.
+        names: tensor names, in the order in which `call` expects their columns.
+        takes: the type that each column is converted to.
+        call: a function that calls a module with the columns.
+        places: the argument or path that each column is bound to, for reports.
     """
 
     names: tuple[str, ...]
@@ -150,7 +154,7 @@ class Inputs:
 
 
 class Rule(enum.Enum):
-    """What ties input names to arguments; the values are for people."""
+    """The rule that binds input names to arguments; the values are for reports."""
 
     ARGUMENTS = "by argument name"
     NUMBERS = "by number"
@@ -160,16 +164,16 @@ class Rule(enum.Enum):
 
 
 def rule(names: Sequence[str], signature: Signature) -> Rule:
-    """What ties the config's input names to arguments; those that the config does not fix left out.
+    """Return the rule that binds input names to arguments.
 
     Args:
-        names: what requests bring.
-        signature: what the artifact takes.
+        names: the names of the inputs of requests, without states and controls of sequences.
+        signature: the signature of the artifact.
     """
-    called = {one.name for one in signature.arguments if one.passing in _NAMED}
-    if signature.leaves is None and _parts_of(names, signature) is not None:
+    named = {argument.name for argument in signature.arguments if argument.passing in _NAMED}
+    if signature.leaves is None and _container_argument(names, signature) is not None:
         return Rule.KEYS
-    if called.issuperset(names):
+    if named.issuperset(names):
         return Rule.ARGUMENTS
     if all(ordinal(name) is not None for name in names):
         return Rule.NUMBERS
@@ -181,18 +185,18 @@ def rule(names: Sequence[str], signature: Signature) -> Rule:
 
 
 def ordinal(name: str) -> int | None:
-    """The number in `<name>__<number>`, or None."""
+    """Return the number in `<name>__<number>`, or None."""
     match = _ORDINAL.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def path_text(root: str, path: Path) -> str:
-    """A path as users write it: `ARGS[2][key]`."""
+    """Return the text of a path: `ARGS[2][key]`."""
     return root + "".join(f"[{key}]" for key in path)
 
 
 def is_path(name: str) -> bool:
-    """Whether a name is written as a path."""
+    """Return whether a name is the text of a path."""
     return _PATH.fullmatch(name) is not None
 
 
@@ -216,53 +220,53 @@ def bind_inputs(
     ordered: bool = True,
     kept: Collection[str] = (),
 ) -> Inputs:
-    """Tie the config's input names to the leaves of forward()'s call tree.
+    """Bind input names to the leaves of forward()'s call tree.
 
     Args:
         model: the model's name.
         names: input names in the config's order.
-        signature: what the artifact takes.
-        left_out: names that are not there this time: `optional: true` in the config.
-        ordered: whether their order decides where no name fits.
-        kept: names of states and controls of sequences, which no request brings: each is bound by
-            itself, whatever ties the others.
+        signature: the signature of the artifact.
+        left_out: names of optional inputs that are missing in this batch.
+        ordered: bind in the config's order if no name matches.
+        kept: names of states and controls of sequences, which are not inputs of requests. Each is
+            bound separately, independent of the rule for the others.
 
     Raises:
-        BindingError: a name that leads nowhere, a leaf that nobody feeds or that two names feed.
+        BindingError: a name matches no leaf, or a leaf has no input or two.
     """
     if len(set(names)) < len(names):
         raise BindingError(model, f"the inputs {shown(names)} carry the same name twice")
     if signature.leaves is not None:
-        return _bind_closed(model, names, signature, left_out)
+        return _bind_leaves(model, names, signature, left_out)
     places = _places(model, names, signature, ordered=ordered, kept=kept)
     return _assemble(model, places, signature, left_out)
 
 
 def among(names: Sequence[str], more: Sequence[str], signature: Signature) -> list[str]:
-    """Those of `more` that forward() has a place for, beside the inputs `names`."""
+    """Return the names in `more` that forward() accepts in addition to the inputs `names`."""
     if signature.leaves is not None:
         aliases = _leaf_aliases(signature.leaves, signature)
         count = len(signature.leaves)
-        return [name for name in more if _leaf_named(name, aliases, count) is not None]
-    only = _only_argument(signature)
-    if only is not None and only.takes is Takes.DICT:
+        return [name for name in more if _leaf_index(name, aliases, count) is not None]
+    single = _single_argument(signature)
+    if single is not None and single.takes is Takes.DICT:
         return list(more)
     slots = _slots([*names, *more], signature)
     return [name for name in more if _place(name, slots, signature) is not None]
 
 
-def _bind_closed(
+def _bind_leaves(
     model: str, names: Sequence[str], signature: Signature, left_out: Collection[str]
 ) -> Inputs:
-    """The artifact's own tree: each of its leaves must be fed."""
+    """Bind names to the leaves of the artifact's own tree; each leaf needs an input."""
     leaves = signature.leaves or ()
     unflatten = signature.unflatten
     aliases = _leaf_aliases(leaves, signature)
-    positions = [_leaf_named(name, aliases, len(leaves)) for name in names]
-    found = [index for index in positions if index is not None]
-    if not found and len(names) == len(leaves) == 1:
-        found = [0]  # there is nothing to be mistaken for
-    chosen = dict(zip(found, names, strict=False))
+    positions = [_leaf_index(name, aliases, len(leaves)) for name in names]
+    known = [index for index in positions if index is not None]
+    if not known and len(names) == len(leaves) == 1:
+        known = [0]  # unambiguous
+    chosen = dict(zip(known, names, strict=False))
     if len(chosen) < len(names) or chosen.keys() != set(range(len(leaves))) or unflatten is None:
         valid = [*leaves, *(f"INPUT__{index}" for index in range(len(leaves)))]
         raise BindingError(
@@ -274,7 +278,7 @@ def _bind_closed(
         raise BindingError(
             model,
             f"input {shown(left_out)} is optional, and {signature} has no defaults",
-            cure="Take `optional` out of config.pbtxt.",
+            cure="Remove `optional` from config.pbtxt.",
         )
 
     def call(module: Callable[..., Any], columns: Sequence[Any]) -> Any:
@@ -286,7 +290,7 @@ def _bind_closed(
 
 
 def _leaf_aliases(leaves: Sequence[str], signature: Signature) -> dict[str, int]:
-    """Every name that leads to a leaf: its path, its number, its argument, its last key."""
+    """Return the names of each leaf, except its number: its path, its argument, its last key."""
     aliases = {leaf: index for index, leaf in enumerate(leaves)}
     for index, argument in enumerate(signature.arguments):
         if f"ARGS[{index}]" in aliases and argument.passing is Passing.POSITIONAL:
@@ -299,27 +303,26 @@ def _leaf_aliases(leaves: Sequence[str], signature: Signature) -> dict[str, int]
 
 
 def leaf_name(number: int, signature: Signature) -> str:
-    """The shortest name that leads to a leaf: an argument's, a key, else its path."""
+    """Return the shortest name of a leaf: its argument, its key, else its path."""
     leaves = signature.leaves or ()
     aliases = _leaf_aliases(leaves, signature)
     return min((name for name, index in aliases.items() if index == number), key=len)
 
 
-def _leaf_named(name: str, aliases: Mapping[str, int], count: int) -> int | None:
+def _leaf_index(name: str, aliases: Mapping[str, int], count: int) -> int | None:
     number = ordinal(name)
     if name in aliases or number is None:
         return aliases.get(name)
     return number if number < count else None
 
 
-def _parts_of(names: Sequence[str], signature: Signature) -> Argument | None:
-    """The one argument that all inputs are parts of; None: they are arguments themselves."""
-    only = _only_argument(signature)
-    called = {one.name for one in signature.arguments}
-    if only is None or not (only.keys or only.takes in (Takes.DICT, Takes.LIST, Takes.TUPLE)):
+def _container_argument(names: Sequence[str], signature: Signature) -> Argument | None:
+    """Return the argument that contains all inputs as its parts, or None."""
+    single = _single_argument(signature)
+    if single is None or not (single.keys or single.takes in _CONTAINERS):
         return None
-    others = any(_parse_path(name) or (name in called and name != only.name) for name in names)
-    return None if others else only
+    others = {argument.name for argument in signature.arguments} - {single.name}
+    return None if any(name in others or _parse_path(name) for name in names) else single
 
 
 def _places(
@@ -330,45 +333,36 @@ def _places(
     ordered: bool,
     kept: Collection[str],
 ) -> dict[str, tuple[str, Path]]:
-    """Tensor name → the slot that it feeds, and the path within; `*n` is the n-th of `*args`."""
-    only = _parts_of(names, signature)
-    if only is not None:
-        if only.keys:
-            return _key_places(model, names, only, signature)
-        if only.takes is Takes.DICT:
-            return {name: (only.name, (name,)) for name in names}
-        numbers = [ordinal(name) for name in names]
-        order = range(len(names)) if None in numbers else numbers
-        return {name: (only.name, (index,)) for name, index in zip(names, order, strict=True)}  # type: ignore[misc]
+    """Return the slot of each name, and the path within it; `*n` is the n-th item of `*args`."""
+    container = _container_argument(names, signature)
+    if container is not None:
+        return _part_places(model, names, container, signature)
     slots = _slots(names, signature)
     places = {name: _place(name, slots, signature) for name in names}
     if signature.torchscript and ordered:
-        brought = [name for name in names if name not in kept]
-        decides = rule(brought, signature)
-        if decides is Rule.NUMBERS:  # also of what is an argument's name by chance
-            places |= {name: _numbered(name, slots) for name in brought}
-        if decides is Rule.ORDER:
-            return _ordered_places(model, brought, {n: places[n] for n in kept}, slots, signature)
-    found = {name: place for name, place in places.items() if place is not None}
-    if len(found) == len(names):
-        _refuse_twice(model, names, list(found.values()))
-        return found
-    foreign = not found and not any(
-        ordinal(name) is not None or _parse_path(name) for name in names
-    )
-    if foreign and ordered:
+        own = [name for name in names if name not in kept]
+        chosen = rule(own, signature)
+        if chosen is Rule.NUMBERS:  # also for a number that is the name of an argument
+            numbers = {name: ordinal(name) or 0 for name in own}
+            places |= {
+                name: (slots[number], ()) if number < len(slots) else None
+                for name, number in numbers.items()
+            }
+        if chosen is Rule.ORDER:
+            return _ordered_places(model, own, {n: places[n] for n in kept}, slots, signature)
+    known = {name: place for name, place in places.items() if place is not None}
+    if len(known) == len(names):
+        _check_duplicates(model, names, list(known.values()))
+        return known
+    follows_grammar = any(ordinal(name) is not None or _parse_path(name) for name in names)
+    if ordered and not known and not follows_grammar:
         return _ordered_places(model, names, {}, slots, signature)
-    strangers = [name for name, place in places.items() if place is None]
+    unknown = [name for name, place in places.items() if place is None]
     raise BindingError(
         model,
-        f"{signature} has no {shown(strangers)}",
-        expected=f"names among {shown(_valid(slots, signature))}",
+        f"{signature} has no {shown(unknown)}",
+        expected=f"names among {shown(_valid_names(slots, signature))}",
     )
-
-
-def _numbered(name: str, slots: Sequence[str]) -> tuple[str, Path] | None:
-    number = ordinal(name)
-    return (slots[number], ()) if number is not None and number < len(slots) else None
 
 
 def _ordered_places(
@@ -378,14 +372,20 @@ def _ordered_places(
     slots: Sequence[str],
     signature: Signature,
 ) -> dict[str, tuple[str, Path]]:
-    """Names in the config's order, in the slots that states and controls leave.
+    """Assign names in the config's order to the slots that states and controls do not use.
 
-    Those of them that have no slot by their own name come last.
+    States and controls whose own name has no slot come last.
     """
-    _warn_order(model, names, signature)
+    log.warning(
+        "model '%s': the input names %s are not all arguments of %s, nor all numbers"
+        " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
+        model,
+        ", ".join(names),
+        signature,
+    )
     placed = {name: place for name, place in kept.items() if place is not None}
-    taken = {slot for slot, _ in placed.values()}
-    free = [slot for slot in slots if slot not in taken]
+    used = {slot for slot, _ in placed.values()}
+    free = [slot for slot in slots if slot not in used]
     ordered = [*names, *(name for name in kept if name not in placed)]
     if len(ordered) > len(free):
         raise BindingError(
@@ -396,59 +396,73 @@ def _ordered_places(
     return {**{name: (slot, ()) for name, slot in zip(ordered, free, strict=False)}, **placed}
 
 
-def _key_places(
-    model: str, names: Sequence[str], only: Argument, signature: Signature
+def _part_places(
+    model: str, names: Sequence[str], container: Argument, signature: Signature
 ) -> dict[str, tuple[str, Path]]:
-    """The keys of the one argument, by their names or numbers."""
-    keys = [one.name for one in only.keys]
+    """Return the places in an argument that contains all inputs, by keys or by numbers."""
+    if container.takes is not Takes.DICT:
+        numbers = [ordinal(name) for name in names]
+        indices = [number for number in numbers if number is not None]
+        order = indices if len(indices) == len(names) else range(len(names))
+        return {name: (container.name, (index,)) for name, index in zip(names, order, strict=True)}
+    if not container.keys:
+        return {name: (container.name, (name,)) for name in names}
+    keys = [key.name for key in container.keys]
     aliases = {key: key for key in keys}
     for name in names:
         number = ordinal(name)
         if number is not None and number < len(keys):
             aliases.setdefault(name, keys[number])
-    strangers = [name for name in names if name not in aliases]
-    if strangers:
+    unknown = [name for name in names if name not in aliases]
+    if unknown:
         raise BindingError(
             model,
-            f"{only.name} of {signature} has no key {shown(strangers)}",
+            f"{container.name} of {signature} has no key {shown(unknown)}",
             expected=f"names among {shown(keys)}",
         )
-    places: dict[str, tuple[str, Path]] = {name: (only.name, (aliases[name],)) for name in names}
-    _refuse_twice(model, names, list(places.values()))
+    places: dict[str, tuple[str, Path]] = {
+        name: (container.name, (aliases[name],)) for name in names
+    }
+    _check_duplicates(model, names, list(places.values()))
     return places
 
 
-def _only_argument(signature: Signature) -> Argument | None:
-    """The one argument that must be fed: the only one, or the only one without a default."""
-    required = [one for one in signature.arguments if one.required] or signature.arguments
+def _single_argument(signature: Signature) -> Argument | None:
+    """Return the only argument, or the only one without a default; None if there are several."""
+    required = [
+        argument for argument in signature.arguments if argument.required
+    ] or signature.arguments
     return required[0] if len(required) == 1 else None
 
 
 def _slots(names: Sequence[str], signature: Signature) -> list[str]:
-    """What can be numbered: positional arguments, and as many of `*args` as names may need."""
-    slots = [one.name for one in signature.arguments if one.passing is Passing.POSITIONAL]
-    if any(one.passing is Passing.REST for one in signature.arguments):
+    """Return the numbered slots: positional arguments, and items of `*args` for all names."""
+    slots = [
+        argument.name for argument in signature.arguments if argument.passing is Passing.POSITIONAL
+    ]
+    if any(argument.passing is Passing.REST for argument in signature.arguments):
         slots += [f"*{index}" for index in range(len(slots), len(names))]
     return slots
 
 
-_NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
-
-
 def _place(name: str, slots: Sequence[str], signature: Signature) -> tuple[str, Path] | None:
-    named = {one.name for one in signature.arguments if one.passing in _NAMED}
-    takes_any_name = any(one.passing is Passing.REST_BY_NAME for one in signature.arguments)
+    named = {argument.name for argument in signature.arguments if argument.passing in _NAMED}
+    any_name = any(argument.passing is Passing.REST_BY_NAME for argument in signature.arguments)
     if name in named:
         return name, ()
     if is_path(name):
-        return _path_place(name, slots, named, any_name=takes_any_name)
-    owners = [one.name for one in signature.arguments if name in {key.name for key in one.keys}]
+        return _path_place(name, slots, named, any_name=any_name)
+    owners = [
+        argument.name
+        for argument in signature.arguments
+        if name in {key.name for key in argument.keys}
+    ]
     number = ordinal(name)
     if len(owners) == 1:
         return owners[0], (name,)
     if number is not None and number < len(slots):
         name = slots[number]
-    elif not takes_any_name:
+    elif not any_name:
         return None
     return name, ()
 
@@ -464,7 +478,7 @@ def _path_place(
     return None
 
 
-def _refuse_twice(model: str, names: Sequence[str], places: Sequence[tuple[str, Path]]) -> None:
+def _check_duplicates(model: str, names: Sequence[str], places: Sequence[tuple[str, Path]]) -> None:
     if len(set(places)) < len(places):
         raise BindingError(
             model,
@@ -473,19 +487,9 @@ def _refuse_twice(model: str, names: Sequence[str], places: Sequence[tuple[str, 
         )
 
 
-def _warn_order(model: str, names: Sequence[str], signature: Signature) -> None:
-    log.warning(
-        "model '%s': the input names %s are not all arguments of %s, nor all numbers"
-        " (INPUT__0, INPUT__1, …); they are passed in the config's order.",
-        model,
-        ", ".join(names),
-        signature,
-    )
-
-
-def _valid(slots: Sequence[str], signature: Signature) -> list[str]:
-    names = [one.name for one in signature.arguments if one.passing in _NAMED]
-    names += [key.name for one in signature.arguments for key in one.keys]
+def _valid_names(slots: Sequence[str], signature: Signature) -> list[str]:
+    names = [argument.name for argument in signature.arguments if argument.passing in _NAMED]
+    names += [key.name for argument in signature.arguments for key in argument.keys]
     names += [f"INPUT__{index}" for index in range(len(slots))]
     return names + [f"ARGS[{index}]" for index in range(len(slots))]
 
@@ -496,7 +500,7 @@ def _assemble(
     signature: Signature,
     left_out: Collection[str],
 ) -> Inputs:
-    """Positional up to the first argument that is left out, by keyword from there."""
+    """Pass arguments by position up to the first one without input, then by keyword."""
     fed: dict[str, dict[Path, str]] = {}
     for name, (slot, path) in places.items():
         if name not in left_out:
@@ -504,7 +508,9 @@ def _assemble(
     _check_keys(model, fed, signature)
     _check_tuples(model, places, signature, left_out)
     filled = _filled(model, fed, signature, left_out)
-    order = [one.name for one in signature.arguments if one.passing is Passing.POSITIONAL]
+    order = [
+        argument.name for argument in signature.arguments if argument.passing is Passing.POSITIONAL
+    ]
     order += sorted((slot for slot in fed if slot.startswith("*")), key=lambda slot: int(slot[1:]))
     leading: list[str] = []
     for slot in order:
@@ -514,13 +520,12 @@ def _assemble(
     trailing = [slot for slot in filled if slot not in leading]
     rest = [int(slot[1:]) for slot in order if slot.startswith("*")]
     first = len(order) - len(rest)
-    unnamed = {one.name for one in signature.arguments if one.unnamed}
-    if rest != list(range(first, first + len(rest))) or unnamed & set(trailing):
-        raise BindingError(model, f"inputs for * of {signature} leave a gap before them")
-    if any(slot.startswith("*") for slot in trailing):
+    unnamed = {argument.name for argument in signature.arguments if argument.unnamed}
+    consecutive = rest == list(range(first, first + len(rest)))
+    if not consecutive or any(slot in unnamed or slot.startswith("*") for slot in trailing):
         raise BindingError(model, f"inputs for * of {signature} leave a gap before them")
     names: list[str] = []
-    arguments = {one.name: one for one in signature.arguments}
+    arguments = {argument.name: argument for argument in signature.arguments}
     templates = {
         slot: _argument_template(model, arguments.get(slot), filled[slot], names)
         for slot in (*leading, *trailing)
@@ -539,33 +544,40 @@ def _assemble(
 def _argument_template(
     model: str, argument: Argument | None, feeds: Mapping[Path, str], names: list[str]
 ) -> Template | None:
-    """What is passed for an argument, in the container that it takes; None for one of `*`."""
+    """Return the template of an argument in its container type.
+
+    Args:
+        model: the model's name.
+        argument: the argument; None for an item of `*args` or `**kwargs`.
+        feeds: the inputs of the argument, by their paths in it.
+        names: the names of all columns so far; those of this argument are appended.
+    """
     takes = argument.takes if argument is not None else Takes.TENSOR
-    if takes is Takes.DICT:  # where every key is a string
+    if takes is Takes.DICT:  # all keys are strings
         feeds = {(str(path[0]), *path[1:]) if path else path: feeds[path] for path in feeds}
     template = _template(model, feeds, names)
     if takes is Takes.TUPLE and isinstance(template, list):
         return tuple(template)
     if argument is not None and isinstance(template, dict):
-        # What must be there may be None all the same.
+        # Required keys that allow None.
         empty = [key.name for key in argument.keys if key.required and key.nullable]
         return {**dict.fromkeys(empty), **template}  # type: ignore[dict-item]
     return template
 
 
 def _check_keys(model: str, fed: Mapping[str, Mapping[Path, str]], signature: Signature) -> None:
-    """Inputs feed known keys of a dict, and each that must be there."""
-    for one in signature.arguments:
-        if not one.keys or one.name not in fed:
+    """Raise if inputs feed unknown keys of a TypedDict, or not all required ones."""
+    for argument in signature.arguments:
+        if not argument.keys or argument.name not in fed:
             continue
-        names = {str(path[0]) if path else "" for path in fed[one.name]}
-        needed = [key.name for key in one.keys if key.required and not key.nullable]
-        if not set(needed) <= names or not names <= {key.name for key in one.keys}:
+        names = {str(path[0]) if path else "" for path in fed[argument.name]}
+        needed = [key.name for key in argument.keys if key.required and not key.nullable]
+        if not set(needed) <= names or not names <= {key.name for key in argument.keys}:
             raise BindingError(
                 model,
-                f"the inputs {shown(fed[one.name].values())} do not make the dict {one.name} of"
-                f" {signature}",
-                expected=f"inputs for its keys {shown(key.name for key in one.keys)}",
+                f"the inputs {shown(fed[argument.name].values())} do not make the dict"
+                f" {argument.name} of {signature}",
+                expected=f"inputs for its keys {shown(key.name for key in argument.keys)}",
             )
 
 
@@ -575,16 +587,17 @@ def _check_tuples(
     signature: Signature,
     left_out: Collection[str],
 ) -> None:
-    """A tuple that need not be passed is passed with all its parts or not at all."""
-    for one in signature.arguments:
-        if one.takes is not Takes.TUPLE or (one.required and not one.nullable):
+    """Raise if only some parts of an optional tuple are left out."""
+    for argument in signature.arguments:
+        if argument.takes is not Takes.TUPLE or (argument.required and not argument.nullable):
             continue
-        parts = [name for name, (slot, _) in places.items() if slot == one.name]
+        parts = [name for name, (slot, _) in places.items() if slot == argument.name]
         missing = [name for name in parts if name in left_out]
         if missing and len(missing) < len(parts):
             raise BindingError(
                 model,
-                f"{one.name} of {signature} is a tuple, and {shown(missing)} are left out of it",
+                f"{argument.name} of {signature} is a tuple, and {shown(missing)} are left out of"
+                " it",
                 expected=f"all of {shown(parts)}, or none of them",
             )
 
@@ -595,20 +608,20 @@ def _filled(
     signature: Signature,
     left_out: Collection[str],
 ) -> dict[str, dict[Path, str]]:
-    """What feeds each argument; an argument that may be None and has no default gets nothing."""
+    """Return the inputs of each argument; none for a required argument that allows None."""
     filled = dict(fed)
-    for one in signature.arguments:
-        if one.name in fed or not one.required:
+    for argument in signature.arguments:
+        if argument.name in fed or not argument.required:
             continue
-        if one.passing in (Passing.REST, Passing.REST_BY_NAME):
+        if argument.passing in (Passing.REST, Passing.REST_BY_NAME):
             continue
-        if one.nullable:
-            filled[one.name] = {}
+        if argument.nullable:
+            filled[argument.name] = {}
             continue
         optional = f"; {shown(left_out)} cannot be optional" if left_out else ""
         raise BindingError(
             model,
-            f"no input feeds {signature.name}()'s argument {one.name}{optional}",
+            f"no input feeds {signature.name}()'s argument {argument.name}{optional}",
             expected=f"inputs for {signature}",
             cure="Add them to config.pbtxt, or give the arguments defaults.",
         )
@@ -616,21 +629,25 @@ def _filled(
 
 
 def _takes(signature: Signature, places: Mapping[str, tuple[str, Path]]) -> dict[str, Takes]:
-    """What a column becomes: an argument's own kind, a tensor within its containers."""
-    kinds = {**signature.by_name, **{one.name: one.takes for one in signature.arguments}}
-    keys: dict[tuple[str, Path], Takes] = {
-        (one.name, (key.name,)): key.takes for one in signature.arguments for key in one.keys
+    """Return the type of each column: that of its argument or key, a tensor within containers."""
+    types = {
+        **signature.by_name,
+        **{argument.name: argument.takes for argument in signature.arguments},
     }
-    containers = (Takes.DICT, Takes.LIST, Takes.TUPLE)
-    found = {}
+    keys: dict[tuple[str, Path], Takes] = {
+        (argument.name, (key.name,)): key.takes
+        for argument in signature.arguments
+        for key in argument.keys
+    }
+    columns = {}
     for name, (slot, path) in places.items():
-        kind = keys.get((slot, path), Takes.TENSOR) if path else kinds.get(slot, Takes.TENSOR)
-        found[name] = Takes.TENSOR if kind in containers else kind
-    return found
+        takes = keys.get((slot, path), Takes.TENSOR) if path else types.get(slot, Takes.TENSOR)
+        columns[name] = Takes.TENSOR if takes in _CONTAINERS else takes
+    return columns
 
 
 def _template(model: str, feeds: Mapping[Path, str], names: list[str]) -> Template | None:
-    """The tree of one argument; each leaf is the number of its column, appended to `names`."""
+    """Return the tree of one argument; the name of each leaf is appended to `names`."""
     if not feeds:
         return None
     if () in feeds:

@@ -1,4 +1,4 @@
-"""What forward() takes, as data: from a Python signature, a TorchScript schema or a call tree."""
+"""Read the signature of forward() from Python, a TorchScript schema or an exported call tree."""
 
 from __future__ import annotations
 
@@ -28,31 +28,33 @@ _REST = (Passing.REST, Passing.REST_BY_NAME)
 
 
 def of_function(function: Callable[..., Any]) -> Signature:
-    """The signature of a Python callable.
+    """Return the signature of a Python callable.
 
     Raises:
-        TypeError, ValueError: Python cannot tell it.
+        TypeError, ValueError: Python cannot inspect it.
     """
     scope = _scope(function)
     parameters = inspect.signature(function).parameters.values()
-    annotations = {one.name: _resolved(one.annotation, scope) for one in parameters}
+    annotations = {
+        parameter.name: _resolved(parameter.annotation, scope) for parameter in parameters
+    }
     return Signature(
-        tuple(_argument(one, annotations[one.name]) for one in parameters),
+        tuple(_argument(parameter, annotations[parameter.name]) for parameter in parameters),
         by_name=_by_name(parameters, annotations),
     )
 
 
 def yields(function: Callable[..., Any]) -> bool:
-    """Whether what a call returns is a generator, synchronous or not."""
-    # An object is called through its class.
-    called = (function, type(function).__call__)
-    return any(
-        inspect.isgeneratorfunction(one) or inspect.isasyncgenfunction(one) for one in called
+    """Return whether a call returns a generator, synchronous or asynchronous."""
+    # The __call__ of an object is looked up in its class.
+    callables = (function, type(function).__call__)
+    return any(map(inspect.isgeneratorfunction, callables)) or any(
+        map(inspect.isasyncgenfunction, callables)
     )
 
 
 def _scope(function: Callable[..., Any]) -> dict[str, Any]:
-    """The names that a function's annotations may use."""
+    """Return the global names that the annotations of a function may use."""
     function = inspect.unwrap(function)
     while isinstance(function, functools.partial):
         function = inspect.unwrap(function.func)
@@ -63,13 +65,13 @@ def _scope(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _resolved(annotation: Any, scope: dict[str, Any]) -> Any:
-    """What `from __future__ import annotations` has left as text."""
-    for _ in range(2):  # it may have been written in quotes, too
+    """Evaluate an annotation that is text; return the text if that fails."""
+    for _ in range(2):  # quoted, and `from __future__ import annotations`
         if not isinstance(annotation, str):
             break
         try:
             annotation = eval(annotation, scope)  # noqa: S307  the model's own code runs anyway
-        except Exception:  # what only a type checker can resolve
+        except Exception:  # for example names that only a type checker imports
             break
     return annotation
 
@@ -92,42 +94,46 @@ def _argument(parameter: inspect.Parameter, annotation: Any) -> Argument:
 def _by_name(
     parameters: Iterable[inspect.Parameter], annotations: Mapping[str, Any]
 ) -> dict[str, Takes]:
-    """What `**` takes under the names that are known.
+    """Return the types of the known names that `**` accepts.
 
-    These are the keys of `Unpack[SomeTypedDict]`, and for `generate()` of transformers the settings
-    that its GenerationConfig has. Their types are not annotated: the config's type decides.
+    These are the keys of `Unpack[SomeTypedDict]`, and the attributes of GenerationConfig for
+    `generate()` of transformers. The latter have no annotations; the config's type decides.
     """
-    rest = [one.name for one in parameters if one.kind is inspect.Parameter.VAR_KEYWORD]
+    rest = [
+        parameter.name
+        for parameter in parameters
+        if parameter.kind is inspect.Parameter.VAR_KEYWORD
+    ]
     if not rest:
         return {}
-    found: dict[str, Takes] = {}
+    known: dict[str, Takes] = {}
     _, settings = _without_none(annotations.get("generation_config"))
     if isinstance(settings, type) and settings.__name__ == "GenerationConfig":
-        found |= dict.fromkeys(vars(settings()), Takes.VALUE)
+        known |= dict.fromkeys(vars(settings()), Takes.VALUE)
     annotation = annotations[rest[0]]
     if _name(get_origin(annotation)) == "Unpack":
-        found |= {key.name: key.takes for key in _keys(get_args(annotation)[0])}
-    return found
+        known |= {key.name: key.takes for key in _keys(get_args(annotation)[0])}
+    return known
 
 
 def _without_none(annotation: Any) -> tuple[bool, Any]:
-    """Whether None is allowed, and the one other type that there is."""
+    """Return whether an annotation allows None, and its only other type (Any if it has several)."""
     kinds = list(_alternatives(annotation))
     others = [kind for kind in kinds if kind is not types.NoneType]
     alike = others and all(kind == others[0] for kind in others)
     return len(others) < len(kinds), others[0] if alike else Any
 
 
-# What says something about a key of a TypedDict, and not about its value.
+# Qualifiers of the keys of a TypedDict.
 _QUALIFIERS = ("Required", "NotRequired", "ReadOnly")
 
 
 def _alternatives(annotation: Any) -> Iterator[Any]:
-    """The types of what may be passed: unions and literals taken apart, remarks left away."""
+    """Yield the types that an annotation allows: of unions, literals, Annotated and qualifiers."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
-        for one in get_args(annotation):
-            yield from _alternatives(one)
+        for alternative in get_args(annotation):
+            yield from _alternatives(alternative)
     elif origin is Literal:
         yield from map(type, get_args(annotation))
     elif origin is Annotated or _name(origin) in _QUALIFIERS:
@@ -137,12 +143,12 @@ def _alternatives(annotation: Any) -> Iterator[Any]:
 
 
 def _name(form: Any) -> str:
-    """A special form's name, be it typing's or typing_extensions'."""
+    """Return the name of a special form of typing or typing_extensions."""
     return str(form).rpartition(".")[2]
 
 
 def _keys(annotation: Any) -> tuple[Argument, ...]:
-    """The keys of a TypedDict."""
+    """Return the keys of a TypedDict; empty for other types."""
     if not _is_typed_dict(annotation):
         return ()
     hints = annotation.__annotations__
@@ -150,7 +156,7 @@ def _keys(annotation: Any) -> tuple[Argument, ...]:
 
 
 def _key_hint(hint: Any) -> Any:
-    """What a TypedDict has kept as text, resolved where it was written."""
+    """Evaluate a hint that a TypedDict keeps as text, in the module that defines it."""
     if not isinstance(hint, ForwardRef):
         return hint
     module = sys.modules.get(str(hint.__forward_module__))
@@ -163,7 +169,7 @@ def _is_typed_dict(annotation: Any) -> bool:
 
 def _key_argument(owner: Any, name: str, hint: Any) -> Argument:
     nullable, kind = _without_none(hint)
-    # Where annotations are text, Python itself does not notice a qualifier.
+    # Python ignores qualifiers in annotations that are text.
     qualified = {"Required": True, "NotRequired": False}.get(_name(get_origin(hint)))
     required = name in owner.__required_keys__ if qualified is None else qualified
     return Argument(name, required, Passing.KEYWORD, _takes(kind), text=name, nullable=nullable)
@@ -181,7 +187,7 @@ _SEQUENCES = (list, collections.abc.Sequence, collections.abc.Iterable)
 
 
 def _takes(annotation: Any) -> Takes:
-    if isinstance(annotation, str):  # could not be resolved
+    if isinstance(annotation, str):  # not resolvable
         return _takes_text(annotation)
     if isinstance(annotation, type) and annotation in _SCALARS:
         return _SCALARS[annotation]
@@ -216,8 +222,8 @@ def _takes_text(annotation: str) -> Takes:
 
 
 def of_schema(schema: Any) -> Signature:
-    """The signature of a TorchScript method: its schema, less self."""
-    arguments = tuple(_schema_argument(one) for one in schema.arguments[1:])
+    """Return the signature of a TorchScript method from its schema, without self."""
+    arguments = tuple(map(_schema_argument, schema.arguments[1:]))
     return Signature(arguments, torchscript=True)
 
 
@@ -239,7 +245,7 @@ def _schema_argument(argument: Any) -> Argument:
     takes = _SCHEMA_TYPES.get(kind, Takes.TENSOR)
     if kind.startswith("Dict("):
         takes = Takes.DICT
-    elif kind.startswith("("):  # a tuple, in the schema's own writing
+    elif kind.startswith("("):  # the schema's syntax for a tuple
         takes = Takes.TUPLE
     return Argument(
         name=argument.name,
@@ -251,18 +257,18 @@ def _schema_argument(argument: Any) -> Argument:
     )
 
 
-# --- artifacts that carry their call tree ------------------------------------------------------
+# --- artifacts with their own call tree --------------------------------------------------------
 
 
 def of_tree(
     spec: pytree.TreeSpec, constants: dict[int, Any], names: Sequence[str] = ()
 ) -> Signature:
-    """The signature of an exported program.
+    """Return the signature of an exported program.
 
     Args:
         spec: the tree of (args, kwargs).
-        constants: leaves that are no tensors, by their number; they are passed as exported.
-        names: the names of positional arguments, where they are known.
+        constants: leaves that are not tensors, by number; their exported values are passed.
+        names: the names of positional arguments, if known.
     """
     numbers = range(spec.num_leaves)
     args, kwargs = pytree.tree_unflatten(list(numbers), spec)
@@ -293,7 +299,7 @@ def _path(keys: Sequence[Any]) -> str:
 
 
 def _key(key: Any) -> int | str:
-    """One step of a pytree path."""
+    """Return a step of a pytree path as an index or a key."""
     if isinstance(key, pytree.SequenceKey):
         return key.idx
     if isinstance(key, pytree.MappingKey):

@@ -1,9 +1,9 @@
-"""Output names tied to the leaves of forward()'s result.
+"""Bind output names to the leaves of forward()'s result.
 
-An output's name is, in this order: a key or field of the result; a path, `RESULT`, `RESULT[0]`,
-`RESULT[key][1]`; or `<name>__<number>`, the number of a leaf in the result's own order. Where no
-name fits, the config's order decides; for a result without keys or fields also where only some of
-the names are numbers, as in Triton's LibTorch backend.
+The name of an output is, in this order: a key or field of the result; a path, `RESULT`,
+`RESULT[0]`, `RESULT[key][1]`; or `<name>__<number>`, the number of a leaf in the result's order. If
+no name matches, outputs are bound in the config's order; as in Triton's LibTorch backend, also if
+only some names are numbers and the result has no keys or fields.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch_py_backend.signature.binding import Path, is_path, ordinal, path_text
 
 log = logging.getLogger(__name__)
 
-# Takes forward()'s result and gives the configured outputs, in the config's order.
+# A function from the result of forward() to the outputs, in the config's order.
 Outputs: TypeAlias = Callable[[Any], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """One part of a result: where it stands, and how it is reached step by step."""
+    """A leaf of a result: its path, and the functions that lead to it."""
 
     path: Path
     labels: Path
@@ -39,40 +39,40 @@ class _Leaf:
 
 
 def bind_outputs(model: str, names: Sequence[str], result: Any, of: str = "forward()") -> Outputs:
-    """Tie the config's output names to the leaves of a result like this one.
+    """Bind output names to the leaves of results with the structure of a sample result.
 
     Args:
         model: the model's name.
         names: output names in the config's order.
-        result: what forward() returned for a sample: a tensor or a list of strings, in any nesting
+        result: the result of forward() for a sample: a tensor or a list of strings, in any nesting
             of tuples, lists, mappings, dataclasses and named tuples.
-        of: what returned it, for messages.
+        of: the function that returned it, for messages.
 
     Raises:
-        BindingError: a name that the result does not have, or more names than it has leaves.
+        BindingError: a name matches no leaf, or there are more names than leaves.
     """
     leaves = _leaves(result)
     aliases = _aliases(result, leaves)
     positions = [aliases.get(name, ordinal(name)) for name in names]
-    found = [index for index in positions if index is not None and index < len(leaves)]
+    indices = [index for index in positions if index is not None and index < len(leaves)]
     free = [name for name in names if not (is_path(name) or name in _names(result))]
-    unfit = [index is None for index in positions]
-    in_order = all(unfit) or (any(unfit) and not _names(result))
+    unknown = [index is None for index in positions]
+    in_order = all(unknown) or (any(unknown) and not _names(result))
     if len(free) == len(names) <= len(leaves) and in_order:
-        _warn_result_order(model, names, result, mixed=not all(unfit))
-        found = list(range(len(names)))
-    if len(found) < len(names) or len(set(found)) < len(found):
+        _warn_result_order(model, names, result, mixed=not all(unknown))
+        indices = list(range(len(names)))
+    if len(indices) < len(names) or len(set(indices)) < len(indices):
         valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
         raise BindingError(
             model,
             f"the outputs {shown(names)} do not fit what {of} returns, {_describe(result)}",
             expected=f"names among {shown(valid)}",
         )
-    return _selector([leaves[index] for index in found], result)
+    return _selector([leaves[index] for index in indices], result)
 
 
 def names(result: Any) -> list[str]:
-    """A name for every leaf of a result: its key or field, else `OUTPUT__<number>`."""
+    """Return a name for each leaf of a result: its key or field, else `OUTPUT__<number>`."""
     own = set(_names(result))
     return [
         str(leaf.labels[0])
@@ -83,7 +83,7 @@ def names(result: Any) -> list[str]:
 
 
 def _leaves(value: Any) -> list[_Leaf]:
-    """The leaves in the result's own order; a list of strings is one leaf."""
+    """Return the leaves in the result's order; a list of strings is one leaf."""
     return list(_below(value, _Leaf((), (), ())))
 
 
@@ -92,13 +92,13 @@ def _below(value: Any, above: _Leaf) -> Iterator[_Leaf]:
     if children is None:
         yield above
         return
-    for one in children:
-        path, labels = (*above.path, one.key), (*above.labels, one.label)
-        yield from _below(one.value, _Leaf(path, labels, (*above.steps, one.step)))
+    for child in children:
+        path, labels = (*above.path, child.key), (*above.labels, child.label)
+        yield from _below(child.value, _Leaf(path, labels, (*above.steps, child.step)))
 
 
 class _Child(NamedTuple):
-    """A part of a result: its key and its name (the same but for named tuples), how to take it."""
+    """A part of a result: its key, its name (differs for named tuples), a getter and its value."""
 
     key: int | str
     label: int | str
@@ -107,14 +107,14 @@ class _Child(NamedTuple):
 
 
 def _children(value: Any) -> list[_Child] | None:
-    """The parts of a result; None for what has none."""
+    """Return the parts of a result; None for a leaf."""
     if isinstance(value, Mapping):
         keys: list[tuple[Any, int | str]] = [
             (key, key if isinstance(key, int) else str(key)) for key in value
         ]
         return [_Child(name, name, operator.itemgetter(key), value[key]) for key, name in keys]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [one.name for one in dataclasses.fields(value)]
+        names = [entry.name for entry in dataclasses.fields(value)]
         return [_Child(n, n, operator.attrgetter(n), getattr(value, n)) for n in names]
     if isinstance(value, tuple | list) and not _is_strings(value):
         labels: Sequence[int | str] = _fields(value) or range(len(value))
@@ -126,7 +126,7 @@ def _children(value: Any) -> list[_Child] | None:
 
 
 def _fields(value: Any) -> Sequence[str]:
-    """The fields of a named tuple, and of what torch.max and its kind return."""
+    """Return the fields of a named tuple, or of a return type such as that of torch.max."""
     if not isinstance(value, tuple):
         return ()
     named: Sequence[str] = getattr(value, "_fields", getattr(value, "__match_args__", ()))
@@ -135,7 +135,7 @@ def _fields(value: Any) -> Sequence[str]:
 
 def _item(index: int) -> Callable[[Any], Any]:
     def take(value: Any) -> Any:
-        if not isinstance(value, tuple | list):  # a tensor has items, too
+        if not isinstance(value, tuple | list):  # a tensor can be indexed, too
             raise TypeError(type(value).__name__)
         return value[index]
 
@@ -143,23 +143,23 @@ def _item(index: int) -> Callable[[Any], Any]:
 
 
 def _is_strings(value: Sequence[Any]) -> bool:
-    """Strings, or lists of them in a list; lists in a tuple are parts of their own."""
+    """Return whether a sequence contains only strings, or (a list) nested lists of strings."""
     nested = isinstance(value, list)
     return bool(value) and all(
-        isinstance(one, str | bytes) or (nested and isinstance(one, list) and _is_strings(one))
-        for one in value
+        isinstance(item, str | bytes) or (nested and isinstance(item, list) and _is_strings(item))
+        for item in value
     )
 
 
 def _names(result: Any) -> list[str]:
-    """The names of a result's own parts; empty where they have none."""
+    """Return the keys or fields at the top level of a result; empty if it has none."""
     if isinstance(result, tuple | list):
         return list(_fields(result))
-    return [str(one.key) for one in _children(result) or []]
+    return [str(child.key) for child in _children(result) or []]
 
 
 def _aliases(result: Any, leaves: Sequence[_Leaf]) -> dict[str, int]:
-    """Every name that leads to a leaf: keys and fields first, then paths."""
+    """Return the names of each leaf: keys and fields first, then paths."""
     aliases: dict[str, int] = {}
     own = set(_names(result))
     for index, leaf in enumerate(leaves):
@@ -201,7 +201,7 @@ def _selector(leaves: Sequence[_Leaf], result: Any) -> Outputs:
 
 
 def _whole(result: Any, count: int) -> Sequence[Any]:
-    """A tuple of which every part is an output, in its order."""
+    """Return a result with one part per output, after a check of its structure."""
     if not isinstance(result, tuple | list) or len(result) != count:
         raise TypeError(type(result).__name__)
     return result
