@@ -544,7 +544,7 @@ def _run(settings: ModelConfig, loaded: Loaded, example: Item, device: torch.dev
         passed = intake.convert(group.inputs, columns)  # numbers need values
         with torch.inference_mode(), device:
             passed = [one.to(device) if isinstance(one, Tensor) else one for one in passed]
-            result = streams.first(
+            result = streams.first_outputs(
                 settings.name, loaded.step, group.inputs.call(loaded.module, passed)
             )
     except Exception as error:  # the model's own code runs here
