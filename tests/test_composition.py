@@ -246,7 +246,7 @@ def test_check_leaves_the_warm_up_out(tmp_path: Path, process: None) -> None:
     build.write(tmp_path, "model.py", _CALLER)
     report = inspection.inspect(build.arguments() | {"model_repository": str(tmp_path)})
     (warning,) = report["warnings"]
-    assert "the warm-up is left out, for the model calls another. model 'other'" in warning
+    assert "the warm-up is skipped: the model calls another model. model 'other'" in warning
 
 
 def test_in_a_server(
@@ -258,7 +258,7 @@ def test_in_a_server(
     served["other"] = echo
     made = TritonPythonModel()
     made.initialize(build.arguments() | {"model_repository": str(tmp_path)})
-    assert "the warm-up is left out" in "".join(text for _, text in fake_triton.Logger.lines)
+    assert "the warm-up is skipped" in "".join(text for _, text in fake_triton.Logger.lines)
     document = {"input": [{"name": "x", "dims": [4]}]}
     sent = fake_triton.request({"x": np.ones((1, 4), dtype=np.float32)}, document)
     (response,) = made.execute([sent])
