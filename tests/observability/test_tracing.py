@@ -51,11 +51,11 @@ def provider(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
 def spans(provider: None) -> Iterator[InMemorySpanExporter]:
     """The spans of a tracer provider that the model's own code has set."""
     exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    trace.set_tracer_provider(provider)
+    tracer_provider = TracerProvider()
+    tracer_provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(tracer_provider)
     yield exporter
-    provider.shutdown()
+    tracer_provider.shutdown()
 
 
 class _Served:
