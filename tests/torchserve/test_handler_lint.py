@@ -48,10 +48,10 @@ def test_body(tmp_path: Path, source: str | None, name: str | None) -> None:
             "ts.service of TorchServe is not provided: its import fails (handler",
         ),
         ("import no_such_package.part", "no_such_package is not installed here"),
-        ("context.metrics.add_counter('a', 1)", "metrics of the handler are counted nowhere"),
+        ("context.metrics.add_counter('a', 1)", "metrics of the handler are not recorded"),
         ("context.get_request_header(0, 'x')", "a request's headers are None"),
         ("context.set_response_header(0, 'x', 'y')", "headers of a response are not sent"),
-        ("def get_insights(self): ...", "explanations: there is no such request in Triton"),
+        ("def get_insights(self): ...", "explanations: Triton has no such requests"),
         (
             "from ts.handler_utils.utils import send_intermediate_predict_response",
             "streamed answers: the call raises an error",

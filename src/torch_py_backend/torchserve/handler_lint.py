@@ -85,16 +85,16 @@ def _parsed(path: Path) -> ast.Module | None:
 
 # Attributes and names whose use has no effect or fails.
 _ATTRIBUTES = {
-    "metrics": "metrics of the handler are counted nowhere; Triton has its own",
+    "metrics": "metrics of the handler are not recorded; Triton has its own",
     "get_request_header": "a request's headers are None: Triton does not pass them on",
     "get_all_request_header": "a request's headers are None: Triton does not pass them on",
-    "get_sequence_id": "requests are no sequences here: their id is None",
+    "get_sequence_id": "requests are not sequences here: the ID is None",
     "set_response_header": "headers of a response are not sent",
     "set_response_content_type": "the type of a response is not sent",
 }
 _NAMES = {
-    "get_insights": "explanations: there is no such request in Triton",
-    "explain_handle": "explanations: there is no such request in Triton",
+    "get_insights": "explanations: Triton has no such requests",
+    "explain_handle": "explanations: Triton has no such requests",
     "describe_handle": "descriptions of a model: Triton has its own",
     "send_intermediate_predict_response": "streamed answers: the call raises an error",
 }

@@ -245,7 +245,7 @@ def _safe(archive: str, name: str) -> PurePosixPath:
             archive,
             f"it holds the name '{name[:_LONGEST_NAME]}'",
             expected=f"names that stay within the archive, in at most {_DEEPEST - 1} folders",
-            cure="Nothing of it was kept; do not trust where it came from.",
+            cure="Nothing of it is kept; do not trust its source.",
         )
     return path
 

@@ -296,7 +296,7 @@ def _compile_parameters(settings: _Settings, migration: Migration) -> dict[str, 
     if not isinstance(pt2, dict):
         raise settings.error("pt2", "the name of a compiler, or its settings")
     if "export" in pt2:
-        migration.left.append("pt2's export: a .pt2 package is told by what it holds")
+        migration.left.append("pt2's export: the type of a .pt2 package is detected")
         return None
     inner = pt2.get("compile", pt2)
     if not isinstance(inner, dict):
@@ -323,13 +323,13 @@ _WITHOUT_EFFECT = {
     "startupTimeout": "Triton waits as long as a model loads",
     "parallelLevel": "one process serves one instance",
     "maxRetryTimeoutInSec": "`torch-py-backend serve` loads a model again that died",
-    "clientTimeoutInMills": "a client's deadline is its own; gRPC tells it",
+    "clientTimeoutInMills": "clients set their own deadlines, which gRPC sends",
     "useJobTicket": "Triton's queue takes what its policy allows",
     "useVenv": "the server's Python runs the handler; EXECUTION_ENV_PATH names another one",
-    "maxSequenceJobQueueSize": "requests are no sequences here",
-    "sequenceMaxIdleMSec": "requests are no sequences here",
-    "sequenceTimeoutMSec": "requests are no sequences here",
-    "maxNumSequence": "requests are no sequences here",
+    "maxSequenceJobQueueSize": "requests are not sequences here",
+    "sequenceMaxIdleMSec": "requests are not sequences here",
+    "sequenceTimeoutMSec": "requests are not sequences here",
+    "maxNumSequence": "requests are not sequences here",
 }
 
 
