@@ -346,7 +346,7 @@ BAD = (
         "without_example",
         PADS,
         'backend: "pytorch_py"\n',
-        "the hooks do not tell the shapes of what they take",
+        "the hooks do not define the shapes of their inputs",
         "example_inputs",
     ),
 )

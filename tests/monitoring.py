@@ -113,7 +113,7 @@ def known() -> dict[str, Family | None]:
 
 def table() -> str:
     """The table of metrics, as the code has it."""
-    rows = ["| metric | kind | labels | which models | what it tells | when it moves |"]
+    rows = ["| metric | kind | labels | models | description | what a change means |"]
     return "\n".join([*rows, "|---|---|---|---|---|---|", *map(_row, metric_families.TABLE)])
 
 
@@ -124,8 +124,8 @@ def _row(row: Family) -> str:
     if row.kind is Kind.HISTOGRAM:
         kind += "; `_bucket`, `_sum`, `_count`"
     return (
-        f'| <a id="{name}"></a>`{row.name}` | {kind} | {labels} | {row.told} | {row.doc}.'
-        f" | {row.moves} |"
+        f'| <a id="{name}"></a>`{row.name}` | {kind} | {labels} | {row.models} | {row.doc}.'
+        f" | {row.hint} |"
     )
 
 

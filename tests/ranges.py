@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.observability.trace_recording import PREFIX
+from torch_py_backend.observability.profiling import PREFIX
 
 # Of Chrome's format: what a complete event must have.
 _KEYS = {"ph", "name", "pid", "tid", "ts", "dur"}

@@ -1,4 +1,4 @@
-"""Calls of other models: what is sent, what comes back, and what is said where nothing does."""
+"""Calls of other models: values, errors, and calls without a server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Answer = Callable[[InferenceRequest], InferenceResponse]
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
-    """The other models of a server, as functions of requests; calls go there."""
+    """The other models of a server, as functions of requests."""
     functions: dict[str, Answer] = {}
     monkeypatch.setattr(InferenceRequest, "served", functions)
     monkeypatch.setattr(composition, "_transport", calling.Calls("caller"))
@@ -37,7 +37,7 @@ def echo(request: InferenceRequest) -> InferenceResponse:
     return InferenceResponse(request.inputs())
 
 
-def refuses(message: str, code: int) -> Answer:
+def failing(message: str, code: int) -> Answer:
     return lambda _: InferenceResponse(error=TritonError(message, code))
 
 
@@ -60,12 +60,12 @@ def refuses(message: str, code: int) -> Answer:
     ],
 )
 def test_numbers(sent: Any, expected: torch.Tensor, served: dict[str, Answer]) -> None:
-    """Tensors, arrays and numbers are sent as they are, and come back as tensors."""
+    """Tensors, arrays and numbers keep their values and types, and return as tensors."""
     served["other"] = echo
-    found = model("other")(x=sent)
-    assert list(found) == ["x"]
-    assert torch.equal(found["x"], expected)
-    assert found["x"].dtype == expected.dtype
+    outputs = model("other")(x=sent)
+    assert list(outputs) == ["x"]
+    assert torch.equal(outputs["x"], expected)
+    assert outputs["x"].dtype == expected.dtype
 
 
 @pytest.mark.parametrize(
@@ -79,35 +79,35 @@ def test_numbers(sent: Any, expected: torch.Tensor, served: dict[str, Answer]) -
     ],
 )
 def test_strings(sent: Any, expected: Any, served: dict[str, Answer]) -> None:
-    """Texts and bytes of any shape come back as arrays of bytes."""
+    """Strings and bytes of any shape return as arrays of bytes."""
     served["other"] = echo
     assert model("other")(x=sent)["x"].tolist() == expected
 
 
 @pytest.mark.parametrize("sent", [None, {"a": 1}, [1, 2], [["a"], ["b", "c"]], object()])
-def test_refused_values(sent: Any, served: dict[str, Answer]) -> None:
-    """What cannot be sent is named with the input."""
+def test_invalid_values(sent: Any, served: dict[str, Answer]) -> None:
+    """A value that cannot be sent raises an error with the input and the type."""
     served["other"] = echo
-    with pytest.raises(CallError) as refusal:
+    with pytest.raises(CallError) as error:
         model("other")(x=sent)
-    assert f"its input 'x' was given a {type(sent).__name__}" in str(refusal.value)
+    assert f"its input 'x' was given a {type(sent).__name__}" in str(error.value)
 
 
-def test_what_goes_with_it(served: dict[str, Answer]) -> None:
-    """Version and parameters are passed; an input may have any name."""
-    seen: list[InferenceRequest] = []
+def test_version_and_parameters(served: dict[str, Answer]) -> None:
+    """Version and parameters are sent with the request; inputs may have any name."""
+    requests: list[InferenceRequest] = []
 
-    def note(request: InferenceRequest) -> InferenceResponse:
-        seen.append(request)
+    def record(request: InferenceRequest) -> InferenceResponse:
+        requests.append(request)
         return echo(request)
 
-    served["other"] = note
+    served["other"] = record
     called = Model("other", version=3, parameters={"top": 2})
     called(**{"self": torch.ones(1), "ARGS[0]": torch.ones(1)})
     model("other")()
-    assert [one.model_version for one in seen] == [3, -1]
-    assert [one.parameters() for one in seen] == ['{"top": 2}', "{}"]
-    assert [one.name() for one in seen[0].inputs()] == ["self", "ARGS[0]"]
+    assert [request.model_version for request in requests] == [3, -1]
+    assert [request.parameters() for request in requests] == ['{"top": 2}', "{}"]
+    assert [tensor.name() for tensor in requests[0].inputs()] == ["self", "ARGS[0]"]
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -123,23 +123,23 @@ def test_what_goes_with_it(served: dict[str, Answer]) -> None:
         (TritonError.INTERNAL, "INTERNAL"),
     ],
 )
-def test_refusals(code: int, expected: str, served: dict[str, Answer]) -> None:
-    """An error of the other model is raised, in one line without the server's folders."""
-    served["other"] = refuses("bad input in /srv/models/other/1/model.py\nTraceback", code)
-    with pytest.raises(CallError) as refusal:
+def test_errors_of_the_model(code: int, expected: str, served: dict[str, Answer]) -> None:
+    """An error of the other model is raised, in one line and without paths of the server."""
+    served["other"] = failing("bad input in /srv/models/other/1/model.py\nTraceback", code)
+    with pytest.raises(CallError) as error:
         model("other")(x=torch.ones(1))
-    assert str(refusal.value) == "model 'other': it answers: bad input in model.py."
-    assert refusal.value.code == expected
+    assert str(error.value) == "model 'other': it answers: bad input in model.py."
+    assert error.value.code == expected
 
 
 def test_unknown_model(served: dict[str, Answer]) -> None:
-    """A model that is not there is told by its name."""
+    """A call of an unknown model raises an error with its name."""
     with pytest.raises(CallError, match="model 'absent': it answers: Failed for execute"):
         model("absent")(x=torch.ones(1))
 
 
 def test_triton_raises(served: dict[str, Answer]) -> None:
-    """What Triton's utilities raise themselves, for a decoupled model say, is a CallError."""
+    """Exceptions of Triton's utilities, as for a decoupled model, become CallErrors."""
 
     def raises(_: InferenceRequest) -> InferenceResponse:
         raise fake_triton.TritonModelException("is a decoupled model")
@@ -151,15 +151,15 @@ def test_triton_raises(served: dict[str, Answer]) -> None:
         asyncio.run(model("other").asynchronously())
 
 
-def test_itself(served: dict[str, Answer]) -> None:
-    """A model that would wait for itself is told so at once."""
+def test_a_model_calls_itself(served: dict[str, Answer]) -> None:
+    """A model that calls itself fails at once: it would wait for itself."""
     served["caller"] = echo
     with pytest.raises(CallError, match="the model calls itself, and would wait for itself"):
         model("caller")(x=torch.ones(1))
 
 
 def test_timeout(served: dict[str, Answer]) -> None:
-    """An answer that does not come in time is an error; one that does is none."""
+    """A call that exceeds its timeout raises an error."""
     late = threading.Event()
 
     def waits(request: InferenceRequest) -> InferenceResponse:
@@ -168,15 +168,15 @@ def test_timeout(served: dict[str, Answer]) -> None:
 
     served["late"], served["prompt"] = waits, echo
     try:
-        with pytest.raises(CallError, match=r"no answer came within 0\.05 seconds") as refusal:
+        with pytest.raises(CallError, match=r"no answer came within 0\.05 seconds") as error:
             model("late", timeout=0.05)(x=torch.ones(1))
-        assert refusal.value.code == "UNAVAILABLE"
+        assert error.value.code == "UNAVAILABLE"
         with pytest.raises(CallError, match="no answer came"):
             asyncio.run(_shut_late(late))
     finally:
         late.set()
     assert model("prompt", timeout=60)(x=torch.ones(1))["x"].tolist() == [1]
-    served["prompt"] = refuses("no", TritonError.INVALID_ARG)
+    served["prompt"] = failing("no", TritonError.INVALID_ARG)
     with pytest.raises(CallError, match="it answers: no"):
         model("prompt", timeout=60)()
 
@@ -188,8 +188,8 @@ async def _shut_late(late: threading.Event) -> None:
         late.set()
 
 
-def test_together(served: dict[str, Answer]) -> None:
-    """Asynchronous calls are under way at the same time."""
+def test_asynchronous_calls(served: dict[str, Answer]) -> None:
+    """Asynchronous calls run at the same time."""
     both = threading.Barrier(2, timeout=60)
 
     def meets(request: InferenceRequest) -> InferenceResponse:
@@ -198,28 +198,28 @@ def test_together(served: dict[str, Answer]) -> None:
 
     served["other"] = meets
 
-    async def ask() -> Any:
-        calls = [model("other").asynchronously(x=torch.tensor([one])) for one in (1, 2)]
+    async def run() -> Any:
+        calls = [model("other").asynchronously(x=torch.tensor([value])) for value in (1, 2)]
         return await asyncio.gather(*calls)
 
-    assert [found["x"].tolist() for found in asyncio.run(ask())] == [[1], [2]]
+    assert [outputs["x"].tolist() for outputs in asyncio.run(run())] == [[1], [2]]
 
 
 # --- without a server ------------------------------------------------------------------------
 
 
-def test_nowhere() -> None:
-    """Outside a server a call says so, and what helps."""
-    with pytest.raises(NoServerError) as refusal:
+def test_without_server() -> None:
+    """Outside a server, a call raises an error that names `stand_in`."""
+    with pytest.raises(NoServerError) as error:
         model("other")(x=1, y=2)
-    assert "it was called with x, y where no server executes requests" in str(refusal.value)
-    assert "torch_py_backend.composition.stand_in" in str(refusal.value)
+    assert "it was called with x, y where no server executes requests" in str(error.value)
+    assert "torch_py_backend.composition.stand_in" in str(error.value)
     with pytest.raises(NoServerError):
         asyncio.run(model("other").asynchronously())
 
 
 def test_stand_in() -> None:
-    """Functions answer in the place of models, until the end of the block."""
+    """Functions replace models until the end of the block."""
     with stand_in({"other": lambda x: {"y": x + 1}}):
         assert model("other")(x=1) == {"y": 2}
         assert asyncio.run(model("other").asynchronously(x=2)) == {"y": 3}
@@ -241,30 +241,30 @@ class Caller(nn.Module):
 """
 
 
-def test_check_leaves_the_warm_up_out(tmp_path: Path, process: None) -> None:
-    """A model that calls others is loaded and bound by `check`, and not called."""
+def test_check_skips_the_warm_up(tmp_path: Path, process: None) -> None:
+    """`check` loads and binds a model that calls others, without running it."""
     build.write(tmp_path, "model.py", _CALLER)
     report = inspection.inspect(build.arguments() | {"model_repository": str(tmp_path)})
     (warning,) = report["warnings"]
-    assert "the warm-up is left out, for the model calls another. model 'other'" in warning
+    assert "the warm-up is skipped: the model calls another model. model 'other'" in warning
 
 
 def test_in_a_server(
     tmp_path: Path, process: None, served: dict[str, Answer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that is served calls others, but not while it loads; their errors have codes."""
-    monkeypatch.setattr(composition, "_transport", composition._Nowhere())
+    """A served model calls others once it is loaded; their error codes are passed on."""
+    monkeypatch.setattr(composition, "_transport", composition._NoServer())
     build.write(tmp_path, "model.py", _CALLER)
     served["other"] = echo
-    made = TritonPythonModel()
-    made.initialize(build.arguments() | {"model_repository": str(tmp_path)})
-    assert "the warm-up is left out" in "".join(text for _, text in fake_triton.Logger.lines)
+    served_model = TritonPythonModel()
+    served_model.initialize(build.arguments() | {"model_repository": str(tmp_path)})
+    assert "the warm-up is skipped" in "".join(text for _, text in fake_triton.Logger.lines)
     document = {"input": [{"name": "x", "dims": [4]}]}
-    sent = fake_triton.request({"x": np.ones((1, 4), dtype=np.float32)}, document)
-    (response,) = made.execute([sent])
+    request = fake_triton.request({"x": np.ones((1, 4), dtype=np.float32)}, document)
+    (response,) = served_model.execute([request])
     assert response.error() is None
     assert response.output_tensors()[0].as_numpy().tolist() == [[2, 2, 2, 2]]
-    served["other"] = refuses("no such digit", TritonError.INVALID_ARG)
-    (response,) = made.execute([sent])
+    served["other"] = failing("no such digit", TritonError.INVALID_ARG)
+    (response,) = served_model.execute([request])
     assert response.error().code() == TritonError.INVALID_ARG
     assert response.error().message() == "model 'other': it answers: no such digit."

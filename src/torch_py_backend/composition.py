@@ -1,10 +1,10 @@
-"""Other models of the same server, called from within a model: from forward(), or from hooks.
+"""Calls of other models of the same server, from forward() or from hooks.
 
     from torch_py_backend.composition import model
 
     logits = model("digits")(image=image)["logits"]
 
-Where there is no server (in `check`, in a test), `stand_in` says what is called instead.
+Without a server (in `check` or in a test), `stand_in` replaces models by functions.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 from torch_py_backend.config.request_parameters import Parameters
 from torch_py_backend.errors import NoServerError
 
-# What a model gives: tensors by name; strings are arrays of bytes.
+# The outputs of a model: tensors by name; strings are arrays of bytes.
 Results: TypeAlias = "dict[str, Any]"
 
 
@@ -27,9 +27,9 @@ class Model:
 
     Attributes:
         name: its name.
-        version: its version; None: the one that Triton chooses.
-        timeout: seconds that an answer may take; None: as long as it does.
-        parameters: what goes with each request beside the inputs.
+        version: its version; None: Triton chooses it.
+        timeout: time limit for a response, in seconds; None: no limit.
+        parameters: the parameters of each request.
     """
 
     name: str
@@ -38,22 +38,22 @@ class Model:
     parameters: Parameters = field(default_factory=dict)
 
     def __call__(self, /, **inputs: Any) -> Results:
-        """The model's outputs by name.
+        """Call the model and return its outputs by name.
 
         Args:
-            inputs: tensors, arrays, numbers, or lists of str or bytes, by the names of the model's
-                inputs, with the batch dimension where it has one.
+            inputs: tensors, arrays, numbers, or lists of str or bytes, by input name, with the
+                batch dimension if the model has one.
 
         Raises:
-            CallError: the model is not there, refuses the inputs, fails, or takes too long.
+            CallError: the model does not exist, refuses the inputs, fails, or exceeds the timeout.
         """
         return _transport.send(self, inputs)
 
     async def asynchronously(self, /, **inputs: Any) -> Results:
-        """As a call, for use with asyncio: several models may work at the same time.
+        """Call the model from asyncio code; several calls can run at the same time.
 
         Raises:
-            CallError: as for a call.
+            CallError: as for a synchronous call.
         """
         return await _transport.send_async(self, inputs)
 
@@ -62,15 +62,15 @@ model = Model
 
 
 class Transport(Protocol):
-    """Who brings calls to their model."""
+    """Sends calls to their model."""
 
     def send(self, called: Model, inputs: Mapping[str, Any]) -> Results: ...
 
     async def send_async(self, called: Model, inputs: Mapping[str, Any]) -> Results: ...
 
 
-class _Nowhere:
-    """Where there is no server."""
+class _NoServer:
+    """Refuses calls: no server executes requests."""
 
     def send(self, called: Model, inputs: Mapping[str, Any]) -> Results:
         raise NoServerError(called.name, list(inputs))
@@ -81,7 +81,7 @@ class _Nowhere:
 
 @dataclass(frozen=True, slots=True)
 class _StandIns:
-    """Functions in the place of models."""
+    """Calls functions instead of models."""
 
     functions: Mapping[str, Callable[..., Results]]
 
@@ -94,22 +94,22 @@ class _StandIns:
         return self.send(called, inputs)
 
 
-_transport: Transport = _Nowhere()
+_transport: Transport = _NoServer()
 
 
 def connect(transport: Transport) -> None:
-    """Let calls go this way; what runs in a server does so when its model is ready."""
+    """Set the transport of all calls. An instance does so when its model is ready."""
     global _transport  # noqa: PLW0603  one process is one instance of one model
     _transport = transport
 
 
 @contextlib.contextmanager
 def stand_in(functions: Mapping[str, Callable[..., Results]]) -> Iterator[None]:
-    """Let functions answer in the place of models: for tests of a model that calls others.
+    """Replace models by functions, in tests of a model that calls others.
 
     Args:
-        functions: by the names of the models; each takes the inputs by their names, and returns a
-            dict of outputs.
+        functions: functions by the names of the models. Each takes the inputs as keyword arguments
+            and returns a dict of outputs.
     """
     before = _transport
     connect(_StandIns(functions))

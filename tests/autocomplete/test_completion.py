@@ -1,4 +1,4 @@
-"""What a config leaves out comes from the model; what it says stays, or is refused."""
+"""Completing a config from its model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Entry = dict[str, Any]
 
 
 def _tensor(name: str, data_type: str | None = "TYPE_FP32", dims: list[int] | None = None) -> Entry:
-    """An entry as Triton's JSON has it: what config.pbtxt leaves out is there, and empty."""
+    """Return an entry of Triton's JSON, in which fields that config.pbtxt lacks are empty."""
     return {"name": name, "data_type": data_type or "TYPE_INVALID", "dims": dims or []}
 
 
@@ -31,26 +31,26 @@ _SINGLE = {**_BATCHED, "max_batch_size": 0}
 
 
 class _Model:
-    """Stands for the child process: tells a schema, and remembers what it was asked."""
+    """Replaces the child process: returns a schema and records its arguments."""
 
     def __init__(self, schema: Entry) -> None:
         self.schema = {"decoupled": False} | schema
-        self.asked: list[tuple[Any, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
-    def __call__(self, *asked: Any) -> Entry:
-        self.asked.append(asked)
+    def __call__(self, *arguments: Any) -> Entry:
+        self.calls.append(arguments)
         return copy.deepcopy(self.schema)
 
 
 def _complete(monkeypatch: pytest.MonkeyPatch, schema: Entry, **written: Any) -> Entry:
     monkeypatch.setattr(child_process, "run", _Model(schema))
-    given = build.arguments(**({"max_batch_size": 0, "input": [], "output": []} | written))
-    document: Entry = json.loads(given["model_config"])
-    completion.complete(given, document)
+    arguments = build.arguments(**({"max_batch_size": 0, "input": [], "output": []} | written))
+    document: Entry = json.loads(arguments["model_config"])
+    completion.complete(arguments, document)
     return document
 
 
-# --- whether the model is asked --------------------------------------------------------------
+# --- whether the model is run ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def _complete(monkeypatch: pytest.MonkeyPatch, schema: Entry, **written: Any) ->
     ],
 )
 def test_needed(document: Entry, needed: bool) -> None:
-    """The model is asked where inputs or outputs are missing, or one lacks its type or dims."""
+    """A config is incomplete if inputs or outputs are missing, or one lacks its type or dims."""
     assert completion.needed(document) is needed
 
 
@@ -109,14 +109,14 @@ assert TritonPythonModel.auto_complete_config(config) is config
 """
 
 
-def test_complete_config_costs_nothing() -> None:
-    """Triton asks about every model: a config without a gap starts no child, imports no torch."""
+def test_complete_config_starts_no_child() -> None:
+    """A complete config starts no child process and does not import torch."""
     document = build.arguments()["model_config"]
-    done = subprocess.run(
+    finished = subprocess.run(
         [sys.executable, "-c", _ADAPTER, document], capture_output=True, text=True, check=False
     )
-    assert done.stderr == ""
-    assert done.returncode == 0
+    assert finished.stderr == ""
+    assert finished.returncode == 0
 
 
 _YIELDS = "class A(nn.Module):\n    def forward(self, x):\n        yield x\n"
@@ -126,7 +126,7 @@ _DECOUPLED = {"decoupled": True}
 @pytest.mark.parametrize(
     ("document", "policy"),
     [
-        pytest.param({}, _DECOUPLED, id="says-nothing"),
+        pytest.param({}, _DECOUPLED, id="unset"),
         pytest.param({"default_model_filename": "other.py"}, None, id="another-file"),
         pytest.param({"default_model_filename": "model.pt"}, None, id="no-source"),
         pytest.param(
@@ -135,12 +135,12 @@ _DECOUPLED = {"decoupled": True}
         pytest.param(
             {"parameters": {"MODEL_CLASS": {"string_value": "B"}}}, None, id="another-class"
         ),
-        # What a factory builds can only be told by calling it.
+        # The source does not show what a factory returns.
         pytest.param({"parameters": {"MODEL_FACTORY": {"string_value": "A"}}}, None, id="factory"),
     ],
 )
 def test_a_source_that_yields(document: Entry, policy: Entry | None, tmp_path: Path) -> None:
-    """A complete config that says nothing of streams is decoupled where its source yields."""
+    """A complete config without a transaction policy is decoupled if its source yields."""
     (tmp_path / "model.py").write_text(_YIELDS)
     (tmp_path / "other.py").write_text(_YIELDS.replace("yield", "return"))
     changed = completion.decide(document, tmp_path)
@@ -155,66 +155,68 @@ def test_a_source_that_yields(document: Entry, policy: Entry | None, tmp_path: P
 def test_a_model_that_streams(
     decoupled: bool, written: Entry | None, policy: Entry | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model that makes streams makes its config decoupled, unless that says otherwise."""
-    given = {} if written is None else {"model_transaction_policy": written}
-    document = _complete(monkeypatch, {**_SINGLE, "decoupled": decoupled}, **given)
+    """The config of a model that streams is decoupled, unless it says otherwise."""
+    config = {} if written is None else {"model_transaction_policy": written}
+    document = _complete(monkeypatch, {**_SINGLE, "decoupled": decoupled}, **config)
     assert document.get("model_transaction_policy") == (policy or written)
 
 
-def test_what_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The child gets Triton's arguments and as many seconds as the config gives it."""
+def test_arguments_of_the_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The child process gets Triton's arguments, and AUTO_COMPLETE_TIMEOUT_S as time limit."""
     model = _Model(_BATCHED)
     monkeypatch.setattr(child_process, "run", model)
     parameters = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "7"}}
-    given = build.arguments(input=[], output=[], parameters=parameters)
-    completion.complete(given, json.loads(given["model_config"]))
-    assert model.asked == [
-        (build.MODEL, "torch_py_backend.autocomplete.schema:describe", {"arguments": given}, 7)
+    arguments = build.arguments(input=[], output=[], parameters=parameters)
+    completion.complete(arguments, json.loads(arguments["model_config"]))
+    assert model.calls == [
+        (build.MODEL, "torch_py_backend.autocomplete.schema:describe", {"arguments": arguments}, 7)
     ]
 
 
-@pytest.mark.parametrize(("asked", "given"), [(5.5, 5.5), (7.0, 7), (600.0, 7)])
-def test_smaller_limit_counts(monkeypatch: pytest.MonkeyPatch, asked: float, given: float) -> None:
-    """Who asks may give less time than the config does, and not more."""
+@pytest.mark.parametrize(("seconds", "limit"), [(5.5, 5.5), (7.0, 7), (600.0, 7)])
+def test_the_smaller_limit_applies(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, limit: float
+) -> None:
+    """The time limit is the smaller one of the argument and of AUTO_COMPLETE_TIMEOUT_S."""
     model = _Model(_BATCHED)
     monkeypatch.setattr(child_process, "run", model)
     parameters = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "7"}}
     arguments = build.arguments(parameters=parameters, input=[], output=[])
-    completion.complete(arguments, json.loads(arguments["model_config"]), asked)
-    assert model.asked[0][-1] == given
+    completion.complete(arguments, json.loads(arguments["model_config"]), seconds)
+    assert model.calls[0][-1] == limit
 
 
 def test_wrong_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter that is refused at load is refused before a child is started."""
+    """A parameter that is invalid at load raises before a child process is started."""
     model = _Model(_BATCHED)
     monkeypatch.setattr(child_process, "run", model)
     parameters = {"AUTO_COMPLETE_TIMEOUT_S": {"string_value": "soon"}}
-    given = build.arguments(input=[], parameters=parameters)
+    arguments = build.arguments(input=[], parameters=parameters)
     with pytest.raises(OptionError, match="AUTO_COMPLETE_TIMEOUT_S is 'soon'"):
-        completion.complete(given, json.loads(given["model_config"]))
-    assert model.asked == []
+        completion.complete(arguments, json.loads(arguments["model_config"]))
+    assert model.calls == []
 
 
-def test_refusal_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the child refuses is refused in its words, and the config is as it was."""
+def test_errors_of_the_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the child process is raised again, and the config is unchanged."""
 
-    def refuse(*args: Any) -> Any:
+    def fail(*args: Any) -> Any:
         raise LoadError.told("model 'digits': it hangs.")
 
-    monkeypatch.setattr(child_process, "run", refuse)
-    given = build.arguments(input=[])
-    document = json.loads(given["model_config"])
+    monkeypatch.setattr(child_process, "run", fail)
+    arguments = build.arguments(input=[])
+    document = json.loads(arguments["model_config"])
     with pytest.raises(LoadError, match=r"^model 'digits': it hangs\.$"):
-        completion.complete(given, document)
-    assert document == json.loads(given["model_config"])
+        completion.complete(arguments, document)
+    assert document == json.loads(arguments["model_config"])
 
 
 # --- what is filled in -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("schema", [_BATCHED, _SINGLE], ids=["batched", "single"])
-def test_everything(monkeypatch: pytest.MonkeyPatch, schema: Entry) -> None:
-    """An empty config becomes the model's own schema, and nothing else in it changes."""
+def test_empty_config(monkeypatch: pytest.MonkeyPatch, schema: Entry) -> None:
+    """An empty config gets the schema of the model, and its other fields are unchanged."""
     document = _complete(monkeypatch, schema)
     assert {key: document[key] for key in schema} == schema
     before = json.loads(build.arguments()["model_config"])
@@ -272,7 +274,7 @@ def test_batch(
     x: list[int],
     y: list[int],
 ) -> None:
-    """A max_batch_size that is written stays; dims are with or without the batch, as it says."""
+    """A written max_batch_size is kept and decides whether dims include the batch."""
     document = _complete(monkeypatch, schema, **written)
     assert document["max_batch_size"] == size
     assert document["input"][0]["dims"] == x
@@ -310,14 +312,14 @@ def test_batch(
 def test_partial_inputs(
     monkeypatch: pytest.MonkeyPatch, written: list[Entry], completed: list[Entry]
 ) -> None:
-    """What an entry has stays; the rest comes from the model's tensor of its name or its number."""
+    """Fields of an entry are kept; missing ones come from the tensor of its name or number."""
     document = _complete(monkeypatch, _BATCHED, input=written, max_batch_size=8)
     assert document["input"] == completed
     assert document["output"] == _BATCHED["output"]
 
 
 def test_partial_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs may be a part of the model's, by name and by number."""
+    """A config may list a part of the outputs, by name or by number."""
     written = [_tensor("OUTPUT__1", None), _tensor("y")]
     document = _complete(monkeypatch, _BATCHED, output=written)
     assert document["output"] == [_tensor("OUTPUT__1", "TYPE_STRING", [1]), _Y]
@@ -343,9 +345,9 @@ def test_partial_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_one_value_a_row(
     monkeypatch: pytest.MonkeyPatch, dims: list[int], written: Entry, completed: Entry
 ) -> None:
-    """A tensor [rows] gets the dimension that Triton wants, and the model never sees."""
-    told = {"dims": [1], "reshape": {"shape": []}} if not dims else {"dims": dims}
-    entry = {"data_type": "TYPE_FP32", **told}
+    """A tensor [rows] gets a dimension for Triton, and a reshape that removes it."""
+    shape = {"dims": [1], "reshape": {"shape": []}} if not dims else {"dims": dims}
+    entry = {"data_type": "TYPE_FP32", **shape}
     schema = {
         "input": [{"name": "x", **entry}],
         "output": [{"name": "y", **entry}],
@@ -357,15 +359,15 @@ def test_one_value_a_row(
     assert document["output"] == [{"name": "y", **expected}]
 
 
-def test_own_name_before_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor that is called like another's number is itself."""
+def test_names_come_before_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor whose name looks like another one's number is found by its name."""
     schema = {**_BATCHED, "input": [_tensor("INPUT__1", dims=[1]), _tensor("INPUT__0", dims=[2])]}
     document = _complete(monkeypatch, schema, input=[_tensor("INPUT__0")], max_batch_size=8)
     assert document["input"] == [_tensor("INPUT__0", dims=[2])]
 
 
 @pytest.mark.parametrize(
-    ("written", "says"),
+    ("written", "parts"),
     [
         pytest.param(
             {"input": [_tensor("x", "TYPE_INT32")]},
@@ -395,24 +397,24 @@ def test_own_name_before_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_contradictions(
-    monkeypatch: pytest.MonkeyPatch, written: Entry, says: tuple[str, ...]
+    monkeypatch: pytest.MonkeyPatch, written: Entry, parts: tuple[str, ...]
 ) -> None:
-    """What the model does not have, or has otherwise, is refused with both sides."""
-    with pytest.raises(ConfigError) as refusal:
+    """A tensor that the model lacks, or has with another type, raises with both sides."""
+    with pytest.raises(ConfigError) as error:
         _complete(monkeypatch, _BATCHED, max_batch_size=8, **written)
-    assert all(part in str(refusal.value) for part in says), str(refusal.value)
+    assert all(part in str(error.value) for part in parts), str(error.value)
 
 
 @pytest.mark.parametrize("role", ["batch_input", "batch_output"])
 def test_ragged_batches(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
-    """A model that takes ragged inputs in one dimension does not tell what requests bring."""
-    with pytest.raises(ConfigError) as refusal:
+    """A config with ragged inputs must be complete: their dims cannot be inferred."""
+    with pytest.raises(ConfigError) as error:
         _complete(monkeypatch, _BATCHED, input=[_X], **{role: [{"source_input": ["x"]}]})
-    assert f"config.pbtxt has {role} and lacks inputs or outputs" in str(refusal.value)
+    assert f"config.pbtxt has {role} and lacks inputs or outputs" in str(error.value)
 
 
-def test_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The config on disk stays as it is: only the document is filled in."""
+def test_the_file_is_not_changed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Completion changes the document and not config.pbtxt."""
     config = tmp_path / "config.pbtxt"
     config.write_text('backend: "pytorch_py"\n')
     _complete(monkeypatch, _BATCHED, name=tmp_path.name)
@@ -423,12 +425,12 @@ def test_nothing_is_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 # --- sequences -------------------------------------------------------------------------------
 
 
-def test_states_are_no_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sequence_batching lists is not listed again; what config.pbtxt lists is filled in."""
-    schema = _BATCHED | {"kept": ["mask", "z"]}
+def test_states_are_not_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """States and controls are not added to the config; written ones are completed."""
+    schema = _BATCHED | {"sequence_tensors": ["mask", "z"]}
 
     completed = _complete(monkeypatch, schema)
-    assert [one["name"] for one in completed["input"]] == ["x"]
-    assert [one["name"] for one in completed["output"]] == ["y"]
+    assert [entry["name"] for entry in completed["input"]] == ["x"]
+    assert [entry["name"] for entry in completed["output"]] == ["y"]
     completed = _complete(monkeypatch, schema, output=[{"name": "y"}, {"name": "z"}])
     assert completed["output"][1] == _Z

@@ -1,4 +1,4 @@
-"""A model's inputs, outputs and batch, told from an exported program or by example."""
+"""Inferring the schema of a model from its exported program or by trial runs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _HEADER = "import numpy as np\nimport torch\nfrom torch import nn\n\n"
 
 @pytest.fixture(autouse=True)
 def imports(tmp_path: Path) -> Iterator[None]:
-    """Forgets the models' modules, and no others: torch cannot be imported twice."""
+    """Remove the models' modules, and no others: torch cannot be imported twice."""
     path = list(sys.path)
     yield
     sys.path[:] = path
@@ -46,14 +46,26 @@ def imports(tmp_path: Path) -> Iterator[None]:
 
 
 def _describe(folder: Path, **document: Any) -> tuple[list[Entry], list[Entry], int]:
-    """Inputs, outputs, and max_batch_size of the model in a folder with a config without them."""
-    given = build.arguments(**({"input": [], "output": [], "max_batch_size": 0} | document))
-    found = schema.describe(given | {"model_repository": str(folder)})
-    entries = [
-        [(one["name"], one["data_type"].removeprefix("TYPE_"), one["dims"]) for one in found[role]]
+    """Return the inputs, outputs and max_batch_size of a model."""
+    described = _schema(folder, **document)
+    inputs, outputs = (
+        [
+            (entry["name"], entry["data_type"].removeprefix("TYPE_"), entry["dims"])
+            for entry in described[role]
+        ]
         for role in ("input", "output")
-    ]
-    return entries[0], entries[1], found["max_batch_size"]
+    )
+    return inputs, outputs, described["max_batch_size"]
+
+
+def _schema(folder: Path, **document: Any) -> dict[str, Any]:
+    return schema.describe(_arguments(folder, **document))
+
+
+def _arguments(folder: Path, **document: Any) -> dict[str, str]:
+    """Return the arguments for a config without inputs and outputs."""
+    arguments = build.arguments(**({"input": [], "output": [], "max_batch_size": 0} | document))
+    return arguments | {"model_repository": str(folder)}
 
 
 def _option(key: str, value: str) -> dict[str, Any]:
@@ -69,7 +81,7 @@ class _Typed(nn.Module):
 
 
 class _Rows(nn.Module):
-    """One value a row comes in, and one goes out."""
+    """Takes and returns one value per row."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         return x.sum(1) * weight
@@ -184,7 +196,7 @@ def test_exported(
     outputs: list[Entry],
     size: int,
 ) -> None:
-    """Names, types, sizes and the batch stand in the program; it is not run."""
+    """Names, types, dims and the batch come from the program, which is not run."""
     (tmp_path / "1").mkdir()
     torch.export.save(program(), tmp_path / "1" / "model.pt2")
     assert _describe(tmp_path) == (inputs, outputs, size)
@@ -196,12 +208,11 @@ class _Total(nn.Module):
 
 
 def test_exported_scalar(tmp_path: Path) -> None:
-    """Triton takes no empty shape without a batch: a single value is told as a list of one."""
+    """Without a batch dimension, a scalar is a list of one value: Triton allows no empty dims."""
     (tmp_path / "1").mkdir()
     torch.export.save(_export(_Total(), None, torch.rand(2, 4)), tmp_path / "1" / "model.pt2")
-    given = build.arguments(input=[], output=[], max_batch_size=0)
-    found = schema.describe(given | {"model_repository": str(tmp_path)})
-    assert found["output"] == [{"name": "OUTPUT__0", "data_type": "TYPE_FP32", "dims": [1]}]
+    described = _schema(tmp_path)
+    assert described["output"] == [{"name": "OUTPUT__0", "data_type": "TYPE_FP32", "dims": [1]}]
 
 
 # --- inputs that config.pbtxt lists ------------------------------------------------------------
@@ -233,7 +244,7 @@ def _listed(**dims: list[int]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("size", "x", "outputs", "told"),
+    ("size", "x", "outputs", "max_batch_size"),
     [
         (4, [-1], [("wide", "FP32", [-1]), ("first", "FP32", [1])], 8),
         (4, [3], [("wide", "FP32", [6]), ("first", "FP32", [1])], 8),
@@ -242,21 +253,21 @@ def _listed(**dims: list[int]) -> list[dict[str, Any]]:
     ids=["any-size", "fixed", "without-a-batch"],
 )
 def test_outputs_of_listed_inputs(
-    tmp_path: Path, size: int, x: list[int], outputs: list[Entry], told: int
+    tmp_path: Path, size: int, x: list[int], outputs: list[Entry], max_batch_size: int
 ) -> None:
-    """Without an example, made-up values tell the outputs, and which of their sizes vary."""
+    """Without an example, outputs and their variable dims come from runs with made-up values."""
     build.write(tmp_path, "model.py", _ROWS.encode())
-    given = _listed(x=x, texts=[1], scale=[1])
-    _, found, rows = _describe(tmp_path, input=given, max_batch_size=size)
-    assert (found, rows) == (outputs, told)
+    inputs = _listed(x=x, texts=[1], scale=[1])
+    described = _describe(tmp_path, input=inputs, max_batch_size=size)
+    assert described[1:] == (outputs, max_batch_size)
 
 
-def test_sizes_that_an_example_leaves_open(tmp_path: Path) -> None:
-    """An example has one size; where the config lists -1, outputs are tried with another one."""
+def test_variable_dims_of_an_example(tmp_path: Path) -> None:
+    """If the config lists -1, outputs are also inferred with another size than the example's."""
     source = _STRICT + "def example_inputs():\n    return {'x': torch.full((2, 5), 2.0)}\n"
     build.write(tmp_path, "model.py", source.encode())
-    _, found, _ = _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
-    assert found == [("OUTPUT__0", "FP32", [-1])]
+    _, outputs, _ = _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
+    assert outputs == [("OUTPUT__0", "FP32", [-1])]
 
 
 @pytest.mark.parametrize(
@@ -267,39 +278,38 @@ def test_sizes_that_an_example_leaves_open(tmp_path: Path) -> None:
         "x.int() if x.shape[1] % 8 else x",
     ],
 )
-def test_outputs_that_are_others_for_other_sizes(tmp_path: Path, result: str) -> None:
-    """Where their number, rank or type depends on a size of -1, no config can be completed."""
+def test_outputs_that_depend_on_sizes(tmp_path: Path, result: str) -> None:
+    """Outputs whose number, rank or type depends on a variable dim raise an error."""
     build.write(tmp_path, "model.py", f"{_HEADER}\ndef forward(x):\n    return {result}\n".encode())
-    with pytest.raises(ConfigError, match="other outputs for other sizes") as refusal:
+    with pytest.raises(ConfigError, match="other outputs for other sizes") as error:
         _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
-    assert "write the outputs into config.pbtxt" in str(refusal.value)
+    assert "write the outputs into config.pbtxt" in str(error.value)
 
 
-def test_listed_inputs_that_do_not_do(tmp_path: Path) -> None:
-    """A model that fails with made-up values says so, and asks for an example."""
+def test_made_up_values_fail(tmp_path: Path) -> None:
+    """If a model fails with made-up values, the error asks for an example."""
     build.write(tmp_path, "model.py", _STRICT.encode())
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as error:
         _describe(tmp_path, input=_listed(x=[3]), max_batch_size=4)
-    assert "made-up values for its inputs do not tell them" in str(refusal.value)
-    assert "x is too small" in str(refusal.value)
-    assert "example_inputs.safetensors" in str(refusal.value)
+    assert "the model fails with made-up values for its inputs" in str(error.value)
+    assert "x is too small" in str(error.value)
+    assert "example_inputs.safetensors" in str(error.value)
 
 
 def test_takes(tmp_path: Path) -> None:
-    """The arguments that must be fed, with the types that annotations tell."""
+    """`takes` returns the required arguments, with the types of their annotations."""
     build.write(tmp_path, "model.py", _ROWS.encode())
-    given = build.arguments(input=[], output=[], max_batch_size=0)
-    found = schema.takes(given | {"model_repository": str(tmp_path)})
-    assert found["signature"] == "forward(x, texts: list[str], scale: float = 1.0)"
-    assert found["arguments"] == ["x", "texts", "scale"]
-    assert found["inputs"] == [
+    taken = schema.takes(_arguments(tmp_path))
+    assert taken["signature"] == "forward(x, texts: list[str], scale: float = 1.0)"
+    assert taken["arguments"] == ["x", "texts", "scale"]
+    assert taken["inputs"] == [
         {"name": "x"},
         {"name": "texts", "data_type": "TYPE_STRING", "dims": [-1]},
     ]
 
 
 def test_exported_needs_no_examples(tmp_path: Path) -> None:
-    """What a program says of itself counts; examples beside it are not read."""
+    """The schema of a program does not need its examples, which are not read."""
     build.write(tmp_path, "model.pt2", kinds._exported("one"))
     build.write(tmp_path, "example_inputs.safetensors", b"no such file")
     assert _describe(tmp_path) == (_ONE, _THREE, 64)
@@ -310,10 +320,10 @@ def test_exported_needs_no_examples(tmp_path: Path) -> None:
     ("most", "size"), [pytest.param(20, 20, id="of-20"), pytest.param(None, 8, id="without-an-end")]
 )
 @pytest.mark.usefixtures("process")
-def test_package_tells_its_most_rows(
+def test_most_rows_of_a_package(
     tmp_path: Path, most: int | None, size: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A package does not say how many rows it takes at most; it is asked, and heard by nobody."""
+    """The most rows of a package are found by calls, whose errors are not printed."""
     (tmp_path / "1").mkdir()
     program = _export(kinds.One(), ({0: _batch(1, most)[0]},), torch.rand(2, 4))
     torch._inductor.aoti_compile_and_package(
@@ -328,10 +338,8 @@ def test_package_tells_its_most_rows(
 
 
 @pytest.mark.parametrize("hooks", ["", "hooks.py"])
-def test_package_is_tried_on_the_device_that_it_was_built_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hooks: str
-) -> None:
-    """Completion has no instance, and with it no device."""
+def test_device_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hooks: str) -> None:
+    """A package runs on the device that it was built for, without an instance's device."""
     path = build.write(tmp_path, "model.pt2", b"")
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("model/data/aotinductor/model/net.wrapper.so", "")
@@ -398,14 +406,13 @@ def example_inputs():
 def test_batch(
     tmp_path: Path, body: str, examples: str, inputs: list[int], outputs: list[int], size: int
 ) -> None:
-    """The first dimension is a batch where all results grow with it; else it is a size."""
+    """The first dimension is a batch if it is that of all outputs, too, and grows with it."""
     build.write(tmp_path, "model.py", _FUNCTION.format(body=body, examples=examples))
-    found = _describe(tmp_path)
-    assert found == ([("x", "FP32", inputs)], [("OUTPUT__0", "FP32", outputs)], size)
+    assert _describe(tmp_path) == ([("x", "FP32", inputs)], [("OUTPUT__0", "FP32", outputs)], size)
 
 
-def test_batch_of_unequal_rows(tmp_path: Path) -> None:
-    """Examples whose first sizes differ share no batch."""
+def test_unequal_first_dims(tmp_path: Path) -> None:
+    """Inputs whose first dims differ have no batch dimension."""
     source = _FUNCTION.replace("(x)", "(x, table)").format(
         body="x @ table", examples="{'x': torch.rand(2, 4), 'table': torch.rand(4, 3)}"
     )
@@ -415,7 +422,7 @@ def test_batch_of_unequal_rows(tmp_path: Path) -> None:
 
 
 def test_batch_needs_every_output(tmp_path: Path) -> None:
-    """One result that does not grow with the rows is enough for no batch."""
+    """One output that does not grow with the rows means that there is no batch dimension."""
     source = _FUNCTION.format(body="(x, x.mean(0))", examples="{'x': torch.rand(2, 4)}")
     build.write(tmp_path, "model.py", source)
     outputs = [("OUTPUT__0", "FP32", [2, 4]), ("OUTPUT__1", "FP32", [4])]
@@ -442,17 +449,16 @@ def test_batch_needs_every_output(tmp_path: Path) -> None:
     ],
 )
 def test_file_of_examples(tmp_path: Path, write: Callable[[Path], Any]) -> None:
-    """A file of examples beside the model serves for every kind of model that runs."""
+    """A file of examples serves any kind of model that is run."""
     (tmp_path / "1").mkdir()
     write(tmp_path)
     examples = {"x": torch.rand(2, 4)}
     safetensors.torch.save_file(examples, tmp_path / "1" / "example_inputs.safetensors")
-    found = _describe(tmp_path, **_option("WEIGHTS", "none"))
-    assert found == (_ONE, _THREE, 8)
+    assert _describe(tmp_path, **_option("WEIGHTS", "none")) == (_ONE, _THREE, 8)
 
 
 def test_file_before_function(tmp_path: Path) -> None:
-    """Where there are a file and a function, the file counts, and the function is not called."""
+    """If there are a file and a function, the file is used and the function is not called."""
     source = _FUNCTION.format(body="x + 1", examples="1 / 0")
     build.write(tmp_path, "model.py", source)
     examples = {"x": torch.ones(2, 4, dtype=torch.int32)}
@@ -491,8 +497,8 @@ class Net(nn.Module):
         ),
     ],
 )
-def test_no_more_is_computed_than_needed(tmp_path: Path, body: str, seen: list[str]) -> None:
-    """forward() runs on meta tensors; on real ones only where it looks at values."""
+def test_meta_tensors_before_real_ones(tmp_path: Path, body: str, seen: list[str]) -> None:
+    """forward() runs on meta tensors, and on real ones only if it reads values."""
     build.write(tmp_path, "model.py", f"{_HEADER}{_SEEN}        {body}\n")
 
     described = _describe(tmp_path, **_option("WEIGHTS", "none"))
@@ -535,17 +541,16 @@ def test_strings(
     outputs: tuple[str, list[int]],
     size: int,
 ) -> None:
-    """Lists and arrays of strings are examples as tensors are."""
+    """Examples may be lists and arrays of strings."""
     source = _FUNCTION.replace("(x)", "(x: list[str])").format(
         body=body, examples=f"{{'x': {examples}}}"
     )
     build.write(tmp_path, "model.py", source)
-    found = _describe(tmp_path)
-    assert found == ([("x", "STRING", inputs)], [("OUTPUT__0", *outputs)], size)
+    assert _describe(tmp_path) == ([("x", "STRING", inputs)], [("OUTPUT__0", *outputs)], size)
 
 
 def test_names_of_results(tmp_path: Path) -> None:
-    """Keys of a dict name the outputs; the names of the inputs are the examples'."""
+    """Outputs are named after the keys of a dict, inputs after the examples."""
     source = _FUNCTION.format(
         body="{'double': 2 * x, 'ids': x.argmax(1)}", examples="{'INPUT__0': torch.rand(2, 4)}"
     )
@@ -555,24 +560,22 @@ def test_names_of_results(tmp_path: Path) -> None:
     assert outputs == [("double", "FP32", [4]), ("ids", "INT64", [1])]
 
 
-def test_one_value_a_row_can_be_served(tmp_path: Path) -> None:
-    """A tensor of one value a row reaches forward() in the shape of its example."""
+def test_one_value_per_row(tmp_path: Path) -> None:
+    """A tensor of one value per row is reshaped to the shape of its example."""
     source = _FUNCTION.replace("(x)", "(x, weight)").format(
         body="x.sum(1) * weight", examples="{'x': torch.rand(2, 4), 'weight': torch.rand(2)}"
     )
     build.write(tmp_path, "model.py", source)
-    given = build.arguments(input=[], output=[], max_batch_size=0)
-    found = schema.describe(given | {"model_repository": str(tmp_path)})
-    (_, weight) = found["input"]
+    _, weight = _schema(tmp_path)["input"]
     assert weight["dims"] == [1]
     assert weight["reshape"] == {"shape": []}
 
 
-# --- refusals --------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("examples", "says"),
+    ("examples", "parts"),
     [
         pytest.param("1 / 0", ("example_inputs() in model.py", "ZeroDivisionError"), id="raises"),
         pytest.param("exit(3)", ("example_inputs()", "SystemExit: 3"), id="exits"),
@@ -592,32 +595,32 @@ def test_one_value_a_row_can_be_served(tmp_path: Path) -> None:
         pytest.param("{}", ("model 'digits'",), id="nothing"),
     ],
 )
-def test_examples_that_do_not_serve(tmp_path: Path, examples: str, says: tuple[str, ...]) -> None:
-    """Examples that fail, or are none, are refused with what they are and what is expected."""
+def test_invalid_examples(tmp_path: Path, examples: str, parts: tuple[str, ...]) -> None:
+    """Invalid examples raise an error with what they are and what is expected."""
     source = _FUNCTION.format(body="x @ torch.rand(4, 3)", examples=examples)
     build.write(tmp_path, "model.py", source)
-    with pytest.raises((LoadError, ForwardError)) as refusal:
+    with pytest.raises((LoadError, ForwardError)) as error:
         _describe(tmp_path)
-    assert str(refusal.value).startswith("model 'digits': ")
-    assert all(part in str(refusal.value) for part in says), str(refusal.value)
+    assert str(error.value).startswith("model 'digits': ")
+    assert all(part in str(error.value) for part in parts), str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["module", "torchscript"])
 def test_without_examples(tmp_path: Path, kind: str) -> None:
-    """A model whose shapes nothing tells is refused with the two ways to tell them."""
+    """Without examples, the error names the two ways to give them."""
     if kind == "module":
         build.write(tmp_path, "model.py", models.source(models.Negate))
     else:
         (tmp_path / "1").mkdir()
         torch.jit.script(models.Negate()).save(tmp_path / "1" / "model.pt")
-    with pytest.raises(ConfigError) as refusal:
+    with pytest.raises(ConfigError) as error:
         _describe(tmp_path)
     for part in ("lists no inputs or no outputs", "example_inputs.safetensors", "example_inputs()"):
-        assert part in str(refusal.value)
+        assert part in str(error.value)
 
 
 def test_damaged_examples(tmp_path: Path) -> None:
-    """A file of examples that cannot be read is refused with its name."""
+    """A file of examples that cannot be read raises an error with its name."""
     build.write(tmp_path, "model.py", models.source(models.Negate))
     build.write(tmp_path, "example_inputs.safetensors", b"<html>not found</html>")
     with pytest.raises(LoadError, match=r"model 'digits': example_inputs\.safetensors"):
@@ -633,14 +636,14 @@ def test_damaged_examples(tmp_path: Path) -> None:
     ids=["output", "input"],
 )
 def test_type_that_triton_lacks(tmp_path: Path, body: str, examples: str) -> None:
-    """A type that no request can carry is refused with the tensor and its type."""
+    """A dtype that Triton lacks raises an error with the tensor and its dtype."""
     build.write(tmp_path, "model.py", _FUNCTION.format(body=body, examples=examples))
     with pytest.raises(SourceError, match=r"model 'digits': .*complex64"):
         _describe(tmp_path)
 
 
 def test_exported_type_that_triton_lacks(tmp_path: Path) -> None:
-    """The same for a program."""
+    """A dtype that Triton lacks raises an error for an exported program, too."""
     (tmp_path / "1").mkdir()
     program = _export(_Complex(), None, torch.rand(2, 4))
     torch.export.save(program, tmp_path / "1" / "model.pt2")
@@ -649,7 +652,7 @@ def test_exported_type_that_triton_lacks(tmp_path: Path) -> None:
 
 
 def test_no_artifact(tmp_path: Path) -> None:
-    """An empty version folder is refused as it is at load."""
+    """An empty version folder raises the same error as at load."""
     (tmp_path / "1").mkdir()
     with pytest.raises(LoadError, match="version 1 holds no files"):
         _describe(tmp_path)
@@ -697,17 +700,16 @@ _START = {
         ),
     ],
 )
-def test_what_is_kept_is_told(tmp_path: Path, default: str, document: dict[str, Any]) -> None:
-    """An example has no states and no controls; the model is tried with first ones."""
+def test_states_and_controls(tmp_path: Path, default: str, document: dict[str, Any]) -> None:
+    """The model runs with initial states and controls; the schema lists them separately."""
     build.write(tmp_path, "model.py", _STEPS.format(default=default))
-    given = build.arguments(**({"input": [], "output": [], "max_batch_size": 8} | document))
-    found = schema.describe(given | {"model_repository": str(tmp_path)})
+    described = _schema(tmp_path, **({"max_batch_size": 8} | document))
 
-    sent = {role: [one["name"] for one in found[role]] for role in ("input", "output")}
-    kept = set(found["kept"])
-    assert set(sent["input"]) - kept == {"x"}
-    assert set(sent["output"]) - kept == {"y"}
-    assert found["max_batch_size"] == 8
+    inputs, outputs = ({entry["name"] for entry in described[role]} for role in ("input", "output"))
+    hidden = set(described["sequence_tensors"])
+    assert inputs - hidden == {"x"}
+    assert outputs - hidden == {"y"}
+    assert described["max_batch_size"] == 8
 
 
 # --- streams ---------------------------------------------------------------------------------
@@ -718,9 +720,9 @@ class Net(nn.Module):
         return x
 
     def step(self, states):
-        return [(None, one) for one in states]
+        return [(None, state) for state in states]
 """
-_TOLD = "\n\ndef example_inputs():\n    return {'x': torch.ones(2, 3)}\n"
+_EXAMPLE = "\n\ndef example_inputs():\n    return {'x': torch.ones(2, 3)}\n"
 
 
 @pytest.mark.parametrize(
@@ -733,21 +735,17 @@ _TOLD = "\n\ndef example_inputs():\n    return {'x': torch.ones(2, 3)}\n"
     ],
     ids=["generator", "asynchronous", "no-stream", "steps"],
 )
-def test_streams_are_told_by_their_first_response(
-    text: str, decoupled: bool, tmp_path: Path
-) -> None:
-    """The first response says what the outputs are, and the model that it streams."""
-    build.write(tmp_path, "model.py", _HEADER + text + _TOLD)
-    given = build.arguments(input=[], output=[], max_batch_size=0)
-    found = schema.describe(given | {"model_repository": str(tmp_path)})
-    assert found["decoupled"] is decoupled
-    assert found["max_batch_size"] == 8
-    assert [one["dims"] for one in found["output"]] == [[3]]
+def test_streams(text: str, decoupled: bool, tmp_path: Path) -> None:
+    """The outputs are those of the first response of a stream."""
+    build.write(tmp_path, "model.py", _HEADER + text + _EXAMPLE)
+    described = _schema(tmp_path)
+    assert described["decoupled"] is decoupled
+    assert described["max_batch_size"] == 8
+    assert [entry["dims"] for entry in described["output"]] == [[3]]
 
 
-def test_a_stream_without_a_response_tells_nothing(tmp_path: Path) -> None:
-    """A stream that ends at once says so, instead of what its outputs are."""
-    build.write(tmp_path, "model.py", _HEADER + "def forward(x):\n    yield from ()\n" + _TOLD)
-    given = build.arguments(input=[], output=[], max_batch_size=0)
+def test_a_stream_without_a_response(tmp_path: Path) -> None:
+    """A stream that ends without a response raises an error."""
+    build.write(tmp_path, "model.py", _HEADER + "def forward(x):\n    yield from ()\n" + _EXAMPLE)
     with pytest.raises(ForwardError, match="without a response"):
-        schema.describe(given | {"model_repository": str(tmp_path)})
+        _schema(tmp_path)

@@ -1,4 +1,4 @@
-"""`torch-py-backend profile` as a command."""
+"""The command `torch-py-backend profile`."""
 
 from __future__ import annotations
 
@@ -41,46 +41,46 @@ def _model(folder: Path, code: str = "", **parameters: str) -> Path:
 
 @pytest.mark.slow
 def test_profiled(tmp_path: Path) -> None:
-    """Tables of stages and operators, and a trace where it says that it is."""
-    done = _profile(tmp_path, _model(tmp_path), "--batches=3", "--batch-size=2")
-    assert done.returncode == 0, done.stderr
-    printed = [line.split() for line in done.stdout.splitlines()]
+    """Tables of stages and operators are printed, and the trace is at the printed path."""
+    finished = _profile(tmp_path, _model(tmp_path), "--batches=3", "--batch-size=2")
+    assert finished.returncode == 0, finished.stderr
+    printed = [line.split() for line in finished.stdout.splitlines()]
     (batch,) = [words for words in printed if words[:1] == ["batch"]]
     assert batch[1] == "3"
     assert batch[3] == "100%"
     assert any(words[:2] == ["aten::neg", "3"] for words in printed)
-    assert "3 batches of 2 requests, each" in done.stdout
-    assert "inputs: made-up values" in done.stdout
+    assert "3 batches of 2 requests, each" in finished.stdout
+    assert "inputs: made-up values" in finished.stdout
     path = tmp_path / "negate.trace.json.gz"
-    assert f"wrote {path}\n" in done.stdout
-    assert "https://ui.perfetto.dev" in done.stdout
-    assert [one.name for one in ranges.read(path)].count("batch") == 3
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["negate", path.name]
+    assert f"wrote {path}\n" in finished.stdout
+    assert "https://ui.perfetto.dev" in finished.stdout
+    assert [stage.name for stage in ranges.read(path)].count("batch") == 3
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["negate", path.name]
 
 
 @pytest.mark.slow
 def test_a_process_that_dies(tmp_path: Path) -> None:
-    """A model that takes its process with it leaves no trace, and an older one as it was."""
+    """If the model ends its process, no trace is written and an older trace is kept."""
     code = "import os\n\n\ndef forward(x):\n    os._exit(3)\n"
     (tmp_path / "old.json").write_text("older")
-    done = _profile(tmp_path, _model(tmp_path, code), "--output=old.json")
-    assert done.returncode == 1
-    assert "ended the process with exit code 3" in done.stderr
+    finished = _profile(tmp_path, _model(tmp_path, code), "--output=old.json")
+    assert finished.returncode == 1
+    assert "ended the process with exit code 3" in finished.stderr
     assert (tmp_path / "old.json").read_text() == "older"
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["negate", "old.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["negate", "old.json"]
 
 
 def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repository is no model: the models in it are named, and nothing is left."""
+    """A repository is refused with the names of its models, and nothing is written."""
     model = _model(tmp_path)
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli.commands, ["profile", str(tmp_path)])
-    assert f"{tmp_path} is a repository; name one of {model}." in str(done.exception)
+    result = CliRunner().invoke(cli.commands, ["profile", str(tmp_path)])
+    assert f"{tmp_path} is a repository; name one of {model}." in str(result.exception)
     assert list(tmp_path.iterdir()) == [model]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "message"),
     [
         (["nowhere"], "nowhere is not a folder; expected a model's folder."),
         (["negate", "--inputs=no.safetensors"], "no.safetensors is not a file"),
@@ -93,13 +93,13 @@ def test_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_bad_arguments(
-    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be is said before anything is loaded."""
+    """Bad arguments fail before anything is loaded."""
     _model(tmp_path, "raise SystemExit")
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(cli.commands, ["profile", *arguments], env={"COLUMNS": "200"})
-    assert done.exit_code
-    assert says in " ".join(f"{done.output} {done.exception}".split())
-    assert isinstance(done.exception, ProfileError | SystemExit)
-    assert [one.name for one in tmp_path.iterdir()] == ["negate"]
+    result = CliRunner().invoke(cli.commands, ["profile", *arguments], env={"COLUMNS": "200"})
+    assert result.exit_code
+    assert message in " ".join(f"{result.output} {result.exception}".split())
+    assert isinstance(result.exception, ProfileError | SystemExit)
+    assert [file.name for file in tmp_path.iterdir()] == ["negate"]

@@ -1,4 +1,4 @@
-"""The table of metrics: names, kinds and labels as Prometheus wants them."""
+"""The table of metrics."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from torch_py_backend.observability import metric_families
 from torch_py_backend.observability.metric_families import Family, Kind
 
 _UNITS = {"bytes": "_bytes", "seconds": "_seconds", "seconds since 1970": "_timestamp_seconds"}
-# What Prometheus says of a server, and what it would have to rename.
-_PROMETHEUS = {"job", "instance", "quantile"}
+# Labels that Prometheus sets itself or would rename.
+_RESERVED = {"job", "instance", "quantile"}
 
 
 @pytest.mark.parametrize("row", metric_families.TABLE, ids=lambda row: row.name)
 def test_names(row: Family) -> None:
-    """Base units in a name, `_total` for what only grows, no label of Prometheus' own."""
+    """Names have base units, counters end in `_total`, and no label is reserved."""
     assert re.fullmatch(r"pytorch_py_[a-z]+(_[a-z]+)*", row.name)
     assert row.name.endswith("_total") == (row.kind is Kind.COUNTER)
     assert _UNITS.get(row.unit, "") in row.name
     assert row.labels[:2] == ("model", "version")
     assert len(set(row.labels)) == len(row.labels)
-    assert not _PROMETHEUS & set(row.labels)
+    assert not _RESERVED & set(row.labels)
 
 
 @pytest.mark.parametrize("row", metric_families.TABLE, ids=lambda row: row.name)
-def test_words(row: Family) -> None:
-    """HELP is a clause, what to do is a sentence; both fit into a cell of a table."""
+def test_texts(row: Family) -> None:
+    """HELP is a clause and the hint a sentence; both fit into a cell of a table."""
     assert not row.doc.endswith(".")
-    assert row.moves.endswith(".")
-    assert "|" not in row.doc + row.moves + row.told
+    assert row.hint.endswith(".")
+    assert "|" not in row.doc + row.hint + row.models
 
 
 def test_series_are_distinct() -> None:
-    """No name is another's `_bucket`, `_sum` or `_count`."""
+    """No two metrics have a series of the same name."""
     series = [name for row in metric_families.TABLE for name in row.series]
     assert len(set(series)) == len(series)
     assert set(metric_families.BY_NAME) & set(series) == {
@@ -54,5 +54,5 @@ def test_series_are_distinct() -> None:
     ],
 )
 def test_buckets(most: int, bounds: tuple[int, ...]) -> None:
-    """Powers of two up to the largest batch: none is above the last bound."""
+    """Bounds are powers of two; the last one is at least the largest batch."""
     assert metric_families.buckets(most) == bounds

@@ -1,4 +1,4 @@
-"""Triton's trace contexts in the model's code, and the spans around it, without a server."""
+"""Triton's trace contexts in the model's code, and its spans, without a server."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from scenarios import Scenario
 from torch_py_backend.adapter import TritonPythonModel
 from torch_py_backend.observability import tracing
 
-# Two requests' traces: the id of each, and of Triton's own span in it.
+# The traces of two requests: the IDs of the trace and of Triton's span in it.
 _FIRST, _SECOND = ("11" * 16, "22" * 8), ("33" * 16, "44" * 8)
 _ALONE = Turn(0)
 _SECONDS = 30
@@ -39,7 +39,7 @@ _SECONDS = 30
 
 @pytest.fixture
 def provider(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process in which nobody has said where spans go."""
+    """A process without OTEL_* variables and without a tracer provider."""
     for name in [name for name in os.environ if name.startswith("OTEL_")]:
         monkeypatch.delenv(name)
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
@@ -49,45 +49,47 @@ def provider(process: None, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def spans(provider: None) -> Iterator[InMemorySpanExporter]:
-    """Where spans go that the model's own code has seen to."""
-    kept = InMemorySpanExporter()
-    made = TracerProvider()
-    made.add_span_processor(SimpleSpanProcessor(kept))
-    trace.set_tracer_provider(made)
-    yield kept
-    made.shutdown()
+    """The spans of a tracer provider that the model's own code has set."""
+    exporter = InMemorySpanExporter()
+    tracer_provider = TracerProvider()
+    tracer_provider.add_span_processor(SimpleSpanProcessor(exporter))
+    trace.set_tracer_provider(tracer_provider)
+    yield exporter
+    tracer_provider.shutdown()
 
 
 class _Served:
-    """A model that was loaded through the adapter."""
+    """A model that is loaded through the adapter."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.model = TritonPythonModel()
-        given = fake_triton.arguments(traced.TABLE[name].lay_out(folder))
-        self.document = json.loads(given["model_config"])
-        self.model.initialize(given)
+        arguments = fake_triton.arguments(traced.TABLE[name].lay_out(folder))
+        self.document = json.loads(arguments["model_config"])
+        self.model.initialize(arguments)
 
     def request(self, *ids: str, value: float = 1.0, turn: Turn = _ALONE) -> Any:
-        """A request that Triton traces; without ids one that it does not."""
+        """Return a request that Triton traces; without IDs, one that it does not."""
         x = np.full((1, 1), value, dtype=np.float32)
-        made = fake_triton.request({"x": x}, self.document, "", turn)
-        told = InferenceTrace(traced.context(*ids)) if ids else InferenceTrace()
-        return fake_triton.InferenceRequest(made.inputs(), "", turn=turn, trace=told)
+        inputs = fake_triton.request({"x": x}, self.document, "", turn).inputs()
+        context = InferenceTrace(traced.context(*ids)) if ids else InferenceTrace()
+        return fake_triton.InferenceRequest(inputs, "", turn=turn, trace=context)
 
-    def ask(self, *requests: Any) -> list[list[int]]:
-        return [_told(response) for response in self.model.execute(list(requests))]
+    def run(self, *requests: Any) -> list[list[int]]:
+        return [_values(response) for response in self.model.execute(list(requests))]
 
     def stream(self, *requests: Any) -> list[list[list[int]]]:
         assert self.model.execute(list(requests)) is None
         assert all(request.sender.ended.wait(_SECONDS) for request in requests)
-        return [[_told(one) for one in request.sender.responses] for request in requests]
+        return [
+            [_values(response) for response in request.sender.responses] for request in requests
+        ]
 
 
-def _told(response: Any) -> list[int]:
+def _values(response: Any) -> list[int]:
     assert response.error() is None, response.error().message()
     (y,) = response.output_tensors()
-    told: list[int] = y.as_numpy().ravel().tolist()
-    return told
+    values: list[int] = y.as_numpy().ravel().tolist()
+    return values
 
 
 def _ids(span: Any) -> list[int]:
@@ -102,14 +104,14 @@ def _parent(span: Any) -> tuple[str, str]:
 
 
 def test_batch(tmp_path: Path, spans: InMemorySpanExporter) -> None:
-    """forward() runs in a span: a child of the first traced request's, that links to the others."""
+    """forward() runs in a child of the first traced request's span, with links to the others."""
     served = _Served(tmp_path, "plain")
-    answers = served.ask(served.request(), served.request(*_FIRST), served.request(*_SECOND))
+    answers = served.run(served.request(), served.request(*_FIRST), served.request(*_SECOND))
 
     (span,) = spans.get_finished_spans()
     assert answers == [_ids(span)] * 3
     assert _parent(span) == _FIRST
-    assert [f"{one.context.span_id:016x}" for one in span.links] == [_SECOND[1]]
+    assert [f"{link.context.span_id:016x}" for link in span.links] == [_SECOND[1]]
     assert span.name == "forward"
     assert span.attributes == {
         "triton.model_name": "plain",
@@ -118,29 +120,29 @@ def test_batch(tmp_path: Path, spans: InMemorySpanExporter) -> None:
     }
 
 
-def test_nothing_is_traced(tmp_path: Path, spans: InMemorySpanExporter) -> None:
-    """A batch without a traced request has no span; nor does what comes after one that had."""
+def test_untraced_requests(tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    """A batch without a traced request has no span, even after a traced batch."""
     served = _Served(tmp_path, "plain")
-    assert served.ask(served.request(), served.request()) == [[0, 0]] * 2
-    served.ask(served.request(*_FIRST))
+    assert served.run(served.request(), served.request()) == [[0, 0]] * 2
+    served.run(served.request(*_FIRST))
     spans.clear()
-    assert served.ask(served.request()) == [[0, 0]]
+    assert served.run(served.request()) == [[0, 0]]
     assert spans.get_finished_spans() == ()
 
 
 @pytest.mark.parametrize("name", ["hooked", "threaded"])
 def test_hooks(name: str, tmp_path: Path, spans: InMemorySpanExporter) -> None:
-    """What runs for one request runs in that one's context, in whatever thread."""
+    """Hooks run in the context of their request, in any thread."""
     served = _Served(tmp_path, name)
     requests = served.request(*_FIRST), served.request(), served.request(*_SECOND)
-    assert served.ask(*requests) == [traced.ends(*_FIRST), [0, 0], traced.ends(*_SECOND)]
+    assert served.run(*requests) == [traced.ends(*_FIRST), [0, 0], traced.ends(*_SECOND)]
 
 
 def test_sequences(tmp_path: Path, spans: InMemorySpanExporter) -> None:
-    """A step runs in its own request's trace, with its state."""
+    """A step of a sequence runs in the trace of its own request."""
     served = _Served(tmp_path, "sums")
-    served.ask(served.request(*_FIRST, turn=Turn(7, starts=True)))
-    (answer,) = served.ask(served.request(*_SECOND, turn=Turn(7, ends=True)))
+    served.run(served.request(*_FIRST, turn=Turn(7, starts=True)))
+    (answer,) = served.run(served.request(*_SECOND, turn=Turn(7, ends=True)))
     first, second = spans.get_finished_spans()
     assert answer == _ids(second)
     assert [_parent(first), _parent(second)] == [_FIRST, _SECOND]
@@ -148,11 +150,11 @@ def test_sequences(tmp_path: Path, spans: InMemorySpanExporter) -> None:
 
 @pytest.mark.parametrize("name", ["yields", "steps"])
 def test_streams(name: str, tmp_path: Path, spans: InMemorySpanExporter) -> None:
-    """A stream is a span from its beginning to its end, and current in all its responses."""
+    """A stream has one span, which is current while any of its responses is made."""
     served = _Served(tmp_path, name)
     for ids in (_FIRST, _SECOND):
         ((*answers,),) = served.stream(served.request(*ids))
-        span = _ended(spans)
+        span = _only_span(spans)
         assert answers == [_ids(span)] * 2
         assert (span.name, _parent(span)) == ("stream", ids)
         spans.clear()
@@ -160,83 +162,83 @@ def test_streams(name: str, tmp_path: Path, spans: InMemorySpanExporter) -> None
 
 
 def test_stream_that_fails(tmp_path: Path, spans: InMemorySpanExporter) -> None:
-    """A stream that ends with an error has a span that says so."""
+    """The span of a stream that fails has the status and the message of the error."""
     served = _Served(tmp_path, "yields")
     bad = served.request(*_FIRST, value=-1.0)
     served.model.execute([bad])
     assert bad.sender.ended.wait(_SECONDS)
-    status = _ended(spans).status
+    status = _only_span(spans).status
     assert not status.is_ok
     assert status.description == bad.sender.responses[-1].error().message()
 
 
-def _ended(spans: InMemorySpanExporter) -> Any:
-    """The only span; it ends after the last response was sent."""
-    until = time.monotonic() + _SECONDS
+def _only_span(spans: InMemorySpanExporter) -> Any:
+    """Wait for the only span, which ends after the last response is sent."""
+    deadline = time.monotonic() + _SECONDS
     while not spans.get_finished_spans():
-        assert time.monotonic() < until
+        assert time.monotonic() < deadline
         time.sleep(0.001)
     (span,) = spans.get_finished_spans()
     return span
 
 
 def test_failure(tmp_path: Path, spans: InMemorySpanExporter) -> None:
-    """A batch that fails, and each part that is tried again, is a span of its own."""
+    """A failed batch, and each part of it that is run again, has its own span."""
     served = _Served(tmp_path, "raises")
     bad = served.request(*_SECOND, value=-1.0)
     good, refused = served.model.execute([served.request(*_FIRST), bad])
     assert refused.error() is not None
     whole, *parts = spans.get_finished_spans()
-    assert [one.status.is_ok for one in (whole, *parts)].count(True) == 1
-    (fine,) = [one for one in parts if one.status.is_ok]
-    assert _told(good) == _ids(fine)
-    assert {_parent(one) for one in parts} == {_FIRST, _SECOND}
+    assert [span.status.is_ok for span in (whole, *parts)].count(True) == 1
+    (succeeded,) = [span for span in parts if span.status.is_ok]
+    assert _values(good) == _ids(succeeded)
+    assert {_parent(span) for span in parts} == {_FIRST, _SECOND}
     assert len(whole.links) == 1
 
 
 def test_call_of_another_model(
     tmp_path: Path, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton is given the trace that a call of another model belongs to."""
-    seen = []
+    """A call of another model has the trace of its request."""
+    contexts = []
 
     def plain(request: Any) -> Any:
-        seen.append(request.trace().get_context())
+        contexts.append(request.trace().get_context())
         (x,) = request.inputs()
         y = fake_triton.Tensor("y", np.zeros((len(x.as_numpy()), 2), dtype=np.int64))
         return fake_triton.InferenceResponse([y])
 
     monkeypatch.setitem(fake_triton.InferenceRequest.served, "plain", plain)
     served = _Served(tmp_path, "caller")
-    served.ask(served.request(*_FIRST), served.request(*_SECOND))
-    served.ask(served.request())
-    assert seen == [traced.context(*_FIRST), None]
+    served.run(served.request(*_FIRST), served.request(*_SECOND))
+    served.run(served.request())
+    assert contexts == [traced.context(*_FIRST), None]
 
 
-# --- whether ---------------------------------------------------------------------------------
+# --- when it is enabled ----------------------------------------------------------------------
 
 
 def test_off(tmp_path: Path, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With TRACING false nobody asks requests, and OpenTelemetry is not imported for it."""
+    """With TRACING false, traces are not read and OpenTelemetry is not imported."""
 
-    def asked(request: Any) -> Any:
+    def fail(request: Any) -> Any:
         raise AssertionError
 
-    imported = builtins.__import__
+    original = builtins.__import__
 
     def importing(name: str, *rest: Any, **more: Any) -> Any:
         caller = (rest[0] if rest else {}).get("__name__", "")
         assert not ((caller + ".").startswith("torch_py_backend.") and "opentelemetry" in name)
-        return imported(name, *rest, **more)
+        return original(name, *rest, **more)
 
-    monkeypatch.setattr(fake_triton.InferenceRequest, "trace", asked)
+    monkeypatch.setattr(fake_triton.InferenceRequest, "trace", fail)
     monkeypatch.setattr(builtins, "__import__", importing)
     served = _Served(tmp_path, "off")
-    assert served.ask(served.request(*_FIRST)) == [[0, 0]]
+    assert served.run(served.request(*_FIRST)) == [[0, 0]]
 
 
 def _negate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TritonPythonModel, Any]:
-    """A model that does not use OpenTelemetry, in a process that has not imported it."""
+    """Load a model that does not use OpenTelemetry, in a process that has not imported it."""
     text = scenarios.config({"x": [4]}, {"y": [4]})
     scenario = Scenario("negate", scenarios.python(models.Negate), text)
     for name in [name for name in sys.modules if name.startswith("opentelemetry.context")]:
@@ -244,29 +246,27 @@ def _negate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TritonPython
     model = TritonPythonModel()
     model.initialize(fake_triton.arguments(scenario.lay_out(folder)))
     x = fake_triton.Tensor("x", np.ones((1, 4), dtype=np.float32))
-    told = InferenceTrace(traced.context(*_FIRST))
-    return model, fake_triton.InferenceRequest([x], trace=told)
+    context = InferenceTrace(traced.context(*_FIRST))
+    return model, fake_triton.InferenceRequest([x], trace=context)
 
 
-def test_unset_where_nobody_sees_it(
-    tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model that does not use OpenTelemetry, where no variables say so: it is not imported."""
+def test_unset_and_unused(tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without OTEL_* variables, a model that does not use OpenTelemetry is not traced."""
 
-    def asked(request: Any) -> Any:
+    def fail(request: Any) -> Any:
         raise AssertionError
 
-    monkeypatch.setattr(fake_triton.InferenceRequest, "trace", asked)
+    monkeypatch.setattr(fake_triton.InferenceRequest, "trace", fail)
     model, request = _negate(tmp_path, monkeypatch)
     (response,) = model.execute([request])
     assert response.error() is None
     assert "opentelemetry.context" not in sys.modules
 
 
-def test_unset_where_variables_say_where_spans_go(
+def test_unset_with_an_exporter(
     tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With an exporter in the environment there is a span, whatever the model's code imports."""
+    """With an exporter in OTEL_* variables, any model is traced."""
     with traced.Collector() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         model, request = _negate(tmp_path, monkeypatch)
@@ -277,7 +277,7 @@ def test_unset_where_variables_say_where_spans_go(
 
 
 @pytest.mark.parametrize(
-    "told",
+    "context",
     [
         "{",
         "null",
@@ -287,29 +287,27 @@ def test_unset_where_variables_say_where_spans_go(
         json.dumps({"traceparent": f"00-{_FIRST[0]}-{_FIRST[1]}-01", "tracestate": '=,"\\'}),
     ],
 )
-def test_a_context_that_makes_no_sense(
-    told: str, tmp_path: Path, spans: InMemorySpanExporter
-) -> None:
-    """Part of it comes from the client: the request is answered all the same."""
+def test_invalid_context(context: str, tmp_path: Path, spans: InMemorySpanExporter) -> None:
+    """A request whose trace context is invalid is answered: clients send parts of it."""
     served = _Served(tmp_path, "plain")
     x = fake_triton.Tensor("x", np.ones((1, 1), dtype=np.float32))
-    served.ask(fake_triton.InferenceRequest([x], trace=InferenceTrace(told)))
+    served.run(fake_triton.InferenceRequest([x], trace=InferenceTrace(context)))
 
 
 def test_completing_a_config_imports_none(tmp_path: Path) -> None:
-    """The adapter, as Triton imports it to complete a config, leaves OpenTelemetry alone."""
+    """The adapter, which Triton also imports to complete configs, does not import OpenTelemetry."""
     assert "import opentelemetry" not in Path(
         sys.modules["torch_py_backend.adapter"].__file__ or ""
     ).read_text(encoding="utf-8")
 
 
 def _without_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = importlib.util.find_spec
+    original = importlib.util.find_spec
 
     def find(name: str, package: str | None = None) -> Any:
         if name.startswith("opentelemetry"):
             raise ModuleNotFoundError(name)
-        return found(name, package)
+        return original(name, package)
 
     monkeypatch.setattr(importlib.util, "find_spec", find)
 
@@ -317,61 +315,61 @@ def _without_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unset_without_the_sdk(
     tmp_path: Path, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless TRACING asks for it, a model is served where OpenTelemetry is not installed."""
+    """If TRACING is unset, a model is served without OpenTelemetry."""
     _without_sdk(monkeypatch)
     served = _Served(tmp_path, "hooked")
-    assert served.ask(served.request(*_FIRST)) == [[0, 0]]
+    assert served.run(served.request(*_FIRST)) == [[0, 0]]
 
 
 def test_unset_on_an_old_server(
     tmp_path: Path, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless TRACING asks for it, a model is served where requests cannot tell their traces."""
+    """If TRACING is unset, a model is served on servers without traces."""
     monkeypatch.delattr(fake_triton.InferenceRequest, "trace")
     served = _Served(tmp_path, "hooked")
     x = fake_triton.Tensor("x", np.ones((1, 1), dtype=np.float32))
-    assert served.ask(fake_triton.InferenceRequest([x])) == [[0, 0]]
+    assert served.run(fake_triton.InferenceRequest([x])) == [[0, 0]]
 
 
-def _asked_for(name: str, says: str, tmp_path: Path) -> None:
-    with pytest.raises(fake_triton.TritonModelException) as refusal:
+def _load_error(name: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(fake_triton.TritonModelException) as error:
         _Served(tmp_path, name)
-    assert says in str(refusal.value)
+    assert message in str(error.value)
 
 
-def test_asked_for_without_the_sdk(
+def test_required_without_the_sdk(
     tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRACING true where OpenTelemetry is missing fails the load with what to install."""
+    """TRACING true without OpenTelemetry fails the load; the message has what to install."""
     _without_sdk(monkeypatch)
-    _asked_for("plain", "pip install 'torch-py-backend[tracing]'", tmp_path)
+    _load_error("plain", "pip install 'torch-py-backend[tracing]'", tmp_path)
 
 
-def test_asked_for_on_an_old_server(
+def test_required_on_an_old_server(
     tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TRACING true where requests cannot tell their traces fails the load."""
+    """TRACING true on a server without traces fails the load."""
     monkeypatch.delattr(fake_triton.InferenceRequest, "trace")
-    _asked_for("plain", "expected Triton 24.04 or later", tmp_path)
+    _load_error("plain", "expected Triton 24.04 or later", tmp_path)
 
 
-# --- where spans go ----------------------------------------------------------------------------
+# --- exporters ---------------------------------------------------------------------------------
 
 
-def test_nowhere(tmp_path: Path, provider: None) -> None:
-    """Without OTEL_* variables contexts are carried all the same, and nothing is sent."""
+def test_without_exporter(tmp_path: Path, provider: None) -> None:
+    """Without OTEL_* variables, contexts are passed to the model and no spans are sent."""
     served = _Served(tmp_path, "plain")
-    assert served.ask(served.request(*_FIRST)) == [traced.ends(*_FIRST)]
+    assert served.run(served.request(*_FIRST)) == [traced.ends(*_FIRST)]
     assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
 def test_exported(tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an endpoint in OTEL_* variables spans are there by the time that the model has ended."""
+    """With an endpoint in OTEL_* variables, all spans are sent before the model is unloaded."""
     with traced.Collector() as collector:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
         monkeypatch.setenv("OTEL_SERVICE_NAME", "digits")
         served = _Served(tmp_path, "plain")
-        (answer,) = served.ask(served.request(*_FIRST))
+        (answer,) = served.run(served.request(*_FIRST))
         served.model.finalize()
         (span,) = collector.spans
     assert (span.service, span.name, span.trace, span.parent) == ("digits", "forward", *_FIRST)
@@ -379,7 +377,7 @@ def test_exported(tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("name", "value", "message"),
     [
         ("OTEL_TRACES_EXPORTER", "carrier pigeon", "the exporter carrier pigeon, which is not"),
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "smoke", "the exporter smoke, which is not"),
@@ -388,52 +386,52 @@ def test_exported(tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatc
 def test_bad_variables(
     name: str,
     value: str,
-    says: str,
+    message: str,
     tmp_path: Path,
     provider: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A variable that asks for what is not there fails the load, rather than losing all spans."""
+    """An OTEL_* variable with an unknown value fails the load, rather than losing all spans."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setenv(name, value)
-    _asked_for("plain", says, tmp_path)
+    _load_error("plain", message, tmp_path)
 
 
 def test_exporter_that_fails(
     tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An exporter that refuses what OTEL_* variables tell it fails the load, with its reason."""
+    """An exporter that raises fails the load, with its reason."""
 
-    def refuses() -> Any:
+    def fail() -> Any:
         raise ValueError("no certificate")
 
-    entry: Any = SimpleNamespace(name="strict", load=lambda: refuses)
+    entry: Any = SimpleNamespace(name="strict", load=lambda: fail)
     monkeypatch.setattr(tracing, "entry_points", lambda **_: [entry])
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "strict")
-    _asked_for("plain", "strict that OTEL_* variables ask for fails: ValueError: no cert", tmp_path)
+    _load_error("plain", "strict that OTEL_* variables name fails: ValueError: no cert", tmp_path)
 
 
-def test_collector_that_is_gone(
+def test_unreachable_collector(
     tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a collector requests are answered, and an instance that ends is not kept waiting."""
+    """Without a collector, requests are answered and unloading does not wait long."""
     monkeypatch.setattr(tracing, "_SECONDS_TO_SEND", 0.1)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
     served = _Served(tmp_path, "plain")
-    ((trace_id, _),) = served.ask(served.request(*_FIRST))
+    ((trace_id, _),) = served.run(served.request(*_FIRST))
     served.model.finalize()
     assert [trace_id] == traced.ends(_FIRST[0])
-    # It goes on to try, and would log into other tests.
-    for one in threading.enumerate():
-        if one.name == "spans":
-            one.join(_SECONDS)
+    # The thread goes on trying, and would log into other tests.
+    for thread in threading.enumerate():
+        if thread.name == "spans":
+            thread.join(_SECONDS)
 
 
 @pytest.mark.parametrize("value", ["none", "", " none , "])
 def test_exporter_none(
     value: str, tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """OTEL_TRACES_EXPORTER none, as everywhere, sends nothing; empty is unset."""
+    """OTEL_TRACES_EXPORTER none sends no spans; an empty value counts as unset."""
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", value)
     _Served(tmp_path, "plain")
     assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)

@@ -1,4 +1,4 @@
-"""A config becomes an engine, or nothing stays of what was loaded."""
+"""Building an engine from a config."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ def _build(config: ModelConfig) -> Any:
     ids=["defaults", "options"],
 )
 @pytest.mark.usefixtures("process", "dynamo")
-def test_what_took_effect(options: dict[str, Any], parts: str, tmp_path: Path) -> None:
-    """One line names the artifact, the device, the threads and the switches of an instance."""
+def test_in_effect(options: dict[str, Any], parts: str, tmp_path: Path) -> None:
+    """`in_effect` names the artifact, the device, the threads and the switches of an instance."""
     build.write(tmp_path, "model.py", _NET)
-    made = _build(build.config(tmp_path, **options))
+    engine = _build(build.config(tmp_path, **options))
 
-    assert builder.in_effect(made, Threads(2, 3)) == (
+    assert builder.in_effect(engine, Threads(2, 3)) == (
         "model 'digits': instance digits_0_0 serves model.py (Python source and weights) on cpu;"
         f" threads 2 intra-op, 3 inter-op; {parts}."
     )
 
 
-def test_what_lies_in_the_folder_is_served(tmp_path: Path) -> None:
-    """The artifact of the version folder answers."""
+def test_the_artifact_of_the_version_folder(tmp_path: Path) -> None:
+    """The engine runs the artifact of the version folder."""
     build.write(tmp_path, "model.py", _NET)
 
     (outcome,) = _build(build.config(tmp_path)).run([{"x": torch.zeros(1, 4)}])
@@ -73,7 +73,7 @@ def test_what_lies_in_the_folder_is_served(tmp_path: Path) -> None:
 
 
 class Echo(nn.Module):
-    """Strings in every place where TorchScript may have them."""
+    """Takes and returns strings in every way that TorchScript allows."""
 
     def forward(
         self, x: list[str], n: int = 2
@@ -95,10 +95,8 @@ OUTPUTS = (
 
 @pytest.mark.parametrize("optimize", [(), ("freeze",)], ids=["plain", "frozen"])
 @pytest.mark.parametrize("first", [b"text", b"\xff\x00x"], ids=["UTF-8", "other bytes"])
-def test_torchscript_passes_bytes_on(
-    tmp_path: Path, first: bytes, optimize: tuple[str, ...]
-) -> None:
-    """What is not UTF-8 reaches TorchScript as it came, and comes back as the model returns it."""
+def test_torchscript_with_bytes(tmp_path: Path, first: bytes, optimize: tuple[str, ...]) -> None:
+    """Bytes that are not UTF-8 pass through TorchScript unchanged."""
     (tmp_path / "1").mkdir()
     torch.jit.script(Echo().eval()).save(tmp_path / "1" / "model.pt")
     inputs = (build.spec("x", "BYTES", (1,)),)
@@ -106,7 +104,7 @@ def test_torchscript_passes_bytes_on(
     sent = np.array([[first], ["é".encode()]], dtype=np.object_)
     engine = _build(settings)
     module: Any = engine.callee.module
-    assert module.original_name == "Echo"  # hooks may use what the module has
+    assert module.original_name == "Echo"  # hooks may use attributes of the module
 
     for _ in range(2):
         (outcome,) = engine.run([{"x": sent}])
@@ -116,8 +114,8 @@ def test_torchscript_passes_bytes_on(
         assert _bytes(outcome["OUTPUT__3"]) == [first, first, "é".encode(), "é".encode()]
 
 
-def test_other_methods_of_torchscript_take_bytes(tmp_path: Path) -> None:
-    """The method that METHOD names is called with them, and no other."""
+def test_a_torchscript_method_with_bytes(tmp_path: Path) -> None:
+    """The method that METHOD names takes bytes, too."""
     (tmp_path / "1").mkdir()
     torch.jit.script(Echo().eval()).save(tmp_path / "1" / "model.pt")
     specs = {"inputs": (build.spec("x", "BYTES", (1,)),), "outputs": OUTPUTS[:1]}
@@ -129,4 +127,6 @@ def test_other_methods_of_torchscript_take_bytes(tmp_path: Path) -> None:
 
 
 def _bytes(strings: Any) -> list[bytes]:
-    return [one if isinstance(one, bytes) else one.encode() for one in strings.flatten().tolist()]
+    return [
+        text if isinstance(text, bytes) else text.encode() for text in strings.flatten().tolist()
+    ]

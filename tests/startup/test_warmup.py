@@ -24,7 +24,7 @@ from torch_py_backend.startup import warmup
 
 
 def engine(config: ModelConfig, forward: Callable[..., Any], **takes: Takes) -> Engine:
-    """An engine without a file: forward() takes the config's inputs by name, mostly tensors."""
+    """Return an engine without a file; forward() takes the config's inputs, tensors by default."""
     arguments = [
         Argument(
             spec.name,
@@ -48,20 +48,20 @@ def shapes(config: ModelConfig) -> list[list[int]]:
     return [list(item["x"].shape) for item in batches(config)]
 
 
-def test_a_model_that_takes_a_number() -> None:
-    """Made-up values are one for all rows, where the model takes one."""
+def test_a_scalar_input() -> None:
+    """The made-up values of a scalar input are the same in all rows."""
     config = build.config(inputs=(build.spec("x"), build.spec("scale", dims=(1,))))
-    made = engine(config, lambda x, scale: x * scale, scale=Takes.FLOAT)
+    model = engine(config, lambda x, scale: x * scale, scale=Takes.FLOAT)
 
-    warmup.run(made)
+    warmup.run(model)
 
-    assert made.counts.rows
+    assert model.counts.rows
 
 
-def test_a_long_warm_up_is_reported(
+def test_progress_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says when it begins, and now and then how far it is."""
+    """A long warm-up logs its progress every ten seconds."""
     caplog.set_level("INFO", "torch_py_backend")
     clock = iter([0.0, 4.0, 11.0, 20.9, 21.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
@@ -77,10 +77,8 @@ def test_a_long_warm_up_is_reported(
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.usefixtures("dynamo")
-def test_the_begin_of_a_warm_up_is_reported(
-    compiled: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It may be the only line for minutes, where torch.compile has one graph to make."""
+def test_the_beginning_is_logged(compiled: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The warm-up logs its beginning: compiling a single graph may take minutes."""
     caplog.set_level("INFO", "torch_py_backend")
     parameters = {"backend": "eager"} if compiled else None
     config = build.config(torch_compile_optional_parameters=parameters)
@@ -88,37 +86,37 @@ def test_the_begin_of_a_warm_up_is_reported(
     warmup.run(engine(config, lambda x: x))
 
     (line, *_) = [record.getMessage() for record in caplog.records]
-    more = "; torch.compile may take minutes" if compiled else ""
-    assert line == f"model 'digits': the warm-up begins{more}."
+    suffix = "; torch.compile may take minutes" if compiled else ""
+    assert line == f"model 'digits': the warm-up begins{suffix}."
 
 
 @pytest.mark.parametrize("writes", [True, False])
-def test_models_that_write_into_their_inputs_are_noticed(writes: bool) -> None:
-    """A model that computes in its inputs must not be given them a second time."""
-    made = engine(build.config(), lambda x: x.add_(1) if writes else x + 1)
+def test_writes_to_inputs_are_detected(writes: bool) -> None:
+    """The warm-up detects whether the model writes into its inputs."""
+    model = engine(build.config(), lambda x: x.add_(1) if writes else x + 1)
 
-    warmup.run(made)
+    warmup.run(model)
 
-    assert made.purity.writes_inputs() == writes
+    assert model.purity.writes_inputs() == writes
 
 
-def test_what_the_warm_up_reports_is_not_kept(caplog: pytest.LogCaptureFixture) -> None:
-    """A failure is told to the log, with its traceback, and to nobody later."""
+def test_reports_of_failures_are_cleared(caplog: pytest.LogCaptureFixture) -> None:
+    """A failure is logged with its traceback, and is not reported again later."""
 
     def forward(x: Tensor) -> Tensor:
         raise ValueError("no")
 
-    made = engine(build.config(), forward)
+    model = engine(build.config(), forward)
     with pytest.raises(WarmupError):
-        warmup.run(made)
+        warmup.run(model)
 
     assert "Traceback" in caplog.text
-    assert not made.recovery.reports
+    assert not model.recovery.reports
 
 
 @pytest.fixture(autouse=True)
 def restored(dynamo: None) -> None:
-    """Compiled models change torch's limits."""
+    """Restore torch's limits, which compiled models change."""
 
 
 @pytest.mark.parametrize(
@@ -139,10 +137,8 @@ def restored(dynamo: None) -> None:
         ),
     ],
 )
-def test_samples_cover_the_batches_that_will_come(
-    rows: int, dims: tuple[int, ...], expected: list[list[int]]
-) -> None:
-    """The largest batch, the next and one row are tried, with two sizes where size varies."""
+def test_row_counts_and_sizes(rows: int, dims: tuple[int, ...], expected: list[list[int]]) -> None:
+    """Samples have all, all but one, and one row; variable dims have two sizes."""
     config = build.config(max_batch_size=rows, inputs=(build.spec("x", dims=dims),))
 
     assert shapes(config) == expected
@@ -157,10 +153,8 @@ def test_samples_cover_the_batches_that_will_come(
         pytest.param({}, [5, 4, 3, 2, 1], id="automatic"),
     ],
 )
-def test_every_row_count_is_tried_where_each_has_a_graph(
-    parameters: dict[str, Any], counts: list[int]
-) -> None:
-    """A compiled model meets every batch size that it will have before READY."""
+def test_row_counts_of_compiled_models(parameters: dict[str, Any], counts: list[int]) -> None:
+    """A compiled model is called with every row count before READY."""
     config = build.config(max_batch_size=5, torch_compile_optional_parameters=parameters)
 
     assert [rows for rows, _ in shapes(config)] == counts
@@ -173,8 +167,10 @@ def test_every_row_count_is_tried_where_each_has_a_graph(
         pytest.param(None, 100, [100, 64, *range(32, 0, -1)], id="automatic"),
     ],
 )
-def test_row_counts_without_buckets(dynamic: bool | None, rows: int, counts: list[int]) -> None:
-    """Without buckets each static graph is made; of one for all, the guards are tried."""
+def test_row_counts_of_compiled_models_without_buckets(
+    dynamic: bool | None, rows: int, counts: list[int]
+) -> None:
+    """Static graphs need every row count; a dynamic graph those up to 32 and powers of two."""
     config = build.config(
         max_batch_size=rows,
         batch_buckets=(),
@@ -185,27 +181,27 @@ def test_row_counts_without_buckets(dynamic: bool | None, rows: int, counts: lis
 
 
 def test_buckets_are_the_only_row_counts() -> None:
-    """A model with buckets is tried with those and no others."""
+    """A model with buckets is called with these row counts only."""
     config = build.config(max_batch_size=8, batch_buckets=(2, 8))
 
     assert [rows for rows, _ in shapes(config)] == [8, 2]
 
 
-def test_examples_beside_the_model_are_what_it_is_tried_with(tmp_path: Path) -> None:
-    """Valid values are taken from the example; what does not fit its input is told and made up."""
+def test_example_inputs(tmp_path: Path) -> None:
+    """Samples use values of the example; values that do not fit the config are made up."""
     example = {"x": torch.arange(8.0).reshape(2, 4), "n": torch.zeros(1, 3)}
     (tmp_path / "1").mkdir()
     safetensors.torch.save_file(example, tmp_path / "1" / "example_inputs.safetensors")
     config = build.config(tmp_path, max_batch_size=3, inputs=(build.spec("x"), build.spec("n")))
 
-    found = batches(config)
+    items = batches(config)
 
-    assert [item["x"].tolist() for item in found[2:]] == [[[0.0, 1.0, 2.0, 3.0]]]
-    assert found[0]["x"].shape == found[0]["n"].shape == (3, 4)
+    assert [item["x"].tolist() for item in items[2:]] == [[[0.0, 1.0, 2.0, 3.0]]]
+    assert items[0]["x"].shape == items[0]["n"].shape == (3, 4)
 
 
-def test_every_pattern_of_optional_inputs_is_tried() -> None:
-    """What requests may leave out, alone or together, is left out before READY."""
+def test_every_combination_of_optional_inputs() -> None:
+    """Samples omit each optional input, alone and together with others."""
     optional = [dataclasses.replace(build.spec(name), optional=True) for name in ("m", "n")]
     config = build.config(max_batch_size=1, inputs=(build.spec("x"), *optional))
 
@@ -218,43 +214,43 @@ def test_every_pattern_of_optional_inputs_is_tried() -> None:
 
 
 def test_inputs_of_a_sample_have_one_row_count() -> None:
-    """All inputs of a sample agree in rows, and a fixed input is not stretched by another."""
+    """All inputs of a sample have the same row count; fixed dims keep their size."""
     config = build.config(
         max_batch_size=3,
         inputs=(build.spec("x", dims=(-1,)), build.spec("n", "INT64", (1,))),
     )
 
-    found = [(list(item["x"].shape), list(item["n"].shape)) for item in batches(config)]
+    sizes = [(list(item["x"].shape), list(item["n"].shape)) for item in batches(config)]
 
-    assert found[:3] == [([3, 8], [3, 1]), ([3, 6], [3, 1]), ([2, 8], [2, 1])]
+    assert sizes[:3] == [([3, 8], [3, 1]), ([3, 6], [3, 1]), ([2, 8], [2, 1])]
 
 
-def test_optional_inputs_are_there_and_left_out() -> None:
-    """Each kind of batch is tried with the optional inputs and without them."""
+def test_row_counts_with_and_without_optional_inputs() -> None:
+    """Each row count has a sample with and one without the optional input."""
     optional = dataclasses.replace(build.spec("n"), optional=True)
     config = build.config(max_batch_size=2, inputs=(build.spec("x"), optional))
 
-    found = [(len(item["x"]), "n" in item) for item in batches(config)]
+    samples = [(len(item["x"]), "n" in item) for item in batches(config)]
 
-    assert found == [(2, True), (2, False), (1, True), (1, False)]
+    assert samples == [(2, True), (2, False), (1, True), (1, False)]
 
 
-def test_optional_inputs_are_left_out_of_calls() -> None:
-    """forward() is called without an optional input before READY, too."""
-    seen = []
+def test_calls_without_optional_inputs() -> None:
+    """forward() is called with and without an optional input."""
+    omitted = []
 
     def forward(x: Tensor, n: Tensor | None = None) -> Tensor:
-        seen.append(n is None)
+        omitted.append(n is None)
         return x
 
     optional = dataclasses.replace(build.spec("n"), optional=True)
     warmup.run(engine(build.config(max_batch_size=1, inputs=(build.spec("x"), optional)), forward))
 
-    assert seen == [False] * 3 + [True] * 3
+    assert omitted == [False] * 3 + [True] * 3
 
 
-def test_each_sample_is_run_until_torchscript_has_optimised() -> None:
-    """Every kind of batch is called three times, the largest first."""
+def test_each_sample_is_run_three_times() -> None:
+    """Each sample is run three times, until TorchScript has optimized; the largest first."""
     rows = []
 
     def forward(x: Tensor) -> Tensor:
@@ -267,7 +263,7 @@ def test_each_sample_is_run_until_torchscript_has_optimised() -> None:
 
 
 @pytest.mark.parametrize(
-    ("forward", "said"),
+    ("forward", "message"),
     [
         pytest.param(
             lambda x: x @ torch.ones(3, 3),
@@ -280,30 +276,28 @@ def test_each_sample_is_run_until_torchscript_has_optimised() -> None:
         pytest.param(lambda x: None, "output 'y' is a NoneType", id="nothing returned"),
     ],
 )
-def test_model_that_fails_its_warm_up_fails_the_load(
-    forward: Callable[..., Any], said: str
-) -> None:
-    """A model that cannot serve its own config is refused before READY, with what was tried."""
+def test_a_failed_warm_up_fails_the_load(forward: Callable[..., Any], message: str) -> None:
+    """If a sample fails, the load fails; the message has its shapes, the cause and a cure."""
     with pytest.raises(WarmupError) as raised:
         warmup.run(engine(build.config(), forward))
 
     text = str(raised.value)
     assert isinstance(raised.value, LoadError)
     assert text.startswith("model 'digits': the warm-up with x [8, 4] failed: ")
-    assert said in text
+    assert message in text
     assert 'set the parameter WARMUP to "false"' in text
 
 
 def test_failure_names_all_inputs() -> None:
-    """A refusal shows the shape of every input that was tried."""
+    """The message has the shape of every input of the sample."""
     config = build.config(inputs=(build.spec("x"), build.spec("n", "INT64", (1,))))
 
     with pytest.raises(WarmupError, match=r"the warm-up with x \[8, 4\], n \[8, 1\] failed"):
         warmup.run(engine(config, lambda x, n: x.missing))
 
 
-def test_failure_of_a_smaller_batch_is_noticed() -> None:
-    """A model that only takes full batches is found out before READY."""
+def test_a_smaller_batch_fails() -> None:
+    """A model that takes full batches only fails the load."""
 
     def forward(x: Tensor) -> Tensor:
         return x.reshape(8, 4)
@@ -312,8 +306,8 @@ def test_failure_of_a_smaller_batch_is_noticed() -> None:
         warmup.run(engine(build.config(), forward))
 
 
-def test_outputs_that_cannot_be_bound_keep_their_message() -> None:
-    """A wrong output name is told as such, not as a failed warm-up."""
+def test_output_names_that_do_not_fit() -> None:
+    """A wrong output name raises BindingError, not WarmupError."""
     config = build.config(outputs=(build.spec("mean"), build.spec("variance")))
 
     with pytest.raises(BindingError, match="the outputs mean, variance do not fit"):
@@ -324,14 +318,14 @@ def test_outputs_that_cannot_be_bound_keep_their_message() -> None:
 
 
 class Parser(nn.Module):
-    """Takes texts that are numbers, which the made-up ones are not."""
+    """Takes texts that are numbers; made-up texts are not."""
 
     def forward(self, x: list[str]) -> Tensor:
         return torch.tensor([[float(text)] for text in x])
 
 
 class Window(nn.Module):
-    """Takes rows of at least 10 values, which made-up ones do not have."""
+    """Takes rows of at least 10 values; made-up rows are shorter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -343,7 +337,7 @@ class Window(nn.Module):
 
 
 class Once(nn.Module):
-    """Counts its calls, and takes no second one."""
+    """Raises in its second call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,39 +356,41 @@ LENGTHS = dataclasses.replace(ROWS, inputs=(build.spec("x", dims=(-1,)),))
 
 
 @pytest.mark.parametrize(
-    ("model", "config", "takes", "said"),
+    ("module", "config", "takes", "message"),
     [
         pytest.param(Parser(), TEXTS, Takes.STRINGS, "could not convert string", id="texts"),
         pytest.param(Window(), LENGTHS, Takes.TENSOR, "Kernel size can't be greater", id="size"),
         pytest.param(Once(), ROWS, Takes.TENSOR, "RuntimeError: once", id="counter"),
     ],
 )
-def test_made_up_samples_may_fail_where_the_model_is_served(
-    model: nn.Module,
+def test_made_up_samples_may_fail_when_serving(
+    module: nn.Module,
     config: ModelConfig,
     takes: Takes,
-    said: str,
+    message: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One warning says what failed and how to give an example; requests are answered."""
-    made = engine(config, model, x=takes)
+    """A failed sample is one warning with the cause and the cure; requests are answered."""
+    model = engine(config, module, x=takes)
 
-    warmup.run(made, serving=True)
+    warmup.run(model, serving=True)
 
-    (warning,) = (one.getMessage() for one in caplog.records if one.levelno == logging.WARNING)
+    (warning,) = (
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    )
     assert "the warm-up with x [8," in warning
-    assert said in warning
+    assert message in warning
     assert "example_inputs.safetensors" in warning
     assert "It is served all the same" in warning
     assert "Traceback" in warning
-    assert not made.recovery.reports
+    assert not model.recovery.reports
     value = np.array([[b"1"]], dtype=object) if takes is Takes.STRINGS else torch.ones(1, 12)
-    (outcome,) = made.run([{"x": value}])
+    (outcome,) = model.run([{"x": value}])
     assert not isinstance(outcome, BackendError)
 
 
-def test_other_samples_are_run_all_the_same() -> None:
-    """A row count that fails leaves no request of another one to pay for a first call."""
+def test_samples_after_a_failed_one_are_run() -> None:
+    """If one row count fails, the others are warmed up all the same."""
     rows = []
 
     def forward(x: Tensor) -> Tensor:
@@ -403,17 +399,17 @@ def test_other_samples_are_run_all_the_same() -> None:
             raise ValueError("too many")
         return x
 
-    made = engine(build.config(), forward)
-    warmup.run(made, serving=True)
+    model = engine(build.config(), forward)
+    warmup.run(model, serving=True)
 
     assert rows == [8, 7, 7, 7, 1, 1, 1]
-    assert not made.purity.writes_inputs()
+    assert not model.purity.writes_inputs()
 
 
 @pytest.mark.parametrize(
     ("options", "forward"),
     [
-        pytest.param({"warmup": True}, lambda x: x.missing, id="asked for"),
+        pytest.param({"warmup": True}, lambda x: x.missing, id="required"),
         pytest.param(
             {"torch_compile_optional_parameters": {"backend": "eager"}, "compile_required": True},
             lambda x: x.missing,
@@ -432,26 +428,26 @@ def test_other_samples_are_run_all_the_same() -> None:
         pytest.param({}, lambda x: x[:1], id="other rows"),
     ],
 )
-def test_failures_that_keep_a_model_from_being_served(
+def test_failures_that_fail_the_load_when_serving(
     options: dict[str, Any], forward: Callable[..., Any]
 ) -> None:
-    """What was asked for, what depends on the warm-up, and what no values excuse."""
+    """A required warm-up, options that depend on it, and results that contradict the config."""
     with pytest.raises(WarmupError, match=r"the warm-up with x \[8, 4\] failed"):
         warmup.run(engine(build.config(**options), forward), serving=True)
 
 
-def test_a_handler_that_compiles_its_model_needs_its_warm_up() -> None:
-    """What TorchServe's handlers compile is not sealed, so it would be compiled for requests."""
+def test_failures_of_a_handler_that_compiles() -> None:
+    """A TorchServe handler that compiles must pass: it would compile during requests."""
     parameters = {"backend": "eager"}
-    made = engine(build.config(torch_compile_optional_parameters=parameters), lambda x: x.missing)
-    made.kind = Kind.TORCHSERVE
+    model = engine(build.config(torch_compile_optional_parameters=parameters), lambda x: x.missing)
+    model.kind = Kind.TORCHSERVE
 
     with pytest.raises(WarmupError):
-        warmup.run(made, serving=True)
+        warmup.run(model, serving=True)
 
 
-def test_an_example_that_fails_keeps_a_model_from_being_served(tmp_path: Path) -> None:
-    """Values that somebody wrote are meant to work."""
+def test_a_failed_example_fails_the_load(tmp_path: Path) -> None:
+    """Samples from the user's example inputs must pass."""
     (tmp_path / "1").mkdir()
     path = tmp_path / "1" / "example_inputs.safetensors"
     safetensors.torch.save_file({"x": torch.zeros(1, 4)}, path)
@@ -460,10 +456,10 @@ def test_an_example_that_fails_keeps_a_model_from_being_served(tmp_path: Path) -
         warmup.run(engine(build.config(tmp_path), lambda x: x.missing), serving=True)
 
 
-def test_nothing_is_compiled_after_samples_that_failed(
+def test_nothing_is_compiled_after_failed_samples(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A model whose sample failed behind its first graph goes on eagerly there, and is run once."""
+    """If a sample failed after its first graph, later calls run eagerly from there, once."""
     calls = []
 
     class Net(nn.Module):
@@ -476,15 +472,15 @@ def test_nothing_is_compiled_after_samples_that_failed(
             return y
 
     settings = build.config(torch_compile_optional_parameters={"backend": "aot_eager"})
-    made = engine(settings, Net())
-    warmup.run(made, serving=True)
+    model = engine(settings, Net())
+    warmup.run(model, serving=True)
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     calls.clear()
 
-    (outcome,) = made.run([{"x": torch.full((2, 4), 100.0)}])
+    (outcome,) = model.run([{"x": torch.full((2, 4), 100.0)}])
 
     assert isinstance(outcome, dict)
     assert torch.equal(torch.as_tensor(outcome["y"]), torch.full((2, 4), 101.0))
     assert calls == [2]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
-    assert "what needs another graph runs eagerly" in caplog.text
+    assert "calls that need another graph run eagerly" in caplog.text

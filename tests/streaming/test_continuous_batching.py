@@ -1,4 +1,4 @@
-"""Continuous batching: the steps of live streams are one call."""
+"""Continuous batching: live streams share each call of step()."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ State = tuple[Tensor, int]
 
 
 class Counter:
-    """Counts up from x, so many times; keeps how many streams each step had."""
+    """Counts up from x, `count` times, and records the number of streams of each step."""
 
     def __init__(self, count: int = 3, *, fails_at: float = 1e9, most: int = 1000) -> None:
         self.sizes: list[int] = []
@@ -54,7 +54,7 @@ def _kept(count: int) -> list[tuple[Any, Kept]]:
 
 
 def test_live_streams_share_a_step() -> None:
-    """Streams that are live together are stepped together, and each gets its own values."""
+    """Live streams share each step, and each gets its own values."""
     model, pairs = Counter(), _kept(5)
     streams = _run(model, *pairs)
     for sent, kept in pairs:
@@ -67,13 +67,13 @@ def test_live_streams_share_a_step() -> None:
 
 
 def test_streams_of_different_lengths() -> None:
-    """A stream that ends leaves the step to the others; one that comes later joins them."""
+    """A stream that ends leaves the shared step, and a stream that begins later joins it."""
     model = Counter(4)
     streams = Streams(engine(model.begin, model.step))
     late = Kept()
 
     class Early(Kept):
-        """Another stream begins with its first response."""
+        """Begins another stream at its first response."""
 
         def take(self, outcome: dict[str, Value], *, last: bool) -> None:
             super().take(outcome, last=last)
@@ -83,19 +83,19 @@ def test_streams_of_different_lengths() -> None:
     others: list[asyncio.Task[None]] = []
     early = Early(leaves_after=3)
 
-    async def one_after_the_other() -> None:
+    async def staggered() -> None:
         await streams.run(item(0), early)
         await asyncio.gather(*others)
 
-    asyncio.run(one_after_the_other())
+    asyncio.run(staggered())
     assert len(early.values) == 3
     assert len(late.values) == 4
     assert model.sizes == [1, 1, 2, 1, 1, 1]
 
 
-def test_only_the_guilty_streams_end() -> None:
-    """A step that fails is run in halves: who is at fault ends, the others miss nothing."""
-    model, pairs = Counter(fails_at=30), _kept(4)  # 0, 10, 20 and the guilty 30
+def test_only_failing_streams_end() -> None:
+    """A failed step is bisected: failing streams end, the others get all their responses."""
+    model, pairs = Counter(fails_at=30), _kept(4)  # 0, 10, 20, and 30, which fails
     _run(model, *pairs)
     for _, kept in pairs[:3]:
         assert len(kept.values) == 3
@@ -108,14 +108,14 @@ def test_only_the_guilty_streams_end() -> None:
 @pytest.mark.parametrize(
     "limits", [{}, {"fails_at": 30}, {"most": 2}], ids=["one step", "halves", "out of memory"]
 )
-def test_a_model_that_uses_its_memory_again(limits: dict[str, float]) -> None:
-    """Streams get their own values where another call comes before they are sent."""
+def test_outputs_that_share_memory(limits: dict[str, float]) -> None:
+    """Streams get their own values even if another call overwrites the outputs' memory."""
 
     class Reuses(Counter):
         memory = torch.zeros(8, 1, 1)
 
         def begin(self, x: Tensor) -> State:
-            self.memory[:] = -1  # as a new stream begins, others have not been sent yet
+            self.memory[:] = -1  # when a stream begins, outputs of others have not been sent yet
             return super().begin(x)
 
         def step(self, states: list[State]) -> list[tuple[State | None, Tensor]]:
@@ -128,57 +128,57 @@ def test_a_model_that_uses_its_memory_again(limits: dict[str, float]) -> None:
     _run(Reuses(**limits), *pairs)  # type: ignore[arg-type]
     for number, (_, kept) in enumerate(pairs):
         start = 10.0 * number
-        guilty = start >= limits.get("fails_at", 1e9)
-        assert kept.values == ([] if guilty else [[[start]], [[start + 1]], [[start + 2]]])
+        fails = start >= limits.get("fails_at", 1e9)
+        assert kept.values == ([] if fails else [[[start]], [[start + 1]], [[start + 2]]])
 
 
-def test_without_a_second_try() -> None:
-    """RETRY_FAILED_BATCH=false: a step that fails ends all its streams."""
+def test_without_retry() -> None:
+    """With RETRY_FAILED_BATCH=false, a failed step ends all its streams."""
     model, pairs = Counter(fails_at=30), _kept(4)
     _run(model, *pairs, retry_failed_batch=False)
     assert all(isinstance(kept.error, ForwardError) for _, kept in pairs)
     assert model.sizes == [4]
 
 
-def test_memory_that_runs_out() -> None:
-    """Steps become smaller where memory does not suffice for all, and stay so."""
+def test_steps_shrink_when_memory_runs_out() -> None:
+    """Steps become smaller when memory runs out, and stay smaller."""
     model, pairs = Counter(3, most=2), _kept(8)
     _run(model, *pairs)
     assert all(kept.error is None and len(kept.values) == 3 for _, kept in pairs)
     assert model.sizes.count(8) == 1
 
 
-def test_memory_that_suffices_for_none() -> None:
-    """Where not even one stream fits, each is told so."""
+def test_not_enough_memory_for_one_stream() -> None:
+    """If not even one stream fits into memory, each ends with OutOfMemoryError."""
     model, pairs = Counter(most=0), _kept(2)
     _run(model, *pairs)
     assert all(isinstance(kept.error, OutOfMemoryError) for _, kept in pairs)
 
 
 class Silent:
-    """Has a response in every second step, ends without one, and may have none at all."""
+    """Makes a response in every second step and none in the last; may make none at all."""
 
     def begin(self, x: Tensor) -> int | None:
         return int(x) or None
 
     def step(self, states: list[int]) -> list[tuple[int | None, Tensor | None]]:
         return [
-            (one - 1 or None, torch.full((1, 1), float(one)) if one % 2 == 0 else None)
-            for one in states
+            (left - 1 or None, torch.full((1, 1), float(left)) if left % 2 == 0 else None)
+            for left in states
         ]
 
 
 @pytest.mark.parametrize(("start", "values"), [(5.0, [4.0, 2.0]), (1.0, []), (0.0, [])])
 def test_steps_without_a_response(start: float, values: list[float]) -> None:
-    """None in place of outputs is no response; None in place of a state is the end."""
+    """Outputs of None make no response; a state of None ends the stream."""
     kept = Kept()
     _run(Silent(), (item(start), kept))
-    assert kept.values == [[[one]] for one in values]
+    assert kept.values == [[[value]] for value in values]
     assert kept.error is None
 
 
-def test_a_response_that_is_wrong() -> None:
-    """Outputs that the config contradicts end their own stream."""
+def test_outputs_that_contradict_the_config() -> None:
+    """Outputs that contradict the config end their stream only."""
 
     class Wrong(Counter):
         def step(self, states: list[State]) -> list[tuple[State | None, Tensor]]:
@@ -195,7 +195,7 @@ def test_a_response_that_is_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "said"),
+    ("returned", "message"),
     [
         (None, "step() returned a NoneType"),
         ([], "step() returned 0 entries for 1 streams"),
@@ -205,10 +205,10 @@ def test_a_response_that_is_wrong() -> None:
     ],
     ids=["none", "empty", "no-pair", "triple", "tensor"],
 )
-def test_what_step_must_return(returned: Any, said: str) -> None:
-    """A pair for each stream, or an error that says what came."""
+def test_step_returns_something_else(returned: Any, message: str) -> None:
+    """If step() does not return a pair for each stream, the error says what it returned."""
 
-    class Odd:
+    class Wrong:
         def begin(self, x: Tensor) -> Tensor:
             return x
 
@@ -216,15 +216,15 @@ def test_what_step_must_return(returned: Any, said: str) -> None:
             return returned
 
     kept = Kept()
-    _run(Odd(), (item(1), kept))
+    _run(Wrong(), (item(1), kept))
     assert isinstance(kept.error, OutputError)
-    assert said in str(kept.error)
+    assert message in str(kept.error)
 
 
-def test_first() -> None:
-    """The first outputs tell what a model gives: of the first step that has some."""
+def test_first_outputs() -> None:
+    """`first_outputs` returns those of the first step that has some, or raises."""
     model = Silent()
-    assert float(continuous_batching.first("digits", model.step, 5, 10)) == 4
+    assert float(continuous_batching.first_outputs("digits", model.step, 5, 10)) == 4
     for state in (1, None):
         with pytest.raises(OutputError, match="without a response"):
-            continuous_batching.first("digits", model.step, state, 10)
+            continuous_batching.first_outputs("digits", model.step, state, 10)

@@ -1,4 +1,4 @@
-"""A request's stream: what it gives, in which order, and how it ends."""
+"""Streams: their responses, the order of these, and how streams end."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import CancelledError, ForwardError, InputError, OutputError
-from torch_py_backend.streaming.streams import Streams, first, trial
+from torch_py_backend.streaming.streams import Streams, first_outputs, trial
 
 
-def _run(made: Engine, *pairs: tuple[Item, Kept]) -> Streams:
-    """Streams that begin together, run to their ends."""
-    streams = Streams(made)
+def _run(model: Engine, *pairs: tuple[Item, Kept]) -> Streams:
+    """Run streams that begin together to their ends."""
+    streams = Streams(model)
 
     async def together() -> None:
         await asyncio.gather(*(streams.run(*pair) for pair in pairs))
@@ -44,7 +44,7 @@ async def _three_awaited(x: Tensor) -> AsyncIterator[Tensor]:
 
 
 class _Iterator:
-    """Iterates, and is no generator."""
+    """An iterator that is not a generator."""
 
     def __init__(self, x: Tensor) -> None:
         self._values = _three(x)
@@ -68,16 +68,16 @@ class _Iterator:
     ],
     ids=["generator", "asynchronous", "returned", "iterator", "empty", "no-stream"],
 )
-def test_what_a_stream_gives(forward: Any, values: list[float]) -> None:
-    """What the model yields, in its order; what is no stream is its own only response."""
+def test_values_become_responses(forward: Any, values: list[float]) -> None:
+    """Each yielded value is a response; a value that is not a stream is the only response."""
     kept = Kept()
     _run(engine(forward), (item(2), kept))
-    assert kept.values == [[[one]] for one in values]
+    assert kept.values == [[[value]] for value in values]
     assert kept.error is None
 
 
 def test_streams_take_turns() -> None:
-    """Each stream waits for one step of the others, however long they are."""
+    """Streams alternate step by step."""
     order = []
 
     def forward(x: Tensor) -> Iterator[Tensor]:
@@ -89,24 +89,24 @@ def test_streams_take_turns() -> None:
     assert order == [1, 2] * 3
 
 
-def test_who_waits_blocks_nobody() -> None:
-    """An asynchronous stream that waits leaves all turns to the others."""
-    go_on = asyncio.Event()
+def test_an_awaiting_stream_does_not_block_others() -> None:
+    """While an asynchronous stream awaits, the others run."""
+    finished = asyncio.Event()
 
     async def forward(x: Tensor) -> AsyncIterator[Tensor]:
         if int(x) == 1:
-            await go_on.wait()
+            await finished.wait()
         for _ in range(5):
             yield x
-        go_on.set()
+        finished.set()
 
-    waits, runs = Kept(), Kept()
-    _run(engine(forward), (item(1), waits), (item(2), runs))
-    assert len(runs.values) == len(waits.values) == 5
+    waiting, running = Kept(), Kept()
+    _run(engine(forward), (item(1), waiting), (item(2), running))
+    assert len(running.values) == len(waiting.values) == 5
 
 
 def test_an_error_ends_its_own_stream() -> None:
-    """A stream that raises gives what it had; the others go on."""
+    """A stream that raises keeps its responses until then; other streams continue."""
 
     def forward(x: Tensor) -> Iterator[Tensor]:
         yield x
@@ -114,18 +114,18 @@ def test_an_error_ends_its_own_stream() -> None:
             raise ValueError("one")
         yield 10 * x
 
-    guilty, other = Kept(), Kept()
-    _run(engine(forward), (item(1), guilty), (item(2), other))
-    assert guilty.values == [[[1.0]]]
-    assert isinstance(guilty.error, ForwardError)
-    assert "ValueError: one" in guilty.text
+    failing, other = Kept(), Kept()
+    _run(engine(forward), (item(1), failing), (item(2), other))
+    assert failing.values == [[[1.0]]]
+    assert isinstance(failing.error, ForwardError)
+    assert "ValueError: one" in failing.text
     assert other.values == [[[2.0]], [[20.0]]]
     assert other.error is None
 
 
 @pytest.mark.parametrize("error", [SystemExit, asyncio.CancelledError, GeneratorExit])
-def test_no_exception_leaves_a_stream(error: type[BaseException]) -> None:
-    """Not even what ends programs, tasks or generators."""
+def test_any_exception_ends_the_stream(error: type[BaseException]) -> None:
+    """Exceptions that end programs, tasks or generators are ForwardErrors of the stream."""
 
     def forward(x: Tensor) -> Iterator[Tensor]:
         yield x
@@ -137,16 +137,16 @@ def test_no_exception_leaves_a_stream(error: type[BaseException]) -> None:
 
 
 @pytest.mark.parametrize(
-    "odd",
+    "wrong",
     [torch.ones(2, 1), torch.ones(1, 1, dtype=torch.int64), "text", None, {"z": torch.ones(1)}],
     ids=["rows", "dtype", "string", "none", "name"],
 )
-def test_every_response_is_verified(odd: Any) -> None:
-    """A response in mid-stream that the config contradicts ends the stream."""
+def test_each_response_is_checked(wrong: Any) -> None:
+    """A response that contradicts the config ends the stream."""
 
     def forward(x: Tensor) -> Iterator[Any]:
         yield {"y": x}
-        yield {"y": odd} if not isinstance(odd, dict) else odd
+        yield {"y": wrong} if not isinstance(wrong, dict) else wrong
 
     kept = Kept()
     _run(engine(forward), (item(1), kept))
@@ -154,8 +154,8 @@ def test_every_response_is_verified(odd: Any) -> None:
     assert isinstance(kept.error, OutputError)
 
 
-def test_values_that_are_not_finite() -> None:
-    """CHECK_FINITE holds for each response."""
+def test_check_finite() -> None:
+    """CHECK_FINITE applies to each response."""
 
     def forward(x: Tensor) -> Iterator[Tensor]:
         yield x
@@ -167,8 +167,8 @@ def test_values_that_are_not_finite() -> None:
     assert "NaN or infinity" in str(kept.error)
 
 
-def test_a_wrong_item_is_refused() -> None:
-    """What the model does not take never begins."""
+def test_an_invalid_item() -> None:
+    """A stream whose inputs do not fit the model ends with InputError."""
     kept = Kept()
     _run(engine(_three), ({}, kept))
     assert isinstance(kept.error, InputError)
@@ -176,8 +176,8 @@ def test_a_wrong_item_is_refused() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_who_leaves_is_not_served(asynchronous: bool) -> None:
-    """A consumer that has gone closes its generator, whose own clean-up runs."""
+def test_cancellation_closes_the_generator(asynchronous: bool) -> None:
+    """When a request is cancelled, its generator is closed and its clean-up runs."""
     closed = []
 
     def forward(x: Tensor) -> Iterator[Tensor]:
@@ -202,8 +202,8 @@ def test_who_leaves_is_not_served(asynchronous: bool) -> None:
     assert closed == [3]
 
 
-def test_a_clean_up_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    """What a generator raises when it is closed is logged, and changes nothing."""
+def test_closing_a_generator_fails(caplog: pytest.LogCaptureFixture) -> None:
+    """An exception raised while a generator is closed is logged and has no other effect."""
 
     def forward(x: Tensor) -> Iterator[Tensor]:
         try:
@@ -215,48 +215,48 @@ def test_a_clean_up_that_fails(caplog: pytest.LogCaptureFixture) -> None:
     kept = Kept(leaves_after=1)
     _run(engine(forward), (item(3), kept))
     assert isinstance(kept.error, CancelledError)
-    assert "what ends a stream raised ValueError: not so fast" in caplog.text
+    assert "closing a stream raised ValueError: not so fast" in caplog.text
 
 
 def test_the_engine_is_free_between_steps() -> None:
-    """Who changes the model waits for a step, and not for the end of a stream."""
-    seen = []
+    """The engine's lock is held during a step, and free between two steps."""
+    acquired = []
 
-    def other() -> None:
-        seen.append(made.turn.acquire(blocking=False))
+    def acquire() -> None:
+        acquired.append(model.turn.acquire(blocking=False))
 
     def forward(x: Tensor) -> Iterator[Tensor]:
         for _ in range(2):
-            asker = threading.Thread(target=other)
-            asker.start()
-            asker.join()
+            thread = threading.Thread(target=acquire)
+            thread.start()
+            thread.join()
             yield x
 
-    made = engine(forward)
+    model = engine(forward)
 
-    class Asks(Kept):
+    class BetweenSteps(Kept):
         def cancelled(self) -> bool:
-            other()
-            made.turn.release()
+            acquire()
+            model.turn.release()
             return False
 
-    _run(made, (item(1), Asks()))
-    assert seen == [False, True, False, True]
+    _run(model, (item(1), BetweenSteps()))
+    assert acquired == [False, True, False, True]
 
 
-def test_each_step_is_a_call() -> None:
-    """Whoever watches sees each step begin, and the rest after it."""
-    made = engine(_three)
-    told: list[str] = []
-    made.recovery.begins = lambda: told.append("busy")
-    streams = Streams(made, lambda: told.append("idle"))
+def test_each_step_reports_its_begin_and_end() -> None:
+    """`begins` and `rests` are called around each step."""
+    model = engine(_three)
+    events: list[str] = []
+    model.recovery.begins = lambda: events.append("busy")
+    streams = Streams(model, lambda: events.append("idle"))
     asyncio.run(streams.run(item(1), Kept()))
-    assert told == ["busy", "idle"] * (len(told) // 2)
-    assert len(told) >= 2 * 4
+    assert events == ["busy", "idle"] * (len(events) // 2)
+    assert len(events) >= 2 * 4
 
 
 def test_steps_run_in_inference_mode() -> None:
-    """Every step has the surroundings of a call."""
+    """Inference mode is enabled in each step."""
 
     def forward(x: Tensor) -> Iterator[Tensor]:
         for _ in range(2):
@@ -269,7 +269,7 @@ def test_steps_run_in_inference_mode() -> None:
 
 @pytest.mark.parametrize("context", ["autocast", "device"])
 def test_a_context_that_stays_open(context: str) -> None:
-    """A stream that yields within a context of its thread's ends; the thread is as it was."""
+    """A stream that yields within a thread-wide context ends, and the context is closed."""
 
     def forward(x: Tensor) -> Iterator[Tensor]:
         with torch.autocast("cpu") if context == "autocast" else torch.device("cpu"):
@@ -282,8 +282,8 @@ def test_a_context_that_stays_open(context: str) -> None:
     assert runtime.contexts(torch.device("cpu")) == before
 
 
-def test_a_context_in_which_a_stream_waits() -> None:
-    """Other streams, whose turn it is then, do not run in it, nor does any later one."""
+def test_a_context_open_during_an_await() -> None:
+    """A stream that awaits within a thread-wide context ends; no other stream runs in it."""
     inside = []
 
     async def forward(x: Tensor) -> AsyncIterator[Tensor]:
@@ -295,17 +295,17 @@ def test_a_context_in_which_a_stream_waits() -> None:
         yield x
 
     before = runtime.contexts(torch.device("cpu"))
-    guilty, other = Kept(), Kept()
-    _run(engine(forward), (item(1), guilty), (item(2), other))
-    assert "or awaits there" in str(guilty.error)
-    assert guilty.text == ""
+    failing, other = Kept(), Kept()
+    _run(engine(forward), (item(1), failing), (item(2), other))
+    assert "or awaits there" in str(failing.error)
+    assert failing.text == ""
     assert other.values == [[[2.0]]]
     assert inside == [False]
     assert runtime.contexts(torch.device("cpu")) == before
 
 
 def test_a_trial_takes_the_first_responses() -> None:
-    """A warm-up of an endless stream ends."""
+    """A trial ends an endless stream after its first responses."""
     steps = []
 
     def forward(x: Tensor) -> Iterator[Tensor]:
@@ -319,31 +319,31 @@ def test_a_trial_takes_the_first_responses() -> None:
     assert len(steps) == 3
 
 
-def test_a_trial_tells_what_fails() -> None:
-    """A stream that fails in its first responses fails the warm-up, with its traceback."""
+def test_a_trial_returns_errors() -> None:
+    """The outcome of a stream that fails is its error; the traceback is reported."""
 
     def forward(x: Tensor) -> Iterator[Tensor]:
         yield x
         raise ValueError("second")
 
-    made = engine(forward)
-    (outcome,) = trial(made)([item(1)])
+    model = engine(forward)
+    (outcome,) = trial(model)([item(1)])
     assert isinstance(outcome, ForwardError)
-    ((_, text),) = made.recovery.reports
+    ((_, text),) = model.recovery.reports
     assert "ValueError: second" in text
 
 
 @pytest.mark.parametrize(
-    ("result", "found"),
+    ("result", "outputs"),
     [(_three(torch.ones(1)), 1.0), (_three_awaited(torch.ones(1)), 1.0), (torch.ones(1), 1.0)],
     ids=["generator", "asynchronous", "no-stream"],
 )
-def test_first(result: Any, found: float) -> None:
-    """The first response tells what a model's outputs are."""
-    assert float(first("digits", None, result)) == found
+def test_first_outputs(result: Any, outputs: float) -> None:
+    """`first_outputs` returns the first value of a stream, or the value itself."""
+    assert float(first_outputs("digits", None, result)) == outputs
 
 
-def test_first_of_nothing() -> None:
-    """A stream without responses tells nothing, and that is said."""
+def test_first_outputs_of_an_empty_stream() -> None:
+    """A stream without responses raises OutputError."""
     with pytest.raises(OutputError, match="without a response"):
-        first("digits", None, iter(()))
+        first_outputs("digits", None, iter(()))

@@ -1,4 +1,4 @@
-"""A model's batches, profiled without a server."""
+"""Batches of a model, profiled without a server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from scenarios import Scenario
 
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import BackendError
-from torch_py_backend.observability import trace_recording
+from torch_py_backend.observability.profiling import PREFIX
 from torch_py_backend.tools import profiling
 
 _NEGATE = Scenario(
@@ -27,106 +27,113 @@ _NEGATE = Scenario(
 _SECONDS = 60
 
 
-def _run(folder: Path, scenario: Scenario, batches: int = 2, **how: Any) -> tuple[Any, list[Range]]:
-    """What is told of a model's batches, and the ranges of their trace."""
+def _run(
+    folder: Path, scenario: Scenario, batches: int = 2, **options: Any
+) -> tuple[Any, list[Range]]:
+    """Profile a model; return the summary and the ranges of the trace."""
     model = scenario.lay_out(folder)
     output = folder / "trace.json.gz"
-    found = profiling.run(
+    summary = profiling.run(
         pbtxt.arguments(model, "1", pbtxt.read(model)),
         batches,
-        how.get("requests"),
-        how.get("inputs"),
+        options.get("requests"),
+        options.get("inputs"),
         str(output),
-        memory=how.get("memory", False),
+        memory=options.get("memory", False),
     )
-    json.dumps(found, allow_nan=False)  # it is handed on as JSON
+    json.dumps(summary, allow_nan=False)  # sent to the parent process as JSON
     assert sorted(path.name for path in folder.iterdir()) == [scenario.name, "trace.json.gz"]
-    return found, ranges.read(output)
+    return summary, ranges.read(output)
 
 
 def _named(table: Sequence[Scenario], name: str) -> Scenario:
-    return next(one for one in table if one.name == name)
+    return next(scenario for scenario in table if scenario.name == name)
 
 
 def test_stages(process: None, tmp_path: Path) -> None:
-    """Each batch is a range, with its stages in their order and the operators in theirs."""
-    found, came = _run(tmp_path, _NEGATE, batches=3, requests=4)
-    stages = ["group", "call", "gather", "host to device", "convert", "forward", "outputs"]
-    stages += ["device to host", "scatter"]
-    assert [one.name for one in came] == ["batch", *stages] * 3
-    around = {one.name: one.within for one in came}
-    assert around["batch"] == ()
-    assert around["group"] == around["call"] == ("batch",)
-    assert {around[name] for name in stages[2:]} == {("batch", "call")}
-    assert [one.name for one in came if "aten::neg" in one.operators] == [
-        "batch",
-        "call",
-        "forward",
-    ] * 3
-    assert {"aten::split_with_sizes"} <= next(o for o in came if o.name == "scatter").operators
-    told = [(one["stage"], one["depth"], one["calls"]) for one in found["stages"]]
+    """Each batch is a range that contains its stages in order; operators lie in their stage."""
+    summary, stages = _run(tmp_path, _NEGATE, batches=3, requests=4)
+    names = ["group", "call", "gather", "host to device", "convert", "forward", "outputs"]
+    names += ["device to host", "scatter"]
+    assert [stage.name for stage in stages] == ["batch", *names] * 3
+    within = {stage.name: stage.within for stage in stages}
+    assert within["batch"] == ()
+    assert within["group"] == within["call"] == ("batch",)
+    assert {within[name] for name in names[2:]} == {("batch", "call")}
+    negating = [stage.name for stage in stages if "aten::neg" in stage.operators]
+    assert negating == ["batch", "call", "forward"] * 3
+    scatter = next(stage for stage in stages if stage.name == "scatter")
+    assert {"aten::split_with_sizes"} <= scatter.operators
+    rows = [(row["stage"], row["depth"], row["calls"]) for row in summary["stages"]]
     depths = [1, 1, *[2] * 7]
-    assert told == [("batch", 0, 3), *((n, d, 3) for n, d in zip(stages, depths, strict=True))]
-    whole, *parts = found["stages"]
-    assert sum(one["ms"] for one in parts if one["depth"] == 1) <= whole["ms"]
-    (negated,) = [one for one in found["operators"] if one["operator"] == "aten::neg"]
-    assert negated["calls"] == 3
-    assert (found["requests"], found["device"], found["inputs"]) == (4, "cpu", "made-up values")
-    assert not any(one["operator"].startswith(trace_recording.PREFIX) for one in found["operators"])
+    assert rows == [("batch", 0, 3), *((n, d, 3) for n, d in zip(names, depths, strict=True))]
+    whole, *parts = summary["stages"]
+    assert sum(row["ms"] for row in parts if row["depth"] == 1) <= whole["ms"]
+    (negate,) = [row for row in summary["operators"] if row["operator"] == "aten::neg"]
+    assert negate["calls"] == 3
+    assert (summary["requests"], summary["device"]) == (4, "cpu")
+    assert summary["inputs"] == "made-up values"
+    assert not any(row["operator"].startswith(PREFIX) for row in summary["operators"])
 
 
 def test_hooks(process: None, tmp_path: Path) -> None:
-    """The methods around forward() are ranges of their names: for each row, or each batch."""
-    found, came = _run(tmp_path, _named(hooked.TABLE, "hooks_counts"), requests=2)
-    order = [one.name for one in came if one.name in ("preprocess", "forward", "postprocess")]
+    """Each hook is a range of its name: one for each row, or one for each batch."""
+    summary, stages = _run(tmp_path, _named(hooked.TABLE, "hooks_counts"), requests=2)
+    steps = ("preprocess", "forward", "postprocess")
+    order = [stage.name for stage in stages if stage.name in steps]
     assert order == ["preprocess", "preprocess", "forward", "postprocess", "postprocess"] * 2
-    assert {one.within for one in came if one.name == "preprocess"} == {("batch", "prepare")}
-    assert {one.within for one in came if one.name == "postprocess"} == {("batch", "finish")}
-    assert {"preprocess", "postprocess"} <= {one["stage"] for one in found["stages"]}
+    assert {stage.within for stage in stages if stage.name == "preprocess"} == {
+        ("batch", "prepare")
+    }
+    assert {stage.within for stage in stages if stage.name == "postprocess"} == {
+        ("batch", "finish")
+    }
+    assert {"preprocess", "postprocess"} <= {row["stage"] for row in summary["stages"]}
 
 
 @pytest.mark.parametrize(
-    ("name", "stage"), [("ticker", "next"), ("asynchronous", "next"), ("continuous", "step")]
+    ("name", "resume"), [("ticker", "next"), ("asynchronous", "next"), ("continuous", "step")]
 )
-def test_streams(name: str, stage: str, process: None, tmp_path: Path) -> None:
-    """Of a decoupled model a batch is a stream's first responses, and how it came to them."""
-    _, came = _run(tmp_path, _named([one.scenario for one in streamed.TABLE], name))
-    assert [one.name for one in came].count("batch") == 2
-    assert {one.within for one in came if one.name in ("forward", stage)} == {("batch",)}
-    assert {one.name for one in came} & {"next", "step"} == {stage}
-    assert {"outputs", "gather"} <= {one.name for one in came}
+def test_streams(name: str, resume: str, process: None, tmp_path: Path) -> None:
+    """A batch of a decoupled model is the first responses of a stream."""
+    _, stages = _run(tmp_path, _named([case.scenario for case in streamed.TABLE], name))
+    assert [stage.name for stage in stages].count("batch") == 2
+    assert {stage.within for stage in stages if stage.name in ("forward", resume)} == {("batch",)}
+    names = {stage.name for stage in stages}
+    assert names & {"next", "step"} == {resume}
+    assert names >= {"outputs", "gather"}
 
 
 def test_memory(process: None, tmp_path: Path) -> None:
-    """What operators allocate is told where it was asked for."""
-    found, _ = _run(tmp_path, _NEGATE, memory=True)
-    assert any(one["memory_mb"] > 0 for one in found["operators"])
+    """With `memory`, the summary has the allocations of operators."""
+    summary, _ = _run(tmp_path, _NEGATE, memory=True)
+    assert any(row["memory_mb"] > 0 for row in summary["operators"])
 
 
 def test_without_a_batch_dimension(process: None, tmp_path: Path) -> None:
     """A model that does not batch is called with one request."""
     text = scenarios.config({"x": [4]}, {"y": [4]}, max_batch_size=0)
-    found, came = _run(tmp_path, Scenario("negate", scenarios.python(models.Negate), text))
-    assert found["requests"] == 1
-    assert [one.name for one in came].count("batch") == 2
+    summary, stages = _run(tmp_path, Scenario("negate", scenarios.python(models.Negate), text))
+    assert summary["requests"] == 1
+    assert [stage.name for stage in stages].count("batch") == 2
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("options", "message"),
     [
-        ({"requests": 9}, "a batch of 9 is asked for, and max_batch_size is 8"),
+        ({"requests": 9}, "--batch-size is 9, and max_batch_size is 8"),
         ({"inputs": "/no/such.safetensors"}, "the inputs in such.safetensors cannot be read"),
     ],
 )
-def test_refusals(how: dict[str, Any], says: str, process: None, tmp_path: Path) -> None:
-    """What does not fit the model is said in a sentence, and nothing is written."""
-    with pytest.raises(BackendError, match=says):
-        _run(tmp_path, _NEGATE, **how)
+def test_bad_options(options: dict[str, Any], message: str, process: None, tmp_path: Path) -> None:
+    """Options that do not fit the model raise an error, and nothing is written."""
+    with pytest.raises(BackendError, match=message):
+        _run(tmp_path, _NEGATE, **options)
     assert [path.name for path in tmp_path.iterdir()] == ["negate"]
 
 
 def test_batches_that_fail(process: None, tmp_path: Path) -> None:
-    """A model whose batches fail is told so; there is no trace of errors."""
+    """If batches fail, the error is raised and no trace is written."""
     code = models.source(models.Raises).replace("(x < 0)", "(x < 2)")
     text = scenarios.config({"x": [4]}, {"y": [4]}, parameters={"WARMUP": "false"})
     with pytest.raises(BackendError, match=r"a batch of 8 failed: .* ValueError: negative"):

@@ -1,4 +1,4 @@
-"""What an archive's sources use that is not here is told before anything is run."""
+"""Finding problems in an archive's sources without running them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from torch_py_backend.torchserve import handler_lint
         (None, "body"),
     ],
 )
-def test_the_body_of_a_request(tmp_path: Path, source: str | None, name: str | None) -> None:
-    """The input is called as the handler's source calls the body; TorchServe's own know `body`."""
+def test_body(tmp_path: Path, source: str | None, name: str | None) -> None:
+    """`body` returns the key in the handler's source; TorchServe's own handlers use `body`."""
     files = {} if source is None else {"handler.py": source}
     archives.write_folder(tmp_path, files)
     assert handler_lint.body(tmp_path, "handler") == name
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
         ("import os, json\nfrom pathlib import Path", None),
         ("import torch, numpy", None),
@@ -48,10 +48,10 @@ def test_the_body_of_a_request(tmp_path: Path, source: str | None, name: str | N
             "ts.service of TorchServe is not provided: its import fails (handler",
         ),
         ("import no_such_package.part", "no_such_package is not installed here"),
-        ("context.metrics.add_counter('a', 1)", "metrics of the handler are counted nowhere"),
+        ("context.metrics.add_counter('a', 1)", "metrics of the handler are not recorded"),
         ("context.get_request_header(0, 'x')", "a request's headers are None"),
         ("context.set_response_header(0, 'x', 'y')", "headers of a response are not sent"),
-        ("def get_insights(self): ...", "explanations: there is no such request in Triton"),
+        ("def get_insights(self): ...", "explanations: Triton has no such requests"),
         (
             "from ts.handler_utils.utils import send_intermediate_predict_response",
             "streamed answers: the call raises an error",
@@ -62,8 +62,8 @@ def test_the_body_of_a_request(tmp_path: Path, source: str | None, name: str | N
         ("import no_such_package\n" + "#" * (1 << 20), None),
     ],
 )
-def test_remarks(tmp_path: Path, source: str, says: str | None) -> None:
-    """Imports that fail and calls without effect are named with their file; the rest is silent."""
+def test_problems(tmp_path: Path, source: str, message: str | None) -> None:
+    """Imports that fail and calls without effect are reported with their file."""
     files = {
         "handler.py": source,
         "beside.py": "",
@@ -72,18 +72,18 @@ def test_remarks(tmp_path: Path, source: str, says: str | None) -> None:
         "other.py": "",
         "folder.py/notes.txt": "",
     }
-    found = handler_lint.of(archives.write_folder(tmp_path / "net", files))
-    if says is None:
-        assert found == []
+    problems = handler_lint.of(archives.write_folder(tmp_path / "net", files))
+    if message is None:
+        assert problems == []
     else:
-        (told,) = found
-        assert told.startswith(says)
-        assert told.endswith("(handler.py)")
+        (problem,) = problems
+        assert problem.startswith(message)
+        assert problem.endswith("(handler.py)")
 
 
-def test_one_remark_for_all_files(tmp_path: Path) -> None:
-    """What several files use is told once, with their names."""
+def test_one_problem_in_several_files(tmp_path: Path) -> None:
+    """A problem of several files is reported once, with their names."""
     source = "import no_such_package\nimport no_such_package.part\n"
     files = {"a.py": source, "b/c.py": source}
-    (told,) = handler_lint.of(archives.write_folder(tmp_path, files))
-    assert told.endswith("(a.py, b/c.py)")
+    (problem,) = handler_lint.of(archives.write_folder(tmp_path, files))
+    assert problem.endswith("(a.py, b/c.py)")

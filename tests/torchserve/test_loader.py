@@ -1,4 +1,4 @@
-"""Handlers of TorchServe's archives answer as they did there, through the adapter."""
+"""Serving TorchServe archives through the adapter: answers are those of TorchServe."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("process")
 
 @pytest.fixture(autouse=True)
 def imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Puts back what Python knows of the archive's modules, and where it looks for them."""
+    """Restore the import path and remove the archive's modules."""
     monkeypatch.chdir(tmp_path)
     path = list(sys.path)
     suppress = torch._dynamo.config.suppress_errors
@@ -49,7 +49,7 @@ def imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 class Served:
-    """A model made of an archive's files, answering through the adapter."""
+    """A model that is migrated from an archive's files and loaded through the adapter."""
 
     def __init__(
         self,
@@ -69,33 +69,36 @@ class Served:
             (unpacked / archives.MANIFEST).write_text(json.dumps(document))
             (unpacked / "c.yaml").write_text(json.dumps(settings))  # which is YAML, too
             manifest = mar_archive.read_manifest(unpacked, "net.mar")
-        made = migration.migrate("net.mar", "net", unpacked, manifest, wishes or Wishes())
+        migrated = migration.migrate("net.mar", "net", unpacked, manifest, wishes or Wishes())
         for key, value in (parameters or {}).items():
-            made.config += migration._parameter(key, value) + "\n"
-        (folder / "net" / "config.pbtxt").write_text(made.config)
+            migrated.config += migration._parameter(key, value) + "\n"
+        (folder / "net" / "config.pbtxt").write_text(migrated.config)
         if example is not None:
             bodies = version / "example_inputs"
             bodies.mkdir()
-            (bodies / made.inputs[0]).write_bytes(example)
-        self.input = made.inputs[0]
+            (bodies / migrated.inputs[0]).write_bytes(example)
+        self.input = migrated.inputs[0]
         self.model = TritonPythonModel()
         self.arguments = fake_triton.completed(self.model, fake_triton.arguments(folder / "net"))
         self.document = json.loads(self.arguments["model_config"])
         self.model.initialize(self.arguments)
 
     def answer(self, *requests: bytes | Mapping[str, bytes]) -> list[bytes | str]:
-        """What a batch of requests gets: bytes, or what the error says."""
-        sent = [one if isinstance(one, Mapping) else {self.input: one} for one in requests]
+        """Run a batch; return the answers: bytes, or the code and the message of an error."""
+        batch = [
+            request if isinstance(request, Mapping) else {self.input: request}
+            for request in requests
+        ]
         responses = self.model.execute(
             [
                 fake_triton.request(
-                    {key: np.array([[value]], dtype=np.object_) for key, value in one.items()},
+                    {key: np.array([[value]], dtype=np.object_) for key, value in fields.items()},
                     self.document,
                 )
-                for one in sent
+                for fields in batch
             ]
         )
-        return [_answer(one) for one in responses]
+        return [_answer(response) for response in responses]
 
 
 def _answer(response: Any) -> bytes | str:
@@ -113,7 +116,7 @@ _BATCHES = {"batchSize": 8}
 
 
 def _function(body: str, **more: str | bytes) -> archives.Files:
-    """An archive whose handler is a function with this body, called with rows."""
+    """Return an archive whose handler is a function with this body and the variable `rows`."""
     source = f"""
 import torch
 
@@ -131,39 +134,39 @@ def handle(data, context):
 
 
 def test_a_handler_with_a_class_and_weights(tmp_path: Path) -> None:
-    """A derived handler answers, with the modules and the weights of its archive."""
+    """A derived handler uses the modules and the weights of its archive."""
     served = Served(tmp_path, archives.eager(factor=3.0), _BATCHES)
-    assert [json.loads(one) for one in served.answer(b"1", b"2.5")] == [
+    assert [json.loads(answer) for answer in served.answer(b"1", b"2.5")] == [
         {"scaled": 4.0},
         {"scaled": 8.5},
     ]
 
 
-def test_answers_are_what_torchserve_sends(tmp_path: Path) -> None:
-    """Bytes as they are, text as UTF-8, tensors as torch.save writes them, all else as JSON."""
+def test_types_of_answers(tmp_path: Path) -> None:
+    """Bytes are unchanged, text is UTF-8, tensors are torch.save files, other values JSON."""
     answers = "b'\\xff', bytearray(b'x\\0'), 'é', torch.ones(2), {'a': [1, None]}, None, torch.nan"
     served = Served(tmp_path, _function(f"return [{answers}][:len(rows)]"), _BATCHES)
-    found = served.answer(*[b""] * 7)
-    assert found[:3] == [b"\xff", b"x\0", "é".encode()]
-    assert isinstance(found[3], bytes)
-    assert torch.equal(torch.load(io.BytesIO(found[3])), torch.ones(2))
-    assert found[4] == json.dumps({"a": [1, None]}, indent=2).encode()
-    assert found[5:] == [b"null", b"NaN"]
+    sent = served.answer(*[b""] * 7)
+    assert sent[:3] == [b"\xff", b"x\0", "é".encode()]
+    assert isinstance(sent[3], bytes)
+    assert torch.equal(torch.load(io.BytesIO(sent[3])), torch.ones(2))
+    assert sent[4] == json.dumps({"a": [1, None]}, indent=2).encode()
+    assert sent[5:] == [b"null", b"NaN"]
 
 
 def test_a_function(tmp_path: Path) -> None:
-    """A function is called once without requests to initialize itself, then with them."""
+    """A handler function is called once without requests, to initialize itself."""
     files = {"old.py": archives.FUNCTION, archives.MANIFEST: archives.manifest("old.py:answer")}
     served = Served(tmp_path, files, _BATCHES)
     assert served.answer(b"a", b"b") == [b"initialized 1 times: a", b"initialized 1 times: b"]
 
 
-def test_what_a_handler_is_told(tmp_path: Path) -> None:
-    """The context, the requests' fields and types, and the working directory are TorchServe's."""
+def test_context_and_requests(tmp_path: Path) -> None:
+    """The context, the fields of requests and the working directory are those of TorchServe."""
     files = {"handler.py": archives.TELLS, archives.MANIFEST: archives.manifest()}
     served = Served(tmp_path, files, {"batchSize": 4, "mine": [1]}, Wishes(("body", "data")))
-    told = [json.loads(one) for one in served.answer({"body": b"x"}, {"body": b"y"})]
-    assert told[0] == {
+    first, second = map(json.loads, served.answer({"body": b"x"}, {"body": b"y"}))
+    assert first == {
         "properties": {
             "gpu_id": None,
             "batch_size": 4,
@@ -176,11 +179,11 @@ def test_what_a_handler_is_told(tmp_path: Path) -> None:
         "yaml": {"batchSize": 4, "mine": [1]},
         "handler": "handler.py",
         "header": None,
-        "id": told[0]["id"],
+        "id": first["id"],
         "keys": ["body"],
         "types": {"body": "bytearray"},
     }
-    assert told[0]["id"] != told[1]["id"]
+    assert first["id"] != second["id"]
     (both,) = served.answer({"body": b"x", "data": b"y"})
     assert json.loads(both)["keys"] == ["body", "data"]
 
@@ -196,14 +199,14 @@ def test_what_a_handler_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_bodies(tmp_path: Path, content_type: str, kinds: list[str]) -> None:
-    """JSON is parsed and text decoded; a body that is neither comes as it is."""
+    """JSON is parsed and text is decoded; a body that is neither stays bytes."""
     body = "return [type(row).__name__ for row in rows]"
     served = Served(tmp_path, _function(body), _BATCHES, Wishes(content_type=content_type))
-    assert served.answer(b'{"a": 1}', b"{", b"\xff") == [one.encode() for one in kinds]
+    assert served.answer(b'{"a": 1}', b"{", b"\xff") == [kind.encode() for kind in kinds]
 
 
-def test_the_archive_may_have_a_module_named_model(tmp_path: Path) -> None:
-    """Triton's stub has a module `model` of its own, which must not be found instead."""
+def test_a_module_named_model(tmp_path: Path) -> None:
+    """The archive's module `model` is imported, not that of Triton's stub."""
     others = ModuleType("model")
     others.__file__ = "/opt/tritonserver/backends/pytorch_py/model.py"
     sys.modules["model"] = others
@@ -213,7 +216,7 @@ def test_the_archive_may_have_a_module_named_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("handler", archives.BUILT_IN)
 def test_a_built_in_handler_with_a_module_named_model(tmp_path: Path, handler: str) -> None:
-    """modelFile: model.py is the archive's, though the stub has imported another `model`."""
+    """The modelFile model.py is the archive's, not the module `model` of Triton's stub."""
     others = ModuleType("model")
     others.__file__ = "/opt/tritonserver/backends/pytorch_py/model.py"
     sys.modules["model"] = others
@@ -225,7 +228,7 @@ def test_a_built_in_handler_with_a_module_named_model(tmp_path: Path, handler: s
 
 
 @pytest.mark.parametrize(
-    ("handler", "says"),
+    ("handler", "message"),
     [
         ("import torch\nx = 1 / 0", "the handler handler.py fails at line 2: ZeroDivisionError"),
         ("import gone_missing", "fails at line 1: ModuleNotFoundError"),
@@ -244,16 +247,16 @@ def test_a_built_in_handler_with_a_module_named_model(tmp_path: Path, handler: s
         ),
     ],
 )
-def test_handlers_that_do_not_load(tmp_path: Path, handler: str, says: str) -> None:
-    """The load's error says where the handler fails, or what it lacks."""
+def test_invalid_handlers(tmp_path: Path, handler: str, message: str) -> None:
+    """The error of the load says where the handler fails, or what it lacks."""
     files = {"handler.py": handler, archives.MANIFEST: archives.manifest()}
-    with pytest.raises(fake_triton.TritonModelException) as refusal:
+    with pytest.raises(fake_triton.TritonModelException) as error:
         Served(tmp_path, files)
-    assert says in str(refusal.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "message"),
     [
         ({"model.pt": archives.saved({"other": torch.ones(1)})}, "missing keys (1): weight"),
         ({"model.pt": archives.saved({"weight": torch.ones(2)})}, "wrong shapes (1): weight"),
@@ -264,17 +267,15 @@ def test_handlers_that_do_not_load(tmp_path: Path, handler: str, says: str) -> N
         ({"index_to_name.json": '{"0": 7}'}, "has no name, but 7, for class 0"),
     ],
 )
-def test_models_that_do_not_load(
-    tmp_path: Path, change: Mapping[str, bytes | str], says: str
-) -> None:
-    """Weights that do not fit, pickled code and wrong classes are told as those of any model."""
-    with pytest.raises(fake_triton.TritonModelException) as refusal:
+def test_invalid_models(tmp_path: Path, change: Mapping[str, bytes | str], message: str) -> None:
+    """Weights that do not fit, pickled code and wrong classes fail the load."""
+    with pytest.raises(fake_triton.TritonModelException) as error:
         Served(tmp_path, {**archives.eager(), **change})
-    assert says in str(refusal.value)
+    assert message in str(error.value)
 
 
-def test_a_manifest_that_was_changed(tmp_path: Path) -> None:
-    """What the import refuses, the load refuses as well."""
+def test_invalid_manifest(tmp_path: Path) -> None:
+    """The load checks the manifest like the import."""
     served = Served(tmp_path, archives.eager())
     served.model.leave()
     (tmp_path / "net/1/model.mar" / archives.MANIFEST).write_text("{}")
@@ -282,8 +283,8 @@ def test_a_manifest_that_was_changed(tmp_path: Path) -> None:
         TritonPythonModel().initialize(served.arguments)
 
 
-def test_an_archive_that_is_not_unpacked(tmp_path: Path) -> None:
-    """A .mar file in a version folder is told how to become a model."""
+def test_packed_archive(tmp_path: Path) -> None:
+    """For a .mar file in a version folder, the error names `import-mar`."""
     served = Served(tmp_path, archives.eager())
     served.model.leave()
     version = tmp_path / "net" / "1"
@@ -301,7 +302,7 @@ _UNAVAILABLE = str(fake_triton.TritonError.UNAVAILABLE)
 
 
 @pytest.mark.parametrize(
-    ("sent", "says"),
+    ("sent", "message"),
     [
         ("bad", f"{_INVALID} model 'net': the handler answered 422: a number, please."),
         ("busy", f"{_UNAVAILABLE} model 'net': the handler answered 503: come back later."),
@@ -309,37 +310,35 @@ _UNAVAILABLE = str(fake_triton.TritonError.UNAVAILABLE)
         ("crash", f"{_INTERNAL} model 'net': handle() raised ValueError: nobody expected this."),
     ],
 )
-def test_one_bad_request_of_a_batch(tmp_path: Path, sent: str, says: str) -> None:
-    """A request that a handler refuses has the refusal and its status; the others have answers."""
+def test_one_failing_request_of_a_batch(tmp_path: Path, sent: str, message: str) -> None:
+    """Only the request that the handler refuses gets its error and status."""
     served = Served(tmp_path, archives.eager(1.0), _BATCHES)
     answers = served.answer(b"1", b"2", json.dumps(sent).encode(), b"4")
     (refused,) = answers[2:3]
     assert isinstance(refused, str)
-    assert refused.startswith(says)
-    others = [json.loads(one)["scaled"] for one in (*answers[:2], answers[3])]
+    assert refused.startswith(message)
+    others = [json.loads(answer)["scaled"] for answer in (*answers[:2], answers[3])]
     assert others == [2.0, 3.0, 5.0]
 
 
 @pytest.mark.parametrize(
     ("parameters", "calls"), [({}, [3, 2, 1, 1, 1]), ({"RETRY_FAILED_BATCH": "false"}, [3])]
 )
-def test_how_often_a_handler_is_called(
-    tmp_path: Path, parameters: dict[str, str], calls: list[int]
-) -> None:
-    """A batch that fails is narrowed down, unless the handler has effects that must not repeat."""
+def test_retries(tmp_path: Path, parameters: dict[str, str], calls: list[int]) -> None:
+    """A failed batch is bisected, unless RETRY_FAILED_BATCH is false."""
     body = "CALLS.append(len(rows)); return None if b'bad' in rows else rows"
     files = _function(body)
     files = {**files, "handler.py": f"CALLS = []\n{files['handler.py']!s}"}
     served = Served(tmp_path, files, _BATCHES, parameters=parameters)
     answers = served.answer(b"1", b"2", b"bad")
     assert sorted(sys.modules["handler"].CALLS) == sorted(calls)
-    assert [one for one in answers if isinstance(one, bytes)] == (
+    assert [answer for answer in answers if isinstance(answer, bytes)] == (
         [] if parameters else [b"1", b"2"]
     )
 
 
 @pytest.mark.parametrize(
-    ("body", "says"),
+    ("body", "message"),
     [
         (
             "return rows[1:]",
@@ -358,16 +357,16 @@ def test_how_often_a_handler_is_called(
         ),
     ],
 )
-def test_wrong_answers(tmp_path: Path, body: str, says: str) -> None:
-    """What is no answer for each request is an error that says so, and never another's answer."""
+def test_wrong_answers(tmp_path: Path, body: str, message: str) -> None:
+    """A return value that is not one answer per request raises an error for all requests."""
     served = Served(tmp_path, _function(body), _BATCHES, parameters={"RETRY_FAILED_BATCH": "false"})
     for answer in served.answer(b"a", b"b"):
         assert isinstance(answer, str)
-        assert says in answer
+        assert message in answer
 
 
 def test_a_status_for_one_request(tmp_path: Path) -> None:
-    """A handler that sets the status of one request refuses that one."""
+    """A status that the handler sets for one request is the error of this request."""
     body = (
         "for place, row in enumerate(rows):\n"
         "        if row == b'bad':\n"
@@ -383,7 +382,7 @@ def test_a_status_for_one_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "says"),
+    ("parameters", "message"),
     [
         ({"OPTIMIZE": "cuda_graphs"}, "cuda_graphs"),
         ({"OPTIMIZE": "freeze"}, "OPTIMIZE asks for freeze, and the model is a TorchServe archive"),
@@ -393,48 +392,50 @@ def test_a_status_for_one_request(tmp_path: Path) -> None:
         ({"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"mode": "no such"}'}, "what torch.compile takes"),
     ],
 )
-def test_options_that_make_no_sense(tmp_path: Path, parameters: dict[str, str], says: str) -> None:
-    """What would be done to a module, and cannot be done to a handler, is refused at load."""
-    with pytest.raises(fake_triton.TritonModelException) as refusal:
+def test_options_that_do_not_apply(
+    tmp_path: Path, parameters: dict[str, str], message: str
+) -> None:
+    """Options that do not apply to handlers fail the load."""
+    with pytest.raises(fake_triton.TritonModelException) as error:
         Served(tmp_path, archives.eager(), parameters=parameters)
-    assert says in str(refusal.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("entry", "says"),
+    ("entry", "message"),
     [
         ({"data_type": "TYPE_FP32"}, "body FP32 [1]"),
         ({"dims": [2]}, "body BYTES [2]"),
     ],
 )
-def test_tensors_that_no_handler_takes(tmp_path: Path, entry: dict[str, Any], says: str) -> None:
-    """Inputs and the output are strings, one a row; anything else fails the load."""
+def test_invalid_tensors(tmp_path: Path, entry: dict[str, Any], message: str) -> None:
+    """Inputs and outputs other than one string per row fail the load."""
     served = Served(tmp_path, archives.eager())
     served.model.leave()
     document = served.document
     document["input"][0] |= entry
-    with pytest.raises(fake_triton.TritonModelException) as refusal:
+    with pytest.raises(fake_triton.TritonModelException) as error:
         TritonPythonModel().initialize(served.arguments | {"model_config": json.dumps(document)})
-    assert says in str(refusal.value)
-    assert "expected inputs and one output of TYPE_STRING with dims: [ 1 ]" in str(refusal.value)
+    assert message in str(error.value)
+    assert "expected inputs and one output of TYPE_STRING with dims: [ 1 ]" in str(error.value)
 
 
-def test_the_handlers_model_is_compiled(tmp_path: Path, dynamo: None) -> None:
-    """pt2 compiles what the handler calls its model, and answers stay the same."""
+def test_pt2(tmp_path: Path, dynamo: None) -> None:
+    """pt2 compiles the handler's attribute `model`; answers stay the same."""
     served = Served(tmp_path, archives.eager(2.0), {"batchSize": 4, "pt2": "eager"})
     (held,) = served.model._engine.loaded.owner._held  # type: ignore[union-attr,misc]
     assert held._compiled_call_impl is not None
     assert json.loads(served.answer(b"3")[0]) == {"scaled": 7.0}
 
 
-def test_a_compiler_that_is_missing(tmp_path: Path, dynamo: None) -> None:
-    """As in TorchServe, a backend that torch does not know of is no secret."""
+def test_unknown_compiler(tmp_path: Path, dynamo: None) -> None:
+    """An unknown backend of torch.compile fails the load."""
     with pytest.raises(fake_triton.TritonModelException, match="no_such_compiler"):
         Served(tmp_path, archives.eager(), {"pt2": "no_such_compiler"})
 
 
 def test_weights_are_shared(tmp_path: Path) -> None:
-    """Instances share the weights that our own base reads: they lie in the mapped file."""
+    """Instances share the weights that BaseHandler maps from the file."""
     model = nn.Linear(512, 512)
     source = "from torch import nn\n\n\nclass Big(nn.Linear):\n    def __init__(self):\n"
     source += "        super().__init__(512, 512)\n"
@@ -453,7 +454,7 @@ def test_weights_are_shared(tmp_path: Path) -> None:
 
 
 def test_an_exported_program(tmp_path: Path) -> None:
-    """A .pt2 file needs no class: base_handler takes numbers and gives numbers."""
+    """base_handler runs an exported program without a class."""
     file = io.BytesIO()
     rows = torch.export.Dim("rows", min=1, max=64)
     shapes = ({0: rows},)
@@ -469,7 +470,7 @@ def test_an_exported_program(tmp_path: Path) -> None:
 
 
 def test_an_example_warms_up(tmp_path: Path) -> None:
-    """With an example, the handler is tried before READY, in batches of several sizes."""
+    """With an example, the handler is warmed up in batches of several sizes."""
     body = "with open('sizes.txt', 'a') as f: print(*map(bytes, rows), file=f)\n    return rows"
     wishes = Wishes(example=True)
     Served(tmp_path, _function(body), {"batchSize": 4}, wishes, example=b"xyz")
@@ -477,23 +478,23 @@ def test_an_example_warms_up(tmp_path: Path) -> None:
     assert {line.count("b'xyz'") for line in lines} == {1, 3, 4}
 
 
-def test_an_example_that_the_handler_refuses(tmp_path: Path) -> None:
-    """It fails the load, and the handler's words are there."""
+def test_a_failing_example(tmp_path: Path) -> None:
+    """An example that the handler refuses fails the load with the handler's message."""
     with pytest.raises(fake_triton.TritonModelException, match="a number, please"):
         Served(tmp_path, archives.eager(), None, Wishes(example=True), example=b'"bad"')
 
 
-# --- TorchServe's own ------------------------------------------------------------------------
+# --- TorchServe's handlers --------------------------------------------------------------------
 
 
 def _expected(picture: bytes) -> torch.Tensor:
-    """What torchvision makes of an image, by its documentation, in other words than ours."""
+    """Return the result of torchvision's transforms, implemented from its documentation."""
     from PIL import Image
 
     image = Image.open(io.BytesIO(picture)).convert("RGB")
     scale = 256 / min(image.size)
     image = image.resize(
-        tuple(256 if one == min(image.size) else int(one * scale) for one in image.size),  # type: ignore[arg-type]
+        tuple(256 if side == min(image.size) else int(side * scale) for side in image.size),  # type: ignore[arg-type]
         Image.Resampling.BILINEAR,
     )
     pixels = np.asarray(image, dtype=np.float64) / 255
@@ -508,31 +509,31 @@ def _expected(picture: bytes) -> torch.Tensor:
     [(320, 280, "RGB"), (280, 320, "RGB"), (256, 256, "RGB"), (64, 100, "L"), (300, 260, "RGBA")],
 )
 def test_images(width: int, height: int, mode: str) -> None:
-    """The shorter side becomes 256, the middle 224 are kept, with ImageNet's mean and deviation."""
+    """Images are resized to 256, cropped to 224 and normalized like ImageNet's."""
     from PIL import Image
 
     picture = archives.image(width, height, mode)
-    made = images.Standard()(Image.open(io.BytesIO(picture)))
-    assert made.shape == (3, 224, 224)
-    assert made.dtype == torch.float32
-    torch.testing.assert_close(made, _expected(picture))
+    tensor = images.Standard()(Image.open(io.BytesIO(picture)))
+    assert tensor.shape == (3, 224, 224)
+    assert tensor.dtype == torch.float32
+    torch.testing.assert_close(tensor, _expected(picture))
 
 
 def test_image_classifier(tmp_path: Path) -> None:
-    """The five most probable classes of each image, by name, the best first."""
+    """Answers have the five most probable classes of each image by name, the best first."""
     served = Served(tmp_path, archives.classifier(), _BATCHES)
     pictures = [archives.image(seed=seed) for seed in range(3)]
     for picture, answer in zip(pictures, served.answer(*pictures), strict=True):
-        found = json.loads(answer)
+        labelled = json.loads(answer)
         with torch.inference_mode():
             wanted = torch.softmax(archives.colours()(_expected(picture)[None]), dim=1)[0]
         values, places = wanted.topk(5)
-        assert list(found) == [archives.NAMES[place] for place in places.tolist()]
-        torch.testing.assert_close(torch.tensor(list(found.values())), values)
+        assert list(labelled) == [archives.NAMES[place] for place in places.tolist()]
+        torch.testing.assert_close(torch.tensor(list(labelled.values())), values)
 
 
-def test_one_broken_image(tmp_path: Path) -> None:
-    """A body that is no image fails alone, and its error holds no path."""
+def test_one_invalid_image(tmp_path: Path) -> None:
+    """A body that is not an image fails alone; other requests are answered."""
     served = Served(tmp_path, archives.classifier(), _BATCHES)
     good = archives.image()
     answers = served.answer(good, b"no image", good)
@@ -555,7 +556,7 @@ def test_one_broken_image(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
-def test_an_image_of_too_many_pixels(
+def test_image_with_too_many_pixels(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     handler: str,
@@ -563,7 +564,7 @@ def test_an_image_of_too_many_pixels(
     height: int,
     most: int | None,
 ) -> None:
-    """An image whose pixels would fill the memory is refused before it is decoded."""
+    """An image above the limit is refused before it is decoded."""
     from PIL import Image, PngImagePlugin
 
     loaded: list[object] = []
@@ -589,8 +590,8 @@ def test_an_image_of_too_many_pixels(
         assert not loaded
 
 
-def test_no_other_program_reads_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pillow starts Ghostscript for PostScript: the handlers do not take it for an image."""
+def test_postscript_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PostScript is not an image format: Pillow would start Ghostscript for it."""
     from PIL import EpsImagePlugin, Image
 
     def ghostscript(*_arguments: object, **_named: object) -> None:
@@ -606,7 +607,7 @@ def test_no_other_program_reads_an_image(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", images.FORMATS)
 def test_formats(tmp_path: Path, kind: str) -> None:
-    """What clients send as a picture is read."""
+    """All formats that Pillow decodes itself are supported."""
     from PIL import Image
 
     file = io.BytesIO()
@@ -618,7 +619,7 @@ def test_formats(tmp_path: Path, kind: str) -> None:
 
 
 def test_images_as_numbers_and_base64(tmp_path: Path) -> None:
-    """An image may be text in base64, or the numbers that the model takes."""
+    """An image may be text in base64, or the values of the model's input."""
     import base64
 
     served = Served(
@@ -644,7 +645,7 @@ class Segments(nn.Module):
 
 
 def test_image_segmenter(tmp_path: Path) -> None:
-    """Each pixel's class and its probability."""
+    """Answers have the most probable class of each pixel and its probability."""
     files: archives.Files = {
         "m.pt": archives.scripted(Segments()),
         archives.MANIFEST: archives.manifest("image_segmenter", serializedFile="m.pt"),
@@ -652,11 +653,11 @@ def test_image_segmenter(tmp_path: Path) -> None:
     served = Served(tmp_path, files, _BATCHES)
     picture = archives.image()
     (answer,) = served.answer(picture)
-    found = torch.tensor(json.loads(answer))
-    assert found.shape == (224, 224, 2)
+    pixels = torch.tensor(json.loads(answer))
+    assert pixels.shape == (224, 224, 2)
     values, classes = torch.softmax(_expected(picture)[:2], dim=0).max(dim=0)
-    torch.testing.assert_close(found[..., 1], values, atol=1e-5, rtol=1e-5)
-    assert (found[..., 0] == classes).float().mean() > 0.999
+    torch.testing.assert_close(pixels[..., 1], values, atol=1e-5, rtol=1e-5)
+    assert (pixels[..., 0] == classes).float().mean() > 0.999
 
 
 _DETECTOR = """
@@ -668,17 +669,17 @@ class Detector(nn.Module):
     def forward(self, images):
         return [
             {
-                "boxes": torch.tensor([[0.0, 0.0, 8.0, 8.0], [1.0, 1.0, 2.0, 2.0]]) + one.mean(),
+                "boxes": torch.tensor([[0.0, 0.0, 8.0, 8.0], [1.0, 1.0, 2.0, 2.0]]) + image.mean(),
                 "labels": torch.tensor([1, 2]),
                 "scores": torch.tensor([0.9, 0.4]),
             }
-            for one in images
+            for image in images
         ]
 """
 
 
 def test_object_detector(tmp_path: Path) -> None:
-    """Boxes with a score of at least a half, by their class's name."""
+    """Answers have boxes with a score of at least 0.5, by the name of their class."""
     files = {
         "model.py": _DETECTOR,
         "index_to_name.json": json.dumps({"object_type_names": ["sky", "cat", "dog"]}),
@@ -687,11 +688,11 @@ def test_object_detector(tmp_path: Path) -> None:
     served = Served(tmp_path, files, _BATCHES)
     picture = archives.image()
     (answer,) = served.answer(picture)
-    (found,) = json.loads(answer)
-    assert list(found) == ["cat", "score"]
-    assert found["score"] == pytest.approx(0.9)
+    (detected,) = json.loads(answer)
+    assert list(detected) == ["cat", "score"]
+    assert detected["score"] == pytest.approx(0.9)
     mean = float(np.asarray(_opened(picture), dtype=np.float64).mean() / 255)
-    assert found["cat"] == pytest.approx([mean, mean, 8 + mean, 8 + mean], rel=1e-4)
+    assert detected["cat"] == pytest.approx([mean, mean, 8 + mean, 8 + mean], rel=1e-4)
 
 
 _BAG = """
@@ -710,7 +711,7 @@ class Bag(nn.Module):
 
 
 def test_text_classifier(tmp_path: Path) -> None:
-    """Words and pairs of words, cleaned as TorchServe does; what is unknown has its number."""
+    """Texts are cleaned as in TorchServe; words and bigrams become numbers, unknown ones too."""
     weight = torch.randn(6, 2, generator=torch.Generator().manual_seed(0))
     vocabulary = {"<unk>": 0, "not": 1, "bad": 2, "not bad": 3, "is": 4, "cafe": 5}
     files: archives.Files = {
@@ -731,7 +732,7 @@ def test_text_classifier(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "meant"),
+    ("contraction", "words"),
     [
         ("don't", "do not"),
         ("i'm sure you're right", "i am sure you are right"),
@@ -742,13 +743,13 @@ def test_text_classifier(tmp_path: Path) -> None:
         ("Isn't", "Is not"),
     ],
 )
-def test_contractions(said: str, meant: str) -> None:
-    """English contractions are written out; what is none loses its apostrophe."""
-    assert text.TextHandler()._expand_contractions(said) == meant
+def test_contractions(contraction: str, words: str) -> None:
+    """English contractions are expanded; other apostrophes are removed."""
+    assert text.TextHandler()._expand_contractions(contraction) == words
 
 
 def test_tokens() -> None:
-    """Tokenizers and runs of tokens that handlers import."""
+    """Tokenizers and n-grams that handlers import."""
     assert text.get_tokenizer(None)("a  b") == ["a", "b"]
     assert text.get_tokenizer("basic_english")('It\'s "so", well. <br />no; yes') == (
         ["it", "'", "s", "so", ",", "well", ".", "no", "yes"]
@@ -760,7 +761,7 @@ def test_tokens() -> None:
 
 
 def test_a_vocabulary_of_torchtext(tmp_path: Path) -> None:
-    """Objects are not unpickled; the error says what to save instead."""
+    """Objects of torchtext are not unpickled; the error says what to save instead."""
     archives.write_folder(tmp_path, {"v.pt": archives.saved(Path("torchtext"))})
     with pytest.raises(Exception, match=r"cannot be read.*get_stoi\(\)"):
         text._vocabulary(tmp_path / "v.pt")
@@ -769,23 +770,21 @@ def test_a_vocabulary_of_torchtext(tmp_path: Path) -> None:
 # --- modules ---------------------------------------------------------------------------------
 
 
-def test_the_modules_are_those_that_the_import_knows() -> None:
-    """What `remarks` says is provided is provided, each with its names."""
+def test_provided_modules() -> None:
+    """The modules in handler_lint.PROVIDED can be imported, with their names."""
     assert stand_in.MODULES.keys() == handler_lint.PROVIDED
     assert stand_in.install()
-    for name, offered in stand_in.MODULES.items():
+    for name, members in stand_in.MODULES.items():
         module = importlib.import_module(name)
-        assert vars(module).keys() >= offered.keys()
+        assert vars(module).keys() >= members.keys()
     with pytest.raises(ModuleNotFoundError, match=r"No module named 'ts\.service'"):
         importlib.import_module("ts.service")
-    assert stand_in.install()  # its own modules are not taken for TorchServe's
+    assert stand_in.install()  # its own modules do not count as TorchServe
 
 
-def test_torchserve_itself_is_used_where_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing stands in for what is installed."""
-    for name in [one for one in sys.modules if one.partition(".")[0] == "ts"]:
+def test_installed_torchserve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If TorchServe is installed, it is used."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ts"]:
         del sys.modules[name]
     archives.write_folder(
         tmp_path,
@@ -801,8 +800,8 @@ def test_torchserve_itself_is_used_where_it_is(
 
 
 def test_another_package_of_that_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package `ts` that is not TorchServe does not count."""
-    for name in [one for one in sys.modules if one.partition(".")[0] == "ts"]:
+    """Another package `ts` does not count as TorchServe."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ts"]:
         del sys.modules[name]
     archives.write_folder(tmp_path, {"ts/__init__.py": ""})
     monkeypatch.syspath_prepend(tmp_path)
@@ -825,7 +824,7 @@ def test_map_class_to_label(
     classes: Sequence[Sequence[int]] | None,
     labels_of: list[dict[str, float]],
 ) -> None:
-    """Values by the names of their classes, else by their numbers."""
+    """Values are returned by the names of their classes, or by their numbers."""
     assert labels.map_class_to_label(probs, mapping, classes) == labels_of
     with pytest.raises(TypeError, match="takes lists of values"):
         labels.map_class_to_label(torch.ones(1, 1))  # type: ignore[arg-type]
@@ -842,15 +841,15 @@ def test_map_class_to_label(
 def test_load_label_mapping(
     tmp_path: Path, written: str | None, mapping: dict[str, str] | None
 ) -> None:
-    """The forms in which names of classes have been written over the years."""
+    """All formats of index_to_name.json."""
     path = tmp_path / "index_to_name.json"
     if written is not None:
         path.write_text(written)
     assert labels.load_label_mapping(str(path)) == mapping
 
 
-def test_a_handler_that_answers_later(tmp_path: Path) -> None:
-    """Coroutines are not served, and that is said at load."""
+def test_coroutine(tmp_path: Path) -> None:
+    """A handler that is a coroutine fails the load."""
     source = "async def handle(data, context):\n    return data\n"
     files = {"handler.py": source, archives.MANIFEST: archives.manifest()}
     with pytest.raises(fake_triton.TritonModelException, match=r"handle\(\) is a coroutine"):

@@ -1,4 +1,4 @@
-"""Archives are unpacked whole or not at all, and never beyond their folder."""
+"""Unpacking archives, and reading their manifests and settings."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def _tree(folder: Path) -> dict[str, bytes]:
 
 
 def _expected() -> dict[str, bytes]:
-    return {name: one.encode() if isinstance(one, str) else one for name, one in _FILES.items()}
+    return {
+        name: content.encode() if isinstance(content, str) else content
+        for name, content in _FILES.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -58,7 +61,7 @@ def _expected() -> dict[str, bytes]:
     ],
 )
 def test_all_formats_of_the_archiver(tmp_path: Path, make: Callable[[Path], Path]) -> None:
-    """Each of torch-model-archiver's formats gives the same files."""
+    """All formats of torch-model-archiver unpack to the same files."""
     folder = tmp_path / "out" / "model.mar"
     folder.parent.mkdir()
     mar_archive.unpack(make(tmp_path / "net.mar"), folder, Limits())
@@ -67,7 +70,7 @@ def test_all_formats_of_the_archiver(tmp_path: Path, make: Callable[[Path], Path
 
 
 def test_empty_folders_and_executables(tmp_path: Path) -> None:
-    """Entries for folders are no files, and nothing becomes executable."""
+    """Entries of folders do not become files, and no file becomes executable."""
     path = tmp_path / "net.mar"
     with zipfile.ZipFile(path, "w") as archive:
         archive.mkdir("empty") if hasattr(archive, "mkdir") else archive.writestr("empty/", "")
@@ -114,7 +117,7 @@ def _nul(path: Path) -> None:
 
 
 def _lying_size(path: Path) -> None:
-    """The list of members says ten bytes; there is a megabyte."""
+    """Write an archive that declares ten bytes for a file of a megabyte."""
     archives.write(path, {"big": bytes(1 << 20)}, compression=zipfile.ZIP_DEFLATED)
     content = path.read_bytes()
     place = content.index(b"PK\x01\x02")
@@ -132,7 +135,7 @@ def _tar(name: str, kind: bytes = tarfile.REGTYPE, target: str = "") -> Callable
 
 
 def _tar_sized(size: int) -> Callable[[Path], object]:
-    """A header that says more than there is."""
+    """Return a writer of an archive whose header declares a larger size than the file has."""
 
     def make(path: Path) -> None:
         entry = tarfile.TarInfo("big")
@@ -144,7 +147,7 @@ def _tar_sized(size: int) -> Callable[[Path], object]:
 
 
 def _tar_long_name(path: Path) -> None:
-    """A name of 100 megabytes, which tarfile would read at once."""
+    """Write an archive with a name of 100 MB, which tarfile would read at once."""
     entry = tarfile.TarInfo("././@LongLink")
     entry.type, entry.size = tarfile.GNUTYPE_LONGNAME, 100 << 20
     with gzip.open(path, "wb", compresslevel=1) as file:
@@ -154,7 +157,7 @@ def _tar_long_name(path: Path) -> None:
 
 
 def _tar_headers(kind: bytes, count: int) -> Callable[[Path], object]:
-    """Headers that each tell of the next one, or of nothing: they take no room in a gzip file."""
+    """Return a writer of an archive with many headers, which compress to a small file."""
 
     def make(path: Path) -> None:
         entry = tarfile.TarInfo("deeper")
@@ -187,7 +190,7 @@ def _linked_folder(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         pytest.param(_zip("../evil"), "holds the name '../evil'", id="dots"),
         pytest.param(_zip("a/../../evil"), "holds the name", id="dots-within"),
@@ -244,26 +247,26 @@ def _linked_folder(path: Path) -> None:
         ),
     ],
 )
-def test_what_is_refused(tmp_path: Path, make: Callable[[Path], object], says: str) -> None:
-    """A hostile or damaged archive is named in one sentence; nothing appears beside its folder."""
+def test_invalid_archives(tmp_path: Path, make: Callable[[Path], object], message: str) -> None:
+    """A malicious or damaged archive raises an error, and no files are left."""
     make(tmp_path / "net.mar")
     target = tmp_path / "out" / "within" / "model.mar"
     target.parent.mkdir(parents=True)
-    if not says:
+    if not message:
         mar_archive.unpack(tmp_path / "net.mar", target, Limits())
         return
-    with pytest.raises(ArchiveError) as refusal:
+    with pytest.raises(ArchiveError) as error:
         mar_archive.unpack(tmp_path / "net.mar", target, Limits())
-    assert says in str(refusal.value)
-    assert str(refusal.value).startswith("net.mar: ")
-    assert "\n" not in str(refusal.value)
+    assert message in str(error.value)
+    assert str(error.value).startswith("net.mar: ")
+    assert "\n" not in str(error.value)
     assert not target.exists()
     assert {path.name for path in tmp_path.iterdir()} == {"net.mar", "out"}
     assert not list(tmp_path.rglob("*evil*"))
 
 
-def test_the_same_name_twice(tmp_path: Path) -> None:
-    """Which of two files is meant, nobody can tell."""
+def test_duplicate_name(tmp_path: Path) -> None:
+    """An archive with two files of the same name raises an error."""
     with pytest.warns(UserWarning, match="Duplicate name"):
         _zip_entry("a", twice=True)(tmp_path / "net.mar")
     with pytest.raises(ArchiveError, match="holds a twice"):
@@ -272,38 +275,38 @@ def test_the_same_name_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", [archives.write, archives.write_tar, archives.write_folder])
 @pytest.mark.parametrize(
-    ("limits", "says"),
+    ("limits", "message"),
     [
         (Limits(files=3), "more than 3 files. Allow more with --max-files"),
         (Limits(gigabytes=0.0005), "larger than 0.0005 GB. Allow more with --max-gigabytes"),
         (Limits(files=4, gigabytes=0.001), ""),
     ],
 )
-def test_limits(tmp_path: Path, write: Callable[..., Path], limits: Limits, says: str) -> None:
-    """What an archive may take is bounded, whatever it inflates to; just as much is taken."""
+def test_limits(tmp_path: Path, write: Callable[..., Path], limits: Limits, message: str) -> None:
+    """Archives above a limit raise an error; archives at the limit are unpacked."""
     archive = write(tmp_path / "net.mar", _FILES)
-    if not says:
+    if not message:
         mar_archive.unpack(archive, tmp_path / "out", limits)
         return
-    with pytest.raises(ArchiveError) as refusal:
+    with pytest.raises(ArchiveError) as error:
         mar_archive.unpack(archive, tmp_path / "out", limits)
-    assert says in str(refusal.value)
+    assert message in str(error.value)
 
 
-def test_a_bomb_writes_no_more_than_allowed(tmp_path: Path) -> None:
-    """64 megabytes of zeros in a small file are refused by their size, before they are written."""
+def test_zip_bomb(tmp_path: Path) -> None:
+    """64 MB of zeros in a small file are refused by their size, before they are written."""
     path = tmp_path / "net.mar"
     archives.write(path, {"zeros": bytes(64 << 20)}, compression=zipfile.ZIP_DEFLATED)
     assert path.stat().st_size < 1 << 17
     with pytest.raises(ArchiveError, match=r"larger than 0.01 GB"):
         mar_archive.unpack(path, tmp_path / "out", Limits(gigabytes=0.01))
-    written = sum(one.stat().st_size for one in tmp_path.rglob("zeros"))
+    written = sum(path.stat().st_size for path in tmp_path.rglob("zeros"))
     assert written == 0
 
 
 def _seeds() -> list[bytes]:
     zipped, tarred = io.BytesIO(), io.BytesIO()
-    small = {name: one for name, one in _FILES.items() if name != "model.bin"}
+    small = {name: content for name, content in _FILES.items() if name != "model.bin"}
     with zipfile.ZipFile(zipped, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in small.items():
             archive.writestr(name, content)
@@ -324,13 +327,13 @@ _SEEDS = _seeds()
     places=st.lists(st.tuples(st.integers(0, 1 << 20), st.integers(0, 255)), max_size=8),
     length=st.integers(0, 1 << 14),
 )
-def test_damaged_in_any_way(
+def test_random_damage(
     tmp_path_factory: pytest.TempPathFactory,
     which: int,
     places: list[tuple[int, int]],
     length: int,
 ) -> None:
-    """Whatever bytes change, an archive is unpacked or refused; nothing is written elsewhere."""
+    """An archive with changed bytes is unpacked or refused; nothing is written elsewhere."""
     folder = tmp_path_factory.mktemp("damaged")
     content = bytearray(_SEEDS[which])
     for place, value in places:
@@ -348,18 +351,23 @@ def test_damaged_in_any_way(
 # --- manifests -------------------------------------------------------------------------------
 
 
-def test_a_manifest(tmp_path: Path) -> None:
-    """What the manifest says of the model, in our words."""
+def test_manifest(tmp_path: Path) -> None:
+    """The fields of a manifest."""
     folder = archives.write_folder(tmp_path / "net", archives.eager())
-    found = mar_archive.read_manifest(folder, "net.mar")
-    assert (found.model_name, found.handler, found.serialized_file, found.model_file) == (
+    manifest = mar_archive.read_manifest(folder, "net.mar")
+    assert (
+        manifest.model_name,
+        manifest.handler,
+        manifest.serialized_file,
+        manifest.model_file,
+    ) == (
         "net",
         "handler.py",
         "model.pt",
         "model.py",
     )
-    assert (found.requirements_file, found.config_file) == ("", "")
-    assert mar_archive.settings(folder, found, "net.mar") == {}
+    assert (manifest.requirements_file, manifest.config_file) == ("", "")
+    assert mar_archive.settings(folder, manifest, "net.mar") == {}
 
 
 @pytest.mark.parametrize(
@@ -372,15 +380,16 @@ def test_a_manifest(tmp_path: Path) -> None:
         ("image_classifier", "image_classifier", "handle"),
     ],
 )
-def test_what_a_handler_names(tmp_path: Path, handler: str, module: str, function: str) -> None:
-    """A file, a module, a function in it, or a handler of TorchServe's."""
+def test_handler_names(tmp_path: Path, handler: str, module: str, function: str) -> None:
+    """A handler is a file, a module, a function in it, or a handler of TorchServe."""
     files = {"handler.py": "", archives.MANIFEST: archives.manifest(handler)}
-    found = mar_archive.read_manifest(archives.write_folder(tmp_path / "net", files), "net.mar")
-    assert (found.handler_module, found.handler_function) == (module, function)
+    folder = archives.write_folder(tmp_path / "net", files)
+    manifest = mar_archive.read_manifest(folder, "net.mar")
+    assert (manifest.handler_module, manifest.handler_function) == (module, function)
 
 
 @pytest.mark.parametrize(
-    ("manifest", "says"),
+    ("manifest", "message"),
     [
         ("", "is no JSON"),
         ("[" * 100_000, "is no JSON"),
@@ -405,27 +414,27 @@ def test_what_a_handler_names(tmp_path: Path, handler: str, module: str, functio
         (archives.manifest(requirementsFile=7), "no text for 'requirementsFile'"),
     ],
 )
-def test_manifests_that_are_refused(tmp_path: Path, manifest: str, says: str) -> None:
-    """Each says what is wrong with it, in one sentence."""
+def test_invalid_manifests(tmp_path: Path, manifest: str, message: str) -> None:
+    """An invalid manifest raises an error with the reason."""
     files = {"handler.py": "", archives.MANIFEST: manifest}
     folder = archives.write_folder(tmp_path / "net", files)
-    if not says:
+    if not message:
         assert mar_archive.read_manifest(folder, "net.mar").handler_module == "handler"
         return
-    with pytest.raises(ArchiveError) as refusal:
+    with pytest.raises(ArchiveError) as error:
         mar_archive.read_manifest(folder, "net.mar")
-    assert says in str(refusal.value)
+    assert message in str(error.value)
 
 
 def _references(doubled: str) -> str:
-    """A value that holds another one twice, sixty times over."""
+    """Return values that refer to each other: each doubles the previous one, sixty times."""
     lines = ["a0: &a0 {x: 1}"]
-    lines += [f"a{one}: &a{one} {doubled.format(one - 1)}" for one in range(1, 60)]
+    lines += [f"a{number}: &a{number} {doubled.format(number - 1)}" for number in range(1, 60)]
     return "\n".join(lines)
 
 
 @pytest.mark.parametrize(
-    ("written", "says"),
+    ("written", "message"),
     [
         ("batchSize: 4\nhandler: {profile: true}", ""),
         ("", ""),
@@ -439,8 +448,8 @@ def _references(doubled: str) -> str:
         ("a: &a [*a, *a]", "stands for more than 100000 values"),
     ],
 )
-def test_settings(tmp_path: Path, written: str, says: str) -> None:
-    """Settings are keys and values; YAML that would run code is refused as any other mistake."""
+def test_settings(tmp_path: Path, written: str, message: str) -> None:
+    """Settings are keys and values; YAML that would run code raises an error."""
     files = {
         "handler.py": "",
         "model-config.yaml": written,
@@ -448,18 +457,18 @@ def test_settings(tmp_path: Path, written: str, says: str) -> None:
     }
     folder = archives.write_folder(tmp_path / "net", files)
     manifest = mar_archive.read_manifest(folder, "net.mar")
-    if not says:
-        found = mar_archive.settings(folder, manifest, "net.mar")
-        assert found == ({"batchSize": 4, "handler": {"profile": True}} if written else {})
+    if not message:
+        settings = mar_archive.settings(folder, manifest, "net.mar")
+        assert settings == ({"batchSize": 4, "handler": {"profile": True}} if written else {})
         return
-    with pytest.raises(ArchiveError) as refusal:
+    with pytest.raises(ArchiveError) as error:
         mar_archive.settings(folder, manifest, "net.mar")
-    assert says in str(refusal.value)
-    assert "\n" not in str(refusal.value)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_settings_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without PyYAML, an archive with settings says what to install."""
+    """Without PyYAML, an archive with settings raises an error that says what to install."""
     files = {
         "handler.py": "",
         "c.yaml": "batchSize: 4",
@@ -472,8 +481,8 @@ def test_settings_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         mar_archive.settings(folder, manifest, "net.mar")
 
 
-def test_nothing_is_read_from_outside(tmp_path: Path) -> None:
-    """An archive's own folder may be read-only; the target's is the only one that is written."""
+def test_the_source_folder_is_not_changed(tmp_path: Path) -> None:
+    """Unpacking a folder writes to the target only."""
     folder = archives.write_folder(tmp_path / "net", _FILES)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     mar_archive.unpack(folder, tmp_path / "out", Limits())

@@ -1,4 +1,4 @@
-"""What model-config.yaml says becomes config.pbtxt; what cannot is listed, or refused."""
+"""Migrating model-config.yaml to config.pbtxt."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def _migrate(
     return migration.migrate("net.mar", "net", folder, manifest, wishes or Wishes())
 
 
-def _read(tmp_path: Path, made: Migration) -> dict[str, Any]:
-    """What Triton reads of it; it must be what our own backend takes."""
+def _read(tmp_path: Path, migrated: Migration) -> dict[str, Any]:
+    """Return the config as Triton reads it; the backend must accept it."""
     folder = tmp_path / "net"
     (folder / "1").mkdir(parents=True)
-    (folder / "config.pbtxt").write_text(made.config)
+    (folder / "config.pbtxt").write_text(migrated.config)
     document = pbtxt.read(folder)
     model_config.parse(pbtxt.arguments(folder, "1", document))
     return document
@@ -56,9 +56,9 @@ def _parameters(document: dict[str, Any]) -> dict[str, str]:
 
 
 def test_without_settings(tmp_path: Path) -> None:
-    """One request at a time, one instance, no warm-up; what may be missing is said."""
-    made = _migrate(tmp_path)
-    document = _read(tmp_path, made)
+    """Without settings: batches of one, one instance, no warm-up, and a hint at batchSize."""
+    migrated = _migrate(tmp_path)
+    document = _read(tmp_path, migrated)
     assert document["backend"] == "pytorch_py"
     assert document["max_batch_size"] == 1
     assert "dynamic_batching" not in document
@@ -68,12 +68,12 @@ def test_without_settings(tmp_path: Path) -> None:
         (entry,) = document[role]
         assert (entry["name"], entry["data_type"], entry["dims"]) == (name, "TYPE_STRING", [1])
     assert _parameters(document) == {"WARMUP": "false"}
-    assert len(made.left) == 1
-    assert "batchSize is not in the archive" in made.left[0]
+    assert len(migrated.left) == 1
+    assert "batchSize is not in the archive" in migrated.left[0]
 
 
 def test_all_settings(tmp_path: Path) -> None:
-    """Each of TorchServe's settings has its place in config.pbtxt."""
+    """Settings of TorchServe become fields of config.pbtxt."""
     settings = {
         "minWorkers": 2,
         "maxWorkers": 2,
@@ -85,23 +85,23 @@ def test_all_settings(tmp_path: Path) -> None:
         "pt2": {"compile": {"enable": True, "backend": "inductor", "mode": "reduce-overhead"}},
         "handler": {"profile": True},
     }
-    made = _migrate(tmp_path, settings)
-    document = _read(tmp_path, made)
+    migrated = _migrate(tmp_path, settings)
+    document = _read(tmp_path, migrated)
     assert document["max_batch_size"] == 8
     batching = document["dynamic_batching"]
     assert int(batching["max_queue_delay_microseconds"]) == 50_000
     assert batching["default_queue_policy"]["max_queue_size"] == 200
     (group,) = document["instance_group"]
     assert (group["kind"], group["count"]) == ("KIND_CPU", 2)
-    found = _parameters(document)
-    assert found["EXECUTION_TIMEOUT_MS"] == "120000"
-    assert json.loads(found["TORCH_COMPILE_OPTIONAL_PARAMETERS"]) == {
+    parameters = _parameters(document)
+    assert parameters["EXECUTION_TIMEOUT_MS"] == "120000"
+    assert json.loads(parameters["TORCH_COMPILE_OPTIONAL_PARAMETERS"]) == {
         "backend": "inductor",
         "mode": "reduce-overhead",
     }
-    assert made.left == []
-    told = "\n".join(made.taken)
-    assert all(key in told for key in settings if key != "maxWorkers"), told
+    assert migrated.left == []
+    taken = "\n".join(migrated.taken)
+    assert all(key in taken for key in settings if key != "maxWorkers"), taken
 
 
 @pytest.mark.parametrize(
@@ -124,9 +124,9 @@ def test_all_settings(tmp_path: Path) -> None:
     ],
 )
 def test_workers(tmp_path: Path, settings: dict[str, Any], group: dict[str, Any]) -> None:
-    """Workers are instances: TorchServe deals them out to GPUs, Triton starts some on each."""
-    (found,) = _read(tmp_path, _migrate(tmp_path, settings))["instance_group"]
-    assert {key: found[key] for key in group} == group
+    """Workers become instances: per model in TorchServe, per GPU in Triton."""
+    (written,) = _read(tmp_path, _migrate(tmp_path, settings))["instance_group"]
+    assert {key: written[key] for key in group} == group
 
 
 @pytest.mark.parametrize(
@@ -142,16 +142,16 @@ def test_workers(tmp_path: Path, settings: dict[str, Any], group: dict[str, Any]
     ],
 )
 def test_pt2(tmp_path: Path, pt2: Any, compiled: dict[str, Any] | None) -> None:
-    """All ways in which TorchServe is told to compile; a `compile` needs its `enable`."""
-    made = _migrate(tmp_path, {"pt2": pt2, "batchSize": 2})
-    found = _parameters(_read(tmp_path, made)).get("TORCH_COMPILE_OPTIONAL_PARAMETERS")
-    assert (None if found is None else json.loads(found)) == compiled
-    odd = [one for one in made.left if one.startswith("pt2's")]
-    assert bool(odd) == ("odd" in str(pt2) or "export" in str(pt2))
+    """All forms of `pt2`; a `compile` needs `enable`."""
+    migrated = _migrate(tmp_path, {"pt2": pt2, "batchSize": 2})
+    value = _parameters(_read(tmp_path, migrated)).get("TORCH_COMPILE_OPTIONAL_PARAMETERS")
+    assert (None if value is None else json.loads(value)) == compiled
+    ignored = [line for line in migrated.left if line.startswith("pt2's")]
+    assert bool(ignored) == ("odd" in str(pt2) or "export" in str(pt2))
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ({"startupTimeout": 300}, "startupTimeout 300: Triton waits"),
         ({"maxRetryTimeoutInSec": 5}, "maxRetryTimeoutInSec 5: "),
@@ -159,16 +159,18 @@ def test_pt2(tmp_path: Path, pt2: Any, compiled: dict[str, Any] | None) -> None:
         ({"maxBatchDelay": 50}, "maxBatchDelay 50: no request waits for others"),
     ],
 )
-def test_settings_without_an_equal(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
-    """They are listed, and stand in config.pbtxt as well."""
-    made = _migrate(tmp_path, {"batchSize": 1, **settings})
-    (told,) = made.left
-    assert told.startswith(says)
-    assert f"# - {told}" in made.config
+def test_settings_without_a_counterpart(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    """They are listed in the report and in config.pbtxt."""
+    migrated = _migrate(tmp_path, {"batchSize": 1, **settings})
+    (line,) = migrated.left
+    assert line.startswith(message)
+    assert f"# - {line}" in migrated.config
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         (
             {"batchSize": 0},
@@ -191,16 +193,18 @@ def test_settings_without_an_equal(tmp_path: Path, settings: dict[str, Any], say
         ({"asyncCommunication": True}, "asks for asyncCommunication"),
     ],
 )
-def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, Any], says: str) -> None:
-    """What makes no sense, or what the handler could not do without, is an error at once."""
-    with pytest.raises(ArchiveError) as refusal:
+def test_invalid_and_unsupported_settings(
+    tmp_path: Path, settings: dict[str, Any], message: str
+) -> None:
+    """Settings that are invalid, or that the handler cannot do without, raise an error."""
+    with pytest.raises(ArchiveError) as error:
         _migrate(tmp_path, settings)
-    assert says in str(refusal.value)
-    assert str(refusal.value).startswith("net.mar: ")
+    assert message in str(error.value)
+    assert str(error.value).startswith("net.mar: ")
 
 
 @pytest.mark.parametrize(
-    ("handler", "files", "more", "says"),
+    ("handler", "files", "more", "message"),
     [
         ("image_classifier", {"m.pt": archives.scripted(models.Negate())}, {}, ""),
         (
@@ -251,40 +255,40 @@ def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, Any], say
     ],
 )
 def test_files_that_a_handler_needs(
-    tmp_path: Path, handler: str, files: dict[str, bytes], more: dict[str, Any], says: str
+    tmp_path: Path, handler: str, files: dict[str, bytes], more: dict[str, Any], message: str
 ) -> None:
-    """What TorchServe's own handlers could not load is told now; others load what they want."""
-    given: dict[str, Any] = {"serializedFile": "m.pt", **more}
-    if not says:
-        assert _read(tmp_path, _migrate(tmp_path, None, handler, files=files, **given))
+    """Files that a handler of TorchServe cannot load raise an error; other handlers load any."""
+    entries: dict[str, Any] = {"serializedFile": "m.pt", **more}
+    if not message:
+        assert _read(tmp_path, _migrate(tmp_path, None, handler, files=files, **entries))
         return
-    with pytest.raises(ArchiveError) as refusal:
-        _migrate(tmp_path, None, handler, files=files, **given)
-    assert says in str(refusal.value)
+    with pytest.raises(ArchiveError) as error:
+        _migrate(tmp_path, None, handler, files=files, **entries)
+    assert message in str(error.value)
 
 
 def test_a_handler_without_a_model(tmp_path: Path) -> None:
-    """TorchServe's own handlers need one; others may need none."""
+    """TorchServe's own handlers need a model; other handlers may not."""
     with pytest.raises(ArchiveError, match="names neither a serializedFile nor a modelFile"):
         _migrate(tmp_path, None, "image_classifier")
     assert _migrate(tmp_path / "other").config
 
 
 def test_text_classifier_takes_one_at_a_time(tmp_path: Path) -> None:
-    """It has never answered more than the first of a batch."""
+    """text_classifier answers only the first request of a batch, so that batchSize becomes 1."""
     files = {
         "m.pt": archives.scripted(models.Negate()),
         "source_vocab.pt": archives.saved({"a": 0}),
     }
-    made = _migrate(
+    migrated = _migrate(
         tmp_path, {"batchSize": 4}, "text_classifier", files=files, serializedFile="m.pt"
     )
-    assert _read(tmp_path, made)["max_batch_size"] == 1
-    assert made.left == ["batchSize 4: text_classifier answers one request at a time"]
+    assert _read(tmp_path, migrated)["max_batch_size"] == 1
+    assert migrated.left == ["batchSize 4: text_classifier answers one request at a time"]
 
 
 def test_wishes(tmp_path: Path) -> None:
-    """What only the user knows: fields, the type of bodies, an example."""
+    """The user's choices: input names, the content type of bodies, and an example."""
     wishes = Wishes(("question", "context"), "application/json", example=True)
     document = _read(tmp_path, _migrate(tmp_path, {"batchSize": 4}, wishes=wishes))
     assert [(one["name"], one["optional"]) for one in document["input"]] == [
@@ -297,24 +301,26 @@ def test_wishes(tmp_path: Path) -> None:
 
 
 def test_an_input_that_nobody_names(tmp_path: Path) -> None:
-    """Where the handler's source does not say what it reads, the user is asked to."""
+    """If the handler's source does not show the fields that it reads, the report says so."""
     files = {"handler.py": "def handle(data, context):\n    return data\n"}
-    made = _migrate(tmp_path, {"batchSize": 2}, files=files)
-    assert made.inputs == ("body",)
-    assert made.left[0].startswith("the names of a request's fields: handler.py does not say")
+    migrated = _migrate(tmp_path, {"batchSize": 2}, files=files)
+    assert migrated.inputs == ("body",)
+    assert migrated.left[0].startswith("the names of a request's fields: handler.py does not say")
 
 
 def test_requirements(tmp_path: Path) -> None:
-    """Packages to be installed are the user's to install, and the command is there."""
+    """The report has the command that installs the archive's requirements."""
     files = {"requirements.txt": "einops"}
-    made = _migrate(tmp_path, {"batchSize": 2}, files=files, requirementsFile="requirements.txt")
-    (told,) = made.left
-    assert "pip install -r 1/model.mar/requirements.txt" in told
+    migrated = _migrate(
+        tmp_path, {"batchSize": 2}, files=files, requirementsFile="requirements.txt"
+    )
+    (line,) = migrated.left
+    assert "pip install -r 1/model.mar/requirements.txt" in line
 
 
 def test_comments_end_with_their_line(tmp_path: Path) -> None:
-    """Nothing that an archive says gets out of a comment and into the config."""
+    """Line breaks in an archive's settings do not end comments in the config."""
     evil = 'x"\nbackend: "python"\r\nmax_batch_size: 99\u2028#'
-    made = _migrate(tmp_path, {"batchSize": 2, "startupTimeout": evil, evil: 1})
-    document = _read(tmp_path, made)
+    migrated = _migrate(tmp_path, {"batchSize": 2, "startupTimeout": evil, evil: 1})
+    document = _read(tmp_path, migrated)
     assert (document["backend"], document["max_batch_size"]) == ("pytorch_py", 2)

@@ -108,9 +108,9 @@ class TritonPythonModel:
         _check_numpy(settings.name)
         tracing.refuse_impossible(settings, told=messages.tells_traces())
         if settings.options.profile_dir is not None:
-            from torch_py_backend.observability import live_profiling
+            from torch_py_backend.observability import profiling
 
-            live_profiling.refuse_unwritable(settings)
+            profiling.check_writable(settings)
         self._engine = builder.build(settings, share)
         self._modes.callback(self._engine.leave)
         self._settings = settings
@@ -141,7 +141,7 @@ class TritonPythonModel:
         # Not before: loading may take as long as it wants.
         self._engine.recovery.begins = self._vitals.busy
         if settings.options.profile_dir is not None:
-            self._modes.callback(live_profiling.Profiles(self._engine).close)
+            self._modes.callback(profiling.LiveProfiler(self._engine).close)
         if settings.decoupled:
             self._streaming = streaming.Streaming(
                 self._engine, self._end, self._vitals.idle, traces

@@ -1,4 +1,4 @@
-"""Inputs and outputs that config.pbtxt leaves out, completed from the model.
+"""Completes the inputs and outputs that config.pbtxt lacks from the model.
 
-`completion` imports no torch: it runs `schema` in a child process.
+`completion` does not import torch: it runs `schema` in a child process.
 """

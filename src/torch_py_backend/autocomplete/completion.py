@@ -1,4 +1,4 @@
-"""What config.pbtxt leaves out is filled in from the model; what it says stays, or is refused."""
+"""Completes a config from its model. Values in config.pbtxt are kept, or raise an error."""
 
 from __future__ import annotations
 
@@ -12,24 +12,29 @@ from torch_py_backend.config import options
 from torch_py_backend.errors import ConfigError, shown
 from torch_py_backend.processes import child_process
 
+_NO_TYPE = "TYPE_INVALID"
+
 
 def needed(document: Mapping[str, Any]) -> bool:
-    """Whether a config lacks what the model could tell."""
+    """Return whether a config lacks inputs or outputs, or one of them lacks its type or dims."""
     return any(
-        not document.get(role)
-        or any(
-            entry.get("data_type", "TYPE_INVALID") == "TYPE_INVALID" or not entry.get("dims")
-            for entry in document[role]
-        )
+        not document.get(role) or not all(_is_complete(entry) for entry in document[role])
         for role in ("input", "output")
     )
 
 
-def decide(document: dict[str, Any], version_folder: Path) -> bool:
-    """Whether a complete config had to be made decoupled: it says nothing, and the source yields.
+def _is_complete(entry: Mapping[str, Any]) -> bool:
+    return entry.get("data_type", _NO_TYPE) != _NO_TYPE and bool(entry.get("dims"))
 
-    Without loading the model, which would cost every load seconds. What only a loaded model tells
-    is refused when it is loaded.
+
+def decide(document: dict[str, Any], version_folder: Path) -> bool:
+    """Make a complete config decoupled if it does not say and forward() in model.py yields.
+
+    The source is parsed and the model is not loaded, which would take seconds in each load. A model
+    that streams in a way that its source does not show is refused when it is loaded.
+
+    Returns:
+        Whether the config was changed.
     """
     path = version_folder / (document.get("default_model_filename") or "model.py")
     parameters = document.get("parameters", {})
@@ -39,10 +44,10 @@ def decide(document: dict[str, Any], version_folder: Path) -> bool:
         or "MODEL_FACTORY" in parameters
     ):
         return False
-    named, method = (
+    class_name, method = (
         parameters.get(key, {}).get("string_value") for key in ("MODEL_CLASS", "METHOD")
     )
-    if not stream_detection.in_source(path, named=named, method=method):
+    if not stream_detection.in_source(path, named=class_name, method=method):
         return False
     document["model_transaction_policy"] = {"decoupled": True}
     return True
@@ -51,15 +56,17 @@ def decide(document: dict[str, Any], version_folder: Path) -> bool:
 def complete(
     arguments: Mapping[str, str], document: dict[str, Any], seconds: float = math.inf
 ) -> None:
-    """Fill a config's inputs, outputs, max_batch_size and decoupling in place, by trying the model.
+    """Fill in the inputs, outputs, max_batch_size and decoupling of a config by running the model.
 
     Args:
-        arguments: what Triton passes to `initialize`, with `document` as its model_config.
-        document: the config, as Triton's JSON has it.
-        seconds: how long that may take, where it is less than AUTO_COMPLETE_TIMEOUT_S.
+        arguments: the arguments that Triton passes to `initialize`, with `document` as its
+            model_config.
+        document: the config as Triton's JSON; changed in place.
+        seconds: a time limit below AUTO_COMPLETE_TIMEOUT_S.
 
     Raises:
-        LoadError: the model cannot be loaded, does not tell its schema, or contradicts the config.
+        LoadError: the model cannot be loaded, its schema cannot be inferred, or it contradicts the
+            config.
     """
     fill(arguments["model_name"], document, describe(arguments, document, seconds))
 
@@ -67,77 +74,74 @@ def complete(
 def describe(
     arguments: Mapping[str, str], document: Mapping[str, Any], seconds: float = math.inf
 ) -> dict[str, Any]:
-    """What the model tells of itself; the arguments are those of `complete`.
+    """Return the schema of a model, inferred in a child process. Arguments as for `complete`.
 
     Raises:
-        LoadError: the model cannot be loaded, or does not tell its schema.
+        LoadError: the model cannot be loaded, or its schema cannot be inferred.
     """
     model = arguments["model_name"]
-    _refuse_ragged_batches(model, document)
-    settings = options.parse(model, document.get("parameters", {}))
+    for key in ("batch_input", "batch_output"):
+        if document.get(key):
+            raise ConfigError(
+                model,
+                f"config.pbtxt has {key} and lacks inputs or outputs, whose dims cannot be inferred"
+                " for a model with ragged inputs",
+                expected="data_type and dims of each input and output",
+                cure="Write them into config.pbtxt.",
+            )
+    limit = options.parse(model, document.get("parameters", {})).auto_complete_timeout_s
     schema: dict[str, Any] = child_process.run(
         model,
         "torch_py_backend.autocomplete.schema:describe",
         {"arguments": dict(arguments)},
-        min(seconds, settings.auto_complete_timeout_s),
+        min(seconds, limit),
     )
     return schema
 
 
 def fill(model: str, document: dict[str, Any], schema: dict[str, Any]) -> None:
-    """Put what the model tells of itself into a config, where that leaves it out.
+    """Put a model's schema into a config where the config has gaps.
 
     Raises:
-        ConfigError: the config contradicts it.
+        ConfigError: the config contradicts the schema.
     """
-    wished = document.get("max_batch_size", 0)
-    # Where the inputs are written down, so is whether they are batched.
-    if not wished and not document.get("input"):
+    max_batch_size = document.get("max_batch_size", 0)
+    # If the config lists the inputs, its max_batch_size applies, even if it is 0.
+    if not max_batch_size and not document.get("input"):
         document["max_batch_size"] = schema["max_batch_size"]
-    elif bool(wished) != bool(schema["max_batch_size"]):
-        _refit(schema, batched=bool(wished))
+    elif bool(max_batch_size) != bool(schema["max_batch_size"]):
+        _change_batch_dimension(schema, batched=bool(max_batch_size))
     if schema["decoupled"]:
         document.setdefault("model_transaction_policy", {"decoupled": True})
+    # sequence_batching lists the states and controls; Triton refuses them as inputs and outputs.
+    hidden = schema.get("sequence_tensors", ())
     for role in ("input", "output"):
         written = document.get(role, [])
-        # States and controls of sequences are listed there, and Triton refuses them here.
-        kept = schema.get("kept", ())
-        sent = [one for one in schema[role] if written or one["name"] not in kept]
-        document[role] = _merge(model, role, written, sent)
+        if written:
+            _fill_entries(model, role, written, schema[role])
+        else:
+            document[role] = [entry for entry in schema[role] if entry["name"] not in hidden]
 
 
-def _refuse_ragged_batches(model: str, document: Mapping[str, Any]) -> None:
-    for key in ("batch_input", "batch_output"):
-        if document.get(key):
-            raise ConfigError(
-                model,
-                f"config.pbtxt has {key} and lacks inputs or outputs, and the model does not tell"
-                " their dims: it takes ragged inputs in one dimension",
-                expected="data_type and dims of each input and output",
-                cure="Write them out.",
-            )
-
-
-def _refit(schema: dict[str, Any], *, batched: bool) -> None:
-    """The model's dims with or without a batch dimension, as the config has it."""
+def _change_batch_dimension(schema: dict[str, Any], *, batched: bool) -> None:
+    """Remove the batch dimension from a schema's dims if `batched`, else add it."""
     for entry in (*schema["input"], *schema["output"]):
         shape = entry.pop("reshape", {"shape": entry["dims"]})["shape"]
         shape = shape[1:] if batched else [-1, *shape]
         entry.update({"dims": shape} if shape else {"dims": [1], "reshape": {"shape": []}})
 
 
-def _merge(
-    model: str, role: str, written: list[dict[str, Any]], told: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    if not written:
-        return told
-    by_name = {entry["name"]: entry for entry in told}
-    for number, entry in enumerate(told):
+def _fill_entries(
+    model: str, role: str, written: list[dict[str, Any]], inferred: list[dict[str, Any]]
+) -> None:
+    """Fill in the types and dims that a config's inputs or outputs lack, by name or number."""
+    by_name = {entry["name"]: entry for entry in inferred}
+    for number, entry in enumerate(inferred):
         by_name.setdefault(f"{role.upper()}__{number}", entry)
         by_name.setdefault(f"{role}__{number}", entry)
     for entry in written:
-        if entry.get("dims") and entry.get("data_type", "TYPE_INVALID") != "TYPE_INVALID":
-            continue  # complete; what contradicts the model is found when it is bound
+        if _is_complete(entry):
+            continue  # compared with the model when it is loaded
         match = by_name.get(entry["name"])
         if match is None:
             raise ConfigError(
@@ -146,18 +150,13 @@ def _merge(
                 f" {role}",
                 expected=f"names among {shown(by_name)}",
             )
-        _fill(model, role, entry, match)
-    return written
-
-
-def _fill(model: str, role: str, entry: dict[str, Any], match: Mapping[str, Any]) -> None:
-    given = entry.get("data_type", "TYPE_INVALID")
-    if given not in ("TYPE_INVALID", match["data_type"]):
-        raise ConfigError(
-            model,
-            f"{role} '{entry['name']}' is {given} in config.pbtxt",
-            expected=f"{match['data_type']}, as the model has it",
-        )
-    entry["data_type"] = match["data_type"]
-    if not entry.get("dims"):
-        entry |= {key: match[key] for key in ("dims", "reshape") if key in match}
+        data_type = entry.get("data_type", _NO_TYPE)
+        if data_type not in (_NO_TYPE, match["data_type"]):
+            raise ConfigError(
+                model,
+                f"{role} '{entry['name']}' is {data_type} in config.pbtxt",
+                expected=f"{match['data_type']}, as the model has it",
+            )
+        entry["data_type"] = match["data_type"]
+        if not entry.get("dims"):
+            entry |= {key: match[key] for key in ("dims", "reshape") if key in match}

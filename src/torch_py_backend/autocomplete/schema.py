@@ -1,11 +1,11 @@
-"""What a model takes and gives, told from the model: names, types, dims, batch size."""
+"""Infers the schema of a model: names, types and dims of its tensors, and its max_batch_size."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -39,7 +39,6 @@ from torch_py_backend.signature import results
 from torch_py_backend.signature.binding import (
     Argument,
     Passing,
-    Signature,
     Takes,
     bind_inputs,
     ordinal,
@@ -48,256 +47,15 @@ from torch_py_backend.streaming import streams
 
 log = logging.getLogger(__name__)
 
-# Shapes and types without values: a forward() on it computes nothing.
+# Tensors with shapes and types and without values: forward() on them computes nothing.
 _META = torch.device("meta")
-# What a model gets that takes any number of rows, and says no number itself.
-_MAX_BATCH_SIZE = 8
-# Beyond it, a number that a program states is no measure of what fits, but stands for "any".
-_LARGEST = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class Schema:
-    """A model's tensors, without the batch dimension where max_batch_size is above 0.
-
-    Attributes:
-        kept: names of inputs and outputs that are the states and controls of sequences.
-    """
-
-    inputs: tuple[TensorSpec, ...]
-    outputs: tuple[TensorSpec, ...]
-    max_batch_size: int
-    kept: frozenset[str] = frozenset()
-    decoupled: bool = False
-
-
-def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
-    """The schema of a model folder, as JSON.
-
-    Args:
-        arguments: what Triton passes to `initialize`; inputs and outputs may be missing.
-
-    Raises:
-        LoadError: the model cannot be loaded, or nothing tells its schema.
-    """
-    undecided = "model_transaction_policy" not in json.loads(arguments["model_config"])
-    settings = model_config.parse(arguments, complete=False)
-    found = of_model(settings, undecided=undecided, written=model_config.written_inputs(arguments))
-    return {
-        "input": [_as_json(spec) for spec in found.inputs],
-        "output": [_as_json(spec) for spec in found.outputs],
-        "max_batch_size": found.max_batch_size,
-        "kept": sorted(found.kept),
-        "decoupled": found.decoupled,
-    }
-
-
-def _as_json(spec: TensorSpec) -> dict[str, Any]:
-    entry: dict[str, Any] = {
-        "name": spec.name,
-        "data_type": spec.dtype.config,
-        "dims": list(spec.dims),
-    }
-    if spec.optional:
-        entry["optional"] = True
-    # One value a row: Triton wants a dimension, the model must not see it.
-    return entry if spec.dims else entry | {"dims": [1], "reshape": {"shape": []}}
-
-
-def of_model(
-    settings: ModelConfig, *, undecided: bool, written: Sequence[TensorSpec] = ()
-) -> Schema:
-    """The schema of the artifact in a model's version folder.
-
-    Args:
-        settings: the model's config, less what is to be told.
-        undecided: whether the config leaves open if the model is decoupled.
-        written: the inputs in config.pbtxt, if all of them are there: without an example, values
-            are made up for them.
-    """
-    artifact = discovery.find(settings)
-    # Whether there is a batch dimension is yet to be told.
-    batched = dataclasses.replace(settings, max_batch_size=settings.max_batch_size or 1)
-    around = user_hooks.load(batched, artifact)
-    if around is not None:
-        return _of_hooks(settings, artifact, around, written)
-    if undecided and artifact.kind in (Kind.MODULE, Kind.FACTORY):
-        # What makes streams is loaded as that.
-        settings = dataclasses.replace(settings, decoupled=True)
-    if artifact.kind is Kind.EXPORTED:
-        return _of_program(settings, exported_programs.describe_exported(settings, artifact.path))
-    if artifact.kind is not Kind.AOTI:  # compiled code reads memory, which meta tensors lack
-        try:
-            return _of_example(settings, artifact, _META, written)
-        except LoadError:
-            raise
-        except Exception as error:  # what depends on values, or on the device
-            log.debug("model '%s' does not run on meta tensors: %s", settings.name, error)
-    try:
-        return _of_example(settings, artifact, _device(artifact), written)
-    except ForwardError as error:
-        if not written or example_inputs.find(settings, artifact) is not None:
-            raise
-        raise ConfigError(
-            settings.name,
-            "config.pbtxt lists no outputs, and made-up values for its inputs do not tell them:"
-            f" {error}",
-            cure=f"Correct the inputs; or put valid values beside the model ({example_inputs.NAME}"
-            ".safetensors); or write the outputs into config.pbtxt.",
-        ) from error
-
-
-def takes(arguments: Mapping[str, str]) -> dict[str, Any]:
-    """What a model's function takes, as far as its signature tells: it is loaded, and not run.
-
-    Args:
-        arguments: what Triton passes to `initialize`.
-
-    Returns:
-        As JSON: `signature`, its text; `arguments`, the names of all that can be fed; `inputs`, the
-        name of each that must be fed, with data_type and dims where its annotation gives them.
-
-    Raises:
-        LoadError: the model cannot be loaded.
-    """
-    settings = model_config.parse(arguments, complete=False)
-    artifact = discovery.find(settings)
-    around = user_hooks.load(dataclasses.replace(settings, max_batch_size=1), artifact)
-    stage = (around.preprocess or around.preprocess_batch) if around is not None else None
-    if stage is not None:
-        signature = stage.signature()
-    else:
-        signature = registry.load(artifact, settings, _META).signature
-    named = [one for one in signature.arguments if one.passing in _NAMED]
-    needed = [one for one in named if one.required] or named
-    leaves = [key for one in needed for key in (one.keys or (one,))]
-    return {
-        "signature": str(signature),
-        "arguments": [one.name for one in named],
-        "inputs": [_argument(one) for one in leaves],
-    }
-
-
-def _argument(argument: Argument) -> dict[str, Any]:
-    if argument.takes not in _TOLD:
-        return {"name": argument.name}
-    kind, dims = _TOLD[argument.takes]
-    return _as_json(TensorSpec(argument.name, dtypes.from_triton(kind), dims))
-
-
-def _device(artifact: Artifact) -> torch.device:
-    """Where a model is tried: completion and `init` run before an instance has a device."""
-    return (
-        exported_programs.device_of(artifact.path)
-        if artifact.kind is Kind.AOTI
-        else torch.device("cpu")
-    )
-
-
-# --- exported programs -------------------------------------------------------------------------
-
-
-def _of_program(settings: ModelConfig, described: exported_programs.Described) -> Schema:
-    """Types and sizes stand in the program; a size that is not fixed is -1."""
-    sizes = [dims[:1] for _, _, dims in (*described.inputs, *described.outputs)]
-    # A fixed size of dimension 0 may be a batch, or anything else.
-    batched = bool(sizes) and all(size == (-1,) for size in sizes)
-    return Schema(
-        tuple(_spec(settings, *one, batched=batched) for one in described.inputs),
-        tuple(_spec(settings, *one, batched=batched) for one in described.outputs),
-        _batch_size(described.rows.most) if batched else 0,
-        frozenset(
-            (
-                *_among([name for name, *_ in described.inputs], _kept_inputs(settings)),
-                *_among(
-                    [name for name, *_ in described.outputs],
-                    [state.output for state in settings.states],
-                ),
-            )
-        ),
-    )
-
-
-def _kept_inputs(settings: ModelConfig) -> list[str]:
-    """What the config says that no request brings."""
-    controls = settings.sequencing.controls if settings.sequencing is not None else ()
-    return [*(state.input for state in settings.states), *(one.name for one in controls)]
-
-
-def _among(told: Sequence[str], wanted: Sequence[str]) -> Iterator[str]:
-    """What a program calls those that a config calls by name or number."""
-    for name in wanted:
-        number = ordinal(name)
-        if name in told:
-            yield name
-        elif number is not None and number < len(told):
-            yield told[number]
-
-
-def _batch_size(most: int | None) -> int:
-    return _MAX_BATCH_SIZE if most is None or most > _LARGEST else most
-
-
-def _spec(
-    settings: ModelConfig, name: str, dtype: torch.dtype, dims: Sequence[int], *, batched: bool
-) -> TensorSpec:
-    return TensorSpec(
-        name, _dtype(settings, name, dtype), tuple(dims[1:] if batched else dims or (1,))
-    )
-
-
-def _dtype(settings: ModelConfig, name: str, dtype: torch.dtype) -> dtypes.DType:
-    try:
-        return dtypes.from_torch(str(dtype).removeprefix("torch."))
-    except KeyError:
-        raise SourceError(
-            settings.name,
-            f"tensor '{name}' is {str(dtype).removeprefix('torch.')}, which no request can carry",
-            expected=", ".join(one.torch for one in dtypes.TABLE if one.torch),
-        ) from None
-
-
-# --- hooks -----------------------------------------------------------------------------------
-
-
-def _of_hooks(
-    settings: ModelConfig, artifact: Artifact, around: Hooks, written: Sequence[TensorSpec]
-) -> Schema:
-    """Inputs by example, as they are written, or as annotations tell them; outputs by running all.
-
-    Raises:
-        ConfigError: neither tells the inputs, or the model cannot be run with them.
-    """
-    example = example_inputs.find(settings, artifact)
-    told = written if written or example is not None else _annotated(settings, around)
-    device = _device(artifact)
-    loaded = registry.load(artifact, settings, device)
-    if example is None:
-        size = settings.max_batch_size if written else _MAX_BATCH_SIZE
-        wished = _with_inputs(settings, told, size)
-        return _tried(
-            wished, loaded, around, sample_inputs.item(wished, 2 if size else None), device
-        )
-    specs = tuple(_example_spec(settings, name, value) for name, value in example.items())
-    if len({spec.dims[:1] for spec in specs}) == 1 and all(spec.dims for spec in specs):
-        rows = tuple(dataclasses.replace(spec, dims=spec.dims[1:]) for spec in specs)
-        batched = _with_inputs(settings, rows, _batch_size(loaded.rows.most))
-        try:
-            return _tried(batched, loaded, around, example, device)
-        except ConfigError as error:
-            if around.per_batch:
-                raise
-            log.debug("%s It is tried without a batch dimension.", error)
-    return _tried(_with_inputs(settings, specs, 0), loaded, around, example, device)
-
-
-def _with_inputs(
-    settings: ModelConfig, specs: Sequence[TensorSpec], max_batch_size: int
-) -> ModelConfig:
-    return dataclasses.replace(settings, inputs=tuple(specs), max_batch_size=max_batch_size)
-
-
-_TOLD = {
+# The max_batch_size of a model that takes any number of rows.
+_DEFAULT_BATCH_SIZE = 8
+# A larger limit in an exported program stands for "any number of rows".
+_LARGEST_BATCH_SIZE = 4096
+_NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
+# The data types and dims of annotations.
+_ANNOTATED: Mapping[Takes, tuple[str, tuple[int, ...]]] = {
     Takes.INT: ("INT64", ()),
     Takes.FLOAT: ("FP32", ()),
     Takes.BOOL: ("BOOL", ()),
@@ -308,88 +66,328 @@ _TOLD = {
 }
 
 
-def _annotated(settings: ModelConfig, around: Hooks) -> tuple[TensorSpec, ...]:
-    """The inputs of a row, as far as preprocess() says what each is."""
-    stage = around.preprocess or around.preprocess_batch
-    arguments = stage.signature().arguments if stage is not None else ()
-    told = [_TOLD.get(one.takes) for one in arguments if one.passing in _NAMED]
-    if not told or None in told:
-        raise _no_example(
-            settings,
-            "the hooks do not tell the shapes of what they take,"
-            " as annotations like `bytes` and `str` do",
-        )
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """The tensors of a model, without the batch dimension if max_batch_size is above 0.
+
+    Attributes:
+        sequence_tensors: names of inputs and outputs that are states and controls of sequences.
+    """
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+    max_batch_size: int
+    sequence_tensors: frozenset[str] = frozenset()
+    decoupled: bool = False
+
+
+def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Return the schema of a model as JSON. Runs in a child process.
+
+    Args:
+        arguments: the arguments that Triton passes to `initialize`; the config may lack inputs and
+            outputs.
+
+    Raises:
+        LoadError: the model cannot be loaded, or its schema cannot be inferred.
+    """
+    undecided = "model_transaction_policy" not in json.loads(arguments["model_config"])
+    config = model_config.parse(arguments, complete=False)
+    schema = _infer(config, undecided=undecided, written=model_config.written_inputs(arguments))
+    return {
+        "input": [_entry(spec) for spec in schema.inputs],
+        "output": [_entry(spec) for spec in schema.outputs],
+        "max_batch_size": schema.max_batch_size,
+        "sequence_tensors": sorted(schema.sequence_tensors),
+        "decoupled": schema.decoupled,
+    }
+
+
+def takes(arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments of a model's function, from its signature. The model is not run.
+
+    Args:
+        arguments: the arguments that Triton passes to `initialize`.
+
+    Returns:
+        As JSON: `signature`, its text; `arguments`, the names of all that can be inputs; `inputs`,
+        the name of each required one, with data_type and dims if its annotation defines them.
+
+    Raises:
+        LoadError: the model cannot be loaded.
+    """
+    config = model_config.parse(arguments, complete=False)
+    artifact = discovery.find(config)
+    hooks = user_hooks.load(dataclasses.replace(config, max_batch_size=1), artifact)
+    stage = (hooks.preprocess or hooks.preprocess_batch) if hooks is not None else None
+    if stage is not None:
+        signature = stage.signature()
+    else:
+        signature = registry.load(artifact, config, _META).signature
+    named = [argument for argument in signature.arguments if argument.passing in _NAMED]
+    required = [argument for argument in named if argument.required] or named
+    leaves = [leaf for argument in required for leaf in (argument.keys or (argument,))]
+    return {
+        "signature": str(signature),
+        "arguments": [argument.name for argument in named],
+        "inputs": [_argument_entry(leaf) for leaf in leaves],
+    }
+
+
+def _argument_entry(argument: Argument) -> dict[str, Any]:
+    if argument.takes not in _ANNOTATED:
+        return {"name": argument.name}
+    data_type, dims = _ANNOTATED[argument.takes]
+    return _entry(TensorSpec(argument.name, dtypes.from_triton(data_type), dims))
+
+
+def _entry(spec: TensorSpec) -> dict[str, Any]:
+    entry: dict[str, Any] = {
+        "name": spec.name,
+        "data_type": spec.dtype.config,
+        "dims": list(spec.dims),
+    }
+    if spec.optional:
+        entry["optional"] = True
+    # One value per row: Triton requires a dimension, which the model does not have.
+    return entry if spec.dims else entry | {"dims": [1], "reshape": {"shape": []}}
+
+
+def _infer(config: ModelConfig, *, undecided: bool, written: Sequence[TensorSpec]) -> Schema:
+    """Return the schema of the artifact in a model's version folder.
+
+    Args:
+        config: the model's config, which may lack inputs and outputs.
+        undecided: whether the config does not say if the model is decoupled.
+        written: the inputs in config.pbtxt, if all are complete. Without an example, their values
+            are made up.
+    """
+    artifact = discovery.find(config)
+    # The batch dimension is not known yet; hooks for batches need one.
+    batched = dataclasses.replace(config, max_batch_size=config.max_batch_size or 1)
+    hooks = user_hooks.load(batched, artifact)
+    if hooks is not None:
+        return _from_hooks(config, artifact, hooks, written)
+    if undecided and artifact.kind in (Kind.MODULE, Kind.FACTORY):
+        # Otherwise, a model that makes streams would be refused.
+        config = dataclasses.replace(config, decoupled=True)
+    if artifact.kind is Kind.EXPORTED:
+        return _from_program(config, exported_programs.describe_exported(config, artifact.path))
+    if artifact.kind is not Kind.AOTI:  # compiled code reads memory, which meta tensors lack
+        try:
+            return _from_example(config, artifact, _META, written)
+        except LoadError:
+            raise
+        except Exception as error:  # the model reads values, or the device
+            log.debug("model '%s' does not run on meta tensors: %s", config.name, error)
+    try:
+        return _from_example(config, artifact, _device(artifact), written)
+    except ForwardError as error:
+        if not written or example_inputs.find(config, artifact) is not None:
+            raise
+        raise ConfigError(
+            config.name,
+            "config.pbtxt lists no outputs, and the model fails with made-up values for its inputs:"
+            f" {error}",
+            cure=f"Correct the inputs; or put valid values beside the model ({example_inputs.NAME}"
+            ".safetensors); or write the outputs into config.pbtxt.",
+        ) from error
+
+
+def _device(artifact: Artifact) -> torch.device:
+    """Return the device for trial runs, which happen before an instance has one."""
+    if artifact.kind is Kind.AOTI:
+        return exported_programs.device_of(artifact.path)
+    return torch.device("cpu")
+
+
+def _batch_size(most_rows: int | None) -> int:
+    if most_rows is None or most_rows > _LARGEST_BATCH_SIZE:
+        return _DEFAULT_BATCH_SIZE
+    return most_rows
+
+
+def _spec(name: str, dtype: dtypes.DType, shape: Sequence[int], *, batched: bool) -> TensorSpec:
+    # Without a batch dimension Triton allows no empty dims: a scalar is a list of one value.
+    return TensorSpec(name, dtype, tuple(shape[1:] if batched else shape or (1,)))
+
+
+def _dtype(config: ModelConfig, name: str, dtype: torch.dtype) -> dtypes.DType:
+    try:
+        return dtypes.from_torch(str(dtype).removeprefix("torch."))
+    except KeyError:
+        raise SourceError(
+            config.name,
+            f"tensor '{name}' is {str(dtype).removeprefix('torch.')}, which no request can carry",
+            expected=", ".join(row.torch for row in dtypes.TABLE if row.torch),
+        ) from None
+
+
+def _value_dtype(config: ModelConfig, name: str, value: Value) -> dtypes.DType:
+    if isinstance(value, Tensor):
+        return _dtype(config, name, value.dtype)
+    return dtypes.from_triton("BYTES")
+
+
+def _value_specs(
+    config: ModelConfig, values: Mapping[str, Value], *, batched: bool
+) -> tuple[TensorSpec, ...]:
     return tuple(
-        # Of a batch, a list holds the rows.
-        TensorSpec(
-            one.name,
-            dtypes.from_triton(kind),
-            dims if stage is around.preprocess else (),
-            optional=not one.required,
-        )
-        for one, (kind, dims) in zip(arguments, filter(None, told), strict=False)
+        _spec(name, _value_dtype(config, name, value), value.shape, batched=batched)
+        for name, value in values.items()
     )
 
 
-_NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
+def _whole_specs(config: ModelConfig, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
+    """Return specs with the whole shapes of values."""
+    return tuple(
+        TensorSpec(name, _value_dtype(config, name, value), tuple(value.shape))
+        for name, value in values.items()
+    )
 
 
-def _tried(
-    settings: ModelConfig, loaded: Loaded, around: Hooks, example: Item, device: torch.device
+# --- exported programs -------------------------------------------------------------------------
+
+
+def _from_program(config: ModelConfig, described: exported_programs.Described) -> Schema:
+    """Return the schema that an exported program declares; sizes that are not fixed are -1."""
+    first_dims = [dims[:1] for _, _, dims in (*described.inputs, *described.outputs)]
+    # A fixed first dimension is not taken for a batch.
+    batched = bool(first_dims) and all(dims == (-1,) for dims in first_dims)
+    inputs, outputs = (
+        tuple(
+            _spec(name, _dtype(config, name, dtype), dims, batched=batched)
+            for name, dtype, dims in tensors
+        )
+        for tensors in (described.inputs, described.outputs)
+    )
+    hidden = [
+        *_resolve(_sequence_inputs(config), [spec.name for spec in inputs]),
+        *_resolve([state.output for state in config.states], [spec.name for spec in outputs]),
+    ]
+    max_batch_size = _batch_size(described.rows.most) if batched else 0
+    return Schema(inputs, outputs, max_batch_size, frozenset(hidden))
+
+
+def _sequence_inputs(config: ModelConfig) -> list[str]:
+    """Return the config's names of the inputs that are states and controls of sequences."""
+    controls = config.sequencing.controls if config.sequencing is not None else ()
+    return [*(state.input for state in config.states), *(control.name for control in controls)]
+
+
+def _resolve(references: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return the program's names for a config's references: names, or ordinals like INPUT__0."""
+    resolved = []
+    for reference in references:
+        number = ordinal(reference)
+        if reference in names:
+            resolved.append(reference)
+        elif number is not None and number < len(names):
+            resolved.append(names[number])
+    return resolved
+
+
+# --- hooks -----------------------------------------------------------------------------------
+
+
+def _from_hooks(
+    config: ModelConfig, artifact: Artifact, hooks: Hooks, written: Sequence[TensorSpec]
 ) -> Schema:
-    """What comes of the example."""
-    surroundings = runtime.surround(settings.options, device, ())
-    made = Stages(dataclasses.replace(settings, outputs=()), loaded.signature, around, surroundings)
+    """Return inputs from an example, the config or annotations, and outputs from a trial run.
+
+    Raises:
+        ConfigError: the inputs cannot be inferred, or the hooks cannot be run with them.
+    """
+    example = example_inputs.find(config, artifact)
+    specs = written if written or example is not None else _annotated(config, hooks)
+    device = _device(artifact)
+    loaded = registry.load(artifact, config, device)
+    if example is None:
+        size = config.max_batch_size if written else _DEFAULT_BATCH_SIZE
+        config = dataclasses.replace(config, inputs=tuple(specs), max_batch_size=size)
+        item = sample_inputs.item(config, 2 if size else None)
+        return _run_hooks(config, loaded, hooks, item, device)
+    specs = _whole_specs(config, example)
+    if len({spec.dims[:1] for spec in specs}) == 1 and all(spec.dims for spec in specs):
+        rows = tuple(dataclasses.replace(spec, dims=spec.dims[1:]) for spec in specs)
+        batched = dataclasses.replace(
+            config, inputs=rows, max_batch_size=_batch_size(loaded.rows.most)
+        )
+        try:
+            return _run_hooks(batched, loaded, hooks, example, device)
+        except ConfigError as error:
+            if hooks.per_batch:
+                raise
+            log.debug("%s It is tried without a batch dimension.", error)
+    config = dataclasses.replace(config, inputs=specs, max_batch_size=0)
+    return _run_hooks(config, loaded, hooks, example, device)
+
+
+def _annotated(config: ModelConfig, hooks: Hooks) -> tuple[TensorSpec, ...]:
+    """Return the inputs of one row, from the annotations of the first hook."""
+    stage = hooks.preprocess or hooks.preprocess_batch
+    arguments = stage.signature().arguments if stage is not None else ()
+    annotated = [_ANNOTATED.get(arg.takes) for arg in arguments if arg.passing in _NAMED]
+    if not annotated or None in annotated:
+        raise _no_example(
+            config,
+            "the hooks do not define the shapes of their inputs,"
+            " as annotations like `bytes` and `str` do",
+        )
+    return tuple(
+        # The list that a hook for batches takes holds the rows.
+        TensorSpec(
+            argument.name,
+            dtypes.from_triton(data_type),
+            dims if stage is hooks.preprocess else (),
+            optional=not argument.required,
+        )
+        for argument, (data_type, dims) in zip(arguments, filter(None, annotated), strict=False)
+    )
+
+
+def _run_hooks(
+    config: ModelConfig, loaded: Loaded, hooks: Hooks, example: Item, device: torch.device
+) -> Schema:
+    """Run the hooks and the model with an example and return the schema."""
+    surroundings = runtime.surround(config.options, device, ())
+    without_outputs = dataclasses.replace(config, outputs=())
+    pipeline = Stages(without_outputs, loaded.signature, hooks, surroundings)
     try:
         with surroundings.guard():
-            result, of_row = made.tried(loaded.module, example)
+            result, of_row = pipeline.tried(loaded.module, example)
     except Exception as error:  # the model's own code runs here
-        failure = error if isinstance(error, BackendError) else _raised(settings, loaded, error)
+        failure = (
+            error if isinstance(error, BackendError) else _forward_error(config, loaded, error)
+        )
         raise ConfigError(
-            settings.name,
-            f"config.pbtxt lists no inputs or no outputs, and the hooks cannot be run to tell them:"
+            config.name,
+            "config.pbtxt lists no inputs or no outputs, and the hooks cannot be run to infer them:"
             f" {failure}",
             cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"
             f" {example_inputs.NAME}.safetensors, or write the outputs into config.pbtxt.",
         ) from error
     names = results.names(result)
-    parts = results.bind_outputs(settings.name, names, result, "postprocess()")(result)
+    parts = results.bind_outputs(config.name, names, result, "postprocess()")(result)
     values = {
-        name: output_extraction.plain(settings.name, name, part)
+        name: output_extraction.plain(config.name, name, part)
         for name, part in zip(names, parts, strict=True)
     }
-    batched = settings.max_batch_size > 0
-    return Schema(
-        settings.inputs,
-        tuple(
-            _of_row(settings, name, value)
-            if batched and of_row
-            else _tensor(settings, name, value, batched=batched)
-            for name, value in values.items()
-        ),
-        settings.max_batch_size,
+    batched = config.max_batch_size > 0
+    outputs = (
+        _whole_specs(config, values)
+        if batched and of_row
+        else _value_specs(config, values, batched=batched)
     )
-
-
-def _of_row(settings: ModelConfig, name: str, value: Value) -> TensorSpec:
-    return TensorSpec(name, _kind(settings, name, value), tuple(value.shape))
+    return Schema(config.inputs, outputs, config.max_batch_size)
 
 
 # --- by example ------------------------------------------------------------------------------
 
 
-def _example(settings: ModelConfig, artifact: Artifact, signature: Signature) -> Item:
-    found = example_inputs.find(settings, artifact)
-    if found is None:
-        raise _no_example(
-            settings, f"{artifact.kind.value} does not tell the shapes that {signature} takes"
-        )
-    return found
-
-
-def _no_example(settings: ModelConfig, reason: str) -> ConfigError:
+def _no_example(config: ModelConfig, reason: str) -> ConfigError:
     return ConfigError(
-        settings.name,
+        config.name,
         f"config.pbtxt lists no inputs or no outputs, and {reason}",
         expected=f"{example_inputs.NAME}.safetensors in the version folder, or a function"
         f" {example_inputs.NAME}() in model.py that returns a dict of tensors by input name",
@@ -397,173 +395,174 @@ def _no_example(settings: ModelConfig, reason: str) -> ConfigError:
     )
 
 
-def _of_example(
-    settings: ModelConfig,
+def _from_example(
+    config: ModelConfig,
     artifact: Artifact,
     device: torch.device,
-    written: Sequence[TensorSpec] = (),
+    written: Sequence[TensorSpec],
 ) -> Schema:
-    """Run once with the example and once with twice their rows: what grows is the batch.
-
-    Where there is none, `written` inputs get made-up values.
+    """Run the model with the example, or with made-up values for written inputs.
 
     Raises:
-        ForwardError: forward() fails with the example; on meta tensors, with twice their rows too.
+        ForwardError: forward() fails with the example; on meta tensors, with twice its rows, too.
     """
-    loaded = registry.load(artifact, settings, device)
+    loaded = registry.load(artifact, config, device)
+    example = example_inputs.find(config, artifact)
     if written:
-        given = example_inputs.find(settings, artifact) or {}
-        return _of_written(settings, loaded, device, written, given)
-    example = _begun(settings, loaded, _example(settings, artifact, loaded.signature))
-    return _of_item(settings, loaded, device, example)
+        return _from_written(config, loaded, device, written, example or {})
+    if example is None:
+        raise _no_example(
+            config,
+            f"{artifact.kind.value} does not define the shapes that {loaded.signature} takes",
+        )
+    return _from_item(config, loaded, device, example)
 
 
-def _of_written(
-    settings: ModelConfig,
+def _from_written(
+    config: ModelConfig,
     loaded: Loaded,
     device: torch.device,
     written: Sequence[TensorSpec],
-    given: Item,
+    example: Item,
 ) -> Schema:
-    """As by example, for the inputs that the config lists, with values as the warm-up has them.
+    """Return the schema for the inputs in the config, with the values that the warm-up uses.
 
-    Sizes of -1 are tried in two ways: what differs in the outputs is -1, too.
+    Inputs with dims of -1 are run in two sizes: output dims that differ between them are -1, too.
     """
-    listed = dataclasses.replace(settings, inputs=tuple(written))
+    listed = dataclasses.replace(config, inputs=tuple(written))
     valid = {
-        spec.name: given[spec.name]
+        spec.name: example[spec.name]
         for spec in written
-        if spec.name in given and sample_inputs.fits(listed, spec, given[spec.name])
+        if spec.name in example and sample_inputs.fits(listed, spec, example[spec.name])
     }
-    rows = 2 if settings.max_batch_size else None
+    rows = 2 if config.max_batch_size else None
 
-    def tried(*, shrunk: bool) -> Schema:
+    def run(*, shrunk: bool) -> Schema:
         item = sample_inputs.item(listed, rows, shrunk=shrunk, example=valid)
-        return _of_item(settings, loaded, device, _begun(settings, loaded, item))
+        return _from_item(config, loaded, device, item)
 
-    schema = tried(shrunk=False)
+    schema = run(shrunk=False)
     if all(-1 not in spec.dims for spec in written):
         return schema
     try:
-        smaller = tried(shrunk=True)
+        smaller = run(shrunk=True)
     except ForwardError:
         if device is _META:
             raise
-        return schema  # it takes the sizes of the example and no others
-    if [*map(_form, schema.outputs)] != [*map(_form, smaller.outputs)]:
+        return schema  # the model takes the sizes of the example only
+    forms = [
+        [(spec.name, spec.dtype, len(spec.dims)) for spec in outputs]
+        for outputs in (schema.outputs, smaller.outputs)
+    ]
+    if forms[0] != forms[1]:
         raise ConfigError(
-            settings.name,
+            config.name,
             "config.pbtxt lists no outputs, and the model returns other outputs for other sizes:"
             f" {shown(map(str, schema.outputs))}, or {shown(map(str, smaller.outputs))}",
             cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
         )
-    outputs = tuple(map(_varying, schema.outputs, smaller.outputs))
+    outputs = tuple(map(_with_variable_dims, schema.outputs, smaller.outputs))
     return dataclasses.replace(schema, outputs=outputs)
 
 
-def _form(spec: TensorSpec) -> tuple[str, dtypes.DType, int]:
-    """What a config fixes of an output."""
-    return spec.name, spec.dtype, len(spec.dims)
-
-
-def _varying(spec: TensorSpec, smaller: TensorSpec) -> TensorSpec:
-    """An output whose sizes are -1 where they hang on those of the inputs."""
+def _with_variable_dims(spec: TensorSpec, smaller: TensorSpec) -> TensorSpec:
+    """Return an output's spec with -1 for the dims that differ between two runs."""
     sizes = zip(spec.dims, smaller.dims, strict=True)
     return dataclasses.replace(
-        spec, dims=tuple(one if one == other else -1 for one, other in sizes)
+        spec, dims=tuple(size if size == other else -1 for size, other in sizes)
     )
 
 
-def _of_item(settings: ModelConfig, loaded: Loaded, device: torch.device, example: Item) -> Schema:
-    whole = dataclasses.replace(
-        settings,
-        max_batch_size=0,
-        inputs=tuple(_example_spec(settings, name, value) for name, value in example.items()),
+def _from_item(config: ModelConfig, loaded: Loaded, device: torch.device, item: Item) -> Schema:
+    """Run the model with an item, and with twice its rows: dims that grow are the batch."""
+    example = _with_sequence_inputs(config, loaded, item)
+    unbatched = dataclasses.replace(config, max_batch_size=0, inputs=_whole_specs(config, example))
+    once = _run(unbatched, loaded, example, device)
+    max_batch_size = 0
+    first_dims = {tuple(value.shape[:1]) for value in example.values()}
+    if len(first_dims) == 1 and first_dims != {()}:
+        ((rows,),) = first_dims
+        twice = _run_doubled(unbatched, loaded, example, device)
+        if twice is not None and _grew(once.values, twice.values, rows):
+            max_batch_size = _batch_size(_most_rows(config, loaded, example, device))
+    batched = max_batch_size > 0
+    return Schema(
+        _value_specs(config, example, batched=batched),
+        _value_specs(config, once.values, batched=batched),
+        max_batch_size,
+        once.states.union(_sequence_inputs(config)),
+        decoupled=loaded.streams,
     )
-    once = _run(whole, loaded, example, device)
-    rows = {value.shape[:1] for value in example.values()}
-    if len(rows) == 1 and rows != {()}:
-        (size,) = rows
-        twice = _run_doubled(whole, loaded, example, device)
-        if twice is not None and _grew(once.values, twice.values, size[0]):
-            most = _most_rows(settings, loaded, example, device)
-            return _schema(settings, loaded, example, once, _batch_size(most))
-    return _schema(settings, loaded, example, once, 0)
 
 
-def _begun(settings: ModelConfig, loaded: Loaded, example: Item) -> Item:
-    """The example with what a request does not bring: first states, and controls."""
-    if settings.sequencing is None:
+def _with_sequence_inputs(config: ModelConfig, loaded: Loaded, example: Item) -> Item:
+    """Return the example with initial states and controls, which requests do not contain."""
+    if config.sequencing is None:
         return example
     rows = {value.shape[0] for value in example.values() if value.ndim}
-    count = rows.pop() if settings.max_batch_size and len(rows) == 1 else None
-    specs = tuple(_example_spec(settings, name, value) for name, value in example.items())
-    config = state_store.bound(dataclasses.replace(settings, inputs=specs), loaded.signature)
+    count = rows.pop() if config.max_batch_size and len(rows) == 1 else None
+    inputs = _whole_specs(config, example)
+    bound = state_store.bound(dataclasses.replace(config, inputs=inputs), loaded.signature)
     return {
-        **initial_states.find(settings, count),
-        **sample_inputs.item(config, count, example=example),
+        **initial_states.find(config, count),
+        **sample_inputs.item(bound, count, example=example),
     }
 
 
-def _example_spec(settings: ModelConfig, name: str, value: Value) -> TensorSpec:
-    return TensorSpec(name, _kind(settings, name, value), tuple(value.shape))
+def _forward_error(config: ModelConfig, loaded: Loaded, error: Exception) -> ForwardError:
+    name = loaded.signature.name if loaded.step is None else f"{loaded.signature.name}() or step"
+    return ForwardError(config.name, error, name)
 
 
-def _kind(settings: ModelConfig, name: str, value: Value) -> dtypes.DType:
-    if isinstance(value, Tensor):
-        return _dtype(settings, name, value.dtype)
-    return dtypes.from_triton("BYTES")
-
-
-def _raised(settings: ModelConfig, loaded: Loaded, error: Exception) -> ForwardError:
-    """What the model's own code has raised; of two functions it may have been either."""
-    called = loaded.signature.name if loaded.step is None else f"{loaded.signature.name}() or step"
-    return ForwardError(settings.name, error, called)
-
-
-class _Made(NamedTuple):
-    """What a call gave.
+class _Outputs(NamedTuple):
+    """The result of a call.
 
     Attributes:
-        values: every output by name, as arrays and tensors.
-        kept: those that are states of a sequence.
+        values: every output by name.
+        states: the names of the outputs that are states of a sequence.
     """
 
     values: Mapping[str, Value]
-    kept: frozenset[str]
+    states: frozenset[str]
 
 
-def _run(settings: ModelConfig, loaded: Loaded, example: Item, device: torch.device) -> _Made:
-    intake = Intake(settings, loaded.signature)
+def _run(config: ModelConfig, loaded: Loaded, example: Item, device: torch.device) -> _Outputs:
+    intake = Intake(config, loaded.signature)
     admitted = intake.admit(example)
     if isinstance(admitted, InputError):
         raise admitted
     (group,) = intake.group([(0, admitted)])
     columns = [admitted[name] for name in group.inputs.names]
     try:
-        passed = intake.convert(group.inputs, columns)  # numbers need values
+        arguments = intake.convert(group.inputs, columns)  # numbers need values
         with torch.inference_mode(), device:
-            passed = [one.to(device) if isinstance(one, Tensor) else one for one in passed]
-            result = streams.first(
-                settings.name, loaded.step, group.inputs.call(loaded.module, passed)
+            arguments = [
+                argument.to(device) if isinstance(argument, Tensor) else argument
+                for argument in arguments
+            ]
+            result = streams.first_outputs(
+                config.name, loaded.step, group.inputs.call(loaded.module, arguments)
             )
     except Exception as error:  # the model's own code runs here
-        raise _raised(settings, loaded, error) from error
+        raise _forward_error(config, loaded, error) from error
     names = results.names(result)
-    parts = results.bind_outputs(settings.name, names, result)(result)
+    parts = results.bind_outputs(config.name, names, result)(result)
     values = {
-        name: output_extraction.plain(settings.name, name, part)
+        name: output_extraction.plain(config.name, name, part)
         for name, part in zip(names, parts, strict=True)
     }
-    wanted = [state.output for state in settings.states]
-    states = results.bind_outputs(settings.name, wanted, result)(result) if wanted else ()
-    places = {id(part): name for name, part in zip(names, parts, strict=True)}
-    return _Made(values, frozenset(places[id(part)] for part in states))
+    state_outputs = [state.output for state in config.states]
+    states = (
+        results.bind_outputs(config.name, state_outputs, result)(result) if state_outputs else ()
+    )
+    names_by_id = {id(part): name for name, part in zip(names, parts, strict=True)}
+    return _Outputs(values, frozenset(names_by_id[id(part)] for part in states))
 
 
 def _run_doubled(
-    settings: ModelConfig, loaded: Loaded, example: Item, device: torch.device
-) -> _Made | None:
+    config: ModelConfig, loaded: Loaded, example: Item, device: torch.device
+) -> _Outputs | None:
+    """Run the model with twice the rows of the example; None: it does not take them."""
     doubled: Item = {
         name: torch.cat([value, value])
         if isinstance(value, Tensor)
@@ -571,14 +570,15 @@ def _run_doubled(
         for name, value in example.items()
     }
     try:
-        return _run(settings, loaded, doubled, device)
+        return _run(config, loaded, doubled, device)
     except ForwardError:
         if device is _META:
             raise
-        return None  # it takes the rows of the example and no others
+        return None
 
 
 def _grew(once: Mapping[str, Value], twice: Mapping[str, Value], rows: int) -> bool:
+    """Return whether the first dim of every output, and no other, has doubled with the rows."""
     return once.keys() == twice.keys() and all(
         value.ndim > 0
         and value.shape[0] == rows
@@ -587,38 +587,12 @@ def _grew(once: Mapping[str, Value], twice: Mapping[str, Value], rows: int) -> b
     )
 
 
-def _schema(
-    settings: ModelConfig,
-    loaded: Loaded,
-    example: Item,
-    made: _Made,
-    max_batch_size: int,
-) -> Schema:
-    batched = max_batch_size > 0
-    return Schema(
-        tuple(_tensor(settings, name, value, batched=batched) for name, value in example.items()),
-        tuple(
-            _tensor(settings, name, value, batched=batched) for name, value in made.values.items()
-        ),
-        max_batch_size,
-        made.kept.union(_kept_inputs(settings)),
-        decoupled=loaded.streams,
-    )
-
-
 def _most_rows(
-    settings: ModelConfig, loaded: Loaded, examples: Item, device: torch.device
+    config: ModelConfig, loaded: Loaded, example: Item, device: torch.device
 ) -> int | None:
     if loaded.kind is not Kind.AOTI:
         return loaded.rows.most
-    inputs = bind_inputs(settings.name, list(examples), loaded.signature)
-    values = [examples[name] for name in inputs.names]
+    inputs = bind_inputs(config.name, list(example), loaded.signature)
+    values = [example[name] for name in inputs.names]
     columns = [value.to(device) for value in values if isinstance(value, Tensor)]
     return exported_programs.most_rows(lambda leaves: inputs.call(loaded.module, leaves), columns)
-
-
-def _tensor(settings: ModelConfig, name: str, value: Value, *, batched: bool) -> TensorSpec:
-    dims = tuple(value.shape[1:] if batched else value.shape)
-    # Without a batch there is no reshape to nothing: a single value is a list of one.
-    kind = _kind(settings, name, value)
-    return TensorSpec(name, kind, dims if batched else dims or (1,))

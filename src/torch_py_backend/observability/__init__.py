@@ -1,1 +1,1 @@
-"""The table of metrics, traces of requests, and profiler traces."""
+"""The table of metrics, OpenTelemetry traces of requests, and torch.profiler traces of batches."""

@@ -1,8 +1,9 @@
-"""What Triton's /metrics tells of a model: one table of metric families.
+"""The table of metric families in Triton's /metrics.
 
-The adapter makes them of it, docs/metrics.md shows it, and whatever a dashboard or an alert of ours
-names must be in it. A name keeps its kind for ever: Triton knows it until the server ends, also
-where a newer version of this package is installed meanwhile, and may die when it refuses one.
+The adapter registers its rows, docs/metrics.md shows it, and the dashboard and the alerts use only
+metrics of it. The kind of a metric must never change: Triton remembers a family until the server
+ends, even if a newer version of this package is installed meanwhile, and may crash when it refuses
+a family with another kind.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 class Kind(enum.Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
-    # Counters, named and labelled as a histogram's series are: docs/metrics.md says why.
+    # Counters with the names and labels of a histogram's series; docs/metrics.md has the reason.
     HISTOGRAM = "histogram"
 
 
@@ -23,32 +24,33 @@ class Family:
     """A row of the table.
 
     Attributes:
-        name: as Prometheus has it; of a histogram without `_bucket`, `_sum` and `_count`.
-        kind: what it is.
-        labels: what its metrics differ in.
-        unit: of its values.
-        told: of which models.
-        doc: what it tells; Triton's HELP.
-        moves: what to look at when it moves.
+        name: the Prometheus name; a histogram's without `_bucket`, `_sum` and `_count`.
+        kind: the type of the metric.
+        labels: the names of its labels.
+        unit: the unit of its values.
+        models: the models that report it.
+        doc: a description; Triton's HELP.
+        hint: what a change means and what to do.
     """
 
     name: str
     kind: Kind
     labels: tuple[str, ...]
     unit: str
-    told: str
+    models: str
     doc: str
-    moves: str
+    hint: str
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names that are scraped."""
+        """The names of the series that are scraped."""
         if self.kind is not Kind.HISTOGRAM:
             return (self.name,)
         return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
 
 
-# An instance adds to what its model's others count. A label `instance` would be Prometheus' own.
+# Without `model_instance`, all instances of a model add to one series. The label `instance` is
+# reserved by Prometheus.
 _MODEL = ("model", "version")
 _INSTANCE = (*_MODEL, "model_instance")
 _ALL = "all models"
@@ -59,12 +61,12 @@ _STEPPED = "decoupled models with `step()`"
 _CUDA = "instances on CUDA devices"
 _STATES = "models with states"
 
-# What is told of a request that was answered.
+# The code of a request that was answered without an error.
 OK = "OK"
-# Told from the beginning, so that the first one is seen as a rise.
+# These exist from the beginning, so that Prometheus sees the first count as an increase.
 CODES = (OK, "INVALID_ARG", "INTERNAL", "UNAVAILABLE", "CANCELLED")
 STAGES = ("gather", "host_to_device", "forward", "device_to_host")
-# Of models with hooks: before and after these.
+# The stages of models with hooks before and after STAGES.
 AROUND = ("preprocess", "postprocess")
 
 TABLE = (
@@ -74,9 +76,10 @@ TABLE = (
         (*_MODEL, "code"),
         "requests",
         _ALL,
-        "Requests that were answered, by the code of the answer; OK for those without an error",
-        "INTERNAL: the model raises, see the server's log. UNAVAILABLE: memory, or a poisoned"
-        " instance. INVALID_ARG: a client. CANCELLED: clients lose patience, look at the queue.",
+        "Requests that were answered, by the code of the response; OK for those without an error",
+        "INTERNAL: the model raises, see the server's log. UNAVAILABLE: memory runs out, or an"
+        " instance is poisoned. INVALID_ARG: clients send invalid requests. CANCELLED: clients time"
+        " out, look at the queue.",
     ),
     Family(
         "pytorch_py_batch_rows",
@@ -84,7 +87,7 @@ TABLE = (
         (*_MODEL, "le"),
         "rows",
         _ALL,
-        "Rows of each batch that went well, those not counted that only fill a bucket",
+        "Rows of each successful batch, without rows that fill a bucket",
         "All in the first bucket under load: requests are not batched, look at dynamic_batching."
         " All in the last: a larger max_batch_size may pay.",
     ),
@@ -94,9 +97,9 @@ TABLE = (
         (*_MODEL, "stage"),
         "seconds",
         _ALL,
-        "Seconds that batches that went well spent in a stage",
-        "The stage that grew is the one to look at: forward is the model, gather grows with many"
-        " small requests, the host_to_device and device_to_host of a GPU with large tensors.",
+        "Seconds that successful batches spent in a stage",
+        "Look at the stage that grows: forward is the model; gather grows with many small requests;"
+        " host_to_device and device_to_host grow with large tensors on a GPU.",
     ),
     Family(
         "pytorch_py_rows_total",
@@ -104,8 +107,8 @@ TABLE = (
         _MODEL,
         "rows",
         _FILLING,
-        "Rows that the model was called with, those that fill a bucket included",
-        "It is what the next one is a share of.",
+        "Rows in calls of the model, including rows that fill a bucket",
+        "The denominator of the next metric.",
     ),
     Family(
         "pytorch_py_filled_rows_total",
@@ -122,8 +125,8 @@ TABLE = (
         _MODEL,
         "values",
         _FILLING,
-        "Values of padded inputs that the model was called with",
-        "It is what the next one is a share of.",
+        "Values of padded inputs in calls of the model",
+        "The denominator of the next metric.",
     ),
     Family(
         "pytorch_py_padded_values_total",
@@ -131,9 +134,9 @@ TABLE = (
         _MODEL,
         "values",
         _FILLING,
-        "Values that are only padding",
-        "Above half of the values: lengths differ too much within a batch; a smaller batch or"
-        " another model for the long ones may be faster.",
+        "Values that are padding",
+        "Above half of the values: lengths differ too much within a batch; smaller batches, or a"
+        " second model for long inputs, may be faster.",
     ),
     Family(
         "pytorch_py_retried_rows_total",
@@ -141,8 +144,8 @@ TABLE = (
         _MODEL,
         "rows",
         _ALL,
-        "Rows, or streams, that were run again because a batch with them had failed",
-        "Bad requests share batches with good ones, or memory runs out: see requests_total.",
+        "Rows, or streams, that were run again because their batch failed",
+        "Invalid requests share batches with valid ones, or memory runs out: see requests_total.",
     ),
     Family(
         "pytorch_py_memory_splits_total",
@@ -150,8 +153,8 @@ TABLE = (
         _MODEL,
         "times",
         _ALL,
-        "Times that memory ran out, and calls became smaller",
-        "Less max_batch_size, fewer instances, or CUDA_MEMORY_FRACTION.",
+        "Times that memory ran out and a batch was split",
+        "Use a smaller max_batch_size, fewer instances, or CUDA_MEMORY_FRACTION.",
     ),
     Family(
         "pytorch_py_compiled_graphs_total",
@@ -159,8 +162,8 @@ TABLE = (
         _MODEL,
         "graphs",
         _COMPILED,
-        "Graphs that torch.compile made or found in its cache before READY",
-        "It moves when an instance starts, and never while it serves.",
+        "Graphs that torch.compile compiled, or found in its cache, before READY",
+        "It increases when an instance starts, and never while it serves.",
     ),
     Family(
         "pytorch_py_compile_cache_total",
@@ -168,8 +171,8 @@ TABLE = (
         (*_MODEL, "result"),
         "starts",
         _COMPILED,
-        "Starts that found what an earlier one had compiled (hit), or had to compile (miss)",
-        "A miss at every start: nothing is kept, see COMPILE_CACHE_DIR and the server's log.",
+        "Starts that found compiled graphs of an earlier start (hit), or had to compile (miss)",
+        "A miss at every start: the cache is not kept, see COMPILE_CACHE_DIR and the server's log.",
     ),
     Family(
         "pytorch_py_eager_calls_total",
@@ -177,8 +180,8 @@ TABLE = (
         _MODEL,
         "calls",
         "models that are compiled, or captured in CUDA graphs",
-        "Calls after READY that would have needed a new graph, and ran without one",
-        "Shapes that the warm-up did not meet: PAD, BATCH_BUCKETS, or example inputs.",
+        "Calls after READY that needed a new graph and ran eagerly",
+        "Requests have shapes that the warm-up did not cover: use PAD, BATCH_BUCKETS, or examples.",
     ),
     Family(
         "pytorch_py_stream_responses_total",
@@ -186,8 +189,8 @@ TABLE = (
         _MODEL,
         "responses",
         _DECOUPLED,
-        "Responses of streams, errors not included",
-        "Its rate is the speed of token generators.",
+        "Responses of streams, without errors",
+        "Its rate is the number of tokens per second of a token generator.",
     ),
     Family(
         "pytorch_py_live_streams",
@@ -196,7 +199,7 @@ TABLE = (
         "streams",
         _DECOUPLED,
         "Streams of responses that have begun and not ended",
-        "At MAX_STREAMS requests wait; for ever high without responses: clients that do not read.",
+        "At MAX_STREAMS, requests wait. High without responses: clients do not read.",
     ),
     Family(
         "pytorch_py_steps_total",
@@ -205,7 +208,7 @@ TABLE = (
         "calls",
         _STEPPED,
         "Calls of step()",
-        "It is what the next one is divided by.",
+        "The denominator of the next metric.",
     ),
     Family(
         "pytorch_py_stepped_streams_total",
@@ -213,8 +216,8 @@ TABLE = (
         _MODEL,
         "streams",
         _STEPPED,
-        "Streams that step() was called with",
-        "Divided by the calls it is how many streams share a step: the higher the better.",
+        "Streams in calls of step()",
+        "Divided by the calls: the mean number of streams that share a step; more is better.",
     ),
     Family(
         "pytorch_py_sequences",
@@ -223,7 +226,7 @@ TABLE = (
         "sequences",
         _STATES,
         "Sequences that have begun and not ended",
-        "It grows for ever: clients do not send END, and the idle time is long.",
+        "It grows without limit: clients do not send END, and the idle time is long.",
     ),
     Family(
         "pytorch_py_sequence_bytes",
@@ -231,8 +234,8 @@ TABLE = (
         _INSTANCE,
         "bytes",
         _STATES,
-        "Bytes that the states of these sequences take",
-        "Near SEQUENCE_MEMORY_MB steps are refused with UNAVAILABLE.",
+        "Bytes of the states of these sequences",
+        "Near SEQUENCE_MEMORY_MB, steps are refused with UNAVAILABLE.",
     ),
     Family(
         "pytorch_py_weights_digest",
@@ -240,8 +243,8 @@ TABLE = (
         _INSTANCE,
         "1",
         "`WATCH_WEIGHTS`",
-        "The weights in force: the first 12 hexadecimal digits of their SHA-256, as a number",
-        "New weights are in force. Two values for long: an instance has refused them, see its log.",
+        "The current weights: the first 12 hexadecimal digits of their SHA-256, as a number",
+        "New weights are in use. Two values for long: an instance refused them, see its log.",
     ),
     Family(
         "pytorch_py_device_memory_allocated_bytes",
@@ -249,8 +252,8 @@ TABLE = (
         (*_INSTANCE, "device"),
         "bytes",
         _CUDA,
-        "Memory of the device that tensors of an instance take",
-        "It grows without an end: the model keeps tensors.",
+        "Device memory in tensors of an instance",
+        "It grows without limit: the model keeps tensors.",
     ),
     Family(
         "pytorch_py_device_memory_reserved_bytes",
@@ -258,8 +261,8 @@ TABLE = (
         (*_INSTANCE, "device"),
         "bytes",
         _CUDA,
-        "Memory of the device that PyTorch's allocator of an instance holds",
-        "Far above what is allocated: fragments, see ENABLE_CACHE_CLEANING.",
+        "Device memory that PyTorch's allocator of an instance holds",
+        "Far above the allocated memory: fragmentation, see ENABLE_CACHE_CLEANING.",
     ),
     Family(
         "pytorch_py_poisoned",
@@ -267,8 +270,8 @@ TABLE = (
         _INSTANCE,
         "1",
         _ALL,
-        "1 for an instance that met a fatal error and answers no requests any more",
-        "`torch-py-backend serve` replaces it; elsewhere unload and load the model.",
+        "1 for an instance that had a fatal error and no longer answers requests",
+        "`torch-py-backend serve` replaces it; elsewhere, unload and load the model.",
     ),
     Family(
         "pytorch_py_ready_timestamp_seconds",
@@ -276,8 +279,8 @@ TABLE = (
         _INSTANCE,
         "seconds since 1970",
         _ALL,
-        "When an instance became ready; 0 once it has ended in order",
-        "It changes again and again: the model dies and is loaded anew, see the server's log.",
+        "When an instance became ready; 0 after an orderly end",
+        "It changes repeatedly: the instance crashes and is loaded again, see the server's log.",
     ),
     Family(
         "pytorch_py_heartbeat_timestamp_seconds",
@@ -285,9 +288,9 @@ TABLE = (
         _INSTANCE,
         "seconds since 1970",
         _ALL,
-        "When an instance was last alive, told once a second; 0 once it has ended in order",
-        "It stands still: the process is gone, or its Python is stuck, whatever Triton says of the"
-        " model. A model that hangs need not stop it: see running_call_seconds.",
+        "When an instance was last alive, updated every second; 0 after an orderly end",
+        "It does not change: the process has ended, or its Python hangs, whatever Triton reports. A"
+        " model can hang while the heartbeat continues: see running_call_seconds.",
     ),
     Family(
         "pytorch_py_running_call_seconds",
@@ -295,17 +298,17 @@ TABLE = (
         _INSTANCE,
         "seconds",
         _ALL,
-        "How long the call of the model's code has taken that is under way; 0 between calls",
-        "It grows far beyond what a call takes: the model hangs. EXECUTION_TIMEOUT_MS has"
-        " `torch-py-backend serve` replace it; elsewhere unload and load the model.",
+        "Seconds since the current call of the model's code began; 0 between calls",
+        "Far above the usual time of a call: the model hangs. `torch-py-backend serve` replaces it"
+        " after EXECUTION_TIMEOUT_MS; elsewhere, unload and load the model.",
     ),
 )
 
-BY_NAME = {one.name: one for one in TABLE}
+BY_NAME = {row.name: row for row in TABLE}
 
 
 def buckets(most: int) -> tuple[int, ...]:
-    """Upper bounds of the buckets of batch_rows: powers of two, as far as batches can have rows."""
+    """Return the bounds of the buckets of batch_rows: powers of two up to the largest batch."""
     bounds = [1]
     while bounds[-1] < most:
         bounds.append(2 * bounds[-1])

@@ -1,6 +1,6 @@
-"""Triton's traces go on in the model's code: their context is OpenTelemetry's current one there.
+"""Continues Triton's traces in the model's code, as OpenTelemetry's current context.
 
-OpenTelemetry is imported where somebody has a use for it, and not before.
+OpenTelemetry is imported only if tracing is enabled.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _NAME = "torch_py_backend"
-_CURE = "pip install 'torch-py-backend[tracing]' where Triton's stub runs, or take TRACING out."
-# Where the context has Triton's own handle of the trace, which calls of other models go on with.
+_CURE = "pip install 'torch-py-backend[tracing]' where Triton's stub runs, or remove TRACING."
+# The context's key of Triton's trace, which calls of other models continue.
 _HANDLE = "triton-trace"
-# How long an instance that ends waits for its last spans to be sent.
+# How long an instance that is unloaded waits until its last spans are sent.
 _SECONDS_TO_SEND = 5.0
-_SWITCHED_BY = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_ENTRY_POINTS = "opentelemetry_traces_exporter"
 _OTLP = {"http/protobuf": "otlp_proto_http", "grpc": "otlp_proto_grpc"}
 
 
-class Traced(dict[str, Value]):
-    """An item of a request that is traced.
+class TracedItem(dict[str, Value]):
+    """An item of a traced request.
 
     Attributes:
-        context: the request's.
+        context: the request's OpenTelemetry context.
     """
 
     __slots__ = ("context",)
@@ -52,29 +53,29 @@ class Traced(dict[str, Value]):
         super().__init__(item)
         self.context = context
 
-    def __or__(self, other: Mapping[str, Value]) -> Traced:  # type: ignore[override]
-        """The item of a step with its sequence's state."""
-        return Traced({**self, **other}, self.context)
+    def __or__(self, other: Mapping[str, Value]) -> TracedItem:  # type: ignore[override]
+        """Return the item with other values, such as the state of a sequence."""
+        return TracedItem({**self, **other}, self.context)
 
 
 def refuse_impossible(config: ModelConfig, *, told: bool) -> None:
-    """Find out before a model is loaded whether TRACING asks for what cannot be.
+    """Check, before the model is loaded, that TRACING can work.
 
     Args:
         config: the model's config.
-        told: whether requests of this server can be asked for their traces.
+        told: whether requests of this server have traces.
 
     Raises:
-        PlatformError: it does.
+        PlatformError: the server is too old, or opentelemetry-sdk is not installed.
     """
     if not config.options.tracing:
         return
     if not told:
         raise PlatformError(
             config.name,
-            "TRACING is set, and this server does not tell models of traces",
+            "TRACING is set, and this server does not pass traces to models",
             expected="Triton 24.04 or later",
-            cure="Take TRACING out.",
+            cure="Remove TRACING.",
         )
     if not _installed():
         raise PlatformError(
@@ -83,18 +84,18 @@ def refuse_impossible(config: ModelConfig, *, told: bool) -> None:
 
 
 def wanted(config: ModelConfig, *, told: bool) -> bool:
-    """Whether the model's requests are to be asked for their traces.
+    """Return whether to trace the model's requests.
 
-    Unless TRACING says so: where somebody would see the context. Asked when the model is warmed up,
-    by when its code has imported what it uses.
+    If TRACING is unset: yes if the model's code has imported OpenTelemetry, or if OTEL_* variables
+    name an exporter. Called after the warm-up, when the code has imported what it uses.
 
     Args:
         config: the model's config.
-        told: whether requests of this server can be asked.
+        told: whether requests of this server have traces.
     """
     if config.options.tracing is not None:
         return config.options.tracing
-    used = "opentelemetry.context" in sys.modules or bool(_names())
+    used = "opentelemetry.context" in sys.modules or bool(_exporter_names())
     return told and used and _installed()
 
 
@@ -106,16 +107,16 @@ def _installed() -> bool:
 
 
 class Tracing:
-    """Carries the traces of one instance's requests into the code of its model.
+    """Passes the trace contexts of an instance's requests to the code of its model.
 
-    What is called for several requests runs in one span, a child of the first one's that links to
-    the others; what is called for one runs in the context of that one.
+    Code that is called for a batch runs in one span: a child of the first request's span, with
+    links to those of the others. Code that is called for one request runs in its context.
 
     Args:
-        engine: the model, loaded: what its code has set up is used.
+        engine: the loaded model. A tracer provider that its code has set is used.
 
     Raises:
-        PlatformError: OTEL_* variables ask for what is not there.
+        PlatformError: an exporter that OTEL_* variables name is not available.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -132,44 +133,45 @@ class Tracing:
             "triton.model_version": engine.config.version,
         }
         self._contexts: Sequence[Context | None] = ()
-        engine.surround(self._around)
+        engine.surround(self._traced)
 
     def close(self) -> None:
-        """Send what was not sent yet; to call it twice is no error."""
+        """Send the remaining spans. Closing twice is allowed."""
         provider, self._provider = self._provider, None
         if provider is not None:
-            # A collector that is gone would be asked again and again.
-            sending = threading.Thread(target=provider.shutdown, name="spans", daemon=True)
-            sending.start()
-            sending.join(_SECONDS_TO_SEND)
+            # In a thread: the exporter retries for long if the collector is not reachable.
+            thread = threading.Thread(target=provider.shutdown, name="spans", daemon=True)
+            thread.start()
+            thread.join(_SECONDS_TO_SEND)
 
     # --- requests ------------------------------------------------------------------------------
 
-    def carry(self, item: Item, told: str, handle: Any) -> Item:
-        """An item with its request's trace.
+    def carry(self, item: Item, context_json: str, handle: Any) -> Item:
+        """Return the item with the context of its request.
 
         Args:
-            item: what the request brought.
-            told: the trace's context, as Triton has it: a carrier's fields as JSON.
-            handle: the trace, as Triton's utilities have it.
+            item: the item.
+            context_json: the trace's context from Triton: the fields of a carrier as JSON.
+            handle: the trace, an object of Triton's utilities.
         """
         context = self._context.set_value(_HANDLE, handle, self._context.Context())
         try:
-            context = self._extract(json.loads(told), context)
-        except Exception as error:  # part of it comes from the client: not the request's fault
+            context = self._extract(json.loads(context_json), context)
+        except Exception as error:  # the client sends parts of it; they must not fail the request
             log.warning("model '%s': a trace cannot be read: %s.", self._model, brief(error))
             return item
-        return Traced(item, context)
+        return TracedItem(item, context)
 
     def handle(self) -> Any:
-        """The trace that a call of another model belongs to; None: none."""
+        """Return the trace for calls of other models; None: there is none."""
         return self._context.get_value(_HANDLE)
 
     @contextlib.contextmanager
     def streaming(self, item: Item) -> Iterator[Callable[[BackendError | None], None]]:
-        """Within it, what begins a stream is started; what it yields is called at its end.
+        """Start a span for a stream that begins within this context.
 
-        With the error that the stream has ended with, if it has.
+        Yields:
+            A function that ends the span. Its argument is the error of the stream, or None.
         """
         context: Context | None = getattr(item, "context", None)
         if context is None:
@@ -177,17 +179,17 @@ class Tracing:
             return
         span = self._tracer.start_span("stream", context, attributes=self._attributes)
         with self._attached(self._api.set_span_in_context(span, context)):
-            yield partial(self._ended, span)
+            yield partial(self._end, span)
 
-    def _ended(self, span: Any, error: BackendError | None) -> None:
+    def _end(self, span: Any, error: BackendError | None) -> None:
         if error is not None:
             span.set_status(self._api.Status(self._api.StatusCode.ERROR, str(error)))
         span.end()
 
-    # --- around the engine's stages ------------------------------------------------------------
+    # --- stages of the engine ------------------------------------------------------------------
 
-    def _around(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A stage with contexts and spans around it."""
+    def _traced(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a stage with its contexts and spans."""
         wrap = {"run": self._run, "hook": self._hook, "call": self._call}.get(stage)
         return function if wrap is None else wrap(function)
 
@@ -205,45 +207,44 @@ class Tracing:
         return run
 
     def _hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """For one request: it runs in the context of that one."""
+        """Run a hook in the context of its request."""
 
-        def hook(place: int, *stage: Any) -> Any:
-            context = self._contexts[place] if self._contexts else None
+        def hook(position: int, *args: Any) -> Any:
+            context = self._contexts[position] if self._contexts else None
             if context is None:
-                return function(place, *stage)
+                return function(position, *args)
             with self._attached(context):
-                return function(place, *stage)
+                return function(position, *args)
 
         return hook
 
     def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """For several requests: it runs in a span."""
+        """Run the call of a group in a span."""
 
         def call(group: Group, *, more: bool) -> Any:
-            if not self._contexts:
-                return function(group, more=more)
-            found = (self._contexts[place] for place in group.positions)
-            contexts = [context for context in found if context is not None]
+            contexts = [
+                context
+                for position in (group.positions if self._contexts else ())
+                if (context := self._contexts[position]) is not None
+            ]
             if not contexts:
                 return function(group, more=more)
-            with self._span(contexts, len(group.items)):
+            first, *others = contexts
+            spans = (self._api.get_current_span(context) for context in others)
+            with (
+                self._attached(first),
+                self._tracer.start_as_current_span(
+                    "forward",
+                    links=[self._api.Link(span.get_span_context()) for span in spans],
+                    attributes={
+                        **self._attributes,
+                        "torch_py_backend.requests": len(group.items),
+                    },
+                ),
+            ):
                 return function(group, more=more)
 
         return call
-
-    @contextlib.contextmanager
-    def _span(self, contexts: Sequence[Context], requests: int) -> Iterator[None]:
-        first, *others = contexts
-        spans = (self._api.get_current_span(one) for one in others)
-        with (
-            self._attached(first),
-            self._tracer.start_as_current_span(
-                "forward",
-                links=[self._api.Link(one.get_span_context()) for one in spans],
-                attributes={**self._attributes, "torch_py_backend.requests": requests},
-            ),
-        ):
-            yield
 
     @contextlib.contextmanager
     def _attached(self, context: Context) -> Iterator[None]:
@@ -254,35 +255,38 @@ class Tracing:
             self._context.detach(token)
 
 
-# --- where spans go ----------------------------------------------------------------------------
+# --- exporters ---------------------------------------------------------------------------------
 
 
 def _provide(config: ModelConfig) -> Any:
-    """What sends spans where OTEL_* variables say; None: the model's code sees to it, or nobody.
+    """Set a tracer provider for the exporters that OTEL_* variables name, and return it.
+
+    Returns:
+        None if the model's code has set a provider, or if no exporter is named.
 
     Raises:
-        PlatformError: an exporter is not installed, or refuses its variables.
+        PlatformError: an exporter is not installed, or fails with its variables.
     """
     from opentelemetry import trace  # noqa: PLC0415
     from opentelemetry.sdk.trace import TracerProvider, export  # noqa: PLC0415
 
     if not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider):
         return None
-    exporters = [_exporter(config, name) for name in _names()]
+    exporters = [_exporter(config, name) for name in _exporter_names()]
     if not exporters:
         return None
     provider = TracerProvider(shutdown_on_exit=False)
-    for one in exporters:
-        provider.add_span_processor(export.BatchSpanProcessor(one))
+    for exporter in exporters:
+        provider.add_span_processor(export.BatchSpanProcessor(exporter))
     trace.set_tracer_provider(provider)
     return provider
 
 
-def _names() -> list[str]:
-    """The exporters that the environment asks for."""
-    switched = "otlp" if any(os.environ.get(name) for name in _SWITCHED_BY) else "none"
-    wished = os.environ.get("OTEL_TRACES_EXPORTER") or switched
-    names = [name.strip() for name in wished.split(",")]
+def _exporter_names() -> list[str]:
+    """Return the exporters that OTEL_* variables name."""
+    default = "otlp" if any(os.environ.get(name) for name in _ENDPOINTS) else "none"
+    value = os.environ.get("OTEL_TRACES_EXPORTER") or default
+    names = [name.strip() for name in value.split(",")]
     return [name for name in names if name not in ("", "none")]
 
 
@@ -290,18 +294,18 @@ def _exporter(config: ModelConfig, name: str) -> Any:
     if name == "otlp":
         protocol = next(filter(None, map(os.environ.get, _PROTOCOLS)), "http/protobuf")
         name = _OTLP.get(protocol, protocol)
-    found = list(entry_points(group="opentelemetry_traces_exporter", name=name))
-    if not found:
-        known = sorted({one.name for one in entry_points(group="opentelemetry_traces_exporter")})
+    points = list(entry_points(group=_ENTRY_POINTS, name=name))
+    if not points:
+        known = sorted({point.name for point in entry_points(group=_ENTRY_POINTS)})
         raise PlatformError(
             config.name,
-            f"OTEL_* variables ask for the exporter {name}, which is not installed",
+            f"OTEL_* variables name the exporter {name}, which is not installed",
             expected=f"one of {', '.join(known)}",
             cure=_CURE,
         )
     try:
-        return found[0].load()()
-    except Exception as error:  # whatever an exporter has against its variables
+        return points[0].load()()
+    except Exception as error:  # any error of an exporter with its variables
         raise PlatformError(
-            config.name, f"the exporter {name} that OTEL_* variables ask for fails: {brief(error)}"
+            config.name, f"the exporter {name} that OTEL_* variables name fails: {brief(error)}"
         ) from error

@@ -1,1 +1,1 @@
-"""Everything between a config and READY: the engine is built, and warmed up."""
+"""Building an engine from a config, and warming it up before READY."""

@@ -1,4 +1,4 @@
-"""A config becomes an engine: the model is loaded in its turn, optimized, and shared."""
+"""Builds an engine from a config: loads, optimizes and shares the model."""
 
 from __future__ import annotations
 
@@ -20,12 +20,19 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import state_store
 from torch_py_backend.weights import gpu_sharing
 
+_JIT_SWITCHES = (
+    "disable_optimized_execution",
+    "enable_jit_executor",
+    "enable_jit_profiling",
+    "enable_tensor_fuser",
+)
+
 
 def build(config: ModelConfig, threads: Threads) -> Engine:
-    """Load what the config describes.
+    """Load the model of a config and return its engine.
 
     Raises:
-        LoadError: it cannot be served; the message says why.
+        LoadError: the model cannot be served.
     """
     runtime.settle(config.options, threads)
     device = runtime.placement(config)
@@ -36,20 +43,19 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
         config, artifact, device, lambda: _load(config, artifact, device).owner
     )
     try:
-        # A module is built on the CPU, and what it shares need never have been on the device. The
-        # constants of a graph, which are not shared, must be.
-        movable = artifact.kind in (Kind.MODULE, Kind.FACTORY) and not shared.owns
-        onto = torch.device("cpu") if movable else device
-        made = _engine(config, artifact, device, onto)
-        made.share(shared)
+        # A module is built on the CPU: the weights that it shares need not be copied to the device.
+        # A graph is loaded on the device, because its constants are not shared.
+        on_cpu = artifact.kind in (Kind.MODULE, Kind.FACTORY) and not shared.owns
+        engine = _engine(config, artifact, device, torch.device("cpu") if on_cpu else device)
+        engine.share(shared)
     except BaseException:
         shared.leave()
         raise
-    return made
+    return engine
 
 
 def in_effect(engine: Engine, threads: Threads) -> str:
-    """What the load has settled, for the log: one line for one instance."""
+    """Return a line for the log with the artifact, device, threads and switches of an instance."""
     config, options = engine.config, engine.config.options
     artifact = engine.artifact
     if artifact.fallback is not None and engine.kind is not artifact.kind:
@@ -74,31 +80,28 @@ def in_effect(engine: Engine, threads: Threads) -> str:
     return f"model '{config.name}': instance {config.instance} serves {'; '.join(parts)}."
 
 
-_JIT_SWITCHES = (
-    "disable_optimized_execution",
-    "enable_jit_executor",
-    "enable_jit_profiling",
-    "enable_tensor_fuser",
-)
-
-
 def _engine(
-    config: ModelConfig, artifact: Artifact, device: torch.device | None, onto: torch.device | None
+    config: ModelConfig,
+    artifact: Artifact,
+    device: torch.device | None,
+    weights_device: torch.device | None,
 ) -> Engine:
-    """An engine for a device, with its weights on that one or on another."""
-    loaded = _load(config, artifact, onto)
+    """Return an engine for a device; its weights are loaded on `weights_device`."""
+    loaded = _load(config, artifact, weights_device)
     config = state_store.bound(config, loaded.signature)
     surroundings = runtime.surround(config.options, device, loaded.weights)
     return Engine(config, loaded, surroundings, artifact, user_hooks.load(config, artifact))
 
 
-def _load(config: ModelConfig, artifact: Artifact, onto: torch.device | None) -> Loaded:
-    """The model, as OPTIMIZE wants it."""
-    # What allocates for all the model's life happens here. The warm-up, which may compile for
-    # minutes and whose memory the files' sizes do not tell, keeps nobody waiting.
-    on_gpu = onto is not None and onto.type == "cuda"
+def _load(config: ModelConfig, artifact: Artifact, device: torch.device | None) -> Loaded:
+    """Load and optimize the model, in its turn of the load queue.
+
+    The turn covers all allocations that last as long as the model. It does not cover the warm-up,
+    which may compile for minutes and needs memory that the sizes of files do not predict.
+    """
+    on_gpu = device is not None and device.type == "cuda"
     claim = load_queue.claim(config, artifact, on_gpu=on_gpu)
-    with load_queue.turn(config, claim, runtime.free_memory(onto)):
-        loaded = registry.load(artifact, config, onto)
-        called = optimization.apply(config, loaded)
-        return dataclasses.replace(loaded, module=torchscript.passing_bytes(loaded, called))
+    with load_queue.turn(config, claim, runtime.free_memory(device)):
+        loaded = registry.load(artifact, config, device)
+        module = optimization.apply(config, loaded)
+        return dataclasses.replace(loaded, module=torchscript.passing_bytes(loaded, module))

@@ -1,12 +1,13 @@
-"""The live streams of a module with begin() and step(), advanced together: continuous batching.
+"""Continuous batching: the live streams of a module with begin() and step() share each step.
 
-`begin(...)` takes one request's inputs and returns the state of its stream, whatever that is.
-`step(states)` takes a list of states, of all streams that are live, and returns a pair for each:
+`begin(...)` takes the inputs of one request and returns the state of its stream, any object.
+`step(states)` takes the states of all live streams and returns a list with a pair for each:
 
-    (the stream's next state, None at its end;  its outputs, None for no response this time)
+    (next state, or None at the end of the stream;  outputs, or None for no response)
 
-A state that step() replaces, rather than changes, can be stepped again: where a step fails, its
-halves are run, and theirs, until only the streams at fault end with the error.
+If a step fails, it is run again for halves of its streams, and so on, until only the failing
+streams end with the error. This needs a step() that returns new states and leaves the old ones
+unchanged.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from torch_py_backend.engine.retry import Failure
 from torch_py_backend.engine.stream_calls import Given
 from torch_py_backend.errors import BackendError, OutputError
 
-# Calls that finding the streams at fault may take: enough for every step of up to 64 streams.
-_CALLS = 128
-# What memory depends on is in the states, which nobody can look into: all steps are of one shape.
+# The most calls that a bisection may take: enough for any step of up to 64 streams.
+_MAX_BISECTION_CALLS = 128
+# The memory that a step needs depends on its states, which are opaque: all steps are one shape.
 _SHAPE = "step"
 
 
-class FailedError(Exception):
-    """A step failed for a stream; carries why."""
+class StepError(Exception):
+    """A step failed for a stream."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__()
@@ -42,33 +43,38 @@ class FailedError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Stepped:
-    """A stream after a step: its next state, None at its end; and its outcome, if it has one."""
+class StepResult:
+    """The result of a step for one stream.
+
+    Attributes:
+        state: the next state; None: the stream has ended.
+        outcome: the response; None: there is none.
+    """
 
     state: Any
     outcome: Outcome | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Wish:
+class _PendingStep:
     """A stream that waits for its next step."""
 
     state: Any
     given: Given
-    stepped: asyncio.Future[Stepped]
+    result: asyncio.Future[StepResult]
     context: contextvars.Context
 
 
-class Steps:
-    """One model's steps, each of all streams that wait for one. Used within one event loop.
+class Stepper:
+    """Calls step() for all streams that wait for a step. Used within one event loop.
 
     Attributes:
-        calls: how often step() was called.
-        streams: how many streams it was called with, all in all.
+        calls: number of calls of step().
+        streams: number of streams in all these calls.
 
     Args:
         engine: the model.
-        calling: what every call of it has around it.
+        calling: the context manager for calls of the model.
     """
 
     def __init__(self, engine: Engine, calling: Callable[[], AbstractContextManager[None]]) -> None:
@@ -76,115 +82,116 @@ class Steps:
         self._engine = engine
         self._calling = calling
         self._capacity = Capacity(ANY_ROWS)
-        self._wishes: list[_Wish] = []
+        self._pending: list[_PendingStep] = []
         self._running: asyncio.Task[None] | None = None
 
-    async def next(self, state: Any, given: Given) -> Stepped:
-        """A stream's next step, shared with all that wait for one by then.
+    async def next(self, state: Any, given: Given) -> StepResult:
+        """Return the result of a stream's next step, shared with all streams that wait by then.
 
         Raises:
-            FailedError: it failed.
+            StepError: the step failed.
         """
         loop = asyncio.get_running_loop()
-        stepped: asyncio.Future[Stepped] = loop.create_future()
-        self._wishes.append(_Wish(state, given, stepped, contextvars.copy_context()))
+        result: asyncio.Future[StepResult] = loop.create_future()
+        self._pending.append(_PendingStep(state, given, result, contextvars.copy_context()))
         if self._running is None or self._running.done():
             self._running = loop.create_task(self._run())
-        return await stepped
+        return await result
 
     async def _run(self) -> None:
-        """Steps, as long as there are streams that wait for one."""
-        while self._wishes:
-            wishes, self._wishes = self._wishes, []
-            self._grant([one for one in wishes if not one.stepped.done()])
-            # Streams take what was made, new ones begin, and all say whether they want another.
+        """Run steps until no stream waits for one."""
+        while self._pending:
+            waiting, self._pending = self._pending, []
+            waiting = [pending for pending in waiting if not pending.result.done()]
+            most = self._capacity.most(_SHAPE) or max(len(waiting), 1)
+            for start in range(0, len(waiting), most):
+                batch = waiting[start : start + most]
+                for pending, result in zip(batch, self._results(batch), strict=True):
+                    if isinstance(result, Failure):
+                        pending.result.set_exception(StepError(result))
+                    else:
+                        pending.result.set_result(result)
+            # Streams take their results, new streams begin, and both ask for their next step.
             await asyncio.sleep(0)
 
-    def _grant(self, wishes: Sequence[_Wish]) -> None:
-        most = self._capacity.most(_SHAPE) or max(len(wishes), 1)
-        for start in range(0, len(wishes), most):
-            some = wishes[start : start + most]
-            for one, made in zip(some, self._results(some), strict=True):
-                if isinstance(made, Failure):
-                    one.stepped.set_exception(FailedError(made))
-                else:
-                    one.stepped.set_result(made)
-
-    def _results(self, wishes: Sequence[_Wish]) -> Sequence[Stepped | Failure]:
-        made = self._attempt(wishes)
-        if not isinstance(made, Failure):
-            self._capacity.fitted(_SHAPE, len(wishes))
-            return made
+    def _results(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult | Failure]:
+        results = self._attempt(batch)
+        if not isinstance(results, Failure):
+            self._capacity.fitted(_SHAPE, len(batch))
+            return results
         engine = self._engine
-        if made.memory and self._capacity.failed(_SHAPE, len(wishes)) is not None:
+        if results.memory and self._capacity.failed(_SHAPE, len(batch)) is not None:
             engine.counts.memory_splits += 1
-        hopeless = made.repeats or engine.recovery.fatal is not None or not engine.repeats()
-        if len(wishes) == 1 or hopeless:
-            return [made] * len(wishes)
+        final = results.repeats or engine.recovery.fatal is not None or not engine.repeats()
+        if len(batch) == 1 or final:
+            return [results] * len(batch)
         return narrow(
-            wishes,
-            self._again,
-            made,
-            calls=Budget(_CALLS),
+            batch,
+            self._retry,
+            results,
+            calls=Budget(_MAX_BISECTION_CALLS),
             hopeless=lambda: engine.recovery.fatal is not None,
         )
 
-    def _again(self, wishes: Sequence[_Wish]) -> Sequence[Stepped] | Failure:
-        self._engine.counts.retried_rows += len(wishes)
-        return self._attempt(wishes)
+    def _retry(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult] | Failure:
+        self._engine.counts.retried_rows += len(batch)
+        return self._attempt(batch)
 
-    def _attempt(self, wishes: Sequence[_Wish]) -> Sequence[Stepped] | Failure:
+    def _attempt(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult] | Failure:
         try:
             with self._calling():
-                # What is current in a call for several, a trace's context say, is the first one's.
-                return wishes[0].context.run(self._step, wishes)
-        except BaseException as error:  # nobody else would tell the streams
+                # Context variables, such as a trace's context, are those of the first stream.
+                return batch[0].context.run(self._step, batch)
+        except BaseException as error:  # its streams wait for a result, whatever was raised
             return self._engine.recovery.judge(error, self._engine.loaded.returns)
 
-    def _step(self, wishes: Sequence[_Wish]) -> Sequence[Stepped] | Failure:
+    def _step(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult] | Failure:
         step = self._engine.stream_calls.step
-        assert step is not None  # noqa: S101  of a model that has one
+        assert step is not None  # noqa: S101  a Stepper is made for a model with step()
         self.calls += 1
-        self.streams += len(wishes)
+        self.streams += len(batch)
         began = time.perf_counter()
-        pairs = step([one.state for one in wishes])
+        pairs = step([pending.state for pending in batch])
         self._engine.counts.forward_seconds += time.perf_counter() - began
-        misfit = _misfit(pairs, len(wishes))
-        if misfit:  # not to be tried again with fewer streams, for which it may fit
+        problem = _check(pairs, len(batch))
+        if problem:
             return Failure(
                 OutputError(
                     self._engine.config.name,
-                    f"step() returned {misfit}",
+                    f"step() returned {problem}",
                     expected="a list with a pair (next state, outputs) for each stream",
                 ),
-                repeats=True,
+                repeats=True,  # no retry: with fewer streams, the wrong value may look right
             )
-        made = [
-            (outputs, one.given)
-            for one, (_, outputs) in zip(wishes, pairs, strict=True)
+        results = [
+            (outputs, pending.given)
+            for pending, (_, outputs) in zip(batch, pairs, strict=True)
             if outputs is not None
         ]
-        outcomes = iter(self._engine.stream_calls.outcomes(made))
+        outcomes = iter(self._engine.stream_calls.outcomes(results))
         return [
-            Stepped(state, None if outputs is None else next(outcomes)) for state, outputs in pairs
+            StepResult(state, None if outputs is None else next(outcomes))
+            for state, outputs in pairs
         ]
 
 
-def _misfit(returned: Any, count: int) -> str:
-    """What step() has returned instead of a pair for each stream; empty: nothing else."""
+def _check(returned: Any, count: int) -> str:
+    """Return what is wrong with the value of step(); empty if it is a pair for each stream."""
     if not isinstance(returned, list | tuple):
         return f"a {type(returned).__name__}"
     if len(returned) != count:
         return f"{len(returned)} entries for {count} streams"
-    odd = [one for one in returned if not (isinstance(one, tuple) and len(one) == 2)]  # noqa: PLR2004
-    return f"a {type(odd[0]).__name__} for a stream" if odd else ""
+    for entry in returned:
+        if not (isinstance(entry, tuple) and len(entry) == 2):  # noqa: PLR2004
+            return f"a {type(entry).__name__} for a stream"
+    return ""
 
 
-def first(model: str, step: Callable[[list[Any]], Any], state: Any, most: int) -> Any:
-    """The first outputs of a stream that is stepped alone.
+def first_outputs(model: str, step: Callable[[list[Any]], Any], state: Any, most: int) -> Any:
+    """Return the first outputs of a stream that is stepped alone.
 
     Raises:
-        BackendError: there are none within `most` steps.
+        OutputError: there are none within `most` steps.
     """
     for _ in range(most):
         if state is None:
@@ -196,8 +203,9 @@ def first(model: str, step: Callable[[list[Any]], Any], state: Any, most: int) -
 
 
 def no_outputs(model: str, most: int) -> BackendError:
+    """Return the error for a stream that ends without a response."""
     return OutputError(
         model,
         f"the stream of the example inputs ended, or took {most} steps, without a response",
-        expected="a response, which tells the outputs",
+        expected="a response, from which the outputs are inferred",
     )

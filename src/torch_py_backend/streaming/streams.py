@@ -1,9 +1,11 @@
-"""A request's stream: one outcome after the other, from what the model returned for its item.
+"""A request's stream: a sequence of outcomes from the value that the model returned for its item.
 
-What was returned decides: a generator, or any other iterator, is a stream of what it gives, and so
-is an asynchronous one; what begin() of a module with step() returned is a stream's first state;
-anything else is a stream of one. All streams of a model take turns in one event loop: each waits
-for one step of the others at most, and what is awaited holds up nobody.
+A generator or any other iterator, synchronous or asynchronous, is a stream of its values. The value
+of begin() of a module with step() is the first state of a stream. Any other value is a stream of
+one response.
+
+All streams of a model take turns in one event loop. Each waits for at most one step of each other
+stream. A stream that awaits does not block the others.
 """
 
 from __future__ import annotations
@@ -30,65 +32,65 @@ from torch_py_backend.errors import (
     brief,
 )
 from torch_py_backend.streaming import continuous_batching
-from torch_py_backend.streaming.continuous_batching import FailedError, Steps
+from torch_py_backend.streaming.continuous_batching import StepError, Stepper
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _END = object()
-# Of a trial: responses that are waited for, and steps without one.
-_TRIED = 3
-_MOST_STEPS = 1000
+# Limits of a trial: responses, and steps without a response.
+_TRIAL_RESPONSES = 3
+_MAX_TRIAL_STEPS = 1000
 
 
 class Consumer(Protocol):
-    """Who a stream's outcomes are for. The last word is a last outcome, or an end."""
+    """Receives the outcomes of a stream. A last outcome, or a call of `end`, ends the stream."""
 
     def take(self, outcome: dict[str, Value], *, last: bool) -> None:
-        """One response."""
+        """Take one response."""
 
     def end(self, error: BackendError | None, text: str = "") -> None:
-        """There are no more; with an error, where the stream failed, and its traceback."""
+        """End without another response; with the error and its traceback if the stream failed."""
 
     def cancelled(self) -> bool:
-        """Asked after each step: whether nobody waits for more."""
+        """Return whether the request was cancelled. Called after each step."""
 
 
 class _Source(Protocol):
-    """Where a stream's outcomes come from."""
+    """The source of a stream's outcomes."""
 
     async def next(self) -> tuple[Outcome | None, bool]:
-        """The next outcome, None where a step made none; and whether it was the last."""
+        """Return the next outcome, None if a step made none, and whether it is the last."""
 
     async def close(self) -> None:
-        """Let go of what the model keeps for this stream; it may have ended already."""
+        """Free what the model keeps for this stream, which may have ended already."""
 
 
 class Streams:
-    """One model's streams. Used within one event loop.
+    """The streams of one model. Used within one event loop.
 
     Attributes:
-        live: how many have begun and not ended.
-        counts: the engine's.
-        closing: the streams that are left are to end.
-        steps: those of a module with step(); None: it has none.
+        live: number of streams that have begun and not ended.
+        counts: the engine's counters.
+        closing: whether the model is being unloaded, which cancels the remaining streams.
+        steps: calls step() of a module that has one, else None.
 
     Args:
         engine: the model.
-        rests: called whenever no code of the model runs any more.
+        rests: called after each call of the model's code.
     """
 
     def __init__(self, engine: Engine, rests: Callable[[], None] = lambda: None) -> None:
         self.live = 0
         self.counts = engine.counts
         self.closing = False
-        self.steps = Steps(engine, self.calling) if engine.loaded.step is not None else None
+        self.steps = Stepper(engine, self.calling) if engine.loaded.step is not None else None
         self._engine = engine
         self._model = engine.config.name
         self._rests = rests
 
     async def run(self, item: Item, consumer: Consumer) -> None:
-        """One stream, from its beginning to its end; what goes wrong is told to the consumer."""
+        """Run one stream to its end. Errors go to the consumer."""
         self.live += 1
         source: _Source | None = None
         failure: Failure | None = None
@@ -99,7 +101,12 @@ class Streams:
             except BaseException as error:
                 failure = self.failure(error, consumer)
             if source is not None:
-                await self._close(source)
+                try:
+                    await source.close()
+                except BaseException as error:  # the model's own code, after its last response
+                    log.warning(
+                        "model '%s': closing a stream raised %s.", self._model, brief(error)
+                    )
             self._engine.clean()
         finally:
             self.live -= 1
@@ -108,7 +115,7 @@ class Streams:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """What every call of the model has around it."""
+        """Enter the context of a call of the model."""
         try:
             with self._engine.calling():
                 yield
@@ -117,10 +124,10 @@ class Streams:
 
     @contextlib.contextmanager
     def advancing(self) -> Iterator[None]:
-        """As `calling`, where the model goes on to its next response.
+        """Enter the context of a call that resumes the model until its next response.
 
         Raises:
-            OutputError: it has left a context open, which would be in force for all streams.
+            OutputError: the model leaves a context open, which would affect all streams.
         """
         with self.calling():
             before = runtime.contexts(self._engine.device)
@@ -130,23 +137,23 @@ class Streams:
                     self._model,
                     "the model yields within torch.autocast or a torch.device, or awaits there:"
                     " other streams would then run in it",
-                    expected="such contexts left before",
+                    expected="such contexts closed before each yield and await",
                 )
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        """As `advancing`, where nothing else is done within; the time is counted."""
+        """Enter `advancing` and count the time as forward time."""
         with self.advancing():
             began = time.perf_counter()
             yield
             self.counts.forward_seconds += time.perf_counter() - began
 
     def advance(self, resume: Callable[[], Any]) -> Any:
-        """Go on with one stream; what it comes to. Called within `calling`."""
+        """Resume one stream and return the result. Called within `calling`."""
         return self._engine.stream_calls.advance(resume)
 
     def outcome(self, result: Any, given: Given) -> Outcome:
-        """A result of the model, as the config says. Called within `calling`."""
+        """Return the outcome for a result of the model. Called within `calling`."""
         (outcome,) = self._engine.stream_calls.outcomes([(result, given)])
         return outcome
 
@@ -156,12 +163,12 @@ class Streams:
         with self.calling():
             result, given = self._engine.stream_calls.begin(item)
         if self.steps is not None:
-            return _Stepped(self.steps, result, given)
+            return _StepSource(self.steps, result, given)
         if isinstance(result, AsyncIterator):
-            return _Awaited(self, result, given)
+            return _AsyncIteratorSource(self, result, given)
         if isinstance(result, Iterator):
-            return _Iterated(self, result, given)
-        return _Whole(self, result, given)
+            return _IteratorSource(self, result, given)
+        return _SingleSource(self, result, given)
 
     async def _pass_on(self, source: _Source, consumer: Consumer) -> None:
         last = False
@@ -179,35 +186,27 @@ class Streams:
                 raise CancelledError(self._model, "in mid-stream")
 
     def failure(self, error: BaseException, consumer: Consumer) -> Failure:
-        """Why a stream has ended with this exception, whose frames let go of the request."""
+        """Return the failure for an exception that ended a stream, and clear its frames."""
         try:
-            return self._failure(error, consumer)
+            if isinstance(error, StepError):
+                return error.failure
+            if isinstance(error, asyncio.CancelledError) and self.closing:
+                return Failure(
+                    UnavailableError(
+                        self._model, "the model is unloaded in mid-stream", cure="Retry later."
+                    )
+                )
+            if isinstance(error, asyncio.CancelledError | CancelledError) and consumer.cancelled():
+                return Failure(CancelledError(self._model, "in mid-stream"))
+            return self._engine.recovery.judge(error)
         finally:
-            # What is raised where a task waits is also in the future that it waits for: a cycle,
-            # which would keep the request's tensors until a collection.
+            # The future that a task awaits refers to the exception that it raises: a reference
+            # cycle, which would keep the request's tensors until the next garbage collection.
             faults.release(error)
 
-    def _failure(self, error: BaseException, consumer: Consumer) -> Failure:
-        if isinstance(error, FailedError):
-            return error.failure
-        if isinstance(error, asyncio.CancelledError) and self.closing:
-            ended = UnavailableError(
-                self._model, "the model is unloaded in mid-stream", cure="Ask again later."
-            )
-            return Failure(ended)
-        if isinstance(error, asyncio.CancelledError | CancelledError) and consumer.cancelled():
-            return Failure(CancelledError(self._model, "in mid-stream"))
-        return self._engine.recovery.judge(error)
 
-    async def _close(self, source: _Source) -> None:
-        try:
-            await source.close()
-        except BaseException as error:  # code of the model's own, after its last response
-            log.warning("model '%s': what ends a stream raised %s.", self._model, brief(error))
-
-
-class _Whole:
-    """A result that is no stream: the only outcome."""
+class _SingleSource:
+    """A result that is not a stream: the only response."""
 
     def __init__(self, streams: Streams, result: Any, given: Given) -> None:
         self._streams, self._result, self._given = streams, result, given
@@ -220,14 +219,14 @@ class _Whole:
         del self._result
 
 
-class _Iterated:
-    """What a generator yields, or any other iterator gives."""
+class _IteratorSource:
+    """The values of a generator or another iterator."""
 
     def __init__(self, streams: Streams, results: Iterator[Any], given: Given) -> None:
         self._streams, self._results, self._given = streams, results, given
 
     async def next(self) -> tuple[Outcome | None, bool]:
-        await asyncio.sleep(0)  # the others' turn
+        await asyncio.sleep(0)  # run the other streams
         with self._streams.advancing():
             began = time.perf_counter()
             result = self._streams.advance(partial(next, self._results, _END))
@@ -242,14 +241,14 @@ class _Iterated:
                 self._results.close()
 
 
-class _Awaited:
-    """What an asynchronous generator yields: while it waits, others run."""
+class _AsyncIteratorSource:
+    """The values of an asynchronous iterator. While it awaits, other streams run."""
 
     def __init__(self, streams: Streams, results: AsyncIterator[Any], given: Given) -> None:
         self._streams, self._results, self._given = streams, results, given
 
     async def next(self) -> tuple[Outcome | None, bool]:
-        await asyncio.sleep(0)  # one that never waits leaves the others their turn, too
+        await asyncio.sleep(0)  # run the other streams, even if this one never awaits
         result = await _Sliced(anext(self._results, _END), self._streams, advances=True)
         if result is _END:
             return None, True
@@ -262,30 +261,31 @@ class _Awaited:
             await _Sliced(close(), self._streams)
 
 
-class _Stepped:
-    """A stream of a module with begin() and step()."""
+class _StepSource:
+    """The outcomes of a stream of a module with begin() and step()."""
 
-    def __init__(self, steps: Steps, state: Any, given: Given) -> None:
-        self._steps, self._state, self._given = steps, state, given
+    def __init__(self, stepper: Stepper, state: Any, given: Given) -> None:
+        self._stepper, self._state, self._given = stepper, state, given
 
     async def next(self) -> tuple[Outcome | None, bool]:
         if self._state is None:
             return None, True
-        made = await self._steps.next(self._state, self._given)
-        self._state = made.state
-        return made.outcome, made.state is None
+        result = await self._stepper.next(self._state, self._given)
+        self._state = result.state
+        return result.outcome, result.state is None
 
     async def close(self) -> None:
         del self._state
 
 
 class _Sliced(Awaitable[T]):
-    """An awaitable of the model's; each stretch of it, from wait to wait, is a call of its own.
+    """An awaitable of the model, run as one call of the model for each slice between two awaits.
 
     Args:
-        awaitable: it.
-        streams: whose calls its stretches are.
-        advances: whether it goes on to a response, and each stretch leaves what it enters.
+        awaitable: the awaitable.
+        streams: provides the context of the calls.
+        advances: whether the awaitable makes a response. Each slice must then close the contexts
+            that it enters.
     """
 
     def __init__(
@@ -295,43 +295,35 @@ class _Sliced(Awaitable[T]):
         self._calling = streams.computing if advances else streams.calling
 
     def __await__(self) -> Generator[Any, None, T]:
-        stretches = self._awaitable.__await__()
-        resume: Callable[[], Any] = stretches.__next__
+        coroutine = self._awaitable.__await__()
+        resume: Callable[[], Any] = coroutine.__next__
         while True:
-            waits = False
+            awaits = False
             try:
                 with self._calling():
                     try:
-                        waited_for = self._streams.advance(resume)
+                        awaited = self._streams.advance(resume)
                     except StopIteration as end:
                         result: T = end.value
                         return result
-                    waits = True
+                    awaits = True
             except OutputError:
-                if waits:
-                    self._leave(stretches)
+                if awaits:  # close the contexts in which it awaits: no other stream may run in them
+                    with self._streams.calling(), contextlib.suppress(BaseException):
+                        coroutine.throw(asyncio.CancelledError())
                 raise
             try:
-                yield waited_for
-                resume = stretches.__next__
-            except BaseException as error:  # what the loop throws in: the task is cancelled
-                resume = _thrower(stretches, error)
-
-    def _leave(self, stretches: Generator[Any, None, Any]) -> None:
-        """Let it leave the contexts that it waits in: no other stream is to run in them."""
-        with self._streams.calling(), contextlib.suppress(BaseException):
-            stretches.throw(asyncio.CancelledError())
-
-
-def _thrower(stretches: Generator[Any, None, Any], error: BaseException) -> Callable[[], Any]:
-    return lambda: stretches.throw(error)
+                yield awaited
+                resume = coroutine.__next__
+            except BaseException as error:  # thrown in by the event loop: the task is cancelled
+                resume = partial(coroutine.throw, error)
 
 
 # --- before READY ------------------------------------------------------------------------------
 
 
-class _Taster:
-    """Takes a stream's first responses and leaves."""
+class _TrialConsumer:
+    """Takes the first responses of a stream and cancels the rest."""
 
     def __init__(self, engine: Engine) -> None:
         self.outcome: Outcome = {}
@@ -348,52 +340,56 @@ class _Taster:
             self._engine.recovery.report(error, text, ())
 
     def cancelled(self) -> bool:
-        return self._taken >= _TRIED
+        return self._taken >= _TRIAL_RESPONSES
 
 
 def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
-    """What runs the first responses of items' streams: the last one of each, or its error."""
+    """Return a function that runs the first responses of each item's stream.
 
-    def run(items: Sequence[Item]) -> Sequence[Outcome]:
-        return asyncio.run(_tried(engine, items))
+    Its outcomes are the last of these responses of each stream, or the first error of all streams.
+    """
 
-    return run
+    async def run(items: Sequence[Item]) -> Sequence[Outcome]:
+        streams = Streams(engine)
+        # With step(), each item is run twice: a step of several streams differs from one of one.
+        count = len(items) * (2 if streams.steps else 1)
+        consumers = [_TrialConsumer(engine) for _ in range(count)]
+        await asyncio.gather(
+            *(
+                streams.run(items[number % len(items)], consumer)
+                for number, consumer in enumerate(consumers)
+            )
+        )
+        outcomes = [consumer.outcome for consumer in consumers]
+        error = next((outcome for outcome in outcomes if isinstance(outcome, BackendError)), None)
+        return [error or outcome for outcome in outcomes[: len(items)]]
+
+    return lambda items: asyncio.run(run(items))
 
 
-async def _tried(engine: Engine, items: Sequence[Item]) -> Sequence[Outcome]:
-    streams = Streams(engine)
-    # A step of one stream is not yet one of several.
-    tasters = [_Taster(engine) for _ in range(len(items) * (2 if streams.steps else 1))]
-    await asyncio.gather(
-        *(streams.run(items[at % len(items)], one) for at, one in enumerate(tasters))
-    )
-    failed = next((one.outcome for one in tasters if isinstance(one.outcome, BackendError)), None)
-    return [failed or one.outcome for one in tasters[: len(items)]]
-
-
-def first(model: str, step: Callable[[list[Any]], Any] | None, result: Any) -> Any:
-    """The first outputs of what forward() returned, be it a stream or not.
+def first_outputs(model: str, step: Callable[[list[Any]], Any] | None, result: Any) -> Any:
+    """Return the first outputs of a value of forward(), whether it is a stream or not.
 
     Raises:
-        BackendError: the stream has none.
+        OutputError: the stream has none.
     """
     if step is not None:
-        return continuous_batching.first(model, step, result, _MOST_STEPS)
-    found: Any = result
+        return continuous_batching.first_outputs(model, step, result, _MAX_TRIAL_STEPS)
+    outputs: Any = result
     if isinstance(result, AsyncIterator):
-        found = asyncio.run(_first_awaited(result))
+        outputs = asyncio.run(_first_awaited(result))
     elif isinstance(result, Iterator):
-        found = next(result, _END)
+        outputs = next(result, _END)
         if isinstance(result, Generator):
             result.close()
-    if found is _END:
-        raise continuous_batching.no_outputs(model, _MOST_STEPS)
-    return found
+    if outputs is _END:
+        raise continuous_batching.no_outputs(model, _MAX_TRIAL_STEPS)
+    return outputs
 
 
 async def _first_awaited(results: AsyncIterator[Any]) -> Any:
-    found = await anext(results, _END)
+    outputs = await anext(results, _END)
     close = getattr(results, "aclose", None)
     if close is not None:
         await close()
-    return found
+    return outputs

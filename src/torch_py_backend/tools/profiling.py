@@ -1,4 +1,4 @@
-"""Batches of a model without a server, profiled: its stages, its operators, and a trace."""
+"""Profile batches of a model without a server: time by stage, time by operator, and a trace."""
 
 from __future__ import annotations
 
@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import profile
 
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Outcome
 from torch_py_backend.config import model_config, threads, tuned_settings
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, ConfigError, LoadError, OutputError, WarmupError
-from torch_py_backend.observability import trace_recording
+from torch_py_backend.observability import profiling
+from torch_py_backend.observability.profiling import PREFIX
 from torch_py_backend.startup import builder, warmup
 from torch_py_backend.streaming import streams
 from torch_py_backend.tools import trial
@@ -32,132 +33,134 @@ def run(
     *,
     memory: bool,
 ) -> dict[str, Any]:
-    """Load a model as a server would, and profile batches; run in a child process.
+    """Load a model as a server would and profile batches. Runs in a child process.
 
     Args:
-        arguments: what Triton passes to `initialize`.
-        batches: how many batches are recorded.
-        requests: how many requests of a row each are in a batch; None: as many as Triton batches.
-        inputs: a file of safetensors with inputs by name; None: examples, else made-up values.
-        output: where the trace is written.
-        memory: whether it tells of allocations.
+        arguments: the arguments that Triton passes to `initialize`.
+        batches: number of batches to record.
+        requests: number of requests of one row in a batch; None: max_batch_size.
+        inputs: a safetensors file of inputs by name; None: examples, or made-up values.
+        output: path of the trace.
+        memory: whether to record allocations.
 
     Returns:
-        What was found, as JSON.
+        A summary that JSON can represent.
 
     Raises:
         LoadError: the model cannot be run, or the inputs do not fit it.
     """
-    settings = tuned_settings.apply(model_config.parse(arguments))
-    made = builder.build(settings, threads.budget(settings))
-    settings = made.config  # with the controls of a sequence that the model takes
-    item, source = trial.find_inputs(settings, inputs)
-    items = _requests(settings, item, requests)
-    call = streams.trial(made) if settings.decoupled else made.run
-    with runtime.mode(settings.options):
-        if settings.options.warmup is not False:
-            warmup.run(made)
-        with profile():  # the first time of a shape, and of the profiler, is not what is asked for
-            _called(made, call, items)
-        begun = trace_recording.Recording(made, memory=memory)
+    config = tuned_settings.apply(model_config.parse(arguments))
+    engine = builder.build(config, threads.budget(config))
+    config = engine.config  # with the controls of a sequence that the model takes
+    item, source = trial.find_inputs(config, inputs)
+    items = _requests(config, item, requests)
+    call = streams.trial(engine) if config.decoupled else engine.run
+    with runtime.mode(config.options):
+        if config.options.warmup is not False:
+            warmup.run(engine)
+        with profile():  # the first call of a shape and the first profile are slower
+            _call(config, call, items)
+        recording = profiling.Recording(engine, memory=memory)
         for _ in range(batches):
-            with trace_recording.batch():
-                _called(made, call, items)
-        recorded = begun.stop()
-    made.leave()
+            with profiling.batch():
+                _call(config, call, items)
+        profiler = recording.stop()
+    engine.leave()
     try:
-        trace_recording.write(recorded, Path(output))
+        profiling.write(profiler, Path(output))
     except OSError as error:
         raise LoadError(
-            settings.name, f"the trace cannot be written: {error.strerror or error}"
+            config.name, f"the trace cannot be written: {error.strerror or error}"
         ) from None
     return {
         "inputs": source,
         "requests": len(items),
-        "device": str(made.device),
-        "stages": _stages(recorded),
-        "operators": _operators(recorded),
+        "device": str(engine.device),
+        "stages": _stages(profiler),
+        "operators": _operators(profiler),
     }
 
 
-def _requests(settings: ModelConfig, item: Item, count: int | None) -> list[Item]:
-    """Requests of a row each; without a batch dimension a request is a batch."""
-    most = settings.max_batch_size
+def _requests(config: ModelConfig, item: Item, count: int | None) -> list[Item]:
+    """Return requests of one row each; without a batch dimension, one request."""
+    most = max(1, config.max_batch_size)
     if count is None:
-        count = 1 if settings.decoupled else max(1, most)
-    if count > max(1, most):
+        count = 1 if config.decoupled else most
+    if count > most:
         raise ConfigError(
-            settings.name,
-            f"a batch of {count} is asked for, and max_batch_size is {most}",
-            expected=f"--batch-size of at most {max(1, most)}",
+            config.name,
+            f"--batch-size is {count}, and max_batch_size is {config.max_batch_size}",
+            expected=f"--batch-size of at most {most}",
         )
-    whole = trial.tile(settings, item, count)
-    if not most:
-        return [whole]
-    return [{name: value[at : at + 1] for name, value in whole.items()} for at in range(count)]
+    rows = trial.tile(config, item, count)
+    if not config.max_batch_size:
+        return [rows]
+    return [{name: value[at : at + 1] for name, value in rows.items()} for at in range(count)]
 
 
-def _called(
-    made: Engine, call: Callable[[Sequence[Item]], Sequence[Outcome]], items: Sequence[Item]
+def _call(
+    config: ModelConfig,
+    call: Callable[[Sequence[Item]], Sequence[Outcome]],
+    items: Sequence[Item],
 ) -> None:
-    error = next((one for one in call(items) if isinstance(one, BackendError)), None)
+    error = next((outcome for outcome in call(items) if isinstance(outcome, BackendError)), None)
     if isinstance(error, LoadError | OutputError):
         raise error
     if error is not None:
-        raise WarmupError(made.config.name, f"a batch of {len(items)} failed: {error}")
+        raise WarmupError(config.name, f"a batch of {len(items)} failed: {error}")
 
 
-def _stages(recorded: profile) -> list[dict[str, Any]]:
-    """The ranges, in the order in which they began, each within those above it.
+def _stages(profiler: profile) -> list[dict[str, Any]]:
+    """Return the ranges in the order in which they began, each after the range around it.
 
     Returns:
-        For each its name, depth, calls and milliseconds, those within it included.
+        For each range its name, depth, calls and milliseconds, inner ranges included.
     """
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    ranges = [one for one in recorded.events() or () if _is_range(one)]
-    for one in sorted(ranges, key=lambda one: one.time_range.start):
-        place = _place(one)
-        row = found.setdefault(
-            place, {"stage": place[-1], "depth": len(place) - 1, "calls": 0, "ms": 0.0}
+    rows: dict[tuple[str, ...], dict[str, Any]] = {}
+    events: Sequence[FunctionEvent] = profiler.events() or ()
+    # On a GPU, each range has a second event, of the device.
+    ranges = [
+        event
+        for event in events
+        if event.name.startswith(PREFIX) and event.device_type.name == "CPU"
+    ]
+    for event in sorted(ranges, key=lambda event: event.time_range.start):
+        path = _path(event)
+        row = rows.setdefault(
+            path, {"stage": path[-1], "depth": len(path) - 1, "calls": 0, "ms": 0.0}
         )
         row["calls"] += 1
-        row["ms"] += one.time_range.elapsed_us() * _MS
-    # Beneath what they are within, wherever that stands.
-    order = list(found)
-    return [found[place] for place in sorted(order, key=lambda place: _rank(order, place))]
+        row["ms"] += event.time_range.elapsed_us() * _MS
+    order = list(rows)
+
+    def rank(path: tuple[str, ...]) -> list[int]:
+        return [order.index(path[:end]) for end in range(1, len(path) + 1)]
+
+    return [rows[path] for path in sorted(order, key=rank)]
 
 
-def _rank(order: Sequence[tuple[str, ...]], place: tuple[str, ...]) -> list[int]:
-    return [order.index(place[: end + 1]) for end in range(len(place))]
-
-
-def _is_range(event: Any) -> bool:
-    # On a GPU the range of a stage is a second event, of the device's.
-    return bool(event.name.startswith(trace_recording.PREFIX) and event.device_type.name == "CPU")
-
-
-def _place(event: Any) -> tuple[str, ...]:
-    """The names of the ranges that a range is within, and its own."""
+def _path(event: FunctionEvent | None) -> tuple[str, ...]:
+    """Return the names of the ranges around a range, from the outermost on, and its own."""
     names: list[str] = []
     while event is not None:
-        if event.name.startswith(trace_recording.PREFIX):
-            names.append(event.name.removeprefix(trace_recording.PREFIX))
+        if event.name.startswith(PREFIX):
+            names.append(event.name.removeprefix(PREFIX))
         event = event.cpu_parent
     return tuple(reversed(names))
 
 
-def _operators(recorded: profile) -> list[dict[str, Any]]:
-    """The operators that took longest, by the device's own time where there is one."""
+def _operators(profiler: profile) -> list[dict[str, Any]]:
+    """Return the slowest operators, by their time on the device if it reports any."""
     rows = [
         {
-            "operator": one.key,
-            "calls": one.count,
-            "self_ms": one.self_cpu_time_total * _MS,
-            "device_ms": one.self_device_time_total * _MS,
-            "memory_mb": one.self_cpu_memory_usage / (1 << 20),
+            "operator": average.key,
+            "calls": average.count,
+            "self_ms": average.self_cpu_time_total * _MS,
+            "device_ms": average.self_device_time_total * _MS,
+            "memory_mb": average.self_cpu_memory_usage / (1 << 20),
         }
-        for one in recorded.key_averages()
-        if not one.key.startswith(trace_recording.PREFIX)
+        for average in profiler.key_averages()
+        if not average.key.startswith(PREFIX)
     ]
     key = "device_ms" if any(row["device_ms"] for row in rows) else "self_ms"
     return sorted(rows, key=lambda row: -row[key])[:_MOST_OPERATORS]

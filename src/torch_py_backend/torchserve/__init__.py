@@ -1,4 +1,4 @@
-"""TorchServe archives: unpacked, checked, migrated, and served by their own handlers.
+"""TorchServe archives: unpacks, checks and migrates them, and serves them with their own handlers.
 
-Nothing else imports it but `cli`; `loading.loaders` finds its loader by name.
+Only `cli` imports it; `loading.registry` finds its loader by name.
 """

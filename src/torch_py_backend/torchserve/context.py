@@ -1,6 +1,6 @@
-"""What a handler is told of its model and of its requests: `ts.context` of TorchServe.
+"""The context of a handler: `ts.context` of TorchServe.
 
-Its attributes and methods are those that TorchServe documents for handlers.
+It has the attributes and methods that TorchServe documents for handlers.
 https://docs.pytorch.org/serve/custom_service.html
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.torchserve.mar_archive import Manifest
 
-# The release whose interface this is.
+# The release of TorchServe whose interface this is.
 VERSION = "0.12.0"
 _OK = 200
 
-# Whose handler this process serves: handlers load weights without being told of a config.
+# The config of the model that this process serves, for handlers, which load weights themselves.
 settings: ContextVar[ModelConfig] = ContextVar("settings")
 
 
@@ -32,7 +32,7 @@ class Dimension:
 
 
 class Metric:
-    """A metric that nobody counts."""
+    """A metric that is not recorded."""
 
     def add_or_update(self, *_args: Any, **_named: Any) -> None: ...
 
@@ -40,7 +40,7 @@ class Metric:
 
 
 class Metrics:
-    """`context.metrics`: takes what TorchServe's takes, and counts nothing."""
+    """`context.metrics`: accepts the calls of TorchServe's and records nothing."""
 
     def add_metric(self, *_args: Any, **_named: Any) -> None: ...
 
@@ -53,7 +53,7 @@ class Metrics:
 
 
 class RequestProcessor:
-    """One request's headers, and the status that its answer gets."""
+    """The headers of a request, and the status of its response."""
 
     def __init__(self, headers: Mapping[str, str]) -> None:
         self._headers = dict(headers)
@@ -87,15 +87,15 @@ class RequestProcessor:
 
 
 class Context:
-    """What `initialize` and `handle` are given.
+    """The argument of `initialize` and `handle`.
 
     Args:
         config: the model's config.
-        folder: where the archive lies, unpacked.
+        folder: the folder of the unpacked archive.
         manifest: its manifest.
-        yaml_config: what its model-config.yaml says.
+        yaml_config: the contents of its model-config.yaml.
         gpu: the GPU to use; None: none, or the handler's own choice.
-        headers: what each request is said to have for headers.
+        headers: the headers that every request gets.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Context:
             "model_dir": str(folder),
             "gpu_id": gpu,
             "batch_size": max(1, config.max_batch_size),
-            "server_name": "MMS",  # what TorchServe has called itself from its beginning
+            "server_name": "MMS",  # the name that TorchServe reports
             "server_version": VERSION,
             "limit_max_image_pixels": True,
         }
@@ -126,7 +126,7 @@ class Context:
         self._numbers = itertools.count()
 
     def receive(self, rows: int) -> None:
-        """A batch of so many requests begins."""
+        """Prepare for a batch of `rows` requests."""
         self.request_ids = {row: str(next(self._numbers)) for row in range(rows)}
         self.request_processor = [RequestProcessor(self._headers) for _ in range(rows)]
 
@@ -158,9 +158,9 @@ class Context:
         self.request_processor[idx].report_status(code, phrase)
 
     def set_all_response_status(self, code: int = _OK, phrase: str = "") -> None:
-        for one in self.request_processor:
-            one.report_status(code, phrase)
+        for processor in self.request_processor:
+            processor.report_status(code, phrase)
 
     def get_response_status(self, idx: int) -> tuple[int, str | None]:
-        one = self.request_processor[idx]
-        return one.status, one.phrase
+        processor = self.request_processor[idx]
+        return processor.status, processor.phrase

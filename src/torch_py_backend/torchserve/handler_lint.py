@@ -1,4 +1,4 @@
-"""What the sources of a TorchServe archive use that is not here: told from their syntax trees."""
+"""Finds imports and features in an archive's sources that are not supported here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from torch_py_backend.errors import shown
 from torch_py_backend.torchserve import mar_archive
 
-# The modules of TorchServe's that a handler may import here; `torchserve` has what is in them.
+# The modules of TorchServe that handlers can import; `stand_in` provides them.
 PROVIDED = frozenset(
     {
         "ts",
@@ -40,19 +40,19 @@ PROVIDED = frozenset(
     }
 )
 _PACKAGES = {name.rpartition(".")[0] for name in PROVIDED} - {""}
-# What a request's only part is called: `curl -T` and `--data` send it.
+# The names that `curl -T` and `--data` give to the body of a request.
 BODY = "body"
 _BODIES = (BODY, "data")
-# A tree takes a hundred times the memory of its text.
+# A syntax tree takes a hundred times the memory of its text.
 _SOURCE_BYTES = 1 << 20
 
 
 def body(folder: Path, module: str) -> str | None:
-    """What a handler calls the body of a request; None: its source does not say.
+    """Return the key under which a handler reads the body of a request; None: not found.
 
     Args:
-        folder: where the archive lies, unpacked.
-        module: the handler's module; one of TorchServe's own where it does not lie there.
+        folder: the folder of the unpacked archive.
+        module: the handler's module; a module of TorchServe if it is not in the folder.
     """
     tree = _parsed(folder / f"{module}.py")
     if tree is None:
@@ -62,72 +62,72 @@ def body(folder: Path, module: str) -> str | None:
 
 
 def of(folder: Path) -> list[str]:
-    """What the archive in a folder uses and will not find, each with the files that use it."""
-    told: dict[str, list[str]] = {}
+    """Return the problems of an archive's sources, each with the files that have it."""
+    problems: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):
         tree = _parsed(path)
-        for said in _remarks(folder, tree) if tree is not None else ():
-            told.setdefault(said, []).append(path.relative_to(folder).as_posix())
-    return [f"{said} ({shown(dict.fromkeys(files))})" for said, files in told.items()]
+        for problem in _problems(folder, tree) if tree is not None else ():
+            problems.setdefault(problem, []).append(path.relative_to(folder).as_posix())
+    return [f"{problem} ({shown(dict.fromkeys(files))})" for problem, files in problems.items()]
 
 
 def _parsed(path: Path) -> ast.Module | None:
-    """The syntax tree of a source; None: it has none, or is larger than a source."""
+    """Return the syntax tree of a source; None: it is invalid, missing or too large."""
     try:
         if path.stat().st_size > _SOURCE_BYTES:
             return None
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of Python's, about the archive's texts
+            warnings.simplefilter("ignore")  # warnings about the archive's code
             return ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return None  # told by who imports it
+        return None  # its import reports the error
 
 
-# Attributes that a handler uses, and what becomes of that.
+# Attributes and names whose use has no effect or fails.
 _ATTRIBUTES = {
-    "metrics": "metrics of the handler are counted nowhere; Triton has its own",
+    "metrics": "metrics of the handler are not recorded; Triton has its own",
     "get_request_header": "a request's headers are None: Triton does not pass them on",
     "get_all_request_header": "a request's headers are None: Triton does not pass them on",
-    "get_sequence_id": "requests are no sequences here: their id is None",
+    "get_sequence_id": "requests are not sequences here: the ID is None",
     "set_response_header": "headers of a response are not sent",
     "set_response_content_type": "the type of a response is not sent",
 }
 _NAMES = {
-    "get_insights": "explanations: there is no such request in Triton",
-    "explain_handle": "explanations: there is no such request in Triton",
+    "get_insights": "explanations: Triton has no such requests",
+    "explain_handle": "explanations: Triton has no such requests",
     "describe_handle": "descriptions of a model: Triton has its own",
     "send_intermediate_predict_response": "streamed answers: the call raises an error",
 }
 
 
-def _remarks(folder: Path, tree: ast.Module) -> Iterator[str]:
+def _problems(folder: Path, tree: ast.Module) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            yield from _named(_ATTRIBUTES, node.attr)
+            yield from _lookup(_ATTRIBUTES, node.attr)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _named(_NAMES, node.name)
+            yield from _lookup(_NAMES, node.name)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from _imported(folder, _within(node))
+            yield from _missing_modules(folder, _imported_modules(node))
             for alias in node.names:
-                yield from _named(_NAMES, alias.name)
+                yield from _lookup(_NAMES, alias.name)
         elif isinstance(node, ast.Import):
-            yield from _imported(folder, [alias.name for alias in node.names])
+            yield from _missing_modules(folder, [alias.name for alias in node.names])
 
 
-def _named(table: Mapping[str, str], name: str) -> Iterator[str]:
+def _lookup(table: Mapping[str, str], name: str) -> Iterator[str]:
     if name in table:
         yield table[name]
 
 
-def _within(node: ast.ImportFrom) -> list[str]:
-    """The modules that `from … import …` asks for: those of TorchServe's packages are modules."""
+def _imported_modules(node: ast.ImportFrom) -> list[str]:
+    """Return the modules that `from … import …` imports; names from `ts` packages are modules."""
     module = node.module or ""
     if module in _PACKAGES:
         return [f"{module}.{alias.name}" for alias in node.names if alias.name != "__version__"]
     return [module]
 
 
-def _imported(folder: Path, modules: Sequence[str]) -> Iterator[str]:
+def _missing_modules(folder: Path, modules: Sequence[str]) -> Iterator[str]:
     for module in modules:
         top = module.partition(".")[0]
         if top == "ts":

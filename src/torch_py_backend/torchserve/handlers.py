@@ -1,6 +1,6 @@
-"""The handlers that archives derive theirs from: `ts.torch_handler` of TorchServe.
+"""The handlers of `ts.torch_handler`, from which those of archives are derived.
 
-Names of methods and attributes are TorchServe's: handlers override and read them.
+Methods and attributes have TorchServe's names, because handlers override and read them.
 https://docs.pytorch.org/serve/default_handlers.html
 """
 
@@ -33,13 +33,13 @@ log = logging.getLogger(__name__)
 
 
 class BaseHandler:
-    """Loads the model that the manifest names; preprocess, inference and postprocess make answers.
+    """Loads the model of the manifest and answers with preprocess, inference and postprocess.
 
     Attributes:
-        model: what is called; loaded by `initialize`.
-        device: where it is.
-        mapping: names of classes by their numbers, of index_to_name.json.
-        context: what was told of the batch.
+        model: the model; loaded by `initialize`.
+        device: its device.
+        mapping: names of classes by their numbers, from index_to_name.json.
+        context: the context of the batch.
         initialized: whether the model is loaded.
     """
 
@@ -60,7 +60,7 @@ class BaseHandler:
         """Load the model.
 
         Raises:
-            LoadError: it cannot be loaded; the message says why.
+            LoadError: it cannot be loaded.
         """
         properties = context.system_properties
         self.device = torch.device("cpu")
@@ -86,22 +86,22 @@ class BaseHandler:
             raise ArtifactError(
                 config.name, "the manifest names neither a serializedFile nor a modelFile"
             )
-        found = file_types.describe(Path(self.model_pt_path))
-        if found is Content.AOTI:
+        content = file_types.describe(Path(self.model_pt_path))
+        if content is Content.AOTI:
             return torch._inductor.aoti_load_package(self.model_pt_path)  # noqa: SLF001  public
-        if found is Content.EXPORTED:
+        if content is Content.EXPORTED:
             return torch.export.load(self.model_pt_path).module().to(self.device)
         return self._load_torchscript_model(self.model_pt_path).eval()
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
         config, path = settings.get(), Path(model_pt_path)
-        found = file_types.describe(path)
-        if found is not Content.TORCHSCRIPT:
+        content = file_types.describe(path)
+        if content is not Content.TORCHSCRIPT:
             raise ArtifactError(
                 config.name,
-                f"{path.name} is {found.value}",
+                f"{path.name} is {content.value}",
                 expected="TorchScript, or a modelFile in the manifest that defines its class",
-                cure=file_types.cure(found, path),
+                cure=file_types.cure(content, path),
             )
         module: Any = torch.jit.load(path, map_location=self.device)
         if config.options.enable_weight_sharing is not False:
@@ -111,14 +111,14 @@ class BaseHandler:
     def _load_pickled_model(
         self, model_dir: str, model_file: str, model_pt_path: str | None
     ) -> nn.Module:
-        """The one module that a source defines, with its weights; no pickled code is run."""
+        """Return the only module class of a source with its weights; pickled code is not run."""
         config = settings.get()
         source = importlib.import_module(model_file.partition(".")[0])
         classes = list_classes_from_module(source, nn.Module)
         if len(classes) != 1:
-            found = shown(one.__name__ for one in classes) or "no nn.Module"
+            names = shown(cls.__name__ for cls in classes) or "no nn.Module"
             raise SourceError(
-                config.name, f"{model_file} defines {found}", expected="one nn.Module"
+                config.name, f"{model_file} defines {names}", expected="one nn.Module"
             )
         if model_pt_path is None:
             whole: nn.Module = classes[0]()
@@ -129,7 +129,7 @@ class BaseHandler:
         return module
 
     def preprocess(self, data: Any) -> Any:
-        """Requests as a tensor: each is a number, or a list of them."""
+        """Return requests, each a number or a list of numbers, as a tensor."""
         if isinstance(data, list) and all(isinstance(row, Mapping) for row in data):
             data = [body(row) for row in data]
         return torch.as_tensor(data, device=self.device)
@@ -142,7 +142,7 @@ class BaseHandler:
         return data.tolist()
 
     def handle(self, data: Any, context: Context) -> Any:
-        """One answer for each request."""
+        """Return one answer for each request."""
         self.context = context
         return self.postprocess(self.inference(self.preprocess(data)))
 
@@ -151,34 +151,34 @@ class BaseHandler:
 
 
 def body(row: Mapping[str, Any]) -> Any:
-    """A request's body, whichever of its two names it has."""
+    """Return the body of a request: its field `data`, else `body`."""
     value = row.get("data")
     return row.get("body") if value is None else value
 
 
 class VisionHandler(BaseHandler):
-    """Images: as bytes of a file, as such bytes in base64, or as lists of numbers."""
+    """Handles images: files as bytes or in base64, or lists of numbers."""
 
     image_processing: ClassVar[Any] = Standard()
 
     def initialize(self, context: Context) -> None:
-        pillow()  # missing, it is to be missed now
+        pillow()  # if it is not installed, fail at load
         super().initialize(context)
 
     def preprocess(self, data: Any) -> Any:
         return torch.stack([self._image(body(row)) for row in data]).to(self.device)
 
-    def _image(self, sent: Any) -> Tensor:
-        if isinstance(sent, str):
-            sent = base64.b64decode(sent)
-        if not isinstance(sent, bytes | bytearray):
-            return torch.tensor(sent, dtype=torch.float32)
-        processed: Tensor = self.image_processing(opened(sent, self.image_processing))
-        return processed
+    def _image(self, content: Any) -> Tensor:
+        if isinstance(content, str):
+            content = base64.b64decode(content)
+        if not isinstance(content, bytes | bytearray):
+            return torch.tensor(content, dtype=torch.float32)
+        image: Tensor = self.image_processing(opened(content, self.image_processing))
+        return image
 
 
 class ImageClassifier(VisionHandler):
-    """The most probable classes of each image, with their probabilities."""
+    """Returns the most probable classes of each image with their probabilities."""
 
     topk = 5
 
@@ -194,7 +194,7 @@ class ImageClassifier(VisionHandler):
 
 
 class ImageSegmenter(VisionHandler):
-    """For each pixel its most probable class, and that probability."""
+    """Returns the most probable class of each pixel with its probability."""
 
     def postprocess(self, data: Any) -> Any:
         best = torch.softmax(data["out"], dim=1).max(dim=1)
@@ -202,18 +202,18 @@ class ImageSegmenter(VisionHandler):
 
 
 class ObjectDetector(VisionHandler):
-    """The objects in each image: a box by its class's name, and the score."""
+    """Returns the objects in each image: the box by the name of its class, and the score."""
 
     image_processing: ClassVar[Any] = Standard(side=None)
     threshold = 0.5
 
     def postprocess(self, data: Any) -> Any:
-        return [self._objects(found) for found in data]
+        return [self._objects(detection) for detection in data]
 
-    def _objects(self, found: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-        kept = found["scores"] >= self.threshold
+    def _objects(self, detection: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+        kept = detection["scores"] >= self.threshold
         columns: Sequence[list[Any]] = [
-            found[key][kept].tolist() for key in ("boxes", "labels", "scores")
+            detection[key][kept].tolist() for key in ("boxes", "labels", "scores")
         ]
         return [
             map_class_to_label([[box]], self.mapping, [[label]])[0] | {"score": score}

@@ -1,4 +1,4 @@
-"""Images as ImageNet's models take them, without torchvision."""
+"""Image preprocessing of ImageNet's models, without torchvision."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from torch_py_backend.torchserve.context import settings
 
 _MEAN = (0.485, 0.456, 0.406)
 _DEVIATION = (0.229, 0.224, 0.225)
-# Formats that Pillow decodes itself. For EPS it would start Ghostscript on the client's bytes.
+# Formats that Pillow decodes itself: for EPS it would start Ghostscript on the client's bytes.
 FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-# Of an image that becomes floats in its own size: 12 bytes a pixel, 300 MB in all.
+# For images that are not resized: as floats, 12 bytes per pixel or 300 MB in all.
 _MOST_PIXELS_AS_FLOATS = 25_000_000
 
 
 def pillow() -> Any:
-    """Pillow's module Image.
+    """Return Pillow's module Image.
 
     Raises:
         PlatformError: it is not installed.
@@ -40,16 +40,16 @@ def pillow() -> Any:
 
 
 def opened(file: bytes | bytearray, processing: Any) -> Any:
-    """An image that is not decoded yet.
+    """Return an image that is not decoded yet.
 
-    Handlers that take larger ones set Pillow's `Image.MAX_IMAGE_PIXELS`; None there is no limit.
+    Pillow's `Image.MAX_IMAGE_PIXELS` limits its size; handlers may raise it, or set it to None.
 
     Args:
-        file: what a client sent.
-        processing: what the image is given to.
+        file: the bytes of the file.
+        processing: the transform for the image.
 
     Raises:
-        PIL.UnidentifiedImageError: it is in none of FORMATS.
+        PIL.UnidentifiedImageError: it has none of FORMATS.
         InputError: it has too many pixels.
     """
     image = pillow().open(io.BytesIO(file), formats=FORMATS)
@@ -68,28 +68,28 @@ def opened(file: bytes | bytearray, processing: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Standard:
-    """What torchvision's Resize(256), CenterCrop(224), ToTensor and Normalize do together.
+    """The transforms Resize(256), CenterCrop(224), ToTensor and Normalize of torchvision.
 
     Attributes:
-        side: what the shorter side is resized to; None: the image is taken as it is.
-        crop: the side of the square in the middle that is kept.
+        side: the size of the shorter side after resizing; None: neither resize, crop nor normalize.
+        crop: the side of the square in the middle.
     """
 
     side: int | None = 256
     crop: int = 224
 
     def __call__(self, image: Any) -> Tensor:
-        """An image of Pillow's as a tensor [3, height, width]."""
-        image = image.convert("RGB")  # the statistics are those of three channels
+        """Return a Pillow image as a tensor [3, height, width]."""
+        image = image.convert("RGB")  # mean and deviation are of three channels
         if self.side is None:
             return to_tensor(image)
         image = _cropped(_resized(image, self.side), self.crop)
-        mean, deviation = (torch.tensor(one).view(3, 1, 1) for one in (_MEAN, _DEVIATION))
+        mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _DEVIATION))
         return (to_tensor(image) - mean) / deviation
 
 
 def to_tensor(image: Any) -> Tensor:
-    """Bytes from 0 to 255 as floats from 0 to 1, channels first."""
+    """Return bytes from 0 to 255 as floats from 0 to 1, channels first."""
     array = np.array(image, dtype=np.uint8)
     return torch.from_numpy(array).permute(2, 0, 1).contiguous().to(torch.float32).div_(255)
 

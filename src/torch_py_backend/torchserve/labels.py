@@ -1,4 +1,4 @@
-"""Classes and their names, and what else handlers import from `ts.utils.util`."""
+"""The functions of `ts.utils.util`: names of classes, and PredictionException."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class PredictionException(Exception):  # noqa: N818  TorchServe's name
-    """A handler's refusal, with the HTTP status that the client is to get."""
+    """An error of a handler with the HTTP status of the response."""
 
     def __init__(self, message: str, error_code: int = 500) -> None:
         super().__init__(message)
@@ -26,7 +26,7 @@ class PredictionException(Exception):  # noqa: N818  TorchServe's name
 
 
 def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
-    """The classes that a module defines; what it imports does not count."""
+    """Return the classes that a module defines, without imported ones."""
     return [
         value
         for _, value in inspect.getmembers(module, inspect.isclass)
@@ -35,25 +35,27 @@ def list_classes_from_module(module: ModuleType, parent_class: type | None = Non
 
 
 def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
-    """The names of classes in an index_to_name.json; None where there is no such file.
+    """Return the names of classes in an index_to_name.json; None: there is no such file.
 
-    A class has a name, a list whose last entry is one (as ImageNet's have), or its place in the
-    list `object_type_names`.
+    The value of a class is its name or a list whose last entry is its name, as for ImageNet. Or the
+    list `object_type_names` has the names in the order of the classes.
 
     Raises:
-        ValueError: the file is another one.
+        ValueError: the file has another structure.
     """
     path = Path(mapping_file_path)
     if not path.is_file():
-        log.info("%s is not there: answers have the numbers of classes.", path.name)
+        log.info("%s does not exist: answers have the numbers of classes.", path.name)
         return None
-    found = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(found, dict):
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict):
         raise ValueError(f"{path.name} holds no object of names by class")  # noqa: TRY004
-    listed = found.get("object_type_names")
+    listed = document.get("object_type_names")
     if isinstance(listed, list):
-        return {str(place): name for place, name in enumerate(listed)}
-    names = {key: value[-1] if isinstance(value, list) else value for key, value in found.items()}
+        return {str(number): name for number, name in enumerate(listed)}
+    names = {
+        key: value[-1] if isinstance(value, list) else value for key, value in document.items()
+    }
     for key, name in names.items():
         if not isinstance(name, str):
             raise ValueError(f"{path.name} has no name, but {name!r}, for class {key}")  # noqa: TRY004
@@ -65,20 +67,20 @@ def map_class_to_label(
     mapping: dict[str, str] | None = None,
     lbl_classes: Sequence[Sequence[Any]] | None = None,
 ) -> list[dict[str, Any]]:
-    """What each row's classes have for values, by their names.
+    """Return the values of each row by the names of their classes.
 
     Args:
         probs: for each row, a value for each class.
-        mapping: names by class; None: their numbers.
-        lbl_classes: for each row, its classes; None: all, in their order.
+        mapping: names by class; None: use their numbers.
+        lbl_classes: for each row, its classes; None: all, in order.
     """
     if not isinstance(probs, list):
         raise TypeError(f"map_class_to_label takes lists of values, not a {type(probs).__name__}")
     rows = lbl_classes if lbl_classes is not None else [range(len(row)) for row in probs]
     return [
         {
-            mapping[str(one)] if mapping is not None else str(one): value
-            for one, value in zip(classes, values, strict=False)
+            mapping[str(number)] if mapping is not None else str(number): value
+            for number, value in zip(classes, values, strict=False)
         }
         for classes, values in zip(rows, probs, strict=False)
     ]

@@ -1,8 +1,8 @@
-"""Serves a TorchServe archive: its own handler answers, a batch of requests at a time.
+"""Loads a TorchServe archive, which is served by its own handler.
 
-The archive lies unpacked in the version folder. What TorchServe's worker does for a handler is done
-here: the handler's module is imported from the archive's folder, which is also the working
-directory; its function or its one class is found, initialized, and called with a list of requests.
+The archive is unpacked in the version folder. As in TorchServe's worker, the handler's module is
+imported from the archive's folder, which is also the working directory; its function or its only
+class is initialized, and called with a list of requests.
 """
 
 from __future__ import annotations
@@ -45,65 +45,64 @@ log = logging.getLogger(__name__)
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
-    """Load an archive that lies unpacked in the version folder.
+    """Load an archive that is unpacked in the version folder.
 
     Raises:
-        LoadError: it cannot be served; the message says why.
+        LoadError: it cannot be served.
     """
-    _refuse_steps(artifact, config)
+    for problem, applies in (
+        ("config.pbtxt has sequence_batching", config.sequencing is not None),
+        ("the model is decoupled", config.decoupled),
+    ):
+        if applies:
+            raise ConfigError(
+                config.name,
+                f"{problem}, and {artifact.path.name} is {artifact.kind.value}",
+                cure="A handler sends one response per request and keeps no state; remove it.",
+            )
     warn_unused(config, "method", "model_class", "model_factory", "weights")
     served = _handler(config, artifact.path, device)
     return Loaded(artifact.kind, served, _signature(config), served)
 
 
-def _refuse_steps(artifact: Artifact, config: ModelConfig) -> None:
-    asked = {
-        "config.pbtxt has sequence_batching": config.sequencing is not None,
-        "the model is decoupled": config.decoupled,
-    }
-    for problem, found in asked.items():
-        if found:
-            raise ConfigError(
-                config.name,
-                f"{problem}, and {artifact.path.name} is {artifact.kind.value}",
-                cure="A handler answers each request by itself, and once; take it out.",
-            )
-
-
 def _signature(config: ModelConfig) -> Signature:
-    """The fields of a request, as the config names them.
+    """Return the signature of the handler: the inputs of the config.
 
     Raises:
-        ConfigError: the config has other tensors than such a model's.
+        ConfigError: the config has other tensors than strings.
     """
-    odd = [spec for spec in (*config.inputs, *config.outputs) if spec.dtype.triton != "BYTES"]
-    odd += [spec for spec in config.inputs if spec.dims not in ((), (1,))]
-    if odd or len(config.outputs) != 1:
+    wrong = [spec for spec in (*config.inputs, *config.outputs) if spec.dtype.triton != "BYTES"]
+    wrong += [spec for spec in config.inputs if spec.dims not in ((), (1,))]
+    if wrong or len(config.outputs) != 1:
         raise ConfigError(
             config.name,
             f"config.pbtxt has the tensors {shown(map(str, (*config.inputs, *config.outputs)))}",
             expected="inputs and one output of TYPE_STRING with dims: [ 1 ], as a request to"
             " TorchServe has fields and one answer",
         )
-    arguments = tuple(_argument(spec.name, spec.optional) for spec in config.inputs)
+    arguments = tuple(
+        Argument(
+            spec.name,
+            not spec.optional,
+            Passing.KEYWORD,
+            Takes.BYTES,
+            f"{spec.name}: list[bytes]",
+        )
+        for spec in config.inputs
+    )
     return Signature(arguments, name="handle")
 
 
-def _argument(name: str, optional: bool) -> Argument:  # noqa: FBT001  the config's word for it
-    text = f"{name}: list[bytes]"
-    return Argument(name, not optional, Passing.KEYWORD, Takes.BYTES, text)
-
-
 def _handler(config: ModelConfig, folder: Path, device: torch.device | None) -> Served:
-    """The handler of an archive, initialized.
+    """Import and initialize the handler of an archive.
 
     Args:
         config: the model's config.
-        folder: where the archive lies, unpacked.
-        device: what the handler is told to use; None: its own choice.
+        folder: the folder of the unpacked archive.
+        device: the device that the context names; None: the handler's own choice.
 
     Raises:
-        LoadError: it cannot be served; the message says why.
+        LoadError: it cannot be served.
     """
     content_type = _content_type(config)
     try:
@@ -116,12 +115,17 @@ def _handler(config: ModelConfig, folder: Path, device: torch.device | None) -> 
     context = Context(config, folder, manifest, yaml_config, gpu, headers)
     if not stand_in.install():
         log.info("model '%s': TorchServe is installed, and its own handlers are used.", config.name)
-    # Handlers open files beside them by their bare names.
+    # Handlers open files of the archive by relative paths.
     os.chdir(folder)
     with _initializing(config, manifest), python_source.importing_from(folder):
         module = _import(folder, manifest.handler_module)
         handle, initialize, owners = _entry(config, module, manifest.handler_function)
-        _refuse_coroutine(config, manifest, handle)
+        if inspect.iscoroutinefunction(handle):
+            raise SourceError(
+                config.name,
+                f"{handle.__name__}() is a coroutine in the handler {manifest.handler}",
+                expected="a function that returns its answers",
+            )
         initialize(context)
     for owner in owners:
         _compile(config, owner)
@@ -129,14 +133,14 @@ def _handler(config: ModelConfig, folder: Path, device: torch.device | None) -> 
 
 
 def _content_type(config: ModelConfig) -> str:
-    """What MODEL_KWARGS says that bodies are."""
-    given = config.options.model_kwargs or {}
-    value = given.get("content_type", "")
-    if given.keys() - {"content_type"} or not isinstance(value, str):
+    """Return the content type of request bodies, from MODEL_KWARGS."""
+    kwargs = config.options.model_kwargs or {}
+    value = kwargs.get("content_type", "")
+    if kwargs.keys() - {"content_type"} or not isinstance(value, str):
         raise OptionError(
             config.name,
             "MODEL_KWARGS",
-            json.dumps(given),
+            json.dumps(kwargs),
             '{"content_type": "…"}, which is all that a TorchServe archive takes',
         )
     return value.partition(";")[0].strip().lower()
@@ -144,7 +148,7 @@ def _content_type(config: ModelConfig) -> str:
 
 @contextmanager
 def _initializing(config: ModelConfig, manifest: Manifest) -> Iterator[None]:
-    settings.set(config)  # for good: a handler may put its initialization off
+    settings.set(config)  # not reset: a handler may initialize itself later
     try:
         yield
     except BackendError:
@@ -158,7 +162,7 @@ def _initializing(config: ModelConfig, manifest: Manifest) -> Iterator[None]:
 
 
 def _import(folder: Path, name: str) -> ModuleType:
-    """The handler's module: the archive's, else TorchServe's own of this name."""
+    """Import the handler's module from the archive, or else from TorchServe."""
     if not mar_archive.holds_module(folder, name):
         return importlib.import_module(f"ts.torch_handler.{name}")
     return importlib.import_module(name)
@@ -167,57 +171,47 @@ def _import(folder: Path, name: str) -> ModuleType:
 def _entry(
     config: ModelConfig, module: ModuleType, function: str
 ) -> tuple[Handle, Callable[[Context], Any], list[Any]]:
-    """How the handler is called and initialized, and the objects that hold its model."""
+    """Return the handler's function, its initialization, and the objects that hold its model."""
     handle: Handle | None = getattr(module, function, None)
     if handle is not None:
-        # As in TorchServe: a function is called once without requests, to initialize itself.
-        return handle, lambda context: handle(None, context), _services(module)
-    classes = [one for one in vars(module).values() if _is_handler(one)]
+        # As in TorchServe: a function is called once without requests, to initialize itself. Its
+        # module may hold instances of handlers.
+        instances = [value for value in vars(module).values() if _is_handler(type(value))]
+        return handle, lambda context: handle(None, context), instances
+    classes = [value for value in vars(module).values() if _is_handler(value)]
     if not module.__name__.startswith("ts."):
-        classes = [one for one in classes if one.__module__ == module.__name__]
+        classes = [cls for cls in classes if cls.__module__ == module.__name__]
     if len(classes) != 1:
-        found = shown(one.__name__ for one in classes) or "no class with handle()"
+        names = shown(cls.__name__ for cls in classes) or "no class with handle()"
         raise SourceError(
             config.name,
-            f"the handler {module.__name__} defines {found}, and no function {function}()",
+            f"the handler {module.__name__} defines {names}, and no function {function}()",
             expected="one class with initialize() and handle(), or that function",
         )
     handler = classes[0]()
     return handler.handle, handler.initialize, [handler]
 
 
-def _refuse_coroutine(config: ModelConfig, manifest: Manifest, handle: Handle) -> None:
-    if inspect.iscoroutinefunction(handle):
-        raise SourceError(
-            config.name,
-            f"{handle.__name__}() is a coroutine in the handler {manifest.handler}",
-            expected="a function that returns its answers",
-        )
-
-
 def _is_handler(value: Any) -> bool:
     return isinstance(value, type) and hasattr(value, "handle")
 
 
-def _services(module: ModuleType) -> list[Any]:
-    """The handlers that a module has made for its function to use."""
-    return [one for one in vars(module).values() if _is_handler(type(one))]
-
-
 def _modules(module: ModuleType, owners: Sequence[Any]) -> list[nn.Module]:
-    """The modules that a handler calls, as far as they can be seen."""
-    held = [one for holder in (module, *owners) for one in vars(holder).values()]
-    return list({id(one): one for one in held if isinstance(one, nn.Module)}.values())
+    """Return the nn.Modules in the attributes of the handler and of its module."""
+    values = [value for holder in (module, *owners) for value in vars(holder).values()]
+    return list({id(value): value for value in values if isinstance(value, nn.Module)}.values())
 
 
 def _compile(config: ModelConfig, owner: Any) -> None:
-    """Compile what the handler calls its model, where the config asks for it.
+    """Compile the handler's attribute `model`, if the config says so.
 
     Raises:
-        OptionError: torch.compile does not take the parameters.
+        OptionError: torch.compile does not accept the parameters.
     """
     model = getattr(owner, "model", None)
-    if not torch_compile.requested(config) or hasattr(model, "_orig_mod"):  # it has done so itself
+    if not torch_compile.requested(config) or hasattr(
+        model, "_orig_mod"
+    ):  # the handler has compiled it
         return
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         log.warning(
@@ -229,9 +223,9 @@ def _compile(config: ModelConfig, owner: Any) -> None:
         return
     parameters = config.options.torch_compile_optional_parameters or {}
     required = config.options.compile_required or parameters.get("fullgraph", False)
-    # What cannot be compiled runs eagerly, and torch says so in the log.
+    # Code that cannot be compiled runs eagerly; torch logs it.
     torch._dynamo.config.suppress_errors = not required  # noqa: SLF001  a setting, under no other name
     try:
         model.compile(**parameters)
-    except Exception as error:  # whatever torch.compile makes of a value that it does not know
+    except Exception as error:  # any error of torch.compile for an unknown value
         raise torch_compile.refusal(config, error) from error

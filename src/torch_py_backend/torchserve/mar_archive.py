@@ -1,8 +1,8 @@
-"""A TorchServe archive: unpacked within bounds, its manifest and its settings read.
+"""Unpacks TorchServe archives within limits, and reads their manifests and settings.
 
-Nothing of it is run. What torch-model-archiver writes is a zip file (.mar), a tar file (.tar.gz) or
-a folder; a name that leads out of it, a link, or more than was allowed is refused, whatever the
-archive says of itself.
+An archive of torch-model-archiver is a zip file (.mar), a tar file (.tar.gz) or a folder. Its code
+is not run. Names that lead out of it, links, and contents above the limits are refused; sizes that
+the archive declares are not trusted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch_py_backend.artifacts.file_types import Content
 from torch_py_backend.errors import ArchiveError, brief, shown
 
 MANIFEST = Path("MAR-INF", "MANIFEST.json")
-# Handlers that TorchServe brings along, and that are served here as well.
+# Handlers of TorchServe that are supported here.
 HANDLERS = (
     "base_handler",
     "image_classifier",
@@ -36,33 +36,33 @@ HANDLERS = (
     "text_classifier",
 )
 
-_PART = 1 << 20
+_CHUNK_BYTES = 1 << 20
 _GIGABYTE = 1 << 30
-# What is read whole: a manifest, settings. In a tar file: a member's header with its long name.
+# Files that are read whole: the manifest and settings.
 _TEXT_BYTES = 1 << 20
-# Of settings.
+# The most values in settings.
 _VALUES = 100_000
 _LONGEST_NAME = 255
-# Folders within each other: what walks through them calls itself for each.
+# The deepest path: code that walks through folders is recursive.
 _DEEPEST = 32
 _RUNTIMES = ("python", "python3")
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much an archive may hold, unpacked."""
+    """Limits of an unpacked archive."""
 
     gigabytes: float = 10
     files: int = 10_000
 
 
 class _Member(NamedTuple):
-    """What is in an archive.
+    """A file or folder in an archive.
 
     Attributes:
         name: its name.
-        size: its size, as the archive tells it.
-        open: how to read it; None: it is a folder.
+        size: its declared size.
+        open: opens the file; None: it is a folder.
     """
 
     name: str
@@ -74,10 +74,10 @@ class _Member(NamedTuple):
 
 
 def unpack(archive: Path, folder: Path, limits: Limits) -> None:
-    """Write what the archive holds into a folder that is not there yet.
+    """Unpack an archive into a new folder.
 
     Raises:
-        ArchiveError: it is damaged, hostile or too large, or no archive of TorchServe.
+        ArchiveError: it is damaged, malicious or too large, or not a TorchServe archive.
         OSError: the folder cannot be written.
     """
     scratch = folder.with_name(f"{folder.name}-whole")
@@ -90,13 +90,13 @@ def unpack(archive: Path, folder: Path, limits: Limits) -> None:
 
 
 def _root(archive: Path, scratch: Path) -> Path:
-    """Where the manifest is: on top, or in the one folder that a tar file has there."""
+    """Return the folder of the manifest: the top, or the only folder there, as in tar files."""
     tops = list(scratch.iterdir()) if scratch.is_dir() else []
-    for place in (scratch, *tops) if len(tops) == 1 else (scratch,):
-        if (place / MANIFEST).is_file():
-            return place
-    found = file_types.describe(archive) if archive.is_file() else Content.UNKNOWN
-    also = f"; it is {found.value}" if found in _MODELS else ""
+    for folder in (scratch, *tops) if len(tops) == 1 else (scratch,):
+        if (folder / MANIFEST).is_file():
+            return folder
+    content = file_types.describe(archive) if archive.is_file() else Content.UNKNOWN
+    also = f"; it is {content.value}" if content in _MODELS else ""
     raise ArchiveError(
         archive.name,
         f"it holds no {MANIFEST}{also}",
@@ -106,9 +106,9 @@ def _root(archive: Path, scratch: Path) -> Path:
 
 
 _MODELS = (Content.TORCHSCRIPT, Content.EXPORTED, Content.AOTI)
-# What reading a damaged or mistaken archive raises, beside OSError. tarfile calls itself for each
-# header that tells of the next one.
-_DAMAGES = (
+# Exceptions for damaged files, beside OSError. RecursionError: tarfile is recursive for chains of
+# headers.
+_DAMAGE_ERRORS = (
     *(zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError),
     *(NotImplementedError, RecursionError, ValueError, UnicodeError),
 )
@@ -123,7 +123,7 @@ def _members(archive: Path) -> Iterator[Iterator[_Member]]:
         raise ArchiveError(
             archive.name, "its list of files, or one name in it, is longer than any archive's"
         ) from None
-    except _DAMAGES as error:
+    except _DAMAGE_ERRORS as error:
         raise ArchiveError(
             archive.name, f"it is damaged: {brief(error)}", cure="Copy it again, or make it anew."
         ) from error
@@ -165,7 +165,7 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> Iterator[_Member]:
         if entry.is_dir():
             yield _Member(entry.filename)
             continue
-        # zipfile ends a name at a zero byte; who wrote one there meant to hide something.
+        # zipfile cuts a name at a zero byte, which may hide the rest of it.
         _safe(path.name, entry.orig_filename)
         if stat.S_IFMT(entry.external_attr >> 16) not in (0, stat.S_IFREG):
             raise _no_file(path.name, entry.filename)
@@ -185,15 +185,15 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> Iterator[_Member]:
 def _zip_file(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> IO[bytes]:
     try:
         return archive.open(entry)
-    except OSError as error:  # it is said to begin before the file does
+    except OSError as error:  # its declared offset is before the beginning of the file
         raise zipfile.BadZipFile(f"{entry.filename}: {error.strerror}") from error
 
 
 class _Inflated(gzip.GzipFile):
-    """A gzip file that is read in pieces of a bounded size: tarfile believes what headers say."""
+    """A gzip file with a limit for each read, because tarfile trusts the sizes in headers."""
 
     def read(self, size: int | None = -1) -> bytes:
-        if size is None or not 0 <= size <= _PART:
+        if size is None or not 0 <= size <= _CHUNK_BYTES:
             raise file_types.CrowdedError
         return super().read(size)
 
@@ -230,54 +230,59 @@ def _no_file(archive: str, name: str) -> ArchiveError:
 
 
 def _safe(archive: str, name: str) -> PurePosixPath:
-    """A name as a path that stays within the archive."""
+    """Return a name as a path, after checking that it stays within the archive."""
     path = PurePosixPath(name)
     leads_out = path.is_absolute() or ".." in path.parts or not path.parts
-    odd = not name.isprintable() or "\\" in name
+    unusual = not name.isprintable() or "\\" in name
     long = len(path.parts) > _DEEPEST
-    if leads_out or odd or long or any(len(part.encode()) > _LONGEST_NAME for part in path.parts):
+    if (
+        leads_out
+        or unusual
+        or long
+        or any(len(part.encode()) > _LONGEST_NAME for part in path.parts)
+    ):
         raise ArchiveError(
             archive,
             f"it holds the name '{name[:_LONGEST_NAME]}'",
             expected=f"names that stay within the archive, in at most {_DEEPEST - 1} folders",
-            cure="Nothing of it was kept; do not trust where it came from.",
+            cure="Nothing of it is kept; do not trust its source.",
         )
     return path
 
 
 class _Writer:
-    """Writes members into a folder, and keeps count."""
+    """Writes members into a folder and enforces the limits."""
 
     def __init__(self, archive: str, folder: Path, limits: Limits) -> None:
         self._archive = archive
         self._folder = folder
         self._limits = limits
-        self._room = int(limits.gigabytes * _GIGABYTE)
+        self._bytes_left = int(limits.gigabytes * _GIGABYTE)
         self._files: set[PurePosixPath] = set()
         self._folders: set[PurePosixPath] = set()
-        self._empty = 0
+        self._folder_entries = 0
 
     def write(self, member: _Member) -> None:
-        """Write a file; folders are made for files, and are counted only."""
+        """Write a file. Folders are only counted here, and created for their files."""
         if member.open is None:
-            self._empty += 1
-            self._refuse_many(self._empty, "folders")
+            self._folder_entries += 1
+            self._check_count(self._folder_entries, "folders")
             return
         path = _safe(self._archive, member.name)
-        self._refuse_twice(path)
+        self._check_duplicate(path)
         self._files.add(path)
         self._folders.update(path.parents)
-        self._refuse_many(len(self._files), "files")
-        self._refuse_size(member.size)
+        self._check_count(len(self._files), "files")
+        self._check_size(member.size)
         target = self._folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with member.open() as source, target.open("xb") as written:
-            while part := source.read(_PART):
-                self._room -= len(part)
-                self._refuse_size(0)
-                written.write(part)
+            while chunk := source.read(_CHUNK_BYTES):
+                self._bytes_left -= len(chunk)
+                self._check_size(0)
+                written.write(chunk)
 
-    def _refuse_many(self, count: int, what: str) -> None:
+    def _check_count(self, count: int, what: str) -> None:
         if count > self._limits.files:
             raise ArchiveError(
                 self._archive,
@@ -285,15 +290,15 @@ class _Writer:
                 cure="Allow more with --max-files, if you trust it.",
             )
 
-    def _refuse_twice(self, path: PurePosixPath) -> None:
+    def _check_duplicate(self, path: PurePosixPath) -> None:
         parents = self._files.intersection(path.parents)
         if path in self._files or path in self._folders or parents:
             raise ArchiveError(
                 self._archive, f"it holds {path} twice", cure="Make the archive anew."
             )
 
-    def _refuse_size(self, size: int) -> None:
-        if size > self._room or self._room < 0:
+    def _check_size(self, size: int) -> None:
+        if size > self._bytes_left or self._bytes_left < 0:
             raise ArchiveError(
                 self._archive,
                 f"unpacked, it is larger than {self._limits.gigabytes:g} GB",
@@ -301,23 +306,23 @@ class _Writer:
             )
 
 
-# --- what it says of itself ------------------------------------------------------------------
+# --- manifest and settings ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What MAR-INF/MANIFEST.json says of a model.
+    """The contents of MAR-INF/MANIFEST.json.
 
     Attributes:
-        model_name: its name.
-        handler: who answers: a file or a module of the archive, or a handler of TorchServe's; with
-            `:function`, that function of it.
+        model_name: the name of the model.
+        handler: a file or module of the archive, or a handler of TorchServe; with `:function`, a
+            function in it.
         serialized_file: the weights or the program.
-        model_file: the source of the module that the weights belong to.
-        requirements_file: packages to be installed.
-        config_file: settings, in YAML.
-        vocabulary: the numbers of tokens, for a handler of texts.
-        document: all of it.
+        model_file: the source of the module for the weights.
+        requirements_file: the required packages.
+        config_file: settings in YAML.
+        vocabulary: the numbers of tokens, for a text handler.
+        document: the whole JSON object.
     """
 
     model_name: str
@@ -336,19 +341,19 @@ class Manifest:
 
     @property
     def handler_function(self) -> str:
-        """The function of the module that is the handler, if it has one of that name."""
+        """The name of the handler's function, which the module may lack."""
         return self.handler.partition(":")[2] or "handle"
 
 
 def read_manifest(folder: Path, archive: str) -> Manifest:
-    """The manifest of an archive that lies unpacked in a folder.
+    """Read the manifest of an unpacked archive.
 
     Args:
-        folder: the folder.
-        archive: what it is called in messages.
+        folder: the folder of the archive.
+        archive: its name in messages.
 
     Raises:
-        ArchiveError: it has none, or one that does not describe a model that can be served.
+        ArchiveError: there is no manifest, or its model cannot be served.
     """
     document = _json(folder / MANIFEST, archive)
     if "workflow" in document:
@@ -376,7 +381,7 @@ def read_manifest(folder: Path, archive: str) -> Manifest:
         vocabulary=_file(archive, folder, model, "sourceVocab"),
         document=document,
     )
-    _refuse_handler(archive, folder, manifest)
+    _check_handler(archive, folder, manifest)
     return manifest
 
 
@@ -402,7 +407,7 @@ def _text(archive: str, model: Mapping[str, Any], key: str) -> str:
 
 
 def _file(archive: str, folder: Path, model: Mapping[str, Any], key: str) -> str:
-    """The file that a manifest names; empty where it names none."""
+    """Return the file that a manifest names; empty: it names none."""
     if model.get(key) in (None, ""):
         return ""
     name = _text(archive, model, key)
@@ -416,11 +421,11 @@ def _file(archive: str, folder: Path, model: Mapping[str, Any], key: str) -> str
 
 
 def holds_module(folder: Path, module: str) -> bool:
-    """Whether a module of this name lies in the archive."""
+    """Return whether the archive contains a module of this name."""
     return (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file()
 
 
-def _refuse_handler(archive: str, folder: Path, manifest: Manifest) -> None:
+def _check_handler(archive: str, folder: Path, manifest: Manifest) -> None:
     name = manifest.handler_module
     if not name.isidentifier():
         raise ArchiveError(
@@ -445,7 +450,7 @@ _CURES = {
 
 
 def settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
-    """What the archive's model-config.yaml says; empty where there is none.
+    """Return the settings in the archive's model-config.yaml; empty: there is none.
 
     Raises:
         ArchiveError: it cannot be read.
@@ -453,7 +458,7 @@ def settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
     if not manifest.config_file:
         return {}
     try:
-        import yaml  # noqa: PLC0415  only where there is something to be read
+        import yaml  # noqa: PLC0415  needed only for archives with settings
     except ImportError as error:
         raise ArchiveError(
             archive,
@@ -465,13 +470,13 @@ def settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
         raise ArchiveError(archive, f"{path.name} is larger than settings are")
     try:
         text = path.read_bytes()
-        _refuse_large(archive, path.name, yaml.compose(text, yaml.SafeLoader))
+        _check_value_count(archive, path.name, yaml.compose(text, yaml.SafeLoader))
         document = yaml.safe_load(text)
     except ArchiveError:
         raise
-    except Exception as error:  # its values are checked by int(), datetime() and others
-        said = " ".join(str(error).split()) or type(error).__name__
-        raise ArchiveError(archive, f"{path.name} cannot be read: {said}") from None
+    except Exception as error:  # int(), datetime() and others parse its values
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ArchiveError(archive, f"{path.name} cannot be read: {reason}") from None
     if not isinstance(document, dict | None):
         raise ArchiveError(
             archive, f"{path.name} holds a {type(document).__name__}", expected="keys and values"
@@ -479,22 +484,24 @@ def settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
     return document or {}
 
 
-def _refuse_large(archive: str, file: str, root: Any) -> None:
-    """References to references, written in a kilobyte, are values that fill any memory.
+def _check_value_count(archive: str, file: str, root: Any) -> None:
+    """Raise an error if settings have too many values.
+
+    With nested references, a kilobyte of YAML can stand for values that fill any memory.
 
     Args:
-        archive: what the archive is called in messages.
+        archive: the name of the archive in messages.
         file: the name of the file.
-        root: its nodes, as PyYAML composes them, before values are made of them.
+        root: the nodes that PyYAML composes, from which it would construct the values.
     """
-    pending, seen = [root] if root is not None else [], 0
+    pending, count = [root] if root is not None else [], 0
     while pending:
-        inside = pending.pop().value
-        seen += 1
-        if isinstance(inside, list):  # of nodes, or of pairs of them
-            for one in inside:
-                pending += one if isinstance(one, tuple) else (one,)
-        if seen + len(pending) > _VALUES:
+        value = pending.pop().value
+        count += 1
+        if isinstance(value, list):  # of nodes, or of pairs of nodes
+            for node in value:
+                pending += node if isinstance(node, tuple) else (node,)
+        if count + len(pending) > _VALUES:
             raise ArchiveError(
                 archive,
                 f"{file} stands for more than {_VALUES} values",

@@ -1,6 +1,6 @@
-"""What becomes of a TorchServe archive in Triton: a config.pbtxt, and what is not taken over.
+"""Writes a config.pbtxt for a TorchServe archive and lists settings that have no counterpart.
 
-Told from the manifest, from model-config.yaml and from the sources; nothing is imported or run.
+The manifest, model-config.yaml and the sources are read; no code is imported or run.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from torch_py_backend.torchserve.mar_archive import Manifest
 
 VOCABULARY = "source_vocab.pt"
 OUTPUT = "output"
-# Of Triton's integers; and how much of a value of TorchServe's is repeated.
+# The largest integer in Triton's config, and the most characters of a setting in messages.
 _LARGEST = (1 << 31) - 1
 _SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What only the archive's user knows.
+    """Choices of the user.
 
     Attributes:
-        inputs: the fields of a request; empty: one, as the handler's source names it.
-        content_type: what clients have sent as Content-Type; empty: bytes.
-        example: whether a body lies beside the model, to warm it up with.
+        inputs: the fields of a request; empty: one, with the name in the handler's source.
+        content_type: the Content-Type of clients' requests; empty: bytes.
+        example: whether there is an example body for the warm-up.
     """
 
     inputs: tuple[str, ...] = ()
@@ -43,13 +43,13 @@ class Wishes:
 
 @dataclass(slots=True)
 class Migration:
-    """A model folder's config, and what its user is to be told.
+    """The config of a model folder, with a report for the user.
 
     Attributes:
         config: the text of config.pbtxt.
         inputs: the names of its inputs.
-        taken: settings of TorchServe's, and what became of them.
-        left: what is not taken over, or is to be done by hand.
+        taken: TorchServe's settings with their counterparts.
+        left: settings without a counterpart, and manual steps.
     """
 
     config: str = ""
@@ -59,39 +59,39 @@ class Migration:
 
 
 def migrate(archive: str, name: str, folder: Path, manifest: Manifest, wishes: Wishes) -> Migration:
-    """The config of a model for an archive that lies unpacked in a folder.
+    """Return the config for an unpacked archive.
 
     Args:
-        archive: what the archive is called in messages.
+        archive: the archive's name in messages.
         name: the model's name.
-        folder: the folder.
+        folder: the folder of the archive.
         manifest: its manifest.
-        wishes: what the user says.
+        wishes: the choices of the user.
 
     Raises:
-        ArchiveError: it cannot be served here, or its settings make no sense.
+        ArchiveError: the archive cannot be served here, or its settings are invalid.
     """
     settings = _Settings(
         archive, manifest.config_file, mar_archive.settings(folder, manifest, archive)
     )
-    obstacles = [*_obstacles(settings), *_handler_obstacles(folder, manifest)]
-    if obstacles:
-        raise ArchiveError(archive, f"it cannot be served here: {'; '.join(obstacles)}")
-    made = Migration()
-    made.inputs = wishes.inputs or (_body(folder, manifest, made),)
+    problems = [*_problems(settings), *_handler_problems(folder, manifest)]
+    if problems:
+        raise ArchiveError(archive, f"it cannot be served here: {'; '.join(problems)}")
+    migration = Migration()
+    migration.inputs = wishes.inputs or (_body(folder, manifest, migration),)
     lines = [
-        *_batching(settings, manifest, made),
+        *_batching(settings, manifest, migration),
         "",
-        *_tensors(made),
+        *_tensors(migration),
         "",
-        *_instances(settings, made),
-        *_parameters(settings, wishes, made),
+        *_instances(settings, migration),
+        *_parameters(settings, wishes, migration),
     ]
-    _tell_settings(settings, made)
-    _tell_files(folder, manifest, made)
-    made.left += handler_lint.of(folder)
-    made.config = _text(name, archive, lines, made.left)
-    return made
+    _report_settings(settings, migration)
+    _report_files(folder, manifest, migration)
+    migration.left += handler_lint.of(folder)
+    migration.config = _text(name, archive, lines, migration.left)
+    return migration
 
 
 def _text(name: str, archive: str, lines: Sequence[str], left: Sequence[str]) -> str:
@@ -100,14 +100,14 @@ def _text(name: str, archive: str, lines: Sequence[str], left: Sequence[str]) ->
         'backend: "pytorch_py"',
         "",
     ]
-    tail = [f"# - {_one_line(one)}" for one in left]
+    tail = [f"# - {_one_line(line)}" for line in left]
     heading = ["", "# Not taken over from TorchServe:"] if left else []
     return "\n".join([*head, *lines, *heading, *tail]) + "\n"
 
 
 def _one_line(text: str) -> str:
-    """A comment ends with its line, whatever the archive's settings hold."""
-    return "".join(one if one.isprintable() else " " for one in text)
+    """Replace characters that are not printable: a line break would end a comment."""
+    return "".join(char if char.isprintable() else " " for char in text)
 
 
 # --- model-config.yaml -----------------------------------------------------------------------
@@ -115,22 +115,22 @@ def _one_line(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What model-config.yaml says, each value looked at when it is asked for."""
+    """The settings in model-config.yaml; values are checked when they are read."""
 
     archive: str
     file: str
     document: Mapping[str, Any]
 
-    def whole(self, key: str, least: int = 1) -> int | None:
+    def integer(self, key: str, least: int = 1) -> int | None:
         value = self.document.get(key)
         if value is None:
             return None
-        if not _is_whole(value, least):
-            raise self.refusal(key, f"an integer of at least {least}")
+        if not _is_integer(value, least):
+            raise self.error(key, f"an integer of at least {least}")
         number: int = value
         return number
 
-    def refusal(self, key: str, expected: str) -> ArchiveError:
+    def error(self, key: str, expected: str) -> ArchiveError:
         return ArchiveError(
             self.archive,
             f"{self.file} says {key}: {_brief(self.document[key])}",
@@ -143,8 +143,8 @@ def _brief(value: Any) -> str:
     return _one_line(repr(value))[:_SHOWN]
 
 
-def _is_whole(value: Any, least: int) -> bool:
-    """Whether it is a number that Triton's config can hold."""
+def _is_integer(value: Any, least: int) -> bool:
+    """Return whether a value is an integer that Triton's config can hold."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
 
 
@@ -157,59 +157,61 @@ _REFUSED = {
 }
 
 
-def _obstacles(settings: _Settings) -> Iterator[str]:
+def _problems(settings: _Settings) -> Iterator[str]:
     for key, meaning in _REFUSED.items():
         if settings.document.get(key):
             yield f"{settings.file} asks for {key} ({meaning})"
 
 
-def _batching(settings: _Settings, manifest: Manifest, made: Migration) -> list[str]:
-    size = _batch_size(settings, manifest, made)
-    delay = settings.whole("maxBatchDelay", least=0)
-    queue = settings.whole("jobQueueSize")
+def _batching(settings: _Settings, manifest: Manifest, migration: Migration) -> list[str]:
+    size = _batch_size(settings, manifest, migration)
+    delay = settings.integer("maxBatchDelay", least=0)
+    queue = settings.integer("jobQueueSize")
     policy = []
     if delay is not None and size > 1:
         policy.append(f"max_queue_delay_microseconds: {delay * 1000}")
-        made.taken.append(f"maxBatchDelay {delay} ms: {policy[-1]}")
+        migration.taken.append(f"maxBatchDelay {delay} ms: {policy[-1]}")
     elif delay is not None:
-        made.left.append(f"maxBatchDelay {delay}: no request waits for others in batches of one")
+        migration.left.append(
+            f"maxBatchDelay {delay}: no request waits for others in batches of one"
+        )
     if queue is not None:
         policy.append(f"default_queue_policy {{ max_queue_size: {queue} }}")
-        made.taken.append(f"jobQueueSize {queue}: {policy[-1]}")
+        migration.taken.append(f"jobQueueSize {queue}: {policy[-1]}")
     lines = ["# Requests in one call of the handler at most.", f"max_batch_size: {size}"]
     if size > 1 or policy:
-        lines.append(f"dynamic_batching {{ {''.join(f'{one} ' for one in policy)}}}")
+        lines.append(f"dynamic_batching {{ {''.join(f'{field} ' for field in policy)}}}")
     return lines
 
 
-def _batch_size(settings: _Settings, manifest: Manifest, made: Migration) -> int:
-    size = settings.whole("batchSize")
+def _batch_size(settings: _Settings, manifest: Manifest, migration: Migration) -> int:
+    size = settings.integer("batchSize")
     if size is None:
-        made.left.append(
+        migration.left.append(
             "batchSize is not in the archive, and max_batch_size is 1. If it was given when the"
             " model was registered, write it into config.pbtxt."
         )
         return 1
     if manifest.handler_module == "text_classifier" and size > 1:
-        made.left.append(f"batchSize {size}: text_classifier answers one request at a time")
+        migration.left.append(f"batchSize {size}: text_classifier answers one request at a time")
         return 1
-    made.taken.append(f"batchSize {size}: max_batch_size: {size}")
+    migration.taken.append(f"batchSize {size}: max_batch_size: {size}")
     return size
 
 
 _KINDS = {"cpu": "KIND_CPU", "gpu": "KIND_GPU"}
 
 
-def _instances(settings: _Settings, made: Migration) -> list[str]:
+def _instances(settings: _Settings, migration: Migration) -> list[str]:
     gpus, kind = _gpus(settings), _kind(settings)
     parts = [] if kind is None else [f"kind: {kind}"]
-    count = _count(settings, made)
+    count = _count(settings, migration)
     if gpus and kind != "KIND_CPU":
-        # TorchServe deals its workers out to GPUs, Triton starts so many on each.
+        # TorchServe distributes its workers over the GPUs, Triton starts `count` on each.
         count = math.ceil(count / len(gpus))
         parts = ["kind: KIND_GPU", f"gpus: [ {', '.join(map(str, gpus))} ]"]
     if parts:
-        made.taken.append(f"deviceType, deviceIds: instance_group {' '.join(parts)}")
+        migration.taken.append(f"deviceType, deviceIds: instance_group {' '.join(parts)}")
     comment = "# Copies of the handler, each in a process of its own"
     where = "." if parts else "; on each GPU, where there are any."
     return [f"{comment}{where}", f"instance_group [{{ {' '.join([*parts, f'count: {count}'])} }}]"]
@@ -221,47 +223,49 @@ def _kind(settings: _Settings) -> str | None:
         return None
     kind = _KINDS.get(str(device).lower())
     if kind is None:
-        raise settings.refusal("deviceType", " or ".join(_KINDS))
+        raise settings.error("deviceType", " or ".join(_KINDS))
     return kind
 
 
-def _count(settings: _Settings, made: Migration) -> int:
-    least, most = settings.whole("minWorkers", least=0), settings.whole("maxWorkers", least=0)
+def _count(settings: _Settings, migration: Migration) -> int:
+    least, most = settings.integer("minWorkers", least=0), settings.integer("maxWorkers", least=0)
     count = least or most or 1
     if least or most:
-        made.taken.append(
+        migration.taken.append(
             f"{'minWorkers' if least else 'maxWorkers'} {count}: instance_group count"
         )
     if least and most is not None and most > least:
-        made.left.append(
+        migration.left.append(
             f"maxWorkers {most}: Triton starts a fixed number of instances; minWorkers is taken"
         )
     return count
 
 
 def _gpus(settings: _Settings) -> list[int]:
-    wished = settings.document.get("deviceIds") or []
-    if not isinstance(wished, list) or not all(_is_whole(one, 0) for one in wished):
-        raise settings.refusal("deviceIds", "a list of GPUs' numbers")
-    return wished
+    gpus = settings.document.get("deviceIds") or []
+    if not isinstance(gpus, list) or not all(_is_integer(gpu, 0) for gpu in gpus):
+        raise settings.error("deviceIds", "a list of GPUs' numbers")
+    return gpus
 
 
-def _parameters(settings: _Settings, wishes: Wishes, made: Migration) -> list[str]:
+def _parameters(settings: _Settings, wishes: Wishes, migration: Migration) -> list[str]:
     lines = []
-    timeout = settings.whole("responseTimeout")
+    timeout = settings.integer("responseTimeout")
     if timeout is not None:
         lines += [
             "# Where `torch-py-backend serve` watches, an instance that takes longer is replaced.",
             _parameter("EXECUTION_TIMEOUT_MS", str(timeout * 1000)),
         ]
-        made.taken.append(f"responseTimeout {timeout} s: EXECUTION_TIMEOUT_MS {timeout * 1000}")
-    compiled = _compile_parameters(settings, made)
+        migration.taken.append(
+            f"responseTimeout {timeout} s: EXECUTION_TIMEOUT_MS {timeout * 1000}"
+        )
+    compiled = _compile_parameters(settings, migration)
     if compiled is not None:
         lines += [
             "# How the handler's model is compiled.",
             _parameter("TORCH_COMPILE_OPTIONAL_PARAMETERS", json.dumps(compiled)),
         ]
-        made.taken.append(f"pt2: TORCH_COMPILE_OPTIONAL_PARAMETERS {json.dumps(compiled)}")
+        migration.taken.append(f"pt2: TORCH_COMPILE_OPTIONAL_PARAMETERS {json.dumps(compiled)}")
     if wishes.content_type:
         lines += [
             "# What the handler takes bodies for: JSON is parsed, text decoded, all else bytes.",
@@ -282,94 +286,94 @@ def _parameter(key: str, value: str) -> str:
 _COMPILE_KEYS = ("backend", "mode", "options", "fullgraph", "dynamic")
 
 
-def _compile_parameters(settings: _Settings, made: Migration) -> dict[str, Any] | None:
-    """The arguments of torch.compile that `pt2` stands for; None: the model is not compiled."""
-    wished = settings.document.get("pt2")
-    if wished is None:
+def _compile_parameters(settings: _Settings, migration: Migration) -> dict[str, Any] | None:
+    """Return the arguments of torch.compile for `pt2`; None: the model is not compiled."""
+    pt2 = settings.document.get("pt2")
+    if pt2 is None:
         return None
-    if isinstance(wished, str):
-        return {"backend": wished}
-    if not isinstance(wished, dict):
-        raise settings.refusal("pt2", "the name of a compiler, or its settings")
-    if "export" in wished:
-        made.left.append("pt2's export: a .pt2 package is told by what it holds")
+    if isinstance(pt2, str):
+        return {"backend": pt2}
+    if not isinstance(pt2, dict):
+        raise settings.error("pt2", "the name of a compiler, or its settings")
+    if "export" in pt2:
+        migration.left.append("pt2's export: the type of a .pt2 package is detected")
         return None
-    inner = wished.get("compile", wished)
+    inner = pt2.get("compile", pt2)
     if not isinstance(inner, dict):
-        raise settings.refusal("pt2", "a compile with its settings")
-    if not inner.get("enable", "compile" not in wished):
+        raise settings.error("pt2", "a compile with its settings")
+    if not inner.get("enable", "compile" not in pt2):
         return None
-    found = {key: value for key, value in inner.items() if key in _COMPILE_KEYS}
+    arguments = {key: value for key, value in inner.items() if key in _COMPILE_KEYS}
     others = [str(key) for key in inner if key not in (*_COMPILE_KEYS, "enable")]
     if others:
-        made.left.append(f"pt2's {shown(others)}: torch.compile has no such argument")
+        migration.left.append(f"pt2's {shown(others)}: torch.compile has no such argument")
     try:
-        json.dumps(found)
+        json.dumps(arguments)
     except (TypeError, ValueError, RecursionError):
-        raise settings.refusal("pt2", "values that JSON can hold") from None
-    return found
+        raise settings.error("pt2", "values that JSON can hold") from None
+    return arguments
 
 
 _TAKEN = {
     *("batchSize", "maxBatchDelay", "jobQueueSize", "minWorkers", "maxWorkers", "deviceType"),
     *("deviceIds", "responseTimeout", "pt2", *_REFUSED),
 }
-# Of TorchServe's own; what else is in the file is the handler's.
+# Settings of TorchServe without a counterpart. All other keys are the handler's.
 _WITHOUT_EFFECT = {
     "startupTimeout": "Triton waits as long as a model loads",
     "parallelLevel": "one process serves one instance",
     "maxRetryTimeoutInSec": "`torch-py-backend serve` loads a model again that died",
-    "clientTimeoutInMills": "a client's deadline is its own; gRPC tells it",
+    "clientTimeoutInMills": "clients set their own deadlines, which gRPC sends",
     "useJobTicket": "Triton's queue takes what its policy allows",
     "useVenv": "the server's Python runs the handler; EXECUTION_ENV_PATH names another one",
-    "maxSequenceJobQueueSize": "requests are no sequences here",
-    "sequenceMaxIdleMSec": "requests are no sequences here",
-    "sequenceTimeoutMSec": "requests are no sequences here",
-    "maxNumSequence": "requests are no sequences here",
+    "maxSequenceJobQueueSize": "requests are not sequences here",
+    "sequenceMaxIdleMSec": "requests are not sequences here",
+    "sequenceTimeoutMSec": "requests are not sequences here",
+    "maxNumSequence": "requests are not sequences here",
 }
 
 
-def _tell_settings(settings: _Settings, made: Migration) -> None:
+def _report_settings(settings: _Settings, migration: Migration) -> None:
     for key in settings.document:
         if key in _WITHOUT_EFFECT:
             value = _brief(settings.document[key])
-            made.left.append(f"{key} {value}: {_WITHOUT_EFFECT[key]}")
+            migration.left.append(f"{key} {value}: {_WITHOUT_EFFECT[key]}")
     own = [
         str(key) for key in settings.document if key not in _TAKEN and key not in _WITHOUT_EFFECT
     ]
     if own:
-        made.taken.append(f"{shown(own)}: for the handler, in context.model_yaml_config")
+        migration.taken.append(f"{shown(own)}: for the handler, in context.model_yaml_config")
 
 
 # --- files -----------------------------------------------------------------------------------
 
 
-def _handler_obstacles(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """What a handler of TorchServe's own could not load; others load what they want."""
+def _handler_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield files that a handler of TorchServe cannot load; other handlers load any files."""
     if mar_archive.holds_module(folder, manifest.handler_module):
         return
-    yield from _model_obstacles(folder, manifest)
+    yield from _model_problems(folder, manifest)
     if manifest.handler_module == "text_classifier":
-        yield from _vocabulary_obstacles(folder, manifest)
+        yield from _vocabulary_problems(folder, manifest)
 
 
-def _model_obstacles(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _model_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
     name = manifest.serialized_file
     if not name:
         if not manifest.model_file:
             yield "the manifest names neither a serializedFile nor a modelFile"
         return
-    found = file_types.describe(folder / name)
+    content = file_types.describe(folder / name)
     if manifest.model_file:
-        wanted: tuple[Content, ...] = (Content.STATE_DICT, Content.SAFETENSORS)
+        supported: tuple[Content, ...] = (Content.STATE_DICT, Content.SAFETENSORS)
     else:
-        wanted = (Content.TORCHSCRIPT, Content.EXPORTED, Content.AOTI)
-    if found not in wanted:
-        cure = file_types.cure(found, Path(manifest.model_file or name)).rstrip(".")
-        yield f"{name} is {found.value} ({cure})"
+        supported = (Content.TORCHSCRIPT, Content.EXPORTED, Content.AOTI)
+    if content not in supported:
+        cure = file_types.cure(content, Path(manifest.model_file or name)).rstrip(".")
+        yield f"{name} is {content.value} ({cure})"
 
 
-def _vocabulary_obstacles(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _vocabulary_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
     name = manifest.vocabulary or VOCABULARY
     path = folder / name
     if not path.is_file():
@@ -381,14 +385,14 @@ def _vocabulary_obstacles(folder: Path, manifest: Manifest) -> Iterator[str]:
         )
 
 
-def _tell_files(folder: Path, manifest: Manifest, made: Migration) -> None:
+def _report_files(folder: Path, manifest: Manifest, migration: Migration) -> None:
     if manifest.requirements_file:
-        made.left.append(
+        migration.left.append(
             f"{manifest.requirements_file}: install it where the server's Python runs: pip install"
             f" -r 1/{ARCHIVE}/{manifest.requirements_file}"
         )
     if manifest.handler_module == "base_handler" and not (folder / "base_handler.py").is_file():
-        made.left.append(
+        migration.left.append(
             "base_handler takes numbers: import with --content-type application/json, and send"
             " them as JSON, a list for each request"
         )
@@ -397,26 +401,28 @@ def _tell_files(folder: Path, manifest: Manifest, made: Migration) -> None:
 # --- tensors ----------------------------------------------------------------------------------
 
 
-def _body(folder: Path, manifest: Manifest, made: Migration) -> str:
-    """What the handler calls the body of a request."""
-    read = handler_lint.body(folder, manifest.handler_module)
-    if read is None:
-        made.left.append(
+def _body(folder: Path, manifest: Manifest, migration: Migration) -> str:
+    """Return the name of the only input: the handler's key for the body of a request."""
+    key = handler_lint.body(folder, manifest.handler_module)
+    if key is None:
+        migration.left.append(
             f"the names of a request's fields: {manifest.handler} does not say which it reads;"
             f" {handler_lint.BODY} is the only input. Others are named with --input."
         )
-    return read or handler_lint.BODY
+    return key or handler_lint.BODY
 
 
-def _tensors(made: Migration) -> list[str]:
-    inputs = made.inputs
+def _tensors(migration: Migration) -> list[str]:
+    inputs = migration.inputs
     several = len(inputs) > 1
     optional = " optional: true" if several else ""
     specs = [
         f"  {{ name: {json.dumps(name)} data_type: TYPE_STRING dims: [ 1 ]{optional} }}"
         for name in inputs
     ]
-    made.taken.append(f"a request's {shown(inputs)}: {'inputs' if several else 'input'} of bytes")
+    migration.taken.append(
+        f"a request's {shown(inputs)}: {'inputs' if several else 'input'} of bytes"
+    )
     return [
         "# What TorchServe's clients send: a request's body, or the fields of a form.",
         "input [",

@@ -1,4 +1,4 @@
-"""A handler as a module: the columns of a batch become requests, its answers become bytes."""
+"""Wraps a handler in a module that takes the columns of a batch and returns bytes."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import InputError, OutputError, UnavailableError, brief
 from torch_py_backend.torchserve.context import Context
 
-# What is called with (requests, context).
+# A handler: called with (requests, context).
 Handle: TypeAlias = "Callable[[Any, Any], Any]"
 
 _JSON, _TEXT = "application/json", "text/"
-# HTTP: who refuses, who is busy, and where a server's own failures begin.
-_REFUSED = 400
+# Ranges of HTTP status codes: client errors, overload, server errors.
+_CLIENT_ERROR = 400
 _UNAVAILABLE = (429, 503, 507)
-_SERVER_FAILED = 500
+_SERVER_ERROR = 500
 
 
 class Served(nn.Module):
-    """A handler as a module: called with the columns of a batch, it gives one answer for each row.
+    """Calls a handler with the rows of a batch and returns one answer for each.
 
     Args:
         config: the model's config.
         handle: the handler.
-        context: what the handler is told.
-        content_type: what bodies are; empty: bytes.
-        held: the modules that the handler calls: their weights are the model's.
+        context: the handler's context.
+        content_type: the content type of bodies; empty: bytes.
+        modules: the modules that the handler calls; their weights are the model's.
     """
 
     def __init__(
@@ -44,24 +44,25 @@ class Served(nn.Module):
         handle: Handle,
         context: Context,
         content_type: str,
-        held: Sequence[nn.Module],
+        modules: Sequence[nn.Module],
     ) -> None:
         super().__init__()
         self._model = config.name
         self._handle = handle
         self._context = context
         self._decode = _decoder(content_type)
-        self._refusal: type[Exception] = importlib.import_module(
+        self._prediction_error: type[Exception] = importlib.import_module(
             "ts.utils.util"
         ).PredictionException
-        self._held = nn.ModuleList(held)
+        self._held = nn.ModuleList(modules)
 
     def forward(self, **fields: list[bytes]) -> Strings:
-        """The handler's answers.
+        """Return the handler's answers as bytes.
 
         Raises:
-            InputError, UnavailableError: the handler refuses the requests with such a status.
-            OutputError: it returns something else than an answer for each request.
+            InputError: the handler answers with a client error.
+            UnavailableError: the handler answers with 429, 503 or 507.
+            OutputError: the handler does not return one answer for each request.
         """
         decode = self._decode
         requests = [
@@ -71,8 +72,8 @@ class Served(nn.Module):
         self._context.receive(len(requests))
         try:
             answers = self._handle(requests, self._context)
-        except self._refusal as error:
-            self._refuse(getattr(error, "error_code", None), getattr(error, "message", error))
+        except self._prediction_error as error:
+            self._raise_status(getattr(error, "error_code", None), getattr(error, "message", error))
             raise
         self._check(answers, len(requests))
         encoded: Strings = np.empty(len(answers), dtype=np.object_)
@@ -81,26 +82,26 @@ class Served(nn.Module):
 
     def _check(self, answers: Any, rows: int) -> None:
         if not isinstance(answers, list) or len(answers) != rows:
-            many = f" of {len(answers)}" if isinstance(answers, list) else ""
+            count = f" of {len(answers)}" if isinstance(answers, list) else ""
             raise OutputError(
                 self._model,
-                f"the handler returned a {type(answers).__name__}{many} for {rows} requests",
+                f"the handler returned a {type(answers).__name__}{count} for {rows} requests",
                 expected="a list with one answer for each request",
             )
-        for one in self._context.request_processor:
-            if one.status >= _REFUSED:
-                self._refuse(one.status, one.phrase)
-                raise OutputError(self._model, _said(one.status, one.phrase))
+        for processor in self._context.request_processor:
+            if processor.status >= _CLIENT_ERROR:
+                self._raise_status(processor.status, processor.phrase)
+                raise OutputError(self._model, _message(processor.status, processor.phrase))
 
-    def _refuse(self, status: Any, message: Any) -> None:
-        """Raise what the client gets for such a status, unless it says that the server failed."""
+    def _raise_status(self, status: Any, message: Any) -> None:
+        """Raise the error for a status; nothing if it is a server error."""
         if status in _UNAVAILABLE:
-            raise UnavailableError(self._model, _said(status, message))
-        if isinstance(status, int) and _REFUSED <= status < _SERVER_FAILED:
-            raise InputError(self._model, _said(status, message))
+            raise UnavailableError(self._model, _message(status, message))
+        if isinstance(status, int) and _CLIENT_ERROR <= status < _SERVER_ERROR:
+            raise InputError(self._model, _message(status, message))
 
     def _encode(self, answer: Any) -> bytes:
-        """An answer as TorchServe sends it."""
+        """Return an answer as the bytes that TorchServe sends."""
         if isinstance(answer, bytes | bytearray):
             return bytes(answer)
         if isinstance(answer, torch.Tensor):
@@ -118,14 +119,14 @@ class Served(nn.Module):
             ) from None
 
 
-def _said(status: Any, message: Any) -> str:
-    """A handler's own words, as far as they may leave the server."""
+def _message(status: Any, message: Any) -> str:
+    """Return an error message with the handler's status and message, without traceback or paths."""
     text = brief(Exception(message)).removeprefix("Exception: ") if message else ""
     return f"the handler answered {status}" + (f": {text}" if text else "")
 
 
 def _decoder(content_type: str) -> Callable[[bytes], Any]:
-    """What TorchServe makes of a body of this type; what is not of its type stays bytes."""
+    """Return the decoder of bodies of this type; invalid bodies stay bytes."""
     if content_type == _JSON:
         return _json
     return _text if content_type.startswith(_TEXT) else bytearray

@@ -1,7 +1,7 @@
-"""What a handler finds when it imports `ts`, TorchServe's package: our own modules of those names.
+"""Replacements for TorchServe's package `ts` and its modules, which handlers import.
 
-They are made only where TorchServe itself is not installed, and only in a process that serves one
-of its archives.
+They are installed only if TorchServe itself is not installed, and only in a process that serves an
+archive.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class MetricTypes(enum.Enum):
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method itself: how long it takes is told by Triton's own statistics, and by traces."""
+    """Return the method unchanged: Triton's statistics and traces have its time."""
     return method
 
 
 def send_intermediate_predict_response(*_args: Any, **_named: Any) -> None:
-    """Refuses.
+    """Raise an error: answers cannot be streamed.
 
     Raises:
         NotImplementedError: always.
@@ -54,7 +54,7 @@ def _by_name(*values: Any) -> Mapping[str, Any]:
     return {value.__name__: value for value in values}
 
 
-# What each module offers to those that import it.
+# The names in each module.
 MODULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "ts": {"__version__": context.VERSION},
@@ -84,26 +84,30 @@ MODULES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 
 
 def install() -> bool:
-    """Make `import ts` find ours; False where TorchServe is installed, which is then used."""
+    """Install the modules.
+
+    Returns:
+        Whether they are installed; False: TorchServe is installed and is used.
+    """
     if _is_installed():
         return False
-    for name, offered in MODULES.items():
+    for name, members in MODULES.items():
         module = ModuleType(name, f"A part of TorchServe's {name}, by torch-py-backend.")
         is_package = any(other.startswith(f"{name}.") for other in MODULES)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=is_package)
         if is_package:
             module.__path__ = []
-        vars(module).update(offered)
+        vars(module).update(members)
         sys.modules[name] = module
-        above, _, last = name.rpartition(".")
-        if above:
-            setattr(sys.modules[above], last, module)
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], last, module)
     return True
 
 
 def _is_installed() -> bool:
     try:
-        found = importlib.util.find_spec("ts.torch_handler.base_handler")
-    except (ImportError, ValueError, AttributeError):  # none, or another package of this name
+        spec = importlib.util.find_spec("ts.torch_handler.base_handler")
+    except (ImportError, ValueError, AttributeError):  # no package `ts`, or another one
         return False
-    return found is not None and found.loader is not None
+    return spec is not None and spec.loader is not None

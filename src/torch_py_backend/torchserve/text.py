@@ -1,4 +1,4 @@
-"""The handler for texts, and what it makes of them: words, and runs of words, as numbers."""
+"""The handler for texts: cleans them and turns words and n-grams into numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch_py_backend.torchserve.migration import VOCABULARY
 
 _MARKUP = re.compile(r"<.*?>|&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
 
-# English contractions: what follows these words after an apostrophe stands for one more word.
+# English contractions: endings, their meanings, and the words that they follow.
 _ENDINGS = {
     "n't": (
         " not",
@@ -50,8 +50,8 @@ _IRREGULAR = {
     "y'all": "you all",
 }
 _CONTRACTIONS = _IRREGULAR | {
-    word + ending: word + meant
-    for ending, (meant, words) in _ENDINGS.items()
+    word + ending: word + meaning
+    for ending, (meaning, words) in _ENDINGS.items()
     for word in words.split()
 }
 _CONTRACTION = re.compile(
@@ -60,36 +60,36 @@ _CONTRACTION = re.compile(
 
 
 def ngrams_iterator(token_list: Sequence[str], ngrams: int) -> Iterator[str]:
-    """The tokens, then all runs of two of them, and so on up to `ngrams`."""
+    """Yield the tokens, then all runs of two tokens, and so on up to `ngrams`."""
     for size in range(1, ngrams + 1):
         for start in range(len(token_list) - size + 1):
             yield " ".join(token_list[start : start + size])
 
 
 def get_tokenizer(tokenizer: Any, language: str = "en") -> Callable[[str], list[str]]:
-    """What takes a text apart: at blanks (None), as basic English, or a function of the caller's.
+    """Return a tokenizer: str.split for None, `basic_english`, or the given function.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no tokenizer of this name.
     """
     if tokenizer is None:
         return str.split
     if tokenizer == "basic_english" and language == "en":
         return _basic_english
     if callable(tokenizer):
-        given: Callable[[str], list[str]] = tokenizer
-        return given
+        function: Callable[[str], list[str]] = tokenizer
+        return function
     raise ValueError(f"there is no tokenizer {tokenizer!r} for {language!r}, only basic_english")
 
 
 def _basic_english(text: str) -> list[str]:
-    """Lower-case words; marks that end or join them are words of their own."""
+    """Split a text into lower-case words and punctuation marks."""
     text = re.sub(r"<br />|[;:]", " ", text.lower()).replace('"', "")
     return re.sub(r"(['.,()!?])", r" \1 ", text).split()
 
 
 class Vocabulary(dict[str, int]):
-    """Numbers of tokens; what it does not hold has the number of `<unk>`."""
+    """Numbers by token; unknown tokens have the number of `<unk>`."""
 
     def __missing__(self, token: str) -> int:
         if "<unk>" not in self:
@@ -98,7 +98,7 @@ class Vocabulary(dict[str, int]):
 
 
 class TextHandler(BaseHandler):
-    """Texts, and the vocabulary that lies in the archive."""
+    """Handles texts with the vocabulary of the archive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,9 +108,9 @@ class TextHandler(BaseHandler):
     def initialize(self, context: Context) -> None:
         super().initialize(context)
         self.initialized = False
-        named = self.manifest["model"].get("sourceVocab")
+        name = self.manifest["model"].get("sourceVocab")
         folder = context.system_properties["model_dir"]
-        path = Path(folder, named) if named else Path(self.get_source_vocab_path(context))
+        path = Path(folder, name) if name else Path(self.get_source_vocab_path(context))
         self.source_vocab = _vocabulary(path)
         self.initialized = True
 
@@ -118,7 +118,7 @@ class TextHandler(BaseHandler):
         return str(Path(ctx.system_properties["model_dir"], VOCABULARY))
 
     def _expand_contractions(self, text: str) -> str:
-        return _CONTRACTION.sub(_expanded, text).replace("'", "")
+        return _CONTRACTION.sub(_expand, text).replace("'", "")
 
     def _remove_accented_characters(self, text: str) -> str:
         return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
@@ -129,25 +129,25 @@ class TextHandler(BaseHandler):
     def _remove_punctuation(self, text: str) -> str:
         return text.translate(str.maketrans("", "", string.punctuation))
 
-    _remove_puncutation = _remove_punctuation  # as TorchServe has spelt it
+    _remove_puncutation = _remove_punctuation  # TorchServe's spelling
 
     def _tokenize(self, text: str) -> list[str]:
         return self.tokenizer(text)
 
 
-def _expanded(found: re.Match[str]) -> str:
-    meant = _CONTRACTIONS[found[0].lower()]
-    return meant[0].upper() + meant[1:] if found[0][0].isupper() else meant
+def _expand(match: re.Match[str]) -> str:
+    words = _CONTRACTIONS[match[0].lower()]
+    return words[0].upper() + words[1:] if match[0][0].isupper() else words
 
 
 def _vocabulary(path: Path) -> Vocabulary:
     try:
-        loaded = torch.load(path, weights_only=True)
-    except Exception as error:  # a missing file, objects of torchtext's, damage
+        vocabulary = torch.load(path, weights_only=True)
+    except Exception as error:  # a missing or damaged file, or objects of torchtext
         raise _no_vocabulary(path, brief(error)) from error
-    if not isinstance(loaded, dict):
-        raise _no_vocabulary(path, f"it holds a {type(loaded).__name__}")
-    return Vocabulary(loaded)
+    if not isinstance(vocabulary, dict):
+        raise _no_vocabulary(path, f"it holds a {type(vocabulary).__name__}")
+    return Vocabulary(vocabulary)
 
 
 def _no_vocabulary(path: Path, reason: str) -> ArtifactError:
@@ -160,12 +160,12 @@ def _no_vocabulary(path: Path, reason: str) -> ArtifactError:
 
 
 class TextClassifier(TextHandler):
-    """What each class has for a probability, for one text at a time."""
+    """Returns the probability of each class, for one text at a time."""
 
     ngrams = 2
 
     def preprocess(self, data: Any) -> Any:
-        """The numbers of the text's words and runs of words, and its words."""
+        """Return the numbers of the text's words and n-grams, and its words."""
         text = body(data[0])
         if isinstance(text, bytes | bytearray):
             text = text.decode("utf-8")
