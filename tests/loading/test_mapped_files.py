@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.loading import exported_programs, mapped_files
+from torch_py_backend.loading import exported_program, mapped_files
 from torch_py_backend.loading.mapped_files import Adopting
 
 
@@ -178,7 +178,7 @@ def scripted(net: Net, path: Path) -> Any:
 
 def exported(net: Net, path: Path) -> Any:
     torch.export.save(torch.export.export(net, (torch.ones(2, 6),)), path)
-    return exported_programs.load_exported(build.config(max_batch_size=0), path, None).module
+    return exported_program.load(build.config(max_batch_size=0), path, None).module
 
 
 @pytest.mark.parametrize("make", [scripted, exported])

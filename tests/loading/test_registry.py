@@ -20,7 +20,7 @@ from torch_py_backend.errors import (
     SourceError,
     WeightsError,
 )
-from torch_py_backend.loading import exported_programs, registry
+from torch_py_backend.loading import aotinductor, registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import Passing
 
@@ -551,9 +551,7 @@ def test_package_for_another_machine_is_refused(
 ) -> None:
     """A package that does not fit is not tried: a crash would be the answer."""
     store_package(tmp_path)
-    monkeypatch.setattr(
-        exported_programs, "misfit", lambda path, device: "processor sparc (here: x86)"
-    )
+    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "processor sparc (here: x86)")
 
     with pytest.raises(ArtifactError) as raised:
         load(tmp_path)
@@ -568,7 +566,7 @@ def test_fallback_is_served_on_another_machine(
     """Where a package does not fit, FALLBACK is served, with all that it needs, and a warning."""
     store(tmp_path, state=STATE)
     store_package(tmp_path)
-    monkeypatch.setattr(exported_programs, "misfit", lambda path, device: "processor sparc")
+    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "processor sparc")
 
     loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
 
@@ -585,7 +583,7 @@ def test_fallback_is_served_where_the_package_does_not_load(
     """A package that fits by its own account, and does not load, is replaced as well."""
     store(tmp_path, state=STATE)
     store_package(tmp_path)
-    monkeypatch.setattr(exported_programs, "misfit", lambda path, device: "")
+    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "")
 
     loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
 
@@ -600,7 +598,7 @@ def test_package_that_does_not_load_is_told(
 ) -> None:
     """A damaged package fails the load with torch's version and the ways out."""
     store_package(tmp_path)
-    monkeypatch.setattr(exported_programs, "misfit", lambda path, device: "")
+    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "")
 
     with pytest.raises(ArtifactError) as raised:
         load(tmp_path)

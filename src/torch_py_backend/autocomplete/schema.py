@@ -32,7 +32,14 @@ from torch_py_backend.errors import (
 from torch_py_backend.hooks import user_hooks
 from torch_py_backend.hooks.hooked_pipeline import Stages
 from torch_py_backend.hooks.user_hooks import Hooks
-from torch_py_backend.loading import example_inputs, exported_programs, registry, sample_inputs
+from torch_py_backend.loading import (
+    aotinductor,
+    example_inputs,
+    exported_program,
+    registry,
+    sample_inputs,
+    size_probing,
+)
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import initial_states, state_store
 from torch_py_backend.signature import results
@@ -125,7 +132,7 @@ def of_model(
         # What makes streams is loaded as that.
         settings = dataclasses.replace(settings, decoupled=True)
     if artifact.kind is Kind.EXPORTED:
-        return _of_program(settings, exported_programs.describe_exported(settings, artifact.path))
+        return _of_program(settings, exported_program.describe_exported(settings, artifact.path))
     if artifact.kind is not Kind.AOTI:  # compiled code reads memory, which meta tensors lack
         try:
             return _of_example(settings, artifact, _META, written)
@@ -188,16 +195,14 @@ def _argument(argument: Argument) -> dict[str, Any]:
 def _device(artifact: Artifact) -> torch.device:
     """Where a model is tried: completion and `init` run before an instance has a device."""
     return (
-        exported_programs.device_of(artifact.path)
-        if artifact.kind is Kind.AOTI
-        else torch.device("cpu")
+        aotinductor.device_of(artifact.path) if artifact.kind is Kind.AOTI else torch.device("cpu")
     )
 
 
 # --- exported programs -------------------------------------------------------------------------
 
 
-def _of_program(settings: ModelConfig, described: exported_programs.Described) -> Schema:
+def _of_program(settings: ModelConfig, described: exported_program.Described) -> Schema:
     """Types and sizes stand in the program; a size that is not fixed is -1."""
     sizes = [dims[:1] for _, _, dims in (*described.inputs, *described.outputs)]
     # A fixed size of dimension 0 may be a batch, or anything else.
@@ -614,7 +619,7 @@ def _most_rows(
     inputs = bind_inputs(settings.name, list(examples), loaded.signature)
     values = [examples[name] for name in inputs.names]
     columns = [value.to(device) for value in values if isinstance(value, Tensor)]
-    return exported_programs.most_rows(lambda leaves: inputs.call(loaded.module, leaves), columns)
+    return size_probing.most_rows(lambda leaves: inputs.call(loaded.module, leaves), columns)
 
 
 def _tensor(settings: ModelConfig, name: str, value: Value, *, batched: bool) -> TensorSpec:
