@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.loading import exported_program, mapped_files
-from torch_py_backend.loading.mapped_files import Adopting
+from torch_py_backend.loading.mapped_files import AliasOnCopy
 
 
 def saved(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
@@ -41,7 +41,7 @@ def test_a_copied_weight_lies_in_the_file(path: Path) -> None:
     state = saved(nn.Linear(5, 3).state_dict(), path)
     linear = nn.Linear(5, 3)
     weight = linear.weight
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         linear.load_state_dict(state)
     assert linear.weight is weight
     assert weight.requires_grad
@@ -57,7 +57,7 @@ def test_what_a_model_writes_stays_in_its_process(path: Path) -> None:
     state = saved({"mean": torch.zeros(4)}, path)
     before = path.read_bytes()
     mean = torch.ones(4)
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         mean.copy_(state["mean"])
     assert shared(mean)
     mean.add_(7)
@@ -101,7 +101,7 @@ def test_a_weight_that_cannot_lie_there_is_copied(
     """Another type or layout, or somebody who holds a view: the values are right all the same."""
     state = saved({"weight": torch.arange(16.0).reshape(4, 4)}, path)
     weight = become(torch.zeros(4, 4), state["weight"])
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         weight.copy_(state["weight"])
     assert torch.equal(weight.float(), state["weight"])
     assert not shared(weight)
@@ -115,7 +115,7 @@ def test_two_weights_that_are_one_in_the_file_are_told_apart(tmp_path: Path) -> 
     value = torch.zeros(4)
     state = saved({"a": value, "b": value}, tmp_path / "weights.pt")
     first, second = torch.ones(4), torch.ones(4)
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         first.copy_(state["a"])
         second.copy_(state["b"])
         first.copy_(state["a"])
@@ -127,7 +127,7 @@ def test_what_was_computed_from_the_file_is_copied(path: Path) -> None:
     """Only memory of the file is adopted."""
     state = saved({"weight": torch.ones(4)}, path)
     weight, computed = torch.zeros(4), state["weight"] * 2
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         weight.copy_(computed)
     computed.zero_()
     assert torch.equal(weight, torch.full((4,), 2.0))
@@ -137,7 +137,7 @@ def test_a_part_of_a_tensor_in_the_file_can_be_adopted(path: Path) -> None:
     """As by a module that splits a matrix for three into three."""
     state = saved({"qkv": torch.arange(24.0).reshape(6, 4)}, path)
     parts = [torch.zeros(2, 4) for _ in range(3)]
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         for part, piece in zip(parts, state["qkv"].chunk(3), strict=True):
             part.copy_(piece)
     assert torch.equal(torch.cat(parts), state["qkv"])
@@ -224,7 +224,7 @@ def test_compressed_members_are_not_shared(tmp_path: Path) -> None:
     with zipfile.ZipFile(buffer) as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
         for member in plain.infolist():
             out.writestr(member.filename, plain.read(member.filename))
-    assert not list(mapped_files.stored(path))
+    assert not list(mapped_files.stored_members(path))
     mapped_files.share(net.parameters(), path)
     assert not shared(*net.parameters())
 
@@ -245,4 +245,4 @@ def test_what_is_no_archive_is_an_error(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "model.pt"
     path.write_bytes(content)
     with pytest.raises(zipfile.BadZipFile):
-        list(mapped_files.stored(path))
+        list(mapped_files.stored_members(path))

@@ -68,7 +68,7 @@ def _sharing(
 ) -> contextlib.AbstractContextManager[Any]:
     if config.options.enable_weight_sharing is False or file_types.unmappable(path):
         return contextlib.nullcontext()
-    return mapped_files.Adopting(state.values())
+    return mapped_files.AliasOnCopy(state.values())
 
 
 def _without_twins(

@@ -109,8 +109,8 @@ def put(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded) 
         try:
             for name, tensor in old.items():
                 if _movable(tensor, new[name]):
-                    undo.append(partial(mapped_files.place, tensor, tensor.detach()))
-                    mapped_files.place(tensor, new[name])
+                    undo.append(partial(mapped_files.alias, tensor, tensor.detach()))
+                    mapped_files.alias(tensor, new[name])
                 else:
                     undo.append(partial(tensor.copy_, _copy(tensor)))
                     tensor.copy_(new[name])
