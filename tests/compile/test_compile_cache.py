@@ -416,7 +416,7 @@ def test_a_torch_that_looks_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(cpu_vec_isa, "valid_vec_isa_list")
     with config.patch({"cpp.vec_isa_ok": None}):
         assert compile_cache._find_vectors("digits") == []
-        compile_cache._take_vectors([])
+        compile_cache._set_vectors([])
         assert config.cpp.vec_isa_ok is None
 
 

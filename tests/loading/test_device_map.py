@@ -21,7 +21,7 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.errors import ConfigError, LoadError, PlatformError
 from torch_py_backend.loading import device_map, registry
-from torch_py_backend.loading.device_map import Home
+from torch_py_backend.loading.device_map import Dispatched
 from torch_py_backend.weights import weight_swap
 
 
@@ -77,7 +77,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def spread(device_map_: dict[str, str], module: nn.Module | None = None) -> Any:
     module = Net() if module is None else module
-    device_map.spread(build.config(kind="MODEL", device_map=device_map_), module)
+    device_map.dispatch(build.config(kind="MODEL", device_map=device_map_), module)
     return module
 
 
@@ -120,7 +120,7 @@ def test_tensors_follow(wished: dict[str, str]) -> None:
     net = spread(wished)
     config = build.config(kind="MODEL", device_map=wished)
     home = net.start.device
-    made = Home(net, net, config)(torch.zeros(3, 4))
+    made = Dispatched(net, net, config)(torch.zeros(3, 4))
     assert (made.device, made.shape) == (home, (3, 2))
 
 
@@ -139,7 +139,7 @@ def test_a_part_returns_to_its_caller() -> None:
     wished = {"": "cuda:0", "blocks": "cuda:1"}
     net = spread(wished)
     config = build.config(kind="MODEL", device_map=wished)
-    assert str(Home(net.summed, net, config)(torch.zeros(3, 4)).device) == "cuda:0"
+    assert str(Dispatched(net.summed, net, config)(torch.zeros(3, 4)).device) == "cuda:0"
 
 
 def test_values_are_the_same() -> None:
@@ -148,14 +148,14 @@ def test_values_are_the_same() -> None:
     x = torch.rand(3, 4)
     before = net(x)
     spread({"": "cpu", "head": "cpu"}, net)
-    home = Home(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
+    home = Dispatched(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
     assert torch.equal(home(x), before)
 
 
 def test_hooks_see_the_module() -> None:
     """What they ask of it, a config or a part, is the module's own."""
     net = spread({"": "cpu"})
-    home = Home(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
+    home = Dispatched(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
     assert home.head is net.head
     with pytest.raises(AttributeError, match="tail"):
         home.tail  # noqa: B018
@@ -202,7 +202,7 @@ def _tied() -> Net:
             {"blocks": "cpu"},
             Net(),
             ConfigError,
-            "says nothing of 3 weights: start, head.weight, head.bias",
+            "has no device for 3 weights: start, head.weight, head.bias",
             id="uncovered",
         ),
         pytest.param(
@@ -236,7 +236,7 @@ def test_a_map_in_a_file(tmp_path: Path) -> None:
     """The map may lie beside the model; numbers are those of GPUs."""
     build.write(tmp_path, "devices.json", '{"": "cpu", "head": 1, "blocks": "cuda"}')
     config = build.config(tmp_path, kind="MODEL", device_map="devices.json")
-    assert device_map._wished(config) == {"": "cpu", "head": "cuda:1", "blocks": "cuda:0"}
+    assert device_map._read_map(config) == {"": "cpu", "head": "cuda:1", "blocks": "cuda:0"}
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_file_that_is_no_map(content: str | None, says: str, tmp_path: Path) -
         build.write(tmp_path, "devices.json", content.encode("latin-1"))
     config = build.config(tmp_path, kind="MODEL", device_map="devices.json")
     with pytest.raises(ConfigError, match=says) as raised:
-        device_map.spread(config, Net())
+        device_map.dispatch(config, Net())
     assert "DEVICE_MAP is 'devices.json', which cannot be used" in str(raised.value)
 
 
@@ -266,7 +266,7 @@ def test_a_file_elsewhere(name: str, tmp_path: Path) -> None:
     """A map lies in the model's folder."""
     config = build.config(tmp_path, kind="MODEL", device_map=name)
     with pytest.raises(ConfigError, match="expected a file in the model's own folder"):
-        device_map.spread(config, Net())
+        device_map.dispatch(config, Net())
 
 
 def test_new_weights(tmp_path: Path) -> None:

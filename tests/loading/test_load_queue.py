@@ -72,7 +72,7 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
 
         def join(claim: Claim = _SMALL, most: int = 8) -> Any:
             ticket = load_queue._Ticket(f"digits_{next(names)}", most, claim)
-            return stack.enter_context(load_queue._Line(tmp_path).joined(ticket))
+            return stack.enter_context(load_queue._Queue(tmp_path).joined(ticket))
 
         yield join
 
@@ -134,8 +134,8 @@ def test_nobody_overtakes(join: Join) -> None:
 
 def test_the_first_in_line_is_next(tmp_path: Path, join: Join) -> None:
     """Once nobody loads, the first who waits may, and not another."""
-    line = load_queue._Line(tmp_path)
-    with line.joined(load_queue._Ticket("loader", 8, Claim(90))) as loader:
+    queue = load_queue._Queue(tmp_path)
+    with queue.joined(load_queue._Ticket("loader", 8, Claim(90))) as loader:
         assert loader.begin(None) == []
         first, second = join(Claim(90)), join(Claim(90))
         assert first.begin(None) == ["loader"]
@@ -237,7 +237,7 @@ def test_who_waits_long_says_for_whom(
     """One line names those that load; then it waits in silence."""
     monkeypatch.setattr(load_queue, "_PATIENCE_S", 0)
     answers = iter([["resnet_0_0", "bert_0_1"]] * 3 + [[]])
-    monkeypatch.setattr(load_queue._Place, "begin", lambda self, device_free: next(answers))
+    monkeypatch.setattr(load_queue._Position, "begin", lambda self, device_free: next(answers))
     with caplog.at_level(logging.INFO), load_queue.turn(build.config(), Claim(1)):
         pass
     assert [record.getMessage() for record in caplog.records] == [

@@ -162,7 +162,7 @@ def test_module_without_its_weights_is_refused(tmp_path: Path) -> None:
     """Random numbers are not served."""
     store(tmp_path)
 
-    with pytest.raises(ArtifactError, match="Net has 3 weights, and no file"):
+    with pytest.raises(ArtifactError, match="Net has 3 weights, and there is no weights file"):
         load(tmp_path)
 
 
@@ -219,7 +219,7 @@ def test_weights_beside_a_function_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as raised:
         load(tmp_path)
 
-    assert "model 'digits': model.pt lies beside a function" in str(raised.value)
+    assert "model 'digits': model.pt is beside a function" in str(raised.value)
     assert 'set the parameter WEIGHTS to "none"' in str(raised.value)
     assert load(tmp_path, weights="none").module(4) == 8
 
@@ -411,7 +411,9 @@ def test_method_of_torchscript_is_served(tmp_path: Path) -> None:
     ("method", "said"),
     [
         pytest.param("decode", "METHOD is 'decode', which Net does not have", id="missing"),
-        pytest.param("size", "the arguments of what is served cannot be told", id="no method"),
+        pytest.param(
+            "size", "the arguments of what is served cannot be determined", id="no method"
+        ),
     ],
 )
 def test_method_that_is_none_is_refused(method: str, said: str, tmp_path: Path) -> None:
@@ -459,7 +461,7 @@ def test_package_without_its_weights_is_refused(
     (folder / "1").mkdir(parents=True)
     factory = "package_without_weights:Net"
 
-    with pytest.raises(ArtifactError, match="Net has 3 weights, and no file"):
+    with pytest.raises(ArtifactError, match="Net has 3 weights, and there is no weights file"):
         load(folder, model_factory=factory)
     assert load(folder, model_factory=factory, weights="none").module(X).shape == (1, 3)
 

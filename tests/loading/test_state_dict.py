@@ -315,7 +315,7 @@ def test_missing_file_is_told(module: nn.Module, count: str, tmp_path: Path) -> 
         state_dict.fill(build.config(tmp_path), artifact(tmp_path, None), module)
 
     text = str(raised.value)
-    assert f"model 'digits': {count}, and no file with them lies beside model.py" in text
+    assert f"model 'digits': {count}, and there is no weights file beside model.py" in text
     assert "expected model.safetensors, .pt or .pth" in text
     assert 'set the parameter WEIGHTS to "none"' in text
 
@@ -411,18 +411,18 @@ def test_lazy_module_is_compared_as_well(tmp_path: Path) -> None:
     [
         pytest.param(
             {"state_dict": STATE, "epoch": 3},
-            "hold a dict that is no state_dict; expected tensors by name. Save its entry"
+            "hold a dict that is not a state_dict; expected tensors by name. Save its entry"
             " 'state_dict' alone.",
             id="checkpoint",
         ),
         pytest.param({"model": STATE}, "Save its entry 'model' alone.", id="nested"),
-        pytest.param({**STATE, "epoch": 3}, "hold a dict that is no state_dict", id="a number"),
-        pytest.param(torch.ones(3), "hold a Tensor that is no state_dict", id="tensor"),
-        pytest.param([torch.ones(3)], "hold a list that is no state_dict", id="list"),
-        pytest.param(3, "hold a int that is no state_dict", id="int"),
-        pytest.param("text", "hold a str that is no state_dict", id="str"),
-        pytest.param(None, "hold a NoneType that is no state_dict", id="None"),
-        pytest.param({0: torch.ones(3)}, "hold a dict that is no state_dict", id="numbered"),
+        pytest.param({**STATE, "epoch": 3}, "hold a dict that is not a state_dict", id="a number"),
+        pytest.param(torch.ones(3), "hold a Tensor that is not a state_dict", id="tensor"),
+        pytest.param([torch.ones(3)], "hold a list that is not a state_dict", id="list"),
+        pytest.param(3, "hold a int that is not a state_dict", id="int"),
+        pytest.param("text", "hold a str that is not a state_dict", id="str"),
+        pytest.param(None, "hold a NoneType that is not a state_dict", id="None"),
+        pytest.param({0: torch.ones(3)}, "hold a dict that is not a state_dict", id="numbered"),
     ],
 )
 def test_what_is_no_state_dict_is_told(
@@ -618,7 +618,9 @@ def test_damaged_shard_is_told_by_its_name(tmp_path: Path) -> None:
     path = tmp_path / "1" / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
 
-    with pytest.raises(ArtifactError, match=r"the weights a\.safetensors are no valid safetensors"):
+    with pytest.raises(
+        ArtifactError, match=r"the weights a\.safetensors are not valid safetensors"
+    ):
         filled_from_shards(tmp_path, Net())
 
 
@@ -644,5 +646,5 @@ def test_damaged_index_is_told(content: bytes, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as raised:
         filled_from_shards(tmp_path, Net())
 
-    assert f"'digits': the weights {INDEX} are no index of safetensors" in str(raised.value)
+    assert f"'digits': the weights {INDEX} are not an index of safetensors" in str(raised.value)
     assert "a JSON object with a weight_map" in str(raised.value)

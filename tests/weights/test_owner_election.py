@@ -50,10 +50,10 @@ for line in sys.stdin:
     elif line == "ended\\n":
         print(ended.wait(), part.alive(), flush=True)
     elif line == "again\\n":
-        part.leave()
+        part.close()
         part = take_part()
     else:
-        part.leave()
+        part.close()
         print("left", flush=True)
 """
 # What an owner does wrong at a moment of its life: it is killed.
@@ -61,7 +61,7 @@ _STAGES = {
     "with the lock": "owner_election.Owner.__init__ = die",
     "before it listens": "Owner.offer = die",
     "before it accepts": "Owner._serve = die",
-    "before it sends": "Owner._forget_the_dead = die",
+    "before it sends": "Owner._remove_dead = die",
     "while it sends": """
 def serve(self, listening, line):
     sharer, _ = listening.accept()
@@ -157,7 +157,7 @@ def test_a_sharer_that_does_not_answer(
     hanging = start(_MEMBER, tmp_path, "b")
     hanging.hear()
     os.kill(hanging.pid, 19)
-    owner.leave()
+    owner.close()
     os.kill(hanging.pid, 18)
 
 
@@ -245,7 +245,7 @@ def test_another_users_offer_is_not_taken(start: Start, everybodys: Path) -> Non
         " c, _ = s.accept(); c.sendall(b'{}\\n'); input()"
     )
     assert start(code, everybodys / "offer.socket").hear() == "listens"
-    assert owner_election._connected(everybodys) is None
+    assert owner_election._connect(everybodys) is None
 
 
 def test_who_waits_long_says_for_whom(
@@ -255,10 +255,10 @@ def test_who_waits_long_says_for_whom(
     monkeypatch.setattr(owner_election, "_PATIENCE_S", 0)
     owner = owner_election.join(tmp_path, "digits_0_0")
     assert isinstance(owner, Owner)
-    waits = iter([owner.leave])
+    waits = iter([owner.close])
     monkeypatch.setattr(time, "sleep", lambda seconds: next(waits)())
     with caplog.at_level("INFO"):
-        owner_election.join(tmp_path, "digits_0_1").leave()
+        owner_election.join(tmp_path, "digits_0_1").close()
     assert caplog.messages == ["'digits_0_1' waits until 'digits_0_0' has loaded the weights."]
 
 
@@ -270,8 +270,8 @@ def test_leaving_twice(tmp_path: Path) -> None:
     sharer = owner_election.join(tmp_path, "b")
     assert isinstance(sharer, Sharer)
     for one in (sharer, sharer, owner, owner):
-        one.leave()
-    owner_election.join(tmp_path, "c").leave()
+        one.close()
+    owner_election.join(tmp_path, "c").close()
 
 
 def _group(start: Start, folder: Path, names: str, change: str = "") -> list[Child]:
@@ -292,5 +292,5 @@ def test_what_is_offered_is_json(tmp_path: Path) -> None:
     sharer = owner_election.join(tmp_path, "b")
     assert isinstance(sharer, Sharer)
     assert sharer.document == json.loads(json.dumps(document))
-    sharer.leave()
-    owner.leave()
+    sharer.close()
+    owner.close()
