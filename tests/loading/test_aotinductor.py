@@ -87,17 +87,17 @@ def package(folder: Path, metadata: Mapping[str, Any]) -> Path:
         pytest.param({"AOTI_MODEL_NAME": "other"}, "", id="other facts"),
     ],
 )
-def test_package_for_another_machine_is_told(
+def test_mismatch(
     metadata: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a package was built for is compared with what is here, before it is loaded."""
+    """The machine that a package was built for is compared with this one."""
     monkeypatch.setattr(aotinductor, "_machine", lambda device: HERE)
 
     assert aotinductor.mismatch(package(tmp_path, metadata), CPU) == said
 
 
-def test_machine_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine fits itself, on the CPU and on a GPU of the architecture it has."""
+def test_this_machine_matches_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine matches itself, on the CPU and on a GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     for device, found in ((None, "cpu"), (CPU, "cpu"), (torch.device("cuda", 0), "cuda")):
@@ -107,8 +107,8 @@ def test_machine_is_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert aotinductor.mismatch(package(tmp_path, here), device) == ""
 
 
-def test_instruction_sets_are_inductors(tmp_path: Path) -> None:
-    """What this torch would write into a package for this machine fits here."""
+def test_instruction_sets_of_inductor(tmp_path: Path) -> None:
+    """The instruction sets that this torch would write into a package match this machine."""
     from torch._inductor import cpu_vec_isa
 
     built = str(cpu_vec_isa.pick_vec_isa()).upper()
@@ -117,8 +117,8 @@ def test_instruction_sets_are_inductors(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "PK\x03\x04", "hello"])
-def test_package_that_cannot_be_loaded_is_told(content: str, tmp_path: Path) -> None:
-    """Whatever is wrong with a package, the load fails with a sentence and its way out."""
+def test_package_that_cannot_be_loaded(content: str, tmp_path: Path) -> None:
+    """A damaged package fails the load with an error that says what to do."""
     path = build.write(tmp_path, "model.pt2", content)
 
     with pytest.raises(ArtifactError) as raised:
@@ -130,7 +130,7 @@ def test_package_that_cannot_be_loaded_is_told(content: str, tmp_path: Path) -> 
 
 
 class Loader:
-    """A package's loader, that runs a function on its leaves and refuses rows."""
+    """A package loader that runs a function on its leaves and refuses too few rows."""
 
     def __init__(self, refuses: str = "", least: int = 1) -> None:
         self.refuses, self.least = refuses, least
@@ -170,14 +170,14 @@ def aoti(
         ({}, True, CPU),
     ],
 )
-def test_where_a_package_is_tried(
+def test_device_of_a_package(
     metadata: dict[str, str],
     gpu: bool,
     device: torch.device,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A package for CUDA is tried on the GPU, although completion has no device."""
+    """A package for CUDA is tried on the GPU, although the config names no device yet."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
@@ -186,7 +186,7 @@ def test_where_a_package_is_tried(
 
 @pytest.mark.usefixtures("process")
 def test_package_is_probed_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package refuses tensors of another device before it looks at their rows."""
+    """A package is probed with tensors on its device: it checks devices before rows."""
     loader = Loader()
 
     aoti(tmp_path, monkeypatch, loader, device=torch.device("meta"))
@@ -197,7 +197,7 @@ def test_package_is_probed_on_its_device(tmp_path: Path, monkeypatch: pytest.Mon
 
 @pytest.mark.usefixtures("process")
 def test_package_is_called_with_its_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package gets its tensors in its own order, and its result its own structure."""
+    """A package gets its leaves in its own order, and its result has its own structure."""
     program = aoti(tmp_path, monkeypatch, Loader())
 
     inputs = binding.bind_inputs(build.MODEL, ["a", "b", "arg0"], program.signature)
@@ -228,10 +228,10 @@ def test_package_is_called_with_its_leaves(tmp_path: Path, monkeypatch: pytest.M
     ],
 )
 @pytest.mark.usefixtures("process")
-def test_rows_of_a_package_are_found_out(
+def test_least_rows_of_a_package(
     refuses: str, least: int, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package does not say how many rows it takes: it is asked with one."""
+    """The least rows are in the error message for one row."""
     loader = Loader(refuses, least)
 
     assert aoti(tmp_path, monkeypatch, loader).rows == rows
@@ -239,7 +239,7 @@ def test_rows_of_a_package_are_found_out(
 
 
 class Loud(Loader):
-    """Writes on standard error itself, as AOTInductor's runtime does, whatever it then raises."""
+    """Prints to standard error before a call, as the runtime of AOTInductor does."""
 
     def run(self, leaves: list[Tensor]) -> list[Tensor]:
         os.write(2, b"Error: what the runtime prints\n")
@@ -255,14 +255,14 @@ class Loud(Loader):
     ],
 )
 @pytest.mark.usefixtures("process")
-def test_question_is_not_heard(
+def test_probing_prints_nothing(
     refuses: str,
     heard: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """What a package prints when it refuses rows is no error; anything else reaches the log."""
+    """Messages of refused sizes are not printed; other messages are."""
     aoti(tmp_path, monkeypatch, Loud(refuses, least=2))
 
     assert capfd.readouterr().err.count("Error: what the runtime prints\n") == heard
@@ -270,8 +270,8 @@ def test_question_is_not_heard(
     assert capfd.readouterr().err == "open again\n"
 
 
-def test_question_without_standard_error(tmp_path: Path) -> None:
-    """A process whose standard error is closed asks all the same."""
+def test_probing_without_standard_error(tmp_path: Path) -> None:
+    """A package is probed also if standard error is closed."""
     code = f"""
 import os, pathlib, pytest, sys
 os.close(2)
@@ -305,9 +305,9 @@ print(scores.shape[-1], processes, [name for name in sys.modules if "torch._dyna
 
 
 def test_package_starts_without_the_compiler() -> None:
-    """A package is loaded and run; no compiler is imported, no process looks what it could build.
+    """Loading a package imports no compiler and starts no process.
 
-    The library of an instruction set, built to see whether it runs, cost 2 to 10 s a load.
+    Testing an instruction set by building a library took 2 to 10 s a load.
     """
     words = [sys.executable, "-c", _LOADED_ALONE, str(Path(__file__).parents[1]), str(PACKAGE)]
     done = subprocess.run(words, capture_output=True, text=True, check=False)
@@ -317,7 +317,7 @@ def test_package_starts_without_the_compiler() -> None:
 
 
 class Limited(Loader):
-    """Takes five rows at most, as a package whose kernels were chosen for small batches."""
+    """Accepts at most five rows, as a package whose kernels were chosen for small batches."""
 
     def run(self, leaves: list[Tensor]) -> list[Tensor]:
         if leaves[0].shape[0] > 5:
@@ -328,18 +328,16 @@ class Limited(Loader):
 
 
 @pytest.mark.usefixtures("process")
-def test_most_rows_of_a_package_are_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A package that takes fewer rows than max_batch_size is run in pieces."""
+def test_most_rows_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most rows are in the error message for max_batch_size rows."""
     assert aoti(tmp_path, monkeypatch, Limited()).rows == Rows(1, 5)
 
 
 @pytest.mark.usefixtures("process")
-def test_package_without_a_batch_is_not_asked(
+def test_package_without_a_batch_is_not_probed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With max_batch_size 0 there are no rows to find out."""
+    """With max_batch_size 0 a package is not called."""
     loader = Loader()
 
     assert aoti(tmp_path, monkeypatch, loader, rows=0).rows == ANY_ROWS

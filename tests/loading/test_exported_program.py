@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 
 class Nested(nn.Module):
-    """Its keys stand in another order than an alphabet's."""
+    """Keys that are not in alphabetical order."""
 
     def forward(self, x: Tensor, extra: dict[str, Any], *, scale: Tensor) -> dict[str, Any]:
         total = x + 10 * extra["z"] + 100 * extra["a"][0] + 1000 * extra["a"][1]
@@ -90,7 +90,7 @@ def dynamic(least: int | None = None, most: int | None = None) -> Any:
 
 
 def test_program_computes_what_was_exported(tmp_path: Path) -> None:
-    """A program gives what its module gave, for another number of rows as well."""
+    """A program returns what its module returns, also for another number of rows."""
     module = Net()
     exported(tmp_path, module, (torch.rand(4, 2),), dims=(dynamic(),))
     x = torch.rand(5, 2)
@@ -103,7 +103,7 @@ def test_program_computes_what_was_exported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("device", "found"), [(CPU, "cpu"), (torch.device("meta"), "meta")])
 def test_program_is_moved_to_its_device(device: torch.device, found: str, tmp_path: Path) -> None:
-    """A program goes where its instance runs, wherever it was exported."""
+    """A program is moved to the device of its instance, wherever it was exported."""
     exported(tmp_path, Net(), (torch.rand(4, 2),), dims=(dynamic(),))
 
     program = loaded(tmp_path, "x", device=device)
@@ -111,8 +111,8 @@ def test_program_is_moved_to_its_device(device: torch.device, found: str, tmp_pa
     assert {tensor.device.type for tensor in weights(program)} == {found}
 
 
-def test_program_that_places_itself_stays_there(tmp_path: Path) -> None:
-    """With KIND_MODEL a program stays where it was exported."""
+def test_program_stays_where_it_was_exported(tmp_path: Path) -> None:
+    """With KIND_MODEL a program stays on the device that it was exported on."""
     exported(tmp_path, Net(), (torch.rand(4, 2),), dims=(dynamic(),))
 
     assert {one.device.type for one in weights(loaded(tmp_path, "x", device=None))} == {"cpu"}
@@ -147,7 +147,7 @@ def nested(folder: Path) -> Loaded:
     ],
 )
 def test_nested_inputs_reach_their_places(names: dict[str, Tensor], tmp_path: Path) -> None:
-    """However inputs are named and ordered, each tensor stands where it stood at the export."""
+    """Inputs under any names and in any order reach their arguments."""
     program = nested(tmp_path)
 
     found = called(program, names)
@@ -161,7 +161,7 @@ def test_nested_inputs_reach_their_places(names: dict[str, Tensor], tmp_path: Pa
     "names", [["x", "y"], ["INPUT__0", "INPUT__1"], ["ARGS[0]", "ARGS[2]"]], ids=" ".join
 )
 def test_constants_are_passed_as_exported(names: list[str], tmp_path: Path) -> None:
-    """A number that was given at the export is no input, and is passed again."""
+    """A number of the export is not an input, and is passed with each call."""
     exported(tmp_path, Power(), (torch.rand(2, 2), 3, torch.rand(2, 2)))
 
     program = loaded(tmp_path, "x", "y")
@@ -180,8 +180,8 @@ def test_constants_are_passed_as_exported(names: list[str], tmp_path: Path) -> N
         pytest.param(({1: torch.export.Dim("width")},), Rows(4, 4), id="other dimension dynamic"),
     ],
 )
-def test_rows_that_a_program_takes(dims: Any, rows: Rows, tmp_path: Path) -> None:
-    """The sizes of dimension 0 that were exported are known."""
+def test_row_limits_of_a_program(dims: Any, rows: Rows, tmp_path: Path) -> None:
+    """The limits of dimension 0 are read from the program."""
 
     class Double(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -192,15 +192,15 @@ def test_rows_that_a_program_takes(dims: Any, rows: Rows, tmp_path: Path) -> Non
     assert loaded(tmp_path, "x").rows == rows
 
 
-def test_rows_do_not_count_without_a_batch(tmp_path: Path) -> None:
-    """With max_batch_size 0 the first dimension is the model's own."""
+def test_rows_without_a_batch_dimension(tmp_path: Path) -> None:
+    """With max_batch_size 0 dimension 0 is not a batch."""
     exported(tmp_path, Net(), (torch.rand(4, 2),))
 
     assert loaded(tmp_path, "x", rows=0).rows == ANY_ROWS
 
 
-def test_inputs_that_share_no_rows(tmp_path: Path) -> None:
-    """Where inputs differ in their first dimension nothing is known of rows."""
+def test_inputs_without_common_rows(tmp_path: Path) -> None:
+    """Inputs with different sizes of dimension 0 set no limits."""
     exported(tmp_path, Total(), (torch.rand(4, 2), torch.rand(3)))
 
     assert loaded(tmp_path, "x", "y").rows == ANY_ROWS
@@ -218,8 +218,8 @@ def test_inputs_that_share_no_rows(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_program_that_cannot_be_loaded_is_told(damage: Any, tmp_path: Path) -> None:
-    """A damaged program, or another torch's, fails the load with torch's version."""
+def test_program_that_cannot_be_loaded(damage: Any, tmp_path: Path) -> None:
+    """A damaged program, or one of another torch, fails the load with the version of torch."""
     path = exported(tmp_path, Net(), (torch.rand(4, 2),))
     with zipfile.ZipFile(path) as file:
         members = {name: damage(name, file.read(name)) for name in file.namelist()}
@@ -243,8 +243,8 @@ def test_program_that_cannot_be_loaded_is_told(damage: Any, tmp_path: Path) -> N
 # --- what a program says of itself -----------------------------------------------------------
 
 
-def test_program_describes_itself(tmp_path: Path) -> None:
-    """Names, types and shapes of inputs and outputs are told without a call."""
+def test_description_of_a_program(tmp_path: Path) -> None:
+    """Names, dtypes and shapes of inputs and outputs are known without a call."""
 
     class Scores(nn.Module):
         def forward(self, image: Tensor, extra: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -281,10 +281,10 @@ def test_program_describes_itself(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_names_that_a_program_has(
+def test_names_of_inputs_and_outputs(
     module: nn.Module, args: Any, inputs: list[str], outputs: list[str], tmp_path: Path
 ) -> None:
-    """Inputs are called like the arguments, outputs without a name by their number."""
+    """Inputs are named after arguments, and unnamed outputs are numbered."""
     path = exported(tmp_path, module, args)
 
     found = exported_program.describe_exported(config(tmp_path), path)
@@ -293,8 +293,8 @@ def test_names_that_a_program_has(
     assert [name for name, _, _ in found.outputs] == outputs
 
 
-def test_parts_of_a_result_that_are_no_tensors(tmp_path: Path) -> None:
-    """None and numbers in a result are no outputs, and do not keep the others from being told."""
+def test_outputs_are_tensors(tmp_path: Path) -> None:
+    """None and numbers in a result are not outputs."""
 
     class WithNone(nn.Module):
         def forward(self, x: Tensor) -> dict[str, Any]:
@@ -307,8 +307,8 @@ def test_parts_of_a_result_that_are_no_tensors(tmp_path: Path) -> None:
     assert found.outputs == [("y", torch.float32, (4, 2))]
 
 
-def test_symbolic_number_does_not_break_the_load(tmp_path: Path) -> None:
-    """A number that was exported as dynamic is served, or refused in a sentence."""
+def test_symbolic_number(tmp_path: Path) -> None:
+    """A number that was exported as dynamic is served, or refused with an error."""
 
     class Times(nn.Module):
         def forward(self, x: Tensor, n: int) -> Tensor:

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Checked:
-    """A package with a dimension that varies, whose checks torch switches by the environment."""
+    """A package with a dynamic dimension, whose checks an environment variable enables."""
 
     def __init__(self, compute: Callable[[Tensor, Tensor], list[Tensor]], least: int = 2) -> None:
         self.compute, self.least = compute, least
@@ -93,14 +93,14 @@ def wrong_for_one(x: Tensor, mask: Tensor) -> list[Tensor]:
     ],
 )
 @pytest.mark.usefixtures("process")
-def test_sizes_of_one_are_served_where_a_package_is_right(
+def test_sizes_of_one(
     compute: Any,
     served: bool,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """What torch.export leaves out without need is tried at load, and else refused in words."""
+    """A size of 1 is served if the results without checks are correct, and refused otherwise."""
     program = varying(tmp_path, monkeypatch, lambda: Checked(compute))
     x, mask = torch.rand(3, 1, 2), torch.rand(3, 1) + 1
 
@@ -120,13 +120,13 @@ def test_sizes_of_one_are_served_where_a_package_is_right(
     ("x", "mask"), [((3, 1, 2), (3, 5)), ((3, 5, 2), (3, 1)), ((3, 0, 2), (3, 0))], ids=str
 )
 @pytest.mark.usefixtures("process")
-def test_sizes_that_were_not_tried_are_refused(
+def test_untested_sizes_are_refused(
     x: tuple[int, ...],
     mask: tuple[int, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without checks, sizes that belong together would not be compared: 1 beside 5 is refused."""
+    """Sizes that were not tested are refused, such as 1 beside 5 in another input."""
     program = varying(tmp_path, monkeypatch, lambda: Checked(masked_mean))
 
     with pytest.raises(InputError, match="expected a size of at least 2 in dimension 1"):
@@ -134,10 +134,10 @@ def test_sizes_that_were_not_tried_are_refused(
 
 
 @pytest.mark.usefixtures("process")
-def test_sizes_that_a_package_was_limited_to(
+def test_explicit_least_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A least size that somebody has written is kept, and not warned about."""
+    """A least size that the export names is kept, without a warning."""
     program = varying(tmp_path, monkeypatch, lambda: Checked(mean, least=4))
 
     with pytest.raises(InputError, match="expected a size of at least 4 in dimension 1"):
@@ -158,7 +158,7 @@ class Pooled(nn.Module):
 @pytest.mark.slow
 @pytest.mark.usefixtures("process")
 def test_sizes_of_one_of_a_real_package(tmp_path: Path) -> None:
-    """A package that AOTInductor built answers for a size of 1 as the module does."""
+    """A package that AOTInductor built returns what the module returns for a size of 1."""
     module = Pooled().eval()
     rows, length = torch.export.Dim("rows"), torch.export.Dim("length")
     shapes = ({0: rows, 1: length}, {0: rows, 1: length})
