@@ -123,7 +123,7 @@ OBSTACLES = [
     pytest.param(_compressed, {}, "the entries of model.pt are compressed", id="compressed"),
     pytest.param(_half, {}, "the module converts or computes the rest", id="converted"),
     pytest.param(
-        _state_dict, {"optimize": ("channels_last",)}, "channels_last lays", id="channels_last"
+        _state_dict, {"optimize": ("channels_last",)}, "channels_last changes", id="channels_last"
     ),
     pytest.param(_scripted, {"optimize": ("freeze",)}, "freeze makes them constants", id="frozen"),
     pytest.param(
