@@ -17,7 +17,7 @@ from torch_py_backend.weights.cuda_ipc import NotShared
 
 
 class Twin:
-    """Memory of the CPU as `device_sharing.Memory`."""
+    """Memory of the CPU as `gpu_sharing.Memory`."""
 
     device = torch.device("cpu")
 
@@ -41,9 +41,9 @@ class Twin:
             raise NotShared(f"{path} is gone")
         return torch.from_file(path, shared=True, size=int(size), dtype=torch.uint8)
 
-    def settle(self) -> None: ...
+    def synchronize(self) -> None: ...
 
-    def trim(self) -> None: ...
+    def empty_cache(self) -> None: ...
 
 
 def mapped(process: int) -> int:

@@ -721,7 +721,7 @@ def test_init_without_weights(tmp_path: Path) -> None:
     scenarios.text(models.source(Classifier), "net.py")(tmp_path)
     done = _run("init", "net.py", _IMAGES, cwd=tmp_path)
     assert done.returncode == 1
-    assert "no file with them lies beside model.py" in done.stdout
+    assert "there is no weights file beside model.py" in done.stdout
     assert "next: save the weights as net.pt" in done.stdout
     # Their shapes do not hang on the weights.
     assert not completion.needed(pbtxt.read(tmp_path / "net"))

@@ -1,4 +1,4 @@
-"""The row counts that a model is called with."""
+"""The row counts of a model's calls."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from torch_py_backend.errors import ConfigError
 def test_rows_of_a_call(
     most: int, takes: Rows, fixed: bool, wished: tuple[int, ...] | None, expected: Rows
 ) -> None:
-    """The model's own limits, max_batch_size and the buckets hold together."""
+    """The model's limits, max_batch_size and the buckets are combined."""
     config = build.config(max_batch_size=most, batch_buckets=wished)
 
     assert batch_buckets.plan(config, takes, fixed=fixed) == expected
 
 
-def test_buckets_that_the_model_does_not_take() -> None:
-    """A list without one usable bucket is refused with what the model takes."""
+def test_unusable_buckets() -> None:
+    """Buckets that the model does not accept are refused with its limits."""
     config = build.config(max_batch_size=8, batch_buckets=(1, 2))
 
     with pytest.raises(ConfigError, match=r"BATCH_BUCKETS is 1, 2; expected .* 4 to 8"):
@@ -50,5 +50,5 @@ def test_buckets_that_the_model_does_not_take() -> None:
     [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9))],
 )
 def test_powers_of_two(most: int, expected: tuple[int, ...]) -> None:
-    """They double, and end with the largest number itself."""
+    """The numbers double, and end with the largest number itself."""
     assert batch_buckets.powers_of_two(most) == expected

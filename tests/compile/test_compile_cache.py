@@ -1,4 +1,4 @@
-"""What torch.compile made is kept, found again, and ignored where it does not fit."""
+"""Bundles of compiled code are written, loaded, and ignored where they do not match."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def artifact(tmp_path: Path) -> Artifact:
 
 @pytest.fixture(autouse=True)
 def torch_cache(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
-    """What was loaded; torch's own part is played by a few bytes."""
+    """The bundles that were loaded; a few bytes stand for PyTorch's bundle."""
     loaded: list[bytes] = []
 
     def load(payload: bytes) -> object:
@@ -58,10 +58,10 @@ def bundle(folder: Path, artifact: Artifact, **options: Any) -> Bundle:
     return found
 
 
-def test_first_start_keeps_what_it_compiled(
+def test_bundle_is_written_and_loaded(
     tmp_path: Path, artifact: Artifact, torch_cache: list[bytes]
 ) -> None:
-    """The first start writes one file beside the model, the second loads it and writes nothing."""
+    """The first start writes one file beside the model, and the second one loads it."""
     first = bundle(tmp_path, artifact)
     with first.used():
         assert not first.path.exists()
@@ -79,7 +79,7 @@ def test_first_start_keeps_what_it_compiled(
 def test_libraries_of_the_cpu_are_kept(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What inductor built goes with the bundle, and another machine finds it in its place."""
+    """The bundle contains inductor's libraries, which another machine extracts."""
     found = bundle(tmp_path, artifact)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
     with found.used():
@@ -100,7 +100,7 @@ def test_libraries_of_the_cpu_are_kept(
 def test_bundles_of_the_same_content_are_the_same(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever they were made: who compares two builds of a model folder finds no difference."""
+    """The bytes of a bundle do not depend on the time."""
     made = []
     for hour in range(2):
         monkeypatch.setattr(time, "time", lambda hour=hour: 1.8e9 + 3600 * hour)
@@ -118,7 +118,7 @@ def test_bundles_of_the_same_content_are_the_same(
 def test_library_of_a_killed_start_is_replaced(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half a library that an earlier start left behind is not what the model runs."""
+    """An incomplete library of an earlier start is replaced."""
     found = bundle(tmp_path, artifact)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     with found.used():
@@ -134,10 +134,10 @@ def test_library_of_a_killed_start_is_replaced(
 
 
 @pytest.mark.parametrize("name", ["../../outside.so", "/outside.so"])
-def test_library_that_leads_out_of_the_folder(
+def test_library_outside_of_the_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """A bundle writes nowhere but into its own folder."""
+    """A bundle is extracted into its own folder only."""
     target = str(tmp_path / "outside.so") if name.startswith("/") else name
     payload = io.BytesIO()
     with zipfile.ZipFile(payload, "w") as archive:
@@ -156,7 +156,7 @@ def test_full_disk_leaves_nothing_behind(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A bundle that cannot be written costs a line in the log, and no half of a file."""
+    """A bundle that cannot be written is logged, and leaves no partial file."""
     found = bundle(tmp_path, artifact)
 
     def full(_: Path, __: Path) -> None:
@@ -171,7 +171,7 @@ def test_full_disk_leaves_nothing_behind(
 
 
 def test_failed_start_keeps_nothing(tmp_path: Path, artifact: Artifact) -> None:
-    """A warm-up that fails leaves no bundle of half a model, and frees the lock."""
+    """A failed warm-up writes no bundle, and releases the lock."""
     found = bundle(tmp_path, artifact)
 
     with pytest.raises(ZeroDivisionError), found.used():
@@ -200,7 +200,7 @@ _OTHERS: list[Any] = [
 def test_other_model_has_another_bundle(
     tmp_path: Path, artifact: Artifact, change: Callable[[Path], Any], options: dict[str, Any]
 ) -> None:
-    """What changes the compiled code changes the file's name."""
+    """A change of the compiled code changes the file name."""
     before = bundle(tmp_path, artifact).path
 
     change(tmp_path)
@@ -211,7 +211,7 @@ def test_other_model_has_another_bundle(
 def test_other_torch_has_another_bundle(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new torch compiles anew."""
+    """Another torch has another bundle."""
     before = bundle(tmp_path, artifact).path
 
     monkeypatch.setattr(torch, "__version__", "99.0")
@@ -220,10 +220,10 @@ def test_other_torch_has_another_bundle(
 
 
 @pytest.mark.parametrize("option", [{}, {"num_threads": 3}, {"warmup": False}], ids=str)
-def test_what_does_not_matter_keeps_the_bundle(
+def test_other_options_keep_the_bundle(
     tmp_path: Path, artifact: Artifact, option: dict[str, Any]
 ) -> None:
-    """Options that have nothing to do with compiled code find the same file."""
+    """Options that do not affect compiled code do not change the file name."""
     assert bundle(tmp_path, artifact, **option).path == bundle(tmp_path, artifact).path
 
 
@@ -245,7 +245,7 @@ def _foreign(content: bytes) -> bytes:
         pytest.param(_foreign, "it is for another model, torch", id="foreign"),
     ],
 )
-def test_damaged_bundle_is_made_anew(
+def test_damaged_bundle(
     tmp_path: Path,
     artifact: Artifact,
     torch_cache: list[bytes],
@@ -253,7 +253,7 @@ def test_damaged_bundle_is_made_anew(
     says: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Nothing of a bundle that does not fit reaches torch; a sound one takes its place."""
+    """A damaged bundle is not passed to torch, and is replaced."""
     found = bundle(tmp_path, artifact)
     with found.used():
         pass
@@ -270,7 +270,7 @@ def test_damaged_bundle_is_made_anew(
 def test_torch_may_refuse_a_bundle(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever torch raises on a bundle, the model is compiled instead."""
+    """If torch cannot load a bundle, the model is compiled."""
     found = bundle(tmp_path, artifact)
     with found.used():
         pass
@@ -283,10 +283,10 @@ def test_torch_may_refuse_a_bundle(
         pass
 
 
-def test_backend_that_keeps_nothing(
+def test_nothing_to_save(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where torch has nothing to save, and nothing was built, no file is written."""
+    """Without anything to save, no file is written."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
     found = bundle(tmp_path, artifact)
@@ -298,8 +298,8 @@ def test_backend_that_keeps_nothing(
 
 
 @pytest.mark.parametrize("value", ["none", "NONE"])
-def test_nothing_is_kept_when_told_so(tmp_path: Path, artifact: Artifact, value: str) -> None:
-    """COMPILE_CACHE_DIR none leaves the model's folder alone."""
+def test_cache_is_disabled(tmp_path: Path, artifact: Artifact, value: str) -> None:
+    """COMPILE_CACHE_DIR none writes nothing to the model's folder."""
     config = build.config(tmp_path, compile_cache_dir=value)
 
     assert compile_cache.at(config, artifact, CPU) is None
@@ -307,14 +307,14 @@ def test_nothing_is_kept_when_told_so(tmp_path: Path, artifact: Artifact, value:
 
 
 def test_named_folder_is_used(tmp_path: Path, artifact: Artifact) -> None:
-    """COMPILE_CACHE_DIR is made where it is not there yet."""
+    """The folder of COMPILE_CACHE_DIR is created if it is missing."""
     found = bundle(tmp_path, artifact, compile_cache_dir=str(tmp_path / "a" / "b"))
 
     assert found.path.parent == tmp_path / "a" / "b"
 
 
 def test_named_folder_that_cannot_be_written(tmp_path: Path, artifact: Artifact) -> None:
-    """A folder that the user named and that cannot be made is an error with its cure."""
+    """A folder of COMPILE_CACHE_DIR that cannot be written is an error."""
     (tmp_path / "file").touch()
     config = build.config(tmp_path, compile_cache_dir=str(tmp_path / "file" / "cache"))
 
@@ -323,7 +323,7 @@ def test_named_folder_that_cannot_be_written(tmp_path: Path, artifact: Artifact)
 
 
 def test_folder_beside_the_model_that_cannot_be_written(tmp_path: Path, artifact: Artifact) -> None:
-    """A read-only repository serves all the same, and keeps nothing."""
+    """A model in a read-only repository is served without a bundle."""
     (tmp_path / "compile_cache").touch()
 
     assert compile_cache.at(build.config(tmp_path), artifact, CPU) is None
@@ -334,7 +334,7 @@ def test_folder_beside_the_model_that_cannot_be_written(tmp_path: Path, artifact
 def test_folder_beside_the_model_of_root(
     mode: int, kept: bool, artifact: Artifact, tmp_path: Path
 ) -> None:
-    """What root compiled serves another user who may read it, and else harms nobody."""
+    """A bundle of root is loaded by another user if it is readable."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         shutil.copytree(tmp_path, folder, dirs_exist_ok=True)
@@ -366,7 +366,7 @@ def _compile(folder: Path, artifact: Artifact, barrier: Any, compiled: Any) -> N
 
 
 def test_one_of_several_instances_compiles(tmp_path: Path, artifact: Artifact) -> None:
-    """Of instances that start together one compiles; the others wait for it, and load."""
+    """Of instances that start together one compiles; the others wait for it and load."""
     context = multiprocessing.get_context("fork")
     barrier, compiled = context.Barrier(4), context.Value("i", 0)
     processes = [
@@ -391,10 +391,10 @@ def test_one_of_several_instances_compiles(tmp_path: Path, artifact: Artifact) -
         pytest.param(False, ["avx512", "avx2"], False, id="TORCHINDUCTOR_VEC_ISA_OK=0"),
     ],
 )
-def test_vector_instructions_are_looked_for_once(
+def test_vector_instructions(
     monkeypatch: pytest.MonkeyPatch, users: bool | None, compilers: list[str], settled: bool | None
 ) -> None:
-    """Inductor is told to take all that the processor has, where it would find just these."""
+    """Inductor uses all instruction sets of the processor without testing them."""
     from torch._inductor import config, cpu_vec_isa
 
     @functools.cache
@@ -409,14 +409,14 @@ def test_vector_instructions_are_looked_for_once(
         assert found() == compilers
 
 
-def test_a_torch_that_looks_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A torch whose compiler has no such list compiles all the same, and looks for itself."""
+def test_torch_with_other_internals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a torch of other internals, the model is compiled without setting them."""
     from torch._inductor import config, cpu_vec_isa
 
     monkeypatch.delattr(cpu_vec_isa, "valid_vec_isa_list")
     with config.patch({"cpp.vec_isa_ok": None}):
         assert compile_cache._find_vectors("digits") == []
-        compile_cache._take_vectors([])
+        compile_cache._set_vectors([])
         assert config.cpp.vec_isa_ok is None
 
 
@@ -453,7 +453,7 @@ exec {compiler} "$@"
 
 
 def _start(folder: Path, torch_cache_folder: Path, **parameters: str) -> dict[str, Any]:
-    """Load and warm up in a process of its own, whose torch has a cache of its own."""
+    """Load and warm up a model in a process with a torch cache of its own."""
     compiler = torch_cache_folder / "bin" / "g++"
     compiler.parent.mkdir(parents=True)
     log = torch_cache_folder / "built"
@@ -496,7 +496,7 @@ def _of_the_model(line: str) -> bool:
 
 @pytest.mark.slow
 def test_warm_start_compiles_nothing(tmp_path: Path) -> None:
-    """A second machine with the bundle, and nothing else of the first, finds every graph in it."""
+    """A second machine loads every graph from the bundle alone."""
     model = tmp_path / "model"
     build.write(model, "model.py", models.source(models.Compiled))
 
@@ -516,7 +516,7 @@ def test_warm_start_compiles_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_warm_start_of_frozen_weights_builds_nothing(tmp_path: Path) -> None:
-    """PyTorch keeps no graph with packed weights; the kernels that were built for it are kept."""
+    """PyTorch does not cache graphs with packed weights; their kernels are cached."""
     model = tmp_path / "model"
     build.write(model, "model.py", models.source(models.Convolved))
 

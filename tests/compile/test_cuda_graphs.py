@@ -1,4 +1,4 @@
-"""Calls captured during the warm-up, and replayed afterwards; capturing itself is in test_gpu."""
+"""CUDA graphs of the warm-up, with a substitute for captures; test_gpu.py captures real ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch_py_backend.compile.cuda_graphs import Graphs
 
 @pytest.fixture(autouse=True)
 def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
-    """The first shapes of what was captured; a replay calls again, and says so by a sign."""
+    """Captured shapes; the substitute's replay negates the result."""
     shapes: list[list[int]] = []
 
     def capture(
@@ -36,7 +36,7 @@ def add(x: Tensor, *, more: Tensor | None = None, times: int = 1) -> Tensor:
 
 
 def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
-    """The first call of a shape is captured, the next ones are replayed with their own values."""
+    """The first call of a shape is captured, and the next ones are replayed with their values."""
     made = Graphs(build.MODEL, add, Counts())
 
     first = [made(torch.ones(rows, 2)).sum().item() for rows in (4, 2)]
@@ -55,8 +55,8 @@ def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
         pytest.param({"times": True}, id="a number of another type"),
     ],
 )
-def test_what_a_graph_is_bound_to(captured: list[list[int]], keywords: dict[str, Any]) -> None:
-    """A graph holds for its arguments' structure and numbers, and for no others."""
+def test_graph_keys(captured: list[list[int]], keywords: dict[str, Any]) -> None:
+    """A graph is replayed only for the same structure and the same numbers."""
     made = Graphs(build.MODEL, add, Counts())
     x = torch.ones(2, 2)
     made(x)
@@ -68,7 +68,7 @@ def test_what_a_graph_is_bound_to(captured: list[list[int]], keywords: dict[str,
 
 @pytest.mark.parametrize("other", [torch.ones(3, 2), torch.ones(2, 2, dtype=torch.float64)])
 def test_sealed_model_captures_nothing(captured: list[list[int]], other: Tensor) -> None:
-    """After the warm-up another shape or type is called as it is, however often it comes."""
+    """After the warm-up other shapes and dtypes are called without a graph."""
     counts = Counts()
     made = Graphs(build.MODEL, add, counts)
     made(torch.ones(2, 2))

@@ -14,7 +14,7 @@ from torch_py_backend.errors import CompileError, LoadError, OptionError
 
 
 class Branching(nn.Module):
-    """Its control flow depends on data: a graph cannot hold it whole."""
+    """Its control flow depends on data, so that a full graph is impossible."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + 1 if x.sum() > 0 else x - 1
@@ -27,7 +27,7 @@ class Scaled(nn.Module):
 
 @pytest.fixture(autouse=True)
 def recompile_limit(dynamo: None) -> int:
-    """Torch's own limit."""
+    """Torch's limit."""
     limit: int = torch._dynamo.config.recompile_limit
     return limit
 
@@ -37,19 +37,19 @@ def config(parameters: dict[str, Any] | None, **overrides: Any) -> ModelConfig:
 
 
 def compiled(settings: ModelConfig, module: Any) -> torch_compile.Compiled:
-    """The module, compiled."""
+    """Compile a module."""
     made = torch_compile.apply(settings, Kind.MODULE, module, Counts())
     assert made is not None
     return made
 
 
 def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Our own lines; torch has others to tell."""
+    """Return the log lines of this package."""
     return [one.getMessage() for one in caplog.records if one.name == torch_compile.__name__]
 
 
 def graphs() -> int:
-    """How many graphs have been compiled since the counters were cleared."""
+    """Return the number of graphs since the counters were reset."""
     count: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return count
 
@@ -64,22 +64,20 @@ def graphs() -> int:
         pytest.param({"disable": False}, True, id="not disabled"),
     ],
 )
-def test_compilation_is_asked_for_by_the_parameter(
-    parameters: dict[str, Any] | None, requested: bool
-) -> None:
-    """The parameter's presence asks for torch.compile, and its `disable` takes that back."""
+def test_requested(parameters: dict[str, Any] | None, requested: bool) -> None:
+    """The parameter requests torch.compile, unless it contains `disable`."""
     assert torch_compile.requested(config(parameters)) is requested
 
 
 @pytest.mark.parametrize("parameters", [None, {"disable": True}], ids=["unset", "disabled"])
-def test_eager_model_is_left_alone(parameters: dict[str, Any] | None) -> None:
-    """Without a wish for it the module is served as it is."""
+def test_model_without_compilation(parameters: dict[str, Any] | None) -> None:
+    """Without the parameter the module is not compiled."""
     assert torch_compile.apply(config(parameters), Kind.MODULE, Scaled(), Counts()) is None
 
 
 @pytest.mark.parametrize("module", [Scaled(), lambda x: x * 3], ids=["module", "function"])
 def test_model_is_compiled(module: Any) -> None:
-    """Modules and functions are compiled, and give what they gave before."""
+    """Compiled modules and functions return the same results."""
     x = torch.ones(2)
     torch._dynamo.utils.counters.clear()
 
@@ -90,7 +88,7 @@ def test_model_is_compiled(module: Any) -> None:
 
 
 def test_parameters_reach_torch_compile() -> None:
-    """A graph break is an error when the config asks for a full graph, and only then."""
+    """A graph break is an error only with fullgraph."""
     whole = config({"backend": "eager", "fullgraph": True})
     parts = config({"backend": "eager"})
 
@@ -103,7 +101,7 @@ def test_parameters_reach_torch_compile() -> None:
 
 
 def test_torchscript_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    """TorchScript is served as it is, and one line says that the parameter has no effect."""
+    """TorchScript is not compiled, and a line in the log says so."""
     module = torch.jit.script(Scaled())
 
     assert torch_compile.apply(config({}), Kind.TORCHSCRIPT, module, Counts()) is None
@@ -118,7 +116,7 @@ def test_torchscript_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
 def test_eager_torchscript_is_not_warned_about(
     parameters: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """TorchScript without a wish for compilation leaves no line in the log."""
+    """Without the parameter nothing is logged for TorchScript."""
     torch_compile.apply(config(parameters), Kind.TORCHSCRIPT, torch.jit.script(Scaled()), Counts())
 
     assert caplog.messages == []
@@ -133,7 +131,7 @@ def test_eager_torchscript_is_not_warned_about(
         pytest.param(True, 32, None, id="dynamic"),
     ],
 )
-def test_every_row_count_may_have_its_graph(
+def test_recompile_limit(
     dynamic: bool | None, rows: int, limit: int | None, recompile_limit: int
 ) -> None:
     """With static shapes torch's limit is raised to the number of batch sizes, never lowered."""
@@ -145,7 +143,7 @@ def test_every_row_count_may_have_its_graph(
 
 
 def test_static_model_is_compiled_for_each_row_count() -> None:
-    """With static shapes no batch size up to the largest falls back to eager."""
+    """With static shapes each batch size has a graph."""
     parameters = {"backend": "eager", "dynamic": False, "fullgraph": True}
     made = compiled(config(parameters, max_batch_size=12), Scaled())
     torch._dynamo.utils.counters.clear()
@@ -166,8 +164,8 @@ def test_static_model_is_compiled_for_each_row_count() -> None:
         pytest.param({"dynamic": "yes"}, "bool", id="dynamic"),
     ],
 )
-def test_what_torch_compile_refuses_fails_the_load(parameters: dict[str, Any], said: str) -> None:
-    """A value that torch.compile does not know is told with the model and the parameter."""
+def test_wrong_parameters(parameters: dict[str, Any], said: str) -> None:
+    """A value that torch.compile refuses fails the load."""
     with pytest.raises(OptionError) as raised:
         torch_compile.apply(config(parameters), Kind.MODULE, Scaled(), Counts())
 
@@ -180,7 +178,7 @@ def test_what_torch_compile_refuses_fails_the_load(parameters: dict[str, Any], s
 
 
 def test_one_graph_serves_all_row_counts() -> None:
-    """The rows are marked as varying: beside one row, which is special, one graph does for all."""
+    """Dimension 0 is marked as dynamic: one graph serves all row counts above 1."""
     made = compiled(config({"backend": "eager"}), Scaled())
     torch._dynamo.utils.counters.clear()
 
@@ -191,7 +189,7 @@ def test_one_graph_serves_all_row_counts() -> None:
 
 
 def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    """A shape that the warm-up did not meet runs eagerly, with one line in the log for all."""
+    """A shape outside the warm-up runs eagerly, and is logged once."""
     counts = Counts()
     made = torch_compile.apply(config({"backend": "eager"}), Kind.MODULE, Scaled(), counts)
     assert made is not None
@@ -209,7 +207,7 @@ def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_sealed_model_raises_what_the_model_raises() -> None:
-    """An error of the model's own is not mistaken for a missing graph."""
+    """An error of the model is raised as it is."""
 
     def forward(x: Tensor) -> Tensor:
         torch._assert_async(x.sum() > 0, "negative")
@@ -223,7 +221,7 @@ def test_sealed_model_raises_what_the_model_raises() -> None:
 
 
 class Broken(nn.Module):
-    """Writes into its input and a buffer before a graph break, and after it."""
+    """Writes to its input and a buffer before a graph break, and after it."""
 
     calls: Tensor
 
@@ -241,7 +239,7 @@ class Broken(nn.Module):
 
 @pytest.mark.parametrize("dynamic", [None, False], ids=["automatic", "static"])
 def test_model_with_graph_breaks_is_run_once(dynamic: bool | None) -> None:
-    """A shape that was not met runs to its end: nothing of the model is run twice."""
+    """A call without a graph runs no part of the model twice."""
     module = Broken()
     made = compiled(config({"backend": "eager", "dynamic": dynamic}), module)
     made(torch.zeros(8, 4))
@@ -257,8 +255,8 @@ def test_model_with_graph_breaks_is_run_once(dynamic: bool | None) -> None:
     assert graphs() == 0
 
 
-def test_error_that_names_torchs_own_is_the_models() -> None:
-    """Whatever a model raises, with a client's text in it or not, it is not run again for that."""
+def test_error_with_the_text_of_dynamo() -> None:
+    """An error of the model with a text of dynamo does not run the model again."""
     calls = 0
 
     def refuse(x: Tensor) -> Tensor:
@@ -281,8 +279,8 @@ def test_error_that_names_torchs_own_is_the_models() -> None:
     assert calls == 1
 
 
-def test_what_hooks_compile_still_runs() -> None:
-    """A function that another part of the process has compiled is none of the seal's affair."""
+def test_other_compiled_functions() -> None:
+    """Functions that other code has compiled run after the model is sealed."""
     made = compiled(config({"backend": "eager"}), Scaled())
     made(torch.ones(8, 4))
     double = torch.compile(lambda x: x * 2, backend="eager")
@@ -301,7 +299,7 @@ def broken(graph: Any, samples: Any) -> Any:
 def test_model_that_cannot_be_compiled_runs_eagerly(
     seals: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A compiler that is missing or fails costs speed and a line in the log, not the service."""
+    """A model that cannot be compiled runs eagerly, with a line in the log."""
     made = compiled(config({"backend": broken}), Scaled())
 
     for _ in range(2):
@@ -323,13 +321,13 @@ def test_model_that_cannot_be_compiled_runs_eagerly(
     ids=["COMPILE_REQUIRED", "fullgraph"],
 )
 def test_compilation_that_is_required_fails_the_load(settings: ModelConfig) -> None:
-    """Who insists on a compiled model is told what the compiler said."""
+    """With COMPILE_REQUIRED a failed compilation fails the load with its error."""
     with pytest.raises(CompileError, match=r"torch\.compile failed: .*no working compiler"):
         compiled(settings, Scaled())(torch.ones(2, 4))
 
 
 def test_error_of_the_model_is_its_own() -> None:
-    """A model that fails eagerly, too, is not blamed on the compiler."""
+    """An error of a model that fails eagerly, too, is raised as it is."""
 
     def forward(x: Tensor) -> Tensor:
         return x @ torch.ones(3, 3)
@@ -339,7 +337,7 @@ def test_error_of_the_model_is_its_own() -> None:
 
 
 def test_frozen_weights_are_constants() -> None:
-    """OPTIMIZE freeze reaches inductor, and the next model does not inherit it."""
+    """OPTIMIZE freeze is set for inductor, and not for the next model."""
     compiled(config({}, optimize=("freeze",)), Scaled())
     assert torch._inductor.config.freezing
 

@@ -497,7 +497,7 @@ class Strays(nn.Module):
 @pytest.mark.parametrize(
     ("module", "reason"),
     [
-        (Strays(), "tensors that are no parameters or buffers"),
+        (Strays(), "tensors that are not parameters or buffers"),
         (nn.ReLU(), "no weights outside of its code"),
     ],
 )

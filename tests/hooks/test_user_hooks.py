@@ -116,7 +116,7 @@ def test_folder(tmp_path: Path) -> None:
             id="fails",
         ),
         pytest.param(
-            _HOOKS, {"hooks": "Around"}, "Around, which is to run around forward(), is no class"
+            _HOOKS, {"hooks": "Around"}, "Around, which is to run around forward(), is not a class"
         ),
         pytest.param(_HOOKS, {"hooks": "Net"}, "is an nn.Module in model.py", id="names a module"),
         pytest.param(

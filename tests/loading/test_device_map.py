@@ -21,7 +21,7 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.errors import ConfigError, LoadError, PlatformError
 from torch_py_backend.loading import device_map, registry
-from torch_py_backend.loading.device_map import Home
+from torch_py_backend.loading.device_map import Dispatched
 from torch_py_backend.weights import weight_swap
 
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Parts that call each other, in a list, by keyword, and with a weight of its own."""
+    """Submodules in a list, called with keyword arguments, and a weight of the module itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,13 +52,13 @@ class Net(nn.Module):
         return y
 
     def summed(self, x: Tensor) -> Tensor:
-        """The module's own code reads what parts give."""
+        """A method that computes with the result of a submodule."""
         y: Tensor = x + self.blocks[0](x, scale=x)["y"]
         return y
 
 
 def _replaced(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """As Module._apply, which changes tensors in their place: fake ones keep their device then."""
+    """Module._apply for fake tensors, which keep their device when they are changed in place."""
     for part in module.modules():
         for name, one in part.named_parameters(recurse=False):
             setattr(part, name, nn.Parameter(change(one), requires_grad=False))
@@ -68,7 +68,7 @@ def _replaced(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A process that sees two GPUs, whose tensors have shapes and devices only."""
+    """A process with two GPUs, whose tensors have only shapes and devices."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(nn.Module, "_apply", _replaced)
     with FakeTensorMode(), torch.no_grad():
@@ -77,7 +77,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def spread(device_map_: dict[str, str], module: nn.Module | None = None) -> Any:
     module = Net() if module is None else module
-    device_map.spread(build.config(kind="MODEL", device_map=device_map_), module)
+    device_map.dispatch(build.config(kind="MODEL", device_map=device_map_), module)
     return module
 
 
@@ -85,8 +85,8 @@ _SPLIT = {"start": "cuda:0", "blocks.0": "cuda:0", "blocks.1": "cuda:1", "head":
 
 
 @pytest.mark.usefixtures("gpus")
-def test_weights_are_where_the_map_wants_them() -> None:
-    """Parameters and buffers, those in no state_dict, too; the longest name counts."""
+def test_devices_of_weights() -> None:
+    """Parameters and buffers, also non-persistent ones, follow the longest matching name."""
     net = spread({"": "cuda:1", "blocks": "cuda:0", "blocks.1.inner": "cpu"})
     found = {name: str(one.device) for name, one in (*net.named_parameters(), *net.named_buffers())}
     assert found == {
@@ -116,17 +116,17 @@ def test_weights_are_where_the_map_wants_them() -> None:
 )
 @pytest.mark.usefixtures("gpus")
 def test_tensors_follow(wished: dict[str, str]) -> None:
-    """Each part finds what it is given on its own device, and the result comes home."""
+    """Inputs are moved to each submodule's device, and the result to that of the first weight."""
     net = spread(wished)
     config = build.config(kind="MODEL", device_map=wished)
     home = net.start.device
-    made = Home(net, net, config)(torch.zeros(3, 4))
+    made = Dispatched(net, net, config)(torch.zeros(3, 4))
     assert (made.device, made.shape) == (home, (3, 2))
 
 
 @pytest.mark.usefixtures("gpus")
-def test_without_the_borders() -> None:
-    """What the test above would not notice otherwise: two devices in one operation fail."""
+def test_without_hooks() -> None:
+    """Without hooks, an operation on two devices fails."""
     net = Net()
     net.head.to("cuda:1")
     with pytest.raises(RuntimeError, match=r"cpu|cuda:1"):
@@ -134,41 +134,41 @@ def test_without_the_borders() -> None:
 
 
 @pytest.mark.usefixtures("gpus")
-def test_a_part_returns_to_its_caller() -> None:
-    """Where the module's own code has a device, what its parts give comes back to it."""
+def test_result_of_a_submodule() -> None:
+    """The result of a submodule is moved to the device of its caller."""
     wished = {"": "cuda:0", "blocks": "cuda:1"}
     net = spread(wished)
     config = build.config(kind="MODEL", device_map=wished)
-    assert str(Home(net.summed, net, config)(torch.zeros(3, 4)).device) == "cuda:0"
+    assert str(Dispatched(net.summed, net, config)(torch.zeros(3, 4)).device) == "cuda:0"
 
 
 def test_values_are_the_same() -> None:
-    """A map changes where a module computes, not what."""
+    """A device map does not change results."""
     net = Net().requires_grad_(requires_grad=False)
     x = torch.rand(3, 4)
     before = net(x)
     spread({"": "cpu", "head": "cpu"}, net)
-    home = Home(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
+    home = Dispatched(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
     assert torch.equal(home(x), before)
 
 
 def test_hooks_see_the_module() -> None:
-    """What they ask of it, a config or a part, is the module's own."""
+    """Attributes are those of the module."""
     net = spread({"": "cpu"})
-    home = Home(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
+    home = Dispatched(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
     assert home.head is net.head
     with pytest.raises(AttributeError, match="tail"):
         home.tail  # noqa: B018
 
 
 def test_only_borders_are_hooked() -> None:
-    """Within a device nothing is called that was not called before."""
+    """Submodules on the device of their caller have no hooks."""
     net = spread({"": "cpu", "blocks": "cpu", "blocks.1.inner": "cpu"})
     assert not any(one._forward_pre_hooks or one._forward_hooks for one in net.modules())
 
 
 def test_tied_weights_stay_tied() -> None:
-    """One tensor under two names is one tensor afterwards."""
+    """Tied weights are one tensor afterwards."""
     net = spread({"": "cpu", "blocks.0": "cpu"}, _tied())
     assert net.blocks[1].inner.weight is net.blocks[0].inner.weight
 
@@ -202,7 +202,7 @@ def _tied() -> Net:
             {"blocks": "cpu"},
             Net(),
             ConfigError,
-            "says nothing of 3 weights: start, head.weight, head.bias",
+            "has no device for 3 weights: start, head.weight, head.bias",
             id="uncovered",
         ),
         pytest.param(
@@ -215,14 +215,14 @@ def _tied() -> Net:
         ),
     ],
 )
-def test_a_map_that_does_not_fit(
+def test_wrong_map(
     wished: dict[str, str],
     module: nn.Module,
     kind: type[LoadError],
     says: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is refused before anything is moved."""
+    """A wrong map is refused before anything is moved."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(kind, match=says):
         spread(wished, module)
@@ -233,10 +233,10 @@ def test_a_map_that_does_not_fit(
 
 
 def test_a_map_in_a_file(tmp_path: Path) -> None:
-    """The map may lie beside the model; numbers are those of GPUs."""
+    """The map may be a file; numbers are ordinals of GPUs."""
     build.write(tmp_path, "devices.json", '{"": "cpu", "head": 1, "blocks": "cuda"}')
     config = build.config(tmp_path, kind="MODEL", device_map="devices.json")
-    assert device_map._wished(config) == {"": "cpu", "head": "cuda:1", "blocks": "cuda:0"}
+    assert device_map._read_map(config) == {"": "cpu", "head": "cuda:1", "blocks": "cuda:0"}
 
 
 @pytest.mark.parametrize(
@@ -251,26 +251,26 @@ def test_a_map_in_a_file(tmp_path: Path) -> None:
         ("\xff", "expected a JSON object"),
     ],
 )
-def test_a_file_that_is_no_map(content: str | None, says: str, tmp_path: Path) -> None:
-    """The file is named, and what it should be."""
+def test_wrong_file(content: str | None, says: str, tmp_path: Path) -> None:
+    """The error names the file and the expected content."""
     if content is not None:
         build.write(tmp_path, "devices.json", content.encode("latin-1"))
     config = build.config(tmp_path, kind="MODEL", device_map="devices.json")
     with pytest.raises(ConfigError, match=says) as raised:
-        device_map.spread(config, Net())
+        device_map.dispatch(config, Net())
     assert "DEVICE_MAP is 'devices.json', which cannot be used" in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["../../devices.json", "/etc/devices.json"])
-def test_a_file_elsewhere(name: str, tmp_path: Path) -> None:
-    """A map lies in the model's folder."""
+def test_file_outside_of_the_model(name: str, tmp_path: Path) -> None:
+    """The file must be in the model's folder."""
     config = build.config(tmp_path, kind="MODEL", device_map=name)
     with pytest.raises(ConfigError, match="expected a file in the model's own folder"):
-        device_map.spread(config, Net())
+        device_map.dispatch(config, Net())
 
 
 def test_new_weights(tmp_path: Path) -> None:
-    """Those of a file that replaces the old one go where the old ones are."""
+    """New weights replace the old ones on their devices."""
     config, artifact, _ = stored(tmp_path, 0.0)
     loaded = registry.load(artifact, config, None)
     fresh = stored(tmp_path, 1.0)[2]

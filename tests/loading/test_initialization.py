@@ -9,7 +9,7 @@ from torch_py_backend.loading import initialization
 
 
 class Module(nn.Module):
-    """Calls what it was given, with itself, when it is built."""
+    """Calls a function with itself when it is built."""
 
     def __init__(self, more: Callable[[Any], None]) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def _tied(module: Any) -> None:
     ],
 )
 def test_weights_that_a_file_will_fill_are_not_drawn(more: Callable[[Any], None]) -> None:
-    """The module is built once, and its weight is whatever memory holds."""
+    """The module is built once, and its weights are uninitialized."""
     built: list[nn.Module] = []
 
     def build() -> nn.Module:
@@ -130,7 +130,7 @@ def _failing_without(module: Any) -> None:
     ],
 )
 def test_a_module_that_uses_its_random_values_has_them(more: Callable[[Any], None]) -> None:
-    """It is built as if nothing had been left out."""
+    """A module that uses its random values is built with them."""
 
     def build() -> nn.Module:
         return Module(more)
@@ -149,8 +149,8 @@ def test_a_module_that_uses_its_random_values_has_them(more: Callable[[Any], Non
     assert torch.equal(built.linear.weight, expected.linear.weight)
 
 
-def test_what_cannot_be_built_says_why_as_before() -> None:
-    """The constructor's own error comes out."""
+def test_error_of_a_constructor() -> None:
+    """The error of the constructor is raised."""
 
     def build() -> nn.Module:
         nn.Linear(3, 3)
@@ -160,8 +160,8 @@ def test_what_cannot_be_built_says_why_as_before() -> None:
         initialization.unfilled(build)
 
 
-def test_a_function_that_is_built_keeps_what_it_has_drawn() -> None:
-    """Nothing will fill the tensors of a closure."""
+def test_function_keeps_its_random_values() -> None:
+    """No file fills the tensors of a closure."""
     torch.manual_seed(0)
     expected = torch.empty(3).normal_()
 

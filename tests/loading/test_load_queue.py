@@ -1,4 +1,4 @@
-"""Who may load, and who waits for whom."""
+"""The queue of loads."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
-    """A place in a line, where a hundred bytes of memory are free."""
+    """A position in a queue, with a hundred bytes of free memory."""
     monkeypatch.setattr(load_queue, "available", lambda: 100)
     names = itertools.count()
     with contextlib.ExitStack() as stack:
 
         def join(claim: Claim = _SMALL, most: int = 8) -> Any:
             ticket = load_queue._Ticket(f"digits_{next(names)}", most, claim)
-            return stack.enter_context(load_queue._Line(tmp_path).joined(ticket))
+            return stack.enter_context(load_queue._Queue(tmp_path).joined(ticket))
 
         yield join
 
@@ -80,8 +80,8 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
 # --- one after another -----------------------------------------------------------------------
 
 
-def test_alone_nobody_waits(join: Join) -> None:
-    """Who is alone loads, whatever it takes."""
+def test_single_loader(join: Join) -> None:
+    """A loader that is alone does not wait, whatever it claims."""
     assert join(Claim(10**15, 10**15, 0), most=1).begin(lambda: 0) == []
 
 
@@ -119,23 +119,23 @@ def test_alone_nobody_waits(join: Join) -> None:
 def test_a_second_loader(
     first: tuple[Claim, int], second: tuple[Claim, int], waits: bool, join: Join
 ) -> None:
-    """The second waits where both together are too many, or too much; 70 bytes of GPU are free."""
+    """A second loader waits if both exceed a limit; the GPU has 70 free bytes."""
     assert join(*first).begin(lambda: 70) == []
     assert join(*second).begin(lambda: 70) == (["digits_0"] if waits else [])
 
 
-def test_nobody_overtakes(join: Join) -> None:
-    """A small load does not pass a large one that waits: that one would wait for ever."""
+def test_order_of_the_queue(join: Join) -> None:
+    """A small load does not overtake a large one that waits."""
     assert join(Claim(50)).begin(None) == []
     large, small = join(Claim(90)), join(Claim(1))
     assert large.begin(None) == ["digits_0"]
     assert small.begin(None) == ["digits_0", "digits_1"]
 
 
-def test_the_first_in_line_is_next(tmp_path: Path, join: Join) -> None:
-    """Once nobody loads, the first who waits may, and not another."""
-    line = load_queue._Line(tmp_path)
-    with line.joined(load_queue._Ticket("loader", 8, Claim(90))) as loader:
+def test_first_waiting_loader_is_next(tmp_path: Path, join: Join) -> None:
+    """The first waiting loader begins when the running one is done."""
+    queue = load_queue._Queue(tmp_path)
+    with queue.joined(load_queue._Ticket("loader", 8, Claim(90))) as loader:
         assert loader.begin(None) == []
         first, second = join(Claim(90)), join(Claim(90))
         assert first.begin(None) == ["loader"]
@@ -144,15 +144,15 @@ def test_the_first_in_line_is_next(tmp_path: Path, join: Join) -> None:
     assert second.begin(None) == ["digits_0"]
 
 
-def test_more_than_two_share(join: Join) -> None:
-    """All claims count, and the least of all limits."""
+def test_several_loaders(join: Join) -> None:
+    """All claims are added up, and the lowest limit applies."""
     assert [join(Claim(30), most=4).begin(None) for _ in range(3)] == [[], [], []]
     assert join(Claim(30), most=4).begin(None) == ["digits_0", "digits_1", "digits_2"]
 
 
 @pytest.mark.parametrize("content", [b"", b'{"instance": "x', b"[]"])
-def test_tickets_of_the_dead(content: bytes, tmp_path: Path, join: Join) -> None:
-    """What a loader left that was killed, at whatever moment, keeps nobody waiting."""
+def test_tickets_of_dead_processes(content: bytes, tmp_path: Path, join: Join) -> None:
+    """The ticket of a killed loader is removed."""
     (tmp_path / "000000000001.ticket").write_bytes(content)
     assert join(most=1).begin(None) == []
     assert [path.name for path in tmp_path.glob("*.ticket")] == ["000000000002.ticket"]
@@ -161,8 +161,8 @@ def test_tickets_of_the_dead(content: bytes, tmp_path: Path, join: Join) -> None
 # --- with processes --------------------------------------------------------------------------
 
 
-def test_in_the_order_in_which_they_came(start: Start, tmp_path: Path) -> None:
-    """Each loads when the one before it is done."""
+def test_order_of_processes(start: Start, tmp_path: Path) -> None:
+    """Each process loads when the one before it is done."""
     loaders = [start(_LOADER, name) for name in ("a", "b", "c")]
     assert {loader.hear() for loader in loaders} == {"waits"}
     for _ in range(3):
@@ -177,8 +177,8 @@ def test_in_the_order_in_which_they_came(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("killed", [0, 1])
-def test_killed_loaders_let_the_next_one_in(killed: int, start: Start, tmp_path: Path) -> None:
-    """Whether it loads or waits: who is killed keeps nobody waiting."""
+def test_killed_loaders(killed: int, start: Start, tmp_path: Path) -> None:
+    """A loader that is killed, waiting or loading, does not block the others."""
     loaders = []
     for place in range(3):
         loaders.append(start(_LOADER, place))
@@ -194,8 +194,8 @@ def test_killed_loaders_let_the_next_one_in(killed: int, start: Start, tmp_path:
     assert not any(tmp_path.glob("*/servers/*"))
 
 
-def test_never_more_at_once_than_told(start: Start, tmp_path: Path) -> None:
-    """Eight that start together load two by two."""
+def test_parallel_loads_limit(start: Start, tmp_path: Path) -> None:
+    """No more than PARALLEL_LOADS load at once."""
     folder = tmp_path / "present"
     folder.mkdir()
     crowd = [start(_CROWD, folder) for _ in range(8)]
@@ -221,7 +221,7 @@ def _descriptors() -> int:
 
 
 def test_nothing_remains(temporary: Path) -> None:
-    """After a load, and after one that failed, there is neither file nor descriptor."""
+    """A load, also a failed one, leaves no file and no descriptor."""
     before = _descriptors()
     with load_queue.turn(build.config(), Claim(1)):
         assert _tickets(temporary)[0]["loads"]
@@ -231,13 +231,13 @@ def test_nothing_remains(temporary: Path) -> None:
     assert _descriptors() == before
 
 
-def test_who_waits_long_says_for_whom(
+def test_waiting_is_logged(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line names those that load; then it waits in silence."""
+    """One line names the instances that a loader waits for."""
     monkeypatch.setattr(load_queue, "_PATIENCE_S", 0)
     answers = iter([["resnet_0_0", "bert_0_1"]] * 3 + [[]])
-    monkeypatch.setattr(load_queue._Place, "begin", lambda self, device_free: next(answers))
+    monkeypatch.setattr(load_queue._Position, "begin", lambda self, device_free: next(answers))
     with caplog.at_level(logging.INFO), load_queue.turn(build.config(), Claim(1)):
         pass
     assert [record.getMessage() for record in caplog.records] == [
@@ -245,10 +245,10 @@ def test_who_waits_long_says_for_whom(
     ]
 
 
-def test_nowhere_to_meet(
+def test_no_server_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It loads all the same, and says so; with PARALLEL_LOADS it refuses."""
+    """Without the server's folder a model loads with a warning; with PARALLEL_LOADS it fails."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with load_queue.turn(build.config(), Claim(1)):
         assert "without waiting" in caplog.text
@@ -273,7 +273,7 @@ def test_nowhere_to_meet(
     ],
 )
 def test_claims(on_gpu: bool, optimize: tuple[str, ...], expected: Claim, tmp_path: Path) -> None:
-    """The files' size, once or twice, where the model goes; and a constant."""
+    """A claim is the size of the files, twice for a frozen model, plus a constant."""
     path = build.write(tmp_path, "model.py", b"x" * _MIB)
     weights = build.write(tmp_path, "model.pt", b"x" * 3 * _MIB)
     settings = build.config(tmp_path, device_id=1, optimize=optimize)
@@ -319,7 +319,7 @@ _V2 = {
 def test_available(
     own: str | None, folders: dict[str, dict[str, str]], expected: int, tmp_path: Path
 ) -> None:
-    """The least of what the machine has and what any group's limit leaves, cached files aside."""
+    """The lowest of the machine's memory and of all limits counts, without cached files."""
     meminfo = build.write(tmp_path, "meminfo", "MemTotal: 9 kB\nMemAvailable:       2 kB\n")
     if own is not None:
         build.write(tmp_path, "own", own)
@@ -331,23 +331,23 @@ def test_available(
     assert load_queue.available(meminfo, tmp_path / "1" / "own", cgroup) == expected
 
 
-def test_available_here() -> None:
-    """This machine says what it has."""
+def test_available_on_this_machine() -> None:
+    """The memory of this machine can be read."""
     assert load_queue.available() > 0
 
 
-def test_the_line_is_the_servers(temporary: Path) -> None:
-    """It lies in the server's own folder."""
+def test_queue_is_in_the_server_folder(temporary: Path) -> None:
+    """The queue is in the server's folder."""
     room = server_folder.enter("digits")
     with load_queue.turn(build.config(), Claim(1)):
         assert any((room.path / "loading").glob("*.ticket"))
     room.leave()
 
 
-def test_a_full_disk_keeps_nobody_from_loading(
+def test_full_disk(
     temporary: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a ticket it loads at once, says so, and leaves nothing that others stumble over."""
+    """On a full disk a model loads at once with a warning, and leaves no ticket."""
 
     def fail(ticket: object, path: Path) -> None:
         path.write_bytes(b"")
@@ -366,8 +366,8 @@ def test_a_full_disk_keeps_nobody_from_loading(
         assert _tickets(temporary)[0]["loads"]
 
 
-def test_a_ticket_that_was_cut_short_is_passed_over(temporary: Path) -> None:
-    """Whoever holds it had no room to write it whole."""
+def test_truncated_ticket(temporary: Path) -> None:
+    """A truncated ticket of a full disk is ignored."""
     with load_queue.turn(build.config(instance="a"), Claim(1)):
         (path,) = temporary.glob("*/servers/*/loading/*.ticket")
         path.write_bytes(b"")

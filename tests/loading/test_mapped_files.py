@@ -10,12 +10,12 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.loading import exported_programs, mapped_files
-from torch_py_backend.loading.mapped_files import Adopting
+from torch_py_backend.loading import exported_program, mapped_files
+from torch_py_backend.loading.mapped_files import AliasOnCopy
 
 
 def saved(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
-    """The tensors, mapped from a file that holds them."""
+    """Tensors that are mapped from a file."""
     if path.suffix == ".safetensors":
         safetensors.torch.save_file(tensors, path)
         return safetensors.torch.load_file(path)
@@ -36,12 +36,12 @@ def path(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 # --- adoption --------------------------------------------------------------------------------
 
 
-def test_a_copied_weight_lies_in_the_file(path: Path) -> None:
-    """The parameter is the same object as before, at another place."""
+def test_copied_weight_is_mapped(path: Path) -> None:
+    """The parameter is the same object, in the memory of the file."""
     state = saved(nn.Linear(5, 3).state_dict(), path)
     linear = nn.Linear(5, 3)
     weight = linear.weight
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         linear.load_state_dict(state)
     assert linear.weight is weight
     assert weight.requires_grad
@@ -53,11 +53,11 @@ def test_a_copied_weight_lies_in_the_file(path: Path) -> None:
 
 
 def test_what_a_model_writes_stays_in_its_process(path: Path) -> None:
-    """Neither the file nor another mapping of it changes."""
+    """Writing to a weight changes neither the file nor another mapping of it."""
     state = saved({"mean": torch.zeros(4)}, path)
     before = path.read_bytes()
     mean = torch.ones(4)
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         mean.copy_(state["mean"])
     assert shared(mean)
     mean.add_(7)
@@ -95,13 +95,13 @@ HELD: list[Tensor] = []
 
 
 @pytest.mark.parametrize("become", [_double, _transposed, _viewed, _part])
-def test_a_weight_that_cannot_lie_there_is_copied(
+def test_weight_that_cannot_be_mapped(
     become: Callable[[Tensor, Tensor], Tensor], path: Path
 ) -> None:
-    """Another type or layout, or somebody who holds a view: the values are right all the same."""
+    """A weight of another dtype or layout, or with a view, is copied."""
     state = saved({"weight": torch.arange(16.0).reshape(4, 4)}, path)
     weight = become(torch.zeros(4, 4), state["weight"])
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         weight.copy_(state["weight"])
     assert torch.equal(weight.float(), state["weight"])
     assert not shared(weight)
@@ -110,12 +110,12 @@ def test_a_weight_that_cannot_lie_there_is_copied(
     HELD.clear()
 
 
-def test_two_weights_that_are_one_in_the_file_are_told_apart(tmp_path: Path) -> None:
-    """A model that writes into one does not change the other."""
+def test_two_weights_of_one_record(tmp_path: Path) -> None:
+    """Writing to one of two weights that are one in the file does not change the other."""
     value = torch.zeros(4)
     state = saved({"a": value, "b": value}, tmp_path / "weights.pt")
     first, second = torch.ones(4), torch.ones(4)
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         first.copy_(state["a"])
         second.copy_(state["b"])
         first.copy_(state["a"])
@@ -123,21 +123,21 @@ def test_two_weights_that_are_one_in_the_file_are_told_apart(tmp_path: Path) -> 
     assert torch.equal(second, torch.zeros(4))
 
 
-def test_what_was_computed_from_the_file_is_copied(path: Path) -> None:
-    """Only memory of the file is adopted."""
+def test_computed_values_are_copied(path: Path) -> None:
+    """Only memory of the file is shared."""
     state = saved({"weight": torch.ones(4)}, path)
     weight, computed = torch.zeros(4), state["weight"] * 2
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         weight.copy_(computed)
     computed.zero_()
     assert torch.equal(weight, torch.full((4,), 2.0))
 
 
-def test_a_part_of_a_tensor_in_the_file_can_be_adopted(path: Path) -> None:
-    """As by a module that splits a matrix for three into three."""
+def test_part_of_a_tensor(path: Path) -> None:
+    """A part of a tensor is shared, as in modules that split a matrix."""
     state = saved({"qkv": torch.arange(24.0).reshape(6, 4)}, path)
     parts = [torch.zeros(2, 4) for _ in range(3)]
-    with Adopting(state.values()):
+    with AliasOnCopy(state.values()):
         for part, piece in zip(parts, state["qkv"].chunk(3), strict=True):
             part.copy_(piece)
     assert torch.equal(torch.cat(parts), state["qkv"])
@@ -149,7 +149,7 @@ def test_a_part_of_a_tensor_in_the_file_can_be_adopted(path: Path) -> None:
 
 
 class Net(nn.Module):
-    """Weights of equal size and of equal value, a buffer, a tied weight."""
+    """Weights of equal sizes and values, a buffer, and a tied weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,14 +178,12 @@ def scripted(net: Net, path: Path) -> Any:
 
 def exported(net: Net, path: Path) -> Any:
     torch.export.save(torch.export.export(net, (torch.ones(2, 6),)), path)
-    return exported_programs.load_exported(build.config(max_batch_size=0), path, None).module
+    return exported_program.load(build.config(max_batch_size=0), path, None).module
 
 
 @pytest.mark.parametrize("make", [scripted, exported])
-def test_the_weights_of_an_archive_lie_in_it(
-    make: Callable[[Net, Path], Any], tmp_path: Path
-) -> None:
-    """All of them, with the results of before; what the model writes, stays in the process."""
+def test_weights_of_an_archive(make: Callable[[Net, Path], Any], tmp_path: Path) -> None:
+    """All weights are mapped, with the same results; writes stay in the process."""
     torch.manual_seed(0)
     net: Any = Net().eval()
     path, x = tmp_path / "model.pt", torch.rand(2, 6)
@@ -216,7 +214,7 @@ def test_a_weight_that_is_not_in_the_archive_stays(tmp_path: Path) -> None:
 
 
 def test_compressed_members_are_not_shared(tmp_path: Path) -> None:
-    """They hold other bytes than the tensors do."""
+    """Compressed members are not shared."""
     path = tmp_path / "model.pt"
     net = torch.jit.script(Net().eval())
     net.save(path)
@@ -224,13 +222,13 @@ def test_compressed_members_are_not_shared(tmp_path: Path) -> None:
     with zipfile.ZipFile(buffer) as plain, zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as out:
         for member in plain.infolist():
             out.writestr(member.filename, plain.read(member.filename))
-    assert not list(mapped_files.stored(path))
+    assert not list(mapped_files.stored_members(path))
     mapped_files.share(net.parameters(), path)
     assert not shared(*net.parameters())
 
 
-def test_a_weight_that_others_look_at_stays(tmp_path: Path) -> None:
-    """A view that is no weight would go on showing the old place."""
+def test_weight_with_a_view_stays(tmp_path: Path) -> None:
+    """A weight with a view is not replaced."""
     net = torch.jit.script(Net().eval())
     net.save(tmp_path / "model.pt")
     view = net.second.weight.view(-1)
@@ -240,9 +238,9 @@ def test_a_weight_that_others_look_at_stays(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"no archive"])
-def test_what_is_no_archive_is_an_error(content: bytes, tmp_path: Path) -> None:
-    """A damaged file has no members."""
+def test_damaged_archive(content: bytes, tmp_path: Path) -> None:
+    """A damaged archive raises an error."""
     path = tmp_path / "model.pt"
     path.write_bytes(content)
     with pytest.raises(zipfile.BadZipFile):
-        list(mapped_files.stored(path))
+        list(mapped_files.stored_members(path))

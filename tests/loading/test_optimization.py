@@ -1,4 +1,4 @@
-"""OPTIMIZE: what it does to a model, and what it refuses."""
+"""OPTIMIZE."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def module() -> Iterator[nn.Module]:
         yield Convolved().eval()
 
 
-def test_nothing_is_wished(module: nn.Module) -> None:
-    """Without OPTIMIZE a model is served as it is."""
+def test_without_optimize(module: nn.Module) -> None:
+    """Without OPTIMIZE a model is not changed."""
     assert optimization.apply(build.config(), loaded(Kind.MODULE, module)) is module
 
 
@@ -65,7 +65,7 @@ def test_channels_last(module: nn.Module, kind: Kind) -> None:
 
 
 def test_channels_last_of_a_method(module: nn.Module) -> None:
-    """A method that is served has its module's weights changed."""
+    """The weights of the module are changed if one of its methods is served."""
     served = module.raw
     config = build.config(optimize=("channels_last",))
 
@@ -78,7 +78,7 @@ def test_channels_last_of_a_method(module: nn.Module) -> None:
 
 @pytest.mark.parametrize("method", [None, "raw"])
 def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
-    """A frozen graph has no weights left to look up, and answers the same."""
+    """A frozen graph has no parameters, and returns the same."""
     x = torch.rand(2, 3, 8, 8)
     script: Any = torch.jit.script(module)
     served = getattr(script, method) if method else script
@@ -100,16 +100,16 @@ def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
         (("bf16",), Kind.AOTI, "take OPTIMIZE out"),
     ],
 )
-def test_what_does_not_apply(
+def test_unsupported_optimizations(
     module: nn.Module, wished: tuple[str, ...], kind: Kind, says: str
 ) -> None:
-    """An optimization that an artifact cannot have is refused, with what to do."""
+    """An optimization that does not apply to the artifact is refused."""
     with pytest.raises(ConfigError, match=says):
         optimization.apply(build.config(optimize=wished), loaded(kind, module))
 
 
 def test_function_has_no_memory_format() -> None:
-    """channels_last is for weights, and a function has none."""
+    """channels_last is refused for a function, which has no weights."""
     config = build.config(optimize=("channels_last",))
 
     with pytest.raises(ConfigError, match="A function has no weights"):
@@ -117,7 +117,7 @@ def test_function_has_no_memory_format() -> None:
 
 
 def test_compiled_module_may_be_frozen(module: nn.Module) -> None:
-    """Beside torch.compile the module itself stays as it is; its graph is frozen later."""
+    """With torch.compile the module is not changed; its graph is frozen later."""
     config = build.config(optimize=("freeze",), torch_compile_optional_parameters={})
 
     assert optimization.apply(config, loaded(Kind.MODULE, module)) is module

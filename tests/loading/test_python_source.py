@@ -34,7 +34,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def imports(tmp_path: Path) -> Iterator[None]:
-    """Puts back what Python knows of the test's own modules and where it looks for them."""
+    """Restore sys.modules and sys.path after the test."""
     path = list(sys.path)
     yield
     sys.path[:] = path
@@ -44,7 +44,7 @@ def imports(tmp_path: Path) -> Iterator[None]:
 
 
 def constructed(folder: Path, source: str | bytes, **options: Any) -> Any:
-    """What is served of a source in version 1, with these options."""
+    """The object that a source in version 1 defines, with these options."""
     path = build.write(folder, "model.py", source)
     imported = python_source.import_source(build.MODEL, path)
     return python_source.construct(build.config(folder, **options), path, imported, filled=False)
@@ -54,7 +54,7 @@ def constructed(folder: Path, source: str | bytes, **options: Any) -> Any:
 
 
 def test_only_class_is_served(tmp_path: Path) -> None:
-    """The one nn.Module of the file is built and served, whatever its name."""
+    """The only nn.Module of a file is served, whatever its name."""
     module = constructed(tmp_path, NET)
 
     assert isinstance(module, nn.Module)
@@ -74,13 +74,13 @@ def test_only_class_is_served(tmp_path: Path) -> None:
         pytest.param(NET + "net = Net()\nlinear = nn.Linear(1, 1)\n", id="instances"),
     ],
 )
-def test_what_else_the_file_names_does_not_count(source: str, tmp_path: Path) -> None:
-    """Imports, functions, other classes and private names do not compete with the one module."""
+def test_other_names_of_the_file(source: str, tmp_path: Path) -> None:
+    """Imports, functions, other classes and private names are not candidates."""
     assert type(constructed(tmp_path, source)).__name__ == "Net"
 
 
-def test_imported_class_is_not_served_for_lack_of_an_own_one(tmp_path: Path) -> None:
-    """The alphabetically first class that the file can see is not good enough."""
+def test_imported_class_is_not_served(tmp_path: Path) -> None:
+    """An imported class is not served by default."""
     with pytest.raises(SourceError) as raised:
         constructed(tmp_path, "from torch.nn import Conv2d, Linear\n")
 
@@ -90,8 +90,8 @@ def test_imported_class_is_not_served_for_lack_of_an_own_one(tmp_path: Path) -> 
     )
 
 
-def test_class_of_a_sibling_is_not_counted_but_can_be_named(tmp_path: Path) -> None:
-    """A class from a file beside model.py is an import like any other."""
+def test_imported_class_can_be_named(tmp_path: Path) -> None:
+    """A class of a file beside model.py is served only if it is named."""
     build.write(tmp_path, "sibling_with_a_class.py", NET)
     source = "from sibling_with_a_class import Net\n"
 
@@ -102,14 +102,14 @@ def test_class_of_a_sibling_is_not_counted_but_can_be_named(tmp_path: Path) -> N
 
 @pytest.fixture
 def stub_module(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The backend's own file, which Triton's stub imports as `model`."""
+    """The backend's file, which Triton's stub imports as `model`."""
     backend = ModuleType("model")
     backend.__file__ = "/opt/tritonserver/backends/pytorch_py/model.py"
     monkeypatch.setitem(sys.modules, "model", backend)
 
 
 def test_a_sibling_named_model_is_imported(tmp_path: Path, stub_module: None) -> None:
-    """The model's own module `model` is imported, not the backend's file of that name."""
+    """`import model` imports the model's own module, not the backend's file."""
     build.write(tmp_path, "model.py", NET)
     path = build.write(tmp_path, "served.py", "from model import Net\n")
     config = build.config(tmp_path, model_class="Net")
@@ -128,7 +128,7 @@ def test_a_factory_in_a_module_named_model(tmp_path: Path, stub_module: None) ->
 
 
 def test_only_function_is_served(tmp_path: Path) -> None:
-    """A file with one function and no module serves the function itself."""
+    """The only function of a file without modules is served."""
     function = constructed(
         tmp_path, "import math\nfrom os import getcwd\ndef double(x):\n    return 2 * x\n"
     )
@@ -138,7 +138,7 @@ def test_only_function_is_served(tmp_path: Path) -> None:
 
 
 def test_class_is_named(tmp_path: Path) -> None:
-    """MODEL_CLASS tells which one of several is served."""
+    """MODEL_CLASS names one of several classes."""
     source = NET + "class Other(Net):\n    def forward(self, x):\n        return x + 2\n"
 
     assert constructed(tmp_path, source, model_class="Net")(1) == 2
@@ -154,18 +154,18 @@ def test_class_is_named(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_python_runtime_s_choice_among_several(
+def test_several_classes_for_the_python_runtime(
     tmp_path: Path, source: str, answer: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A repository for Triton's Python runtime gets the class that Triton's runtime would take."""
+    """The class that Triton's Python runtime would choose is served."""
     module = constructed(tmp_path, NET + source, python_runtime=True)
 
     assert module(1) == answer
     assert "is served, the first in the alphabet" in caplog.text
 
 
-def test_python_runtime_s_imported_class(tmp_path: Path) -> None:
-    """A repository for Triton's Python runtime may have its only class in a file beside."""
+def test_imported_class_for_the_python_runtime(tmp_path: Path) -> None:
+    """The only class may be imported from a file beside model.py."""
     (tmp_path / "1").mkdir()
     (tmp_path / "1" / "runtime_layers.py").write_text(NET, encoding="utf-8")
 
@@ -175,7 +175,7 @@ def test_python_runtime_s_imported_class(tmp_path: Path) -> None:
 
 
 def test_private_class_can_be_named(tmp_path: Path) -> None:
-    """A name that is not chosen by itself can be asked for."""
+    """A private class is served only if it is named."""
     module = constructed(tmp_path, NET.replace("Net", "_Net"), model_class="_Net")
 
     assert module(1) == 2
@@ -189,7 +189,7 @@ def test_function_is_named(tmp_path: Path) -> None:
 
 
 def test_built_module_is_named(tmp_path: Path) -> None:
-    """MODEL_CLASS may name a module that the file has built itself; it is not called."""
+    """MODEL_CLASS may name a module object, which is not called."""
     module = constructed(tmp_path, NET + "served = nn.Identity()\n", model_class="served")
 
     assert isinstance(module, nn.Identity)
@@ -207,7 +207,7 @@ def test_factory_is_called_once(tmp_path: Path) -> None:
 
 
 def test_factory_may_return_a_function(tmp_path: Path) -> None:
-    """What a factory returns is served as it is."""
+    """A factory may return a function."""
     source = "def make(offset):\n    return lambda x: x + offset\n"
 
     function = constructed(tmp_path, source, model_factory="make", model_kwargs={"offset": 5})
@@ -281,7 +281,7 @@ def test_keyword_arguments_reach_class_and_factory(option: str, tmp_path: Path) 
 def test_unclear_choice_is_refused(
     source: str, options: dict[str, Any], said: list[str], tmp_path: Path
 ) -> None:
-    """Where nothing, or not one thing, can be served, the candidates and the way out are told."""
+    """No candidate, or several, are an error that names them."""
     with pytest.raises(SourceError) as raised:
         constructed(tmp_path, source, **options)
 
@@ -319,10 +319,10 @@ def test_unclear_choice_is_refused(
         ),
     ],
 )
-def test_arguments_that_do_not_fit_are_told(
+def test_wrong_arguments(
     source: str, options: dict[str, Any], said: list[str], tmp_path: Path
 ) -> None:
-    """A constructor that needs other arguments is shown with its signature and the parameter."""
+    """The error shows the signature of the constructor, and the parameter."""
     with pytest.raises(SourceError) as raised:
         constructed(tmp_path, source, **options)
 
@@ -343,7 +343,7 @@ def test_arguments_that_do_not_fit_are_told(
 def test_factory_without_a_signature_fails_when_it_is_called(
     factory: str, said: str, tmp_path: Path
 ) -> None:
-    """A factory whose arguments Python cannot tell is called, and its own refusal is told."""
+    """A factory without a signature is called, and its error is reported."""
     source = f"import functools\n{SIZED}make = {factory}\n"
 
     with pytest.raises(SourceError) as raised:
@@ -366,10 +366,8 @@ def test_factory_without_a_signature_fails_when_it_is_called(
         ),
     ],
 )
-def test_constructor_that_raises_is_told_with_its_line(
-    body: str, said: str, tmp_path: Path
-) -> None:
-    """What a constructor raises comes with the line of model.py and without folders."""
+def test_error_of_a_constructor(body: str, said: str, tmp_path: Path) -> None:
+    """The error of a constructor has the line of model.py, and no folders."""
     source = (
         f"from torch import nn\nclass Net(nn.Module):\n    def __init__(self):\n        {body}\n"
     )
@@ -407,10 +405,8 @@ def test_constructor_that_raises_is_told_with_its_line(
         pytest.param(b"x = 1\n\x00\n", "source code string cannot contain null bytes", id="null"),
     ],
 )
-def test_failing_import_is_told_with_its_line(
-    source: str | bytes, said: str, tmp_path: Path
-) -> None:
-    """A model.py that cannot be imported is told with the line that is to blame."""
+def test_error_of_an_import(source: str | bytes, said: str, tmp_path: Path) -> None:
+    """The error of an import has the line of model.py."""
     with pytest.raises(SourceError) as raised:
         constructed(tmp_path, source)
 
@@ -438,10 +434,8 @@ def test_failing_import_is_told_with_its_line(
         ),
     ],
 )
-def test_failing_sibling_is_told_with_the_line_that_imports_it(
-    name: str, sibling: str, said: str, tmp_path: Path
-) -> None:
-    """A mistake in a file beside model.py is not blamed on a line of model.py's own."""
+def test_error_of_an_imported_file(name: str, sibling: str, said: str, tmp_path: Path) -> None:
+    """An error in a file beside model.py has the line of model.py that imports it."""
     build.write(tmp_path, f"{name}.py", sibling)
 
     with pytest.raises(SourceError) as raised:
@@ -451,7 +445,7 @@ def test_failing_sibling_is_told_with_the_line_that_imports_it(
 
 
 def test_siblings_can_be_imported(tmp_path: Path) -> None:
-    """Files and packages beside model.py are importable, before and after the import."""
+    """Files and packages beside model.py can be imported, also later."""
     build.write(tmp_path, "sibling_number.py", "NUMBER = 3\n")
     build.write(tmp_path, "sibling_package/__init__.py", "from .inner import NUMBER\n")
     build.write(tmp_path, "sibling_package/inner.py", "NUMBER = 4\n")
@@ -465,8 +459,8 @@ def test_siblings_can_be_imported(tmp_path: Path) -> None:
     assert constructed(tmp_path, source)(1) == 8
 
 
-def test_two_models_do_not_meet(tmp_path: Path) -> None:
-    """Each model.py is a module of its own, also where both define the same class."""
+def test_two_models(tmp_path: Path) -> None:
+    """Each model.py is a separate module."""
     first = constructed(tmp_path / "a", NET)
     second = constructed(tmp_path / "b", NET.replace("+ 1", "+ 2"))
 
@@ -475,7 +469,7 @@ def test_two_models_do_not_meet(tmp_path: Path) -> None:
 
 
 def test_module_can_be_found_by_its_name(tmp_path: Path) -> None:
-    """Dataclasses, pickles and torch.compile look a class's module up in sys.modules."""
+    """The module is in sys.modules, for dataclasses, pickles and torch.compile."""
     source = "import dataclasses\n" + NET + "@dataclasses.dataclass\nclass Size:\n    x: 'int'\n"
 
     module = constructed(tmp_path, source)
@@ -484,7 +478,7 @@ def test_module_can_be_found_by_its_name(tmp_path: Path) -> None:
 
 
 def test_repository_is_not_written_to(tmp_path: Path) -> None:
-    """Importing leaves no compiled files in the model repository."""
+    """An import writes no bytecode to the model repository."""
     build.write(tmp_path, "sibling_to_compile.py", "X = 1\n")
     before = sys.dont_write_bytecode
 
@@ -498,12 +492,12 @@ def test_repository_is_not_written_to(tmp_path: Path) -> None:
 
 
 def test_source_is_read_as_utf8(tmp_path: Path) -> None:
-    """A source is UTF-8, as Python has it, and not in the server's encoding."""
+    """A source is read as UTF-8, whatever the encoding of the server."""
     assert constructed(tmp_path, "def grüße(x):\n    return 'ä' + x\n")("ö") == "äö"
 
 
 def test_real_model_runs(tmp_path: Path) -> None:
-    """What was constructed computes."""
+    """A constructed model computes."""
     module = constructed(tmp_path, SIZED, model_kwargs={"size": 2})
 
     assert module(torch.ones(3, 2)).shape == (3, 1)
@@ -548,7 +542,7 @@ number = 3
 
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A package of one module, which Python finds; its name."""
+    """The name of an importable package of one module."""
     name = "installed_package"
     (tmp_path / "site" / name).mkdir(parents=True)
     (tmp_path / "site" / name / "__init__.py").write_text("")
@@ -565,7 +559,7 @@ def built(folder: Path, factory: str, **options: Any) -> python_source.Built:
 
 
 def test_class_of_a_package_is_built(package: str, tmp_path: Path) -> None:
-    """`package.module:Class` is called with MODEL_KWARGS; its weights are still to come."""
+    """`package.module:Class` is called with MODEL_KWARGS, and has no weights yet."""
     found = built(tmp_path / "digits", f"{package}:Net", model_kwargs={"size": 5, "bias": False})
 
     assert found.served.linear.in_features == 5
@@ -574,14 +568,14 @@ def test_class_of_a_package_is_built(package: str, tmp_path: Path) -> None:
 
 
 def test_name_within_a_class_is_found(package: str, tmp_path: Path) -> None:
-    """What follows the colon may have dots."""
+    """The name after the colon may have dots."""
     factory = f"{package}:Namespace.make"
 
     assert built(tmp_path / "digits", factory, model_kwargs={"offset": 5}).served(1) == 6
 
 
-def test_file_beside_the_model_is_a_package_as_well(tmp_path: Path) -> None:
-    """A module in the version folder can be named like an installed one."""
+def test_factory_in_the_version_folder(tmp_path: Path) -> None:
+    """MODEL_FACTORY may name a module in the version folder."""
     build.write(tmp_path / "digits", "sibling_as_a_package.py", PACKAGE)
 
     assert built(tmp_path / "digits", "sibling_as_a_package:Net").served.linear.in_features == 1
@@ -595,10 +589,8 @@ def test_file_beside_the_model_is_a_package_as_well(tmp_path: Path) -> None:
         pytest.param(["1/config.json", "config.json"], "1", id="version before model"),
     ],
 )
-def test_pretrained_folder_is_handed_over(
-    files: list[str], found: str, package: str, tmp_path: Path
-) -> None:
-    """from_pretrained() is given the folder with config.json, and no way into the network."""
+def test_from_pretrained(files: list[str], found: str, package: str, tmp_path: Path) -> None:
+    """from_pretrained() gets the folder with config.json, and no network."""
     folder = tmp_path / "digits"
     (folder / "1").mkdir(parents=True)
     for name in files:
@@ -614,8 +606,8 @@ def test_pretrained_folder_is_handed_over(
     )
 
 
-def test_class_without_a_config_is_built_as_usual(package: str, tmp_path: Path) -> None:
-    """Without a config.json from_pretrained() has nothing to read."""
+def test_from_pretrained_without_a_config(package: str, tmp_path: Path) -> None:
+    """Without a config.json the class is called."""
     made = built(tmp_path / "digits", f"{package}:Pretrained", model_kwargs={"a": 1})
 
     assert not made.has_weights
@@ -641,10 +633,10 @@ def test_class_without_a_config_is_built_as_usual(package: str, tmp_path: Path) 
         ),
     ],
 )
-def test_what_cannot_be_imported_is_told(
+def test_factory_that_cannot_be_imported(
     name: str, said: str, package: str, tmp_path: Path
 ) -> None:
-    """A factory that is not there, or whose package fails, is refused with its own complaint."""
+    """A missing or failing factory is an error with its reason."""
     (tmp_path / "site" / "broken_on_import.py").write_text("1 / 0\n")
     (tmp_path / "site" / "leaving_on_import.py").write_text("raise SystemExit(3)\n")
     name = name.format(package=package)
@@ -673,10 +665,10 @@ def test_what_cannot_be_imported_is_told(
         ),
     ],
 )
-def test_package_that_fails_is_told(
+def test_error_of_a_factory(
     name: str, options: dict[str, Any], said: str, package: str, tmp_path: Path
 ) -> None:
-    """What a factory raises comes with its arguments and without folders of the server."""
+    """The error of a factory has its arguments, and no folders of the server."""
     with pytest.raises(SourceError) as raised:
         built(tmp_path / "digits", f"{package}:{name}", **options)
 
@@ -696,15 +688,15 @@ def test_package_that_fails_is_told(
         pytest.param("def serve(x):\n    return x + 7\n", 8, id="beside a function"),
     ],
 )
-def test_example_inputs_are_no_model(source: str, served: int, tmp_path: Path) -> None:
-    """The function that makes samples does not compete with what is served."""
+def test_example_inputs_is_not_a_candidate(source: str, served: int, tmp_path: Path) -> None:
+    """The function example_inputs() is not a candidate to serve."""
     examples = "def example_inputs():\n    return {}\n"
 
     assert constructed(tmp_path, examples + source)(1) == served
 
 
-def test_example_inputs_are_asked_for(tmp_path: Path) -> None:
-    """What the function in model.py returns is handed on; without it there is nothing."""
+def test_example_inputs(tmp_path: Path) -> None:
+    """The result of the function in model.py is returned, or None without it."""
     path = build.write(tmp_path, "model.py", NET + "def example_inputs():\n    return {'x': 3}\n")
 
     assert python_source.example_inputs(build.MODEL, path, "example_inputs") == {"x": 3}
@@ -720,8 +712,8 @@ def test_example_inputs_are_asked_for(tmp_path: Path) -> None:
         pytest.param("raise SystemExit(3)", "fails at line 2: SystemExit: 3", id="exits"),
     ],
 )
-def test_wrong_example_inputs_are_told(body: str, said: str, tmp_path: Path) -> None:
-    """Samples that cannot be made are told with the line."""
+def test_wrong_example_inputs(body: str, said: str, tmp_path: Path) -> None:
+    """The error of example_inputs() has its line."""
     path = build.write(tmp_path, "model.py", f"def example_inputs():\n    {body}\n")
 
     with pytest.raises(SourceError) as raised:

@@ -20,7 +20,7 @@ from torch_py_backend.errors import (
     SourceError,
     WeightsError,
 )
-from torch_py_backend.loading import exported_programs, registry
+from torch_py_backend.loading import aotinductor, registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import Passing
 
@@ -50,7 +50,7 @@ Y = torch.tensor([[112.0, 128.0, 144.0]])
 
 
 class Net(nn.Module):
-    """As in the source above."""
+    """The class of the source above."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Net(nn.Module):
 
 
 class OnlyEncodes(nn.Module):
-    """Has a method, and no forward()."""
+    """A module with a method and without forward()."""
 
     @torch.jit.export
     def encode(self, x: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class OnlyEncodes(nn.Module):
 
 @pytest.fixture(autouse=True)
 def imports(tmp_path: Path) -> Iterator[None]:
-    """Puts back what Python knows of the test's own modules and where it looks for them."""
+    """Restore sys.modules and sys.path after the test."""
     path = list(sys.path)
     yield
     sys.path[:] = path
@@ -113,7 +113,7 @@ def scripted() -> Any:
 
 
 def test_module_is_ready_to_be_called(tmp_path: Path) -> None:
-    """A source becomes a module with its weights, in eval mode, that records no gradients."""
+    """A source becomes a module with its weights, in eval mode, without gradients."""
     store(tmp_path, state=STATE)
 
     loaded = load(tmp_path)
@@ -126,7 +126,7 @@ def test_module_is_ready_to_be_called(tmp_path: Path) -> None:
 
 
 def test_weights_are_parameters_and_buffers(tmp_path: Path) -> None:
-    """What a model holds is known, for finding its device."""
+    """The weights are all parameters and buffers."""
     store(tmp_path, state=STATE)
 
     assert sorted(tensor.sum().item() for tensor in load(tmp_path).weights) == [15.0, 60.0, 300.0]
@@ -143,14 +143,14 @@ def test_weights_are_parameters_and_buffers(tmp_path: Path) -> None:
 def test_module_is_moved_to_its_device(
     device: torch.device | None, found: str, tmp_path: Path
 ) -> None:
-    """A module goes where its instance runs; without a device it stays where it was built."""
+    """A module is moved to the device of its instance; without one it stays where it is."""
     store(tmp_path, state=STATE)
 
     assert {tensor.device.type for tensor in load(tmp_path, device).weights} == {found}
 
 
-def test_module_that_places_itself_stays_there(tmp_path: Path) -> None:
-    """With KIND_MODEL the module's own placement holds."""
+def test_module_places_itself(tmp_path: Path) -> None:
+    """With KIND_MODEL the module is not moved."""
     store(tmp_path, NET + "def make():\n    return Net().to('meta')\n")
 
     loaded = load(tmp_path, device=None, model_factory="make", weights="none")
@@ -159,23 +159,23 @@ def test_module_that_places_itself_stays_there(tmp_path: Path) -> None:
 
 
 def test_module_without_its_weights_is_refused(tmp_path: Path) -> None:
-    """Random numbers are not served."""
+    """A module with random weights is not served."""
     store(tmp_path)
 
-    with pytest.raises(ArtifactError, match="Net has 3 weights, and no file"):
+    with pytest.raises(ArtifactError, match="Net has 3 weights, and there is no weights file"):
         load(tmp_path)
 
 
 def test_weights_of_another_class_are_refused(tmp_path: Path) -> None:
-    """A file that lacks a weight fails the load."""
+    """A file without one of the weights fails the load."""
     store(tmp_path, state={"linear.weight": STATE["linear.weight"]})
 
     with pytest.raises(WeightsError, match=r"missing keys \(2\)"):
         load(tmp_path)
 
 
-def test_module_may_be_served_as_it_is_built(tmp_path: Path) -> None:
-    """With WEIGHTS none the constructor's own values are served, whatever lies beside it."""
+def test_weights_none(tmp_path: Path) -> None:
+    """With WEIGHTS none the values of the constructor are served."""
     store(tmp_path, state=STATE)
 
     loaded = load(tmp_path, weights="none")
@@ -184,7 +184,7 @@ def test_module_may_be_served_as_it_is_built(tmp_path: Path) -> None:
 
 
 def test_module_without_weights_needs_no_file(tmp_path: Path) -> None:
-    """A module that holds nothing is served from its source alone."""
+    """A module without weights needs only its source."""
     store(tmp_path, "from torch import nn\nclass Net(nn.ReLU): ...\n")
 
     loaded = load(tmp_path)
@@ -194,7 +194,7 @@ def test_module_without_weights_needs_no_file(tmp_path: Path) -> None:
 
 
 def test_function_is_served(tmp_path: Path) -> None:
-    """A function needs no module and no weights."""
+    """A function is served without weights."""
     store(tmp_path, "def double(x, factor=2):\n    return factor * x\n")
 
     loaded = load(tmp_path)
@@ -206,20 +206,20 @@ def test_function_is_served(tmp_path: Path) -> None:
 
 
 def test_callable_object_is_served(tmp_path: Path) -> None:
-    """A class that is no module is built, and served if it can be called."""
+    """An instance of a class that is not a module is served if it is callable."""
     store(tmp_path, "class Scaled:\n    def __call__(self, x):\n        return 3 * x\n")
 
     assert load(tmp_path, model_class="Scaled").module(2) == 6
 
 
 def test_weights_beside_a_function_are_refused(tmp_path: Path) -> None:
-    """A file that would be ignored is told."""
+    """A file of weights beside a function is an error."""
     store(tmp_path, "def double(x):\n    return 2 * x\n", state=STATE)
 
     with pytest.raises(ArtifactError) as raised:
         load(tmp_path)
 
-    assert "model 'digits': model.pt lies beside a function" in str(raised.value)
+    assert "model 'digits': model.pt is beside a function" in str(raised.value)
     assert 'set the parameter WEIGHTS to "none"' in str(raised.value)
     assert load(tmp_path, weights="none").module(4) == 8
 
@@ -231,10 +231,8 @@ def test_weights_beside_a_function_are_refused(tmp_path: Path) -> None:
         pytest.param({"model_class": "Size"}, "what model.py builds is a Size", id="class"),
     ],
 )
-def test_what_cannot_be_called_is_refused(
-    options: dict[str, Any], said: str, tmp_path: Path
-) -> None:
-    """What is built must be a module or a function."""
+def test_result_that_is_not_callable(options: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """A factory must return a module or a function."""
     store(tmp_path, "def make():\n    return 3\nclass Size: ...\n")
 
     with pytest.raises(SourceError) as raised:
@@ -245,7 +243,7 @@ def test_what_cannot_be_called_is_refused(
 
 
 def test_factory_may_return_torchscript(tmp_path: Path) -> None:
-    """A factory that scripts its module is served like one that does not."""
+    """A factory may return a scripted module."""
     store(tmp_path, NET + "def make():\n    return torch.jit.script(Net())\n")
 
     loaded = load(tmp_path, model_factory="make", weights="none")
@@ -254,8 +252,8 @@ def test_factory_may_return_torchscript(tmp_path: Path) -> None:
     assert loaded.module(X).shape == (1, 3)
 
 
-def test_what_has_no_signature_is_refused(tmp_path: Path) -> None:
-    """A built-in function whose arguments Python cannot tell is refused."""
+def test_function_without_a_signature(tmp_path: Path) -> None:
+    """A built-in function without a signature is refused."""
     store(tmp_path, "from torch import relu\n")
 
     with pytest.raises(SourceError, match="'digits': the arguments of what is served cannot be"):
@@ -277,7 +275,7 @@ def test_what_has_no_signature_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_torchscript_is_ready_to_be_called(make: Any, tmp_path: Path) -> None:
-    """TorchScript is loaded in eval mode, however it was made."""
+    """TorchScript is loaded in eval mode."""
     store_script(tmp_path, make())
 
     loaded = load(tmp_path)
@@ -289,7 +287,7 @@ def test_torchscript_is_ready_to_be_called(make: Any, tmp_path: Path) -> None:
 
 
 def test_torchscript_has_weights(tmp_path: Path) -> None:
-    """Parameters and buffers of TorchScript are known like a module's."""
+    """The weights of TorchScript are its parameters and buffers."""
     store_script(tmp_path, scripted())
 
     assert sorted(tensor.sum().item() for tensor in load(tmp_path).weights) == [15.0, 60.0, 300.0]
@@ -299,14 +297,14 @@ def test_torchscript_has_weights(tmp_path: Path) -> None:
 def test_torchscript_is_loaded_onto_its_device(
     device: torch.device | None, found: str, tmp_path: Path
 ) -> None:
-    """TorchScript goes where its instance runs, wherever it was saved."""
+    """TorchScript is loaded onto the device of its instance."""
     store_script(tmp_path, scripted())
 
     assert {tensor.device.type for tensor in load(tmp_path, device).weights} == {found}
 
 
 def test_torchscript_without_forward_is_refused(tmp_path: Path) -> None:
-    """TorchScript that has other methods only cannot be called."""
+    """TorchScript without forward() is refused."""
     store_script(tmp_path, torch.jit.script(OnlyEncodes()))
 
     with pytest.raises(ArtifactError) as raised:
@@ -327,10 +325,10 @@ def test_torchscript_without_forward_is_refused(tmp_path: Path) -> None:
         pytest.param("data.pkl", b"offset", b"offsit", id="weight of another name"),
     ],
 )
-def test_torchscript_that_cannot_be_loaded_is_told(
+def test_torchscript_that_cannot_be_loaded(
     member: str, old: bytes, new: bytes | None, tmp_path: Path
 ) -> None:
-    """TorchScript that this torch cannot read fails the load with torch's version and reason."""
+    """The error names the version of torch and its reason."""
     path = store_script(tmp_path, scripted())
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
@@ -370,7 +368,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize("device", [CPU, META], ids=str)
 def test_method_of_a_module_is_served(device: torch.device, tmp_path: Path) -> None:
-    """METHOD names what is called instead of forward(), with its own arguments."""
+    """METHOD names the method that is called, with its own arguments."""
     store(tmp_path, METHODS)
 
     loaded = load(tmp_path, device, method="encode")
@@ -380,7 +378,7 @@ def test_method_of_a_module_is_served(device: torch.device, tmp_path: Path) -> N
 
 
 def test_method_keeps_its_modules_weights(tmp_path: Path) -> None:
-    """The module behind a method is filled, put into eval mode and asked for its weights."""
+    """The module of a method is filled and put into eval mode."""
     store(tmp_path, NET.replace("def forward", "def encode"), STATE)
 
     loaded = load(tmp_path, method="encode")
@@ -390,7 +388,7 @@ def test_method_keeps_its_modules_weights(tmp_path: Path) -> None:
 
 
 def test_method_of_an_object_is_served(tmp_path: Path) -> None:
-    """What is no module may have methods, too."""
+    """METHOD also names a method of an object that is not a module."""
     source = "class Net:\n    def encode(self, x):\n        return x + 1\n    __call__ = None\n"
     store(tmp_path, source + "def make():\n    return lambda x: x\n")
 
@@ -398,7 +396,7 @@ def test_method_of_an_object_is_served(tmp_path: Path) -> None:
 
 
 def test_method_of_torchscript_is_served(tmp_path: Path) -> None:
-    """TorchScript's exported methods are called like forward(), which it need not have."""
+    """METHOD also names an exported method of TorchScript, which needs no forward()."""
     store_script(tmp_path, torch.jit.script(OnlyEncodes()))
 
     loaded = load(tmp_path, method="encode")
@@ -411,11 +409,13 @@ def test_method_of_torchscript_is_served(tmp_path: Path) -> None:
     ("method", "said"),
     [
         pytest.param("decode", "METHOD is 'decode', which Net does not have", id="missing"),
-        pytest.param("size", "the arguments of what is served cannot be told", id="no method"),
+        pytest.param(
+            "size", "the arguments of what is served cannot be determined", id="no method"
+        ),
     ],
 )
-def test_method_that_is_none_is_refused(method: str, said: str, tmp_path: Path) -> None:
-    """A name that leads to no method fails the load."""
+def test_unknown_method(method: str, said: str, tmp_path: Path) -> None:
+    """A name without a method fails the load."""
     store(tmp_path, METHODS)
 
     with pytest.raises(SourceError) as raised:
@@ -426,7 +426,7 @@ def test_method_that_is_none_is_refused(method: str, said: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("method", ["encode", "training"])
 def test_method_that_torchscript_lacks_is_refused(method: str, tmp_path: Path) -> None:
-    """A method that was not exported, or that is none, is told by its name."""
+    """A method that TorchScript does not export is refused by its name."""
     store_script(tmp_path, scripted())
 
     with pytest.raises(ArtifactError, match=rf"model\.pt is TorchScript without {method}\(\)"):
@@ -452,14 +452,14 @@ def test_package_builds_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_package_without_its_weights_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package's module is not served with random numbers either, unless the config says so."""
+    """A module of a package is not served with random weights, unless the config says so."""
     (tmp_path / "package_without_weights.py").write_text(NET)
     monkeypatch.syspath_prepend(tmp_path)
     folder = tmp_path / "digits"
     (folder / "1").mkdir(parents=True)
     factory = "package_without_weights:Net"
 
-    with pytest.raises(ArtifactError, match="Net has 3 weights, and no file"):
+    with pytest.raises(ArtifactError, match="Net has 3 weights, and there is no weights file"):
         load(folder, model_factory=factory)
     assert load(folder, model_factory=factory, weights="none").module(X).shape == (1, 3)
 
@@ -467,7 +467,7 @@ def test_package_without_its_weights_is_refused(
 def test_pretrained_module_has_read_its_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What from_pretrained() returns needs no file that we would read."""
+    """The result of from_pretrained() needs no file of weights."""
     source = NET + (
         "    @classmethod\n    def from_pretrained(cls, folder, local_files_only):\n"
         "        return cls()\n"
@@ -493,13 +493,13 @@ def store_program(folder: Path) -> None:
 
 
 def store_package(folder: Path, name: str = "model.pt2") -> None:
-    """What looks like a package, and is none that can be loaded."""
+    """A file with the type of a package that cannot be loaded."""
     with zipfile.ZipFile(build.write(folder, name, ""), "w") as file:
         file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
 
 
 def test_exported_program_is_ready_to_be_called(tmp_path: Path) -> None:
-    """A program is loaded with its arguments, its weights and the rows that it takes."""
+    """A program is loaded with its arguments, its weights and its row limits."""
     store_program(tmp_path)
 
     loaded = load(tmp_path)
@@ -513,7 +513,7 @@ def test_exported_program_is_ready_to_be_called(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("store_it", [store_program, store_package], ids=["export", "AOTI"])
 def test_method_of_a_program_is_refused(store_it: Any, tmp_path: Path) -> None:
-    """A program is one method: METHOD would be ignored."""
+    """METHOD is refused for a program, which is one method."""
     store_it(tmp_path)
 
     with pytest.raises(ConfigError, match=r"METHOD is set, and model\.pt2 is .*; expected|take"):
@@ -531,10 +531,10 @@ def test_method_of_a_program_is_refused(store_it: Any, tmp_path: Path) -> None:
         ("jit", "weights", "none"),
     ],
 )
-def test_option_without_effect_is_told(
+def test_option_without_effect(
     kind: str, option: str, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What a complete artifact has no use for is named in the log."""
+    """An option without effect on the artifact is logged."""
     if kind == "jit":
         store_script(tmp_path, scripted())
     else:
@@ -549,11 +549,9 @@ def test_option_without_effect_is_told(
 def test_package_for_another_machine_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A package that does not fit is not tried: a crash would be the answer."""
+    """A package for another machine is refused before it is loaded."""
     store_package(tmp_path)
-    monkeypatch.setattr(
-        exported_programs, "misfit", lambda path, device: "processor sparc (here: x86)"
-    )
+    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "processor sparc (here: x86)")
 
     with pytest.raises(ArtifactError) as raised:
         load(tmp_path)
@@ -565,10 +563,10 @@ def test_package_for_another_machine_is_refused(
 def test_fallback_is_served_on_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where a package does not fit, FALLBACK is served, with all that it needs, and a warning."""
+    """FALLBACK is served, with a warning, if the package is for another machine."""
     store(tmp_path, state=STATE)
     store_package(tmp_path)
-    monkeypatch.setattr(exported_programs, "misfit", lambda path, device: "processor sparc")
+    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "processor sparc")
 
     loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
 
@@ -582,10 +580,10 @@ def test_fallback_is_served_on_another_machine(
 def test_fallback_is_served_where_the_package_does_not_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A package that fits by its own account, and does not load, is replaced as well."""
+    """FALLBACK is served if the package cannot be loaded."""
     store(tmp_path, state=STATE)
     store_package(tmp_path)
-    monkeypatch.setattr(exported_programs, "misfit", lambda path, device: "")
+    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "")
 
     loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
 
@@ -595,12 +593,10 @@ def test_fallback_is_served_where_the_package_does_not_load(
     assert message.endswith("model.py is served instead.")
 
 
-def test_package_that_does_not_load_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A damaged package fails the load with torch's version and the ways out."""
+def test_package_that_cannot_be_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A damaged package fails the load with the version of torch and what to do."""
     store_package(tmp_path)
-    monkeypatch.setattr(exported_programs, "misfit", lambda path, device: "")
+    monkeypatch.setattr(aotinductor, "mismatch", lambda path, device: "")
 
     with pytest.raises(ArtifactError) as raised:
         load(tmp_path)
@@ -612,14 +608,14 @@ def test_package_that_does_not_load_is_told(
 
 
 def test_code_takes_any_number_of_rows(tmp_path: Path) -> None:
-    """Only programs are bound to the rows that they were made for."""
+    """Only programs have row limits."""
     store(tmp_path, state=STATE)
 
     assert load(tmp_path).rows == ANY_ROWS
 
 
 def test_each_kind_has_a_loader() -> None:
-    """No kind of artifact can be found that cannot be loaded."""
+    """Each kind of artifact has a loader."""
     assert set(registry.LOADERS) == set(Kind)
 
 
@@ -654,10 +650,10 @@ def _streaming(folder: Path, which: str, **overrides: Any) -> Loaded:
         ("plain", "forward(x)", False, False),
     ],
 )
-def test_what_a_decoupled_model_is(
+def test_decoupled_models(
     which: str, takes: str, steps: bool, streams: bool, tmp_path: Path
 ) -> None:
-    """begin() and step() are served where they are there, else forward(), yielding or not."""
+    """A decoupled model is served through begin() and step(), or through forward()."""
     loaded = _streaming(tmp_path, which, decoupled=True)
     assert str(loaded.signature) == takes
     assert (loaded.step is not None) is steps
@@ -666,21 +662,21 @@ def test_what_a_decoupled_model_is(
 
 @pytest.mark.parametrize("which", ["generator", "asynchronous", "steps"])
 def test_streams_in_a_model_that_is_not_decoupled(which: str, tmp_path: Path) -> None:
-    """A stream where one response is promised is refused, with what to write."""
+    """A streaming model that is not decoupled is refused with what to write."""
     with pytest.raises(ConfigError, match=r"is not decoupled.*decoupled: true"):
         _streaming(tmp_path, which)
 
 
 @pytest.mark.parametrize("which", ["both", "plain"])
-def test_forward_is_served_where_one_response_is_promised(which: str, tmp_path: Path) -> None:
-    """A module may have a forward() for one response beside what makes streams."""
+def test_forward_beside_steps(which: str, tmp_path: Path) -> None:
+    """Without decoupling forward() is served, also beside begin() and step()."""
     loaded = _streaming(tmp_path, which)
     assert str(loaded.signature) == "forward(x)"
     assert loaded.step is None
 
 
 def test_method_rather_than_steps(tmp_path: Path) -> None:
-    """Whoever names a method wants that one."""
+    """METHOD takes precedence over begin() and step()."""
     loaded = _streaming(tmp_path, "both", decoupled=True, method="forward")
     assert str(loaded.signature) == "forward(x)"
     assert loaded.step is None
@@ -698,7 +694,7 @@ def test_method_rather_than_steps(tmp_path: Path) -> None:
     ids=["decoupled", "sequences"],
 )
 def test_handlers_answer_once(overrides: dict[str, Any], says: str) -> None:
-    """A handler of TorchServe knows neither streams nor the states of sequences."""
+    """A handler of TorchServe supports neither streams nor sequences."""
     archive = Artifact(Kind.TORCHSERVE, Path("/models/digits/1/model.mar"))
     with pytest.raises(ConfigError, match=says):
         registry.load(archive, build.config(**overrides), None)
@@ -708,8 +704,8 @@ def test_handlers_answer_once(overrides: dict[str, Any], says: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["script", "function"])
-def test_device_map_of_what_is_no_module(kind: str, tmp_path: Path) -> None:
-    """Programs and functions have no submodules to place."""
+def test_device_map_without_a_module(kind: str, tmp_path: Path) -> None:
+    """DEVICE_MAP is refused for programs and functions."""
     if kind == "script":
         store_script(tmp_path, scripted())
         found = "the model is TorchScript"
@@ -722,7 +718,7 @@ def test_device_map_of_what_is_no_module(kind: str, tmp_path: Path) -> None:
 
 
 def test_module_with_a_device_map(tmp_path: Path) -> None:
-    """Its method is called through the map, and its weights stay in their file."""
+    """METHOD is called through the device map, and the weights stay mapped."""
     store(tmp_path, state=STATE)
 
     loaded = load(tmp_path, None, device_map={"linear": "cpu", "offset": "cpu"})

@@ -1,4 +1,4 @@
-"""Made-up requests for a config."""
+"""Synthetic requests for a config."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def shapes(item: Item) -> dict[str, tuple[int, ...]]:
 def test_item_has_the_configs_shapes(
     rows: int | None, shrunk: bool, found: dict[str, tuple[int, ...]]
 ) -> None:
-    """All inputs agree in rows, and only a dimension of -1 is stretched."""
+    """All inputs have the same rows, and only dimensions of -1 differ."""
     config = build.config(inputs=(build.spec("x", dims=(3, -1)), build.spec("n", "INT64", ())))
 
     assert shapes(sample_inputs.item(config, rows, shrunk=shrunk)) == found
 
 
 @pytest.mark.parametrize(("shrunk", "size"), [(False, 32), (True, 16)])
-def test_sizes_are_those_that_padding_makes(shrunk: bool, size: int) -> None:
-    """Where lengths are rounded up, the samples' are rounded already, and still differ."""
+def test_sizes_with_padding(shrunk: bool, size: int) -> None:
+    """With PAD the sizes are rounded up, and still differ."""
     config = build.config(
         inputs=(build.spec("x", dims=(-1,)), build.spec("m", "INT64", (-1,))),
         pad={"x": {"multiple_of": 16}},
@@ -54,7 +54,7 @@ def test_sizes_are_those_that_padding_makes(shrunk: bool, size: int) -> None:
 
 @pytest.mark.parametrize("name", TENSOR_TYPES)
 def test_item_has_the_configs_type(name: str) -> None:
-    """A sample of every type can be made: floats between 0 and 1, whole numbers of 1."""
+    """Each dtype has a sample: floats between 0 and 1, integers of 1."""
     spec = build.spec("x", name, (100,))
 
     value = sample_inputs.item(build.config(inputs=(spec,)), None)["x"]
@@ -66,8 +66,8 @@ def test_item_has_the_configs_type(name: str) -> None:
     assert (len(set(values.tolist())) > 10) is (name in FLOATS)
 
 
-def test_strings_come_as_requests_bring_them() -> None:
-    """A sample of strings is an array of bytes, as Triton hands it over."""
+def test_strings() -> None:
+    """A sample of strings is an array of bytes, as in a request."""
     value = sample_inputs.item(build.config(inputs=(build.spec("x", "BYTES", (-1, 2)),)), 3)["x"]
 
     assert isinstance(value, np.ndarray)
@@ -78,7 +78,7 @@ def test_strings_come_as_requests_bring_them() -> None:
 
 @pytest.mark.parametrize(("without", "names"), [((), ["x", "n"]), (("n",), ["x"])])
 def test_inputs_may_be_left_out(without: tuple[str, ...], names: list[str]) -> None:
-    """A sample has all inputs but those that it shall lack."""
+    """Inputs can be left out."""
     config = build.config(inputs=(build.spec("x"), build.spec("n")))
 
     assert list(sample_inputs.item(config, 1, without=without)) == names
@@ -94,10 +94,10 @@ def test_inputs_may_be_left_out(without: tuple[str, ...], names: list[str]) -> N
     ],
 )
 @pytest.mark.parametrize("strings", [False, True], ids=["tensor", "strings"])
-def test_an_example_makes_up_the_rows(
+def test_rows_of_an_example(
     rows: int, shrunk: bool, expected: list[list[int]], strings: bool
 ) -> None:
-    """An example's own rows are repeated, and cut where the size is free."""
+    """The rows of an example are repeated, and dimensions of -1 are shortened."""
     config = build.config(inputs=(build.spec("x", "INT64", (-1,)), build.spec("n")))
     example = torch.arange(1, 9).reshape(2, 4)
     value: Any = example.numpy().astype(np.object_) if strings else example
@@ -122,19 +122,19 @@ def test_an_example_makes_up_the_rows(
     ],
 )
 def test_an_example_fits_its_input(dims: tuple[int, ...], value: Any, fits: bool) -> None:
-    """What an input cannot have, is not sent to it in the warm-up."""
+    """An example of another dtype or shape does not fit its input."""
     assert sample_inputs.fits(build.config(), build.spec("x", dims=dims), value) is fits
 
 
 def test_items_are_the_same_each_time() -> None:
-    """What fails with a sample, fails again: its numbers are not drawn anew."""
+    """An item is the same each time."""
     first, second = (sample_inputs.item(build.config(), 2)["x"] for _ in range(2))
 
     assert first.tolist() == second.tolist()
 
 
 def test_inputs_of_an_item_differ() -> None:
-    """Two inputs that a model mixes up do not go unnoticed for being equal."""
+    """Two inputs have different values, so that a mix-up is noticed."""
     config = build.config(inputs=(build.spec("x"), build.spec("y")))
 
     item = sample_inputs.item(config, 2)
@@ -143,8 +143,8 @@ def test_inputs_of_an_item_differ() -> None:
 
 
 @pytest.mark.parametrize("dims", [(), (1,), (1, 1)])
-def test_a_row_s_only_value_is_that_of_all_rows(dims: tuple[int, ...]) -> None:
-    """An argument that is annotated float takes one number for the whole batch."""
+def test_rows_of_one_value(dims: tuple[int, ...]) -> None:
+    """All rows of one value are equal: an argument annotated as float gets one number."""
     x = sample_inputs.item(build.config(inputs=(build.spec("x", dims=dims),)), 4)["x"]
 
     assert tuple(x.shape) == (4, *dims)
@@ -152,7 +152,7 @@ def test_a_row_s_only_value_is_that_of_all_rows(dims: tuple[int, ...]) -> None:
 
 
 def test_global_random_numbers_are_left_alone() -> None:
-    """A model that draws random numbers draws the same ones with and without warm-up."""
+    """The global random state is not changed."""
     before = torch.random.get_rng_state()
 
     sample_inputs.item(build.config(), 8)

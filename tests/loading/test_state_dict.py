@@ -30,7 +30,7 @@ class Net(nn.Module):
 
 
 class Tied(nn.Module):
-    """Reads and writes with one matrix."""
+    """Uses one matrix for its input and its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Tied(nn.Module):
 
 
 class Listed(Net):
-    """Calls its weight by another name than the one in the state_dict."""
+    """Holds its weight under another name than in its state_dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Listed(Net):
 
 
 class Viewed(Net):
-    """Keeps a view of its weight."""
+    """Holds a view of its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Viewed(Net):
 
 
 class Renamed(Net):
-    """Knows the names that an earlier version of it saved."""
+    """Translates the keys of an earlier version."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Renamed(Net):
 
 
 class Cached(Net):
-    """Keeps a buffer that is not saved."""
+    """Holds a non-persistent buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +128,7 @@ def filled(
     name: str = "model.pt",
     **options: Any,
 ) -> nn.Module:
-    """The module with the state in it, by way of a file."""
+    """Return a module that was filled from a file with this state."""
     write(state, build.write(folder, name, ""))
     state_dict.fill(build.config(folder, **options), artifact(folder, name), module)
     return module.eval()
@@ -139,7 +139,7 @@ def filled(
 
 @pytest.mark.parametrize(("write", "name"), FORMATS)
 def test_weights_arrive_from_every_format(write: Writer, name: str, tmp_path: Path) -> None:
-    """A module computes with the numbers in its file, in whichever format they were saved."""
+    """A module computes with the weights of a file of any format."""
     module = filled(tmp_path, Net(), STATE, write, name)
 
     assert torch.equal(module(X), Y)
@@ -147,10 +147,10 @@ def test_weights_arrive_from_every_format(write: Writer, name: str, tmp_path: Pa
 
 @pytest.mark.parametrize(("write", "name"), FORMATS)
 @pytest.mark.parametrize("saved", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_module_keeps_its_type(
+def test_module_keeps_its_dtype(
     saved: torch.dtype, write: Writer, name: str, tmp_path: Path
 ) -> None:
-    """Weights of another type are converted: the file does not decide."""
+    """Weights of another dtype are converted to that of the module."""
     state = {key: tensor.to(saved) for key, tensor in STATE.items()}
 
     module = filled(tmp_path, Net(), state, write, name)
@@ -160,14 +160,14 @@ def test_module_keeps_its_type(
 
 
 def test_module_of_half_precision_stays_one(tmp_path: Path) -> None:
-    """A module that is built in bfloat16 takes a float32 file and stays in bfloat16."""
+    """A module in bfloat16 stays in bfloat16 with a float32 file."""
     module = filled(tmp_path, Net().bfloat16(), STATE)
 
     assert {tensor.dtype for tensor in module.parameters()} == {torch.bfloat16}
 
 
-def test_types_may_differ_for_some(tmp_path: Path) -> None:
-    """One tensor of another type changes neither its own type in the module nor the others'."""
+def test_dtype_of_one_tensor(tmp_path: Path) -> None:
+    """One tensor of another dtype does not change the dtypes of the module."""
     module = filled(tmp_path, Net(), {**STATE, "linear.bias": STATE["linear.bias"].double()})
 
     assert {tensor.dtype for tensor in module.parameters()} == {torch.float32}
@@ -182,7 +182,7 @@ def test_types_may_differ_for_some(tmp_path: Path) -> None:
     ],
 )
 def test_tied_weights_stay_tied(write: Writer, tmp_path: Path) -> None:
-    """A matrix with two names is one matrix after loading as well."""
+    """Tied weights are one tensor after loading."""
     saved = Tied()
 
     module = filled(tmp_path, Tied(), saved.state_dict(), write)
@@ -194,7 +194,7 @@ def test_tied_weights_stay_tied(write: Writer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kept", ["embedding.weight", "head.weight"])
 def test_safetensors_keep_one_name_of_tied_weights(kept: str, tmp_path: Path) -> None:
-    """Of tied weights a safetensors file has one name, either one; the other is not missing."""
+    """A safetensors file has one name of tied weights; the others are not missing."""
     matrix = torch.arange(8.0).reshape(4, 2)
 
     module = filled(tmp_path, Tied(), {kept: matrix}, safe, "model.safetensors")
@@ -205,7 +205,7 @@ def test_safetensors_keep_one_name_of_tied_weights(kept: str, tmp_path: Path) ->
 
 
 def test_file_of_safetensors_save_model_fits(tmp_path: Path) -> None:
-    """What safetensors itself writes for a module with tied weights is read."""
+    """A file of safetensors.torch.save_model with tied weights is read."""
     saved = Tied()
     path = build.write(tmp_path, "model.safetensors", "")
     safetensors.torch.save_model(saved, str(path))
@@ -241,7 +241,7 @@ def test_file_of_safetensors_save_model_fits(tmp_path: Path) -> None:
 def test_module_computes_as_the_one_that_was_saved(
     make: Callable[[], nn.Module], x: Tensor, write: Writer, name: str, tmp_path: Path
 ) -> None:
-    """However a module holds its weights, it gives what the saved one gave."""
+    """A module computes like the saved one, however it holds its weights."""
     saved = make().eval()
     saved(x)
     for tensor in saved.state_dict().values():
@@ -256,8 +256,8 @@ def test_module_computes_as_the_one_that_was_saved(
     assert torch.equal(found, expected)
 
 
-def test_checkpoint_from_before_a_buffer_existed_fits(tmp_path: Path) -> None:
-    """What torch itself adds to an old checkpoint (num_batches_tracked) is not missing."""
+def test_old_checkpoint(tmp_path: Path) -> None:
+    """A value that torch adds to an old checkpoint (num_batches_tracked) is not missing."""
     state = nn.BatchNorm1d(2).state_dict()
     old = {key: tensor for key, tensor in state.items() if key != "num_batches_tracked"}
     old["running_mean"] = torch.tensor([1.0, 2.0])
@@ -268,8 +268,8 @@ def test_checkpoint_from_before_a_buffer_existed_fits(tmp_path: Path) -> None:
     assert torch.equal(module.state_dict()["running_mean"], old["running_mean"])
 
 
-def test_names_that_the_module_translates_fit(tmp_path: Path) -> None:
-    """A module that renames the keys of old checkpoints is asked, not overruled."""
+def test_translated_keys(tmp_path: Path) -> None:
+    """A module may translate the keys of old checkpoints."""
     old = {key.replace("linear.", "old."): tensor for key, tensor in STATE.items()}
     Renamed().load_state_dict(old)  # torch takes it
 
@@ -278,13 +278,13 @@ def test_names_that_the_module_translates_fit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("state", [dict, collections.OrderedDict], ids=["dict", "OrderedDict"])
 def test_any_mapping_is_a_state_dict(state: Callable[[State], State], tmp_path: Path) -> None:
-    """A state_dict may be any dict of tensors."""
+    """Any dict of tensors is a state_dict."""
     assert torch.equal(filled(tmp_path, Net(), state(STATE))(X), Y)
 
 
 @pytest.mark.parametrize(("write", "name"), FORMATS)
 def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: Path) -> None:
-    """A file that is written over in place does not change a model that has copied from it."""
+    """Writing over a file does not change a model that has copied from it."""
     module = filled(tmp_path, Net(), STATE, write, name, enable_weight_sharing=False)
     path = tmp_path / "1" / name
     with path.open("r+b") as file:
@@ -298,7 +298,7 @@ def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: 
 
 @pytest.mark.parametrize("module", [nn.Identity(), nn.ReLU(), nn.Sequential(nn.GELU())], ids=str)
 def test_module_without_weights_needs_no_file(module: nn.Module, tmp_path: Path) -> None:
-    """Where there is nothing to fill, no file is missing."""
+    """A module without weights needs no file."""
     state_dict.fill(build.config(tmp_path), artifact(tmp_path, None), module)
 
 
@@ -309,13 +309,13 @@ def test_module_without_weights_needs_no_file(module: nn.Module, tmp_path: Path)
         pytest.param(nn.BatchNorm1d(2, affine=False), "BatchNorm1d has 3 weights", id="buffers"),
     ],
 )
-def test_missing_file_is_told(module: nn.Module, count: str, tmp_path: Path) -> None:
-    """A module with weights and no file would serve random numbers: it is refused."""
+def test_missing_file(module: nn.Module, count: str, tmp_path: Path) -> None:
+    """A module with weights and without a file is refused."""
     with pytest.raises(ArtifactError) as raised:
         state_dict.fill(build.config(tmp_path), artifact(tmp_path, None), module)
 
     text = str(raised.value)
-    assert f"model 'digits': {count}, and no file with them lies beside model.py" in text
+    assert f"model 'digits': {count}, and there is no weights file beside model.py" in text
     assert "expected model.safetensors, .pt or .pth" in text
     assert 'set the parameter WEIGHTS to "none"' in text
 
@@ -367,10 +367,10 @@ def test_missing_file_is_told(module: nn.Module, count: str, tmp_path: Path) -> 
         ),
     ],
 )
-def test_weights_of_another_module_are_told(
+def test_weights_of_another_module(
     changes: dict[str, Tensor | None], said: list[str], write: Writer, name: str, tmp_path: Path
 ) -> None:
-    """Every key that is missing, too many or of another shape is told, in one message."""
+    """One message names all missing and unexpected keys and other shapes."""
     changed = {**STATE, **changes}
     state = {key: tensor for key, tensor in changed.items() if tensor is not None}
 
@@ -384,14 +384,14 @@ def test_weights_of_another_module_are_told(
     assert "state_dict() of the class that is served" in text
 
 
-def test_weights_for_a_module_without_any_are_told(tmp_path: Path) -> None:
-    """A file with weights beside a module that has none belongs to something else."""
+def test_weights_of_a_module_without_any(tmp_path: Path) -> None:
+    """A file with weights beside a module without any is an error."""
     with pytest.raises(WeightsError, match=r"unexpected keys \(2\): linear.weight, linear.bias"):
         filled(tmp_path, nn.Identity(), STATE)
 
 
-def test_twin_of_a_tied_weight_is_not_missing_beside_a_wrong_shape(tmp_path: Path) -> None:
-    """Where a tied weight has another shape, its second name is not told as well."""
+def test_tied_weight_of_another_shape(tmp_path: Path) -> None:
+    """The other name of a tied weight is not reported as missing."""
     with pytest.raises(WeightsError) as raised:
         filled(tmp_path, Tied(), {"head.weight": torch.ones(3)}, safe, "model.safetensors")
 
@@ -399,8 +399,8 @@ def test_twin_of_a_tied_weight_is_not_missing_beside_a_wrong_shape(tmp_path: Pat
     assert "missing" not in str(raised.value)
 
 
-def test_lazy_module_is_compared_as_well(tmp_path: Path) -> None:
-    """A module whose shapes come from the file still needs every key."""
+def test_lazy_module(tmp_path: Path) -> None:
+    """A lazy module, whose shapes come from the file, needs every key."""
     with pytest.raises(WeightsError, match=r"missing keys \(1\): bias"):
         filled(tmp_path, nn.LazyLinear(3), {"weight": torch.ones(3, 2)})
 
@@ -411,24 +411,22 @@ def test_lazy_module_is_compared_as_well(tmp_path: Path) -> None:
     [
         pytest.param(
             {"state_dict": STATE, "epoch": 3},
-            "hold a dict that is no state_dict; expected tensors by name. Save its entry"
+            "hold a dict that is not a state_dict; expected tensors by name. Save its entry"
             " 'state_dict' alone.",
             id="checkpoint",
         ),
         pytest.param({"model": STATE}, "Save its entry 'model' alone.", id="nested"),
-        pytest.param({**STATE, "epoch": 3}, "hold a dict that is no state_dict", id="a number"),
-        pytest.param(torch.ones(3), "hold a Tensor that is no state_dict", id="tensor"),
-        pytest.param([torch.ones(3)], "hold a list that is no state_dict", id="list"),
-        pytest.param(3, "hold a int that is no state_dict", id="int"),
-        pytest.param("text", "hold a str that is no state_dict", id="str"),
-        pytest.param(None, "hold a NoneType that is no state_dict", id="None"),
-        pytest.param({0: torch.ones(3)}, "hold a dict that is no state_dict", id="numbered"),
+        pytest.param({**STATE, "epoch": 3}, "hold a dict that is not a state_dict", id="a number"),
+        pytest.param(torch.ones(3), "hold a Tensor that is not a state_dict", id="tensor"),
+        pytest.param([torch.ones(3)], "hold a list that is not a state_dict", id="list"),
+        pytest.param(3, "hold a int that is not a state_dict", id="int"),
+        pytest.param("text", "hold a str that is not a state_dict", id="str"),
+        pytest.param(None, "hold a NoneType that is not a state_dict", id="None"),
+        pytest.param({0: torch.ones(3)}, "hold a dict that is not a state_dict", id="numbered"),
     ],
 )
-def test_what_is_no_state_dict_is_told(
-    state: Any, said: str, write: Writer, tmp_path: Path
-) -> None:
-    """A file with something else than tensors by name is told, with the entry that would do."""
+def test_file_without_a_state_dict(state: Any, said: str, write: Writer, tmp_path: Path) -> None:
+    """A file without tensors by name is an error that names the entry to save."""
     with pytest.raises(ArtifactError) as raised:
         filled(tmp_path, Net(), state, write)
 
@@ -440,7 +438,7 @@ def test_what_is_no_state_dict_is_told(
 
 
 class Trap:
-    """Makes a folder when it is unpickled."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, sprung: Path) -> None:
         self.sprung = sprung
@@ -450,7 +448,7 @@ class Trap:
 
 
 class Evaluated(Trap):
-    """The same by way of a built-in function, which no list of modules tells from data."""
+    """Creates a folder through a built-in function when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return eval, (f"__import__('os').mkdir({str(self.sprung)!r})",)
@@ -459,7 +457,7 @@ class Evaluated(Trap):
 @pytest.mark.parametrize("write", [zipped, legacy], ids=["pt", "legacy pt"])
 @pytest.mark.parametrize("kind", [Trap, Evaluated], ids=["os.mkdir", "eval"])
 def test_no_code_of_a_file_is_run(kind: type[Trap], write: Writer, tmp_path: Path) -> None:
-    """A pickle that would run code is refused, and nothing of it has run."""
+    """A pickle that would run code is refused, and its code does not run."""
     sprung = tmp_path / "sprung"
 
     with pytest.raises(ArtifactError) as raised:
@@ -474,13 +472,13 @@ def test_no_code_of_a_file_is_run(kind: type[Trap], write: Writer, tmp_path: Pat
 
 @pytest.mark.parametrize("write", [zipped, legacy], ids=["pt", "legacy pt"])
 def test_whole_module_is_refused(write: Writer, tmp_path: Path) -> None:
-    """A pickled module is not loaded, though it holds the weights."""
+    """A pickled module is refused."""
     with pytest.raises(ArtifactError, match="expected a state_dict"):
         filled(tmp_path, Net(), Net(), write)
 
 
 def test_torchscript_is_no_file_of_weights(tmp_path: Path) -> None:
-    """TorchScript beside a source is told as such."""
+    """TorchScript as a file of weights is refused by its type."""
     path = build.write(tmp_path, "model.pt", "")
     torch.jit.save(torch.jit.script(Net()), path)
 
@@ -503,8 +501,8 @@ def test_torchscript_is_no_file_of_weights(tmp_path: Path) -> None:
         pytest.param((9).to_bytes(8, "little") + b'{"a": 1}}', id="safetensors without tensors"),
     ],
 )
-def test_damaged_weights_are_told(content: bytes, name: str, tmp_path: Path) -> None:
-    """Whatever lies in the file, the load fails with a sentence that names it."""
+def test_damaged_weights(content: bytes, name: str, tmp_path: Path) -> None:
+    """A damaged file fails the load with an error that names it."""
     build.write(tmp_path, name, content)
 
     with pytest.raises(ArtifactError) as raised:
@@ -515,8 +513,8 @@ def test_damaged_weights_are_told(content: bytes, name: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("share", [0.05, 0.2, 0.4, 0.6, 0.8, 0.95])
 @pytest.mark.parametrize(("write", "name"), FORMATS)
-def test_cut_off_weights_are_told(write: Writer, name: str, share: float, tmp_path: Path) -> None:
-    """A file whose copy was interrupted fails the load with a sentence that names it."""
+def test_truncated_weights(write: Writer, name: str, share: float, tmp_path: Path) -> None:
+    """A truncated file fails the load with an error that names it."""
     path = build.write(tmp_path, name, "")
     write(STATE, path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
@@ -533,7 +531,7 @@ INDEX = "model.safetensors.index.json"
 
 
 def store_shards(folder: Path, shards: Mapping[str, State], **changes: Any) -> None:
-    """Shards, and the index that Hugging Face's libraries write for them."""
+    """Write shards with the index of Hugging Face's libraries."""
     for name, state in shards.items():
         safe(state, build.write(folder, name, ""))
     keys = {key: name for name, state in shards.items() for key in state}
@@ -556,7 +554,7 @@ def filled_from_shards(folder: Path, module: nn.Module) -> nn.Module:
     ],
 )
 def test_shards_are_put_together(names: list[str], tmp_path: Path) -> None:
-    """Weights that are split over files arrive like those of one file."""
+    """Weights in several files are loaded like those of one file."""
     shards: dict[str, dict[str, Tensor]] = {}
     for name, (key, tensor) in zip(names, STATE.items(), strict=True):
         shards.setdefault(name, {})[key] = tensor
@@ -566,7 +564,7 @@ def test_shards_are_put_together(names: list[str], tmp_path: Path) -> None:
 
 
 def test_linked_index_has_linked_shards(tmp_path: Path) -> None:
-    """Shards that lie beside the index elsewhere, as in Hugging Face's cache, are those meant."""
+    """Shards may be beside the target of a linked index, as in Hugging Face's cache."""
     store_shards(tmp_path / "elsewhere", {"a.safetensors": STATE})
     (tmp_path / "digits" / "1").mkdir(parents=True)
     for name in (INDEX, "a.safetensors"):
@@ -576,7 +574,7 @@ def test_linked_index_has_linked_shards(tmp_path: Path) -> None:
 
 
 def test_shards_are_compared_as_one(tmp_path: Path) -> None:
-    """A key that no shard holds is missing, and the index is named."""
+    """A key that is in no shard is missing, and the error names the index."""
     store_shards(tmp_path, {"a.safetensors": {"linear.weight": STATE["linear.weight"]}})
 
     with pytest.raises(WeightsError) as raised:
@@ -597,8 +595,8 @@ def test_shards_are_compared_as_one(tmp_path: Path) -> None:
         pytest.param("", id="no name"),
     ],
 )
-def test_shard_that_is_not_there_or_not_ours_is_refused(name: str, tmp_path: Path) -> None:
-    """An index does not open the rest of the disk, and a missing shard is told."""
+def test_missing_shard(name: str, tmp_path: Path) -> None:
+    """A missing shard, or one outside of the folder, is refused."""
     folder = tmp_path / "digits"
     name = name.format(folder=tmp_path)
     safe(STATE, tmp_path / "secret.safetensors")
@@ -612,13 +610,15 @@ def test_shard_that_is_not_there_or_not_ours_is_refused(name: str, tmp_path: Pat
     assert "expected a file beside the index" in str(raised.value)
 
 
-def test_damaged_shard_is_told_by_its_name(tmp_path: Path) -> None:
-    """Of several shards the broken one is named."""
+def test_damaged_shard(tmp_path: Path) -> None:
+    """The error names the damaged shard."""
     store_shards(tmp_path, {"a.safetensors": STATE})
     path = tmp_path / "1" / "a.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
 
-    with pytest.raises(ArtifactError, match=r"the weights a\.safetensors are no valid safetensors"):
+    with pytest.raises(
+        ArtifactError, match=r"the weights a\.safetensors are not valid safetensors"
+    ):
         filled_from_shards(tmp_path, Net())
 
 
@@ -637,12 +637,12 @@ def test_damaged_shard_is_told_by_its_name(tmp_path: Path) -> None:
         pytest.param(b"\x89PNG", id="no JSON"),
     ],
 )
-def test_damaged_index_is_told(content: bytes, tmp_path: Path) -> None:
-    """An index that is none fails the load with a sentence that names it."""
+def test_damaged_index(content: bytes, tmp_path: Path) -> None:
+    """A damaged index fails the load with an error that names it."""
     build.write(tmp_path, INDEX, content)
 
     with pytest.raises(ArtifactError) as raised:
         filled_from_shards(tmp_path, Net())
 
-    assert f"'digits': the weights {INDEX} are no index of safetensors" in str(raised.value)
+    assert f"'digits': the weights {INDEX} are not an index of safetensors" in str(raised.value)
     assert "a JSON object with a weight_map" in str(raised.value)

@@ -188,7 +188,9 @@ def test_warmup_shows_what_loading_does_not(tmp_path: Path) -> None:
         pytest.param(
             _MODEL, {"parameters": _parameters(WARMUP="maybe")}, "WARMUP is 'maybe'", id="option"
         ),
-        pytest.param(_MODEL, {}, "Net has 2 weights, and no file", id="no-weights"),
+        pytest.param(
+            _MODEL, {}, "Net has 2 weights, and there is no weights file", id="no-weights"
+        ),
         pytest.param(
             _MODEL,
             {

@@ -50,10 +50,10 @@ WRITERS = [write_over, cut_short, another_process]
 
 
 @pytest.mark.parametrize("write", WRITERS)
-def test_who_writes_over_a_file_does_not_change_what_is_mapped(
+def test_file_is_written_over(
     write: Callable[[Path], None], file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The old bytes stay, at the same addresses, and the log says what to do instead."""
+    """The old bytes stay at the same addresses, and the log says what to do instead."""
     weights = mapped(file)
     expected, address = file.read_bytes(), weights.data_ptr()
     guard = file_leases.Guard("digits", [file], mapped_files.find([weights]).ranges)
@@ -71,7 +71,7 @@ def test_who_writes_over_a_file_does_not_change_what_is_mapped(
 def test_replacing_and_removing_a_file_costs_no_copy(
     file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its pages live on under those who have mapped it."""
+    """A file that is replaced or removed keeps its pages."""
     weights = mapped(file)
     expected = file.read_bytes()
     guard = file_leases.Guard("digits", [file], mapped_files.find([weights]).ranges)
@@ -85,8 +85,8 @@ def test_replacing_and_removing_a_file_costs_no_copy(
     assert not caplog.records
 
 
-def test_one_of_several_files_is_enough(tmp_path: Path) -> None:
-    """The weights of all shards are copied when one is written over; the others stay guarded."""
+def test_one_of_several_files(tmp_path: Path) -> None:
+    """The weights of all shards are copied when one is written over; the others stay leased."""
     paths = [tmp_path / "1.bin", tmp_path / "2.bin"]
     for path in paths:
         path.write_bytes(os.urandom(SIZE))
@@ -99,10 +99,10 @@ def test_one_of_several_files_is_enough(tmp_path: Path) -> None:
     guard.close()
 
 
-def test_a_file_that_gives_no_lease_is_looked_at(
+def test_file_without_a_lease(
     file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What cannot be prevented is an error in the log."""
+    """Writing over a file without a lease is logged as an error."""
     said = []
     monkeypatch.setattr(file_leases, "_POLL_S", 0.01)
     monkeypatch.setattr(file_leases.log, "error", lambda *words: said.append(words[0] % words[1:]))
@@ -116,8 +116,8 @@ def test_a_file_that_gives_no_lease_is_looked_at(
     guard.close()
 
 
-def test_a_closed_guard_holds_nothing(file: Path) -> None:
-    """No file stays open, and no thread is left."""
+def test_closed_guard(file: Path) -> None:
+    """A closed guard has no open files and no thread."""
     before = descriptors()
     guard = file_leases.Guard("digits", [file], ())
     guard.close()
@@ -127,15 +127,15 @@ def test_a_closed_guard_holds_nothing(file: Path) -> None:
 
 
 def test_no_memory_for_a_copy_is_an_error() -> None:
-    """The addresses of nothing cannot be replaced."""
+    """Replacing pages without memory for a copy raises an error."""
     with pytest.raises(OSError, match=r"\[Errno"):
         file_leases._replace(0, 1 << 62)
 
 
-def test_who_cannot_copy_lets_the_writer_go_on(
+def test_failed_copy(
     file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without memory for a copy, the log says what comes of it."""
+    """Without memory for a copy, the writer continues and the error is logged."""
 
     def fail(ranges: object) -> None:
         raise OSError(12, "Cannot allocate memory")

@@ -1,4 +1,4 @@
-"""One copy of the weights for many processes: shared, let go of, loaded again. On a CPU's twin."""
+"""One copy of the weights on a GPU for many processes, with a CPU twin of the GPU."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 @pytest.fixture
 def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The twin in the place of a GPU, and a temporary folder of the test's own."""
+    """The twin in place of a GPU, and a temporary folder of the test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(gpu_sharing, "CudaMemory", lambda device: twin.Twin())
     monkeypatch.setattr(gpu_sharing, "wished", lambda config: True)
@@ -85,7 +85,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def join(gpu: None, tmp_path: Path) -> Iterator[Join]:
-    """An instance of this process that shares a module's weights; the first one owns them."""
+    """Instances in this process that share the weights of a module; the first one owns them."""
     joined: list[Shared] = []
 
     def join(module: nn.Module | None, **how: Any) -> Shared:
@@ -106,7 +106,7 @@ def join(gpu: None, tmp_path: Path) -> Iterator[Join]:
 
 
 def _lay_out(kind: Kind, folder: Path) -> str:
-    """A model in a folder; what it answers to ones."""
+    """Write a model into a folder, and return its answer to ones."""
     affine = scenarios.affine()
     version = folder / "1"
     version.mkdir(exist_ok=True)
@@ -127,7 +127,7 @@ def _lay_out(kind: Kind, folder: Path) -> str:
 
 @pytest.mark.parametrize("kind", [Kind.MODULE, Kind.TORCHSCRIPT, Kind.EXPORTED])
 def test_weights_are_mapped(kind: Kind, start: Start, tmp_path: Path) -> None:
-    """Both answer the same, and the second has the first one's memory mapped."""
+    """Both instances answer the same, and the second one maps the memory of the first."""
     expected = _lay_out(kind, tmp_path)
     owner, sharer = start(_INSTANCE, tmp_path, "a"), start(_INSTANCE, tmp_path, "b")
     assert [owner.hear(), sharer.hear()] == ["ready", "ready"]
@@ -136,7 +136,7 @@ def test_weights_are_mapped(kind: Kind, start: Start, tmp_path: Path) -> None:
 
 
 def test_an_owner_killed(start: Start, tmp_path: Path) -> None:
-    """A batch may be refused, none is wrong; another owns, and the rest maps, and goes on."""
+    """After the owner is killed, no batch is wrong; another instance owns the weights."""
     expected = _lay_out(Kind.MODULE, tmp_path)
     owner = start(_INSTANCE, tmp_path, "a")
     assert owner.hear() == "ready"
@@ -150,8 +150,8 @@ def test_an_owner_killed(start: Start, tmp_path: Path) -> None:
     assert sorted(bool(twin.mapped(one.pid)) for one in sharers) == [False, True]
 
 
-def test_an_owner_that_leaves(start: Start, tmp_path: Path) -> None:
-    """When it has left, nobody has its memory mapped, or has loaded; the next batch does."""
+def test_owner_closes(start: Start, tmp_path: Path) -> None:
+    """When the owner closes, the others unmap its memory; the next batch maps or loads."""
     expected = _lay_out(Kind.MODULE, tmp_path)
     owner = start(_INSTANCE, tmp_path, "a")
     assert owner.hear() == "ready"
@@ -164,7 +164,7 @@ def test_an_owner_that_leaves(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", ["registry.load", "Owner.offer", "Owner._serve", "warmup.run"])
 def test_an_owner_killed_at_start(stage: str, start: Start, tmp_path: Path) -> None:
-    """Wherever the first one dies, the others come up."""
+    """The other instances start wherever the first one dies."""
     expected = _lay_out(Kind.MODULE, tmp_path)
     where = stage.replace("Owner", "owner_election.Owner")
     killed = start(_INSTANCE, tmp_path, "a", f"{where} = die")
@@ -178,7 +178,7 @@ def test_an_owner_killed_at_start(stage: str, start: Start, tmp_path: Path) -> N
 
 
 def test_unload_and_reload(start: Start, tmp_path: Path) -> None:
-    """All leave, in any order: no file, no memory, no process remains; then it begins anew."""
+    """Closing in any order leaves no file, no memory and no process, and the model loads again."""
     expected = _lay_out(Kind.MODULE, tmp_path)
     for order in ([0, 1, 2], [2, 0, 1]):
         instances = [start(_INSTANCE, tmp_path, name) for name in "abc"]
@@ -192,7 +192,7 @@ def test_unload_and_reload(start: Start, tmp_path: Path) -> None:
 
 
 def test_killed_all_together(start: Start, gpu: None, tmp_path: Path) -> None:
-    """What a server leaves that is killed with all its instances, the next instance removes."""
+    """The next instance removes what a killed server left."""
     _lay_out(Kind.MODULE, tmp_path)
     instances = [start(_INSTANCE, tmp_path, name) for name in "ab"]
     assert [one.hear() for one in instances] == ["ready", "ready"]
@@ -229,7 +229,7 @@ def pair(gpu: None, process: None, tmp_path: Path) -> Iterator[tuple[Engine, Eng
 
 
 def test_lost_during_a_batch(pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was computed while the owner died leaves as 503 for each item, and is reported."""
+    """A batch during which the owner dies is answered with 503 for each item."""
     owner, sharer = pair
     expected = _answer(sharer)
     monkeypatch.setattr(Sharer, "alive", lambda self: False)
@@ -246,7 +246,7 @@ def test_lost_during_a_batch(pair: tuple[Engine, Engine], monkeypatch: pytest.Mo
 def test_lost_during_the_warm_up(
     pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody waits for those batches: they are run again."""
+    """Batches of the warm-up are run again."""
     _, sharer = pair
     alive = iter([True, False, True, True])
     monkeypatch.setattr(Sharer, "alive", lambda self: next(alive, True))
@@ -254,10 +254,10 @@ def test_lost_during_the_warm_up(
     assert next(alive, None) is None
 
 
-def test_lost_by_a_model_that_remembers_addresses(
+def test_lost_by_a_model_with_graphs(
     pair: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An instance whose graphs hold addresses is taken down: 503 from now on."""
+    """An instance whose CUDA graphs contain the addresses answers 503 from then on."""
     _, sharer = pair
     assert sharer._shared is not None
     sharer._shared.final = True
@@ -268,8 +268,8 @@ def test_lost_by_a_model_that_remembers_addresses(
     assert _answer(sharer) == "UNAVAILABLE"
 
 
-def test_files_that_are_gone(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
-    """Where the weights cannot be loaded again, requests get 503; and are served once they can."""
+def test_missing_files(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
+    """Requests get 503 while the weights cannot be loaded again."""
     owner, sharer = pair
     expected = _answer(sharer)
     owner.leave()
@@ -279,8 +279,8 @@ def test_files_that_are_gone(pair: tuple[Engine, Engine], tmp_path: Path) -> Non
     assert _answer(sharer) == expected
 
 
-def test_an_instance_that_left(pair: tuple[Engine, Engine]) -> None:
-    """Neither computes any more, and nothing is loaded for it."""
+def test_closed_instance(pair: tuple[Engine, Engine]) -> None:
+    """A closed instance does not compute, and loads nothing."""
     for one in pair[::-1]:
         one.leave()
         one.leave()
@@ -288,11 +288,11 @@ def test_an_instance_that_left(pair: tuple[Engine, Engine]) -> None:
 
 
 def test_a_load_that_fails(gpu: None, process: None, tmp_path: Path) -> None:
-    """An owner that cannot load is none: nothing of it remains."""
+    """An owner that cannot load leaves nothing."""
     _lay_out(Kind.MODULE, tmp_path)
     (tmp_path / "1" / "model.safetensors").write_bytes(b"broken")
     for _ in range(2):
-        with pytest.raises(BackendError, match="no valid safetensors"):
+        with pytest.raises(BackendError, match="not valid safetensors"):
             _engine(tmp_path)
     assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
@@ -312,7 +312,7 @@ class Counting(nn.Module):
 
 
 def test_a_model_that_writes(gpu: None, process: None, tmp_path: Path) -> None:
-    """What one instance wrote, the others would read: such a model is refused."""
+    """A model that writes to its weights is refused: the others would read the values."""
     (tmp_path / "1").mkdir()
     scenarios.python(Counting)(tmp_path / "1")
     scenarios.safe({"seen": torch.zeros(3)})(tmp_path / "1")
@@ -322,8 +322,8 @@ def test_a_model_that_writes(gpu: None, process: None, tmp_path: Path) -> None:
     made.leave()
 
 
-def test_the_adapter_leaves(gpu: None, process: None, tmp_path: Path) -> None:
-    """finalize() gives back what is shared."""
+def test_finalize(gpu: None, process: None, tmp_path: Path) -> None:
+    """finalize() closes the shared weights."""
     scenario = scenarios.Scenario(
         "affine",
         scenarios.both(
@@ -342,7 +342,7 @@ def test_the_adapter_leaves(gpu: None, process: None, tmp_path: Path) -> None:
 
 
 class Tied(nn.Module):
-    """One tensor under several names, as parameter and as buffer; and one that is no weight."""
+    """One tensor under several names, as parameter and as buffer, and one that is no weight."""
 
     one: Tensor
 
@@ -357,7 +357,7 @@ class Tied(nn.Module):
 
 
 class Odd(nn.Module):
-    """Types, shapes and strides that weights seldom have."""
+    """Rare dtypes, shapes and strides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -385,8 +385,8 @@ _MODULES: list[Callable[[], nn.Module]] = [
 
 
 @pytest.mark.parametrize("make", _MODULES)
-def test_every_tensor_is_the_owners(make: Callable[[], nn.Module], join: Join) -> None:
-    """Each has the owner's values and strides, in memory that is mapped; and again afterwards."""
+def test_mapped_tensors(make: Callable[[], nn.Module], join: Join) -> None:
+    """Mapped tensors have the owner's values and strides, also after a second mapping."""
     own, mapped, fresh = make(), make(), make()
     owner = join(own)
     sharer = join(mapped, afresh=lambda: fresh)
@@ -411,7 +411,7 @@ def _same(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
 
 
 def test_tied_weights_stay_tied(join: Join) -> None:
-    """They are one tensor still, also where the module keeps them besides."""
+    """Tied weights stay one tensor, also where the module holds them elsewhere."""
     join(Tied())
     mapped = Tied()
     join(mapped)
@@ -420,7 +420,7 @@ def test_tied_weights_stay_tied(join: Join) -> None:
 
 
 def test_memory_is_one(join: Join) -> None:
-    """Two that share have the same memory, not equal memory."""
+    """Two sharers have the same memory, not equal memory."""
     join(scenarios.affine())
     first, second = scenarios.affine(), scenarios.affine()
     join(first)
@@ -439,14 +439,14 @@ def test_memory_is_one(join: Join) -> None:
     ],
 )
 def test_other_modules_are_refused(other: Callable[[], nn.Module], names: str, join: Join) -> None:
-    """A module that differs from the owner's, whatever the reason, is an error that says where."""
+    """A module that differs from the owner's is refused with the differing names."""
     join(scenarios.affine())
     with pytest.raises(ConfigError, match=f"disagree about {names}"):
         join(other())
 
 
 def test_untied_weights_are_refused(join: Join) -> None:
-    """A tensor that is one in one process, and two in the other, cannot be shared."""
+    """A tensor that is tied in one process only cannot be shared."""
     join(Tied())
     untied = Tied()
     untied.second.weight = nn.Parameter(untied.first.weight.clone())
@@ -456,13 +456,13 @@ def test_untied_weights_are_refused(join: Join) -> None:
 
 @pytest.mark.parametrize("module", [None, nn.ReLU()])
 def test_nothing_to_share(module: nn.Module | None, join: Join) -> None:
-    """What has no weights cannot share them."""
-    with pytest.raises(ConfigError, match="has none that are at hand"):
+    """A model without weights cannot share them."""
+    with pytest.raises(ConfigError, match="the model exposes none"):
         join(module)
 
 
-def test_a_device_that_refuses(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the driver says is the reason, for the owner and for the others."""
+def test_error_of_the_driver(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the driver is the reason of the refusal."""
 
     def refuse(self: Any, what: Any) -> Any:
         raise NotShared("cuIpcGetMemHandle says CUDA_ERROR_NOT_SUPPORTED")
@@ -473,8 +473,8 @@ def test_a_device_that_refuses(join: Join, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.undo()
 
 
-def test_an_owner_that_dies_while_it_is_mapped(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory of an owner that is gone is not used: the election is held once more."""
+def test_owner_dies_while_it_is_mapped(join: Join, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the owner dies during the mapping, the election is repeated."""
     owner = join(scenarios.affine())
     open_ = twin.Twin.open
 
@@ -502,12 +502,12 @@ def test_an_owner_that_dies_while_it_is_mapped(join: Join, monkeypatch: pytest.M
         (Kind.TORCHSCRIPT, {"optimize": ("channels_last",)}, ""),
         (Kind.EXPORTED, {"optimize": ("cuda_graphs", "bf16")}, ""),
         (Kind.MODULE, {"kind": "MODEL"}, "places itself"),
-        (Kind.AOTI, {}, "memory of its own"),
+        (Kind.AOTI, {}, "allocates the memory"),
         (Kind.TORCHSCRIPT, {"optimize": ("freeze",)}, "OPTIMIZE freezes"),
     ],
 )
 def test_refusals(kind: Kind, overrides: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """What cannot be shared has a reason, and is refused with it."""
+    """Weights that cannot be shared are refused with a reason."""
     settings = build.config(tmp_path, **({"kind": "GPU"} | overrides))
     reason = gpu_sharing.refusal(settings, kind)
     assert (says in reason) if says else not reason
@@ -526,8 +526,8 @@ def test_refusals(kind: Kind, overrides: dict[str, Any], says: str, tmp_path: Pa
         ("CPU", True, False),
     ],
 )
-def test_wishes(kind: str, wish: bool | None, expected: bool) -> None:
-    """Only who asks for it shares on a GPU; what is on a CPU is not this room's."""
+def test_requested(kind: str, wish: bool | None, expected: bool) -> None:
+    """Weights on a GPU are shared on request only; those on a CPU are shared by mapped files."""
     settings = build.config(kind=kind, enable_weight_sharing=wish)
     assert gpu_sharing.wished(settings) is expected
 
@@ -564,7 +564,7 @@ def test_keys(
     same: bool,
     tmp_path: Path,
 ) -> None:
-    """Instances share that have the same files, made into the same tensors, on one device."""
+    """Instances with the same files and tensor options on one device share."""
     path = build.write(tmp_path, "model.py", "x = 1")
     weights = build.write(tmp_path, "model.pt", "weights")
     artifact = Artifact(Kind.MODULE, path, weights)
@@ -576,7 +576,7 @@ def test_keys(
 
 
 def test_keys_follow_links(tmp_path: Path) -> None:
-    """Two models whose files are one file share it."""
+    """Two models whose files are links to one file share it."""
     path = build.write(tmp_path, "model.pt", "script")
     link = tmp_path / "link.pt"
     link.symlink_to(path)

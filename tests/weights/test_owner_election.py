@@ -1,4 +1,4 @@
-"""Who owns what all use, and what becomes of the others when it is gone: with real processes."""
+"""The election of an owner, with real processes."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ for line in sys.stdin:
     elif line == "ended\\n":
         print(ended.wait(), part.alive(), flush=True)
     elif line == "again\\n":
-        part.leave()
+        part.close()
         part = take_part()
     else:
-        part.leave()
+        part.close()
         print("left", flush=True)
 """
 # What an owner does wrong at a moment of its life: it is killed.
@@ -61,7 +61,7 @@ _STAGES = {
     "with the lock": "owner_election.Owner.__init__ = die",
     "before it listens": "Owner.offer = die",
     "before it accepts": "Owner._serve = die",
-    "before it sends": "Owner._forget_the_dead = die",
+    "before it sends": "Owner._remove_dead = die",
     "while it sends": """
 def serve(self, listening, line):
     sharer, _ = listening.accept()
@@ -83,13 +83,13 @@ def _descriptors(process: int) -> int:
 
 
 def test_the_first_owns(start: Start, tmp_path: Path) -> None:
-    """Whoever comes first offers, and the others have what it offers."""
+    """The first process is the owner, and the others get its offer."""
     assert start(_MEMBER, tmp_path, "a").hear() == "owner"
     assert [start(_MEMBER, tmp_path, name).hear() for name in "bc"] == ["a", "a"]
 
 
 def test_eight_at_once(start: Start, tmp_path: Path) -> None:
-    """One of all that start together is the owner, and all the others share with it."""
+    """Of processes that start together, one is the owner."""
     members = {name: start(_MEMBER, tmp_path, name) for name in "abcdefgh"}
     heard = {name: member.hear() for name, member in members.items()}
     (owner,) = (name for name, said in heard.items() if said == "owner")
@@ -98,7 +98,7 @@ def test_eight_at_once(start: Start, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stage", _STAGES)
 def test_an_owner_killed(stage: str, start: Start, tmp_path: Path) -> None:
-    """Whenever it is killed before it could share: another is the owner, and all are served."""
+    """If the owner is killed before its offer, another process becomes the owner."""
     killed = start(_MEMBER, tmp_path, "killed", _STAGES[stage])
     lock = tmp_path / "owner.lock"
     while not (lock.exists() and lock.read_bytes()):  # its name, once it holds the lock
@@ -111,7 +111,7 @@ def test_an_owner_killed(stage: str, start: Start, tmp_path: Path) -> None:
 
 
 def test_an_owner_killed_afterwards(start: Start, tmp_path: Path) -> None:
-    """All that share notice; of them, one is the next owner."""
+    """All sharers notice the death of the owner, and one becomes the owner."""
     owner, *sharers = _group(start, tmp_path, "abcd")
     assert {sharer.ask("alive") for sharer in sharers} == {"True"}
     owner.kill()
@@ -123,8 +123,8 @@ def test_an_owner_killed_afterwards(start: Start, tmp_path: Path) -> None:
     assert set(heard) - {"owner"} == {"bcd"[heard.index("owner")]}
 
 
-def test_an_owner_that_leaves(start: Start, tmp_path: Path) -> None:
-    """Those that share are told, and it waits for them; it lives on all the same."""
+def test_owner_closes(start: Start, tmp_path: Path) -> None:
+    """The owner notifies the sharers and waits for them; its process goes on."""
     owner, *sharers = _group(start, tmp_path, "abc")
     assert owner.ask("leave") == "left"
     assert {sharer.ask("ended") for sharer in sharers} == {"True True"}
@@ -133,8 +133,8 @@ def test_an_owner_that_leaves(start: Start, tmp_path: Path) -> None:
     assert sharers[0].hear() == "owner"
 
 
-def test_an_owner_waits_until_it_is_let_go_of(start: Start, tmp_path: Path) -> None:
-    """What a sharer does when it is told is done before the owner has left."""
+def test_owner_waits_for_sharers(start: Start, tmp_path: Path) -> None:
+    """The sharers' callbacks return before the owner is closed."""
     owner, sharer = _group(
         start,
         tmp_path,
@@ -149,7 +149,7 @@ def test_an_owner_waits_until_it_is_let_go_of(start: Start, tmp_path: Path) -> N
 def test_a_sharer_that_does_not_answer(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An owner does not wait for ever for one that hangs."""
+    """An owner waits for a sharer that hangs until the timeout."""
     monkeypatch.setattr(owner_election, "_TIMEOUT_S", 0.1)
     owner = owner_election.join(tmp_path, "a")
     assert isinstance(owner, Owner)
@@ -157,12 +157,12 @@ def test_a_sharer_that_does_not_answer(
     hanging = start(_MEMBER, tmp_path, "b")
     hanging.hear()
     os.kill(hanging.pid, 19)
-    owner.leave()
+    owner.close()
     os.kill(hanging.pid, 18)
 
 
 def test_sharers_come_and_go(start: Start, tmp_path: Path) -> None:
-    """Of those that left or were killed nothing remains with the owner."""
+    """Sharers that closed or were killed leave no descriptor with the owner."""
     owner = start(_MEMBER, tmp_path, "a")
     owner.hear()
     before = _descriptors(owner.pid)
@@ -179,8 +179,8 @@ def test_sharers_come_and_go(start: Start, tmp_path: Path) -> None:
     assert _descriptors(owner.pid) == before - 2
 
 
-def test_nothing_remains_with_a_sharer(start: Start, tmp_path: Path) -> None:
-    """A sharer that left has no descriptor more than before."""
+def test_descriptors_of_a_sharer(start: Start, tmp_path: Path) -> None:
+    """A closed sharer has no descriptor left."""
     start(_MEMBER, tmp_path, "a").hear()
     sharer = start(_MEMBER, tmp_path, "b")
     sharer.hear()
@@ -193,8 +193,8 @@ def test_nothing_remains_with_a_sharer(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stale", ["socket", "file", "listening"])
-def test_what_lies_there(stale: str, start: Start, tmp_path: Path) -> None:
-    """What an owner that was killed left at the socket's place is replaced."""
+def test_stale_socket(stale: str, start: Start, tmp_path: Path) -> None:
+    """The socket of a killed owner is replaced."""
     path = tmp_path / "offer.socket"
     left = socket.socket(socket.AF_UNIX)
     if stale == "file":
@@ -209,7 +209,7 @@ def test_what_lies_there(stale: str, start: Start, tmp_path: Path) -> None:
 
 
 def test_a_long_path(start: Start, tmp_path: Path) -> None:
-    """A folder may be deeper than the address of a socket is long."""
+    """The path of the folder may be longer than the address of a socket."""
     folder = tmp_path / ("x" * 100) / ("y" * 100)
     folder.mkdir(parents=True)
     assert start(_MEMBER, folder, "a").hear() == "owner"
@@ -225,8 +225,8 @@ def everybodys() -> Iterator[Path]:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_another_user_is_told_nothing(start: Start, everybodys: Path) -> None:
-    """Who is not the same user gets no offer, even where the folder lets it in."""
+def test_sharer_of_another_user(start: Start, everybodys: Path) -> None:
+    """A process of another user gets no offer, even with access to the folder."""
     start(_MEMBER, everybodys, "a").hear()
     (everybodys / "offer.socket").chmod(0o777)
     code = (
@@ -237,45 +237,45 @@ def test_another_user_is_told_nothing(start: Start, everybodys: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_another_users_offer_is_not_taken(start: Start, everybodys: Path) -> None:
-    """A socket that another user serves is none."""
+def test_owner_of_another_user(start: Start, everybodys: Path) -> None:
+    """The offer of another user is not accepted."""
     code = (
         "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX);"
         " s.bind(sys.argv[1]); s.listen(); print('listens', flush=True);"
         " c, _ = s.accept(); c.sendall(b'{}\\n'); input()"
     )
     assert start(code, everybodys / "offer.socket").hear() == "listens"
-    assert owner_election._connected(everybodys) is None
+    assert owner_election._connect(everybodys) is None
 
 
-def test_who_waits_long_says_for_whom(
+def test_waiting_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One line names the owner that loads."""
+    """One line names the owner that is loading."""
     monkeypatch.setattr(owner_election, "_PATIENCE_S", 0)
     owner = owner_election.join(tmp_path, "digits_0_0")
     assert isinstance(owner, Owner)
-    waits = iter([owner.leave])
+    waits = iter([owner.close])
     monkeypatch.setattr(time, "sleep", lambda seconds: next(waits)())
     with caplog.at_level("INFO"):
-        owner_election.join(tmp_path, "digits_0_1").leave()
+        owner_election.join(tmp_path, "digits_0_1").close()
     assert caplog.messages == ["'digits_0_1' waits until 'digits_0_0' has loaded the weights."]
 
 
-def test_leaving_twice(tmp_path: Path) -> None:
-    """The second time does nothing, for either."""
+def test_closing_twice(tmp_path: Path) -> None:
+    """A second close does nothing."""
     owner = owner_election.join(tmp_path, "a")
     assert isinstance(owner, Owner)
     owner.offer({"by": "a"})
     sharer = owner_election.join(tmp_path, "b")
     assert isinstance(sharer, Sharer)
     for one in (sharer, sharer, owner, owner):
-        one.leave()
-    owner_election.join(tmp_path, "c").leave()
+        one.close()
+    owner_election.join(tmp_path, "c").close()
 
 
 def _group(start: Start, folder: Path, names: str, change: str = "") -> list[Child]:
-    """The owner, and those that share with it."""
+    """Start an owner and its sharers."""
     members = []
     for place, name in enumerate(names):
         members.append(start(_MEMBER, folder, name, change if place else ""))
@@ -283,8 +283,8 @@ def _group(start: Start, folder: Path, names: str, change: str = "") -> list[Chi
     return members
 
 
-def test_what_is_offered_is_json(tmp_path: Path) -> None:
-    """What comes is what was given."""
+def test_offer_is_json(tmp_path: Path) -> None:
+    """The offer is sent as JSON."""
     document = {"a": [1, None, "ü\n"], "b": {"c": 1.5}}
     owner = owner_election.join(tmp_path, "a")
     assert isinstance(owner, Owner)
@@ -292,5 +292,5 @@ def test_what_is_offered_is_json(tmp_path: Path) -> None:
     sharer = owner_election.join(tmp_path, "b")
     assert isinstance(sharer, Sharer)
     assert sharer.document == json.loads(json.dumps(document))
-    sharer.leave()
-    owner.leave()
+    sharer.close()
+    owner.close()

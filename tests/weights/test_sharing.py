@@ -111,7 +111,7 @@ def settled(folder: Path, write: Callable[[Path], None], **options: Any) -> Shar
 def test_instances_share_the_weights_of_a_file(
     write: Callable[[Path], None], wanted: bool | None, tmp_path: Path
 ) -> None:
-    """All bytes of all kinds, unless the config says otherwise."""
+    """All weights of all artifact types are shared, unless the config disables it."""
     found = settled(tmp_path, write, enable_weight_sharing=wanted)
     assert (found.mapped.shared, found.mapped.total) == (BYTES, BYTES)
     assert not found.obstacle
@@ -123,7 +123,7 @@ OBSTACLES = [
     pytest.param(_compressed, {}, "the entries of model.pt are compressed", id="compressed"),
     pytest.param(_half, {}, "the module converts or computes the rest", id="converted"),
     pytest.param(
-        _state_dict, {"optimize": ("channels_last",)}, "channels_last lays", id="channels_last"
+        _state_dict, {"optimize": ("channels_last",)}, "channels_last changes", id="channels_last"
     ),
     pytest.param(_scripted, {"optimize": ("freeze",)}, "freeze makes them constants", id="frozen"),
     pytest.param(
@@ -133,10 +133,10 @@ OBSTACLES = [
 
 
 @pytest.mark.parametrize(("write", "options", "reason"), OBSTACLES)
-def test_what_cannot_be_shared_says_why(
+def test_obstacles(
     write: Callable[[Path], None], options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
-    """`check` shows it; where sharing is demanded, the model is not loaded."""
+    """The reason is reported, and fails the load if sharing is required."""
     assert reason in str(settled(tmp_path, write, **options))
     if write is _scripted:
         build.write(tmp_path, "model.py", SOURCE)
@@ -146,24 +146,22 @@ def test_what_cannot_be_shared_says_why(
 
 
 @pytest.mark.parametrize("write", [_state_dict, _safetensors, _scripted, _exported])
-def test_weights_are_copied_where_the_config_says_so(
-    write: Callable[[Path], None], tmp_path: Path
-) -> None:
-    """ENABLE_WEIGHT_SHARING false: nothing lies in a file."""
+def test_sharing_is_disabled(write: Callable[[Path], None], tmp_path: Path) -> None:
+    """With ENABLE_WEIGHT_SHARING false no weight is mapped."""
     found = settled(tmp_path, write, enable_weight_sharing=False)
     assert found.mapped.shared == 0
     assert found.obstacle == "ENABLE_WEIGHT_SHARING is false"
 
 
 @pytest.mark.parametrize(("least", "lines"), [(1, 1), (1 << 30, 0)])
-def test_only_large_copies_are_worth_a_line_of_the_log(
+def test_large_copies_are_logged(
     least: int,
     lines: int,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One line, with the reason."""
+    """Only large copies are logged, in one line with the reason."""
     monkeypatch.setattr(sharing, "_SMALL", least)
     with caplog.at_level(logging.INFO):
         settled(tmp_path, _compressed)
@@ -177,7 +175,7 @@ _QUANTISED = pytest.mark.filterwarnings(
 
 
 class Odd(nn.Module):
-    """Holds what is no plain tensor: a state of its own, a sparse one, a quantised one, nothing."""
+    """State that is not a plain tensor: an extra state, a sparse, a quantized and an empty one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,8 +199,8 @@ class Extra(Odd):
 
 @_QUANTISED
 @pytest.mark.parametrize("kind", [Odd, Extra])
-def test_what_is_no_plain_tensor_is_passed_over(kind: type[nn.Module]) -> None:
-    """Its memory is nobody's concern; the model is loaded all the same."""
+def test_unusual_tensors(kind: type[nn.Module]) -> None:
+    """Tensors that are not plain are ignored."""
     module = kind()
     loaded = Loaded(Kind.FACTORY, module, introspection.of_function(module.forward), module)
     found = sharing.mapped(loaded)
@@ -211,8 +209,8 @@ def test_what_is_no_plain_tensor_is_passed_over(kind: type[nn.Module]) -> None:
 
 
 @_QUANTISED
-def test_odd_weights_of_a_file_are_filled_in(tmp_path: Path) -> None:
-    """Sparse and quantised ones are copied, beside those that are shared."""
+def test_unusual_tensors_of_a_file(tmp_path: Path) -> None:
+    """Sparse and quantized tensors are copied, beside the shared ones."""
     saved, module = Odd(), Odd()
     torch.save(saved.state_dict(), build.write(tmp_path, "model.pt", b""))
     artifact = Artifact(Kind.MODULE, tmp_path / "1" / "model.py", tmp_path / "1" / "model.pt")
@@ -227,7 +225,7 @@ def test_odd_weights_of_a_file_are_filled_in(tmp_path: Path) -> None:
 
 @_QUANTISED
 def test_quantised_tensors_of_an_archive_stay(tmp_path: Path) -> None:
-    """A scripted model that holds one is loaded as before."""
+    """A scripted model with a quantized tensor is loaded without sharing it."""
 
     class Quantised(nn.Module):
         def __init__(self) -> None:

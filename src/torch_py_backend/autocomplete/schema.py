@@ -32,7 +32,14 @@ from torch_py_backend.errors import (
 from torch_py_backend.hooks import user_hooks
 from torch_py_backend.hooks.hooked_pipeline import Stages
 from torch_py_backend.hooks.user_hooks import Hooks
-from torch_py_backend.loading import example_inputs, exported_programs, registry, sample_inputs
+from torch_py_backend.loading import (
+    aotinductor,
+    example_inputs,
+    exported_program,
+    registry,
+    sample_inputs,
+    size_probing,
+)
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import initial_states, state_store
 from torch_py_backend.signature import results
@@ -172,7 +179,7 @@ def _infer(config: ModelConfig, *, undecided: bool, written: Sequence[TensorSpec
         # Otherwise, a model that makes streams would be refused.
         config = dataclasses.replace(config, decoupled=True)
     if artifact.kind is Kind.EXPORTED:
-        return _from_program(config, exported_programs.describe_exported(config, artifact.path))
+        return _from_program(config, exported_program.describe_exported(config, artifact.path))
     if artifact.kind is not Kind.AOTI:  # compiled code reads memory, which meta tensors lack
         try:
             return _from_example(config, artifact, _META, written)
@@ -197,7 +204,7 @@ def _infer(config: ModelConfig, *, undecided: bool, written: Sequence[TensorSpec
 def _device(artifact: Artifact) -> torch.device:
     """Return the device for trial runs, which happen before an instance has one."""
     if artifact.kind is Kind.AOTI:
-        return exported_programs.device_of(artifact.path)
+        return aotinductor.device_of(artifact.path)
     return torch.device("cpu")
 
 
@@ -249,7 +256,7 @@ def _whole_specs(config: ModelConfig, values: Mapping[str, Value]) -> tuple[Tens
 # --- exported programs -------------------------------------------------------------------------
 
 
-def _from_program(config: ModelConfig, described: exported_programs.Described) -> Schema:
+def _from_program(config: ModelConfig, described: exported_program.Described) -> Schema:
     """Return the schema that an exported program declares; sizes that are not fixed are -1."""
     first_dims = [dims[:1] for _, _, dims in (*described.inputs, *described.outputs)]
     # A fixed first dimension is not taken for a batch.
@@ -595,4 +602,4 @@ def _most_rows(
     inputs = bind_inputs(config.name, list(example), loaded.signature)
     values = [example[name] for name in inputs.names]
     columns = [value.to(device) for value in values if isinstance(value, Tensor)]
-    return exported_programs.most_rows(lambda leaves: inputs.call(loaded.module, leaves), columns)
+    return size_probing.most_rows(lambda leaves: inputs.call(loaded.module, leaves), columns)

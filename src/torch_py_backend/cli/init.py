@@ -34,7 +34,7 @@ _WEIGHTS = (Content.STATE_DICT, Content.SAFETENSORS)
 _SOURCE = "Python source and weights"
 _EXAMPLE = "example_inputs.safetensors"
 # What the refusal of a module without its weights says.
-_NO_WEIGHTS = "no file with them lies beside"
+_NO_WEIGHTS = "there is no weights file beside"
 _TIMEOUT_S = 600.0
 _NAME = re.compile(r"[\w-][\w.\- ]*")
 # NAME:TYPE:DIMS; DIMS are numbers between x.

@@ -1,4 +1,4 @@
-"""The row counts that a model is called with: its own limits, the config's, and buckets."""
+"""The row counts of a model's calls: limits of the model and the config, and buckets."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from torch_py_backend.errors import ConfigError
 
 
 def plan(config: ModelConfig, takes: Rows, *, fixed: bool) -> Rows:
-    """How many rows each call has.
+    """Return how many rows calls have.
 
     Args:
         config: the model's config.
-        takes: what the artifact itself takes.
-        fixed: whether every row count costs preparation of its own, as with static shapes.
+        takes: the rows that the artifact accepts.
+        fixed: whether each row count is prepared separately, as with static shapes.
 
     Raises:
-        ConfigError: no bucket is one that the artifact takes.
+        ConfigError: the artifact accepts none of the buckets.
     """
     if not config.max_batch_size or config.concatenates:
         return ANY_ROWS
-    # A program's least may be above what requests ever have: its batches are filled up.
+    # The least rows of a program may exceed max_batch_size: its batches are padded.
     most = max(takes.least, min(takes.most or config.max_batch_size, config.max_batch_size))
-    wished = config.options.batch_buckets
-    if wished is None:
-        wished = powers_of_two(most) if fixed else ()
-    usable = tuple(size for size in wished if takes.least <= size <= most)
-    if wished and not usable:
+    buckets = config.options.batch_buckets
+    if buckets is None:
+        buckets = powers_of_two(most) if fixed else ()
+    usable = tuple(size for size in buckets if takes.least <= size <= most)
+    if buckets and not usable:
         raise ConfigError(
             config.name,
-            f"BATCH_BUCKETS is {', '.join(map(str, wished))}",
+            f"BATCH_BUCKETS is {', '.join(map(str, buckets))}",
             expected=f"row counts among {takes.least} to {most}, which the model takes",
         )
     return Rows(usable[0], usable[-1], usable) if usable else Rows(takes.least, most)
 
 
 def powers_of_two(most: int) -> tuple[int, ...]:
-    """1, 2, 4, ... and the number itself: fewer than half the rows of a call are padding."""
+    """Return 1, 2, 4, ... and the number itself, so that less than half of a call is padding."""
     return (*(1 << power for power in range((most - 1).bit_length())), most)

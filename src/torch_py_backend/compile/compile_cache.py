@@ -1,12 +1,13 @@
-"""What torch.compile made, kept on disk: the next start loads it instead of compiling.
+"""Compiled code on disk: the next start loads what torch.compile made instead of compiling.
 
-A bundle is a line of JSON that says what it is for, with the payload's hash, then the payload: a
-zip of PyTorch's own portable bundle (`torch.compiler.save_cache_artifacts`) and of the libraries
-that inductor built for the CPU, which PyTorch's leaves out. Loading it runs compiled code from it:
-it is loaded only where nobody but this user could have written it.
+A bundle is a line of JSON with the facts that it depends on and the payload's hash, then the
+payload: a ZIP archive of PyTorch's portable bundle (`torch.compiler.save_cache_artifacts`) and of
+the libraries that inductor built for the CPU, which PyTorch's bundle does not contain. Loading it
+runs code from it, so it is loaded only if no other user can have written it.
 
-The first line also names the vector instructions that inductor may use: in every start it would
-else try out each in a process of its own (1 s of a warm start with torch 2.13 and AVX-512).
+The first line also names the vector instruction sets that inductor may use. Otherwise inductor
+tests each of them in a process of its own in every start (1 s of a start from a bundle with
+torch 2.13 and AVX-512).
 """
 
 from __future__ import annotations
@@ -37,32 +38,33 @@ from torch_py_backend.processes import private_files
 log = logging.getLogger(__name__)
 
 _FOLDER = "compile_cache"
-# Options that change what is compiled.
-_COMPILED = ("torch_compile_optional_parameters", "optimize", "batch_buckets", "pad", "method")
+# Options that change the compiled code.
+_OPTIONS = ("torch_compile_optional_parameters", "optimize", "batch_buckets", "pad", "method")
 
 
 def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle | None:
-    """The bundle of a model on a device; None: nothing is to be kept, or cannot be.
+    """Return the bundle of a model on a device; None: there is none, and none can be written.
 
     Raises:
-        ConfigError: COMPILE_CACHE_DIR leads out of the model's folder.
+        ConfigError: COMPILE_CACHE_DIR is a path outside of the model's folder.
         PlatformError: COMPILE_CACHE_DIR cannot be written.
     """
-    _settle()
-    wished = config.options.compile_cache_dir
-    if wished is not None and wished.lower() == "none":
+    _use_private_folder()
+    option = config.options.compile_cache_dir
+    if option is not None and option.lower() == "none":
         return None
-    folder = config.folder / _FOLDER if wished is None else _named(config, wished)
+    folder = config.folder / _FOLDER if option is None else _resolve(config, option)
     facts = _facts(config, artifact, device)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
-    vectors = device.type == "cpu" and torch_compile.by_inductor(config)
-    bundle = Bundle(config.name, folder / f"{config.name}-{digest[:16]}.bundle", facts, vectors)
+    uses_vectors = device.type == "cpu" and torch_compile.by_inductor(config)
+    path = folder / f"{config.name}-{digest[:16]}.bundle"
+    bundle = Bundle(config.name, path, facts, uses_vectors)
     try:
         reason = private_files.make(folder)
         if reason:
             log.warning(
-                "model '%s': %s is ignored, and nothing is kept there: %s. Only its owner may"
-                " write a folder that code is loaded from.",
+                "model '%s': %s is ignored, and nothing is written there: %s. Only its owner may"
+                " have write access to a folder that code is loaded from.",
                 config.name,
                 folder,
                 reason,
@@ -71,65 +73,64 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        if wished is not None:
+        if option is not None:
             raise PlatformError(
                 config.name,
-                f"COMPILE_CACHE_DIR is '{wished}', which cannot be written: {brief(error)}",
+                f"COMPILE_CACHE_DIR is '{option}', which cannot be written: {brief(error)}",
                 cure='Name another folder, or "none".',
             ) from error
-        # Not is_file(): it raises where another user alone may enter the folder.
+        # Not is_file(): it raises if only another user may enter the folder.
         if not os.access(bundle.path, os.R_OK, effective_ids=True):
-            log.info("model '%s': %s cannot be written: nothing is kept.", config.name, folder)
+            log.info(
+                "model '%s': %s cannot be written: compiled code is not kept.", config.name, folder
+            )
             return None
     return bundle
 
 
-def _named(config: ModelConfig, wished: str) -> Path:
-    """COMPILE_CACHE_DIR: a folder of the model's, or anywhere by an absolute path."""
+def _resolve(config: ModelConfig, option: str) -> Path:
+    """Return the folder of COMPILE_CACHE_DIR: inside the model's folder, or an absolute path."""
     try:
-        named = Path(wished).expanduser()
-        folder = (config.folder / named).resolve()
-        leaves = not named.is_absolute() and not folder.is_relative_to(config.folder.resolve())
-    except (OSError, ValueError, RuntimeError):  # a NUL, a user that is unknown, links in a circle
-        leaves = True
-    if leaves:
+        path = Path(option).expanduser()
+        folder = (config.folder / path).resolve()
+        allowed = path.is_absolute() or folder.is_relative_to(config.folder.resolve())
+    except (OSError, ValueError, RuntimeError):  # a NUL, an unknown user, circular links
+        allowed = False
+    if not allowed:
         raise ConfigError(
             config.name,
-            f"COMPILE_CACHE_DIR is '{wished}'",
+            f"COMPILE_CACHE_DIR is '{option}'",
             expected="a folder in the model's own, or an absolute path",
         )
     return folder
 
 
 def _facts(config: ModelConfig, artifact: Artifact, device: torch.device) -> Mapping[str, Any]:
-    """What a bundle depends on."""
+    """Return the facts that a bundle depends on."""
     return {
         "model": _hash(config, artifact),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "device": torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
         "rows": config.max_batch_size,
         "inputs": [str(spec) for spec in config.inputs],
-        "options": {key: repr(getattr(config.options, key)) for key in _COMPILED},
+        "options": {key: repr(getattr(config.options, key)) for key in _OPTIONS},
     }
 
 
-def _processor() -> str:
-    """What inductor's kernels for the CPU are made for."""
-    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
-
-
 def _hash(config: ModelConfig, artifact: Artifact) -> str:
-    """Of the code, with its name; of weights, which compiled code does not hold, the size."""
-    found = hashlib.sha256()
+    """Hash the code and the size of the weights, whose values are not in compiled code."""
+    digest = hashlib.sha256()
     files = {*config.version_folder.glob("**/*.py"), artifact.path, artifact.weights}
     for path in sorted(file for file in files if file is not None and file.is_file()):
-        found.update(f"{path.name} {path.stat().st_size}".encode())
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
         if path is not artifact.weights:
             with path.open("rb") as file:
                 for piece in iter(lambda: file.read(1 << 20), b""):  # noqa: B023  called here
-                    found.update(piece)
-    return found.hexdigest()
+                    digest.update(piece)
+    return digest.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,32 +140,32 @@ class Bundle:
     Attributes:
         model: the model's name.
         path: the file.
-        facts: what it is for.
-        vectors: whether inductor looks for vector instructions.
+        facts: the facts that it depends on.
+        uses_vectors: whether inductor compiles for the vector instructions of the CPU.
     """
 
     model: str
     path: Path
     facts: Mapping[str, Any]
-    vectors: bool
+    uses_vectors: bool
 
     @contextlib.contextmanager
     def used(self) -> Iterator[bool]:
-        """Compile within: with what is kept; else the first of several instances keeps it.
+        """Load the bundle for the code within; if there is none, save what the code compiles.
 
-        The others wait for the first, and then load what it has kept. Gives whether there was
-        anything.
+        Of several instances, the first compiles, and the others wait and load its bundle. Yields
+        whether the bundle was loaded.
         """
         with _own_cache(self.path.stem) as cache:
-            if self._load(cache, logging.DEBUG):  # what is wrong with it, is told below
+            if self._load(cache, logging.DEBUG):  # the second attempt logs an error as a warning
                 yield True
                 return
             with _locked(self.path.with_suffix(".lock")):
-                found = self._load(cache, logging.WARNING)
-                # Before anything is compiled: the answer is part of the keys in inductor's cache.
-                names = _find_vectors(self.model) if self.vectors and not found else []
-                yield found
-                if not found:
+                loaded = self._load(cache, logging.WARNING)
+                # Before compilation: the instruction sets are part of the keys in inductor's cache.
+                names = _find_vectors(self.model) if self.uses_vectors and not loaded else []
+                yield loaded
+                if not loaded:
                     self._save(cache, names)
 
     def _load(self, cache: Path, level: int) -> bool:
@@ -178,9 +179,9 @@ class Bundle:
             if header["sha256"] != hashlib.sha256(payload).hexdigest():
                 raise ValueError("it is damaged")
             _unpack(payload, cache)
-            if self.vectors:
-                _take_vectors(header["vectors"])
-        except Exception as error:  # whatever a file of this name may hold
+            if self.uses_vectors:
+                _set_vectors(header["vectors"])
+        except Exception as error:  # a file of this name may contain anything
             log.log(
                 level, "model '%s': %s is ignored: %s.", self.model, self.path.name, brief(error)
             )
@@ -188,11 +189,11 @@ class Bundle:
         return True
 
     def _save(self, cache: Path, vectors: Sequence[str]) -> None:
-        made = torch.compiler.save_cache_artifacts()
+        artifacts = torch.compiler.save_cache_artifacts()
         libraries = sorted(cache.glob("**/*.so"))
-        if made is None and not libraries:  # a backend that keeps nothing
+        if artifacts is None and not libraries:  # a compiler backend without a cache
             return
-        payload = _pack(made[0] if made else b"", libraries, cache)
+        payload = _pack(artifacts[0] if artifacts else b"", libraries, cache)
         header = {
             "facts": self.facts,
             "sha256": hashlib.sha256(payload).hexdigest(),
@@ -200,64 +201,64 @@ class Bundle:
         }
         try:
             _write(self.path, json.dumps(header).encode() + b"\n" + payload)
-        except OSError as error:  # a full disk: the model serves all the same
+        except OSError as error:  # a full disk does not prevent serving
             log.warning(
                 "model '%s': %s cannot be kept: %s.", self.model, self.path.name, brief(error)
             )
 
 
-_TORCHS = "torch.bundle"
+_TORCH_BUNDLE = "torch.bundle"
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def _settle() -> None:
-    """Give inductor a folder that is this user's alone: its own has a name that anyone may take."""
-    named, reason = os.environ.get(_VARIABLE), ""
+def _use_private_folder() -> None:
+    """Set inductor's cache to a private folder: any user can create its default folder."""
+    folder, reason = os.environ.get(_VARIABLE), ""
     try:
-        reason = private_files.make(Path(named)) if named else ""
+        reason = private_files.make(Path(folder)) if folder else ""
     except OSError as error:
         reason = brief(error)
     if reason:
-        log.warning("%s, %s, is not used: %s.", _VARIABLE, named, reason)
-    if reason or not named:
+        log.warning("%s, %s, is not used: %s.", _VARIABLE, folder, reason)
+    if reason or not folder:
         os.environ[_VARIABLE] = str(private_files.of_user())
 
 
 def _find_vectors(model: str) -> list[str]:
-    """The vector instructions that inductor may use here; it does not look for them again."""
+    """Return the vector instruction sets that inductor may use, and set them."""
     try:
-        found = _vectors()
-        _take_vectors(found)
-    except Exception as error:  # a torch that arranges this otherwise: it goes on looking
+        names = _vectors()
+        _set_vectors(names)
+    except Exception as error:  # a torch with other internals
         log.info("model '%s': %s; inductor looks for them itself.", model, brief(error))
         return []
-    return found
+    return names
 
 
-def _take_vectors(names: Sequence[str]) -> None:
-    """Spare inductor the search for vector instructions, where it would end with these."""
-    from torch._inductor import config, cpu_vec_isa  # noqa: PLC0415  only who compiles pays it
+def _set_vectors(names: Sequence[str]) -> None:
+    """Skip inductor's tests of vector instruction sets, if it would select these without them."""
+    from torch._inductor import config, cpu_vec_isa  # noqa: PLC0415  slow to import
 
-    # Nothing was noted, or TORCHINDUCTOR_VEC_ISA_OK is set: the user's word.
+    # No names were saved, or the user has set TORCHINDUCTOR_VEC_ISA_OK.
     if not names or config.cpp.vec_isa_ok is not None:
         return
-    forget = cpu_vec_isa.valid_vec_isa_list.cache_clear
+    clear_cache = cpu_vec_isa.valid_vec_isa_list.cache_clear
     config.cpp.vec_isa_ok = True
-    forget()
-    if _vectors() != names:  # the compiler knows fewer than the processor
+    clear_cache()
+    if _vectors() != names:  # the compiler supports fewer than the processor
         config.cpp.vec_isa_ok = None
-        forget()
+        clear_cache()
 
 
 def _vectors() -> list[str]:
     from torch._inductor import cpu_vec_isa  # noqa: PLC0415
 
-    return [str(one) for one in cpu_vec_isa.valid_vec_isa_list()]
+    return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
 
 
 @contextlib.contextmanager
 def _own_cache(name: str) -> Iterator[Path]:
-    """Inductor's folder for this model alone: what lies there afterwards, is the model's."""
+    """Set inductor's cache to a folder of this model only, and yield it."""
     before = os.environ[_VARIABLE]
     cache = Path(before) / name
     os.environ[_VARIABLE] = str(cache)
@@ -268,7 +269,7 @@ def _own_cache(name: str) -> Iterator[Path]:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all, whoever reads it meanwhile and whatever becomes of this process."""
+    """Write a file atomically."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".", delete=False) as file:
         scratch = Path(file.name)
         try:
@@ -280,20 +281,20 @@ def _write(path: Path, content: bytes) -> None:
             raise
 
 
-def _pack(made: bytes, libraries: Sequence[Path], cache: Path) -> bytes:
-    """The same bytes of the same content, whenever it was made.
+def _pack(artifacts: bytes, libraries: Sequence[Path], cache: Path) -> bytes:
+    """Return a ZIP archive whose bytes depend on its content only.
 
     Args:
-        made: PyTorch's bundle; empty where it keeps no graph, as none with weights that "freeze"
-            has packed for oneDNN. Those are lowered in every start, but their kernels, which take
-            most of the time, are not built again.
+        artifacts: PyTorch's bundle. It is empty if it has no graph, as with weights that "freeze"
+            has packed for oneDNN. Those graphs are lowered in every start, but their kernels, which
+            take most of the time, are not built again.
         libraries: the kernels.
-        cache: the folder that they lie in.
+        cache: the folder of the kernels.
     """
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w") as archive:
-        # An entry that is described by its name alone has no time.
-        archive.writestr(zipfile.ZipInfo(_TORCHS), made, zipfile.ZIP_DEFLATED)
+        # A ZipInfo without a time has a constant one.
+        archive.writestr(zipfile.ZipInfo(_TORCH_BUNDLE), artifacts, zipfile.ZIP_DEFLATED)
         for library in libraries:
             entry = zipfile.ZipInfo(library.relative_to(cache).as_posix())
             archive.writestr(entry, library.read_bytes(), zipfile.ZIP_DEFLATED)
@@ -303,24 +304,24 @@ def _pack(made: bytes, libraries: Sequence[Path], cache: Path) -> bytes:
 def _unpack(payload: bytes, cache: Path) -> None:
     with zipfile.ZipFile(io.BytesIO(payload)) as archive:
         for entry in archive.infolist():
-            if entry.filename == _TORCHS:
+            if entry.filename == _TORCH_BUNDLE:
                 continue
             library = (cache / entry.filename).resolve()
             if not library.is_relative_to(cache.resolve()):
                 raise ValueError(f"it holds {entry.filename}, which leads out of its folder")
-            # One that is whole may be in use; a start that was killed may have left another.
+            # A complete library may be in use. A start that was killed may leave an incomplete one.
             if not library.is_file() or library.stat().st_size != entry.file_size:
                 library.parent.mkdir(parents=True, exist_ok=True)
                 _write(library, archive.read(entry))
                 library.chmod(0o700)
-        made = archive.read(_TORCHS)
-        if made and torch.compiler.load_cache_artifacts(made) is None:
-            raise ValueError("torch does not take it")
+        artifacts = archive.read(_TORCH_BUNDLE)
+        if artifacts and torch.compiler.load_cache_artifacts(artifacts) is None:
+            raise ValueError("torch cannot load it")
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """While no other process has it; the kernel takes it back from one that dies."""
+    """Hold a lock on a file; the kernel releases it when the process ends."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError:  # read-only

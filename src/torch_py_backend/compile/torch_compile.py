@@ -1,4 +1,4 @@
-"""torch.compile, applied to the model and nothing else: everything before READY, nothing after."""
+"""torch.compile of the model: all compilation is done before READY, and none afterwards."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ log = logging.getLogger(__name__)
 
 
 def requested(config: ModelConfig) -> bool:
-    """Whether the config asks for a compiled model."""
+    """Return whether the config asks for a compiled model."""
     parameters = config.options.torch_compile_optional_parameters
     return parameters is not None and not parameters.get("disable", False)
 
 
 def static(config: ModelConfig) -> bool:
-    """Whether the config asks for a graph for each shape."""
+    """Return whether the config asks for a graph for each shape."""
     parameters = config.options.torch_compile_optional_parameters or {}
     return requested(config) and parameters.get("dynamic") is False
 
 
 def required(config: ModelConfig) -> bool:
-    """Whether a model that cannot be compiled is not served: one graph was asked for, not none."""
+    """Return whether loading fails if the model cannot be compiled; `fullgraph` implies that."""
     parameters = config.options.torch_compile_optional_parameters or {}
-    wished = config.options.compile_required or parameters.get("fullgraph", False)
-    return requested(config) and bool(wished)
+    needed = config.options.compile_required or parameters.get("fullgraph", False)
+    return requested(config) and bool(needed)
 
 
 def by_inductor(config: ModelConfig) -> bool:
-    """Whether the config asks for what torch.compile does unless it is told otherwise."""
+    """Return whether the config asks for inductor, torch.compile's default backend."""
     parameters = config.options.torch_compile_optional_parameters or {}
     return requested(config) and parameters.get("backend", "inductor") == "inductor"
 
 
 def graphs() -> int:
-    """How many graphs this process has compiled, or found in a cache."""
-    counted: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return counted
+    """Return how many graphs this process has compiled or loaded from a cache."""
+    count: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return count
 
 
 def apply(
     config: ModelConfig, kind: Kind, module: Callable[..., Any], counts: Counts
 ) -> Compiled | None:
-    """The module, compiled where the config asks for it; None: it is served as it is.
+    """Compile a module if the config asks for it; None: it is served without torch.compile.
 
     Args:
         config: the model's config.
-        kind: what the module was loaded from.
+        kind: the type of its artifact.
         module: the module.
-        counts: where calls are counted that run eagerly, once the model is sealed.
+        counts: counts the calls that run eagerly after the model is sealed.
 
     Raises:
-        OptionError: torch.compile does not take the parameters.
+        OptionError: torch.compile does not accept the parameters.
     """
-    # What a TorchServe handler calls its model is compiled where that is loaded.
+    # The model of a TorchServe handler is compiled by its loader.
     if not requested(config) or kind is Kind.TORCHSERVE:
         return None
     if kind in (Kind.TORCHSCRIPT, Kind.AOTI):
@@ -76,35 +76,35 @@ def apply(
         return None
     parameters = config.options.torch_compile_optional_parameters or {}
     if static(config):
-        # One graph a row count: torch's own limits would leave the others uncompiled.
+        # There is one graph for each row count, and torch compiles no more than its limits allow.
         dynamo, graphs = torch._dynamo.config, config.max_batch_size + 1
         dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
         dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, graphs)
     torch.compiler.set_stance("default")
     torch._inductor.config.freezing = "freeze" in config.options.optimize
-    unmet = _Unmet(config.name, counts)
+    eager_calls = _EagerCalls(config.name, counts)
     try:
-        compiled = torch.compile(_marked(module, unmet), **parameters)
-    except Exception as error:  # whatever torch.compile makes of a value that it does not know
+        compiled = torch.compile(_traced(module, eager_calls), **parameters)
+    except Exception as error:  # torch.compile raises various errors for unknown values
         raise refusal(config, error) from error
-    return Compiled(config, module, compiled, unmet)
+    return Compiled(config, module, compiled, eager_calls)
 
 
-def _marked(module: Callable[..., Any], unmet: _Unmet) -> Callable[..., Any]:
-    """Return a function that calls the module, and reports a call for which no graph exists.
+def _traced(module: Callable[..., Any], eager_calls: _EagerCalls) -> Callable[..., Any]:
+    """Return a function that calls the module, and records calls that run eagerly.
 
-    While torch.compile traces it, `is_compiling` is true: the compiled function has no such branch.
+    `is_compiling` is true while torch.compile traces it, so a compiled graph records nothing.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            unmet(args, kwargs)
+            eager_calls.record(args, kwargs)
         return module(*args, **kwargs)
 
     return call
 
 
-class _Unmet:
+class _EagerCalls:
     """Counts the calls of a sealed model that run eagerly, and logs the first one's shapes."""
 
     def __init__(self, model: str, counts: Counts) -> None:
@@ -113,7 +113,7 @@ class _Unmet:
         self._counts = counts
         self._logged = False
 
-    def __call__(self, args: Any, kwargs: Any) -> None:
+    def record(self, args: Any, kwargs: Any) -> None:
         if not self.sealed:
             return
         self._counts.eager_calls += 1
@@ -129,7 +129,7 @@ class _Unmet:
 
 
 def refusal(config: ModelConfig, error: Exception) -> OptionError:
-    """torch.compile does not take the parameters, and says why."""
+    """Return the error for parameters that torch.compile does not accept."""
     return OptionError(
         config.name,
         "TORCH_COMPILE_OPTIONAL_PARAMETERS",
@@ -139,16 +139,16 @@ def refusal(config: ModelConfig, error: Exception) -> OptionError:
 
 
 class Compiled:
-    """A model that is compiled as it meets new shapes, until it is sealed."""
+    """A model that compiles a graph for new shapes until it is sealed."""
 
     def __init__(
         self,
         config: ModelConfig,
         module: Callable[..., Any],
         compiled: Callable[..., Any],
-        unmet: _Unmet,
+        eager_calls: _EagerCalls,
     ) -> None:
-        self._unmet = unmet
+        self._eager_calls = eager_calls
         parameters = config.options.torch_compile_optional_parameters or {}
         self._model = config.name
         self._eager = module
@@ -158,23 +158,23 @@ class Compiled:
         self._failed = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it, compiled where that can be done.
+        """Call the compiled model, or the eager one if it cannot be compiled.
 
         Raises:
-            CompileError: it cannot, and COMPILE_REQUIRED is set.
+            CompileError: it cannot be compiled, and COMPILE_REQUIRED is set.
         """
         if self._failed:
             return self._eager(*args, **kwargs)
         if self._marks_rows:
             for leaf in pytree.tree_leaves((args, kwargs)):
-                # One row is a graph of its own, whatever is marked.
+                # A batch of one row has a graph of its own, also if its dimension is marked.
                 if isinstance(leaf, Tensor) and leaf.ndim and leaf.shape[0] > 1:
                     torch._dynamo.maybe_mark_dynamic(leaf, 0)
         try:
             return self._compiled(*args, **kwargs)
-        except Exception as error:  # of the compiler, or of the model itself
-            result = self._eager(*args, **kwargs)  # the model's own is raised here
-            # What a compiler raised, dynamo wraps in an error of its own.
+        except Exception as error:  # an error of the compiler, or of the model
+            result = self._eager(*args, **kwargs)  # raises an error of the model again
+            # Dynamo wraps the errors of compiler backends.
             reason = brief(getattr(error, "inner_exception", error))
             if self._required:
                 raise CompileError(self._model, reason) from error
@@ -183,14 +183,14 @@ class Compiled:
             return result
 
     def seal(self) -> Callable[..., Any]:
-        """The model as requests call it: what would need a compilation runs eagerly.
+        """Compile no more graphs, and return the model: calls without a graph run eagerly.
 
-        A model with graph breaks goes on eagerly where a graph is missing, after the graphs that it
-        has: it is never run again from its start, which would change inputs and buffers twice.
-        "fail_on_recompile" would demand that, and would fail what hooks compile themselves.
+        A model with graph breaks continues eagerly where a graph is missing. "fail_on_recompile"
+        would require to run the model again from its start, which would change inputs and buffers
+        twice, and would fail compilations in hooks.
         """
         if self._failed:
             return self._eager
         torch.compiler.set_stance("eager_on_recompile")
-        self._unmet.sealed = True
+        self._eager_calls.sealed = True
         return self._compiled

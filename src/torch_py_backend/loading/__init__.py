@@ -1,4 +1,4 @@
-"""A model's files loaded into memory: one loader per artifact type, weights, device maps.
+"""Loaders: one for each artifact type, with weights and device maps.
 
-Loads, and calls the model only to probe a package's limits.
+A loader calls the model only to probe the limits of an AOTInductor package.
 """

@@ -1,8 +1,7 @@
-"""DEVICE_MAP: the parts of one module on devices of their own.
+"""DEVICE_MAP: the submodules of one module on several devices.
 
-Weights go from their file to their devices; tensors follow where one part calls another.
-accelerate's `dispatch_model` does as much, and wraps forward() of every layer. This is on the way
-of every call: here only the borders between devices have a hook.
+accelerate's `dispatch_model` does the same and wraps forward() of every layer, which each call
+runs through. Here only submodules at the border between two devices have a hook.
 """
 
 from __future__ import annotations
@@ -20,93 +19,94 @@ from torch_py_backend.config import options
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, PlatformError, brief, shown
 
-# What a module has that is never called, as a ModuleList.
+# The forward() of modules that are not called, such as ModuleList.
 _NO_FORWARD = nn.Module.forward
 
 
-def spread(config: ModelConfig, module: nn.Module) -> None:
-    """Put the parts of a module where the map wants them, and let tensors follow.
+def dispatch(config: ModelConfig, module: nn.Module) -> None:
+    """Move the submodules to the devices of the map, and add hooks that move their inputs.
 
     Raises:
         ConfigError: the map does not fit the module.
-        PlatformError: this process does not see one of its devices.
+        PlatformError: this process does not see one of the devices.
     """
-    chosen = _wished(config)
-    _refuse_missing(config, chosen)
-    places = _places(config, module, chosen)
-    # As Module.to() does it, layer by layer: never is all of it on one device.
-    module._apply(lambda one: one.to(places[id(one)]) if id(one) in places else one)
-    for part, inside, outside in _borders(module, chosen):
-        part.register_forward_pre_hook(_entering(inside), with_kwargs=True)
+    device_map = _read_map(config)
+    _refuse_missing(config, device_map)
+    devices = _devices(config, module, device_map)
+    # As Module.to() does it, one layer at a time: no device needs memory for the whole module.
+    module._apply(lambda tensor: tensor.to(devices.get(id(tensor), tensor.device)))
+    for submodule, inside, outside in _borders(module, device_map):
+        submodule.register_forward_pre_hook(_move_inputs(inside), with_kwargs=True)
         if outside is not None:
-            part.register_forward_hook(_leaving(outside))
+            submodule.register_forward_hook(_move_result(outside))
 
 
-class Home:
-    """What is called with the inputs, whose results come back to where inputs go.
+class Dispatched:
+    """A callable that moves inputs to the module's device, and results to that of its first weight.
 
     Args:
-        called: the module, or one of its methods.
+        call: the module, or one of its methods.
         owner: the module.
         config: its config.
     """
 
-    def __init__(self, called: Callable[..., Any], owner: nn.Module, config: ModelConfig) -> None:
-        rest = _wished(config).get("")
+    def __init__(self, call: Callable[..., Any], owner: nn.Module, config: ModelConfig) -> None:
+        default = _read_map(config).get("")
         first = next(itertools.chain(owner.parameters(), owner.buffers()), None)
-        self._called = called
+        self._call = call
         self._owner = owner
-        self._home = torch.device("cpu") if first is None else first.device
-        self._begin = self._home if rest is None else torch.device(rest)
+        self._output_device = torch.device("cpu") if first is None else first.device
+        self._input_device = self._output_device if default is None else torch.device(default)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it where its own code is to run."""
-        given, named = trees.sent((args, kwargs), self._begin)
-        return trees.sent(self._called(*given, **named), self._home)
+        """Call the module."""
+        args, kwargs = trees.sent((args, kwargs), self._input_device)
+        return trees.sent(self._call(*args, **kwargs), self._output_device)
 
     def __getattr__(self, name: str) -> Any:
-        """What hooks want to know of the module."""
+        """Return an attribute of the module, for hooks."""
         return getattr(self.__dict__["_owner"], name)
 
 
-def _wished(config: ModelConfig) -> Mapping[str, str]:
-    wished = config.options.device_map
-    if not isinstance(wished, str):
-        return wished or {}
-    discovery.refuse_outside(config, "DEVICE_MAP", wished)
+def _read_map(config: ModelConfig) -> Mapping[str, str]:
+    """Return the device of each named submodule and weight, from the config or its file."""
+    value = config.options.device_map
+    if not isinstance(value, str):
+        return value or {}
+    discovery.refuse_outside(config, "DEVICE_MAP", value)
     try:
-        return options.devices((config.version_folder / wished).read_text(encoding="utf-8"))
+        return options.devices((config.version_folder / value).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             config.name,
-            f"DEVICE_MAP is '{wished}', which cannot be used: {brief(error)}",
+            f"DEVICE_MAP is '{value}', which cannot be used: {brief(error)}",
             expected=f"a JSON object from each module once to its device ({options.DEVICES})",
         ) from error
 
 
-def _refuse_missing(config: ModelConfig, chosen: Mapping[str, str]) -> None:
-    seen = torch.cuda.device_count()  # 0, where this torch has no CUDA
-    for name, device in chosen.items():
+def _refuse_missing(config: ModelConfig, device_map: Mapping[str, str]) -> None:
+    count = torch.cuda.device_count()  # 0 if this torch has no CUDA
+    for name, device in device_map.items():
         index = torch.device(device).index
-        if index is not None and index >= seen:
+        if index is not None and index >= count:
             raise PlatformError(
                 config.name,
-                f"DEVICE_MAP puts '{name}' on {device}, and torch {torch.__version__} sees {seen}"
+                f"DEVICE_MAP puts '{name}' on {device}, and torch {torch.__version__} sees {count}"
                 " GPUs",
                 cure="Correct the map, or install a torch built for this machine's CUDA driver.",
             )
 
 
-def _places(
-    config: ModelConfig, module: nn.Module, chosen: Mapping[str, str]
+def _devices(
+    config: ModelConfig, module: nn.Module, device_map: Mapping[str, str]
 ) -> dict[int, torch.device]:
-    """Where each weight goes, by its identity."""
+    """Return the device of each weight, by its identity."""
     weights = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
     known = {name for name, _ in (*module.named_modules(remove_duplicate=False), *weights)}
-    unknown = [name for name in chosen if name not in known]
+    unknown = [name for name in device_map if name not in known]
     if unknown:
         children = shown(name for name, _ in module.named_children())
         raise ConfigError(
@@ -114,62 +114,62 @@ def _places(
             f"DEVICE_MAP names {shown(unknown)}, and {type(module).__name__} has no such part",
             expected=f"modules or weights of it, such as {children}",
         )
-    uncovered = [name for name, _ in weights if _device(chosen, name) is None]
+    uncovered = [name for name, _ in weights if _device(device_map, name) is None]
     if uncovered:
         raise ConfigError(
             config.name,
-            f"DEVICE_MAP says nothing of {len(uncovered)} weights: {shown(uncovered)}",
+            f"DEVICE_MAP has no device for {len(uncovered)} weights: {shown(uncovered)}",
             cure='Add their modules, or "" for all the rest.',
         )
-    return _agreed(config, chosen, weights)
+    return _by_tensor(config, device_map, weights)
 
 
-def _agreed(
-    config: ModelConfig, chosen: Mapping[str, str], weights: list[tuple[str, Tensor]]
+def _by_tensor(
+    config: ModelConfig, device_map: Mapping[str, str], weights: list[tuple[str, Tensor]]
 ) -> dict[int, torch.device]:
-    """Tied weights are one tensor, which is on one device."""
+    """Return the devices by tensor: all names of tied weights must have one device."""
     names: dict[int, str] = {}
-    places: dict[int, torch.device] = {}
+    devices: dict[int, torch.device] = {}
     for name, tensor in weights:
-        device = torch.device(_device(chosen, name) or "cpu")
+        device = torch.device(_device(device_map, name) or "cpu")
         first = names.setdefault(id(tensor), name)
-        if places.setdefault(id(tensor), device) != device:
+        if devices.setdefault(id(tensor), device) != device:
             raise ConfigError(
                 config.name,
-                f"DEVICE_MAP puts {first} on {places[id(tensor)]} and {name} on {device}, and they"
+                f"DEVICE_MAP puts {first} on {devices[id(tensor)]} and {name} on {device}, and they"
                 " are one tensor",
                 cure="Put the modules that share it on one device.",
             )
-    return places
+    return devices
 
 
-def _device(chosen: Mapping[str, str], name: str) -> str | None:
-    """What the longest name says that is a beginning of this one."""
-    words = name.split(".")
-    for length in range(len(words), 0, -1):
-        found = chosen.get(".".join(words[:length]))
-        if found is not None:
-            return found
-    return chosen.get("")
+def _device(device_map: Mapping[str, str], name: str) -> str | None:
+    """Return the device of the longest prefix of a name that is in the map."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        device = device_map.get(".".join(parts[:length]))
+        if device is not None:
+            return device
+    return device_map.get("")
 
 
 def _borders(
-    module: nn.Module, chosen: Mapping[str, str]
+    module: nn.Module, device_map: Mapping[str, str]
 ) -> Iterator[tuple[nn.Module, torch.device, torch.device | None]]:
-    """Parts on another device than what calls them: the part, its device, and the caller's."""
-    for name, part in module.named_modules():
-        inside = _device(chosen, name)
-        if not name or inside is None or type(part).forward is _NO_FORWARD:
+    """Yield submodules on another device than their caller, with their device and the caller's."""
+    for name, submodule in module.named_modules():
+        inside = _device(device_map, name)
+        if not name or inside is None or type(submodule).forward is _NO_FORWARD:
             continue
-        outside = _device(chosen, _caller(module, name))
+        outside = _device(device_map, _caller(module, name))
         if outside is None:
-            yield part, torch.device(inside), None
+            yield submodule, torch.device(inside), None
         elif outside != inside:
-            yield part, torch.device(inside), torch.device(outside)
+            yield submodule, torch.device(inside), torch.device(outside)
 
 
 def _caller(module: nn.Module, name: str) -> str:
-    """The nearest module around another that has a forward()."""
+    """Return the name of the nearest enclosing module that has a forward()."""
     while name:
         name = name.rpartition(".")[0]
         if type(module.get_submodule(name)).forward is not _NO_FORWARD:
@@ -177,15 +177,15 @@ def _caller(module: nn.Module, name: str) -> str:
     return name
 
 
-def _entering(device: torch.device) -> Callable[..., Any]:
-    def move(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _move_inputs(device: torch.device) -> Callable[..., Any]:
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return trees.sent((args, kwargs), device)
 
-    return move
+    return hook
 
 
-def _leaving(device: torch.device) -> Callable[..., Any]:
-    def move(_: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
+def _move_result(device: torch.device) -> Callable[..., Any]:
+    def hook(_: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
         return trees.sent(result, device)
 
-    return move
+    return hook

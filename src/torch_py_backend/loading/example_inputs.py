@@ -1,4 +1,4 @@
-"""Example inputs that lie beside a model: what it is described by, warmed up and tuned with."""
+"""Example inputs of a model, for completing its config, warming it up and tuning it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ NAME = "example_inputs"
 
 
 def find(config: ModelConfig, artifact: Artifact) -> Item | None:
-    """Example inputs by name; None: there are none.
+    """Return example inputs by name; None: there are none.
 
-    They are in a file beside the model, or a function in model.py makes them; those of a TorchServe
-    archive are bodies of requests, each a file with the name of its input in a folder.
+    They are in a file beside the model, or a function in model.py returns them. Those of a
+    TorchServe archive are request bodies: a folder with a file for each input.
 
     Raises:
         ArtifactError: the file is damaged.
@@ -35,36 +35,36 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
         except (safetensors.SafetensorError, OSError) as error:
             raise ArtifactError(
                 config.name,
-                f"{path.name} is no valid safetensors: {brief(error)}",
+                f"{path.name} is not valid safetensors: {brief(error)}",
                 cure="Write it with safetensors.torch.save_file.",
             ) from error
     if artifact.kind is Kind.TORCHSERVE:
-        return _bodies(config)
+        return _request_bodies(config)
     source = artifact.path if artifact.kind is Kind.MODULE else artifact.hooks
     if source is None:
         return None
-    made = python_source.example_inputs(config.name, source, NAME)
-    if made is None:
+    inputs = python_source.example_inputs(config.name, source, NAME)
+    if inputs is None:
         return None
-    return {name: _value(config, name, value) for name, value in made.items()}
+    return {name: _value(config, name, value) for name, value in inputs.items()}
 
 
-def _bodies(config: ModelConfig) -> Item | None:
+def _request_bodies(config: ModelConfig) -> Item | None:
     folder = config.version_folder / NAME
     shape = (1, 1) if config.max_batch_size else (1,)
-    found: Item = {}
+    bodies: Item = {}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         body: Strings = np.empty(shape, dtype=np.object_)
         body.fill(path.read_bytes())
-        found[path.name] = body
-    return found or None
+        bodies[path.name] = body
+    return bodies or None
 
 
 def _value(config: ModelConfig, name: str, value: Any) -> Value:
     if isinstance(value, Tensor):
         return value
     array = np.asarray(value, dtype=np.object_)
-    if all(isinstance(one, str | bytes) for one in array.flat):
+    if all(isinstance(element, str | bytes) for element in array.flat):
         return array
     raise SourceError(
         config.name,

@@ -1,7 +1,8 @@
-"""Modules built without random values in what a file is to fill.
+"""Modules built without the random initialization that a file of weights replaces.
 
-To draw them takes longer than to read them: a gigabyte costs seconds, and memory in each instance.
-torch.empty costs neither, as long as nobody writes into it.
+Drawing the values takes longer than reading them: seconds and memory for each gigabyte, in each
+instance. Memory of torch.empty costs neither until it is written. The meta device would avoid the
+values as well, but also those of the buffers that a constructor computes and no file holds.
 """
 
 from __future__ import annotations
@@ -19,36 +20,38 @@ from torch_py_backend.loading import mapped_files
 
 
 def unfilled(build: Callable[[], Any]) -> Any:
-    """What `build` returns; the random values of its weights are left out where that is safe.
+    """Return what `build` returns, without random values of weights where that is safe.
 
-    It is safe as long as only the module's state_dict holds what was left out, which the file
-    fills, and nothing was computed from it or drawn after it: a random projection that follows and
-    is in no state_dict would be another one. Else, and for what fails so, `build` is called again.
+    It is safe if the skipped values are only in the module's state_dict, which the file fills, and
+    nothing was computed from them or drawn after them: a random projection that is drawn later and
+    is in no state_dict would have other values. Otherwise, and after an exception, `build` is
+    called again.
     """
-    seeded = torch.random.get_rng_state()
-    with contextlib.suppress(Exception):  # then the second call fails, too, or succeeds
-        skipping = _Skipping()
+    random_state = torch.random.get_rng_state()
+    with contextlib.suppress(Exception):  # the second call raises it, too, or succeeds
+        skipping = _SkipRandom()
         with mock.patch.object(nn.init, _TRUNCATED, _truncated), skipping:
             built = build()
-        if skipping.harmless(built):
+        if skipping.is_safe(built):
             return built
-    torch.random.set_rng_state(seeded)
+    torch.random.set_rng_state(random_state)
     return build()
 
 
-# It looks at what it has drawn; all other functions of nn.init draw, and do not look.
+# This function of nn.init reads the values that it has drawn; no other one does.
 _TRUNCATED = "_no_grad_trunc_normal_"
-_in_full: Callable[..., Tensor] = getattr(nn.init, _TRUNCATED)
+_original: Callable[..., Tensor] = getattr(nn.init, _TRUNCATED)
 
 
 def _truncated(tensor: Tensor, *bounds: float, generator: torch.Generator | None = None) -> Tensor:
     if generator is not None:
-        return _in_full(tensor, *bounds, generator=generator)
+        return _original(tensor, *bounds, generator=generator)
     with torch.no_grad():
         return tensor.normal_()
 
 
-_VALUELESS = {
+# Operations that take the shape of their argument, and not its values.
+_SHAPE_ONLY = {
     torch.ops.aten.empty_like.default,
     torch.ops.aten.zeros_like.default,
     torch.ops.aten.ones_like.default,
@@ -56,17 +59,17 @@ _VALUELESS = {
 }
 
 
-class _Skipping(mapped_files.Mode):
-    """Leaves out random values that are drawn in place, and what is computed in place from them.
+class _SkipRandom(mapped_files.DispatchMode):
+    """Skips in-place random operations, and in-place operations on their results.
 
     Attributes:
-        left_out: tensors on memory without values, by their storages.
+        skipped: tensors without values, by the identity of their storages.
         safe: whether nothing was computed from them, and nothing was drawn after them.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.left_out: dict[int, Tensor] = {}
+        self.skipped: dict[int, Tensor] = {}
         self.safe = True
 
     def __torch_dispatch__(
@@ -77,38 +80,38 @@ class _Skipping(mapped_files.Mode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         keywords = kwargs or {}
-        # A generator of its own draws the same whatever was left out.
+        # A generator that the caller passes is not affected by what is skipped.
         random = (
             torch.Tag.nondeterministic_seeded in func.tags and keywords.get("generator") is None
         )
         target = args[0] if args and func._schema.is_mutable else None
         if isinstance(target, Tensor):
-            if mapped_files.storage_id(target) in self.left_out:
+            if mapped_files.storage_id(target) in self.skipped:
                 return target
             if random:
-                self._leave_out(target)
+                self._skip(target)
                 return target
-        if not self.left_out:
+        if not self.skipped:
             return func(*args, **keywords)
         reads = any(
-            isinstance(one, Tensor) and mapped_files.storage_id(one) in self.left_out
-            for one in pytree.tree_leaves((args, keywords))
+            isinstance(leaf, Tensor) and mapped_files.storage_id(leaf) in self.skipped
+            for leaf in pytree.tree_leaves((args, keywords))
         )
         if reads and func is torch.ops.aten.clone.default:  # copy.deepcopy of a layer
-            made = torch.empty_like(*args, **keywords)
-            self._leave_out(made)
-            return made
-        if random or (reads and not func.is_view and func not in _VALUELESS):
+            clone = torch.empty_like(*args, **keywords)
+            self._skip(clone)
+            return clone
+        if random or (reads and not func.is_view and func not in _SHAPE_ONLY):
             self.safe = False
         return func(*args, **keywords)
 
-    def _leave_out(self, tensor: Tensor) -> None:
-        # Held by a tensor of its own: what else holds the storage, is the constructor's.
-        self.left_out[mapped_files.storage_id(tensor)] = tensor.detach()
+    def _skip(self, tensor: Tensor) -> None:
+        # A separate tensor, so that `is_alone` shows whether the module still uses the storage.
+        self.skipped[mapped_files.storage_id(tensor)] = tensor.detach()
 
-    def harmless(self, built: Any) -> bool:
-        """Whether what was left out is in the module's state_dict, and nowhere else."""
-        if not self.left_out:
+    def is_safe(self, built: Any) -> bool:
+        """Return whether the skipped values are in the module's state_dict, and nowhere else."""
+        if not self.skipped:
             return True
         if not self.safe or not isinstance(built, nn.Module):
             return False
@@ -117,5 +120,5 @@ class _Skipping(mapped_files.Mode):
         }
         return all(
             storage in filled or mapped_files.is_alone(tensor)
-            for storage, tensor in self.left_out.items()
+            for storage, tensor in self.skipped.items()
         )

@@ -1,9 +1,9 @@
-"""Models that start together load in turn, as far as memory and cores do not bear all at once.
+"""A queue that limits how many models load at once, by memory and by number.
 
-Each loader of a server holds a ticket: a locked file that says what its load claims. The first in
-line is let in when nobody loads; or when fewer than PARALLEL_LOADS do, and all that is claimed fits
-into the memory that is free. What a loader has taken so far counts twice then, as claimed and as no
-longer free: rather too few load at once than too many.
+Each loader of a server holds a ticket: a locked file with the memory that its load needs. The first
+ticket in the queue begins if no other load is running, or if fewer than PARALLEL_LOADS are and the
+claims of all together fit into the free memory. Memory that a running load has already taken counts
+twice, in its claim and as not free: too few loads at once are safer than too many.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ log = logging.getLogger(__name__)
 _LOCK = "lock"
 _SUFFIX = ".ticket"
 _POLL_S = 0.03
-_PATIENCE_S = 5.0  # what waits longer, says for whom
-# Objects, code and buffers, whatever the size of the weights. What torch itself takes, it takes
-# before anything is loaded.
+_PATIENCE_S = 5.0  # after this time, a loader logs which models it waits for
+# Objects, code and buffers, whatever the size of the weights. torch's own memory is allocated
+# before.
 _CONSTANT = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a load takes while it lasts, in bytes.
+    """The memory that a load needs at its peak, in bytes.
 
     Attributes:
-        host: of the machine's memory.
-        device: of the GPU's.
+        host: memory of the machine.
+        device: memory of the GPU.
         gpu: the ordinal of that GPU; None: the model is not loaded on one.
     """
 
@@ -54,12 +54,11 @@ class Claim:
 
 
 def claim(config: ModelConfig, artifact: Artifact, *, on_gpu: bool) -> Claim:
-    """What loading an artifact takes at its height.
+    """Return the memory that loading an artifact needs.
 
-    That is the size of its files once, whatever its kind (measured with 256 MB on a CPU: copied
-    modules, TorchScript and exported programs all peak at 1.00 to 1.01 of it); `freeze` makes a
-    second copy. A model on a GPU passes through the machine's memory. Weights that stay in their
-    file take none.
+    It is the size of the files (measured with 256 MB on a CPU: copied modules, TorchScript and
+    exported programs all peak at 1.00 to 1.01 times that); `freeze` makes a second copy. A model on
+    a GPU passes through the machine's memory. Weights that are mapped need none.
     """
     size = sum(path.stat().st_size for path in artifact.files())
     if not on_gpu and _mapped(config, artifact):
@@ -72,12 +71,12 @@ def claim(config: ModelConfig, artifact: Artifact, *, on_gpu: bool) -> Claim:
 
 
 def _mapped(config: ModelConfig, artifact: Artifact) -> bool:
-    """Whether a module's weights stay in their file; programs are copied before they are shared."""
+    """Return whether a module's weights are mapped; programs are copied before they are shared."""
     if artifact.weights is None or config.options.enable_weight_sharing is False:
         return False
     try:
         return not (config.options.optimize or file_types.unmappable(artifact.weights))
-    except (OSError, zipfile.BadZipFile):  # the load says why
+    except (OSError, zipfile.BadZipFile):  # loading the file reports it
         return False
 
 
@@ -85,55 +84,63 @@ def _mapped(config: ModelConfig, artifact: Artifact) -> bool:
 def turn(
     config: ModelConfig, claimed: Claim, device_free: Callable[[], int] | None = None
 ) -> Iterator[None]:
-    """Wait until the load may begin; the others wait until it is done.
+    """Wait until the load may begin, and hold its ticket until it is done.
 
     Args:
-        config: whose load it is.
-        claimed: what it takes.
-        device_free: what the claim's GPU has left; asked only where others load, too.
+        config: the config of the model.
+        claimed: the memory that the load needs.
+        device_free: returns the free memory of the claim's GPU.
 
     Raises:
-        PlatformError: PARALLEL_LOADS is set, and there is no folder to meet the others in.
+        PlatformError: PARALLEL_LOADS is set, and the server's folder cannot be used.
     """
     try:
-        room = server_folder.enter(config.name)
+        shared_folder = server_folder.enter(config.name)
     except PlatformError as error:
         if config.options.parallel_loads is not None:
             raise
         log.warning("%s It loads without waiting for others.", error)
         yield
         return
-    mine = _Ticket(config.instance, config.options.parallel_loads or threads.cores(), claimed)
+    max_parallel = config.options.parallel_loads or threads.cores()
+    ticket = _Ticket(config.instance, max_parallel, claimed)
     with contextlib.ExitStack() as stack:
-        stack.callback(room.leave)
+        stack.callback(shared_folder.leave)
         try:
-            place = stack.enter_context(_Line(room.folder("loading")).joined(mine))
-            _wait(config.name, place, device_free)
-        except OSError as error:  # a full disk keeps no model from serving
+            queue = _Queue(shared_folder.folder("loading"))
+            _wait(config.name, stack.enter_context(queue.joined(ticket)), device_free)
+        except OSError as error:  # such as a full disk
             log.warning(
                 "model '%s' loads without waiting for others: %s.", config.name, brief(error)
             )
         yield
 
 
-def _wait(model: str, place: _Place, device_free: Callable[[], int] | None) -> None:
+def _wait(model: str, position: _Position, device_free: Callable[[], int] | None) -> None:
     patience = time.monotonic() + _PATIENCE_S
-    while blocking := place.begin(device_free):
+    while blocking := position.begin(device_free):
         if time.monotonic() > patience:
             patience = math.inf
             log.info("model '%s' waits to load for %s.", model, ", ".join(blocking))
         time.sleep(_POLL_S)
 
 
-# --- the line --------------------------------------------------------------------------------
+# --- the queue -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """One loader: who, how many it loads beside at most, what it takes, whether it loads yet."""
+    """The ticket of one loader.
+
+    Attributes:
+        instance: the name of the instance.
+        max_parallel: how many loads may run at once.
+        claim: the memory that its load needs.
+        loads: whether its load has begun.
+    """
 
     instance: str
-    most: int
+    max_parallel: int
     claim: Claim
     loads: bool = False
 
@@ -142,45 +149,42 @@ class _Ticket:
 
     @staticmethod
     def read(path: Path) -> _Ticket:
-        told = json.loads(path.read_bytes())
-        return _Ticket(told["instance"], told["most"], Claim(**told["claim"]), told["loads"])
+        fields = json.loads(path.read_bytes())
+        return _Ticket(**{**fields, "claim": Claim(**fields["claim"])})
 
 
-class _Line:
-    """The tickets in a folder, in the order in which they came.
-
-    Whoever looks at them or changes them holds `_LOCK` meanwhile.
-    """
+class _Queue:
+    """The tickets in a folder, in order of arrival; `_LOCK` is held to read or change them."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     @contextlib.contextmanager
-    def joined(self, ticket: _Ticket) -> Iterator[_Place]:
-        """A place at the end of the line; who leaves it lets the next one in."""
+    def joined(self, ticket: _Ticket) -> Iterator[_Position]:
+        """Hold a position at the end of the queue."""
         with self.held():
             last = max((_number(path) for path in self._paths()), default=0)
             path = self._folder / f"{last + 1:012}{_SUFFIX}"
-            locked = server_folder.lock(path)
+            lock = server_folder.lock(path)
             try:
                 ticket.write(path)
             except OSError:
                 path.unlink(missing_ok=True)
-                if locked is not None:
-                    server_folder.release(locked)
+                if lock is not None:
+                    server_folder.release(lock)
                 raise
-        if locked is None:
+        if lock is None:
             raise RuntimeError(f"{path} is locked by another process")
         try:
-            yield _Place(self, path, ticket)
+            yield _Position(self, path, ticket)
         finally:
             with self.held():
                 path.unlink(missing_ok=True)
-                server_folder.release(locked)
+                server_folder.release(lock)
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """While no other process looks."""
+        """Hold the lock of the queue."""
         descriptor = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -189,41 +193,42 @@ class _Line:
             os.close(descriptor)
 
     def others(self, own: Path) -> list[tuple[int, _Ticket]]:
-        """Who else is in line; tickets of processes that have died are removed."""
-        found = []
+        """Return the other tickets by number, and remove those of dead processes."""
+        tickets = []
         for path in self._paths():
             if path == own:
                 continue
-            abandoned = server_folder.lock(path)
-            if abandoned is None:
+            lock = server_folder.lock(path)
+            if lock is None:
                 with contextlib.suppress(ValueError):  # the disk was full when it was written
-                    found.append((_number(path), _Ticket.read(path)))
+                    tickets.append((_number(path), _Ticket.read(path)))
             else:
                 path.unlink()
-                server_folder.release(abandoned)
-        return found
+                server_folder.release(lock)
+        return tickets
 
     def _paths(self) -> list[Path]:
         return sorted(self._folder.glob(f"*{_SUFFIX}"))
 
 
 @dataclass(slots=True)
-class _Place:
-    """A loader's place in the line."""
+class _Position:
+    """A loader's position in the queue."""
 
-    line: _Line
+    queue: _Queue
     path: Path
     ticket: _Ticket
 
     def begin(self, device_free: Callable[[], int] | None) -> list[str]:
-        """Begin to load, if it may; else whom it waits for."""
+        """Begin to load if it is allowed; otherwise return the instances that it waits for."""
         free = device_free() if device_free is not None else 0
-        with self.line.held():
-            others = self.line.others(self.path)
-            loading = [one for _, one in others if one.loads]
-            earlier = [one for place, one in others if place < _number(self.path) and not one.loads]
+        number = _number(self.path)
+        with self.queue.held():
+            others = self.queue.others(self.path)
+            loading = [ticket for _, ticket in others if ticket.loads]
+            earlier = [ticket for other, ticket in others if other < number and not ticket.loads]
             if earlier or (loading and not _fits(self.ticket, loading, free)):
-                return [one.instance for one in (*loading, *earlier)]
+                return [ticket.instance for ticket in (*loading, *earlier)]
             replace(self.ticket, loads=True).write(self.path)
             return []
 
@@ -233,48 +238,48 @@ def _number(path: Path) -> int:
 
 
 def _fits(own: _Ticket, loading: Sequence[_Ticket], device_free: int) -> bool:
-    """Whether a load may begin beside those that have begun."""
-    if len(loading) >= min(own.most, *(one.most for one in loading)):
+    """Return whether a load may begin beside those that are running."""
+    tickets = [own, *loading]
+    if len(loading) >= min(ticket.max_parallel for ticket in tickets):
         return False
-    claimed = [one.claim for one in (own, *loading)]
-    if sum(one.host for one in claimed) > available():
+    claims = [ticket.claim for ticket in tickets]
+    if sum(claim.host for claim in claims) > available():
         return False
-    beside = sum(one.device for one in claimed if one.gpu == own.claim.gpu)
-    return own.claim.gpu is None or beside <= device_free
+    on_gpu = sum(claim.device for claim in claims if claim.gpu == own.claim.gpu)
+    return own.claim.gpu is None or on_gpu <= device_free
 
 
 # --- memory ----------------------------------------------------------------------------------
 
-# By hand: the Python of a server that the backend is installed for need not have psutil.
+# Read here, because the Python of the server need not have psutil.
 _MEMINFO = Path("/proc/meminfo")
 _OWN = Path("/proc/self/cgroup")
 _CGROUP = Path("/sys/fs/cgroup")
-
-
-def available(meminfo: Path = _MEMINFO, own: Path = _OWN, cgroup: Path = _CGROUP) -> int:
-    """Bytes that this process could still have: of the machine's, within the container's limits."""
-    known = _fields(meminfo)
-    return min([known["MemAvailable:"] * 1024, *_left(own, cgroup)])
-
-
-def _left(own: Path, cgroup: Path) -> Iterator[int]:
-    """What the limits leave: those of the group that this process is in, and of those above it."""
-    for controllers, name in _groups(own):
-        mount = cgroup / "memory" if controllers else cgroup
-        names = _V1 if controllers else _V2
-        path = mount / name.lstrip("/")
-        # Within a container, the group's own name may lead nowhere: there, it is the mount itself.
-        for folder in [path, *path.parents]:
-            if folder.is_relative_to(mount):
-                yield from _left_in(folder, *names)
-
-
+# The limit, the usage, and the counters of the page cache in both versions of control groups.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "active_file", "inactive_file")
 
 
+def available(meminfo: Path = _MEMINFO, own: Path = _OWN, cgroup: Path = _CGROUP) -> int:
+    """Return the bytes that are available: of the machine, within the limits of the container."""
+    machine = _fields(meminfo)["MemAvailable:"] * 1024
+    return min([machine, *_below_limits(own, cgroup)])
+
+
+def _below_limits(own: Path, cgroup: Path) -> Iterator[int]:
+    """Yield the bytes below each limit of this process's control group and its ancestors."""
+    for controllers, name in _groups(own):
+        mount = cgroup / "memory" if controllers else cgroup
+        names = _V1 if controllers else _V2
+        path = mount / name.lstrip("/")
+        # In a container the group may be the mount itself, and the path of its name not exist.
+        for folder in [path, *path.parents]:
+            if folder.is_relative_to(mount):
+                yield from _below_limit(folder, *names)
+
+
 def _groups(own: Path) -> Iterator[tuple[str, str]]:
-    """Controllers and name of the groups that count memory; version 2 has no controllers there."""
+    """Yield controllers and name of each group that limits memory; version 2 has no controllers."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -285,16 +290,16 @@ def _groups(own: Path) -> Iterator[tuple[str, str]]:
             yield controllers, name
 
 
-def _left_in(folder: Path, limit: str, usage: str, *cached: str) -> Iterator[int]:
+def _below_limit(folder: Path, limit: str, usage: str, *cached: str) -> Iterator[int]:
     try:
         most = (folder / limit).read_text(encoding="ascii").strip()
         used = int((folder / usage).read_text(encoding="ascii"))
-        known = _fields(folder / "memory.stat")
+        counters = _fields(folder / "memory.stat")
     except OSError:
         return
     if most != "max":
-        # Files in the page cache count as used, and give way.
-        yield max(0, int(most) - used + sum(known.get(key, 0) for key in cached))
+        # The page cache counts as used, and is reclaimed when memory is needed.
+        yield max(0, int(most) - used + sum(counters.get(key, 0) for key in cached))
 
 
 def _fields(path: Path) -> dict[str, int]:

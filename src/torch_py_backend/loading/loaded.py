@@ -1,4 +1,4 @@
-"""A model in memory, and checks of options that all loaders share."""
+"""A loaded model, and checks of options that loaders share."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model in memory.
+    """A loaded model.
 
     Attributes:
-        kind: what it was loaded from.
-        module: what is called with the inputs.
-        signature: what it takes.
-        owner: what holds its parameters and buffers; None: it has none, or they are not at hand.
-        rows: how many rows one call takes.
-        step: what advances several streams at once, where `module` is what begins one.
+        kind: the type of its artifact.
+        module: the callable for inputs.
+        signature: the inputs of `module`.
+        owner: the module with its parameters and buffers; None: it has none, or they are hidden.
+        rows: how many rows one call accepts.
+        step: advances several streams at once; `module` begins one then.
     """
 
     kind: Kind
@@ -41,30 +41,30 @@ class Loaded:
 
     @property
     def returns(self) -> str:
-        """The name of what returns the outputs."""
+        """The name of the function that returns the outputs."""
         return self.signature.name if self.step is None else "step"
 
     @property
     def streams(self) -> bool:
-        """Whether a request has one result after the other."""
+        """Whether a request has several results, one after another."""
         return self.step is not None or introspection.yields(
             self.module.forward if isinstance(self.module, nn.Module) else self.module
         )
 
     @property
     def weights(self) -> Iterator[Tensor]:
-        """Its parameters and buffers."""
+        """The parameters and buffers."""
         if self.owner is not None:
             yield from self.owner.parameters()
             yield from self.owner.buffers()
 
 
-def refuse_device_map(config: ModelConfig, found: str) -> None:
+def refuse_device_map(config: ModelConfig, reason: str) -> None:
     """Raise ConfigError if DEVICE_MAP is set, for an artifact that is not an nn.Module."""
     if config.options.device_map is not None:
         raise ConfigError(
             config.name,
-            f"DEVICE_MAP is set, and {found}",
+            f"DEVICE_MAP is set, and {reason}",
             expected="a model.py or a factory that makes a torch.nn.Module",
             cure="Take DEVICE_MAP out, or serve the module itself.",
         )

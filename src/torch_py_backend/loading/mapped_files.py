@@ -1,7 +1,7 @@
-"""Weights as parts of mapped files: all processes of a machine share their pages.
+"""Weights in the pages of mapped files, which all processes of a machine share.
 
-Files are mapped privately: what a model writes into its weights stays in its process, and never
-reaches the file. See mmap(2), MAP_PRIVATE.
+Files are mapped privately: what a model writes into its weights stays in its process and does not
+reach the file. See mmap(2), MAP_PRIVATE.
 """
 
 from __future__ import annotations
@@ -19,39 +19,39 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# A local file header: 26 bytes, the lengths of the name and of the extra field, those two.
-# See 4.3.7 of the ZIP specification, APPNOTE.TXT.
+# A local file header of a ZIP archive has 30 bytes. The last four are the lengths of the name and
+# of the extra field that follow it. See 4.3.7 of APPNOTE.TXT.
 _HEADER = 30
 _LENGTHS = struct.Struct("<HH")
-# Bytes at either end of a storage.
-_OUTLINE = 64
+# Bytes at either end of a storage that are compared first.
+_FINGERPRINT = 64
 
 
-class Mode(TorchDispatchMode):
-    """Sees all that torch computes within, while a model is built: nothing is compiled there."""
+class DispatchMode(TorchDispatchMode):
+    """Base class of modes under which modules are built and filled, without torch.compile."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # To keep torch.compile out of a mode torch imports it: 1.1 s in each instance, and 50 MB.
+        # With True, torch imports torch.compile to disable it: 1.1 s and 50 MB in each instance.
         return False
 
 
-class Adopting(Mode):
-    """Within, a copy of mapped memory into a module's weight makes the weight lie there instead.
+class AliasOnCopy(DispatchMode):
+    """Within, a copy of mapped memory into a weight makes the weight a view of that memory.
 
-    Whatever `load_state_dict` is made of, it ends in `Tensor.copy_`: modules that translate keys,
-    or that compute what they load, need no other treatment. A weight is copied where the two
-    differ in type, shape or layout, and where something else holds a view of it, which would go on
-    showing the old values.
+    `load_state_dict` ends in `Tensor.copy_`, also in modules that translate keys or convert values.
+    Its `assign=True` would replace the Parameter objects that a module may also hold elsewhere, and
+    take over the file's dtypes and layouts. A weight is copied where the two differ in dtype, shape
+    or layout, and where another tensor is a view of it, which would keep the old values.
     """
 
     def __init__(self, mapped: Iterable[Tensor]) -> None:
         super().__init__()
         self._mapped = {storage_id(tensor) for tensor in mapped if is_plain(tensor)}
-        self._places: dict[int, Tensor] = {}
+        self._weights: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
         self,
@@ -60,19 +60,19 @@ class Adopting(Mode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func is torch.ops.aten.copy_.default and self._adopt(*args[:2]):
+        if func is torch.ops.aten.copy_.default and self._aliased(*args[:2]):
             return args[0]
         return func(*args, **(kwargs or {}))
 
-    def _adopt(self, weight: Tensor, mapped: Tensor) -> bool:
+    def _aliased(self, weight: Tensor, mapped: Tensor) -> bool:
         if not is_plain(mapped) or storage_id(mapped) not in self._mapped:
             return False
         if not _interchangeable(weight, mapped) or not is_alone(weight):
             return False
-        # Two weights that are one in the file are told apart by a model that writes into one.
-        if self._places.setdefault(mapped.data_ptr(), weight) is not weight:
+        # Two weights that are one in the file must differ after the model writes into one.
+        if self._weights.setdefault(mapped.data_ptr(), weight) is not weight:
             return False
-        place(weight, mapped)
+        alias(weight, mapped)
         return True
 
 
@@ -87,10 +87,9 @@ def _interchangeable(weight: Tensor, mapped: Tensor) -> bool:
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
-    """Whether it is a tensor whose values lie in its storage and nowhere else.
+    """Return whether a value is a Tensor or Parameter whose values are all in its storage.
 
-    Not so are sparse and quantised ones, those of other classes than torch's two, and empty ones;
-    and what a module's state_dict may hold that is no tensor at all.
+    Sparse and quantized tensors, other tensor classes, empty tensors and non-tensors are not plain.
     """
     return (
         type(value) in (Tensor, nn.Parameter)
@@ -102,77 +101,74 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
 
 
 def is_alone(*weights: Tensor) -> bool:
-    """Whether nobody else looks at the storage that all of these share."""
-    # The storage's own Python object holds it, too.
-    holders: int = torch._C._storage_Use_Count(storage_id(weights[0]))
-    return holders <= len(weights) + 1
+    """Return whether no other tensor uses the storage that all of these share."""
+    # The Python object of the storage counts as well.
+    users: int = torch._C._storage_Use_Count(storage_id(weights[0]))
+    return users <= len(weights) + 1
 
 
 def storage_id(tensor: Tensor) -> int:
-    """What tells storages apart; tensors of no bytes have none that an address would tell."""
+    """Return the identity of a tensor's storage; the address is 0 for all storages of no bytes."""
     number: int = tensor.untyped_storage()._cdata
     return number
 
 
-def place(weight: Tensor, mapped: Tensor) -> None:
-    """Let the weight lie where `mapped` does; it stays the same object."""
-    # A storage of its own: readers give all tensors of a file one.
-    size = mapped.element_size()
-    places = zip(mapped.shape, mapped.stride(), strict=True)
-    reach = sum((length - 1) * stride for length, stride in places)
-    first = mapped.storage_offset() * size
-    own = mapped.untyped_storage()[first : first + (reach + 1) * size]
+def alias(weight: Tensor, mapped: Tensor) -> None:
+    """Make a weight, which stays the same object, a view of the memory of `mapped`."""
+    # The storage becomes the weight's own: readers return one storage for all tensors of a file.
+    itemsize = mapped.element_size()
+    dims = zip(mapped.shape, mapped.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in dims)
+    start = mapped.storage_offset() * itemsize
+    storage = mapped.untyped_storage()[start : start + (last + 1) * itemsize]
     with torch.no_grad():
-        weight.set_(own, 0, mapped.shape, mapped.stride())
+        weight.set_(storage, 0, mapped.shape, mapped.stride())
 
 
 # --- archives ----------------------------------------------------------------------------------
 
 
 def share(weights: Iterable[object], archive: Path) -> None:
-    """Let weights lie in the archive that they were read from.
+    """Make weights views of the archive that they were read from.
 
-    They are found by their bytes: nothing is shared that is not equal, and any format will do that
-    keeps tensors as uncompressed members of a zip archive, as TorchScript and torch.export do.
+    They are found by their bytes, so that only equal values are shared. This supports any format
+    that keeps tensors as uncompressed members of a ZIP archive, as TorchScript and torch.export do.
 
     Raises:
-        OSError, ValueError, zipfile.BadZipFile: it is no archive that can be read.
+        OSError, ValueError, zipfile.BadZipFile: the archive cannot be read.
     """
     by_storage = defaultdict(list)
     for weight in {id(weight): weight for weight in weights}.values():
         if is_plain(weight) and weight.device.type == "cpu":
             by_storage[storage_id(weight)].append(weight)
+    file = cast(  # torch declares a base class
+        torch.UntypedStorage,
+        torch.UntypedStorage.from_file(str(archive), shared=False, nbytes=archive.stat().st_size),
+    )
     records = defaultdict(list)
-    whole = _map(archive)
-    for start, size in stored(archive):
-        record = whole[start : start + size]
-        records[_outline(record)].append(record)
+    for start, size in stored_members(archive):
+        record = file[start : start + size]
+        records[_fingerprint(record)].append(record)
     for sharers in by_storage.values():
         storage = sharers[0].untyped_storage()
-        # What somebody else holds a view of, must stay where that looks.
+        # Views that other objects hold must keep the memory.
         if not is_alone(*sharers):
             continue
-        candidates = records[_outline(storage)]
-        record = next((one for one in candidates if torch.equal(*_bytes(storage, one))), None)
-        if record is not None:
-            # Two weights of equal values are two all the same.
-            candidates[:] = [one for one in candidates if one is not record]
-            for weight in sharers:
+        candidates = records[_fingerprint(storage)]
+        for index, record in enumerate(candidates):
+            if torch.equal(_as_bytes(storage), _as_bytes(record)):
+                del candidates[index]  # another weight of equal values needs a record of its own
                 with torch.no_grad():
-                    weight.set_(record, weight.storage_offset(), weight.shape, weight.stride())
+                    for weight in sharers:
+                        weight.set_(record, weight.storage_offset(), weight.shape, weight.stride())
+                break
 
 
-def _map(path: Path) -> torch.UntypedStorage:
-    size = path.stat().st_size
-    mapped = torch.UntypedStorage.from_file(str(path), shared=False, nbytes=size)
-    return cast(torch.UntypedStorage, mapped)  # torch says: any kind of storage
-
-
-def stored(archive: Path) -> Iterator[tuple[int, int]]:
-    """Where an archive's uncompressed members lie: their first bytes, and their sizes.
+def stored_members(archive: Path) -> Iterator[tuple[int, int]]:
+    """Yield the offset and the size of each uncompressed member of an archive.
 
     Raises:
-        OSError, zipfile.BadZipFile: it is no archive that can be read.
+        OSError, zipfile.BadZipFile: the archive cannot be read.
     """
     with zipfile.ZipFile(archive) as members, archive.open("rb") as file:
         for member in members.infolist():
@@ -182,31 +178,27 @@ def stored(archive: Path) -> Iterator[tuple[int, int]]:
                 yield member.header_offset + _HEADER + name + extra, member.file_size
 
 
-def _outline(storage: torch.UntypedStorage) -> tuple[int, bytes, bytes]:
-    """What tells most storages apart: models have many weights of one size."""
-    (whole,) = _bytes(storage)
-    return storage.nbytes(), _plain(whole[:_OUTLINE]), _plain(whole[-_OUTLINE:])
+def _fingerprint(storage: torch.UntypedStorage) -> tuple[int, bytes, bytes]:
+    """Return the size and both ends of a storage: many weights of a model have one size."""
+    content = _as_bytes(storage).numpy()
+    return storage.nbytes(), content[:_FINGERPRINT].tobytes(), content[-_FINGERPRINT:].tobytes()
 
 
-def _plain(part: Tensor) -> bytes:
-    return part.numpy().tobytes()
+def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(storage)
 
 
-def _bytes(*storages: torch.UntypedStorage) -> list[Tensor]:
-    return [torch.empty(0, dtype=torch.uint8).set_(storage) for storage in storages]
-
-
-# --- what became of it -------------------------------------------------------------------------
+# --- measurement -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Mapped:
-    """Weights that lie in mapped files.
+    """Weights in mapped files.
 
     Attributes:
         shared: their bytes.
         total: the bytes of all weights.
-        ranges: the addresses that those files are mapped to, first and behind the last.
+        ranges: the addresses that those files are mapped to: start and end.
     """
 
     shared: int
@@ -215,7 +207,7 @@ class Mapped:
 
 
 def find(weights: Iterable[object]) -> Mapped:
-    """Which weights lie in files, by the kernel's own table of this process, /proc/self/maps."""
+    """Return which weights are in mapped files, according to /proc/self/maps."""
     files = list(_file_ranges())
     starts = [start for start, _ in files]
     shared = total = 0
@@ -233,7 +225,7 @@ def find(weights: Iterable[object]) -> Mapped:
 
 
 def _file_ranges() -> Iterator[tuple[int, int]]:
-    """The addresses that files are mapped to, in ascending order."""
+    """Yield the address ranges that files are mapped to, in ascending order."""
     with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             addresses, _, _, _, inode, *_ = line.split()

@@ -1,4 +1,4 @@
-"""OPTIMIZE, as far as it changes the model itself: frozen graphs, memory format."""
+"""The values of OPTIMIZE that change the model itself: frozen graphs, memory format."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from torch_py_backend.loading.loaded import Loaded
 
 
 def apply(config: ModelConfig, loaded: Loaded) -> Callable[..., Any]:
-    """What is called with the inputs, as OPTIMIZE wants it.
+    """Apply OPTIMIZE to a model, and return the callable for inputs.
 
     Raises:
         ConfigError: an optimization does not apply to such an artifact.
     """
-    wished, kind = config.options.optimize, loaded.kind
-    if wished and kind is Kind.AOTI:
-        raise _refusal(config, wished, kind, "The package is compiled already; take OPTIMIZE out.")
-    whole = tuple(name for name in ("freeze", "cuda_graphs") if name in wished)
-    if whole and kind is Kind.TORCHSERVE:
-        raise _refusal(config, whole, kind, "Its handler is Python code; take that out.")
-    lay_out(config, loaded)
-    if "freeze" in wished:
+    optimize, kind = config.options.optimize, loaded.kind
+    if optimize and kind is Kind.AOTI:
+        raise _refusal(
+            config, optimize, kind, "The package is compiled already; take OPTIMIZE out."
+        )
+    of_graphs = tuple(name for name in ("freeze", "cuda_graphs") if name in optimize)
+    if of_graphs and kind is Kind.TORCHSERVE:
+        raise _refusal(config, of_graphs, kind, "Its handler is Python code; take that out.")
+    set_memory_format(config, loaded)
+    if "freeze" in optimize:
         if kind is Kind.TORCHSCRIPT:
             return _frozen(config, loaded.owner)
         if not torch_compile.requested(config):
@@ -40,8 +42,8 @@ def apply(config: ModelConfig, loaded: Loaded) -> Callable[..., Any]:
     return loaded.module
 
 
-def lay_out(config: ModelConfig, loaded: Loaded) -> None:
-    """Put the weights into the memory format that OPTIMIZE names, if it names one.
+def set_memory_format(config: ModelConfig, loaded: Loaded) -> None:
+    """Convert the weights to the memory format that OPTIMIZE names, if any.
 
     Raises:
         ConfigError: there are no weights.
@@ -54,13 +56,13 @@ def lay_out(config: ModelConfig, loaded: Loaded) -> None:
 
 
 def _frozen(config: ModelConfig, module: Any) -> Callable[..., Any]:
-    """TorchScript with its weights as constants, its operators fused and laid out for the CPU."""
+    """Return TorchScript with its weights as constants and its operators fused for the CPU."""
     method = config.options.method
     others = [method] if method else []
     try:
         frozen = torch.jit.freeze(module, preserved_attrs=others)
         ready = torch.jit.optimize_for_inference(frozen, other_methods=others)
-    except Exception as error:  # graphs that it cannot take raise nearly anything
+    except Exception as error:  # unsupported graphs raise nearly anything
         raise ConfigError(
             config.name,
             f"OPTIMIZE asks for freeze, which fails: {brief(error)}",

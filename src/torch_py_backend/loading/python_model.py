@@ -1,4 +1,4 @@
-"""Modules and functions of a model.py or an installed package, with their weights."""
+"""Modules and functions from a model.py or an installed package, with their weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_py_backend.loading import device_map, python_source, state_dict
 from torch_py_backend.loading.loaded import Loaded, refuse_device_map
 from torch_py_backend.signature import introspection
 
-# What a module has that defines no forward() of its own.
+# The forward() of modules that define none.
 _NO_FORWARD = nn.Module.forward
 
 
@@ -30,7 +30,7 @@ def load_module(artifact: Artifact, config: ModelConfig, device: torch.device | 
     source = python_source.import_source(config.name, artifact.path)
     filled = artifact.weights is not None
     built = python_source.construct(config, artifact.path, source, filled=filled)
-    return _serve(artifact, config, device, built, has_weights=artifact.weightless)
+    return _load(artifact, config, device, built, has_weights=artifact.weightless)
 
 
 def load_factory(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
@@ -39,14 +39,13 @@ def load_factory(artifact: Artifact, config: ModelConfig, device: torch.device |
     Raises:
         as `load_module`.
     """
-    built, complete = python_source.construct_from_package(
-        config, filled=artifact.weights is not None
-    )
+    filled = artifact.weights is not None
+    built, complete = python_source.construct_from_package(config, filled=filled)
     has_weights = complete or artifact.weightless
-    return _serve(artifact, config, device, built, has_weights=has_weights)
+    return _load(artifact, config, device, built, has_weights=has_weights)
 
 
-def _serve(
+def _load(
     artifact: Artifact,
     config: ModelConfig,
     device: torch.device | None,
@@ -54,93 +53,38 @@ def _serve(
     *,
     has_weights: bool,
 ) -> Loaded:
-    """A module with its weights, or a function."""
-    spread = device is None and config.options.device_map is not None
-    if isinstance(built, nn.Module):
+    """Return a module, filled with its weights and on its device, or a function as `Loaded`."""
+    owner = built if isinstance(built, nn.Module) else None
+    dispatched = owner is not None and device is None and config.options.device_map is not None
+    if owner is None:
+        _check_function(artifact, config, built)
+    else:
         if not has_weights:
-            state_dict.fill(config, artifact, built)
-        built.eval()
-        for parameter in built.parameters():  # requires_grad_() of TorchScript refuses
+            state_dict.fill(config, artifact, owner)
+        owner.eval()
+        for parameter in owner.parameters():  # TorchScript does not support requires_grad_()
             parameter.requires_grad = False
         if device is not None:
-            built.to(device)
-        elif spread:
-            device_map.spread(config, built)
-    else:
-        _refuse_no_function(artifact, config, built)
-    called, step = _served(config, built)
-    described = built.forward if called is built and isinstance(built, nn.Module) else called
+            owner.to(device)
+        elif dispatched:
+            device_map.dispatch(config, owner)
+    called, step, name = _entry_point(config, built)
+    described = owner.forward if called is owner and owner is not None else called
     try:
-        signature = dataclasses.replace(
-            introspection.of_function(described), name=_name(config, built, begins=step is not None)
-        )
+        signature = dataclasses.replace(introspection.of_function(described), name=name)
     except (TypeError, ValueError) as error:
         raise SourceError(
-            config.name, f"the arguments of what is served cannot be told: {error}"
+            config.name, f"the arguments of what is served cannot be determined: {error}"
         ) from error
     if not config.decoupled:
         _refuse_streams(config, built, described)
-    owner = built if isinstance(built, nn.Module) else None
-    if spread and owner is not None:
-        called = device_map.Home(called, owner, config)
+    if dispatched and owner is not None:
+        called = device_map.Dispatched(called, owner, config)
     return Loaded(artifact.kind, called, signature, owner, step=step)
 
 
-def _served(
-    config: ModelConfig, built: Any
-) -> tuple[Callable[..., Any], Callable[[list[Any]], Any] | None]:
-    """What is called with a request's inputs; and what goes on from there, where there is such."""
-    if config.decoupled and config.options.method is None and _has_steps(built):
-        return built.begin, built.step
-    return _method(config, built), None
-
-
-def _name(config: ModelConfig, built: Any, *, begins: bool) -> str:
-    """What the function that is called has for a name, where its author has written it."""
-    if begins:
-        return "begin"
-    if config.options.method is not None:
-        return config.options.method
-    # What can be called without being a function has none.
-    name: str = getattr(built, "__name__", "forward")
-    return name
-
-
-def _has_steps(built: Any) -> bool:
-    return all(callable(getattr(built, name, None)) for name in ("begin", "step"))
-
-
-def _refuse_streams(config: ModelConfig, built: Any, described: Callable[..., Any]) -> None:
-    """A model of streams, in a config that promises one response to a request."""
-    found = ""
-    if introspection.yields(described):
-        found = f"{getattr(described, '__name__', 'forward')}() yields its results one by one"
-    elif _has_steps(built) and getattr(described, "__func__", None) is _NO_FORWARD:
-        found = "begin() and step() make streams, and there is no forward()"
-    if found:
-        raise ConfigError(
-            config.name,
-            f"{found}, and the model is not decoupled",
-            cure="Write model_transaction_policy { decoupled: true } into config.pbtxt; or let"
-            " forward() return all results at once.",
-        )
-
-
-def _method(config: ModelConfig, built: Any) -> Callable[..., Any]:
-    if config.options.method is None:
-        called: Callable[..., Any] = built
-        return called
-    method: Callable[..., Any] | None = getattr(built, config.options.method, None)
-    if method is None:
-        raise SourceError(
-            config.name,
-            f"METHOD is '{config.options.method}', which {type(built).__name__} does not have",
-            expected="the name of a method",
-        )
-    return method
-
-
-def _refuse_no_function(artifact: Artifact, config: ModelConfig, built: Any) -> None:
+def _check_function(artifact: Artifact, config: ModelConfig, built: Any) -> None:
+    """Raise if an object that is not a module is not callable, or has weights or a device map."""
     if not callable(built):
         raise SourceError(
             config.name,
@@ -151,6 +95,46 @@ def _refuse_no_function(artifact: Artifact, config: ModelConfig, built: Any) -> 
     if artifact.weights is not None:
         raise ArtifactError(
             config.name,
-            f"{artifact.weights.name} lies beside a function, which has no weights",
+            f"{artifact.weights.name} is beside a function, which has no weights",
             cure='Remove the file, or set the parameter WEIGHTS to "none".',
+        )
+
+
+def _entry_point(
+    config: ModelConfig, built: Any
+) -> tuple[Callable[..., Any], Callable[[list[Any]], Any] | None, str]:
+    """Return the callable for inputs, the `step` of a streaming model, and the callable's name."""
+    method = config.options.method
+    if method is None:
+        if config.decoupled and _has_steps(built):
+            return built.begin, built.step, "begin"
+        # A callable object that is not a function has no name.
+        return built, None, getattr(built, "__name__", "forward")
+    called: Callable[..., Any] | None = getattr(built, method, None)
+    if called is None:
+        raise SourceError(
+            config.name,
+            f"METHOD is '{method}', which {type(built).__name__} does not have",
+            expected="the name of a method",
+        )
+    return called, None, method
+
+
+def _has_steps(built: Any) -> bool:
+    return all(callable(getattr(built, name, None)) for name in ("begin", "step"))
+
+
+def _refuse_streams(config: ModelConfig, built: Any, described: Callable[..., Any]) -> None:
+    """Raise ConfigError for a streaming model whose config is not decoupled."""
+    problem = ""
+    if introspection.yields(described):
+        problem = f"{getattr(described, '__name__', 'forward')}() yields its results one by one"
+    elif _has_steps(built) and getattr(described, "__func__", None) is _NO_FORWARD:
+        problem = "begin() and step() make streams, and there is no forward()"
+    if problem:
+        raise ConfigError(
+            config.name,
+            f"{problem}, and the model is not decoupled",
+            cure="Write model_transaction_policy { decoupled: true } into config.pbtxt; or let"
+            " forward() return all results at once.",
         )

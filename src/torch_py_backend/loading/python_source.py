@@ -1,4 +1,4 @@
-"""A model.py becomes the object that is served: imported, chosen, constructed."""
+"""The object that a model.py or a package defines: imported, selected, constructed."""
 
 from __future__ import annotations
 
@@ -27,18 +27,23 @@ log = logging.getLogger(__name__)
 
 
 def import_source(model: str, path: Path) -> ModuleType:
-    """Run a model's source file as a module of its own; files beside it can be imported.
+    """Import a model's source file; it can import the files beside it.
 
-    A file that has been run, and is the same since, is not run again: it may not bear that.
+    A file that was imported and has not changed since is not executed again: its code may fail the
+    second time.
     """
-    name = _module_name(path)
-    state = _state(path)
+    name = f"torch_py_backend_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    try:
+        about = path.stat()
+        state = (about.st_mtime_ns, about.st_size)
+    except OSError:  # the loader reports it
+        state = (0, 0)
     known = sys.modules.get(name)
     if known is not None and known.__spec__ is not None and known.__spec__.loader_state == state:
         return known
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise SourceError(model, f"{path.name} is no Python source", expected="a .py file")
+        raise SourceError(model, f"{path.name} is not Python source", expected="a .py file")
     spec.loader_state = state
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
@@ -51,24 +56,20 @@ def import_source(model: str, path: Path) -> ModuleType:
     return module
 
 
-def _state(path: Path) -> tuple[int, int]:
-    try:
-        about = path.stat()
-    except OSError:  # the loader will say so
-        return (0, 0)
-    return (about.st_mtime_ns, about.st_size)
-
-
-def _module_name(path: Path) -> str:
-    return f"torch_py_backend_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-
-
 @contextlib.contextmanager
 def importing_from(folder: Path) -> Iterator[None]:
-    """Modules in the folder can be imported, also later, by what the model does at run time."""
-    _forget_stub_module(folder)
+    """Make the modules in a folder importable, during and after the context.
+
+    Triton's stub imports the backend's file as `model`. It is removed from sys.modules where the
+    folder has a `model` of its own.
+    """
+    stub = getattr(sys.modules.get("model"), "__file__", None)
+    own = any((folder / name).is_file() for name in ("model.py", "model/__init__.py"))
+    if own and stub is not None and not Path(stub).is_relative_to(folder):
+        del sys.modules["model"]
+        importlib.invalidate_caches()
     sys.path.insert(0, str(folder))
-    # A model repository is read, not written: it may be another user's, or read-only.
+    # Write no bytecode: a model repository may be read-only, or belong to another user.
     before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
@@ -76,21 +77,8 @@ def importing_from(folder: Path) -> Iterator[None]:
         sys.dont_write_bytecode = before
 
 
-def _forget_stub_module(folder: Path) -> None:
-    """Remove `model` from sys.modules where it is another file than the folder's own.
-
-    Triton's stub imports the backend's file as `model`; `import model` would return that one.
-    """
-    file = getattr(sys.modules.get("model"), "__file__", None)
-    if file is None or Path(file).is_relative_to(folder):
-        return
-    if any((folder / name).is_file() for name in ("model.py", "model/__init__.py")):
-        del sys.modules["model"]
-        importlib.invalidate_caches()
-
-
 def place(error: BaseException, path: Path) -> str:
-    """The line of the model's own file that an exception comes from, and what it says."""
+    """Return the line of the model's file that raised an exception, and its message."""
     if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno:
         return f"line {error.lineno}: SyntaxError: {error.msg}: {(error.text or '').strip()}"
     lines = [
@@ -103,112 +91,107 @@ def place(error: BaseException, path: Path) -> str:
 
 
 class Built(NamedTuple):
-    """What a factory built, and whether it has read its weights, too."""
+    """What a factory returned, and whether it has read the weights."""
 
     served: Any
     has_weights: bool
 
 
 def construct_from_package(config: ModelConfig, *, filled: bool) -> Built:
-    """What `MODEL_FACTORY: "package.module:callable"` builds.
+    """Return what `MODEL_FACTORY: "package.module:callable"` builds.
 
-    A class with `from_pretrained` (transformers' and its likes) is given the folder that holds a
-    config.json, and no network.
+    A class with `from_pretrained`, as in transformers, gets the folder with the config.json, and
+    no network.
     """
-    named = config.options.model_factory or ""
-    package, _, name = named.partition(":")
+    factory_name = config.options.model_factory or ""
+    package, _, name = factory_name.partition(":")
     # Read by Hugging Face's libraries when they are imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         with importing_from(config.version_folder):
-            chosen = operator.attrgetter(name)(importlib.import_module(package))
+            factory = operator.attrgetter(name)(importlib.import_module(package))
     except (Exception, SystemExit) as error:  # the package's own code runs here
         raise SourceError(
             config.name,
-            f"MODEL_FACTORY is '{named}', which cannot be imported: {brief(error)}",
+            f"MODEL_FACTORY is '{factory_name}', which cannot be imported: {brief(error)}",
             expected="package.module:callable of a package that this Python has",
         ) from error
     keywords = config.options.model_kwargs or {}
-    pretrained = getattr(chosen, "from_pretrained", None)
-    folder = _pretrained_folder(config)
+    from_pretrained = getattr(factory, "from_pretrained", None)
+    folders = (config.version_folder, config.folder)
+    folder = next((path for path in folders if (path / "config.json").is_file()), None)
     try:
-        if pretrained is not None and folder is not None:
-            return Built(
-                pretrained(str(folder), local_files_only=True, **keywords), has_weights=True
-            )
-        return Built(_call(chosen, keywords, filled=filled), has_weights=False)
+        if from_pretrained is not None and folder is not None:
+            served = from_pretrained(str(folder), local_files_only=True, **keywords)
+            return Built(served, has_weights=True)
+        return Built(_call(factory, keywords, filled=filled), has_weights=False)
     except (Exception, SystemExit) as error:
         raise SourceError(
             config.name,
-            f"MODEL_FACTORY '{named}' with {keywords or 'no arguments'} fails: {brief(error)}",
+            f"MODEL_FACTORY '{factory_name}' with {keywords or 'no arguments'} fails:"
+            f" {brief(error)}",
             cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
         ) from error
 
 
-def _pretrained_folder(config: ModelConfig) -> Path | None:
-    """Where a config.json lies: in the version folder, or beside config.pbtxt."""
-    folders = (config.version_folder, config.folder)
-    return next((one for one in folders if (one / "config.json").is_file()), None)
-
-
 def example_inputs(model: str, path: Path, name: str) -> Mapping[str, Any] | None:
-    """What the function of this name in a model's source returns; None: there is none.
+    """Return the result of the function of this name in a model's source; None: it has none.
 
     Raises:
-        SourceError: it fails, or returns something else than a dict.
+        SourceError: the function fails, or does not return a dict.
     """
     function = getattr(import_source(model, path), name, None)
     if function is None:
         return None
     try:
-        made = function()
+        inputs = function()
     except (Exception, SystemExit) as error:
         raise SourceError(
             model, f"{name}() in {path.name} fails at {place(error, path)}"
         ) from error
-    if not isinstance(made, Mapping):
+    if not isinstance(inputs, Mapping):
         raise SourceError(
             model,
-            f"{name}() in {path.name} returns a {type(made).__name__}",
+            f"{name}() in {path.name} returns a {type(inputs).__name__}",
             expected="a dict of tensors by input name",
         )
-    return made
+    return inputs
 
 
 def construct_hooks(config: ModelConfig, path: Path) -> Any:
-    """An object of the class whose methods run around forward().
+    """Return an instance of the class whose methods run before and after forward().
 
-    None: the class that has the name is the module itself.
+    None: the class of that name is the module itself.
 
     Raises:
-        SourceError: there is no such class, or it cannot be built.
+        SourceError: there is no such class, or it cannot be constructed.
     """
     source = import_source(config.name, path)
     name = config.options.hooks or discovery.HOOKS
-    chosen = getattr(source, name, None)
-    if _is_module_class(chosen) and config.options.hooks is None:
+    hooks_class = getattr(source, name, None)
+    if _is_module_class(hooks_class) and config.options.hooks is None:
         return None
-    if not isinstance(chosen, type) or issubclass(chosen, nn.Module):
-        kind = "an nn.Module" if _is_module_class(chosen) else "no class"
+    if not isinstance(hooks_class, type) or issubclass(hooks_class, nn.Module):
+        kind = "an nn.Module" if _is_module_class(hooks_class) else "not a class"
         raise SourceError(
             config.name,
             f"{name}, which is to run around forward(), is {kind} in {path.name}",
             expected="a plain class with some of the methods " + ", ".join(discovery.STAGES),
         )
-    signature = _signature(chosen)
+    signature = _signature(hooks_class)
     takes_folder = signature is not None and "folder" in signature.parameters
     keywords = {"folder": config.version_folder} if takes_folder else {}
-    if signature is not None:
-        try:
-            signature.bind(**keywords)
-        except TypeError as error:
-            raise SourceError(
-                config.name,
-                f"{name}{signature} in {path.name} cannot be called: {error}",
-                expected="no arguments, or `folder`, which is the version's folder",
-            ) from None
     try:
-        return chosen(**keywords)
+        if signature is not None:
+            signature.bind(**keywords)
+    except TypeError as error:
+        raise SourceError(
+            config.name,
+            f"{name}{signature} in {path.name} cannot be called: {error}",
+            expected="no arguments, or `folder`, which is the version's folder",
+        ) from None
+    try:
+        return hooks_class(**keywords)
     except (Exception, SystemExit) as error:
         raise SourceError(
             config.name, f"{name}() in {path.name} fails at {place(error, path)}"
@@ -216,105 +199,103 @@ def construct_hooks(config: ModelConfig, path: Path) -> Any:
 
 
 def modules_in(model: str, path: Path) -> list[str]:
-    """The names of the modules that a source defines itself."""
+    """Return the names of the nn.Module classes that a source defines."""
     return list(_defined(import_source(model, path), _is_module_class))
 
 
 def construct(config: ModelConfig, path: Path, source: ModuleType, *, filled: bool) -> Any:
-    """What is called with the inputs: a module, built, or a function.
+    """Return the object that is called with the inputs: a constructed module, or a function.
 
     Args:
         config: the model's config.
         path: its source.
         source: that source, imported.
-        filled: whether a file of weights will fill the module, whose random ones none will see.
+        filled: whether a file of weights will replace the random values of the module.
     """
-    chosen = _choose(config, path, source)
-    is_factory = config.options.model_factory is not None
-    if not isinstance(chosen, type) and not is_factory:
-        _refuse_arguments(config, path, chosen)
-        return chosen
+    target = _select(config, path, source)
     keywords = config.options.model_kwargs or {}
-    name = config.options.model_factory or chosen.__name__
-    signature = _signature(chosen)
-    if signature is not None:
-        try:
-            signature.bind(**keywords)
-        except TypeError as error:
+    factory_name = config.options.model_factory
+    if not isinstance(target, type) and factory_name is None:
+        if keywords:
+            name = getattr(target, "__name__", type(target).__name__)
             raise SourceError(
                 config.name,
-                f"{name}{signature} in {path.name} cannot be called with"
-                f" {keywords or 'no arguments'}: {error}",
-                cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
-            ) from None
+                f"MODEL_KWARGS is set, and {name}, which {path.name} serves, is not constructed",
+                cure="Take MODEL_KWARGS out, or name a function that builds the module with"
+                " MODEL_FACTORY.",
+            )
+        return target
+    name = factory_name or target.__name__
+    signature = _signature(target)
     try:
-        return _call(chosen, keywords, filled=filled)
+        if signature is not None:
+            signature.bind(**keywords)
+    except TypeError as error:
+        raise SourceError(
+            config.name,
+            f"{name}{signature} in {path.name} cannot be called with"
+            f" {keywords or 'no arguments'}: {error}",
+            cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
+        ) from None
+    try:
+        return _call(target, keywords, filled=filled)
     except (Exception, SystemExit) as error:
         raise SourceError(
             config.name, f"{name}() in {path.name} fails at {place(error, path)}"
         ) from error
 
 
-def _call(chosen: Callable[..., Any], keywords: Mapping[str, Any], *, filled: bool) -> Any:
+def _call(factory: Callable[..., Any], keywords: Mapping[str, Any], *, filled: bool) -> Any:
     def build() -> Any:
-        return chosen(**keywords)
+        return factory(**keywords)
 
     return initialization.unfilled(build) if filled else build()
 
 
-def _refuse_arguments(config: ModelConfig, path: Path, chosen: Any) -> None:
-    if config.options.model_kwargs:
-        name = getattr(chosen, "__name__", type(chosen).__name__)
-        raise SourceError(
-            config.name,
-            f"MODEL_KWARGS is set, and {name}, which {path.name} serves, is not constructed",
-            cure="Take MODEL_KWARGS out, or name a function that builds the module with"
-            " MODEL_FACTORY.",
-        )
-
-
-def _signature(chosen: Callable[..., Any]) -> inspect.Signature | None:
+def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
     try:
-        return inspect.signature(chosen)
-    except (TypeError, ValueError):  # some built-in functions do not tell theirs
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
         return None
 
 
-def _choose(config: ModelConfig, path: Path, source: ModuleType) -> Any:
-    """The class, function or module object in the source that is to be served."""
+def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
+    """Return the class, function or module object in the source that is to be served."""
     options = config.options
-    named = options.model_factory or options.model_class
+    name = options.model_factory or options.model_class
     classes = _defined(source, _is_module_class)
     if config.python_runtime and not classes:
         classes = _imported_classes(source)
     functions = _defined(source, inspect.isfunction)
-    if named is not None:
-        found = getattr(source, named, None)
-        if callable(found):
-            return found
+    if name is not None:
+        target = getattr(source, name, None)
+        if callable(target):
+            return target
         key = "MODEL_FACTORY" if options.model_factory else "MODEL_CLASS"
         raise SourceError(
             config.name,
-            f"{key} is '{named}', which {path.name} does not define",
+            f"{key} is '{name}', which {path.name} does not define",
             expected=f"one of {shown(classes | functions) or 'its classes or functions'}",
         )
     candidates = classes or functions
-    distinct = {id(one): one for one in candidates.values()}  # one class may have two names
+    distinct = {id(value): value for value in candidates.values()}  # a class may have two names
     if len(distinct) == 1:
         return next(iter(distinct.values()))
     if classes and config.python_runtime:
         return _first(config, path, classes)
-    found = f"defines {shown(candidates)}" if candidates else "defines no nn.Module and no function"
+    problem = (
+        f"defines {shown(candidates)}" if candidates else "defines no nn.Module and no function"
+    )
     raise SourceError(
         config.name,
-        f"{path.name} {found}",
+        f"{path.name} {problem}",
         expected="one class derived from torch.nn.Module, or one function",
         cure="Name the one to serve with the parameter MODEL_CLASS." if candidates else "",
     )
 
 
 def _first(config: ModelConfig, path: Path, classes: Mapping[str, Any]) -> Any:
-    """The class that the Python runtime of Triton's PyTorch backend takes among several."""
+    """Return the class that the Python runtime of Triton's PyTorch backend takes among several."""
     name = min(classes)
     log.warning(
         "model '%s': %s defines %s; %s is served, the first in the alphabet, as Triton's own"
@@ -327,20 +308,20 @@ def _first(config: ModelConfig, path: Path, classes: Mapping[str, Any]) -> Any:
     return classes[name]
 
 
-def _defined(source: ModuleType, wanted: Callable[[Any], bool]) -> dict[str, Any]:
-    """Public names of the file's own definitions; what it imports does not count."""
+def _defined(source: ModuleType, matches: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return the matching public objects that a file defines; imported ones are left out."""
     return {
         name: value
         for name, value in vars(source).items()
         if not name.startswith("_")
         and name != "example_inputs"
-        and wanted(value)
+        and matches(value)
         and value.__module__ == source.__name__
     }
 
 
 def _imported_classes(source: ModuleType) -> dict[str, Any]:
-    """Modules that a file has from others than torch: Triton's own runtime serves these, too."""
+    """Return imported nn.Module classes that are not torch's: Triton's runtime serves these."""
     return {
         name: value
         for name, value in vars(source).items()

@@ -12,30 +12,30 @@ import torch
 from torch_py_backend.artifacts.discovery import Artifact, Kind
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
-from torch_py_backend.loading import exported_programs, python_model, torchscript
+from torch_py_backend.loading import aotinductor, exported_program, python_model, torchscript
 from torch_py_backend.loading.loaded import Loaded, refuse_device_map, refuse_method, warn_unused
 
 log = logging.getLogger(__name__)
 
 Loader: TypeAlias = "Callable[[Artifact, ModelConfig, torch.device | None], Loaded]"
 
-# Imported for such artifacts only. By name: it lies above this package.
+# Imported by name when such an artifact is loaded: it is in a layer above this package.
 _TORCHSERVE = "torch_py_backend.torchserve.loader"
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
     """Load an artifact as a module in eval mode.
 
-    Where the artifact was built for another machine, or cannot be loaded, its fallback is.
+    If the artifact was built for another machine or cannot be loaded, load its fallback.
 
     Args:
         artifact: the artifact.
         config: the model's config.
-        device: where it is loaded to; None: the model chooses.
+        device: the device that it is loaded to; None: the model places itself.
 
     Raises:
-        ArtifactError, SourceError, WeightsError: it cannot be loaded; the message says why.
-        ConfigError: an option does not apply to such an artifact.
+        ArtifactError, SourceError, WeightsError: the artifact cannot be loaded.
+        ConfigError: an option does not apply to artifacts of this type.
     """
     if artifact.kind not in (Kind.MODULE, Kind.FACTORY):
         refuse_device_map(config, f"the model is {artifact.kind.value}")
@@ -51,25 +51,23 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
 def _load_exported(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
     refuse_method(artifact, config)
     warn_unused(config, "model_class", "model_kwargs", "weights")
-    program = exported_programs.load_exported(config, artifact.path, device)
-    return Loaded(artifact.kind, program.module, program.signature, program.owner, program.rows)
+    return exported_program.load(config, artifact.path, device)
 
 
 def _load_aoti(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
     refuse_method(artifact, config)
-    misfit = exported_programs.misfit(artifact.path, device)
-    if misfit:
+    mismatch = aotinductor.mismatch(artifact.path, device)
+    if mismatch:
         raise ArtifactError(
             config.name,
-            f"{artifact.path.name} was built for {misfit}",
+            f"{artifact.path.name} was built for {mismatch}",
             cure=""
             if artifact.fallback is not None
             else "Serve it on such a machine, build it for this one, or name an exported program or"
             " a model.py to serve instead with the parameter FALLBACK.",
         )
     warn_unused(config, "model_class", "model_kwargs", "weights")
-    program = exported_programs.load_aoti(config, artifact.path, device)
-    return Loaded(artifact.kind, program.module, program.signature, program.owner, program.rows)
+    return aotinductor.load(config, artifact.path, device)
 
 
 def _load_torchserve(

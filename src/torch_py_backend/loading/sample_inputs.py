@@ -1,4 +1,4 @@
-"""Made-up requests for a config: to try a model before the first real one comes."""
+"""Synthetic requests for a config: they run a model before the first real request."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.sequences import initial_states
 
-# Sizes for dimensions of -1: above 1, which torch.compile takes for a constant, and two, so that
-# it learns that they vary.
+# Two sizes for dimensions of -1, so that torch.compile marks them as dynamic. It specializes 1.
 _VARIABLE, _SHRUNK = 8, 6
-_NOTHING: Mapping[str, Value] = {}
+_NO_EXAMPLE: Mapping[str, Value] = {}
 
 
 def item(
@@ -25,39 +24,38 @@ def item(
     *,
     shrunk: bool = False,
     without: Collection[str] = (),
-    example: Mapping[str, Value] = _NOTHING,
+    example: Mapping[str, Value] = _NO_EXAMPLE,
 ) -> Item:
-    """One item.
+    """Return one item.
 
     Args:
         config: the model's config.
         rows: the size of the batch dimension; None: the model has none.
-        shrunk: with a quarter less in dimensions of -1.
+        shrunk: reduce dimensions of -1 by a quarter.
         without: inputs to leave out.
-        example: valid values by name, with a batch dimension where the model has one; they are
-            repeated to make up the rows. States are those of a first step, other inputs get
-            made-up values.
+        example: valid values by name, with a batch dimension if the model has one; their rows are
+            repeated. States get the values of a first step, other inputs synthetic ones.
 
     Raises:
         ArtifactError: a file of initial states cannot be read.
     """
     generator = torch.Generator().manual_seed(0)
-    begun = initial_states.find(config, rows)
+    initial = initial_states.find(config, rows)
     return {
         spec.name: _from_example(spec, rows, example[spec.name], shrunk=shrunk)
         if spec.name in example
-        else begun[spec.name]
-        if spec.name in begun
-        else _made_up(spec, rows, _variable(config, shrunk=shrunk), generator)
+        else initial[spec.name]
+        if spec.name in initial
+        else _synthetic(spec, rows, _variable(config, shrunk=shrunk), generator)
         for spec in config.inputs
         if spec.name not in without
     }
 
 
 def requests(config: ModelConfig, item: Item) -> list[Item]:
-    """Return the requests that bring an item: with batch_input or batch_output one for each row.
+    """Return the requests that form an item: with batch_input or batch_output one for each row.
 
-    A model that is given counts of requests returns a row for each, and fails with others.
+    Such a model gets the number of rows of each request, and returns a row for each request.
     """
     if not config.concatenates or not config.max_batch_size:
         return [item]
@@ -66,25 +64,22 @@ def requests(config: ModelConfig, item: Item) -> list[Item]:
 
 
 def _variable(config: ModelConfig, *, shrunk: bool) -> int:
-    """The size for dimensions of -1: two that differ also where they are rounded up."""
+    """Return the size for dimensions of -1; the two sizes differ also after rounding up."""
     pads = (config.options.pad or {}).values()
-    multiple: int = max((how.get("multiple_of", 1) for how in pads), default=1)
+    multiple: int = max((pad.get("multiple_of", 1) for pad in pads), default=1)
     if multiple > 1:
         return multiple if shrunk else 2 * multiple
     return _SHRUNK if shrunk else _VARIABLE
 
 
 def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:
-    """Whether an example is a value of this input, of at least one row."""
+    """Return whether an example is a valid value of this input, with at least one row."""
     dims = (-1, *spec.dims) if config.max_batch_size else spec.dims
     dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None
     return (
         dtype == spec.dtype.torch
         and len(value.shape) == len(dims)
-        and all(
-            wanted in (-1, size) and size > 0
-            for size, wanted in zip(value.shape, dims, strict=True)
-        )
+        and all(dim in (-1, size) and size > 0 for size, dim in zip(value.shape, dims, strict=True))
     )
 
 
@@ -98,7 +93,7 @@ def _from_example(spec: TensorSpec, rows: int | None, value: Value, *, shrunk: b
     return value.contiguous() if isinstance(value, Tensor) else value
 
 
-def _made_up(
+def _synthetic(
     spec: TensorSpec, rows: int | None, variable: int, generator: torch.Generator
 ) -> Value:
     dims = [variable if dim == -1 else dim for dim in spec.dims]
@@ -107,9 +102,9 @@ def _made_up(
         return np.full(shape, b"text", dtype=np.object_)
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
     if dtype.is_floating_point and spec.origin is not Origin.CONTROL:
-        # A row's only value is that of all rows: an argument may take it as one number.
+        # A row of one value has the same in all rows, because the argument may take one number.
         drawn = dims if math.prod(dims) == 1 else shape
         return torch.rand(drawn, generator=generator).to(dtype).expand(shape).contiguous()
-    # An id, a mask and a length of 1 are valid nearly everywhere; 0 is no length. Controls say of
-    # a sequence that it is the only step.
+    # 1 is a valid ID, mask and length for nearly all models; a length of 0 is not. As a control
+    # input, 1 means that the request is the first and last of its sequence.
     return torch.ones(shape, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Weights beside a module's source: read without running code, compared, put into the module.
+"""Files of weights, read without executing code, and loaded into modules.
 
-Files are mapped, and where the module takes a weight as it is, the weight stays in the file: see
-`mapping`.
+Files are mapped. Where a module loads a weight unchanged, the weight stays in the mapped file: see
+`mapped_files`.
 """
 
 from __future__ import annotations
@@ -26,14 +26,19 @@ from torch_py_backend.loading import mapped_files
 
 
 def fill(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
-    """Put the weights into the module: every key, no other key, every shape."""
+    """Load the weights into the module: all keys, no other keys, the same shapes.
+
+    Raises:
+        ArtifactError: there is no file of weights, or it cannot be read.
+        WeightsError: its keys or shapes are not those of the module.
+    """
     own = module.state_dict(keep_vars=True)
     if artifact.weights is None:
         if not own:
-            return  # nothing to fill
+            return
         raise ArtifactError(
             config.name,
-            f"{type(module).__name__} has {len(own)} weights, and no file with them lies beside"
+            f"{type(module).__name__} has {len(own)} weights, and there is no weights file beside"
             f" {artifact.path.name}",
             expected=f"{artifact.path.stem}.safetensors, .pt or .pth",
             cure='Save module.state_dict() there, or set the parameter WEIGHTS to "none".',
@@ -50,17 +55,16 @@ def fill(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
             shapes=shapes,
         )
     try:
-        # Modules may translate old names and add what old files lack, so they judge the keys.
-        # Copied, not assigned: a module may hold its parameters in other places, too.
+        # The module compares the keys: it may translate old names and add missing values.
         with _sharing(config, artifact.weights, state):
-            judged = module.load_state_dict(state, strict=False)
+            result = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise ArtifactError(
             config.name, f"the weights {file} do not fit {type(module).__name__}: {brief(error)}"
         ) from error
-    missing = _without_twins(judged.missing_keys, own, state)
-    if missing or judged.unexpected_keys:
-        raise WeightsError(config.name, file, missing=missing, unexpected=judged.unexpected_keys)
+    missing = _without_twins(result.missing_keys, own, state)
+    if missing or result.unexpected_keys:
+        raise WeightsError(config.name, file, missing=missing, unexpected=result.unexpected_keys)
 
 
 def _sharing(
@@ -68,13 +72,13 @@ def _sharing(
 ) -> contextlib.AbstractContextManager[Any]:
     if config.options.enable_weight_sharing is False or file_types.unmappable(path):
         return contextlib.nullcontext()
-    return mapped_files.Adopting(state.values())
+    return mapped_files.AliasOnCopy(state.values())
 
 
 def _without_twins(
     missing: Sequence[str], own: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> list[str]:
-    """Safetensors files keep one name of tied weights: its twins are not missing."""
+    """Return the missing keys without those of tied weights that have another name in the file."""
     present = {id(tensor) for key, tensor in own.items() if key in state}
     return [key for key in missing if id(own.get(key)) not in present]
 
@@ -83,7 +87,7 @@ def _wrong_shapes(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> lis
     return [
         f"{key} {list(state[key].shape)} instead of {list(tensor.shape)}"
         for key, tensor in own.items()
-        # A lazy module takes its shapes from the file.
+        # A lazy module gets its shapes from the file.
         if key in state and not is_lazy(tensor) and state[key].shape != tensor.shape
     ]
 
@@ -94,20 +98,23 @@ def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
     if path.suffix == ".json":
         return _read_shards(config, path)
     try:
-        found = file_types.describe(path)
+        content = file_types.describe(path)
     except OSError as error:
         raise ArtifactError(
             config.name, f"the weights {path.name} cannot be read: {brief(error)}"
         ) from error
-    if found is not Content.STATE_DICT:
+    if content is not Content.STATE_DICT:
         raise ArtifactError(
             config.name,
-            f"the weights {path.name} are {found.value}",
+            f"the weights {path.name} are {content.value}",
             expected="a state_dict that torch.save wrote, or safetensors",
             cure="Save module.state_dict() there.",
         )
     try:
-        state = _torch_load(path)
+        # Compressed entries cannot be mapped: their compressed bytes would be read as values.
+        state = torch.load(
+            path, map_location="cpu", mmap=not file_types.unmappable(path), weights_only=True
+        )
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ArtifactError(
             config.name,
@@ -120,7 +127,7 @@ def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
         inner = [key for key in ("state_dict", "model") if _is_state_dict(entries.get(key))]
         raise ArtifactError(
             config.name,
-            f"the weights {path.name} hold a {type(state).__name__} that is no state_dict",
+            f"the weights {path.name} hold a {type(state).__name__} that is not a state_dict",
             expected="tensors by name",
             cure=f"Save its entry '{inner[0]}' alone." if inner else "Save module.state_dict().",
         )
@@ -134,34 +141,27 @@ def _is_state_dict(value: Any) -> bool:
     )
 
 
-def _torch_load(path: Path) -> Any:
-    # Compressed entries would be mapped as they lie, and taken for values.
-    return torch.load(
-        path, map_location="cpu", mmap=not file_types.unmappable(path), weights_only=True
-    )
-
-
 def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
-    """The shards that an index names, as one."""
+    """Return the weights of all shards that an index names."""
     try:
         files = file_types.shards(index)
     except file_types.NO_INDEX as error:
         raise ArtifactError(
             config.name,
-            f"the weights {index.name} are no index of safetensors: {brief(error)}",
+            f"the weights {index.name} are not an index of safetensors: {brief(error)}",
             expected="a JSON object with a weight_map from keys to files",
         ) from error
-    # Where the index is a link, its shards may be links to what lies beside it.
+    # If the index is a link, its shards may be links into the folder of its target.
     folders = (config.folder.resolve(), index.resolve().parent)
     state: dict[str, Tensor] = {}
     for name in files:
         path = index.parent / name
         try:
             inside = any(path.resolve().is_relative_to(folder) for folder in folders)
-            there = inside and path.is_file()
-        except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle
-            there = False
-        if not there:
+            exists = inside and path.is_file()
+        except (OSError, ValueError, RuntimeError):  # too long, a NUL, circular links
+            exists = False
+        if not exists:
             raise ArtifactError(
                 config.name,
                 f"the weights {index.name} name {name}",
@@ -177,6 +177,6 @@ def _read_safetensors(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
     except (safetensors.SafetensorError, OSError) as error:
         raise ArtifactError(
             config.name,
-            f"the weights {path.name} are no valid safetensors: {brief(error)}",
+            f"the weights {path.name} are not valid safetensors: {brief(error)}",
             cure="Write them again with safetensors.torch.save_file, or copy them again.",
         ) from error

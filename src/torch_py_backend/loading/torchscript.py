@@ -20,10 +20,10 @@ _TEXTS = (Takes.STR, Takes.STRINGS, Takes.NESTED_STRINGS)
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
-    """Load an archive of torch.jit.save.
+    """Load an archive that torch.jit.save wrote.
 
     Raises:
-        ArtifactError: it is damaged, or lacks the method that is served.
+        ArtifactError: this torch cannot load it, or it lacks the method to serve.
     """
     try:
         module: Any = torch.jit.load(artifact.path, map_location=device)
@@ -46,31 +46,31 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
             expected="a module with the method that is served",
         )
     warn_unused(config, "model_class", "model_kwargs", "weights")
-    # Called through the module, forward() runs its hooks.
+    # A call of the module, unlike one of forward(), runs its hooks.
     called = module if config.options.method is None else method
     signature = dataclasses.replace(introspection.of_schema(method.schema), name=name)
     return Loaded(artifact.kind, called, signature, module)
 
 
 def passing_bytes(loaded: Loaded, called: Callable[..., Any]) -> Callable[..., Any]:
-    """The same for strings that are not UTF-8, where the model is TorchScript that takes strings.
+    """Return a callable that also accepts strings that are not UTF-8, if the model takes strings.
 
     Args:
         loaded: the model.
-        called: what is called with the inputs.
+        called: the callable for inputs.
     """
-    takes = (one.takes for one in loaded.signature.arguments)
-    if not loaded.signature.torchscript or not any(one in _TEXTS for one in takes):
+    takes_text = any(argument.takes in _TEXTS for argument in loaded.signature.arguments)
+    if not loaded.signature.torchscript or not takes_text:
         return called
-    return _PassingBytes(called, loaded.owner, loaded.signature.name)
+    return _AcceptBytes(called, loaded.owner, loaded.signature.name)
 
 
-class _PassingBytes:
-    """Calls TorchScript with strings of any bytes, and returns what comes back.
+class _AcceptBytes:
+    """Calls a TorchScript model with strings of any bytes.
 
-    torch passes bytes on as they are, but decodes every string of the result, and raises where one
-    is not UTF-8. So for a call with such bytes a method is added to the module that returns the
-    numbers of each string's bytes: slow (2 µs a byte), but without a second call of the model.
+    torch passes bytes to the model unchanged, but decodes each string of the result and raises an
+    error if it is not UTF-8. For calls with such bytes, the module gets a method that returns the
+    codes of each string's bytes: slow (2 µs a byte), but without a second call of the model.
     """
 
     def __init__(self, called: Callable[..., Any], owner: Any, method: str) -> None:
@@ -81,65 +81,67 @@ class _PassingBytes:
         self._schema: Any = getattr(owner, method).schema
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _holds_bytes((*args, *kwargs.values())):
+        if not _has_bytes((*args, *kwargs.values())):
             return self._called(*args, **kwargs)
-        names = [one.name for one in self._schema.arguments[1 : 1 + len(args)]]
+        names = [argument.name for argument in self._schema.arguments[1 : 1 + len(args)]]
         names += kwargs
         added = self._added.get(tuple(names))
         if added is None:
             added = self._added[tuple(names)] = self._add(names)
         (returned,) = self._schema.returns
-        return _joined(added(*args, *kwargs.values()), returned.type)
+        return _decode(added(*args, *kwargs.values()), returned.type)
 
     def __getattr__(self, name: str) -> Any:
-        """Attributes of the model itself, for hooks."""
+        """Return an attribute of the model, for hooks."""
         return getattr(self._called, name)
 
     def _add(self, names: Sequence[str]) -> Callable[..., Any]:
-        """A method that takes these arguments, and returns numbers for strings."""
-        types = {one.name: one.type.annotation_str for one in self._schema.arguments}
+        """Add a method with these arguments that returns codes in place of strings."""
+        types = {argument.name: argument.type.annotation_str for argument in self._schema.arguments}
         (returned,) = self._schema.returns
-        name = f"{self._method}_in_bytes_{len(self._added)}"
+        added = f"{self._method}_in_bytes_{len(self._added)}"
         self._owner.define(
-            f"def {name}(self, {', '.join(f'{one}: {types[one]}' for one in names)}):\n"
-            f"    result = self.{self._method}({', '.join(f'{one}={one}' for one in names)})\n"
-            f"    return {_numbers('result', returned.type)}\n"
+            f"def {added}(self, {', '.join(f'{name}: {types[name]}' for name in names)}):\n"
+            f"    result = self.{self._method}({', '.join(f'{name}={name}' for name in names)})\n"
+            f"    return {_encode('result', returned.type)}\n"
         )
-        method: Callable[..., Any] = getattr(self._owner, name)
+        method: Callable[..., Any] = getattr(self._owner, added)
         return method
 
 
-def _holds_bytes(value: Any) -> bool:
+def _has_bytes(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return any(map(_holds_bytes, value))
+        return any(map(_has_bytes, value))
     return isinstance(value, bytes)
 
 
-def _numbers(value: str, kind: Any, depth: int = 0) -> str:
-    """TorchScript that makes numbers of the strings in a value: of a list of them, or a tuple."""
+def _encode(value: str, kind: Any, depth: int = 0) -> str:
+    """Return a TorchScript expression that replaces the strings in a value with lists of codes."""
     if kind.kind() == "StringType":
         return f"[ord(c) for c in {value}]"
-    if kind.kind() == "ListType" and _of_text(kind):
-        one = f"one{depth}"
-        return f"[{_numbers(one, kind.getElementType(), depth + 1)} for {one} in {value}]"
+    if _is_text_list(kind):
+        item = f"item{depth}"
+        return f"[{_encode(item, kind.getElementType(), depth + 1)} for {item} in {value}]"
     if kind.kind() == "TupleType":
-        parts = [_numbers(f"{value}[{n}]", one, depth) for n, one in enumerate(kind.elements())]
+        parts = [_encode(f"{value}[{n}]", part, depth) for n, part in enumerate(kind.elements())]
         return f"({', '.join(parts)},)"
     return value
 
 
-def _of_text(kind: Any) -> bool:
+def _decode(value: Any, kind: Any) -> Any:
+    """Replace the lists of codes that `_encode` made with bytes."""
+    if kind.kind() == "StringType":
+        return bytes(value)
+    if _is_text_list(kind):
+        return [_decode(item, kind.getElementType()) for item in value]
+    if kind.kind() == "TupleType":
+        return tuple(_decode(item, part) for item, part in zip(value, kind.elements(), strict=True))
+    return value
+
+
+def _is_text_list(kind: Any) -> bool:
+    if kind.kind() != "ListType":
+        return False
     while kind.kind() == "ListType":
         kind = kind.getElementType()
     return bool(kind.kind() == "StringType")
-
-
-def _joined(value: Any, kind: Any) -> Any:
-    """What `_numbers` has taken apart, as bytes."""
-    if kind.kind() == "StringType":
-        return bytes(value)
-    if kind.kind() == "ListType" and _of_text(kind):
-        return [_joined(one, kind.getElementType()) for one in value]
-    if kind.kind() == "TupleType":
-        return tuple(_joined(one, k) for one, k in zip(value, kind.elements(), strict=True))
-    return value

@@ -1,8 +1,8 @@
-"""Memory of a GPU that another process maps: CUDA's inter-process handles, by the driver's API.
+"""GPU memory shared between processes by CUDA's inter-process handles, through the driver's API.
 
-PyTorch has handles of its own, for tensors in transit: they count references in files that a killed
-process leaves in /dev/shm, and each is for one receiver. Weights stay where they are, and their
-owner is known: the driver's handles, which leave nothing behind, are enough.
+The handles of torch.multiprocessing are for tensors in transit: each is for one receiver, and they
+count references in files that a killed process leaves in /dev/shm. Weights stay where they are and
+have a known owner, so the driver's handles are enough, and leave no files.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _HANDLE_BYTES = 64
 _LAZY_ENABLE_PEER_ACCESS = 1
 
 
-class NotShared(Exception):  # noqa: N818  a refusal, which the caller puts into its sentence
-    """This memory cannot be had by another process."""
+class NotShared(Exception):  # noqa: N818  its text is a part of the caller's message
+    """Memory cannot be shared with another process."""
 
 
 class _Handle(ctypes.Structure):
@@ -27,10 +27,10 @@ class _Handle(ctypes.Structure):
 
 
 class CudaMemory:
-    """What one GPU's processes tell each other of its memory.
+    """Exports and opens memory of one GPU.
 
     Attributes:
-        device: the GPU, as this process knows it.
+        device: the GPU; its ordinal may differ in other processes.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,45 +38,45 @@ class CudaMemory:
         self._driver: Any = ctypes.CDLL("libcuda.so.1")
 
     def name(self) -> str:
-        """The GPU's own: ordinals differ between processes that see different GPUs."""
+        """Return the UUID of the GPU."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     def export(self, tensor: Tensor) -> tuple[str, int]:
-        """The allocation that a tensor lies in, as another process may open it; and where in it.
+        """Return the handle of a tensor's allocation, as text, and the tensor's offset in it.
 
         Raises:
-            NotShared: it cannot be shared.
+            NotShared: the driver does not share the allocation.
         """
         self._enter()
         base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
         address = ctypes.c_uint64(tensor.data_ptr())
         self._call("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), address)
         self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
-        told = bytes(memoryview(handle).cast("B"))
-        return f"{told.hex()}:{size.value}", tensor.data_ptr() - base.value
+        content = bytes(memoryview(handle).cast("B"))
+        return f"{content.hex()}:{size.value}", tensor.data_ptr() - base.value
 
     def open(self, block: str) -> Tensor:
-        """An allocation of another process, as bytes; unmapped when the last view of it is gone.
+        """Map an allocation of another process, as bytes, until the last view of it is freed.
 
         Raises:
-            NotShared: its owner is gone, or the driver does not share it.
+            NotShared: its owner has ended, or the driver does not share it.
         """
         self._enter()
-        told, _, size = block.partition(":")
-        handle = _Handle.from_buffer_copy(bytes.fromhex(told))
+        content, _, size = block.partition(":")
+        handle = _Handle.from_buffer_copy(bytes.fromhex(content))
         pointer = ctypes.c_uint64()
         self._call("cuIpcOpenMemHandle_v2", ctypes.byref(pointer), handle, _LAZY_ENABLE_PEER_ACCESS)
         mapped = _Mapped(pointer.value, int(size))
-        # Not at exit: the process's end unmaps it, and the driver may be gone before.
+        # Not at exit: the end of the process unmaps it, and the driver may be unloaded before.
         weakref.finalize(mapped, self._close, pointer.value).atexit = False
         return torch.as_tensor(mapped, device=self.device)
 
-    def settle(self) -> None:
-        """Wait until all that was begun on the GPU is done."""
+    def synchronize(self) -> None:
+        """Wait until all work on the GPU is done."""
         torch.cuda.synchronize(self.device)
 
-    def trim(self) -> None:
-        """Give back what torch keeps for later use."""
+    def empty_cache(self) -> None:
+        """Free the memory that torch's allocator caches."""
         torch.cuda.empty_cache()
 
     def _close(self, pointer: int) -> None:
@@ -84,7 +84,7 @@ class CudaMemory:
         self._call("cuIpcCloseMemHandle", ctypes.c_uint64(pointer))
 
     def _enter(self) -> None:
-        """Make the device's context this thread's; what was begun there is done."""
+        """Make the device's context current in this thread, and wait for its work."""
         torch.cuda.set_device(self.device)
         torch.cuda.synchronize(self.device)
 
@@ -93,11 +93,11 @@ class CudaMemory:
         if code:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorName(code, ctypes.byref(text))
-            raise NotShared(f"{function} says {(text.value or b'?').decode()}")
+            raise NotShared(f"{function} returned {(text.value or b'?').decode()}")
 
 
 class _Mapped:
-    """Bytes on a GPU, as the protocol __cuda_array_interface__ describes them; torch keeps this."""
+    """Bytes on a GPU with __cuda_array_interface__; tensors keep a reference to the object."""
 
     def __init__(self, pointer: int, size: int) -> None:
         self.__cuda_array_interface__ = {

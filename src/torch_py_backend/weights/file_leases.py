@@ -1,9 +1,9 @@
-"""Mapped files kept from changing under a model: who writes into one waits until it is copied.
+"""Protection of mapped files against being written over in place.
 
-A file that is replaced by renaming keeps its pages for those who have mapped it. One that is
-written over in place, as `cp` does it, would change the weights in mid-answer, and one that is cut
-short ends whoever reads them with SIGBUS. A read lease makes the kernel tell us before it lets such
-a writer go on (fcntl(2), "Leases"): the pages are copied then, and the file is free.
+A file that is replaced by renaming keeps its pages for the processes that have mapped it. Writing
+over it in place, as `cp` does, would change the weights during a request, and truncating it would
+end a process that reads them with SIGBUS. With a read lease, the kernel blocks such a writer and
+signals this process (fcntl(2), "Leases"), which copies the pages and then releases the file.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from pathlib import Path
 
 log = logging.getLogger(__name__)
 
-# Of Linux, for fcntl(2) and mremap(2); Python does not name them.
+# Linux constants of fcntl(2) and mremap(2) that Python does not define.
 _F_SETSIG = 10
 _F_SETOWN_EX = 15
 _F_OWNER_TID = 0
 _MREMAP_MAYMOVE_FIXED = 3
-# The kernel tells a thread with this one; nobody else uses it, and no other thread gets it.
+# The signal of a lease that is being broken. Only the thread of a Guard receives it.
 _SIGNAL = signal.SIGRTMIN + 7
-# How often files are looked at that give no lease.
+# The interval in which files without a lease are checked.
 _POLL_S = 1.0
-# Copied at a time: what copying needs beside the copy.
+# Bytes that are copied at once: the additional memory while copying.
 _CHUNK = 64 << 20
 
 
@@ -40,10 +40,10 @@ class _File:
     """A mapped file.
 
     Attributes:
-        path: under which it was opened; another may lie there by now.
-        descriptor: which holds the lease.
-        leased: whether the kernel tells us of writers.
-        modified: when it was last written into.
+        path: the path that it was opened by; another file may be there now.
+        descriptor: holds the lease.
+        leased: whether the kernel signals writers.
+        modified: the time of its last modification, in nanoseconds.
     """
 
     path: Path
@@ -53,12 +53,12 @@ class _File:
 
 
 class Guard:
-    """Watches the files that a model's weights are mapped from, until it is closed.
+    """Watches the mapped files of a model's weights until it is closed.
 
     Args:
         model: the model's name.
         paths: the files.
-        ranges: the addresses that they are mapped to.
+        ranges: the addresses that they are mapped to: start and end.
     """
 
     def __init__(
@@ -68,17 +68,17 @@ class Guard:
         self._paths = list(paths)
         self._ranges = ranges
         self._files: list[_File] = []
-        self._ended = threading.Event()
+        self._closed = threading.Event()
         ready = threading.Event()
         self._thread = threading.Thread(
-            target=self._watch, args=(ready,), name="guarding", daemon=True
+            target=self._watch, args=(ready,), name="file-leases", daemon=True
         )
         self._thread.start()
         ready.wait()
 
     def close(self) -> None:
-        """Let the files go."""
-        self._ended.set()
+        """Stop watching, and release the files."""
+        self._closed.set()
         if self._thread.is_alive():
             signal.pthread_kill(self._thread.ident or 0, _SIGNAL)
             self._thread.join()
@@ -88,7 +88,7 @@ class Guard:
         self._files = [_open(path) for path in self._paths]
         ready.set()
         try:
-            while self._files and not self._ended.is_set():
+            while self._files and not self._closed.is_set():
                 unleased = any(not file.leased for file in self._files)
                 if unleased:
                     signal.sigtimedwait({_SIGNAL}, _POLL_S)
@@ -101,7 +101,7 @@ class Guard:
 
     def _unchanged(self, file: _File) -> bool:
         if file.leased:
-            # Of a lease that is being broken, the kernel tells what it is to become.
+            # For a lease that is being broken, the kernel returns the type that it changes to.
             if fcntl.fcntl(file.descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK:
                 return True
             log.warning(
@@ -114,21 +114,21 @@ class Guard:
                 copy(self._ranges)
             except OSError:
                 log.exception(
-                    "model '%s': the old weights cannot be copied, and will change under the model;"
-                    " load it again.",
+                    "model '%s': the old weights cannot be copied, and will change while the model"
+                    " is served; load it again.",
                     self._model,
                 )
         elif os.fstat(file.descriptor).st_mtime_ns == file.modified:
             return True
         else:
             log.error(
-                "model '%s': %s was written over in place while its pages were in use, so that"
-                " weights may be old and new ones mixed; load the model again. Replace files by"
+                "model '%s': %s was written over in place while its pages were in use, so that its"
+                " weights may be a mix of old and new ones; load the model again. Replace files by"
                 " renaming.",
                 self._model,
                 file.path.name,
             )
-        os.close(file.descriptor)  # and with it goes the lease: the writer goes on
+        os.close(file.descriptor)  # releases the lease, and the writer continues
         return False
 
 
@@ -137,11 +137,12 @@ def _open(path: Path) -> _File:
     try:
         fcntl.fcntl(descriptor, _F_SETSIG, _SIGNAL)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        # After F_SETLEASE, which makes the process the owner: another thread would die of it.
+        # After F_SETLEASE, which sets the process as the owner: the signal could end the process in
+        # another thread.
         owner = struct.pack("ii", _F_OWNER_TID, threading.get_native_id())
         fcntl.fcntl(descriptor, _F_SETOWN_EX, owner)
         leased = True
-    except OSError:  # it belongs to another user, or its file system knows no leases
+    except OSError:  # another user owns the file, or its file system does not support leases
         leased = False
     return _File(path, descriptor, leased, os.fstat(descriptor).st_mtime_ns)
 
@@ -159,24 +160,24 @@ _FAILED = ctypes.c_void_p(-1).value
 
 
 def copy(ranges: Iterable[tuple[int, int]]) -> None:
-    """Put copies in the place of mapped pages, at the same addresses.
+    """Replace mapped pages with copies at the same addresses.
 
-    A copy that the kernel makes of a private page that was written is not enough: it goes with the
-    end of the file when that is cut short.
+    The copy that the kernel makes of a private page on writing is not enough: truncating the file
+    unmaps it as well.
 
     Raises:
-        OSError: there is no memory for them.
+        OSError: there is not enough memory.
     """
     for start, end in ranges:
-        for place in range(start, end, _CHUNK):
-            _replace(place, min(_CHUNK, end - place))
+        for address in range(start, end, _CHUNK):
+            _replace(address, min(_CHUNK, end - address))
 
 
-def _replace(place: int, size: int) -> None:
+def _replace(address: int, size: int) -> None:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     fresh = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
     if fresh == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    ctypes.memmove(fresh, place, size)
-    if _libc.mremap(fresh, size, size, _MREMAP_MAYMOVE_FIXED, place) == _FAILED:
+    ctypes.memmove(fresh, address, size)
+    if _libc.mremap(fresh, size, size, _MREMAP_MAYMOVE_FIXED, address) == _FAILED:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -1,12 +1,12 @@
 """One copy of the weights on a GPU for all instances of a server: one owns it, the others map it.
 
-The first instance loads as it would alone, and offers its parameters and buffers by name: which
-allocation they lie in, where, with what type, size and strides. Each other builds the module, and
-puts views of the mapped memory in the places of its own tensors.
+The owner loads the model as a single instance would, and offers its parameters and buffers by name:
+the allocation, offset, dtype, size and strides of each. The other instances build the module and
+replace its tensors with views of the mapped memory.
 
-When the owner leaves or dies, the others let go of the memory. At their next batch they elect
-another, which loads anew. A batch during which the owner died is answered with an error: what it
-computed is not to be trusted.
+When the owner closes or dies, the others unmap the memory. At their next batch they elect another
+owner, which loads the weights again. A batch during which the owner died is answered with an error,
+because its results may be wrong.
 """
 
 from __future__ import annotations
@@ -35,58 +35,58 @@ log = logging.getLogger(__name__)
 
 Weights: TypeAlias = "Mapping[str, Tensor]"
 Facts: TypeAlias = "Mapping[str, list[Any]]"
-# Options that decide which tensors there are, and what is in them.
-_DECISIVE = ("model_class", "model_factory", "model_kwargs", "weights", "optimize", "fallback")
+# Options that determine the tensors and their values.
+_OPTIONS = ("model_class", "model_factory", "model_kwargs", "weights", "optimize", "fallback")
 
 
 class Memory(Protocol):
-    """A device's memory, as far as processes share it."""
+    """Memory of a device that processes share; see `CudaMemory`."""
 
     device: torch.device
 
     def name(self) -> str:
-        """Which device it is of."""
+        """Return an identity of the device that is the same in all processes."""
 
     def export(self, tensor: Tensor) -> tuple[str, int]:
-        """The allocation that a tensor lies in, as text; and where in it."""
+        """Return the handle of a tensor's allocation, as text, and the tensor's offset in it."""
 
     def open(self, block: str) -> Tensor:
-        """An allocation of another process, as bytes."""
+        """Map an allocation of another process, as bytes."""
 
-    def settle(self) -> None:
-        """Wait until all that was begun on the device is done."""
+    def synchronize(self) -> None:
+        """Wait until all work on the device is done."""
 
-    def trim(self) -> None:
-        """Give back what torch keeps for later use."""
+    def empty_cache(self) -> None:
+        """Free the memory that torch's allocator caches."""
 
 
 def wished(config: ModelConfig) -> bool:
-    """Whether instances are to share what is on their GPU."""
+    """Return whether the config asks for sharing weights on a GPU."""
     return config.kind != "CPU" and bool(config.options.enable_weight_sharing)
 
 
 def refusal(config: ModelConfig, kind: Kind) -> str:
-    """Why the weights of a model on a GPU cannot be shared; empty where they can."""
+    """Return why the weights of a model on a GPU cannot be shared; empty: they can."""
     if config.kind == "MODEL":
         return "the instance is KIND_MODEL: the model places itself"
     if kind is Kind.AOTI:
-        return "an AOTInductor package keeps its constants in memory of its own"
+        return "an AOTInductor package allocates the memory of its constants itself"
     if kind is Kind.TORCHSERVE:
-        return "the handler of a TorchServe archive puts its weights where it wants"
+        return "the handler of a TorchServe archive places its weights itself"
     if "freeze" in config.options.optimize:
         return "OPTIMIZE freezes them: they become constants of each instance's own graph"
     return ""
 
 
 def key(config: ModelConfig, artifact: Artifact, device: str) -> str:
-    """What instances have in common that may share: the same files, made into the same tensors."""
+    """Return a hash that is equal for instances with the same files and tensor options."""
     facts = {
         "files": [
-            (str(path.resolve()), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+            (str(path.resolve()), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
             for path in artifact.files()
-            for found in [path.stat()]
+            for stat in [path.stat()]
         ],
-        "options": {name: repr(getattr(config.options, name)) for name in _DECISIVE},
+        "options": {name: repr(getattr(config.options, name)) for name in _OPTIONS},
         "torch": torch.__version__,
         "device": device,
     }
@@ -102,17 +102,17 @@ def start(
     device: torch.device | None,
     afresh: Callable[[], nn.Module | None],
 ) -> Shared:
-    """Take part in sharing: wait until the weights are offered, or until this instance owns them.
+    """Join the instances that share weights: become the owner, or wait for the owner's offer.
 
     Args:
-        config: whose weights they are.
-        artifact: what they are loaded from.
-        device: where they are; None: the model places itself.
-        afresh: loads them from their files once more, onto the device.
+        config: the config of the model.
+        artifact: the artifact that the weights are loaded from.
+        device: the GPU; None: the model places itself.
+        afresh: loads the module from its files again, onto the GPU.
 
     Raises:
-        ConfigError: they cannot be shared.
-        PlatformError: there is no folder to meet the others in.
+        ConfigError: the weights cannot be shared.
+        PlatformError: the server's folder cannot be used.
     """
     reason = refusal(config, artifact.kind)
     if reason or device is None:
@@ -121,11 +121,12 @@ def start(
 
 
 class Shared:
-    """One instance's part in sharing.
+    """The weights of one instance, shared with the others.
 
     Attributes:
-        lock: held while the weights are used, or exchanged.
-        final: whether the model remembers addresses, and cannot go on with other memory.
+        lock: held while the weights are used or replaced.
+        final: whether compiled code or CUDA graphs contain the addresses of the weights, so that
+            the memory cannot be replaced.
     """
 
     def __init__(
@@ -141,185 +142,188 @@ class Shared:
         self._memory = memory
         self._afresh = afresh
         self._unplaced: nn.Module | None = None
-        self._places: Weights = {}
+        self._weights: Weights = {}
         self._facts: Facts = {}
-        found = key(config, artifact, memory.name())
-        self._room = server_folder.enter(config.name)
+        digest = key(config, artifact, memory.name())
+        self._server_folder = server_folder.enter(config.name)
         try:
-            self._folder = self._room.folder(f"weights-{found[:32]}")
-            self._part: Owner | Sharer | None = owner_election.join(self._folder, config.instance)
+            self._folder = self._server_folder.folder(f"weights-{digest[:32]}")
+            self._role: Owner | Sharer | None = owner_election.join(self._folder, config.instance)
         except BaseException:
-            self._room.leave()
+            self._server_folder.leave()
             raise
 
     @property
     def owns(self) -> bool:
-        """Whether this instance owns the weights, and needs them on the device."""
-        return isinstance(self._part, Owner)
+        """Whether this instance owns the weights, and so must load them onto the device."""
+        return isinstance(self._role, Owner)
 
     @property
     def present(self) -> bool:
-        """Whether the weights are in their places."""
-        return self._part is not None
+        """Whether the module has its weights."""
+        return self._role is not None
 
     def hold(self, module: nn.Module | None, kind: Kind) -> None:
-        """Share a module's weights from now on.
+        """Share the weights of a module from now on.
 
         Args:
-            module: what holds them; one that does not own them may still be on the CPU.
-            kind: what it was loaded from.
+            module: the module; that of a sharer may still be on the CPU.
+            kind: the type of its artifact.
 
         Raises:
-            ConfigError: they cannot be shared.
+            ConfigError: the weights cannot be shared.
         """
         reason = refusal(self._config, kind)
         if reason or module is None or not named(module):
-            raise refused(self._config, reason or "the model has none that are at hand")
+            raise refused(self._config, reason or "the model exposes none")
         with self.lock:
-            self._unplaced, self._places = module, named(module)
-            self._facts = _facts(self._places)
+            self._unplaced, self._weights = module, named(module)
+            self._facts = _facts(self._weights)
             self._attach()
             self._recover()
 
     def ready(self) -> UnavailableError | None:
-        """Make sure that the weights are there; what is wrong where they are not.
+        """Map or load the weights if they are missing; return the error if that fails.
 
-        To be called with the lock, before they are used.
+        Call it before the weights are used, and hold the lock.
         """
-        if self._part is not None:
+        if self._role is not None:
             return None
         if self.final:
             return self._unavailable(
-                "its compiled code is bound to where they were", "The model must be loaded anew."
+                "its compiled code contains their addresses", "Load the model again."
             )
         try:
             with torch.inference_mode(mode=False):
                 self._recover()
-        except Exception:  # files that are gone, memory that is short: another time, perhaps
+        except Exception:  # missing files or memory; the next batch tries again
             log.exception("model '%s': its weights cannot be loaded again", self._config.name)
-            return self._unavailable("they cannot be loaded again", "The server's log says why.")
+            return self._unavailable("they cannot be loaded again", "See the server's log.")
         return None
 
     def lost(self) -> UnavailableError | None:
-        """What to answer where the weights may have gone while they were used.
+        """Return an error if the owner died while the weights were used.
 
-        To be called with the lock, after they were used.
+        Call it after the weights were used, and hold the lock.
         """
-        part = self._part
-        if not isinstance(part, Sharer) or part.alive():
+        role = self._role
+        if not isinstance(role, Sharer) or role.alive():
             return None
-        self._let_go(part)
+        self._unmap(role)
         return self._unavailable("this batch was computed meanwhile", "Send it again.")
 
     def leave(self) -> None:
-        """Use the weights no more; the others may, as long as they need. Twice is no error."""
+        """Stop sharing; an owner waits for the sharers. A second call does nothing."""
         with self.lock:
-            part = self._part
-            if isinstance(part, Sharer):
-                self._let_go(part)
-            self._part, self.final = None, True
-        if isinstance(part, Owner):
-            part.leave()
-        self._room.leave()
+            role = self._role
+            if isinstance(role, Sharer):
+                self._unmap(role)
+            self._role, self.final = None, True
+        if isinstance(role, Owner):
+            role.close()
+        self._server_folder.leave()
 
     # --- exchange ---
 
     def _recover(self) -> None:
-        while self._part is None:
-            self._part = owner_election.join(self._folder, self._config.instance)
+        while self._role is None:
+            self._role = owner_election.join(self._folder, self._config.instance)
             self._attach()
 
     def _attach(self) -> None:
-        """Have the weights in their places; without a part: their owner is gone meanwhile."""
-        part = self._part
+        """Load or map the weights; the role is None afterwards if the owner has ended."""
+        role = self._role
         try:
-            if isinstance(part, Owner):
-                self._own(part)
-            elif part is not None and not self._map(part):
-                self._let_go(part)
+            if isinstance(role, Owner):
+                self._own(role)
+            elif role is not None and not self._map(role):
+                self._unmap(role)
         except BaseException:
-            self._part = None
-            if part is not None:
-                part.leave()
+            self._role = None
+            if role is not None:
+                role.close()
             raise
 
-    def _own(self, part: Owner) -> None:
+    def _own(self, owner: Owner) -> None:
         weights: Weights = {}
         if self._unplaced is None:
             fresh = self._afresh()
             weights = {} if fresh is None else named(fresh)
             self._compare(_facts(weights), "their files")
         self._put(weights)
-        self._memory.settle()
+        self._memory.synchronize()
         try:
-            part.offer(
+            owner.offer(
                 {
                     "instance": self._config.instance,
                     "facts": self._facts,
-                    **_offered(self._places, self._memory),
+                    **_offer(self._weights, self._memory),
                 }
             )
         except NotShared as error:
             raise refused(self._config, str(error)) from error
         log.info("model '%s': '%s' owns the weights.", self._config.name, self._config.instance)
 
-    def _map(self, part: Sharer) -> bool:
-        """Whether what the owner offers is in its places, and the owner still lives."""
-        offered = part.document
-        self._compare(offered["facts"], f"'{offered['instance']}'")
+    def _map(self, sharer: Sharer) -> bool:
+        """Map the offered weights, and return whether the owner is still alive."""
+        offer = sharer.document
+        self._compare(offer["facts"], f"'{offer['instance']}'")
         try:
-            self._put(_views(offered, self._memory))
+            self._put(_views(offer, self._memory))
         except NotShared as error:
-            if part.alive():
+            if sharer.alive():
                 raise refused(self._config, str(error)) from error
             return False
-        self._memory.settle()
-        self._memory.trim()
-        if not part.alive():
+        self._memory.synchronize()
+        self._memory.empty_cache()
+        if not sharer.alive():
             return False
-        part.watch(lambda: self._ended(part))
+        sharer.watch(lambda: self._owner_ended(sharer))
         log.info(
             "model '%s': '%s' maps the weights of '%s'.",
             self._config.name,
             self._config.instance,
-            offered["instance"],
+            offer["instance"],
         )
         return True
 
     def _put(self, weights: Weights) -> None:
+        """Give the module these weights, and move it to the device if it is not there yet."""
         if self._unplaced is not None:
             _move(self._unplaced, weights, self._memory.device)
-            self._places, self._unplaced = named(self._unplaced), None
-        # What was placed before; and weights of RNNs, which a module that is moved makes a copy of.
+            self._weights, self._unplaced = named(self._unplaced), None
+        # This sets the weights of later calls, and those of RNNs: moving an RNN copies them.
         for name, weight in weights.items():
-            self._places[name].data = weight
+            self._weights[name].data = weight
 
-    def _compare(self, facts: Facts, whose: str) -> None:
-        other = {name for name in facts.keys() | self._facts if _differ(name, facts, self._facts)}
-        if other:
+    def _compare(self, facts: Facts, source: str) -> None:
+        differing = {
+            name for name in facts.keys() | self._facts if facts.get(name) != self._facts.get(name)
+        }
+        if differing:
             raise refused(
                 self._config,
-                f"{whose} and '{self._config.instance}' disagree about {shown(sorted(other))}",
+                f"{source} and '{self._config.instance}' disagree about {shown(sorted(differing))}",
             )
 
-    def _ended(self, part: Sharer) -> None:
+    def _owner_ended(self, sharer: Sharer) -> None:
         with self.lock:
-            if self._part is part:
-                self._let_go(part)
+            if self._role is sharer:
+                self._unmap(sharer)
                 log.info(
-                    "model '%s': '%s' has let go of the weights: '%s', who owned them, has ended.",
+                    "model '%s': '%s' has unmapped the weights: their owner, '%s', has ended.",
                     self._config.name,
                     self._config.instance,
-                    part.document["instance"],
+                    sharer.document["instance"],
                 )
 
-    def _let_go(self, part: Sharer) -> None:
-        """Unmap the memory: it may be another's soon, and must not be computed with."""
-        self._part = None
+    def _unmap(self, sharer: Sharer) -> None:
+        """Unmap the memory, which may be allocated to another process next."""
+        self._role = None
         if self._unplaced is None:
-            for place in self._places.values():
-                place.data = torch.empty(0, dtype=place.dtype, device=self._memory.device)
-        part.leave()
+            for weight in self._weights.values():
+                weight.data = torch.empty(0, dtype=weight.dtype, device=self._memory.device)
+        sharer.close()
 
     def _unavailable(self, problem: str, cure: str) -> UnavailableError:
         return UnavailableError(
@@ -330,7 +334,7 @@ class Shared:
 
 
 def refused(config: ModelConfig, reason: str) -> ConfigError:
-    """What the config is told that insists on sharing."""
+    """Return the error for ENABLE_WEIGHT_SHARING where the weights cannot be shared."""
     return ConfigError(
         config.name,
         f"ENABLE_WEIGHT_SHARING is true, and the weights cannot be shared: {reason}",
@@ -342,7 +346,7 @@ def refused(config: ModelConfig, reason: str) -> ConfigError:
 
 
 def named(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers, each under all of its names."""
+    """Return the parameters and buffers, each under all of its names."""
     return dict(
         itertools.chain(
             module.named_parameters(remove_duplicate=False),
@@ -352,61 +356,56 @@ def named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _facts(weights: Weights) -> Facts:
-    """What two processes must agree in: type and size; of a tied tensor, its first name."""
+    """Return what must be equal in two processes: dtype, size, and the first name if it is tied."""
     first: dict[int, str] = {}
     return {
-        name: [str(one.dtype), list(one.shape), first.setdefault(id(one), name)]
-        for name, one in weights.items()
+        name: [str(weight.dtype), list(weight.shape), first.setdefault(id(weight), name)]
+        for name, weight in weights.items()
     }
 
 
-def _differ(name: str, some: Facts, others: Facts) -> bool:
-    return some.get(name) != others.get(name)
-
-
-def _offered(weights: Weights, memory: Memory) -> dict[str, Any]:
-    """Where they are, as JSON."""
+def _offer(weights: Weights, memory: Memory) -> dict[str, Any]:
+    """Return the memory of the weights, as JSON."""
     blocks: dict[str, int] = {}
     tensors = {}
-    for name, one in weights.items():
-        if one.device != memory.device or one.layout is not torch.strided:
-            raise NotShared(f"{name} is a tensor of layout {one.layout} on {one.device}")
-        block, at = memory.export(one) if one.numel() else ("", 0)
+    for name, weight in weights.items():
+        if weight.device != memory.device or weight.layout is not torch.strided:
+            raise NotShared(f"{name} is a tensor of layout {weight.layout} on {weight.device}")
+        block, offset = memory.export(weight) if weight.numel() else ("", 0)
         tensors[name] = {
             "block": blocks.setdefault(block, len(blocks)),
-            "at": at,
-            "dtype": str(one.dtype).removeprefix("torch."),
-            "size": list(one.shape),
-            "stride": list(one.stride()),
+            "at": offset,
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "size": list(weight.shape),
+            "stride": list(weight.stride()),
         }
     return {"blocks": list(blocks), "tensors": tensors}
 
 
-def _views(offered: Mapping[str, Any], memory: Memory) -> dict[str, Tensor]:
-    blocks = [memory.open(block) if block else None for block in offered["blocks"]]
-    return {
-        name: _view(blocks[one["block"]], one, memory.device)
-        for name, one in offered["tensors"].items()
-    }
-
-
-def _view(block: Tensor | None, one: Mapping[str, Any], device: torch.device) -> Tensor:
-    dtype = getattr(torch, one["dtype"])
-    if block is None:  # without an element, it has no memory
-        return torch.empty_strided(one["size"], one["stride"], dtype=dtype, device=device)
-    view = torch.empty(0, dtype=dtype, device=device)
-    return view.set_(
-        block.untyped_storage(), one["at"] // dtype.itemsize, one["size"], one["stride"]
-    )
+def _views(offer: Mapping[str, Any], memory: Memory) -> dict[str, Tensor]:
+    """Map the memory of an offer, and return the weights."""
+    blocks = [memory.open(block) if block else None for block in offer["blocks"]]
+    views = {}
+    for name, tensor in offer["tensors"].items():
+        dtype, size, stride = getattr(torch, tensor["dtype"]), tensor["size"], tensor["stride"]
+        block = blocks[tensor["block"]]
+        if block is None:  # a tensor without elements has no memory
+            views[name] = torch.empty_strided(size, stride, dtype=dtype, device=memory.device)
+        else:
+            offset = tensor["at"] // dtype.itemsize
+            view = torch.empty(0, dtype=dtype, device=memory.device)
+            views[name] = view.set_(block.untyped_storage(), offset, size, stride)
+    return views
 
 
 def _move(module: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Move a module to a device, where what is given takes the place of what it has."""
-    places = named(module)
-    instead = {id(place): weights[name] for name, place in places.items() if name in weights}
+    """Move a module to a device, with these weights in place of those of the same names."""
+    replacements = {
+        id(tensor): weights[name] for name, tensor in named(module).items() if name in weights
+    }
 
     def moved(tensor: Tensor) -> Tensor:
-        given = instead.get(id(tensor))
-        return tensor.to(device) if given is None else given
+        replacement = replacements.get(id(tensor))
+        return tensor.to(device) if replacement is None else replacement
 
-    module._apply(moved)  # noqa: SLF001  what to() itself is made of
+    module._apply(moved)  # noqa: SLF001  as Module.to() does

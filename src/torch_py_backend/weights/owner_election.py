@@ -1,9 +1,9 @@
-"""One of several processes owns what all use: who that is, what it offers, and when it is gone.
+"""Election of an owner among the processes that share a folder, and its offer to the others.
 
-They meet in a folder. Who has the lock there is the owner, whether it offers yet or not: the kernel
-takes the lock back from one that dies, and another is next. What the owner offers is a line of JSON
-on a socket in the folder. A sharer stays connected: the owner tells it before it leaves, and waits
-until it uses the offer no more.
+The process that holds the lock in the folder is the owner, also before it makes its offer. The
+kernel releases the lock of a process that dies, and another process becomes the owner. The offer is
+a line of JSON on a socket in the folder. Sharers stay connected: an owner that closes notifies them
+and waits until they have stopped using the offer.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ _LOCK = "owner.lock"
 _SOCKET = "offer.socket"
 _LEAVING = b"leaving\n"
 _POLL_S = 0.03
-_PATIENCE_S = 5.0  # what waits longer, says for whom
-_TIMEOUT_S = 5.0  # for one that is alive and does not answer
+_PATIENCE_S = 5.0  # after this time, a process logs which one it waits for
+_TIMEOUT_S = 5.0  # for a process that is alive and does not answer
 _CREDENTIALS = struct.Struct("3i")  # process, user, group: see unix(7)
-_EXITING = 0x4  # the kernel's PF_EXITING
+_EXITING = 0x4  # PF_EXITING of the kernel
 
 
 def join(folder: Path, instance: str) -> Owner | Sharer:
-    """Become the owner, or share what it offers; until one or the other is so, this waits.
+    """Become the owner, or wait for the owner's offer.
 
     Args:
-        folder: where they meet: one for each thing that is owned.
-        instance: who this is, for others that wait for it.
+        folder: the folder of the election; there is one for each shared thing.
+        instance: the name of this instance, for the logs of the others.
     """
     patience = time.monotonic() + _PATIENCE_S
     while True:
-        held = server_folder.lock(folder / _LOCK)
-        if held is not None:
-            os.ftruncate(held, 0)
-            os.pwrite(held, instance.encode(), 0)
-            return Owner(folder, held)
-        sharer = _connected(folder)
+        lock = server_folder.lock(folder / _LOCK)
+        if lock is not None:
+            os.ftruncate(lock, 0)
+            os.pwrite(lock, instance.encode(), 0)
+            return Owner(folder, lock)
+        sharer = _connect(folder)
         if sharer is not None:
             return sharer
         if time.monotonic() > patience:
@@ -64,7 +64,7 @@ def join(folder: Path, instance: str) -> Owner | Sharer:
 
 
 class Owner:
-    """The one process that others depend on."""
+    """The owner's end: sends its offer to each sharer that connects."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         self._folder = folder
@@ -74,9 +74,9 @@ class Owner:
         self._sharers: list[socket.socket] = []
 
     def offer(self, document: Any) -> None:
-        """Tell whoever asks from now on."""
+        """Send a document to all sharers from now on."""
         with _address(self._folder) as address:
-            # Of an owner that died; nobody but the owner is here.
+            # A socket there belongs to an owner that died: this process holds the lock.
             (self._folder / _SOCKET).unlink(missing_ok=True)
             self._listening = socket.socket(socket.AF_UNIX)
             server_folder.keep(self._listening.fileno())
@@ -88,18 +88,18 @@ class Owner:
         )
         self._thread.start()
 
-    def leave(self) -> None:
-        """Give it up, once nobody uses it any more; to leave twice is no error."""
+    def close(self) -> None:
+        """Wait until no sharer uses the offer, and release the lock; a second call does nothing."""
         if self._listening is not None:
             with contextlib.suppress(OSError):
                 (self._folder / _SOCKET).unlink(missing_ok=True)
                 self._listening.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
             self._thread.join()
-        _dismiss(self._sharers)
-        for one in (*self._sharers, self._listening):
-            if one is not None:
-                server_folder.release(one.detach())
+        self._dismiss_sharers()
+        for connection in (*self._sharers, self._listening):
+            if connection is not None:
+                server_folder.release(connection.detach())
         self._sharers, self._listening, self._thread = [], None, None
         if self._lock is not None:
             server_folder.release(self._lock)
@@ -112,7 +112,7 @@ class Owner:
             except OSError:  # it was shut down
                 return
             server_folder.keep(sharer.fileno())
-            self._forget_the_dead()
+            self._remove_dead()
             sharer.settimeout(_TIMEOUT_S)
             try:
                 if _peer(sharer)[1] != os.geteuid():
@@ -123,46 +123,45 @@ class Owner:
             else:
                 self._sharers.append(sharer)
 
-    def _forget_the_dead(self) -> None:
-        for one in [one for one in self._sharers if _gone(one)]:
-            self._sharers.remove(one)
-            server_folder.release(one.detach())
+    def _remove_dead(self) -> None:
+        for connection in [sharer for sharer in self._sharers if _hung_up(sharer)]:
+            self._sharers.remove(connection)
+            server_folder.release(connection.detach())
+
+    def _dismiss_sharers(self) -> None:
+        """Ask the sharers to stop using the offer, and wait until they hang up."""
+        until = time.monotonic() + _TIMEOUT_S
+        for connection in self._sharers:
+            with contextlib.suppress(OSError):
+                connection.sendall(_LEAVING)
+        for connection in self._sharers:
+            with contextlib.suppress(OSError):
+                connection.settimeout(max(0.01, until - time.monotonic()))
+                connection.recv(1)
 
 
-def _dismiss(sharers: list[socket.socket]) -> None:
-    """Ask them to stop; they hang up when they have."""
-    until = time.monotonic() + _TIMEOUT_S
-    for one in sharers:
-        with contextlib.suppress(OSError):
-            one.sendall(_LEAVING)
-    for one in sharers:
-        with contextlib.suppress(OSError):
-            one.settimeout(max(0.01, until - time.monotonic()))
-            one.recv(1)
-
-
-# --- those that share ------------------------------------------------------------------------
+# --- the sharers -----------------------------------------------------------------------------
 
 
 class Sharer:
-    """A process that uses what another one owns.
+    """A sharer's end: a connection to the owner.
 
     Attributes:
-        document: what the owner offers.
+        document: the owner's offer.
     """
 
     def __init__(self, connection: socket.socket, document: Any, status: int) -> None:
         self.document = document
         self._connection = connection
         self._status = status
-        self._left = False
+        self._closed = False
         self._watched = False
 
     def alive(self) -> bool:
-        """Whether the owner lives, and with it all that it owns.
+        """Return whether the owner is alive, and with it the memory that it offers.
 
-        What the kernel says of it, which begins to say so before it frees anything; a connection
-        may be closed later than that.
+        The kernel marks a process as exiting before it frees its memory. The connection may be
+        closed later than that.
         """
         try:
             text = os.pread(self._status, 1024, 0)
@@ -172,35 +171,35 @@ class Sharer:
         return state not in (b"Z", b"X") and not int(numbers[5]) & _EXITING
 
     def watch(self, ended: Callable[[], None]) -> None:
-        """Have a function called, in a thread, once the owner is about to leave or has died.
+        """Call a function, in a thread, when the owner closes or has died.
 
-        An owner that leaves waits until it has returned, or for as long as it has patience.
+        An owner that closes waits until the function returns, for `_TIMEOUT_S` at most.
         """
 
         def wait() -> None:
             with contextlib.suppress(OSError):
                 self._connection.recv(len(_LEAVING))
-            if not self._left:
+            if not self._closed:
                 ended()
             server_folder.release(self._connection.detach())
 
         self._watched = True
         threading.Thread(target=wait, name="owner", daemon=True).start()
 
-    def leave(self) -> None:
-        """Use it no more; to leave twice is no error."""
-        if self._left:
+    def close(self) -> None:
+        """Disconnect from the owner; a second call does nothing."""
+        if self._closed:
             return
-        self._left = True
+        self._closed = True
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-        if not self._watched:  # else its thread, which may still read, closes it
+        if not self._watched:  # otherwise the thread of watch(), which may still read, closes it
             server_folder.release(self._connection.detach())
         server_folder.release(self._status)
 
 
-def _connected(folder: Path) -> Sharer | None:
-    """What the owner offers; None: it offers nothing yet, or it died."""
+def _connect(folder: Path) -> Sharer | None:
+    """Connect to the owner; None: it has made no offer yet, or it died."""
     connection = socket.socket(socket.AF_UNIX)
     server_folder.keep(connection.fileno())
     status = -1
@@ -213,7 +212,7 @@ def _connected(folder: Path) -> Sharer | None:
             raise PermissionError
         status = server_folder.keep(os.open(f"/proc/{process}/stat", os.O_RDONLY | os.O_CLOEXEC))
         document = json.loads(_line(connection))
-        if _gone(connection):  # and its number, perhaps, is another process's by now
+        if _hung_up(connection):  # another process may have its process ID by now
             raise EOFError
         connection.settimeout(None)
         return Sharer(connection, document, status)
@@ -239,7 +238,7 @@ def _line(connection: socket.socket) -> bytes:
 
 @contextlib.contextmanager
 def _address(folder: Path) -> Iterator[str]:
-    """The socket's address: by its folder's descriptor, for a whole path may be too long."""
+    """Yield the address of the socket, through a descriptor: the path may be too long for it."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{descriptor}/{_SOCKET}"
@@ -248,14 +247,14 @@ def _address(folder: Path) -> Iterator[str]:
 
 
 def _peer(connection: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end."""
-    told = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    process, user, group = _CREDENTIALS.unpack(told)
+    """Return the process, user and group of the other end."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    process, user, group = _CREDENTIALS.unpack(credentials)
     return process, user, group
 
 
-def _gone(connection: socket.socket) -> bool:
-    """Whether the other end has hung up."""
+def _hung_up(connection: socket.socket) -> bool:
+    """Return whether the other end has closed the connection."""
     poll = select.poll()
     poll.register(connection, select.POLLRDHUP)
     return bool(poll.poll(0))

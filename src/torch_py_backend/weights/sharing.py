@@ -1,4 +1,4 @@
-"""Whether the instances of a model share one copy of its weights, and if not, why."""
+"""Report of how much of a model's weights its instances share, and why the rest is not shared."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torch_py_backend.weights import gpu_sharing
 
 log = logging.getLogger(__name__)
 
-# What is not worth a line in the log.
+# Less than this is not logged.
 _SMALL = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Bytes of weights that this instance shares with the others of its machine.
+    """How much of its weights an instance shares with the others of its machine.
 
     Attributes:
-        mapped: which lie in mapped files.
-        obstacle: why the rest is a copy of this instance's own; empty where there is none.
-        on_gpu: they are shared on a GPU instead, once the model is there.
+        mapped: the weights in mapped files.
+        obstacle: why this instance has a copy of the rest; empty: it has none.
+        on_gpu: the weights are shared on a GPU instead, once the model is there.
     """
 
     mapped: Mapped
@@ -37,51 +37,47 @@ class Sharing:
     def __str__(self) -> str:
         shared = self.mapped.total if self.on_gpu else self.mapped.shared
         where = "the instances on a GPU" if self.on_gpu else "the instances"
-        told = f"{_size(shared)} of {_size(self.mapped.total)} shared by {where}"
-        return f"{told}; {self.obstacle}" if self.obstacle else told
-
-
-def _size(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
+        sizes = f"{shared / 1e6:,.1f} MB of {self.mapped.total / 1e6:,.1f} MB"
+        return f"{sizes} shared by {where}" + (f"; {self.obstacle}" if self.obstacle else "")
 
 
 def settle(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Sharing:
-    """What became of the wish to share, once the model is as it will be called.
+    """Return how much of a model's weights is shared, once it has its final form.
 
     Raises:
         ConfigError: ENABLE_WEIGHT_SHARING is true, and some weights are not shared.
     """
-    found = mapped(loaded)
+    weights = mapped(loaded)
     if gpu_sharing.wished(config):
-        return Sharing(found, "", on_gpu=True)
-    settled = Sharing(found, _obstacle(config, artifact, loaded, found))
-    if settled.obstacle and config.options.enable_weight_sharing:
+        return Sharing(weights, "", on_gpu=True)
+    sharing = Sharing(weights, _obstacle(config, artifact, loaded, weights))
+    if sharing.obstacle and config.options.enable_weight_sharing:
         raise ConfigError(
             config.name,
-            f"ENABLE_WEIGHT_SHARING is true, and only {settled}",
+            f"ENABLE_WEIGHT_SHARING is true, and only {sharing}",
             cure="Remove what stands in the way, or take ENABLE_WEIGHT_SHARING out.",
         )
-    if settled.obstacle and found.total - found.shared >= _SMALL and config.kind == "CPU":
-        log.info("model '%s': weights: %s.", config.name, settled)
-    return settled
+    if sharing.obstacle and weights.total - weights.shared >= _SMALL and config.kind == "CPU":
+        log.info("model '%s': weights: %s.", config.name, sharing)
+    return sharing
 
 
 def mapped(loaded: Loaded) -> Mapped:
-    """Which of a model's weights lie in files now.
+    """Return which of a model's weights are in mapped files.
 
-    Buffers that are computed when a module is built are in no file, and each instance's own.
+    Buffers that a module computes when it is built are not in the files: each instance has its own.
     """
     owner = loaded.owner
     return mapped_files.find([] if owner is None else owner.state_dict(keep_vars=True).values())
 
 
-def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, found: Mapped) -> str:
+def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, weights: Mapped) -> str:
     optimize = config.options.optimize
     if loaded.kind is Kind.AOTI:
-        return "an AOTInductor package keeps its weights to itself"
+        return "an AOTInductor package does not expose its weights"
     if "freeze" in optimize:
         return "OPTIMIZE's freeze makes them constants of a graph"
-    if found.shared == found.total:
+    if weights.shared == weights.total:
         return ""
     file = artifact.weights
     unmappable = file_types.unmappable(file) if file is not None else ""
@@ -92,7 +88,7 @@ def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, found: Ma
         (bool(unmappable), unmappable),
         (
             "channels_last" in optimize,
-            "OPTIMIZE's channels_last lays the weights of convolutions out anew",
+            "OPTIMIZE's channels_last changes the layout of the weights of convolutions",
         ),
     )
     otherwise = "the module converts or computes the rest, or holds views of it"

@@ -1,4 +1,4 @@
-"""New weights for a model that serves: read beside the old ones, compared, put in their place."""
+"""Replacement of the weights of a loaded model: load the new ones, compare them, swap them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from torch_py_backend.loading.loaded import Loaded
 
 
 def refuse_impossible(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> None:
-    """Refuse WATCH_WEIGHTS for a model whose weights cannot be replaced alone.
+    """Refuse WATCH_WEIGHTS for a model whose weights cannot be replaced without a reload.
 
     Raises:
-        ConfigError: it is such a model.
+        ConfigError: they cannot be replaced.
     """
     own = weights(loaded)
     causes = (
-        (loaded.kind is Kind.AOTI, "an AOTInductor package keeps its weights to itself"),
+        (loaded.kind is Kind.AOTI, "an AOTInductor package does not expose its weights"),
         (loaded.kind is Kind.TORCHSERVE, "the handler of a TorchServe archive reads them itself"),
         (not own, "the model has no weights outside of its code"),
         ("freeze" in config.options.optimize, "OPTIMIZE's freeze makes them constants of a graph"),
         (
             loaded.kind in (Kind.MODULE, Kind.FACTORY) and artifact.weights is None,
-            "no file of weights lies beside the model",
+            "there is no file of weights beside the model",
         ),
         (
-            loaded.kind is Kind.TORCHSCRIPT and _strays(artifact, own),
-            f"{artifact.path.name} holds tensors that are no parameters or buffers",
+            loaded.kind is Kind.TORCHSCRIPT and _has_other_tensors(artifact, own),
+            f"{artifact.path.name} holds tensors that are not parameters or buffers",
         ),
     )
     for holds, cause in causes:
@@ -44,29 +44,31 @@ def refuse_impossible(config: ModelConfig, artifact: Artifact, loaded: Loaded) -
             )
 
 
-def _strays(artifact: Artifact, own: Mapping[str, Tensor]) -> bool:
-    storages = {mapped_files.storage_id(one) for one in own.values() if mapped_files.is_plain(one)}
+def _has_other_tensors(artifact: Artifact, own: Mapping[str, Tensor]) -> bool:
+    tensors = filter(mapped_files.is_plain, own.values())
+    storages = {mapped_files.storage_id(tensor) for tensor in tensors}
     with zipfile.ZipFile(artifact.path) as archive:
-        records = [one for one in archive.infolist() if _is_weight(one.filename) and one.file_size]
-    return len(records) > len(storages)
+        members = archive.infolist()
+    count = sum(_is_weight(member.filename) and member.file_size > 0 for member in members)
+    return count > len(storages)
 
 
 def weights(loaded: Loaded) -> dict[str, Tensor]:
-    """A model's weights as its file names them; the model's own tensors, not copies."""
+    """Return a model's state_dict: its own tensors, not copies."""
     state = {} if loaded.owner is None else loaded.owner.state_dict(keep_vars=True)
-    # What a module keeps there beside tensors (get_extra_state) is none.
-    return {name: one for name, one in state.items() if isinstance(one, Tensor)}
+    # Without the values of get_extra_state().
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}
 
 
 def read(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Loaded:
-    """What lies in the files now, loaded on the CPU beside the model that is serving.
+    """Load the current files on the CPU, beside the model that is served.
 
     Raises:
-        LoadError: it cannot be loaded.
-        WeightsError: it has other names, shapes or types than the model that is serving.
+        LoadError: they cannot be loaded.
+        WeightsError: names, shapes or dtypes differ from those of the model that is served.
     """
     fresh = registry.load(artifact, config, torch.device("cpu"))
-    optimization.lay_out(config, fresh)
+    optimization.set_memory_format(config, fresh)
     _compare(config, artifact, weights(loaded), weights(fresh))
     return fresh
 
@@ -91,26 +93,26 @@ def _described(tensor: Tensor) -> str:
 
 
 def put(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded) -> None:
-    """Give the model the fresh weights, all or none; between two batches.
+    """Replace all weights of a model with the fresh ones, or none; call it between two batches.
 
-    On the CPU they stay where they lie, and the memory of the old ones is given back. On a device,
-    and where something else holds a view of a weight, they are copied into the old one's place; of
-    the old values a copy is kept until all are in place.
+    On the CPU the model takes over their memory, and the memory of the old ones is freed. On a
+    device, and where other tensors are views of a weight, they are copied into the old memory; the
+    old values are kept until all are replaced.
 
     Raises:
         WeightsError: `forward()` has replaced a buffer, since `read`, by one of another form.
-        Exception: whatever torch raises; the old weights are in force again.
+        Exception: an error of torch; the old weights are restored.
     """
     old, new = weights(loaded), weights(fresh)
     _compare(config, artifact, old, new)
     undo: list[Callable[[], object]] = []
-    # A buffer that forward() has made in inference mode is only written within it.
+    # A buffer that forward() created in inference mode can only be written in inference mode.
     with torch.inference_mode():
         try:
             for name, tensor in old.items():
                 if _movable(tensor, new[name]):
-                    undo.append(partial(mapped_files.place, tensor, tensor.detach()))
-                    mapped_files.place(tensor, new[name])
+                    undo.append(partial(mapped_files.alias, tensor, tensor.detach()))
+                    mapped_files.alias(tensor, new[name])
                 else:
                     undo.append(partial(tensor.copy_, _copy(tensor)))
                     tensor.copy_(new[name])
@@ -123,7 +125,7 @@ def put(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded) 
 def _copy(tensor: Tensor) -> Tensor:
     try:
         return tensor.clone()
-    except torch.OutOfMemoryError:  # a GPU that does not hold the weights twice
+    except torch.OutOfMemoryError:  # a GPU without memory for both
         return tensor.cpu()
 
 
@@ -133,7 +135,7 @@ def _movable(tensor: Tensor, fresh: Tensor) -> bool:
 
 
 def code(artifact: Artifact) -> dict[str, int]:
-    """What of an archive is not weights, by checksums; a change of that is no change of weights."""
+    """Return the checksums of an archive's members that are not weights."""
     if artifact.kind not in (Kind.TORCHSCRIPT, Kind.EXPORTED):
         return {}
     with zipfile.ZipFile(artifact.path) as archive:
@@ -145,10 +147,10 @@ def code(artifact: Artifact) -> dict[str, int]:
 
 
 def refuse_other_code(config: ModelConfig, artifact: Artifact, known: Mapping[str, int]) -> None:
-    """Refuse an archive whose code is another one: it needs a reload.
+    """Refuse an archive whose code has changed: it needs a reload.
 
     Raises:
-        ArtifactError: it is.
+        ArtifactError: the code has changed.
     """
     now = code(artifact)
     changed = sorted(name for name in {*known, *now} if known.get(name) != now.get(name))

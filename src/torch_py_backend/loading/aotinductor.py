@@ -1,0 +1,154 @@
+"""Packages that AOTInductor compiled ahead of time."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from torch_py_backend.artifacts import file_types
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import ArtifactError, brief
+from torch_py_backend.loading import size_probing
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.loading.size_probing import Run
+from torch_py_backend.signature import introspection
+from torch_py_backend.signature.binding import Signature
+
+# Arguments of torch's package loader, as aoti_load_package and aoti_compile_and_package pass them.
+_MODEL_NAME = "model"
+_SINGLE_THREADED, _RUNNERS = False, 1
+
+
+def load(config: ModelConfig, path: Path, device: torch.device | None) -> Loaded:
+    """Load a package. It is called with its leaves, in the order of the package.
+
+    Raises:
+        ArtifactError: this torch cannot load it.
+    """
+    # Without the checks, a package reads past the memory of inputs whose shapes are wrong.
+    os.environ[size_probing.CHECKS] = "1"
+    index = device.index if device is not None and device.type == "cuda" else -1
+
+    def open_package() -> Any:
+        # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
+        # library for each instruction set, to warn of what `mismatch` has compared: 2 to 10 s.
+        return torch._C._aoti.AOTIModelPackageLoader(
+            str(path), _MODEL_NAME, _SINGLE_THREADED, _RUNNERS, index
+        )
+
+    try:
+        package = open_package()
+        in_spec, out_spec = (pytree.treespec_loads(text) for text in package.get_call_spec())
+    except Exception as error:  # a foreign or damaged package raises nearly anything
+        raise ArtifactError(
+            config.name,
+            f"{path.name} is an AOTInductor package that torch {torch.__version__} cannot load:"
+            f" {brief(error)}",
+            cure="Build it again with torch._inductor.aoti_compile_and_package under this version"
+            " of torch, or name something else to serve with the parameter FALLBACK.",
+        ) from error
+    tree = introspection.of_tree(in_spec, {})
+    # The leaves are the arguments: a tree would only be built to be flattened again.
+    signature = Signature(tree.arguments, tree.leaves, lambda columns: (columns, {}))
+    run = _runner(package)
+    rows = size_probing.row_limits(config, signature, run, device)
+    call = size_probing.accept_sizes_of_one(
+        config, signature, run, lambda: _runner(open_package()), rows, device
+    )
+
+    def module(*leaves: Tensor) -> Any:
+        return pytree.tree_unflatten(call(*leaves), out_spec)
+
+    return Loaded(Kind.AOTI, module, signature, None, rows)
+
+
+def _runner(package: Any) -> Run:
+    def run(*leaves: Tensor) -> list[Tensor]:
+        outputs: list[Tensor] = package.run(list(leaves))
+        return outputs
+
+    return run
+
+
+def device_of(path: Path) -> torch.device:
+    """Return the device to try a package on where the config names none yet.
+
+    A package for CUDA runs on no other device. Without a GPU the CPU is returned, and `mismatch`
+    reports the difference.
+    """
+    on_gpu = torch.cuda.is_available() and file_types.built_for_gpu(path)
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
+# --- the machine that a package was built for ------------------------------------------------
+
+_LABELS = {
+    "AOTI_DEVICE_KEY": "device",
+    "AOTI_PLATFORM": "platform",
+    "AOTI_MACHINE": "processor",
+    "AOTI_CPU_ISA": "instruction set",
+    "AOTI_COMPUTE_CAPABILITY": "GPU architecture",
+    # Not set by torch: a package may have it through inductor's aot_inductor.metadata.
+    "torch_version": "torch",
+}
+# Inductor's names of instruction sets, and the flags of /proc/cpuinfo that they need.
+_ISA_FLAGS = {
+    "AVX2": "avx2",
+    "AVX512": "avx512f",
+    "AVX512_VNNI": "avx512_vnni",
+    "AMX_TILE": "amx_tile",
+    "AVX512_BF16": "avx512_bf16",
+}
+
+
+def mismatch(path: Path, device: torch.device | None) -> str:
+    """Return how the machine that a package was built for differs from this one; empty: it fits."""
+    built = file_types.aoti_metadata(path)
+    here = _machine(device)
+    differences = [
+        f"{label} {built[key]} (here: {here[key]})"
+        for key, label in _LABELS.items()
+        if built.get(key) and not _fits(key, built[key], here[key])
+    ]
+    return ", ".join(differences)
+
+
+def _machine(device: torch.device | None) -> Mapping[str, str]:
+    """Return the facts of this machine under the keys of a package's metadata."""
+    on_gpu = device is not None and device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if on_gpu else ()
+    flags = _processor_flags()
+    return {
+        "AOTI_DEVICE_KEY": "cuda" if on_gpu else "cpu",
+        "AOTI_PLATFORM": sys.platform,
+        "AOTI_MACHINE": platform.machine(),
+        "AOTI_CPU_ISA": " ".join(name for name, flag in _ISA_FLAGS.items() if flag in flags),
+        "AOTI_COMPUTE_CAPABILITY": "".join(map(str, capability)) or "none",
+        "torch_version": torch.__version__,
+    }
+
+
+def _processor_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return set()
+    return set(next((line.split() for line in lines if line.startswith("flags")), []))
+
+
+def _fits(key: str, built: str, here: str) -> bool:
+    if key == "AOTI_CPU_ISA":
+        needed = {name for name in built.split() if name in _ISA_FLAGS}
+        return needed <= set(here.split())
+    if key == "torch_version":
+        return built.partition("+")[0] == here.partition("+")[0]
+    return built == here

@@ -1,0 +1,152 @@
+"""Programs that torch.export.save wrote."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+from torch.export.passes import move_to_device_pass
+from torch.utils import _pytree as pytree
+
+from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import ArtifactError, brief
+from torch_py_backend.loading import mapped_files
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import binding, introspection, results
+from torch_py_backend.signature.binding import Signature
+
+
+def load(config: ModelConfig, path: Path, device: torch.device | None) -> Loaded:
+    """Load a program and move it to the device.
+
+    Raises:
+        ArtifactError: this torch cannot load it, or it takes a number that is not a constant.
+    """
+    program = _read(config, path)
+    if config.options.enable_weight_sharing is not False:
+        _share_weights(program, path)
+    if device is not None:
+        program = move_to_device_pass(program, device)
+    module = program.module()
+    signature = _signature(program, module)
+    for leaf, value in zip(signature.leaves or (), _input_values(program), strict=False):
+        if not isinstance(value, Tensor):  # a number that was exported as dynamic
+            raise ArtifactError(
+                config.name,
+                f"{path.name} takes a number at {leaf}",
+                expected="tensors",
+                cure="Export it with that number as a constant, or as a tensor.",
+            )
+    rows = _rows(program) if config.max_batch_size else ANY_ROWS
+    return Loaded(Kind.EXPORTED, module, signature, module, rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """The tensors of a program: name, dtype and shape of each (-1 is any size), and its rows."""
+
+    inputs: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    outputs: list[tuple[str, torch.dtype, tuple[int, ...]]]
+    rows: Rows
+
+
+def describe_exported(config: ModelConfig, path: Path) -> Described:
+    """Return the inputs and outputs of a program without running it.
+
+    Raises:
+        ArtifactError: this torch cannot load it.
+    """
+    program = _read(config, path)
+    signature = _signature(program, program.module())
+    nodes = {node.name: node for node in program.graph.nodes}
+    output_nodes = program.graph_signature.user_outputs
+    out_spec: Any = program.call_spec.out_spec
+    names = results.names(pytree.tree_unflatten(list(range(len(output_nodes))), out_spec))
+    return Described(
+        [
+            _tensor(binding.leaf_name(index, signature), value)
+            for index, value in enumerate(_input_values(program))
+        ],
+        [
+            _tensor(name, nodes[node].meta["val"])
+            for name, node in zip(names, output_nodes, strict=True)
+            if node in nodes  # None and numbers in a result are not outputs
+        ],
+        _rows(program),
+    )
+
+
+def _tensor(name: str, value: Any) -> tuple[str, torch.dtype, tuple[int, ...]]:
+    return name, value.dtype, tuple(size if isinstance(size, int) else -1 for size in value.shape)
+
+
+def _read(config: ModelConfig, path: Path) -> ExportedProgram:
+    try:
+        return torch.export.load(path)
+    except Exception as error:  # a damaged archive raises nearly anything
+        raise ArtifactError(
+            config.name,
+            f"{path.name} is a torch.export program that torch {torch.__version__} cannot load:"
+            f" {brief(error)}",
+            cure="Write it again with torch.export.save under this version of torch.",
+        ) from error
+
+
+def _share_weights(program: ExportedProgram, path: Path) -> None:
+    tables: tuple[dict[str, Any], ...] = (program.state_dict, program.constants)
+    for table in tables:
+        # torch reads weights as views. Their bases would keep the memory that is replaced.
+        table.update({name: value.data for name, value in table.items() if type(value) is Tensor})
+    mapped_files.share((value for table in tables for value in table.values()), path)
+
+
+def _signature(program: ExportedProgram, module: Callable[..., Any]) -> Signature:
+    in_spec: Any = program.call_spec.in_spec
+    constants = {
+        index: argument.value
+        for index, argument in enumerate(_user_inputs(program))
+        if hasattr(argument, "value")
+    }
+    forward = module.forward  # type: ignore[attr-defined]
+    return introspection.of_tree(in_spec, constants, list(inspect.signature(forward).parameters))
+
+
+def _user_inputs(program: ExportedProgram) -> list[Any]:
+    """Return the leaves of the call tree; those with a `value` were constants at the export."""
+    kind = torch.export.graph_signature.InputKind.USER_INPUT
+    return [spec.arg for spec in program.graph_signature.input_specs if spec.kind is kind]
+
+
+def _input_values(program: ExportedProgram) -> list[Any]:
+    """Return fake tensors and symbolic numbers: the inputs as traced, without constants."""
+    nodes = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    return [
+        nodes[argument.name].meta["val"]
+        for argument in _user_inputs(program)
+        if not hasattr(argument, "value")
+    ]
+
+
+def _rows(program: ExportedProgram) -> Rows:
+    """Return how many rows the program takes: the size of dimension 0 that all inputs share."""
+    values = _input_values(program)
+    sizes = [value.shape[0] for value in values if isinstance(value, Tensor) and value.ndim]
+    if len({str(size) for size in sizes}) != 1:
+        return ANY_ROWS
+    size = sizes[0]
+    if isinstance(size, int):
+        return Rows(size, size)
+    bounds = program.range_constraints.get(size.node.expr)
+    if bounds is None:
+        return ANY_ROWS
+    # Without an upper limit, `upper` is a sympy infinity.
+    most = int(bounds.upper) if bounds.upper.is_Integer else None
+    return Rows(max(1, int(bounds.lower)), most)

@@ -1,0 +1,345 @@
+"""The sizes that an AOTInductor package accepts.
+
+A package does not report its limits. Its runtime checks refuse other sizes before the model runs,
+and the messages of these checks name the limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import InputError, brief
+from torch_py_backend.loading import sample_inputs
+from torch_py_backend.sequences import state_store
+from torch_py_backend.signature import binding
+from torch_py_backend.signature.binding import Signature
+
+log = logging.getLogger(__name__)
+
+# Calls a package with its leaves, and returns the leaves of its result.
+Run: TypeAlias = "Callable[..., list[Tensor]]"
+# The environment variable that enables runtime checks; a package reads it when it first runs.
+CHECKS = "AOTI_RUNTIME_CHECK_INPUTS"
+
+# Messages of the runtime checks.
+_AT_LEAST = re.compile(r"at 0, expected (?:it )?to be >= (\d+)")
+_AT_MOST = re.compile(r"at 0, expected (?:it )?to be <= (\d+)")
+_EXACTLY = re.compile(r"unmatched dim value at 0, expected: (\d+)")
+_STRIDE = re.compile(r"unmatched stride value at 0")
+_TOO_SMALL = re.compile(r"too small at (\d+), expected (?:it )?to be >= (\d+)")
+_ANY_STRIDE = re.compile(r"unmatched stride value at \d+")
+_CHECK_MESSAGES = (_AT_LEAST, _AT_MOST, _EXACTLY, _STRIDE, _TOO_SMALL, _ANY_STRIDE)
+
+# --- rows ------------------------------------------------------------------------------------
+
+# More rows than the limit of any package; a tensor of stride 0 has that many without memory.
+_ENDLESS = 1 << 31
+
+
+def row_limits(
+    config: ModelConfig, signature: Signature, run: Run, device: torch.device | None
+) -> Rows:
+    """Return how many rows a package accepts.
+
+    Packages with a dynamic batch are often built for at least two rows, because torch.export
+    specializes a size of 1, or for as many rows as the chosen kernel supports.
+    """
+    config = state_store.bound(config, signature)
+    if not config.max_batch_size or len(config.inputs) != len(signature.leaves or ()):
+        return ANY_ROWS  # binding reports inputs that do not match
+    inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)
+
+    def message(rows: int) -> str:
+        item = sample_inputs.item(config, rows)
+        # The checks compare devices before sizes.
+        columns = [
+            value.to(device) if device is not None and isinstance(value, Tensor) else value
+            for value in (item[name] for name in inputs.names)
+        ]
+        return _check_message(lambda: inputs.call(run, columns))
+
+    for_one_row = message(1)
+    exactly = _EXACTLY.search(for_one_row)
+    if exactly:
+        return Rows(int(exactly[1]), int(exactly[1]))
+    least = _AT_LEAST.search(for_one_row)
+    most = _AT_MOST.search(message(config.max_batch_size))
+    return Rows(int(least[1]) if least else 1, int(most[1]) if most else None)
+
+
+def most_rows(call: Callable[[Sequence[Any]], Any], columns: Sequence[Tensor]) -> int | None:
+    """Return how many rows a package accepts at most; None: any number, or it is unknown.
+
+    The package is called with rows that share the memory of one row. It refuses strides of 0 after
+    it has checked the number of rows, so the model never runs. A package without a check of strides
+    is not probed.
+    """
+    # These columns have memory for each row, because a package without checks runs the model.
+    doubled = [torch.cat([column, column]) for column in columns]
+    shared = [column[:1].expand(column.shape) for column in doubled]
+    if not _STRIDE.search(_check_message(lambda: call(shared))):
+        return None
+    endless = [column[:1].expand(_ENDLESS, *column.shape[1:]) for column in columns]
+    most = _AT_MOST.search(_check_message(lambda: call(endless)))
+    return int(most[1]) if most else None
+
+
+# --- sizes of 1 ------------------------------------------------------------------------------
+
+# The index of a leaf, and one of its dimensions.
+_Dim: TypeAlias = "tuple[int, int]"
+# torch.export specializes sizes of 0 and 1: without other limits, a dynamic dimension has at least
+# this size, although the code is mostly correct for 1.
+_DEFAULT_LEAST = 2
+# With more dimensions than this, only all of them together are tried.
+_MOST_COMBINED = 4
+# How many times the memory of a leaf is allocated for an unchecked call.
+_PADDING = 64
+
+
+def accept_sizes_of_one(
+    config: ModelConfig,
+    signature: Signature,
+    run: Run,
+    open_unchecked: Callable[[], Run],
+    rows: Rows,
+    device: torch.device | None,
+) -> Run:
+    """Return the package, called without checks for sizes of 1 where its results are correct.
+
+    `aot_inductor.check_lowerbound` of inductor's config describes the checks that refuse a size of
+    1. They cannot be disabled alone, so the package is opened a second time without any checks. Its
+    results for a size of 1 are compared with those of the checked package for 2 (see `_correct`).
+
+    Args:
+        config: the model's config; its dims of -1 are probed.
+        signature: the signature of the package.
+        run: calls the package.
+        open_unchecked: opens the package again, without checks.
+        rows: how many rows the package accepts.
+        device: the device of its inputs.
+    """
+    config = state_store.bound(config, signature)
+    if len(config.inputs) != len(signature.leaves or ()):
+        return run  # binding reports inputs that do not match
+    specs = {spec.name: spec for spec in config.inputs}
+    names = binding.bind_inputs(config.name, list(specs), signature).names
+    start = int(config.max_batch_size > 0)
+    dynamic = {
+        (leaf, start + dim)
+        for leaf, name in enumerate(names)
+        for dim, size in enumerate(specs[name].dims)
+        if size == -1
+    }
+    # On a GPU, a read past the memory of an input makes the device unusable for the process.
+    if not dynamic or (device is not None and device.type != "cpu"):
+        return run
+    item = sample_inputs.item(config, min(max(rows.least, 2), rows.most or 2) if start else None)
+    leaves = [value for name in names if isinstance(value := item[name], Tensor)]
+    least = _least_sizes(run, leaves, dynamic)
+    if not least:
+        return run
+    correct: set[frozenset[_Dim]] = set()
+    candidates = list(
+        _combinations([dim for dim, size in least.items() if size == _DEFAULT_LEAST], dynamic)
+    )
+    unchecked = run
+    if candidates:
+        os.environ[CHECKS] = "0"
+        try:
+            unchecked = open_unchecked()
+            with Path(os.devnull).open("wb") as null, _standard_error_to(null.fileno()):
+                correct = {dims for dims in candidates if _correct(run, unchecked, leaves, dims)}
+        except RuntimeError as error:  # mostly too little memory
+            log.warning("model '%s': %s", config.name, brief(error))
+        finally:
+            os.environ[CHECKS] = "1"
+    if not correct:  # free the second copy and its weights
+        unchecked = run
+    _log_sizes(config, names, least, correct)
+
+    def call(*leaves: Tensor) -> list[Tensor]:
+        small = frozenset(at for at, size in least.items() if leaves[at[0]].shape[at[1]] < size)
+        if not small:
+            return run(*leaves)
+        if small in correct and all(leaves[leaf].shape[dim] == 1 for leaf, dim in small):
+            return unchecked(*leaves)
+        leaf, dim = min(small)
+        raise InputError(
+            config.name,
+            f"input '{names[leaf]}' is {list(leaves[leaf].shape)}",
+            expected=f"a size of at least {least[leaf, dim]} in dimension {dim}, for which the"
+            " package was compiled",
+        )
+
+    return call
+
+
+def _least_sizes(run: Run, leaves: Sequence[Tensor], dynamic: Iterable[_Dim]) -> dict[_Dim, int]:
+    """Return the least sizes that a package accepts, where they are above 1.
+
+    The package is called with strides of 0, which it refuses after it has checked sizes: the model
+    never runs.
+    """
+    least = {}
+    for leaf, dim in dynamic:
+
+        def message(size: int, leaf: int = leaf, dim: int = dim) -> str:
+            sizes = [*leaves[leaf].shape]
+            sizes[dim] = size
+            probe = [*leaves]
+            probe[leaf] = leaves[leaf].new_zeros(1).as_strided(sizes, (0,) * len(sizes))
+            return _check_message(lambda: run(*probe))
+
+        if _ANY_STRIDE.search(message(leaves[leaf].shape[dim])):
+            refused = _TOO_SMALL.search(message(1))
+            if refused and int(refused[1]) == dim:
+                least[leaf, dim] = int(refused[2])
+    return least
+
+
+def _combinations(dims: Sequence[_Dim], dynamic: Collection[_Dim]) -> Iterator[frozenset[_Dim]]:
+    """Yield the sets of dimensions that may be 1 at once.
+
+    Without checks, sizes that several inputs must share are not compared. So the dynamic dimensions
+    outside a set belong to one input.
+    """
+    counts = range(1, len(dims) + 1)
+    if len(dims) > _MOST_COMBINED:
+        counts = range(len(dims), len(dims) + 1)
+    for count in counts:
+        for combination in itertools.combinations(sorted(dims), count):
+            if len({leaf for leaf, _ in set(dynamic).difference(combination)}) <= 1:
+                yield frozenset(combination)
+
+
+def _correct(run: Run, unchecked: Run, leaves: Sequence[Tensor], small: Iterable[_Dim]) -> bool:
+    """Return whether an unchecked package computes sizes of 1 as a checked one computes 2.
+
+    The second element is a copy of the first, zeros, or another value. They leave a mean, a masked
+    result and an element-wise result unchanged. Each output must agree in one of these cases.
+    """
+    single, repeated, padded, followed = ([*leaves] for _ in range(4))
+    for leaf, dim in small:
+        for inputs in (single, repeated, padded, followed):
+            inputs[leaf] = inputs[leaf].narrow(dim, 0, 1)
+    for leaf, dim in small:
+        repeated[leaf] = torch.cat([repeated[leaf]] * 2, dim)
+        padded[leaf] = torch.cat([padded[leaf], torch.zeros_like(padded[leaf])], dim)
+        other = 1 - followed[leaf] if followed[leaf].is_floating_point() else followed[leaf]
+        followed[leaf] = torch.cat([followed[leaf], other], dim)
+    try:
+        with torch.inference_mode():
+            outputs = [output.clone() for output in unchecked(*map(_with_padding, single))]
+    except RuntimeError:
+        return False
+    agree = [False] * len(outputs)
+    for inputs in (repeated, padded, followed):
+        try:
+            with torch.inference_mode():
+                expected = run(*map(_with_padding, inputs))
+        except RuntimeError:
+            continue
+        agree = [
+            known or _starts_with(whole, output)
+            for known, whole, output in zip(agree, expected, outputs, strict=True)
+        ]
+    return all(agree)
+
+
+def _with_padding(leaf: Tensor) -> Tensor:
+    """Return a copy followed by zeros in memory: an unchecked package may read past the leaf."""
+    memory = leaf.new_zeros(_PADDING * leaf.numel())
+    return memory[: leaf.numel()].view(leaf.shape).copy_(leaf)
+
+
+def _starts_with(whole: Tensor, part: Tensor) -> bool:
+    """Return whether a tensor begins with the values of another one, up to rounding."""
+    if whole.ndim != part.ndim or whole.dtype != part.dtype:
+        return False
+    for dim, size in enumerate(part.shape):
+        if size > whole.shape[dim]:
+            return False
+        whole = whole.narrow(dim, 0, size)
+    if not whole.is_floating_point():
+        return torch.equal(whole, part)
+    tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 2e-2
+    return torch.allclose(whole, part, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+def _log_sizes(
+    config: ModelConfig,
+    names: Sequence[str],
+    least: Mapping[_Dim, int],
+    correct: Collection[frozenset[_Dim]],
+) -> None:
+    accepted: set[_Dim] = set().union(*correct)
+    if accepted:
+        log.info(
+            "model '%s': sizes of 1 in %s are computed by a second copy of the package, without"
+            " runtime checks.",
+            config.name,
+            ", ".join(f"dimension {dim} of '{names[leaf]}'" for leaf, dim in sorted(accepted)),
+        )
+    by_default = {at for at, size in least.items() if size == _DEFAULT_LEAST}
+    for leaf, dim in sorted(by_default - accepted):
+        log.warning(
+            "model '%s': a size of 1 in dimension %d of input '%s' is refused: the package was"
+            " compiled for at least 2, and its results for 1 could not be confirmed. Compile it"
+            ' with inductor_configs={"aot_inductor.check_lowerbound": False} to serve it.',
+            config.name,
+            dim,
+            names[leaf],
+        )
+
+
+# --- messages of the runtime checks ----------------------------------------------------------
+
+
+def _check_message(call: Callable[[], object]) -> str:
+    """Return the message of the error that a call of a package raises; empty: it raises none.
+
+    The runtime prints the message to standard error, too. Only messages of the checks are dropped
+    there.
+    """
+    message = ""
+    with tempfile.TemporaryFile() as output:
+        with _standard_error_to(output.fileno()), torch.inference_mode():
+            try:
+                call()
+            except RuntimeError as error:
+                message = str(error)
+        if not any(pattern.search(message) for pattern in _CHECK_MESSAGES):
+            output.seek(0)
+            for line in output:
+                os.write(2, line)
+    return message
+
+
+@contextlib.contextmanager
+def _standard_error_to(descriptor: int) -> Iterator[None]:
+    """Redirect standard error by its descriptor: AOTInductor's runtime does not use sys.stderr."""
+    try:
+        saved = os.dup(2)
+    except OSError:  # standard error is closed
+        yield
+        return
+    os.dup2(descriptor, 2)
+    try:
+        yield
+    finally:
+        os.dup2(saved, 2)
+        os.close(saved)

@@ -1,0 +1,344 @@
+"""Packages of AOTInductor: the machine they were built for, and the rows that they accept."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+import torch
+from torch import Tensor
+
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import ArtifactError
+from torch_py_backend.loading import aotinductor
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import binding
+
+CPU = torch.device("cpu")
+PACKAGE = Path(__file__).parents[2] / "examples/model_repository/digits_aoti/1/model.pt2"
+A, B, C = (torch.full((2, 2), number) for number in (1.0, 2.0, 3.0))
+
+
+def config(folder: Path, *names: str, rows: int = 8) -> ModelConfig:
+    return build.config(
+        folder, max_batch_size=rows, inputs=tuple(build.spec(name, dims=(2,)) for name in names)
+    )
+
+
+HERE = {
+    "AOTI_DEVICE_KEY": "cpu",
+    "AOTI_PLATFORM": "linux",
+    "AOTI_MACHINE": "x86_64",
+    "AOTI_CPU_ISA": "AVX2 AVX512",
+    "AOTI_COMPUTE_CAPABILITY": "none",
+    "torch_version": "2.9.1+cpu",
+}
+
+
+def package(folder: Path, metadata: Mapping[str, Any]) -> Path:
+    path = build.write(folder, "model.pt2", "")
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("model/data/aotinductor/model/abc.wrapper.so", "")
+        name = "model/data/aotinductor/model/abc_metadata.json"
+        file.writestr(name, json.dumps(metadata))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("metadata", "said"),
+    [
+        pytest.param({}, "", id="says nothing"),
+        pytest.param(HERE, "", id="this machine"),
+        pytest.param({"AOTI_DEVICE_KEY": "cuda"}, "device cuda (here: cpu)", id="device"),
+        pytest.param({"AOTI_PLATFORM": "darwin"}, "platform darwin (here: linux)", id="platform"),
+        pytest.param(
+            {"AOTI_MACHINE": "aarch64"}, "processor aarch64 (here: x86_64)", id="processor"
+        ),
+        pytest.param({"AOTI_CPU_ISA": "AVX2"}, "", id="fewer instructions"),
+        pytest.param({"AOTI_CPU_ISA": "AVX512 AVX2"}, "", id="same instructions"),
+        pytest.param(
+            {"AOTI_CPU_ISA": "AVX512 AMX_TILE"},
+            "instruction set AVX512 AMX_TILE (here: AVX2 AVX512)",
+            id="more instructions",
+        ),
+        pytest.param({"AOTI_CPU_ISA": "SOMETHING_NEW"}, "", id="unheard-of instructions"),
+        pytest.param({"AOTI_CPU_ISA": ""}, "", id="no instructions"),
+        pytest.param(
+            {"AOTI_COMPUTE_CAPABILITY": "90"}, "GPU architecture 90 (here: none)", id="GPU"
+        ),
+        pytest.param({"torch_version": "2.9.1+cu128"}, "", id="another build of torch"),
+        pytest.param(
+            {"torch_version": "2.10.0"}, "torch 2.10.0 (here: 2.9.1+cpu)", id="another torch"
+        ),
+        pytest.param(
+            {"AOTI_PLATFORM": "win32", "AOTI_DEVICE_KEY": "cuda"},
+            "device cuda (here: cpu), platform win32 (here: linux)",
+            id="several",
+        ),
+        pytest.param({"AOTI_MODEL_NAME": "other"}, "", id="other facts"),
+    ],
+)
+def test_mismatch(
+    metadata: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine that a package was built for is compared with this one."""
+    monkeypatch.setattr(aotinductor, "_machine", lambda device: HERE)
+
+    assert aotinductor.mismatch(package(tmp_path, metadata), CPU) == said
+
+
+def test_this_machine_matches_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This machine matches itself, on the CPU and on a GPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+    for device, found in ((None, "cpu"), (CPU, "cpu"), (torch.device("cuda", 0), "cuda")):
+        here = aotinductor._machine(device)
+        assert here["AOTI_DEVICE_KEY"] == found
+        assert here["AOTI_COMPUTE_CAPABILITY"] == ("90" if found == "cuda" else "none")
+        assert aotinductor.mismatch(package(tmp_path, here), device) == ""
+
+
+def test_instruction_sets_of_inductor(tmp_path: Path) -> None:
+    """The instruction sets that this torch would write into a package match this machine."""
+    from torch._inductor import cpu_vec_isa
+
+    built = str(cpu_vec_isa.pick_vec_isa()).upper()
+
+    assert aotinductor.mismatch(package(tmp_path, {"AOTI_CPU_ISA": built}), CPU) == ""
+
+
+@pytest.mark.parametrize("content", ["", "PK\x03\x04", "hello"])
+def test_package_that_cannot_be_loaded(content: str, tmp_path: Path) -> None:
+    """A damaged package fails the load with an error that says what to do."""
+    path = build.write(tmp_path, "model.pt2", content)
+
+    with pytest.raises(ArtifactError) as raised:
+        aotinductor.load(config(tmp_path, "x"), path, CPU)
+
+    assert "'digits': model.pt2 is an AOTInductor package that torch" in str(raised.value)
+    assert "with the parameter FALLBACK" in str(raised.value)
+    assert str(tmp_path) not in str(raised.value)
+
+
+class Loader:
+    """A package loader that runs a function on its leaves and refuses too few rows."""
+
+    def __init__(self, refuses: str = "", least: int = 1) -> None:
+        self.refuses, self.least = refuses, least
+        self.calls: list[list[Tensor]] = []
+
+    def get_call_spec(self) -> list[str]:
+        spec = torch.utils._pytree
+        x = torch.ones(1)
+        tree = spec.tree_structure(((x, {"b": x, "a": x}), {}))
+        return [spec.treespec_dumps(tree), spec.treespec_dumps(spec.tree_structure({"y": x}))]
+
+    def run(self, leaves: list[Tensor]) -> list[Tensor]:
+        self.calls.append(leaves)
+        if self.refuses and leaves[0].shape[0] < self.least:
+            raise RuntimeError(self.refuses)
+        return [leaves[0] + 10 * leaves[1] + 100 * leaves[2]]
+
+
+def aoti(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    loader: Loader,
+    rows: int = 8,
+    device: torch.device = CPU,
+) -> Loaded:
+    monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *_: loader)
+    settings = config(folder, "arg0", "a", "b", rows=rows)
+    return aotinductor.load(settings, folder / "model.pt2", device)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "gpu", "device"),
+    [
+        ({"AOTI_DEVICE_KEY": "cuda"}, True, torch.device("cuda", 0)),
+        ({"AOTI_DEVICE_KEY": "cuda"}, False, CPU),
+        ({"AOTI_DEVICE_KEY": "cpu"}, True, CPU),
+        ({}, True, CPU),
+    ],
+)
+def test_device_of_a_package(
+    metadata: dict[str, str],
+    gpu: bool,
+    device: torch.device,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A package for CUDA is tried on the GPU, although the config names no device yet."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+
+    assert aotinductor.device_of(package(tmp_path, metadata)) == device
+
+
+@pytest.mark.usefixtures("process")
+def test_package_is_probed_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package is probed with tensors on its device: it checks devices before rows."""
+    loader = Loader()
+
+    aoti(tmp_path, monkeypatch, loader, device=torch.device("meta"))
+
+    devices = {leaf.device.type for leaves in loader.calls for leaf in leaves}
+    assert devices == {"meta"}
+
+
+@pytest.mark.usefixtures("process")
+def test_package_is_called_with_its_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package gets its leaves in its own order, and its result has its own structure."""
+    program = aoti(tmp_path, monkeypatch, Loader())
+
+    inputs = binding.bind_inputs(build.MODEL, ["a", "b", "arg0"], program.signature)
+    values = {"a": C, "b": B, "arg0": A}
+    result = inputs.call(program.module, [values[name] for name in inputs.names])
+
+    assert torch.equal(result["y"], A + 10 * B + 100 * C)
+    assert program.signature.leaves == ("ARGS[0]", "ARGS[1][b]", "ARGS[1][a]")
+
+
+@pytest.mark.parametrize(
+    ("refuses", "least", "rows"),
+    [
+        pytest.param("", 1, ANY_ROWS, id="any"),
+        pytest.param(
+            "input_handles[0]: dim value is too small at 0, expected it to be >= 2, but got: 1\n",
+            2,
+            Rows(2, None),
+            id="at least two",
+        ),
+        pytest.param(
+            "input_handles[0]: unmatched dim value at 0, expected: 4, but got: 1\n",
+            4,
+            Rows(4, 4),
+            id="exactly four",
+        ),
+        pytest.param("CUDA error: something else", 9, ANY_ROWS, id="fails otherwise"),
+    ],
+)
+@pytest.mark.usefixtures("process")
+def test_least_rows_of_a_package(
+    refuses: str, least: int, rows: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The least rows are in the error message for one row."""
+    loader = Loader(refuses, least)
+
+    assert aoti(tmp_path, monkeypatch, loader).rows == rows
+    assert [leaf.shape for leaf in loader.calls[0]] == [(1, 2)] * 3
+
+
+class Loud(Loader):
+    """Prints to standard error before a call, as the runtime of AOTInductor does."""
+
+    def run(self, leaves: list[Tensor]) -> list[Tensor]:
+        os.write(2, b"Error: what the runtime prints\n")
+        return super().run(leaves)
+
+
+@pytest.mark.parametrize(
+    ("refuses", "heard"),
+    [
+        pytest.param("dim value is too small at 0, expected it to be >= 2", 1, id="refusal"),
+        pytest.param("CUDA error: something else", 2, id="fails-otherwise"),
+        pytest.param("", 2, id="takes-it"),
+    ],
+)
+@pytest.mark.usefixtures("process")
+def test_probing_prints_nothing(
+    refuses: str,
+    heard: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Messages of refused sizes are not printed; other messages are."""
+    aoti(tmp_path, monkeypatch, Loud(refuses, least=2))
+
+    assert capfd.readouterr().err.count("Error: what the runtime prints\n") == heard
+    os.write(2, b"open again\n")
+    assert capfd.readouterr().err == "open again\n"
+
+
+def test_probing_without_standard_error(tmp_path: Path) -> None:
+    """A package is probed also if standard error is closed."""
+    code = f"""
+import os, pathlib, pytest, sys
+os.close(2)
+sys.path[:0] = [{str(Path(__file__).parents[1])!r}]
+from loading import test_aotinductor as tests
+with pytest.MonkeyPatch.context() as patch:
+    program = tests.aoti(pathlib.Path({str(tmp_path)!r}), patch, tests.Limited())
+print(program.rows)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(Rows(1, 5))
+
+
+_LOADED_ALONE = """
+import sys
+from pathlib import Path
+sys.path[:0] = [sys.argv[1]]
+import torch
+import build
+from torch_py_backend.signature import binding
+from torch_py_backend.loading import aotinductor
+
+processes = []
+sys.addaudithook(lambda event, args: event == "subprocess.Popen" and processes.append(args))
+config = build.config(inputs=(build.spec("x", dims=(1, 8, 8)),))
+program = aotinductor.load(config, Path(sys.argv[2]), torch.device("cpu"))
+inputs = binding.bind_inputs("digits", ["INPUT__0"], program.signature)
+scores = inputs.call(program.module, [torch.zeros(2, 1, 8, 8)])
+print(scores.shape[-1], processes, [name for name in sys.modules if "torch._dynamo" in name])
+"""
+
+
+def test_package_starts_without_the_compiler() -> None:
+    """Loading a package imports no compiler and starts no process.
+
+    Testing an instruction set by building a library took 2 to 10 s a load.
+    """
+    words = [sys.executable, "-c", _LOADED_ALONE, str(Path(__file__).parents[1]), str(PACKAGE)]
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "10 [] []"
+
+
+class Limited(Loader):
+    """Accepts at most five rows, as a package whose kernels were chosen for small batches."""
+
+    def run(self, leaves: list[Tensor]) -> list[Tensor]:
+        if leaves[0].shape[0] > 5:
+            raise RuntimeError(
+                "input_handles[0]: dim value is too large at 0, expected to be <= 5, but got: 8\n"
+            )
+        return super().run(leaves)
+
+
+@pytest.mark.usefixtures("process")
+def test_most_rows_of_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most rows are in the error message for max_batch_size rows."""
+    assert aoti(tmp_path, monkeypatch, Limited()).rows == Rows(1, 5)
+
+
+@pytest.mark.usefixtures("process")
+def test_package_without_a_batch_is_not_probed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With max_batch_size 0 a package is not called."""
+    loader = Loader()
+
+    assert aoti(tmp_path, monkeypatch, loader, rows=0).rows == ANY_ROWS
+    assert loader.calls == []

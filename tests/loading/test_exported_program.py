@@ -1,0 +1,323 @@
+"""Programs of torch.export."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import build
+import pytest
+import torch
+from torch import Tensor, nn
+
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.errors import ArtifactError
+from torch_py_backend.loading import exported_program
+from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.signature import binding
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 3)
+        self.register_buffer("offset", torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.linear(x) + self.offset
+        return found
+
+
+class Nested(nn.Module):
+    """Keys that are not in alphabetical order."""
+
+    def forward(self, x: Tensor, extra: dict[str, Any], *, scale: Tensor) -> dict[str, Any]:
+        total = x + 10 * extra["z"] + 100 * extra["a"][0] + 1000 * extra["a"][1]
+        return {"total": total * scale, "parts": (x, [extra["z"]])}
+
+
+class Power(nn.Module):
+    def forward(self, x: Tensor, n: int, y: Tensor) -> Tensor:
+        return x**n + y
+
+
+class Total(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x.sum() + y.sum()
+
+
+def config(folder: Path, *names: str, rows: int = 8) -> ModelConfig:
+    return build.config(
+        folder, max_batch_size=rows, inputs=tuple(build.spec(name, dims=(2,)) for name in names)
+    )
+
+
+def exported(
+    folder: Path,
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+    dims: Any = None,
+) -> Path:
+    path = build.write(folder, "model.pt2", "")
+    program = torch.export.export(module.eval(), args, dict(kwargs or {}), dynamic_shapes=dims)
+    torch.export.save(program, path)
+    return path
+
+
+def loaded(folder: Path, *names: str, device: torch.device | None = CPU, rows: int = 8) -> Loaded:
+    settings = config(folder, *names, rows=rows)
+    return exported_program.load(settings, folder / "1" / "model.pt2", device)
+
+
+def weights(program: Loaded) -> list[Tensor]:
+    assert program.owner is not None
+    return [*program.owner.parameters(), *program.owner.buffers()]
+
+
+def called(program: Loaded, columns: Mapping[str, Tensor]) -> Any:
+    inputs = binding.bind_inputs(build.MODEL, list(columns), program.signature)
+    return inputs.call(program.module, [columns[name] for name in inputs.names])
+
+
+def dynamic(least: int | None = None, most: int | None = None) -> Any:
+    return {0: torch.export.Dim("rows", min=least, max=most)}
+
+
+def test_program_computes_what_was_exported(tmp_path: Path) -> None:
+    """A program returns what its module returns, also for another number of rows."""
+    module = Net()
+    exported(tmp_path, module, (torch.rand(4, 2),), dims=(dynamic(),))
+    x = torch.rand(5, 2)
+
+    program = loaded(tmp_path, "x")
+
+    assert torch.equal(called(program, {"x": x}), module(x))
+    assert sorted(tensor.shape for tensor in weights(program)) == [(3,), (3,), (3, 2)]
+
+
+@pytest.mark.parametrize(("device", "found"), [(CPU, "cpu"), (torch.device("meta"), "meta")])
+def test_program_is_moved_to_its_device(device: torch.device, found: str, tmp_path: Path) -> None:
+    """A program is moved to the device of its instance, wherever it was exported."""
+    exported(tmp_path, Net(), (torch.rand(4, 2),), dims=(dynamic(),))
+
+    program = loaded(tmp_path, "x", device=device)
+
+    assert {tensor.device.type for tensor in weights(program)} == {found}
+
+
+def test_program_stays_where_it_was_exported(tmp_path: Path) -> None:
+    """With KIND_MODEL a program stays on the device that it was exported on."""
+    exported(tmp_path, Net(), (torch.rand(4, 2),), dims=(dynamic(),))
+
+    assert {one.device.type for one in weights(loaded(tmp_path, "x", device=None))} == {"cpu"}
+
+
+A, B, C, D, S = (torch.full((2, 2), number) for number in (1.0, 2.0, 3.0, 4.0, 0.5))
+
+
+def nested(folder: Path) -> Loaded:
+    sample = {"z": B.clone(), "a": [C.clone(), D.clone()]}
+    exported(folder, Nested(), (A.clone(), sample), {"scale": S.clone()})
+    return loaded(folder, "x", "z", "c", "d", "scale")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(
+            {"scale": S, "ARGS[1][a][1]": D, "z": B, "ARGS[1][a][0]": C, "x": A}, id="names"
+        ),
+        pytest.param({f"INPUT__{n}": one for n, one in enumerate([A, B, C, D, S])}, id="numbers"),
+        pytest.param(
+            {
+                "KWARGS[scale]": S,
+                "ARGS[0]": A,
+                "ARGS[1][a][0]": C,
+                "ARGS[1][a][1]": D,
+                "ARGS[1][z]": B,
+            },
+            id="paths",
+        ),
+    ],
+)
+def test_nested_inputs_reach_their_places(names: dict[str, Tensor], tmp_path: Path) -> None:
+    """Inputs under any names and in any order reach their arguments."""
+    program = nested(tmp_path)
+
+    found = called(program, names)
+
+    assert str(program.signature) == "forward(x, extra, *, scale)"
+    assert torch.equal(found["total"], (A + 10 * B + 100 * C + 1000 * D) * S)
+    assert torch.equal(found["parts"][1][0], B)
+
+
+@pytest.mark.parametrize(
+    "names", [["x", "y"], ["INPUT__0", "INPUT__1"], ["ARGS[0]", "ARGS[2]"]], ids=" ".join
+)
+def test_constants_are_passed_as_exported(names: list[str], tmp_path: Path) -> None:
+    """A number of the export is not an input, and is passed with each call."""
+    exported(tmp_path, Power(), (torch.rand(2, 2), 3, torch.rand(2, 2)))
+
+    program = loaded(tmp_path, "x", "y")
+
+    assert program.signature.leaves == ("ARGS[0]", "ARGS[2]")
+    assert torch.equal(called(program, dict(zip(names, (B, A), strict=True))), B**3 + A)
+
+
+@pytest.mark.parametrize(
+    ("dims", "rows"),
+    [
+        pytest.param((dynamic(),), Rows(1, None), id="dynamic"),
+        pytest.param((dynamic(2, 16),), Rows(2, 16), id="bounds"),
+        pytest.param((dynamic(None, 64),), Rows(1, 64), id="at most"),
+        pytest.param(None, Rows(4, 4), id="fixed"),
+        pytest.param(({1: torch.export.Dim("width")},), Rows(4, 4), id="other dimension dynamic"),
+    ],
+)
+def test_row_limits_of_a_program(dims: Any, rows: Rows, tmp_path: Path) -> None:
+    """The limits of dimension 0 are read from the program."""
+
+    class Double(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    exported(tmp_path, Double(), (torch.rand(4, 2),), dims=dims)
+
+    assert loaded(tmp_path, "x").rows == rows
+
+
+def test_rows_without_a_batch_dimension(tmp_path: Path) -> None:
+    """With max_batch_size 0 dimension 0 is not a batch."""
+    exported(tmp_path, Net(), (torch.rand(4, 2),))
+
+    assert loaded(tmp_path, "x", rows=0).rows == ANY_ROWS
+
+
+def test_inputs_without_common_rows(tmp_path: Path) -> None:
+    """Inputs with different sizes of dimension 0 set no limits."""
+    exported(tmp_path, Total(), (torch.rand(4, 2), torch.rand(3)))
+
+    assert loaded(tmp_path, "x", "y").rows == ANY_ROWS
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(lambda name, content: None if "weights" in name else content, id="weights"),
+        pytest.param(
+            lambda name, content: b"{" if name.endswith("model.json") else content, id="program"
+        ),
+        pytest.param(
+            lambda name, content: b"999" if name.endswith("version") else content, id="version"
+        ),
+    ],
+)
+def test_program_that_cannot_be_loaded(damage: Any, tmp_path: Path) -> None:
+    """A damaged program, or one of another torch, fails the load with the version of torch."""
+    path = exported(tmp_path, Net(), (torch.rand(4, 2),))
+    with zipfile.ZipFile(path) as file:
+        members = {name: damage(name, file.read(name)) for name in file.namelist()}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, content in members.items():
+            if content is not None:
+                file.writestr(name, content)
+
+    with pytest.raises(ArtifactError) as raised:
+        loaded(tmp_path, "x")
+
+    text = str(raised.value)
+    assert (
+        f"model 'digits': model.pt2 is a torch.export program that torch {torch.__version__}"
+        in text
+    )
+    assert "Write it again with torch.export.save" in text
+    assert str(tmp_path) not in text
+
+
+# --- what a program says of itself -----------------------------------------------------------
+
+
+def test_description_of_a_program(tmp_path: Path) -> None:
+    """Names, dtypes and shapes of inputs and outputs are known without a call."""
+
+    class Scores(nn.Module):
+        def forward(self, image: Tensor, extra: dict[str, Tensor]) -> dict[str, Tensor]:
+            scores = image.half() * extra["weight"]
+            return {"scores": scores, "best": scores.argmax(dim=1)}
+
+    args = (torch.ones(4, 3, dtype=torch.uint8), {"weight": torch.ones(4, 1).half()})
+    rows = torch.export.Dim("rows")
+    path = exported(tmp_path, Scores(), args, dims=({0: rows}, {"weight": {0: rows}}))
+
+    found = exported_program.describe_exported(config(tmp_path), path)
+
+    assert found.inputs == [
+        ("image", torch.uint8, (-1, 3)),
+        ("weight", torch.float16, (-1, 1)),
+    ]
+    assert found.outputs == [
+        ("scores", torch.float16, (-1, 3)),
+        ("best", torch.int64, (-1,)),
+    ]
+    assert found.rows.most is None
+
+
+@pytest.mark.parametrize(
+    ("module", "args", "inputs", "outputs"),
+    [
+        pytest.param(Net(), (torch.ones(4, 2),), ["x"], ["OUTPUT__0"], id="tensor"),
+        pytest.param(
+            Power(),
+            (torch.ones(4, 2), 3, torch.ones(4, 2)),
+            ["x", "y"],
+            ["OUTPUT__0"],
+            id="constant",
+        ),
+    ],
+)
+def test_names_of_inputs_and_outputs(
+    module: nn.Module, args: Any, inputs: list[str], outputs: list[str], tmp_path: Path
+) -> None:
+    """Inputs are named after arguments, and unnamed outputs are numbered."""
+    path = exported(tmp_path, module, args)
+
+    found = exported_program.describe_exported(config(tmp_path), path)
+
+    assert [name for name, _, _ in found.inputs] == inputs
+    assert [name for name, _, _ in found.outputs] == outputs
+
+
+def test_outputs_are_tensors(tmp_path: Path) -> None:
+    """None and numbers in a result are not outputs."""
+
+    class WithNone(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Any]:
+            return {"none": None, "y": x * 2, "three": 3}
+
+    path = exported(tmp_path, WithNone(), (torch.rand(4, 2),))
+
+    found = exported_program.describe_exported(config(tmp_path), path)
+
+    assert found.outputs == [("y", torch.float32, (4, 2))]
+
+
+def test_symbolic_number(tmp_path: Path) -> None:
+    """A number that was exported as dynamic is served, or refused with an error."""
+
+    class Times(nn.Module):
+        def forward(self, x: Tensor, n: int) -> Tensor:
+            return x * n
+
+    dims = (dynamic(), torch.export.Dim.DYNAMIC)
+    exported(tmp_path, Times(), (torch.rand(4, 2), 3), dims=dims)
+
+    try:
+        assert loaded(tmp_path, "x", "n").signature.leaves == ("ARGS[0]", "ARGS[1]")
+    except ArtifactError as error:
+        assert "ARGS[1]" in str(error)  # noqa: PT017
