@@ -266,7 +266,7 @@ def test_a_model_that_uses_its_memory_again() -> None:
 
 def _memory(served: Served) -> int:
     """Bytes that states take, what is kept along with them included."""
-    values = [one.values["total"] for one in served.states._kept.values()]
+    values = [one.values["total"] for one in served.states._sequences.values()]
     stores = [one.untyped_storage() for one in values if isinstance(one, Tensor)]
     return sum({one.data_ptr(): one.nbytes() for one in stores}.values())
 
@@ -773,12 +773,12 @@ def _play(events: list[list[Step] | str], served: Served) -> None:
         else:
             served.states.sweep()
             forgotten = {name for name in totals if served.clock.now - used[name] > IDLE_S + 1}
-            freed = totals.keys() - served.states._kept.keys()
+            freed = totals.keys() - served.states._sequences.keys()
             assert freed <= forgotten
             assert freed == forgotten or sent == served.clock.now
             totals = {name: total for name, total in totals.items() if name not in freed}
-        assert served.states._kept.keys() == totals.keys()
-        assert served.states.size == sum(one.size for one in served.states._kept.values())
+        assert served.states._sequences.keys() == totals.keys()
+        assert served.states.size == sum(one.size for one in served.states._sequences.values())
 
 
 class _Sums(nn.Module):
