@@ -171,7 +171,7 @@ def test_filling_is_counted(tmp_path: Path, process: None) -> None:
     model = _model(tmp_path, _named("buckets"))
 
     model.execute(_requests(scenarios.floats(3, 4)))
-    model._publisher.tell()
+    model._publisher.publish()
     first = _counted("rows", "filled_rows", "values", "padded_values")
     model.execute(_requests(scenarios.floats(7, 4)))
     model.finalize()
@@ -246,7 +246,7 @@ def test_answers_and_metrics_tell_the_weights_in_force(
     bad = fake_triton.InferenceRequest([])
     sent = [*_requests(scenarios.floats(1, 4)), bad]
     good, refused = fake_triton.executed(generation, model, sent)
-    model._publisher.tell()
+    model._publisher.publish()
     (metric,) = fake_triton.MetricFamily.made["pytorch_py_weights_digest"]
     assert f"{int(metric.value()):012x}" == digest
     model.finalize()

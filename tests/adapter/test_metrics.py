@@ -278,12 +278,12 @@ def test_memory_of_gpus(tmp_path: Path, process: None, monkeypatch: pytest.Monke
     model = load(tmp_path, judge())
     assert "pytorch_py_device_memory_allocated_bytes" not in MetricFamily.made
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10, 20), (3, 30, 40)])
-    model._publisher.tell()
+    model._publisher.publish()
 
     assert told("device_memory_allocated_bytes", "device") == {"0": 10, "3": 30}
     assert told("device_memory_reserved_bytes", "device") == {"0": 20, "3": 40}
     monkeypatch.setattr(runtime, "memory", lambda: [(3, 30, 40)])  # device 0 was given back
-    model._publisher.tell()
+    model._publisher.publish()
     assert told("device_memory_reserved_bytes", "device") == {"3": 40}
     model.finalize()
     assert told("device_memory_allocated_bytes", "device") == {}
@@ -326,7 +326,7 @@ def test_buckets_grow_from_the_last_one_down(
         seen.append([buckets.get(bound, 0) for bound in ("1", "2", "4", "8", "+Inf")])
 
     monkeypatch.setattr(fake_triton.Metric, "increment", incremented)
-    model._publisher.tell()
+    model._publisher.publish()
     assert seen[-1] == [0, 1, 1, 1, 1]
     assert all(one == sorted(one) for one in seen)
 
@@ -336,13 +336,13 @@ def test_a_call_that_goes_on(tmp_path: Path, process: None) -> None:
     model = load(tmp_path, judge())
     assert told("running_call_seconds") == {}
     model._vitals.busy()
-    model._publisher.tell()
+    model._publisher.publish()
     (seconds,) = told("running_call_seconds").values()
     assert 0 < seconds < _SECONDS
-    model._publisher.tell()
+    model._publisher.publish()
     assert told("running_call_seconds")[""] > seconds
     model.execute([request(1)])
-    model._publisher.tell()
+    model._publisher.publish()
     assert told("running_call_seconds") == {}
 
 
@@ -378,7 +378,7 @@ def test_triton_that_takes_nothing_any_more(
 
     assert response.error() is None
     (line,) = [text for kind, text in fake_triton.Logger.lines if kind == "error"]
-    assert line.startswith("model 'judge': metrics cannot be told any more.")
+    assert line.startswith("model 'judge': publishing metrics failed.")
 
 
 @pytest.mark.parametrize("kind", ["plain", "stepped", "sequences"])

@@ -182,7 +182,7 @@ def test_slots(tmp_path: Path, process: None) -> None:
 
 def test_fillers_of_every_kind_are_blank() -> None:
     """Of a request that only fills a slot nothing reaches the model but controls."""
-    steps = sequencing.Sequencing.__new__(sequencing.Sequencing)
+    steps = sequencing.SequenceReader.__new__(sequencing.SequenceReader)
     steps._sent = ["a", "b", "c"]
     item: dict[str, Any] = {
         "a": np.array([[np.nan]]),

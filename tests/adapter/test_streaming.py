@@ -214,8 +214,8 @@ def test_a_client_that_leaves_before_its_stream_begins(
 ) -> None:
     """Triton waits for a last response to each request, also of one that nothing was done for."""
     # Who has left is found out in the turn of the loop in which the stream is launched.
-    monkeypatch.setattr(streaming, "_BETWEEN_ROUNDS_S", 0)
-    monkeypatch.setattr(streaming, "_BETWEEN_LOOKS_S", 0)
+    monkeypatch.setattr(streaming, "_POLL_S", 0)
+    monkeypatch.setattr(streaming, "_POLLED_CHECK_S", 0)
     served = _Served(tmp_path, _model(_ENDLESS))
     living, late = served.request(_X), served.request(_X)
     served.start(living)
@@ -284,7 +284,7 @@ def test_room_is_limited(tmp_path: Path, process: None, monkeypatch: pytest.Monk
     """Beyond MAX_STREAMS execute() waits; who has left meanwhile is not begun."""
     served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))
     assert served.model._streaming is not None
-    room, waits = served.model._streaming._room, threading.Event()
+    room, waits = served.model._streaming._slots, threading.Event()
     acquire = room.acquire
 
     def acquiring(blocking: bool = True) -> bool:

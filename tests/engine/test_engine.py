@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_py_backend.artifacts.discovery import Kind
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
-from torch_py_backend.batching.output_extraction import Taker
+from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
@@ -151,7 +151,7 @@ def test_a_result_of_another_kind_later() -> None:
 def test_a_result_that_does_not_bind() -> None:
     """Names that the first result does not have are an error, and not forgotten at the next."""
     made = engine(lambda x: (x, x))
-    made.callee.take = Taker(build.config(outputs=(build.spec("OUTPUT__2"),))).take
+    made.callee.take = OutputExtractor(build.config(outputs=(build.spec("OUTPUT__2"),))).take
     for _ in range(2):
         (outcome,) = made.run(items((1, 4)))
         assert isinstance(outcome, BindingError)

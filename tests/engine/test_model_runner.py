@@ -15,21 +15,25 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.batching.grouping import Group, Intake
-from torch_py_backend.batching.output_extraction import Taker
+from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.config.options import Options
-from torch_py_backend.engine.model_runner import Callee
+from torch_py_backend.engine.model_runner import ModelRunner
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
 
 def made(
     function: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any
-) -> tuple[Callee, Counts, Intake]:
+) -> tuple[ModelRunner, Counts, Intake]:
     """A function of `x` as batches call it."""
     settings = build.config(**overrides)
     loaded = Loaded(Kind.MODULE, function, introspection.of_function(function), rows=rows)
     intake, counts = Intake(settings, loaded.signature), Counts()
-    return Callee(settings, loaded, intake, Taker(settings).take, counts), counts, intake
+    return (
+        ModelRunner(settings, loaded, intake, OutputExtractor(settings).take, counts),
+        counts,
+        intake,
+    )
 
 
 def grouped(intake: Intake, x: Tensor) -> Group:

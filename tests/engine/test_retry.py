@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch_py_backend.artifacts.discovery import Kind
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
-from torch_py_backend.batching.output_extraction import Taker
+from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine import memory_limits
 from torch_py_backend.engine.engine import Engine
@@ -211,7 +211,7 @@ def test_config_that_does_not_bind_is_tried_once() -> None:
     """No request can help that the config names what forward() does not return."""
     model = Model()
     made = engine(model)
-    made.callee.take = Taker(build.config(outputs=(build.spec("RESULT[3]"),))).take
+    made.callee.take = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),))).take
 
     outcomes = made.run(items([1.0, 2.0, 3.0]))
 

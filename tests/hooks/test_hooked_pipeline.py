@@ -27,7 +27,7 @@ from torch_py_backend.errors import (
     InputError,
     OutputError,
 )
-from torch_py_backend.hooks.user_hooks import Hooks, Stage
+from torch_py_backend.hooks.user_hooks import Hook, Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
@@ -46,9 +46,9 @@ class Recorder:
         return self._function(x)
 
 
-def stage(name: str, function: Callable[..., Any]) -> Stage:
+def stage(name: str, function: Callable[..., Any]) -> Hook:
     asks = request_parameters.ASKED in signatures_of(function)
-    return Stage(build.MODEL, name, function, name, asks=asks, blames=name.startswith("preprocess"))
+    return Hook(build.MODEL, name, function, name, asks=asks, blames=name.startswith("preprocess"))
 
 
 def signatures_of(function: Callable[..., Any]) -> list[str]:

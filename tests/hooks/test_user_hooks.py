@@ -22,7 +22,7 @@ from torch_py_backend.errors import (
     SourceError,
 )
 from torch_py_backend.hooks import user_hooks
-from torch_py_backend.hooks.user_hooks import Hooks, Stage
+from torch_py_backend.hooks.user_hooks import Hook, Hooks
 
 _HEADER = "import torch\nfrom torch import Tensor, nn\n\n\n"
 _NET = """\
@@ -263,7 +263,7 @@ def test_whose_fault(error: BaseException, refused: bool, blames: bool) -> None:
     def fails() -> None:
         raise error
 
-    stage = Stage("digits", "preprocess", fails, "", asks=False, blames=blames)
+    stage = Hook("digits", "preprocess", fails, "", asks=False, blames=blames)
     with pytest.raises(InputError if refused and blames else HookError) as told:
         stage()
     assert type(error).__name__ in str(told.value)
@@ -365,7 +365,7 @@ def test_broken_source(code: str, tmp_path: Path) -> None:
 def test_as_text() -> None:
     """For people: the methods in the order in which they run, as they are declared."""
     stages = {
-        name: Stage("m", name, str, f"{name}(x)", asks=False, blames=False)
+        name: Hook("m", name, str, f"{name}(x)", asks=False, blames=False)
         for name in ("postprocess", "preprocess")
     }
     assert str(Hooks(**stages)) == "preprocess(x), postprocess(x)"

@@ -66,7 +66,7 @@ def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
     return _Tensors(expected, dtype, cast, start, fixed).verify
 
 
-class Taker:
+class OutputExtractor:
     """Extracts the config's outputs from results and checks them.
 
     Args:

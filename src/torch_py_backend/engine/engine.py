@@ -24,8 +24,8 @@ from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import instrumentation, side_effects
 from torch_py_backend.engine.instrumentation import Around, Stage
-from torch_py_backend.engine.model_runner import Callee, Take
-from torch_py_backend.engine.retry import Recovery
+from torch_py_backend.engine.model_runner import ModelRunner, Take
+from torch_py_backend.engine.retry import RetryPolicy
 from torch_py_backend.engine.side_effects import Purity
 from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError, InputError, UnavailableError
@@ -95,13 +95,13 @@ class Engine:
         # New weights may be swapped in between a call and its responses: see `WeightWatcher`.
         self._watched = config.options.watch_weights
         self._finite = output_extraction.Finite(config) if config.options.check_finite else None
-        take: Take = output_extraction.Taker(config, f"{loaded.returns}()").take
+        take: Take = output_extraction.OutputExtractor(config, f"{loaded.returns}()").take
         self._names = columns.outputs
         self._own: Callable[[Value], Value] = gather_scatter.own
         if isinstance(self._intake, Stages) and self._intake.finishes:  # after scatter
             self._names, take, self._finite = hooked_pipeline.UNREAD, self._intake.split, None
             self._own = hooked_pipeline.own_rows
-        self.callee = Callee(config, loaded, self._intake, take, self.counts, own=self._own)
+        self.callee = ModelRunner(config, loaded, self._intake, take, self.counts, own=self._own)
         self._runtime = surroundings
         # PAD creates masks on the model's own stream.
         self._admitting = surroundings.guard if self._padding else contextlib.nullcontext
@@ -120,7 +120,7 @@ class Engine:
             loaded.step,
         )
         self.purity = Purity(loaded.owner, captured=self.callee.captures)
-        self.recovery = Recovery(
+        self.recovery = RetryPolicy(
             config.name,
             lambda group: self._attempt(group, more=True),  # looked up late: it may be instrumented
             called=loaded.signature.name,

@@ -28,7 +28,7 @@ from torch_py_backend.signature.binding import Inputs
 Take: TypeAlias = "Callable[[Any, int], list[Value]]"
 
 
-class Callee:
+class ModelRunner:
     """Calls the model for a batch.
 
     Attributes:

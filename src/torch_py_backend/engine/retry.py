@@ -56,7 +56,7 @@ class Failure:
 _Part: TypeAlias = "tuple[int, int, int]"
 
 
-class Recovery:
+class RetryPolicy:
     """Retries failed batches of one model.
 
     Attributes:

@@ -18,7 +18,7 @@ from torch_py_backend.batching.output_extraction import Finite
 from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.instrumentation import Stage
-from torch_py_backend.engine.model_runner import Callee
+from torch_py_backend.engine.model_runner import ModelRunner
 from torch_py_backend.errors import BackendError, OutputError
 from torch_py_backend.hooks.hooked_pipeline import Stages
 
@@ -57,7 +57,7 @@ class StreamCalls:
         self,
         config: ModelConfig,
         intake: Intake | Stages,
-        callee: Callee,
+        callee: ModelRunner,
         surroundings: Runtime,
         finite: Finite | None,
         counts: Counts,

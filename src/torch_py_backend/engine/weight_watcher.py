@@ -26,7 +26,7 @@ _DIGITS = 12
 _PART = 1 << 20
 
 
-class Watch:
+class WeightWatcher:
     """Watches the weight files of one instance until it is closed.
 
     Mapped files are guarded against writes in place. With WATCH_WEIGHTS, a file that replaces the

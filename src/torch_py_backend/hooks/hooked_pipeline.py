@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_py_backend.batching import gather_scatter, trees
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.batching.grouping import Group
-from torch_py_backend.batching.output_extraction import Finite, Taker
+from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
@@ -23,9 +23,9 @@ from torch_py_backend.errors import InputError, OutputError, brief, shown
 from torch_py_backend.hooks.preprocessing import (
     NUMBERED,
     ROWS,
-    ByBatch,
-    ByRow,
+    BatchPreprocessor,
     RowParameters,
+    RowPreprocessor,
     by_name,
 )
 from torch_py_backend.hooks.user_hooks import Hooks
@@ -71,13 +71,13 @@ class Stages:
         self._batched = config.max_batch_size > 0
         self._signature = signature
         self._device = surroundings.device
-        self._intake: ByBatch | ByRow
+        self._intake: BatchPreprocessor | RowPreprocessor
         if hooks.preprocess is None and hooks.collate is None:
             # inference() gets the inputs by name and calls the module itself.
             target = signature if hooks.inference is None else by_name(config, of_row=False)
-            self._intake = ByBatch(config, hooks.preprocess_batch, target)
+            self._intake = BatchPreprocessor(config, hooks.preprocess_batch, target)
         else:
-            self._intake = ByRow(config, hooks, surroundings.guard)
+            self._intake = RowPreprocessor(config, hooks, surroundings.guard)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
         # Request parameters stay with the rows for hooks after preprocess() that take them.
@@ -85,7 +85,7 @@ class Stages:
         self._bound: dict[tuple[str, ...], Inputs] = {}
         row_config = dataclasses.replace(config, max_batch_size=0)
         self._specs = {spec.name: spec for spec in config.outputs}
-        self._extractor = Taker(row_config, "postprocess()")
+        self._extractor = OutputExtractor(row_config, "postprocess()")
         self._names = tuple(self._specs)
         self._finite = Finite(config) if config.options.check_finite else None
 

@@ -21,7 +21,7 @@ from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.request_parameters import Parameters
 from torch_py_backend.errors import BindingError, InputError, OutputError
-from torch_py_backend.hooks.user_hooks import Hooks, Stage
+from torch_py_backend.hooks.user_hooks import Hook, Hooks
 from torch_py_backend.signature.binding import (
     Argument,
     Inputs,
@@ -39,7 +39,7 @@ NUMBERED = "INPUT__"
 RowParameters: TypeAlias = "Sequence[Parameters]"
 
 
-class ByBatch:
+class BatchPreprocessor:
     """Batches the requests' inputs for preprocess_batch(), or for the module.
 
     Args:
@@ -48,7 +48,7 @@ class ByBatch:
         signature: the module's signature.
     """
 
-    def __init__(self, config: ModelConfig, stage: Stage | None, signature: Signature) -> None:
+    def __init__(self, config: ModelConfig, stage: Hook | None, signature: Signature) -> None:
         self._stage = stage
         if stage is not None:
             signature = stage.signature()
@@ -62,7 +62,7 @@ class ByBatch:
         item: Item,
         _: Parameters,
         *,
-        more: bool = False,  # noqa: ARG002  the interface of `ByRow.begin`
+        more: bool = False,  # noqa: ARG002  the interface of `RowPreprocessor.begin`
     ) -> Callable[[], Item | InputError]:
         return partial(self._intake.admit, item)
 
@@ -119,7 +119,7 @@ class _PreparedRow:
             return self._again()
 
 
-class ByRow:
+class RowPreprocessor:
     """Prepares each row of a request separately; collate() makes batches, or rows are stacked.
 
     Args:

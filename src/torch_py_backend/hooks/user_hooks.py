@@ -48,7 +48,7 @@ _RIVALS = (
 
 
 @dataclass
-class Stage:
+class Hook:
     """One method of the hooks.
 
     Attributes:
@@ -115,15 +115,15 @@ def _is_refusal(error: BaseException) -> bool:
 class Hooks:
     """A model's hooks; None for each that is not defined."""
 
-    preprocess: Stage | None = None
-    preprocess_batch: Stage | None = None
-    collate: Stage | None = None
-    inference: Stage | None = None
-    postprocess: Stage | None = None
-    postprocess_batch: Stage | None = None
+    preprocess: Hook | None = None
+    preprocess_batch: Hook | None = None
+    collate: Hook | None = None
+    inference: Hook | None = None
+    postprocess: Hook | None = None
+    postprocess_batch: Hook | None = None
 
     @property
-    def stages(self) -> list[Stage]:
+    def stages(self) -> list[Hook]:
         """The defined hooks, in the order in which they run."""
         stages = (getattr(self, field.name) for field in dataclasses.fields(self))
         return [stage for stage in stages if stage is not None]
@@ -204,7 +204,7 @@ def _refuse_two_models(config: ModelConfig, artifact: Artifact) -> None:
         )
 
 
-def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Stage | None:
+def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Hook | None:
     method = getattr(built, name, None)
     if method is None:
         return None
@@ -233,7 +233,7 @@ def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Stage | Non
     if name in _TAKES:
         _check_arguments(config, f"{place}{signature} in {file}", signature, name, asks=asks)
     blames = name.startswith("preprocess")
-    return Stage(config.name, name, method, f"{name}{signature}", asks, blames)
+    return Hook(config.name, name, method, f"{name}{signature}", asks, blames)
 
 
 def _check_arguments(
@@ -251,7 +251,7 @@ def _check_arguments(
         ) from None
 
 
-def _refuse_contradictions(config: ModelConfig, kind: str, stages: Mapping[str, Stage]) -> None:
+def _refuse_contradictions(config: ModelConfig, kind: str, stages: Mapping[str, Hook]) -> None:
     if not stages:
         raise SourceError(
             config.name,
