@@ -1,4 +1,4 @@
-"""The table of scenarios through the adapter, against the fake of Triton's utilities."""
+"""Run the table of scenarios through the adapter, against the fake of Triton's utilities."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _STATUS = {
 
 _TABLE = scenarios.TABLE + kinds.TABLE + hooked.TABLE
 _OLD, _NEW = fake_triton.GENERATIONS
-# The newer utilities have the same ways through them: one of each is enough.
+# The newer utilities share most code paths: one scenario of each kind is enough.
 _ROWS = [(one, _OLD) for one in _TABLE]
 _ROWS += [(one, _NEW) for one in _TABLE if one.name in compatibility.SCENARIOS]
 
@@ -41,7 +41,7 @@ def test_scenario(
     process: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the table says happens, without a server, on the oldest and the newest of them."""
+    """Each scenario behaves as the table says, with the oldest and the newest utilities."""
     fake_triton.become(generation, monkeypatch)
     model = TritonPythonModel()
     arguments = fake_triton.arguments(scenario.lay_out(tmp_path))

@@ -98,7 +98,7 @@ def closing() -> Iterator[list[WeightWatcher]]:
 
 
 def replace(path: Path, write: Writer, value: float) -> None:
-    """A new file, in one step."""
+    """Replace a file in one step."""
     scratch = path.with_name(f"next{path.suffix}")
     write(scratch, Net(value))
     scratch.replace(path)
@@ -122,7 +122,7 @@ def answer(made: Engine) -> Tensor:
 
 
 def until(happened: Callable[[], Any]) -> None:
-    """Wait for what another thread does; four minutes are a failure."""
+    """Wait for another thread; fail after four minutes."""
     end = time.monotonic() + 240
     while not happened():
         assert time.monotonic() < end
@@ -143,7 +143,7 @@ def test_a_new_file_is_swapped_in(
     tmp_path: Path,
     closing: list[WeightWatcher],
 ) -> None:
-    """The answers are the new ones, the weights lie in the new file, and the old one is let go."""
+    """Answers use the new weights, the weights are in the new file, and the old one is closed."""
     path = tmp_path / "1" / name
     made = served(tmp_path, name, write, optimize=optimize)
     watch = WeightWatcher(made)
@@ -154,7 +154,7 @@ def test_a_new_file_is_swapped_in(
         replace(path, write, value)
         until(lambda: watch.digest == hashlib.sha256(path.read_bytes()).hexdigest()[:12])
         assert torch.equal(answer(made), Net(value)(X))
-        # It was not the model that wrote.
+        # The swap is not a side effect of the model.
         assert not made.purity.writes_buffers()
         found = sharing.mapped(made.loaded)
         assert found.shared == found.total
@@ -164,7 +164,7 @@ def test_a_new_file_is_swapped_in(
 def test_a_compiled_model_takes_new_weights_without_compiling(
     tmp_path: Path, closing: list[WeightWatcher], dynamo: None
 ) -> None:
-    """The compiled graph is given the weights with each call."""
+    """The compiled graph gets the weights as arguments of each call."""
     made = served(tmp_path, "model.pt", _state_dict, torch_compile_optional_parameters={})
     with made.preparing():
         answer(made)  # with copies of its inputs, which torch.compile tells from the inputs
@@ -179,10 +179,10 @@ def test_a_compiled_model_takes_new_weights_without_compiling(
         assert torch.allclose(answer(made), Net(2)(X))
 
 
-def test_a_view_that_somebody_holds_shows_the_new_weights(
+def test_a_retained_view_shows_the_new_weights(
     tmp_path: Path, closing: list[WeightWatcher]
 ) -> None:
-    """A model that has kept a view of a weight since its first call."""
+    """A view of a weight that the model has kept since its first call has the new values."""
     made = served(tmp_path, "model.pt", _state_dict)
     assert made.loaded.owner is not None
     linear: Any = made.loaded.owner.get_submodule("linear")
@@ -198,7 +198,7 @@ def test_a_view_that_somebody_holds_shows_the_new_weights(
 
 
 def test_no_batch_sees_old_and_new_weights(tmp_path: Path, closing: list[WeightWatcher]) -> None:
-    """While files are replaced, each answer is of one of them."""
+    """While files are replaced, each answer uses the weights of one file."""
     made = served(tmp_path, "model.safetensors", _safetensors)
     watch = WeightWatcher(made)
     closing.append(watch)
@@ -262,7 +262,7 @@ def test_a_bad_file_is_refused_once_and_the_old_weights_stay(
     closing: list[WeightWatcher],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The log says why; a good file that follows is taken."""
+    """The log has the reason, and a good file afterwards is swapped in."""
     made = served(tmp_path, "model.pt", _state_dict)
     watch = WeightWatcher(made)
     closing.append(watch)
@@ -313,7 +313,7 @@ def test_a_buffer_that_forward_has_replaced(
     closing: list[WeightWatcher],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """New weights are in force as a whole or not at all, and the watch goes on."""
+    """New weights are swapped in completely or not at all, and the watcher continues."""
     build.write(tmp_path, "model.py", REPLACES % statement)
     _state_dict(tmp_path / "1" / "model.pt", Net(1))
     config = build.config(tmp_path, watch_weights=True)
@@ -330,7 +330,7 @@ def test_a_buffer_that_forward_has_replaced(
     assert [refusal in one for one in refusals(caplog)] == ([True] if refusal else [])
     assert torch.equal(_linear(made), Net(1 if refusal else 2).linear(X))
 
-    # Another look at the files finds the thread alive.
+    # A further poll finds the thread alive.
     replace(tmp_path / "1" / "model.pt", _state_dict, 3)
     until(lambda: len(refusals(caplog)) == 2 if refusal else torch.equal(answer(made), Net(3)(X)))
 
@@ -342,7 +342,7 @@ def _linear(made: Engine) -> Tensor:
         return result
 
 
-def test_an_answer_that_is_a_weight_stays_what_it_was(
+def test_an_answer_that_is_a_weight_stays_the_same(
     tmp_path: Path, closing: list[WeightWatcher]
 ) -> None:
     """New weights do not change an answer that has not been sent yet."""
@@ -369,14 +369,14 @@ def test_an_answer_that_is_a_weight_stays_what_it_was(
 @pytest.mark.parametrize(
     ("name", "write"), [("model.pt", _scripted), ("model.pt2", _exported)], ids=["script", "export"]
 )
-def test_a_damaged_archive_does_not_end_the_watch(
+def test_a_damaged_archive_does_not_stop_the_watcher(
     name: str,
     write: Writer,
     tmp_path: Path,
     closing: list[WeightWatcher],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Half of one is refused, and the whole one that follows is taken."""
+    """A truncated archive is refused, and the complete one that follows is swapped in."""
     made = served(tmp_path, name, write)
     watch = WeightWatcher(made)
     closing.append(watch)
@@ -403,7 +403,7 @@ def test_an_archive_with_other_code_is_refused(
     closing: list[WeightWatcher],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The weights would fit, but the program that they are for is another one."""
+    """An archive whose weights fit but whose program differs is refused."""
 
     class Other(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -424,10 +424,10 @@ def test_an_archive_with_other_code_is_refused(
     assert "Load the model again" in refusal
 
 
-def test_a_file_that_is_written_over_in_place_is_taken_when_it_is_whole(
+def test_a_file_written_in_place_is_read_when_complete(
     tmp_path: Path, closing: list[WeightWatcher]
 ) -> None:
-    """Until then the old weights are in force, copied away from under the writer."""
+    """Until the file is complete the old weights are used, copied before the write."""
     made = served(tmp_path, "model.pt", _state_dict)
     watch = WeightWatcher(made)
     closing.append(watch)
@@ -449,7 +449,7 @@ def test_a_file_that_is_written_over_in_place_is_taken_when_it_is_whole(
 def test_a_copy_that_triton_made_is_watched_with_a_warning(
     name: str, tmp_path: Path, closing: list[WeightWatcher], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a model from a cloud store nobody replaces the files that an instance sees."""
+    """The files of a model from a cloud store are copies that are never replaced."""
     made = served(tmp_path / name, "model.pt", _state_dict)
     with caplog.at_level(logging.WARNING):
         closing.append(WeightWatcher(made))
@@ -458,7 +458,7 @@ def test_a_copy_that_triton_made_is_watched_with_a_warning(
 
 
 def test_without_the_option_files_are_guarded_and_not_watched(tmp_path: Path) -> None:
-    """A new file waits for the next load; one that is written over changes nothing."""
+    """A new file waits for the next load, and a write in place has no effect."""
     build.write(tmp_path, "model.py", SOURCE)
     path = tmp_path / "1" / "model.pt"
     _state_dict(path, Net(1))
@@ -488,7 +488,7 @@ def test_a_model_whose_weights_cannot_be_replaced_is_not_loaded(
 
 
 class Strays(nn.Module):
-    """Holds a tensor that is in no state_dict."""
+    """Holds a tensor that is not in its state_dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -507,10 +507,10 @@ class Strays(nn.Module):
         (nn.ReLU(), "no weights outside of its code"),
     ],
 )
-def test_an_archive_whose_weights_are_not_all_is_not_loaded(
+def test_an_archive_with_incomplete_weights_is_not_loaded(
     module: nn.Module, reason: str, tmp_path: Path
 ) -> None:
-    """Half of new weights would be wrong ones."""
+    """Weights that are only partly replaceable are refused."""
     path = tmp_path / "1" / "model.pt"
     path.parent.mkdir()
     torch.jit.script(module.eval()).save(path)
@@ -520,7 +520,7 @@ def test_an_archive_whose_weights_are_not_all_is_not_loaded(
 
 
 def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[WeightWatcher]) -> None:
-    """Another shard is another digest, and is swapped in like a single file."""
+    """A new shard changes the digest, and is swapped in like a single file."""
     build.write(tmp_path, "model.py", SOURCE)
     folder = tmp_path / "1"
 

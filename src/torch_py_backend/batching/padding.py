@@ -181,9 +181,9 @@ class Padding:
                     yield _Cut(output, axis, name, input_axis, self.pads[name].left)
                 continue
             for axis in axes:
-                name = next((name for name in settings if axis in self.pads[name].axes), None)
-                if name is not None:
-                    yield _Cut(output, axis, name, axis, self.pads[name].left)
+                padded = next((name for name in settings if axis in self.pads[name].axes), None)
+                if padded is not None:
+                    yield _Cut(output, axis, padded, axis, self.pads[padded].left)
 
     def fill(self, item: Item) -> Item:
         """Return the item with masks for those that its request left out."""
