@@ -672,7 +672,7 @@ def test_memory_in_hooks() -> None:
 @pytest.mark.parametrize(
     ("sent", "says"),
     [
-        ({}, "leaves out every input"),
+        ({}, "the request has no inputs"),
         ({"x": torch.ones(1)}, "has the shape [1] and no rows"),
         ({"x": torch.ones(2, 1), "z": torch.ones(3, 1)}, "inputs have 2 and 3 rows"),
         ({"x": torch.ones(0, 1), "z": torch.ones(0, 1)}, "has no rows"),
@@ -695,7 +695,7 @@ def test_refused_requests(sent: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        (lambda x: object(), "preprocess() returned a object, of which no batch can be made"),
+        (lambda x: object(), "preprocess() returned a object, which cannot be batched"),
         (lambda x: "text", "preprocess() returned a str"),
         (lambda x: torch.ones(int(x)), "preprocess() returned {'INPUT__0': [1]} and others"),
         (lambda x: {"a": x} if x > 1 else {"x": x}, "and others for rows of one request"),
@@ -722,7 +722,7 @@ def test_unnamed_strings() -> None:
     """BYTES inputs need an annotation that says bytes or str."""
     with pytest.raises(BindingError) as refusal:
         engine(doubled, {"preprocess": lambda x: x}, inputs=(build.spec("x", "BYTES"),))
-    assert "input 'x' is BYTES, and preprocess(x) does not say what it takes" in str(refusal.value)
+    assert "input 'x' is BYTES, and preprocess(x) has no annotation for it" in str(refusal.value)
 
 
 def test_single_values_of_a_batch() -> None:
@@ -733,7 +733,7 @@ def test_single_values_of_a_batch() -> None:
 
     with pytest.raises(BindingError) as refusal:
         engine(doubled, {"preprocess_batch": preprocess_batch}, inputs=(build.spec("x", "BYTES"),))
-    assert "takes a str for the input 'x', and gets all rows'" in str(refusal.value)
+    assert "takes a str for the input 'x', and gets those of all rows" in str(refusal.value)
 
 
 def test_types_that_differ() -> None:

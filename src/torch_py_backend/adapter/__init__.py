@@ -180,7 +180,7 @@ class TritonPythonModel:
             weights,
             read=read,
             run=steps.run,
-            asked=steps.asked,
+            count_sent=steps.count_sent,
             leaves_out=False,
         )
 

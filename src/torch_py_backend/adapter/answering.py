@@ -61,7 +61,7 @@ class Answering:
         weights: adds the digest of the weights to responses; None: responses have none.
         read: reads a request; raises if that fails.
         run: runs the read requests, returns one outcome for each; None: `engine.run`.
-        asked: returns how many of the requests were sent by clients.
+        count_sent: returns how many of the requests were sent by clients.
         leaves_out: whether to skip cancelled requests.
     """
 
@@ -73,14 +73,14 @@ class Answering:
         *,
         read: Callable[[Any], Any] = messages.read,
         run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None,
-        asked: Callable[[Sequence[Any]], int] = len,
+        count_sent: Callable[[Sequence[Any]], int] = len,
         leaves_out: bool = True,
     ) -> None:
         self._engine = engine
         self._leaves_out = leaves_out
         self._read = read
         self._run_all = run or engine.run
-        self._asked = asked
+        self._count_sent = count_sent
         self._counts = engine.counts
         self._weights = weights
         self._model = engine.config.name
@@ -91,7 +91,7 @@ class Answering:
         """Return one response for each request, in order."""
         fatal = self._engine.recovery.fatal
         if fatal is not None:  # reading requests could fail: their tensors may be on the device
-            self._counts.answered(fatal.code, self._asked(requests))
+            self._counts.answered(fatal.code, self._count_sent(requests))
             return [messages.write(fatal) for _ in requests]
         if self._leaves_out and self._duration > len(requests) * _CHECK_CANCELLED_S:
             return self._answer_uncancelled(requests)
@@ -139,7 +139,7 @@ class Answering:
         except Exception:
             responses, unsent = self._write_sendable(requests, outcomes)
             failed += unsent
-        self._counts.answered(OK, self._asked(requests) - failed)
+        self._counts.answered(OK, self._count_sent(requests) - failed)
         if self._engine.recovery.reports:
             self._log_reports(requests)
         # Not set for a batch that was cancelled as a whole: its duration predicts nothing.
@@ -183,7 +183,7 @@ class Answering:
 
     def _count(self, request: Any, error: BackendError) -> int:
         """Count an error unless the request only fills a slot; return the number counted."""
-        count = self._asked((request,))
+        count = self._count_sent((request,))
         if count:
             self._counts.answered(error.code)
         return count

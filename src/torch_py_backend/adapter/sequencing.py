@@ -80,7 +80,7 @@ class SequenceReader:
             raise
         return Step(name, starts, ends, item)
 
-    def asked(self, requests: Sequence[Any]) -> int:
+    def count_sent(self, requests: Sequence[Any]) -> int:
         """Return how many of the requests were sent by clients and do not only fill a slot."""
         if not self._fills:
             return len(requests)

@@ -48,7 +48,7 @@ class Intake:
     ) -> None:
         self._padding = padding
         self._pads: Mapping[str, Pad] = padding.pads if padding else {}
-        made = frozenset(padding.masks if padding else ())
+        masks = frozenset(padding.masks if padding else ())
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
@@ -57,7 +57,7 @@ class Intake:
         self._names = [spec.name for spec in config.inputs]
         self._names += [state.input for state in config.carried]
         # Created from the batch, not sent by requests.
-        self._made = [batch_input.name for batch_input in config.batch_inputs]
+        self._batch_inputs = [batch_input.name for batch_input in config.batch_inputs]
         self._flattened = frozenset(
             spec.name for spec in config.inputs if spec.ragged and config.concatenates
         )
@@ -73,7 +73,7 @@ class Intake:
         self._kept = self._carried.union(
             spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
         )
-        names = [*self._names, *self._made]
+        names = [*self._names, *self._batch_inputs]
         self._whole = bind_inputs(config.name, names, signature, kept=self._kept)
         self._special = {
             name: takes
@@ -101,7 +101,7 @@ class Intake:
         self._cast: torch.dtype | None = (
             getattr(torch, dtypes.from_triton(cast).torch or "") if cast else None
         )
-        optional = frozenset(self._names) - frozenset(self._required) - made - self._carried
+        optional = frozenset(self._names) - frozenset(self._required) - masks - self._carried
         if self._carried:
             self._bound(self._carried)
         self.patterns: tuple[frozenset[str], ...] = (frozenset(), *self._passable(sorted(optional)))
@@ -206,7 +206,7 @@ class Intake:
         mask, name = mismatch
         return InputError(
             self._model,
-            f"input '{mask}' is {list(item[mask].shape)}, and '{name}', which it is the mask of,"
+            f"input '{mask}' is {list(item[mask].shape)}, and its input '{name}' is"
             f" {list(item[name].shape)}",
             expected="a mask as long as its input",
         )
@@ -276,7 +276,7 @@ class Intake:
         """Return how items without these inputs are passed; bind each set once."""
         inputs = self._partial.get(left_out)
         if inputs is None:
-            names = [*self._names, *self._made]
+            names = [*self._names, *self._batch_inputs]
             inputs = bind_inputs(self._model, names, self._signature, left_out, kept=self._kept)
             self._partial[left_out] = inputs
         return inputs
@@ -286,7 +286,7 @@ class Intake:
         if self._cast is None and not self._special:
             return columns
         return [
-            column if name in self._made else self._convert(column, takes)
+            column if name in self._batch_inputs else self._convert(column, takes)
             for name, column, takes in zip(inputs.names, columns, inputs.takes, strict=True)
         ]
 
@@ -316,7 +316,7 @@ def count_rows(model: str, item: Item, axes: Mapping[str, int]) -> int | InputEr
         axes: the number of dimensions of each input, including rows; other inputs may have any.
     """
     if not item:
-        return InputError(model, "the request leaves out every input, and with them rows")
+        return InputError(model, "the request has no inputs, and so no number of rows")
     rows = -1
     for name, value in item.items():
         # Triton drops the batch dimension of a request whose shape says 0 rows.

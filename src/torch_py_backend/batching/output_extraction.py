@@ -212,19 +212,19 @@ class _Expected:
         ones = self.dims[1:] if self.batched else self.dims
         return len(shape) == int(self.batched) and all(size == 1 for size in ones)
 
-    def check_rows(self, found: int, rows: int) -> None:
-        if self.batched and found != rows:
+    def check_rows(self, size: int, rows: int) -> None:
+        if self.batched and size != rows:
             raise OutputError(
                 self.model,
-                f"output '{self.name}' has {found} rows for a batch of {rows}",
+                f"output '{self.name}' has {size} rows for a batch of {rows}",
                 expected="as many rows as the inputs have",
             )
 
-    def mismatch(self, found: str, kind: str) -> OutputError:
+    def mismatch(self, actual: str, kind: str) -> OutputError:
         dims = ", ".join(map(str, self.dims))
         return OutputError(
             self.model,
-            f"output '{self.name}' is {found}",
+            f"output '{self.name}' is {actual}",
             expected=f"{kind} [{dims}] as in config.pbtxt",
         )
 

@@ -34,7 +34,7 @@ class Ragged:
     def __init__(self, config: ModelConfig) -> None:
         self._model = config.name
         self._flat = {spec.name: _flat for spec in config.inputs if spec.ragged}
-        self._made = {batch_input.name: batch_input for batch_input in config.batch_inputs}
+        self._batch_inputs = {batch_input.name: batch_input for batch_input in config.batch_inputs}
         places = {spec.name: place for place, spec in enumerate(config.outputs)}
         rows = (-1,) if config.max_batch_size else ()
         self._split = [
@@ -55,12 +55,12 @@ class Ragged:
         copied: Collection[str],
     ) -> Batch:
         """Gather as `gather_scatter.gather` does; flatten ragged inputs, create batch inputs."""
-        sent = [name for name in names if name not in self._made]
+        sent = [name for name in names if name not in self._batch_inputs]
         batch = gather_scatter.gather(items, sent, self._flat, copied)
         columns = iter(batch.columns)
-        made = self._made
+        created = self._batch_inputs
         return Batch(
-            [_make(made[name], items) if name in made else next(columns) for name in names],
+            [_create(created[name], items) if name in created else next(columns) for name in names],
             batch.sizes,
         )
 
@@ -111,7 +111,7 @@ def _flat(values: list[Any]) -> Value:
     return gather_scatter.to_column(np.concatenate(values, axis=None))
 
 
-def _make(batch_input: BatchInput, items: Sequence[Item]) -> Tensor:
+def _create(batch_input: BatchInput, items: Sequence[Item]) -> Tensor:
     """Create a batch input on the device of its source."""
     values = [item[batch_input.source] for item in items]
     shapes = [value.shape for value in values]

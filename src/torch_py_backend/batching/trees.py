@@ -72,8 +72,8 @@ def _check_rows(model: str, rows: int, found: str, count: int) -> None:
     if count != rows:
         raise OutputError(
             model,
-            f"the result for {rows} rows holds a {found}, of which postprocess() cannot be given"
-            " a row's part",
+            f"the result for {rows} rows holds a {found}, which cannot be split by rows for"
+            " postprocess()",
             expected="tensors whose dimension 0 is the batch, and lists with an entry a row",
             cure="Or write postprocess_batch(), which is given it as it is.",
         )

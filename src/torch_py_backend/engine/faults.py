@@ -80,11 +80,11 @@ def _code(error: BaseException) -> int | None:
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
     """Yield the exception, its causes and its contexts."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
         link = pending.pop()
-        if link is not None and id(link) not in seen:
-            seen.add(id(link))
+        if link is not None and id(link) not in visited:
+            visited.add(id(link))
             yield link
             pending += [link.__cause__, link.__context__]

@@ -238,7 +238,7 @@ class RowPreprocessor:
         except Exception:  # of any class
             raise OutputError(
                 self._model,
-                f"preprocess() returned a {type(value).__name__}, of which no batch can be made",
+                f"preprocess() returned a {type(value).__name__}, which cannot be batched",
                 expected="a tensor or numbers; a tuple of these, or a dict by the names of"
                 " forward()'s arguments",
                 cure="Or write collate(), which makes a batch of anything.",
@@ -314,13 +314,14 @@ def _refuse_vague(config: ModelConfig, signature: Signature) -> None:
         if name in strings and takes is Takes.TENSOR:
             raise BindingError(
                 config.name,
-                f"input '{name}' is BYTES, and {signature} does not say what it takes",
+                f"input '{name}' is BYTES, and {signature} has no annotation for it",
                 expected="an annotation: bytes or str for one a row, list[bytes] or list[str]",
             )
         if takes.scalar and signature.name == "preprocess_batch":
             raise BindingError(
                 config.name,
-                f"{signature} takes {takes.value} for the input '{name}', and gets all rows'",
+                f"{signature} takes {takes.value} for the input '{name}', and gets those of all"
+                " rows",
                 expected="a Tensor, list[str] or list[bytes]",
                 cure="Or name it preprocess, which is called for each row.",
             )

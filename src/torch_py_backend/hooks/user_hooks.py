@@ -227,7 +227,7 @@ def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Hook | None
         signature = inspect.signature(method)
     except (TypeError, ValueError) as error:
         raise SourceError(
-            config.name, f"the arguments of {place}() in {file} cannot be told: {error}"
+            config.name, f"the arguments of {place}() in {file} cannot be read: {error}"
         ) from error
     asks = request_parameters.ASKED in signature.parameters
     if name in _TAKES:
