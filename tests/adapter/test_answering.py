@@ -311,7 +311,7 @@ def test_cancellation_is_not_checked_for_short_batches(
 ) -> None:
     """After a batch that took less than twenty checks per request, nothing is checked."""
     model = load(tmp_path)
-    monkeypatch.setattr(answering, "_WORTH_ASKING", 3600)
+    monkeypatch.setattr(answering, "_CHECK_CANCELLED_S", 3600)
     for _ in range(3):
         sent = [request(1, cancelled=True)]
         assert check(sent, model.execute(sent)) == [None]
