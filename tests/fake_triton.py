@@ -1,8 +1,8 @@
-"""A fake of `triton_python_backend_utils`, as a stub of Triton 24.10 completes it.
+"""A fake of `triton_python_backend_utils`, as completed by a stub of Triton 24.10.
 
-It refuses what the real one refuses, and raises where the real one corrupts data silently. The
-scenarios run against it and against a real server, so that the two cannot drift apart. `become`
-makes a newer one of it: of those there is no real server here.
+It refuses what the real module refuses, and raises where the real one corrupts data silently. The
+scenarios run against it and against a real server, so that the fake cannot drift. `become` turns it
+into a newer release, for which there is no real server here.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class TritonModelException(Exception):  # noqa: N818  Triton's name
 
 
 def _passed(text: str) -> str:
-    """Text on its way into C++, where it is UTF-8."""
+    """Return text that can be passed to C++ as UTF-8; raise for any other."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -72,7 +72,7 @@ _REFUSED = "Failed to process the custom metrics request for model 'm', message:
 
 
 class Metric:
-    """One series. A second object of the same labels is another hand on the same value."""
+    """One series. Metrics with the same labels share their value."""
 
     def __init__(self, kind: int, labels: dict[str, str]) -> None:
         for name, value in labels.items():
@@ -100,7 +100,7 @@ class Metric:
 class MetricFamily:
     COUNTER, GAUGE, HISTOGRAM = range(3)
     made: ClassVar[dict[str, list[Metric]]] = {}
-    # The server's: it outlives every model. A name that was given to a kind stays with it.
+    # Kept by the server, beyond the life of a model: a name keeps its kind.
     kinds: ClassVar[dict[str, int]] = {}
 
     def __init__(self, name: str, description: str, kind: int) -> None:
@@ -116,24 +116,24 @@ class MetricFamily:
         self._metrics = self.made.setdefault(name, [])
 
     def Metric(self, labels: dict[str, str]) -> Metric:  # noqa: N802  Triton's name
-        for one in self._metrics:
-            if one.labels == labels:
-                return one
+        for metric in self._metrics:
+            if metric.labels == labels:
+                return metric
         self._metrics.append(Metric(self._kind, labels))
         return self._metrics[-1]
 
 
 class Tensor:
-    """Holds numpy memory, or torch memory that came through DLPack."""
+    """A tensor in numpy's memory, or in torch's memory received through DLPack."""
 
     def __init__(self, name: str, array: np.ndarray[Any, Any]) -> None:
         if not isinstance(array, np.ndarray) or array.dtype.kind in "Uc":
             raise TritonModelException(f"Tensor({name!r}) takes no {type(array)}")
         self._name = name
         self._array: np.ndarray[Any, Any] | None = np.ascontiguousarray(array)
-        if array.dtype == np.object_:  # strings travel as bytes
+        if array.dtype == np.object_:  # strings are sent as bytes
             self._array = np.array(
-                [one if isinstance(one, bytes) else str(one).encode() for one in array.flat],
+                [text if isinstance(text, bytes) else str(text).encode() for text in array.flat],
                 dtype=np.object_,
             ).reshape(array.shape)
         self._torch: torch.Tensor | None = None
@@ -146,7 +146,7 @@ class Tensor:
         if not tensor.is_contiguous():
             raise AssertionError("the real stub would send the wrong bytes")
         stride = 1
-        for axis in range(tensor.ndim - 1, 0, -1):  # also of what holds nothing
+        for axis in range(tensor.ndim - 1, 0, -1):  # empty tensors included
             if tensor.stride(axis) != stride:
                 raise TritonModelException("DLPack tensor is not contiguous.")
             stride *= tensor.shape[axis]
@@ -154,10 +154,10 @@ class Tensor:
 
     @classmethod
     def sent(cls, name: str, tensor: torch.Tensor) -> Tensor:
-        """A tensor of a request: Triton's own, whose strides nobody asks for."""
-        made = cls.__new__(cls)
-        made._name, made._array, made._torch = name, None, tensor
-        return made
+        """Return a tensor of a request, without a check of its strides."""
+        self = cls.__new__(cls)
+        self._name, self._array, self._torch = name, None, tensor
+        return self
 
     def name(self) -> str:
         return self._name
@@ -201,7 +201,7 @@ TRITONSERVER_REQUEST_FLAG_SEQUENCE_END = 2
 
 
 class Turn(NamedTuple):
-    """A request's place in a sequence; 0 is no sequence's id: it only fills a slot."""
+    """A request's place in a sequence; a request with ID 0 only fills a slot."""
 
     id: int | str
     starts: bool = False
@@ -213,12 +213,12 @@ TRITONSERVER_RESPONSE_COMPLETE_FINAL = 1
 
 
 class ResponseSender:
-    """Keeps what a decoupled model sends, in order, and notices the end."""
+    """Records the responses of a decoupled model and their end."""
 
     def __init__(self) -> None:
         self.responses: list[InferenceResponse] = []
         self.ended = threading.Event()
-        # What happens when a response arrives; the client hangs up, say.
+        # Called when a response arrives; may, for example, cancel the request.
         self.arrived: Callable[[int], None] = lambda count: None
         self.cancelled = False
 
@@ -240,7 +240,7 @@ class ResponseSender:
 
 
 class InferenceTrace:
-    """A request's trace; without a context, where Triton does not trace with OpenTelemetry."""
+    """A request's trace; it has no context unless Triton traces with OpenTelemetry."""
 
     def __init__(self, context: str = "") -> None:
         self._context = context
@@ -250,7 +250,7 @@ class InferenceTrace:
 
 
 class InferenceRequest:
-    """What the server hands over, and what a model sends to another one: a function here."""
+    """A request from the server, or to another model, which is a function in `served`."""
 
     served: ClassVar[dict[str, Callable[[InferenceRequest], InferenceResponse]]] = {}
 
@@ -328,7 +328,7 @@ class InferenceResponse:
 
 
 class _ResponseOf2502(InferenceResponse):
-    """Responses that can have parameters, as 25.02 has them."""
+    """A response with parameters, as from 25.02 on."""
 
     def __init__(
         self,
@@ -346,18 +346,18 @@ class _ResponseOf2502(InferenceResponse):
         return json.dumps(self._parameters)
 
 
-# The newest of each kind that differs in what it asks of a model, or has for it.
+# The newest release of each generation of the interface.
 GENERATIONS = ("24.10", "26.03")
 
 
 def become(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Be a server of that release, until the test is over."""
+    """Behave like that release until the end of the test."""
     if generation != GENERATIONS[0]:
         monkeypatch.setitem(globals(), "InferenceResponse", _ResponseOf2502)
 
 
 def executed(generation: str, model: Any, requests: Sequence[Any]) -> list[Any]:
-    """What a server of that release makes of requests: from 26.03 on it asks the model first."""
+    """Return the responses to requests as that release does: from 26.03 on it calls is_ready()."""
     if generation != GENERATIONS[0]:
         ready = model.is_ready()
         if not isinstance(ready, bool):
@@ -370,7 +370,7 @@ def executed(generation: str, model: Any, requests: Sequence[Any]) -> list[Any]:
 
 
 class ModelConfig:
-    """The config that `auto_complete_config` is given."""
+    """The config passed to `auto_complete_config`."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self._document = document
@@ -397,23 +397,23 @@ _model_dir = ""
 
 
 def get_input_tensor_by_name(request: InferenceRequest, name: str) -> Tensor | None:
-    return next((one for one in request.inputs() if one.name() == name), None)
+    return next((tensor for tensor in request.inputs() if tensor.name() == name), None)
 
 
 def get_model_dir() -> str:
     return _model_dir
 
 
-def completed(model: Any, given: dict[str, str]) -> dict[str, str]:
-    """Triton's arguments after it has let the model complete its config."""
-    global _model_dir  # noqa: PLW0603  as the real one has it: one model a process
-    _model_dir = f"{given['model_repository']}/{given['model_version']}"
-    config = ModelConfig(json.loads(given["model_config"]))
+def completed(model: Any, arguments: dict[str, str]) -> dict[str, str]:
+    """Return Triton's arguments after the model has completed its config."""
+    global _model_dir  # noqa: PLW0603  like the real module: one model per process
+    _model_dir = f"{arguments['model_repository']}/{arguments['model_version']}"
+    config = ModelConfig(json.loads(arguments["model_config"]))
     model.auto_complete_config(config)
-    # What Triton itself fills in where a model did not.
-    for role, entry in (("input", {"optional": False}), ("output", {})):
-        config.as_dict()[role] = [{**entry, **one} for one in config.as_dict()[role]]
-    return given | {"model_config": json.dumps(config.as_dict())}
+    # Triton's defaults for fields that a model leaves out.
+    for role, defaults in (("input", {"optional": False}), ("output", {})):
+        config.as_dict()[role] = [{**defaults, **spec} for spec in config.as_dict()[role]]
+    return arguments | {"model_config": json.dumps(config.as_dict())}
 
 
 def request(
@@ -423,7 +423,7 @@ def request(
     turn: Turn = _ALONE,
     parameters: dict[str, Any] | None = None,
 ) -> InferenceRequest:
-    """A request from numpy arrays, reshaped as Triton does; torch tensors stand for BF16."""
+    """Return a request from numpy arrays, reshaped as by Triton; torch tensors are for BF16."""
     specs = {spec["name"]: spec for spec in document["input"]}
     tensors = []
     for name, value in inputs.items():
@@ -436,14 +436,14 @@ def request(
             tensors.append(Tensor(name, value.copy()))
     sequencing = document.get("sequence_batching")
     if sequencing is not None:
-        tensors += [*_controls(sequencing, turn, document), *_unwritten(sequencing, document)]
+        tensors += [*_controls(sequencing, turn, document), *_states(sequencing, document)]
     return InferenceRequest(tensors, request_id, turn=turn, parameters=parameters)
 
 
 def _controls(sequencing: dict[str, Any], turn: Turn, document: dict[str, Any]) -> Iterator[Tensor]:
-    """What Triton's scheduler adds to a request."""
+    """Yield the controls that Triton's scheduler adds to a request."""
     shape = (1, 1) if document["max_batch_size"] else (1,)
-    told = {
+    flags = {
         "CONTROL_SEQUENCE_START": turn.starts,
         "CONTROL_SEQUENCE_END": turn.ends,
         "CONTROL_SEQUENCE_READY": bool(turn.id),
@@ -459,12 +459,12 @@ def _controls(sequencing: dict[str, Any], turn: Turn, document: dict[str, Any]) 
         for key, kind in (("int32", "int32"), ("fp32", "float32"), ("bool", "bool")):
             values = control[f"{key}_false_true"]
             if values:
-                value = values[told[control["kind"]]]
+                value = values[flags[control["kind"]]]
                 yield Tensor(entry["name"], np.full(shape, value, dtype=kind))
 
 
-def _unwritten(sequencing: dict[str, Any], document: dict[str, Any]) -> Iterator[Tensor]:
-    """Triton's own states are memory that no Python-based backend can write: chance values."""
+def _states(sequencing: dict[str, Any], document: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield Triton's states: uninitialized memory, which no Python-based backend can write."""
     rows = (1,) if document["max_batch_size"] else ()
     for state in sequencing["state"]:
         shape = (*rows, *(max(1, int(size)) for size in state["dims"]))
@@ -475,11 +475,11 @@ def _unwritten(sequencing: dict[str, Any], document: dict[str, Any]) -> Iterator
 
 
 def arguments(folder: Path, version: str = "1") -> dict[str, str]:
-    """What Triton passes to `initialize` for the model in a folder: its config, completed."""
+    """Return Triton's arguments of `initialize` for the model in a folder."""
     text = (folder / "config.pbtxt").read_text()
     message = text_format.Parse(text, model_config_pb2.ModelConfig())
     message.name = folder.name
-    message.runtime = "model.py"  # Triton's own addition, whatever the config says
+    message.runtime = "model.py"  # set by Triton in every case
     if not message.instance_group:
         message.instance_group.add(kind=model_config_pb2.ModelInstanceGroup.KIND_CPU)
     for group in message.instance_group:
@@ -487,8 +487,8 @@ def arguments(folder: Path, version: str = "1") -> dict[str, str]:
     document = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
-    # The protobuf of a newer client knows more than a server of 24.10 sends; that does no harm.
-    # protobuf writes int64 as strings, Triton as integers.
+    # The newer client's protobuf has more fields than 24.10 sends, which has no effect. protobuf
+    # writes int64 as strings, Triton as integers.
     for tensor in [*document["input"], *document["output"]]:
         tensor["dims"] = [int(size) for size in tensor["dims"]]
         if "reshape" in tensor:

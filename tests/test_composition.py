@@ -29,7 +29,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> dict[str, Answer]:
     """The other models of a server, as functions of requests."""
     functions: dict[str, Answer] = {}
     monkeypatch.setattr(InferenceRequest, "served", functions)
-    monkeypatch.setattr(composition, "_transport", calling.Calls("caller"))
+    monkeypatch.setattr(composition, "_transport", calling.ModelCaller("caller"))
     return functions
 
 
@@ -154,7 +154,7 @@ def test_triton_raises(served: dict[str, Answer]) -> None:
 def test_a_model_calls_itself(served: dict[str, Answer]) -> None:
     """A model that calls itself fails at once: it would wait for itself."""
     served["caller"] = echo
-    with pytest.raises(CallError, match="the model calls itself, and would wait for itself"):
+    with pytest.raises(CallError, match="the model calls itself, which would deadlock"):
         model("caller")(x=torch.ones(1))
 
 

@@ -106,7 +106,7 @@ def test_states_are_on_the_gpu(tmp_path: Path) -> None:
     served = test_state_store.Served(settings, models.Accumulate(), "cuda")
     for flags in ("s", "", ""):
         served.send(test_state_store.step(1, 1, flags), test_state_store.step(2, 1, flags))
-    kept = [one.values["total"] for one in served.states._kept.values()]
+    kept = [one.values["total"] for one in served.states._sequences.values()]
     assert all(isinstance(value, torch.Tensor) and value.is_cuda for value in kept)
 
 

@@ -1,4 +1,4 @@
-"""The table of scenarios through the adapter, against the fake of Triton's utilities."""
+"""Run the table of scenarios through the adapter, against the fake of Triton's utilities."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _STATUS = {
 
 _TABLE = scenarios.TABLE + kinds.TABLE + hooked.TABLE
 _OLD, _NEW = fake_triton.GENERATIONS
-# The newer utilities have the same ways through them: one of each is enough.
-_ROWS = [(one, _OLD) for one in _TABLE]
-_ROWS += [(one, _NEW) for one in _TABLE if one.name in compatibility.SCENARIOS]
+# The newer utilities share most code paths: one scenario of each kind is enough.
+_ROWS = [(scenario, _OLD) for scenario in _TABLE]
+_ROWS += [(scenario, _NEW) for scenario in _TABLE if scenario.name in compatibility.SCENARIOS]
 
 
 @pytest.mark.parametrize(
-    ("scenario", "generation"), _ROWS, ids=[f"{one.name}-{release}" for one, release in _ROWS]
+    ("scenario", "generation"), _ROWS, ids=[f"{row.name}-{release}" for row, release in _ROWS]
 )
 def test_scenario(
     scenario: Scenario,
@@ -41,7 +41,7 @@ def test_scenario(
     process: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What the table says happens, without a server, on the oldest and the newest of them."""
+    """Each scenario behaves as the table says, with the oldest and the newest utilities."""
     fake_triton.become(generation, monkeypatch)
     model = TritonPythonModel()
     arguments = fake_triton.arguments(scenario.lay_out(tmp_path))
@@ -90,11 +90,9 @@ def _check(call: Call, response: Any) -> None:
     tensors = {tensor.name(): tensor for tensor in response.output_tensors()}
     for name, expected in call.expected.items():
         if isinstance(expected, torch.Tensor):
-            came = torch.utils.dlpack.from_dlpack(tensors[name].to_dlpack())
-            assert torch.equal(came, expected)
+            assert torch.equal(torch.utils.dlpack.from_dlpack(tensors[name].to_dlpack()), expected)
         else:
-            came = tensors[name].as_numpy()
-            assert came.dtype == expected.dtype
-            assert came.size == expected.size
-            came = came.reshape(expected.shape)  # as Triton does where the config says so
-            assert_close(came, expected)
+            array = tensors[name].as_numpy()
+            assert array.dtype == expected.dtype
+            assert array.size == expected.size
+            assert_close(array.reshape(expected.shape), expected)  # as Triton reshapes outputs

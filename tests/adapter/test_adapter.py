@@ -1,4 +1,4 @@
-"""The adapter: requests in, responses out, and what it checks before READY."""
+"""The adapter: requests, responses, and checks before READY."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _requests(*arrays: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> lis
 
 
 def test_one_response_for_each_request_in_order(tmp_path: Path, process: None) -> None:
-    """Requests of different row counts come back in their order, each with its own rows."""
+    """Requests of different row counts are answered in order, each with its own rows."""
     model = _model(tmp_path, _named("function"))
     arrays = [scenarios.floats(rows, 4, seed=rows) for rows in (3, 1, 2, 8)]
     responses = model.execute(_requests(*arrays))
@@ -45,12 +45,12 @@ def test_one_response_for_each_request_in_order(tmp_path: Path, process: None) -
 
 
 def test_a_batch_without_requests(tmp_path: Path, process: None) -> None:
-    """Nothing in, nothing out."""
+    """An empty batch has no responses."""
     assert _model(tmp_path, _named("function")).execute([]) == []
 
 
 def test_an_input_that_is_left_out(tmp_path: Path, process: None) -> None:
-    """A request without a required input is refused alone; its neighbour is answered."""
+    """A request without a required input is refused alone; the other is answered."""
     model = _model(tmp_path, _named("function"))
     (good,) = _requests(scenarios.floats(1, 4))
     refused, answered = model.execute([fake_triton.InferenceRequest([]), good])
@@ -62,21 +62,21 @@ def test_an_input_that_is_left_out(tmp_path: Path, process: None) -> None:
 def test_numpy_that_garbles_tensors(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A stub that hands out other values than it was given is found before READY."""
+    """A stub that changes the values of tensors is detected before READY."""
     monkeypatch.setattr(fake_triton.Tensor, "as_numpy", lambda self: np.zeros(4, np.float32))
     with pytest.raises(fake_triton.TritonModelException, match=r"garbles tensors.*numpy<2"):
         _model(tmp_path, _named("function"))
 
 
-def test_the_c_locale_is_cured(tmp_path: Path, process: None) -> None:
-    """Triton's stub runs in the C locale; a model may read UTF-8 all the same."""
+def test_the_locale_is_utf8(tmp_path: Path, process: None) -> None:
+    """Triton's stub runs in the C locale, but a model may read UTF-8 files."""
     locale.setlocale(locale.LC_ALL, "C")
     _model(tmp_path, _named("function"))
     assert locale.nl_langinfo(locale.CODESET) == "UTF-8"
 
 
 def test_bfloat16_inputs_are_copied(tmp_path: Path, process: None) -> None:
-    """Triton's memory dies when execute() returns: a model that keeps its input keeps a copy."""
+    """Triton's memory is invalid after execute(): a model that keeps its input keeps a copy."""
     scenario = scenarios.Scenario(
         "keeps",
         scenarios.text(models.source(Keeps)),
@@ -93,7 +93,7 @@ def test_bfloat16_inputs_are_copied(tmp_path: Path, process: None) -> None:
 
 
 class Keeps(torch.nn.Module):
-    """Returns the input of the call before."""
+    """Returns the input of its previous call."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,16 +104,16 @@ class Keeps(torch.nn.Module):
         return before if before.shape == x.shape else x
 
 
-def test_a_refusal_to_load_is_one_sentence(tmp_path: Path, process: None) -> None:
-    """What Triton prints is our sentence, with the cause kept for the log."""
+def test_a_load_error_is_one_sentence(tmp_path: Path, process: None) -> None:
+    """Triton prints one sentence, and the cause is kept for the log."""
     with pytest.raises(fake_triton.TritonModelException) as refusal:
         _model(tmp_path, _named("syntax_error"))
     assert str(refusal.value).count("\n") == 0
     assert isinstance(refusal.value.__cause__, Exception)
 
 
-def test_importing_the_adapter_leaves_torch_alone() -> None:
-    """Triton imports the shim once more to complete a config: that must not cost a torch."""
+def test_importing_the_adapter_does_not_import_torch() -> None:
+    """Triton imports the adapter once more to complete a config, which must not import torch."""
     code = (
         "import sys, types; sys.modules['triton_python_backend_utils'] = types.ModuleType('pb');"
         "import torch_py_backend.adapter; print('torch' in sys.modules)"
@@ -125,7 +125,7 @@ def test_importing_the_adapter_leaves_torch_alone() -> None:
 
 
 def test_threads_are_reserved_before_torch_is_imported(tmp_path: Path) -> None:
-    """OpenMP reads its environment once, when torch is loaded."""
+    """OpenMP reads its environment variables once, when torch is imported."""
     folder = scenarios.Scenario(
         "negate", scenarios.python(models.Negate), scenarios.x_to_y(NUM_THREADS="3")
     ).lay_out(tmp_path)
@@ -159,7 +159,7 @@ print(torch.get_num_threads())
 
 
 def _counted(*names: str) -> dict[str, float]:
-    """The sum of each of these metrics."""
+    """Return the sum of each of these metrics."""
     return {
         name: sum(one.value() for one in fake_triton.MetricFamily.made[f"pytorch_py_{name}_total"])
         for name in names
@@ -167,11 +167,11 @@ def _counted(*names: str) -> dict[str, float]:
 
 
 def test_filling_is_counted(tmp_path: Path, process: None) -> None:
-    """Rows that fill a bucket are told, warm-ups are not; the last ones when the instance ends."""
+    """Rows that fill a bucket are counted, but not in the warm-up; the last ones on close()."""
     model = _model(tmp_path, _named("buckets"))
 
     model.execute(_requests(scenarios.floats(3, 4)))
-    model._publisher.tell()
+    model._publisher.publish()
     first = _counted("rows", "filled_rows", "values", "padded_values")
     model.execute(_requests(scenarios.floats(7, 4)))
     model.finalize()
@@ -181,21 +181,21 @@ def test_filling_is_counted(tmp_path: Path, process: None) -> None:
 
 
 def test_padding_is_counted(tmp_path: Path, process: None) -> None:
-    """Values that are only padding are told beside all values of the padded inputs."""
+    """Padding and all values of padded inputs are counted."""
     model = _model(tmp_path, _named("padded"))
     document = {"input": [{"name": "ids", "dims": [-1]}]}
 
     model.execute([fake_triton.request({"ids": np.ones((2, 3), dtype=np.int64)}, document)])
     model.finalize()
 
-    # Ids and mask, each [2, 4] instead of [2, 3].
+    # IDs and mask, each [2, 4] instead of [2, 3].
     assert _counted("rows", "values", "padded_values") == {
         "rows": 2, "values": 16, "padded_values": 4,
     }  # fmt: skip
 
 
 def test_one_long_request_does_not_pad_the_whole_batch(tmp_path: Path, process: None) -> None:
-    """It has a call of its own, and every request its own answer."""
+    """The long request gets its own call, and every request its own result."""
     model = _model(tmp_path, _named("padded"))
     document = {"input": [{"name": "ids", "dims": [-1]}]}
     lengths = [4, 4, 4000, 4, 4, 4, 4]
@@ -209,7 +209,7 @@ def test_one_long_request_does_not_pad_the_whole_batch(tmp_path: Path, process: 
     for response, length, place in zip(responses, lengths, places, strict=True):
         y, _ = response.output_tensors()
         np.testing.assert_array_equal(y.as_numpy(), length * 100 + place[None])
-    # Ids and mask of each; in one call it would be 56,000 values, and 47,952 of them padding.
+    # IDs and mask of each; in one call there would be 56,000 values, 47,952 of them padding.
     assert _counted("rows", "values", "padded_values") == {
         "rows": 7, "values": 2 * sum(lengths), "padded_values": 0,
     }  # fmt: skip
@@ -228,10 +228,10 @@ def _watched(folder: Path) -> tuple[TritonPythonModel, Path]:
 
 
 @pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
-def test_answers_and_metrics_tell_the_weights_in_force(
+def test_responses_and_metrics_have_the_digest_of_the_weights(
     generation: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Digits of the file's SHA-256: a metric's value, and a parameter where the server has some."""
+    """The SHA-256 of the file is a metric's value, and a parameter where the server supports it."""
     from torch_py_backend.adapter import messages
 
     fake_triton.become(generation, monkeypatch)
@@ -246,7 +246,7 @@ def test_answers_and_metrics_tell_the_weights_in_force(
     bad = fake_triton.InferenceRequest([])
     sent = [*_requests(scenarios.floats(1, 4)), bad]
     good, refused = fake_triton.executed(generation, model, sent)
-    model._publisher.tell()
+    model._publisher.publish()
     (metric,) = fake_triton.MetricFamily.made["pytorch_py_weights_digest"]
     assert f"{int(metric.value()):012x}" == digest
     model.finalize()

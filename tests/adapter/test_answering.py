@@ -1,4 +1,4 @@
-"""Requests in, responses out: what is wrong with one harms no other, and the log says whose."""
+"""Answers to batches of requests: failures are isolated, and the log names the requests."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def request(value: float, name: str = "", *, cancelled: bool = False) -> Any:
 
 
 def check(requests: list[Any], responses: list[Any]) -> list[int | None]:
-    """The codes of the errors; those that have none have their own answers."""
+    """Return the codes of the errors; check that all others have results."""
     codes: list[int | None] = []
     for sent, response in zip(requests, responses, strict=True):
         error = response.error()
@@ -74,9 +74,9 @@ def errors() -> list[str]:
 def test_no_input_outlives_its_response(
     tmp_path: Path, values: list[float], cancelled: bool
 ) -> None:
-    """The memory of a request is free when it was answered: no exception's frames keep it."""
+    """The memory of a request is free after its response; no exception's frames keep it."""
     model = load(tmp_path)
-    model._answering._took = 100.0  # cancelled requests are asked for
+    model._answering._duration = 100.0  # cancelled requests are asked for
     requests = [request(value) for value in values]
     requests.append(request(7, cancelled=cancelled))
     inputs = [weakref.ref(sent.inputs()[0].as_numpy()) for sent in requests]
@@ -92,7 +92,7 @@ def test_no_input_outlives_its_response(
 
 
 def test_log_names_the_requests(tmp_path: Path, process: None) -> None:
-    """The server's log has the traceback and the ids of the requests at fault, and no others."""
+    """The log has the traceback and the IDs of the failed requests only."""
     model = load(tmp_path)
 
     sent = [request(1, "good"), request(-2, "first"), request(3, "fine"), request(-2, "second")]
@@ -116,15 +116,15 @@ def test_log_names_the_requests(tmp_path: Path, process: None) -> None:
         pytest.param(["x" * 1000], f"(requests {'x' * 64})", id="long"),
     ],
 )
-def test_ids_are_the_clients(names: list[str], said: str, tmp_path: Path, process: None) -> None:
-    """An id is whatever a client sent: it cannot write lines of its own into the log."""
+def test_ids_are_sanitized(names: list[str], said: str, tmp_path: Path, process: None) -> None:
+    """A client's ID cannot add lines to the log."""
     load(tmp_path).execute([request(-2, name) for name in names])
 
     assert said in errors()[0].splitlines()[0]
 
 
 def test_log_is_not_flooded(tmp_path: Path, process: None) -> None:
-    """Many different failures in one batch are a bounded number of records."""
+    """Many different failures in one batch are a bounded number of log records."""
     model = load(tmp_path, Talks)
     model.execute([request(-value) for value in range(1, 31)])
 
@@ -139,17 +139,17 @@ class Talks(torch.nn.Module):
         return x * 2
 
 
-def test_faults_of_clients_are_not_logged(tmp_path: Path, process: None) -> None:
-    """A request that lacks its input is told so, and fills no log."""
+def test_client_errors_are_not_logged(tmp_path: Path, process: None) -> None:
+    """A request without its input gets an error, and nothing is logged."""
     load(tmp_path).execute([fake_triton.InferenceRequest([]), request(1)])
 
     assert errors() == []
 
 
-def test_ids_are_not_read_unasked(
+def test_ids_are_not_read_without_a_failure(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as nothing fails nobody asks for ids."""
+    """Request IDs are not read while nothing fails."""
 
     def asked(request: Any) -> str:
         raise AssertionError
@@ -162,11 +162,11 @@ def test_ids_are_not_read_unasked(
     assert check(sent, model.execute(sent)) == [None, None]
 
 
-# --- requests that cannot be read, responses that cannot be made -----------------------------
+# --- unreadable requests and responses -------------------------------------------------------
 
 
 class Unreadable(fake_triton.Tensor):
-    """A tensor whose bytes are not what they are said to be."""
+    """A tensor whose bytes do not match its type."""
 
     error: BaseException = ValueError("unpack requires 4 bytes, in /usr/lib/python/utils.py")
 
@@ -181,7 +181,7 @@ def unreadable(error: BaseException | None = None) -> Any:
 
 
 def test_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
-    """Its client is told, the others are answered."""
+    """It gets an error, and the others are answered."""
     sent = [request(1), unreadable(), request(3), unreadable()]
 
     responses = load(tmp_path).execute(sent)
@@ -195,19 +195,19 @@ def test_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
 
 
 def test_only_requests_that_cannot_be_read(tmp_path: Path, process: None) -> None:
-    """Where nothing is left to run, nothing is run."""
+    """If no request can be read, the model is not called."""
     sent = [unreadable(), unreadable()]
     assert check(sent, load(tmp_path).execute(sent)) == [TritonError.INVALID_ARG] * 2
 
 
-def test_request_that_does_not_fit_while_it_is_read(tmp_path: Path, process: None) -> None:
-    """Memory that runs out is nobody's fault."""
+def test_out_of_memory_while_a_request_is_read(tmp_path: Path, process: None) -> None:
+    """The error is UNAVAILABLE: the client is not at fault."""
     sent = [unreadable(MemoryError()), request(2)]
     assert check(sent, load(tmp_path).execute(sent)) == [TritonError.UNAVAILABLE, None]
     assert "Traceback" in errors()[0]
 
 
-def test_device_that_is_gone_while_a_request_is_read(
+def test_lost_device_while_a_request_is_read(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tensor on a device that cannot be used any more poisons the instance."""
@@ -227,7 +227,7 @@ def test_device_that_is_gone_while_a_request_is_read(
         (MemoryError(), TritonError.UNAVAILABLE, "does not fit in memory"),
     ],
 )
-def test_response_that_cannot_be_made(
+def test_response_that_cannot_be_written(
     error: Exception,
     code: int,
     says: str,
@@ -235,7 +235,7 @@ def test_response_that_cannot_be_made(
     process: None,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One outcome that Triton does not take fails alone."""
+    """An outcome that Triton refuses fails alone."""
     model = load(tmp_path)
     write = messages.write
 
@@ -253,8 +253,8 @@ def test_response_that_cannot_be_made(
     assert "(requests two)" in errors()[0]
 
 
-def test_our_own_failures(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the backend itself gets wrong is a sentence for clients, and a traceback in the log."""
+def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception of the backend is one sentence for clients, and a traceback in the log."""
     model = load(tmp_path)
 
     def run(items: Any) -> Any:
@@ -282,7 +282,7 @@ class Slow(torch.nn.Module):
 
 
 def test_cancelled_requests_are_not_run(tmp_path: Path, process: None) -> None:
-    """Where batches take long, a request that nobody waits for is left out."""
+    """If batches take long, cancelled requests are skipped."""
     model = load(tmp_path, Slow)
     model.execute([request(1)])
     before = model._engine.counts.rows
@@ -295,7 +295,7 @@ def test_cancelled_requests_are_not_run(tmp_path: Path, process: None) -> None:
 
 
 def test_only_cancelled_requests(tmp_path: Path, process: None) -> None:
-    """A batch that nobody waits for is not run at all."""
+    """A batch of only cancelled requests is not run."""
     model = load(tmp_path, Slow)
     model.execute([request(1)])
     before = model._engine.counts.rows
@@ -306,18 +306,18 @@ def test_only_cancelled_requests(tmp_path: Path, process: None) -> None:
     assert model._engine.counts.rows == before
 
 
-def test_nobody_asks_where_it_does_not_pay(
+def test_cancellation_is_not_checked_for_short_batches(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a batch that took less than twenty questions for each request, none is asked."""
+    """After a batch that took less than twenty checks per request, nothing is checked."""
     model = load(tmp_path)
-    monkeypatch.setattr(answering, "_WORTH_ASKING", 3600)
+    monkeypatch.setattr(answering, "_CHECK_CANCELLED_S", 3600)
     for _ in range(3):
         sent = [request(1, cancelled=True)]
         assert check(sent, model.execute(sent)) == [None]
 
 
-# --- beyond help -----------------------------------------------------------------------------
+# --- fatal errors ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -327,14 +327,14 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def probe() -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    # The engine takes the probe when it is built.
+    # The engine binds the probe when it is built.
     state: list[Callable[[], None]] = []
     monkeypatch.setattr(runtime, "probe", lambda _: [one() for one in state])
     return lambda: state.append(probe)
 
 
 class Told(instance_status.Untold):
-    """Vitals that remember."""
+    """A status that records its calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,14 +357,14 @@ def gauge() -> list[float]:
 
 
 @pytest.mark.parametrize("generation", fake_triton.GENERATIONS)
-def test_a_poisoned_instance_is_refused_by_whoever_comes_first(
+def test_a_poisoned_instance_refuses_requests(
     generation: str,
     tmp_path: Path,
     process: None,
     broken: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A newer server asks whether the instance is ready; an older one hears it from the answers."""
+    """A newer server calls is_ready(); an older one gets the error of each request."""
     fake_triton.become(generation, monkeypatch)
     model = load(tmp_path)
     first = [request(1), request(2)]
@@ -378,7 +378,7 @@ def test_a_poisoned_instance_is_refused_by_whoever_comes_first(
 def test_a_poisoned_instance(
     tmp_path: Path, process: None, broken: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everyone is told once, every request is refused unread, and nothing is computed."""
+    """The error is reported once, every request is refused unread, and the model is not called."""
     model = load(tmp_path)
     told = Told()
     model._vitals = told
@@ -404,8 +404,8 @@ def test_a_poisoned_instance(
     )
 
 
-def test_metrics_tell_instances_apart(tmp_path: Path, process: None) -> None:
-    """The gauge carries the instance's name."""
+def test_metrics_have_instance_labels(tmp_path: Path, process: None) -> None:
+    """The gauge has the instance's name as a label."""
     load(tmp_path)
     (metric,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]
 
@@ -413,7 +413,7 @@ def test_metrics_tell_instances_apart(tmp_path: Path, process: None) -> None:
 
 
 @pytest.mark.parametrize(("action", "leaves"), [("stay", False), ("exit", True), (None, False)])
-def test_what_becomes_of_the_process(
+def test_on_fatal(
     action: str | None,
     leaves: bool,
     tmp_path: Path,
@@ -421,7 +421,7 @@ def test_what_becomes_of_the_process(
     broken: Callable[[], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """ON_FATAL decides; who leaves does so after the responses are given to Triton."""
+    """ON_FATAL decides whether the process exits, after the responses were passed to Triton."""
     timers: list[_Timer] = []
 
     class Timer(_Timer):
@@ -438,7 +438,7 @@ def test_what_becomes_of_the_process(
 
 @dataclass
 class _Timer:
-    """A threading.Timer whose time never comes."""
+    """A threading.Timer that never fires."""
 
     seconds: float
     function: Callable[..., object]
@@ -449,7 +449,7 @@ class _Timer:
 def test_a_device_that_breaks_in_the_warm_up(
     tmp_path: Path, process: None, broken: Callable[[], None]
 ) -> None:
-    """A model whose first calls break the device is not served."""
+    """A model whose warm-up breaks the device is not served."""
     broken()
     with pytest.raises(fake_triton.TritonModelException, match="met a fatal error"):
         load(tmp_path, Raises)
@@ -460,15 +460,15 @@ class Raises(torch.nn.Module):
         raise RuntimeError("no")
 
 
-def test_failure_of_the_warm_up_is_in_the_log(tmp_path: Path, process: None) -> None:
-    """The refusal is one sentence; where it comes from is in the server's log."""
+def test_failure_of_the_warm_up_is_logged(tmp_path: Path, process: None) -> None:
+    """The load error is one sentence; the log has the traceback."""
     with pytest.raises(fake_triton.TritonModelException, match="the warm-up with x"):
         load(tmp_path, Raises, WARMUP="true")
     assert any("Traceback" in line and 'raise RuntimeError("no")' in line for line in errors())
 
 
-def test_errors_that_clients_see_have_codes_of_triton() -> None:
-    """An error of ours becomes one of Triton's."""
+def test_error_codes_are_tritons() -> None:
+    """Each error code becomes one of Triton's."""
     response = messages.write(UnavailableError("digits", "it is gone"))
     assert response.error().code() == TritonError.UNAVAILABLE
     assert BackendError.code == "INTERNAL"

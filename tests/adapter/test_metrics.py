@@ -1,4 +1,4 @@
-"""What an instance tells Triton's /metrics: against the fake of Triton's utilities."""
+"""The metrics of an instance, against the fake of Triton's utilities."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def load(folder: Path, scenario: Scenario) -> TritonPythonModel:
 
 
 def judge(more: str = "", **parameters: str) -> Scenario:
-    """Takes offence at some values."""
+    """Raises for some values."""
     text = scenarios.config({"x": [4]}, {"y": [4]}, parameters=parameters, more=more)
     return Scenario("judge", scenarios.python(models.Judge), text)
 
@@ -47,7 +47,7 @@ def request(value: float, rows: int = 1) -> Any:
 
 
 def told(name: str, label: str = "") -> dict[str, float]:
-    """The values of a series by one of its labels; all that are 0 are left out."""
+    """Return the values of a series by one of its labels, without zeros."""
     return {
         one.labels.get(label, ""): one.value()
         for one in MetricFamily.made.get(f"pytorch_py_{name}", ())
@@ -68,11 +68,11 @@ _KINDS = {
 }
 
 
-# --- what adds up ----------------------------------------------------------------------------
+# --- counters --------------------------------------------------------------------------------
 
 
 def test_requests_by_code(tmp_path: Path, process: None) -> None:
-    """Each request is counted once, with the code of its answer; batches by their rows."""
+    """Each request is counted once by the code of its answer, and batches by their rows."""
     model = load(tmp_path, judge())
     lacking = fake_triton.InferenceRequest([])
     model.execute([request(1, 3)])
@@ -84,13 +84,13 @@ def test_requests_by_code(tmp_path: Path, process: None) -> None:
     assert told("requests_total", "code") == {
         "OK": 5, "INTERNAL": 2, "INVALID_ARG": 1, "UNAVAILABLE": 1,
     }  # fmt: skip
-    # [3], [2 + 1], and of the batch that failed what went well: [2] and [1].
+    # [3], [2 + 1], and the successful parts of the failed batch: [2] and [1].
     assert told("batch_rows_bucket", "le") == {"1": 1, "2": 2, "4": 4, "8": 4, "+Inf": 4}
     assert told("batch_rows_sum") == {"": 9}
     assert told("batch_rows_count") == {"": 4}
 
 
-def test_second_tries(tmp_path: Path, process: None) -> None:
+def test_retries(tmp_path: Path, process: None) -> None:
     """Of a batch of four with one bad request, halves are run again, and their halves."""
     model = load(tmp_path, judge())
     model.execute([request(1), request(2), request(-1), request(4)])
@@ -103,7 +103,7 @@ def test_second_tries(tmp_path: Path, process: None) -> None:
 
 
 class Narrow(nn.Module):
-    """Memory is enough for two rows."""
+    """Raises for more than two rows."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[0] > 2:
@@ -112,7 +112,7 @@ class Narrow(nn.Module):
 
 
 def test_memory_that_runs_out(tmp_path: Path, process: None) -> None:
-    """Five rows are called as two, two and one, after memory ran out once for five."""
+    """Five rows are run as two, two and one, after memory ran out once for five."""
     scenario = Scenario("narrow", scenarios.python(Narrow), scenarios.x_to_y(4, WARMUP="false"))
     model = load(tmp_path, scenario)
     model.execute([request(1, 5)])
@@ -125,10 +125,10 @@ def test_memory_that_runs_out(tmp_path: Path, process: None) -> None:
     assert told("requests_total", "code") == {"OK": 2}
 
 
-def test_requests_that_were_cancelled(tmp_path: Path, process: None) -> None:
-    """Those that are left out are counted, too."""
+def test_cancelled_requests(tmp_path: Path, process: None) -> None:
+    """Skipped requests are counted, too."""
     model = load(tmp_path, judge())
-    model._answering._took = 1.0
+    model._answering._duration = 1.0
     cancelled = fake_triton.InferenceRequest(request(1).inputs(), cancelled=True)
     model.execute([cancelled, request(2)])
     model.finalize()
@@ -137,7 +137,7 @@ def test_requests_that_were_cancelled(tmp_path: Path, process: None) -> None:
 
 
 def test_model_without_rows(tmp_path: Path, process: None) -> None:
-    """Without a batch dimension a request is a batch of one, whatever its shape."""
+    """Without a batch dimension a request is a batch of 1, whatever its shape."""
     text = scenarios.config({"x": [4]}, {"y": [4]}, max_batch_size=0)
     model = load(tmp_path, Scenario("plain", scenarios.python(models.Negate), text))
     one = {"x": np.ones(4, dtype=np.float32)}
@@ -158,7 +158,7 @@ _HOOKED = (
 
 
 def test_models_with_hooks(tmp_path: Path, process: None) -> None:
-    """Hooks count too: their seconds, and a request that preprocess() refuses."""
+    """Hooks' seconds are counted, and requests that preprocess() refuses."""
     model = load(tmp_path, Scenario("hooked", hooked.model(_HOOKED), scenarios.x_to_y(4)))
     model.execute([request(1, 2), request(-1), request(3)])
     model.finalize()
@@ -182,7 +182,7 @@ _TOOK = {
 
 
 def test_seconds_of_stages(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What each stage takes is told of that one."""
+    """The time of each stage is counted for that stage."""
     model = load(tmp_path, Scenario("hooked", hooked.model(_HOOKED), scenarios.x_to_y(4)))
     now = [0.0]
 
@@ -205,7 +205,7 @@ def test_seconds_of_stages(tmp_path: Path, process: None, monkeypatch: pytest.Mo
 
 
 def test_streams(tmp_path: Path, process: None) -> None:
-    """A stream is a request, with the code of its end; its responses are counted beside."""
+    """A stream is a request with the code of its end; its responses are counted separately."""
     config = streamed.config({"count": "INT32"}, {"y": "FP32"})
     model = load(tmp_path, Scenario("ticker", scenarios.text(streamed.TICKER), config))
     document = {"input": [{"name": "count", "dims": [1]}]}
@@ -223,7 +223,7 @@ def test_streams(tmp_path: Path, process: None) -> None:
 
 
 def test_sequences_of_slots(tmp_path: Path, process: None) -> None:
-    """What Triton adds to fill a slot is no client's request."""
+    """Requests that only fill a slot are not counted."""
     (scenario,) = [one for one in scenarios.SEQUENCES if one.name == "signals_uint64_direct"]
     folder = scenario.lay_out(tmp_path)
     model = TritonPythonModel()
@@ -239,7 +239,7 @@ def test_sequences_of_slots(tmp_path: Path, process: None) -> None:
 
 
 def test_compilation(tmp_path: Path, process: None) -> None:
-    """Graphs of the warm-up, a start that found nothing, and a call that would need another."""
+    """Graphs of the warm-up, a cache miss, and a call that would need another graph are counted."""
     parameters = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}', "WEIGHTS": "none"}
     text = scenarios.config({"x": [-1]}, {"y": [-1]}, max_batch_size=2, parameters=parameters)
     code = (
@@ -259,8 +259,8 @@ def test_compilation(tmp_path: Path, process: None) -> None:
     assert told("eager_calls_total") == {"": 1}
 
 
-def test_a_code_that_is_rare(tmp_path: Path, process: None) -> None:
-    """An answer of another model's may have any code: its series is made when it is met."""
+def test_rare_code(tmp_path: Path, process: None) -> None:
+    """An error of another model may have any code: its series is created on demand."""
     code = (
         "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n"
         "    if (x < 0).any():\n"
@@ -274,22 +274,22 @@ def test_a_code_that_is_rare(tmp_path: Path, process: None) -> None:
 
 
 def test_memory_of_gpus(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each GPU that the process uses, from when it does; on the CPU there is nothing to tell."""
+    """Each GPU in use has its memory; on the CPU there are no such series."""
     model = load(tmp_path, judge())
     assert "pytorch_py_device_memory_allocated_bytes" not in MetricFamily.made
     monkeypatch.setattr(runtime, "memory", lambda: [(0, 10, 20), (3, 30, 40)])
-    model._publisher.tell()
+    model._publisher.publish()
 
     assert told("device_memory_allocated_bytes", "device") == {"0": 10, "3": 30}
     assert told("device_memory_reserved_bytes", "device") == {"0": 20, "3": 40}
     monkeypatch.setattr(runtime, "memory", lambda: [(3, 30, 40)])  # device 0 was given back
-    model._publisher.tell()
+    model._publisher.publish()
     assert told("device_memory_reserved_bytes", "device") == {"3": 40}
     model.finalize()
     assert told("device_memory_allocated_bytes", "device") == {}
 
 
-# --- when it is told -------------------------------------------------------------------------
+# --- publishing ------------------------------------------------------------------------------
 
 
 def _await(holds: Callable[[], bool]) -> None:
@@ -302,7 +302,7 @@ def _await(holds: Callable[[], bool]) -> None:
 def test_no_further_request_is_needed(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A thread tells what the last request did, and that the instance is alive."""
+    """A thread publishes the last request's counts and a heartbeat."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     model = load(tmp_path, judge())
     model.execute([request(1)])
@@ -314,7 +314,7 @@ def test_no_further_request_is_needed(
 def test_buckets_grow_from_the_last_one_down(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who scrapes while it is told sees no bucket above the one that holds it."""
+    """While values are published no bucket is above the next larger one."""
     monkeypatch.setattr(metrics, "_SECONDS", 3600)  # told here, and by nobody else
     model = load(tmp_path, judge())
     model.execute([request(1), request(2)])
@@ -326,28 +326,28 @@ def test_buckets_grow_from_the_last_one_down(
         seen.append([buckets.get(bound, 0) for bound in ("1", "2", "4", "8", "+Inf")])
 
     monkeypatch.setattr(fake_triton.Metric, "increment", incremented)
-    model._publisher.tell()
+    model._publisher.publish()
     assert seen[-1] == [0, 1, 1, 1, 1]
     assert all(one == sorted(one) for one in seen)
 
 
-def test_a_call_that_goes_on(tmp_path: Path, process: None) -> None:
-    """How long the call has taken that is under way; the heart beats all the same."""
+def test_a_running_call(tmp_path: Path, process: None) -> None:
+    """The duration of the running call is published, and so is the heartbeat."""
     model = load(tmp_path, judge())
     assert told("running_call_seconds") == {}
     model._vitals.busy()
-    model._publisher.tell()
+    model._publisher.publish()
     (seconds,) = told("running_call_seconds").values()
     assert 0 < seconds < _SECONDS
-    model._publisher.tell()
+    model._publisher.publish()
     assert told("running_call_seconds")[""] > seconds
     model.execute([request(1)])
-    model._publisher.tell()
+    model._publisher.publish()
     assert told("running_call_seconds") == {}
 
 
 def test_the_end(tmp_path: Path, process: None) -> None:
-    """An instance that ends in order says so, and its thread ends with it."""
+    """An instance that ends sets its gauges to 0, and its thread ends."""
     model = load(tmp_path, judge())
     assert told("ready_timestamp_seconds")
     (thread,) = [one for one in threading.enumerate() if one.name == "metrics"]
@@ -360,10 +360,10 @@ def test_the_end(tmp_path: Path, process: None) -> None:
     assert told("heartbeat_timestamp_seconds") == {}
 
 
-def test_triton_that_takes_nothing_any_more(
+def test_triton_that_refuses_values(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The log says so once, and requests are answered."""
+    """The log says so once, and requests are still answered."""
 
     def refuse(metric: Any, value: float) -> None:
         raise TritonModelException("gone")
@@ -378,14 +378,14 @@ def test_triton_that_takes_nothing_any_more(
 
     assert response.error() is None
     (line,) = [text for kind, text in fake_triton.Logger.lines if kind == "error"]
-    assert line.startswith("model 'judge': metrics cannot be told any more.")
+    assert line.startswith("model 'judge': publishing metrics failed.")
 
 
 @pytest.mark.parametrize("kind", ["plain", "stepped", "sequences"])
-def test_a_refusal_keeps_nobody_from_leaving(
+def test_a_refusal_does_not_prevent_an_unload(
     kind: str, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Triton has against metrics stops neither what follows a fatal error nor an unload."""
+    """An exception from Triton's metrics prevents neither a fatal error's report nor an unload."""
 
     def refuse(metric: Any, value: float) -> None:
         raise TritonModelException("gone")
@@ -406,7 +406,7 @@ def test_a_refusal_keeps_nobody_from_leaving(
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_everything_is_in_the_table(kind: str, tmp_path: Path, process: None) -> None:
-    """Each series that is made has its row, with the row's kind and labels."""
+    """Each series is in the table, with its kind and labels."""
     load(tmp_path, _KINDS[kind])
     rows = {name: row for row in metric_families.TABLE for name in row.series}
 
@@ -427,7 +427,7 @@ def test_everything_is_in_the_table(kind: str, tmp_path: Path, process: None) ->
     ],
 )
 def test_a_name_that_is_taken(name: str, kind: int, tmp_path: Path, process: None) -> None:
-    """The load fails, says which name it is and what to do, and leaves no thread behind."""
+    """The load fails with the name and what to do, and leaves no thread behind."""
     MetricFamily(name, "somebody else's", kind)
     with pytest.raises(TritonModelException) as refusal:
         load(tmp_path, judge())
@@ -444,7 +444,7 @@ def test_a_name_that_is_taken(name: str, kind: int, tmp_path: Path, process: Non
 def test_a_server_without_metrics(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that was built without them is asked once; the model serves, and tells nobody."""
+    """A server without metrics is queried once; the model serves."""
 
     def refuse(*_: Any, **__: Any) -> None:
         tried.append(1)

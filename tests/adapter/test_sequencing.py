@@ -1,4 +1,4 @@
-"""Requests of sequences through the adapter: what is read, and what is told beside."""
+"""Requests of sequences through the adapter: reading, metrics and the thread."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_py_backend.adapter import TritonPythonModel, metrics, sequencing
 
 
 class Loaded:
-    """A model that adds up what its sequences send."""
+    """A model that sums the inputs of its sequences."""
 
     def __init__(
         self, folder: Path, definition: Any = models.Accumulate, **parameters: str
@@ -70,7 +70,7 @@ def unreadable(flags: str) -> Any:
 def test_a_request_that_cannot_be_read(
     flags: str, after: float, tmp_path: Path, process: None
 ) -> None:
-    """It has an error, and still begins or ends its sequence: older states are not taken up."""
+    """It gets an error, and still begins or ends its sequence."""
     loaded = Loaded(tmp_path)
     assert loaded.send(loaded.request(5, "s")) == [5]
 
@@ -92,7 +92,7 @@ class Slow(nn.Module):
 
 
 def test_a_cancelled_step_is_run(tmp_path: Path, process: None) -> None:
-    """The next step builds upon it."""
+    """The next step needs its state."""
     loaded = Loaded(tmp_path, Slow)
     loaded.send(loaded.request(1, "s"))
     loaded.send(loaded.request(1, cancelled=True))
@@ -100,10 +100,10 @@ def test_a_cancelled_step_is_run(tmp_path: Path, process: None) -> None:
     assert loaded.send(loaded.request(1)) == [3]
 
 
-def test_what_is_not_for_the_model_is_not_read(
+def test_states_of_requests_are_not_read(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a state, what Triton has in its place may be anything, even no strings at all."""
+    """Triton's memory for a state is uninitialized, and may not even be valid strings."""
     loaded = Loaded(tmp_path)
     sent = loaded.request(1, "s")
     names = [tensor.name() for tensor in sent.inputs()]
@@ -121,10 +121,10 @@ def _gauges() -> dict[str, list[float]]:
     }
 
 
-def test_metrics_are_told_beside(
+def test_metrics_of_sequences(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The figures come from beside; the thread that frees what idles ends with the model."""
+    """The metrics are published by the thread, and the sweeping thread ends with the model."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     loaded = Loaded(tmp_path)
     loaded.send(loaded.request(1, "s"))
@@ -145,11 +145,11 @@ def _await(wanted: dict[str, list[float]]) -> None:
     assert _gauges() == wanted
 
 
-# --- states of the model's own -----------------------------------------------------------------
+# --- models with their own states --------------------------------------------------------------
 
 
 def test_slots(tmp_path: Path, process: None) -> None:
-    """Without states a batch is what Triton makes it: a row a slot, zeros where there is none."""
+    """Without states all slots are run: a row for each, zeros for empty ones."""
     text = scenarios.config(
         {"x": [4]},
         {"y": [4]},
@@ -181,8 +181,8 @@ def test_slots(tmp_path: Path, process: None) -> None:
 
 
 def test_fillers_of_every_kind_are_blank() -> None:
-    """Of a request that only fills a slot nothing reaches the model but controls."""
-    steps = sequencing.Sequencing.__new__(sequencing.Sequencing)
+    """Of a request that only fills a slot, only controls reach the model."""
+    steps = sequencing.SequenceReader.__new__(sequencing.SequenceReader)
     steps._sent = ["a", "b", "c"]
     item: dict[str, Any] = {
         "a": np.array([[np.nan]]),
@@ -197,8 +197,8 @@ def test_fillers_of_every_kind_are_blank() -> None:
 
 
 @pytest.mark.parametrize("mode", ["true", "false"])
-def test_what_is_compiled_before_ready_serves(mode: str, tmp_path: Path, process: None) -> None:
-    """The warm-up's tensors are of the kind that requests bring: nothing runs eagerly."""
+def test_compiled_graphs_serve_requests(mode: str, tmp_path: Path, process: None) -> None:
+    """The warm-up's tensors are like those of requests: nothing runs eagerly."""
     compiled = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}'}
     text = scenarios.config(
         {"x": [4]},

@@ -1,4 +1,4 @@
-"""The adapter of decoupled models: requests in, streams of responses out."""
+"""The adapter of decoupled models: requests and streams of responses."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STATUS = {
 
 
 class _Served:
-    """A model that was loaded through the adapter."""
+    """A model loaded through the adapter."""
 
     def __init__(self, folder: Path, scenario: Scenario) -> None:
         self.model = TritonPythonModel()
@@ -71,7 +71,7 @@ def _check_error(expected: Refused, response: Any) -> None:
 
 @pytest.mark.parametrize("one", streamed.TABLE, ids=lambda one: one.scenario.name)
 def test_streams(one: Streamed, tmp_path: Path, process: None) -> None:
-    """What the table says happens, without a server: one by one, and all streams at once."""
+    """Streams behave as the table says, without a server: one by one, and all at once."""
     served = _Served(tmp_path, one.scenario)
     for stream in one.streams:
         request = served.request(stream.inputs)
@@ -84,7 +84,7 @@ def test_streams(one: Streamed, tmp_path: Path, process: None) -> None:
 
 
 def _inputs(request: Any) -> list[Callable[[], object]]:
-    """Weak references to the memory of a request's numbers."""
+    """Return weak references to the memory of a request's numbers."""
     return [
         weakref.ref(tensor.as_numpy())
         for tensor in request.inputs()
@@ -99,7 +99,7 @@ def _free(inputs: list[Callable[[], object]]) -> bool:
 @pytest.mark.parametrize("one", streamed.TABLE, ids=lambda one: one.scenario.name)
 @pytest.mark.usefixtures("process", "no_collector")
 def test_no_input_outlives_its_stream(one: Streamed, tmp_path: Path) -> None:
-    """The memory of a request is free when its stream has ended, be it with an error."""
+    """The memory of a request is free when its stream has ended, also with an error."""
     served = _Served(tmp_path, one.scenario)
     for stream in one.streams:
         request = served.request(stream.inputs)
@@ -138,7 +138,7 @@ def test_no_input_outlives_a_cancelled_stream(tmp_path: Path, text: str) -> None
 
 @pytest.mark.parametrize("scenario", streamed.REFUSED, ids=lambda one: one.name)
 def test_refusals(scenario: Scenario, tmp_path: Path, process: None) -> None:
-    """A stream that would not be served as one, or badly, fails the load with its reason."""
+    """A model that cannot be served as a stream fails the load with the reason."""
     with pytest.raises(fake_triton.TritonModelException) as refusal:
         _Served(tmp_path, scenario)
     for part in scenario.load_error:
@@ -164,7 +164,7 @@ def _live() -> float:
 
 
 def test_a_client_that_leaves(tmp_path: Path, process: None) -> None:
-    """Once Triton says that nobody waits, the generator is closed and the client told so."""
+    """After a cancellation the generator is closed and the client gets CANCELLED."""
     closed = tmp_path / "closed"
     served = _Served(
         tmp_path,
@@ -190,7 +190,7 @@ def _leave_after(request: Any, responses: int) -> None:
 
 
 def test_a_client_that_leaves_while_its_stream_waits(tmp_path: Path, process: None) -> None:
-    """A stream that awaits something is woken when its client has gone, and cleans up."""
+    """A stream that awaits is cancelled when its client has gone, and cleans up."""
     closed = tmp_path / "closed"
     served = _Served(
         tmp_path,
@@ -212,10 +212,10 @@ def test_a_client_that_leaves_while_its_stream_waits(tmp_path: Path, process: No
 def test_a_client_that_leaves_before_its_stream_begins(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton waits for a last response to each request, also of one that nothing was done for."""
-    # Who has left is found out in the turn of the loop in which the stream is launched.
-    monkeypatch.setattr(streaming, "_BETWEEN_ROUNDS_S", 0)
-    monkeypatch.setattr(streaming, "_BETWEEN_LOOKS_S", 0)
+    """Triton needs a final response for each request, also if its stream never began."""
+    # The cancellation is found in the iteration of the loop that launches the stream.
+    monkeypatch.setattr(streaming, "_POLL_S", 0)
+    monkeypatch.setattr(streaming, "_POLLED_CHECK_S", 0)
     served = _Served(tmp_path, _model(_ENDLESS))
     living, late = served.request(_X), served.request(_X)
     served.start(living)
@@ -228,10 +228,10 @@ def test_a_client_that_leaves_before_its_stream_begins(
     _until(lambda: _live() == 0)
 
 
-def test_what_nobody_has_foreseen_ends_a_stream(
+def test_an_unexpected_exception_ends_a_stream(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever fails beside the model, its client gets a last response, and there is room again."""
+    """The client gets a final response, and the slot is released."""
     served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "1")))
     monkeypatch.setattr(served.model._engine, "clean", lambda: 1 / 0)
     for _ in range(2):
@@ -245,8 +245,8 @@ def test_what_nobody_has_foreseen_ends_a_stream(
     assert any("ZeroDivisionError" in text for _, text in fake_triton.Logger.lines)
 
 
-def test_a_task_that_ends_the_program(tmp_path: Path, process: None) -> None:
-    """A task of the model's that raises SystemExit ends neither the streams nor their thread."""
+def test_a_task_that_raises_system_exit(tmp_path: Path, process: None) -> None:
+    """A task of the model that raises SystemExit ends neither the streams nor their thread."""
     served = _Served(
         tmp_path,
         _model(
@@ -266,7 +266,7 @@ def test_a_task_that_ends_the_program(tmp_path: Path, process: None) -> None:
 
 
 def test_a_response_that_cannot_be_sent(tmp_path: Path, process: None) -> None:
-    """It is not the model's fault, and the stream ends with what Triton says."""
+    """The stream ends with Triton's error."""
     served = _Served(tmp_path, _model(_ENDLESS))
     request = served.request(_X)
 
@@ -280,11 +280,13 @@ def test_a_response_that_cannot_be_sent(tmp_path: Path, process: None) -> None:
     assert "the outputs cannot be sent: TritonModelException: no room" in last
 
 
-def test_room_is_limited(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond MAX_STREAMS execute() waits; who has left meanwhile is not begun."""
+def test_the_number_of_streams_is_limited(
+    tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With MAX_STREAMS live streams execute() waits; a stream cancelled meanwhile never begins."""
     served = _Served(tmp_path, _model(_ENDLESS, _parameter("MAX_STREAMS", "2")))
     assert served.model._streaming is not None
-    room, waits = served.model._streaming._room, threading.Event()
+    room, waits = served.model._streaming._slots, threading.Event()
     acquire = room.acquire
 
     def acquiring(blocking: bool = True) -> bool:
@@ -313,7 +315,7 @@ def test_room_is_limited(tmp_path: Path, process: None, monkeypatch: pytest.Monk
 
 
 def test_the_end_of_an_instance(tmp_path: Path, process: None) -> None:
-    """What still streams when the instance ends is told that the model is unloaded."""
+    """Streams that are live when the instance ends get an error that says so."""
     served = _Served(tmp_path, _model(_ENDLESS))
     request = served.request(_X)
     served.start(request)
@@ -329,7 +331,7 @@ def test_the_end_of_an_instance(tmp_path: Path, process: None) -> None:
 def test_live_streams_are_counted(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gauge says how many streams are live, and falls when they end."""
+    """A gauge has the number of live streams."""
     monkeypatch.setattr(metrics, "_SECONDS", 0.01)
     served = _Served(tmp_path, _model(_ENDLESS))
     requests = [served.request(_X) for _ in range(3)]
@@ -341,7 +343,7 @@ def test_live_streams_are_counted(
 
 
 def test_a_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
-    """It is refused alone, with a final response; its neighbour streams."""
+    """It is refused alone, with a final response; the other request streams."""
     (ticker,) = (one for one in streamed.TABLE if one.scenario.name == "ticker")
     served = _Served(tmp_path, ticker.scenario)
     good = served.request(ticker.streams[0].inputs)
@@ -354,7 +356,7 @@ def test_a_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
 
 
 def test_the_log_names_the_request(tmp_path: Path, process: None) -> None:
-    """A stream that fails leaves its request's id and the traceback in the server's log."""
+    """The error of a stream is logged with the request's ID and the traceback."""
     (ticker,) = (one for one in streamed.TABLE if one.scenario.name == "ticker")
     served = _Served(tmp_path, ticker.scenario)
     request = served.request(ticker.streams[-1].inputs, "number-9")
@@ -369,7 +371,7 @@ def test_the_log_names_the_request(tmp_path: Path, process: None) -> None:
 def test_a_fatal_error_ends_all(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once the device is gone, live streams and new ones get 503, and the instance says so."""
+    """After a fatal error live and new streams get 503, and the instance is not ready."""
     served = _Served(
         tmp_path,
         _model(

@@ -1,4 +1,4 @@
-"""Items become a batch and a batch becomes outcomes again."""
+"""Gather items into a batch, and scatter its outputs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def item(rows: int, start: float = 0.0, width: int = 2) -> dict[str, Any]:
 
 @pytest.mark.parametrize("arrays", [False, True], ids=["tensors", "arrays"])
 @pytest.mark.parametrize("sizes", [[1, 1], [3, 1, 2], [2, 0, 1], [0, 0], [0, 5]], ids=str)
-def test_what_is_gathered_is_scattered(sizes: list[int], arrays: bool) -> None:
-    """Each item gets back the rows that it brought, and no other's; columns are tensors."""
+def test_gather_and_scatter(sizes: list[int], arrays: bool) -> None:
+    """Each item gets back its own rows; columns are tensors."""
     items: list[Item] = [item(rows, start=100.0 * position) for position, rows in enumerate(sizes)]
     if arrays:
         items = [{name: np.asarray(value) for name, value in one.items()} for one in items]
@@ -41,7 +41,7 @@ def test_what_is_gathered_is_scattered(sizes: list[int], arrays: bool) -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 4])
 def test_single_item_is_not_copied(rows: int) -> None:
-    """One item goes in and out as the very tensors that the request brought."""
+    """A single item passes as the request's own tensors."""
     sent = item(rows)
 
     batch = gather_scatter.gather([sent], ["x", "n"])
@@ -52,8 +52,8 @@ def test_single_item_is_not_copied(rows: int) -> None:
     assert outcome["n"] is sent["n"]
 
 
-def test_single_item_may_have_no_dimension() -> None:
-    """A model without a batch dimension takes and gives a tensor without any."""
+def test_single_item_without_dimensions() -> None:
+    """A model without a batch dimension takes and returns tensors without dimensions."""
     sent: Item = {"x": torch.tensor(3.0)}
 
     batch = gather_scatter.gather([sent], ["x"])
@@ -61,8 +61,8 @@ def test_single_item_may_have_no_dimension() -> None:
     assert gather_scatter.scatter(batch.columns, ["y"], batch.sizes) == [{"y": sent["x"]}]
 
 
-def test_columns_are_in_the_order_asked_for() -> None:
-    """The order of a request's inputs does not matter, and inputs nobody asks for are left."""
+def test_columns_are_in_the_requested_order() -> None:
+    """The order of a request's inputs does not matter, and other inputs are ignored."""
     items = [{**item(1), "extra": torch.ones(1)}, dict(reversed(item(2).items()))]
 
     batch = gather_scatter.gather(items, ["n", "x"])
@@ -71,7 +71,7 @@ def test_columns_are_in_the_order_asked_for() -> None:
 
 
 def test_gathered_columns_are_new_memory() -> None:
-    """A model that writes into its input does not reach into a request."""
+    """A model that writes to its inputs does not change a request."""
     items = [item(1), item(1)]
 
     (column,) = gather_scatter.gather(items, ["x"]).columns
@@ -85,7 +85,7 @@ def test_gathered_columns_are_new_memory() -> None:
     ("dtype", "offsets"), [(torch.float32, [0, 8, 32]), (torch.bfloat16, [0, 4, 16])]
 )
 def test_scattered_rows_are_contiguous_views(dtype: torch.dtype, offsets: list[int]) -> None:
-    """Splitting copies nothing, and every part can be sent as it lies in memory."""
+    """Splitting copies nothing, and every part is contiguous."""
     output = torch.arange(12.0).reshape(6, 2).to(dtype)
 
     outcomes = gather_scatter.scatter([output], ["y"], [1, 3, 2])
@@ -104,7 +104,7 @@ def texts(*rows: Any) -> Value:
 
 @pytest.mark.parametrize("sizes", [[1, 1], [3, 1, 2], [2, 0, 1]], ids=str)
 def test_strings_are_gathered_and_scattered(sizes: list[int]) -> None:
-    """Each request of a batch gets its own strings, not the first one's."""
+    """Each request of a batch gets its own strings."""
     items: list[Item] = [
         {"s": np.array([[f"{n} {row}"] for row in range(size)], dtype=np.object_).reshape(-1, 1)}
         for n, size in enumerate(sizes)
@@ -119,7 +119,7 @@ def test_strings_are_gathered_and_scattered(sizes: list[int]) -> None:
 
 
 def test_single_item_of_strings_is_not_copied() -> None:
-    """One request's strings are handed on as they are."""
+    """The strings of a single request are passed on without a copy."""
     sent = texts(["a"], ["b"])
 
     batch = gather_scatter.gather([{"s": sent}], ["s"])
@@ -128,8 +128,8 @@ def test_single_item_of_strings_is_not_copied() -> None:
     assert list(batch.sizes) == [2]
 
 
-def test_nothing_asked_for_is_nothing() -> None:
-    """Where all inputs are left out, there is no column and no size."""
+def test_no_names() -> None:
+    """Without requested inputs there are no columns and no sizes."""
     batch = gather_scatter.gather([{}], [])
 
     assert list(batch.columns) == []
@@ -150,10 +150,10 @@ def test_nothing_asked_for_is_nothing() -> None:
     ],
     ids=str,
 )
-def test_rows_that_are_one_call_as_they_are(
+def test_rows_that_are_one_call(
     rows: Rows, taken: tuple[int, ...], refused: tuple[int, ...]
 ) -> None:
-    """Only a batch that must be filled up or taken apart is touched; an empty one never."""
+    """Only a batch that must be filled up or split is changed; an empty one never is."""
     assert all(map(rows.take, taken))
     assert not any(map(rows.take, refused))
 
@@ -182,7 +182,7 @@ def test_rows_that_are_one_call_as_they_are(
 def test_columns_are_fitted_to_the_rows_of_a_program(
     total: int, rows: Rows, calls: list[tuple[list[int], int]]
 ) -> None:
-    """Each call has as many rows as the program takes; what is missing repeats the last."""
+    """Each call has a number of rows that the program takes; missing rows repeat the last one."""
     columns: list[Value] = [torch.arange(total), texts(*map(str, range(total)))]
 
     found = list(gather_scatter.fit(columns, rows))
@@ -195,7 +195,7 @@ def test_columns_are_fitted_to_the_rows_of_a_program(
 
 @pytest.mark.parametrize("rows", [Rows(4, 4), Rows(2, None)], ids=str)
 def test_no_rows_are_one_call(rows: Rows) -> None:
-    """A batch without rows is called once: the shapes of its outputs are the program's."""
+    """A batch without rows is called once: the program determines the shapes of its outputs."""
     ((columns, present),) = gather_scatter.fit([torch.ones(0, 2)], rows)
 
     assert columns[0].shape == (0, 2)
@@ -203,7 +203,7 @@ def test_no_rows_are_one_call(rows: Rows) -> None:
 
 
 def test_outputs_of_several_calls_are_joined() -> None:
-    """Tensors and strings of the pieces follow one another."""
+    """Tensors and strings of the parts are concatenated."""
     pieces: list[list[Value]] = [
         [torch.tensor([1, 2]), texts("a", "b")],
         [torch.tensor([3]), texts("c")],
@@ -216,7 +216,7 @@ def test_outputs_of_several_calls_are_joined() -> None:
 
 
 def test_output_of_one_call_is_not_copied() -> None:
-    """A single piece is handed on as it is."""
+    """A single part is returned without a copy."""
     piece: list[Value] = [torch.ones(2)]
 
     assert gather_scatter.join([piece]) is piece
@@ -225,8 +225,8 @@ def test_output_of_one_call_is_not_copied() -> None:
 @pytest.mark.parametrize("sizes", [[2], [1, 1], [1, 2, 1], [2, 0]], ids=str)
 @pytest.mark.parametrize("strings", [False, True], ids=["numbers", "strings"])
 @pytest.mark.parametrize("width", [2, 1 << 15], ids=["small", "large"])
-def test_what_an_item_owns(sizes: list[int], strings: bool, width: int) -> None:
-    """Each item's rows are what they are, whatever becomes of the column."""
+def test_owned_rows_are_independent(sizes: list[int], strings: bool, width: int) -> None:
+    """Each item's rows keep their values when the column changes."""
     column: Value = torch.arange(1.0 * width * sum(sizes)).reshape(-1, width)
     if strings:
         column = np.array(column.tolist(), dtype=np.object_)
@@ -242,7 +242,7 @@ def test_what_an_item_owns(sizes: list[int], strings: bool, width: int) -> None:
 
 
 def test_a_single_item_that_is_copied() -> None:
-    """Of what a model may write into, it is given a copy."""
+    """Inputs that the model may write to are copied."""
     sent = item(2)
 
     batch = gather_scatter.gather([sent], ["x", "n"], copied={"n"})

@@ -1,4 +1,4 @@
-"""Items become what forward() takes: refused, decoded, grouped, converted."""
+"""Check, decode, group and convert items."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def passing(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -
 
 
 def received(made: Intake, forward: Callable[..., Any], *items: Item) -> list[Any]:
-    """What forward() gets at each call for these items."""
+    """Return the arguments of each call of forward() for these items."""
     admitted = [made.admit(item) for item in items]
     sound = [(n, item) for n, item in enumerate(admitted) if isinstance(item, dict)]
     assert len(sound) == len(items)
@@ -44,7 +44,7 @@ def received(made: Intake, forward: Callable[..., Any], *items: Item) -> list[An
 
 
 def positions(made: Intake, *items: Item) -> list[list[int]]:
-    """Which items share a call."""
+    """Return the positions of the items of each call."""
     return [list(group.positions) for group in made.group(list(enumerate(items)))]
 
 
@@ -67,11 +67,11 @@ def pair(x: Any, n: Any) -> Any:
 X, Y = build.spec("x"), build.spec("y")
 
 
-# --- what is admitted ------------------------------------------------------------------------
+# --- admission -------------------------------------------------------------------------------
 
 
-def test_sound_item_is_handed_on_as_it_is() -> None:
-    """An item that needs nothing is not copied."""
+def test_valid_item_is_unchanged() -> None:
+    """An item that needs no changes is not copied."""
     item: Item = {"x": torch.ones(2, 4)}
 
     assert passing(one, X).admit(item) is item
@@ -94,8 +94,8 @@ def test_sound_item_is_handed_on_as_it_is() -> None:
         ),
     ],
 )
-def test_wrong_item_is_the_clients_fault(item: Item, said: str) -> None:
-    """A request without an input, or with inputs of different rows, is refused by itself."""
+def test_invalid_item_is_refused(item: Item, said: str) -> None:
+    """A request without an input, or with inputs of different rows, is refused alone."""
     found = passing(pair, X, build.spec("n")).admit(item)
 
     assert isinstance(found, InputError)
@@ -106,7 +106,7 @@ def test_wrong_item_is_the_clients_fault(item: Item, said: str) -> None:
 @pytest.mark.parametrize("shape", [(4,), (), (1, 4, 1)], ids=str)
 @pytest.mark.parametrize("specs", [(X,), (dataclasses.replace(X, dims=(-1,)),)], ids=["4", "-1"])
 def test_item_without_rows(specs: tuple[TensorSpec], shape: tuple[int, ...]) -> None:
-    """Triton takes the first dimension from a request that says 0 rows: it meets no other item."""
+    """Triton drops the first dimension of a request with 0 rows: it is refused before batching."""
     made = passing(one, *specs)
     item: Item = {"x": np.ones(shape, dtype=np.float32)}
 
@@ -118,7 +118,7 @@ def test_item_without_rows(specs: tuple[TensorSpec], shape: tuple[int, ...]) -> 
 
 
 def test_padded_item_without_rows() -> None:
-    """It is refused before a mask is made for it."""
+    """It is refused before a mask is created for it."""
     specs = [dataclasses.replace(build.spec(name, "INT64", (-1,)), ragged=True) for name in "xn"]
     specs[1] = optional(specs[1])
     config = build.config(inputs=tuple(specs), pad={"x": {"mask": "n"}})
@@ -127,15 +127,15 @@ def test_padded_item_without_rows() -> None:
     assert isinstance(made.admit({"x": np.ones(3, dtype=np.int64)}), InputError)
 
 
-def test_rows_do_not_count_without_a_batch() -> None:
-    """With max_batch_size 0 the first dimension is nobody's."""
+def test_no_rows_without_a_batch_dimension() -> None:
+    """With max_batch_size 0 the first dimensions may differ."""
     item: Item = {"x": torch.ones(2), "n": torch.tensor(3.0)}
 
     assert passing(pair, X, build.spec("n"), max_batch_size=0).admit(item) is item
 
 
 def test_optional_input_may_be_missing() -> None:
-    """What the config calls optional is no error when it is not there."""
+    """An optional input may be left out."""
     made = passing(two, X, optional(Y))
 
     item: Item = {"x": torch.ones(1, 4)}
@@ -143,15 +143,15 @@ def test_optional_input_may_be_missing() -> None:
     assert isinstance(made.admit({"y": torch.ones(1, 4)}), InputError)
 
 
-def test_optional_input_that_is_there_must_agree_in_rows() -> None:
-    """An optional input is checked where it is there."""
+def test_optional_input_must_agree_in_rows() -> None:
+    """An optional input is checked if it is present."""
     made = passing(two, X, optional(Y))
 
     assert isinstance(made.admit({"x": torch.ones(1, 4), "y": torch.ones(2, 4)}), InputError)
 
 
 def test_optional_input_without_a_default_is_refused_at_load() -> None:
-    """An input that forward() cannot do without is told before any request."""
+    """An optional input that forward() requires fails the load."""
     with pytest.raises(BindingError, match="argument n; n cannot be optional"):
         passing(pair, X, optional(build.spec("n")))
 
@@ -160,7 +160,7 @@ def test_optional_input_without_a_default_is_refused_at_load() -> None:
 
 
 def test_items_are_grouped_by_what_they_have() -> None:
-    """Items with and without an optional input are called apart, each with its own."""
+    """Items with and without an optional input are different calls."""
     made = passing(two, X, optional(Y))
     with_y: Item = {"y": torch.full((1, 4), 5.0), "x": torch.zeros(1, 4)}
     without: Item = {"x": torch.ones(2, 4)}
@@ -173,7 +173,7 @@ def test_items_are_grouped_by_what_they_have() -> None:
 
 
 def test_different_patterns_are_kept_apart() -> None:
-    """Two items that lack one input each do not share a call when it is not the same one."""
+    """Items that lack different inputs do not share a call."""
 
     def forward(x: Any, a: Any = "a", b: Any = "b") -> Any:
         return x, a, b
@@ -188,7 +188,7 @@ def test_different_patterns_are_kept_apart() -> None:
 
 
 def test_optional_input_without_a_batch() -> None:
-    """Left out or not, an unbatched item is called by itself."""
+    """An unbatched item is a call of its own, with or without its optional input."""
     made = passing(two, X, optional(Y), max_batch_size=0)
     x = torch.ones(4)
 
@@ -196,7 +196,7 @@ def test_optional_input_without_a_batch() -> None:
 
 
 def test_gap_in_a_list_is_refused_before_the_call() -> None:
-    """Of a list, the last parts may be left out; a request that leaves a gap is refused."""
+    """The last parts of a list may be left out; a request that leaves a gap is refused."""
 
     def forward(tensors: list[Tensor]) -> Any:
         return tensors
@@ -213,7 +213,7 @@ def test_gap_in_a_list_is_refused_before_the_call() -> None:
 
 
 def test_input_that_only_leaves_gaps_is_refused_at_load() -> None:
-    """An optional input that no request can leave out fails the load."""
+    """An optional input that can never be left out fails the load."""
 
     def forward(tensors: list[Tensor]) -> Any: ...
 
@@ -222,7 +222,7 @@ def test_input_that_only_leaves_gaps_is_refused_at_load() -> None:
 
 
 def test_parts_of_a_tuple_are_left_out_together() -> None:
-    """An Optional[Tuple[Tensor, Tensor]] is fed by two optional inputs: both or neither."""
+    """An Optional[Tuple[Tensor, Tensor]] takes two optional inputs: both or neither."""
 
     def forward(x: Tensor, state: Optional[Tuple[Tensor, Tensor]] = None) -> Any:  # noqa: UP006, UP045
         return x, state
@@ -262,13 +262,13 @@ def test_parts_of_a_tuple_are_left_out_together() -> None:
 def test_items_of_one_shape_form_a_group(
     shapes: list[tuple[int, ...]], groups: list[list[int]]
 ) -> None:
-    """Items are batched with those of their shape, in the order in which they came."""
+    """Items are batched with those of their shape, in order."""
     items: list[Item] = [{"x": torch.ones(shape)} for shape in shapes]
     assert positions(passing(one, X), *items) == groups
 
 
-def test_any_input_keeps_items_apart() -> None:
-    """It is enough that one of the inputs differs in shape or lies on another device."""
+def test_any_input_separates_items() -> None:
+    """Items that differ in the shape or device of one input do not share a call."""
     made = passing(pair, X, build.spec("n"))
     first: Item = {"x": torch.ones(1, 2), "n": torch.ones(1, 2)}
     second: Item = {**first, "n": torch.ones(1, 3)}
@@ -278,14 +278,14 @@ def test_any_input_keeps_items_apart() -> None:
 
 
 def test_order_of_a_requests_inputs_does_not_matter() -> None:
-    """Requests that name their inputs in different order share a call."""
+    """Requests that name their inputs in a different order share a call."""
     made = passing(pair, X, build.spec("n"))
     item: Item = {"x": torch.ones(1, 2), "n": torch.zeros(1, 2)}
 
     assert positions(made, item, dict(reversed(item.items()))) == [[0, 1]]
 
 
-def test_strings_keep_items_apart_by_their_shape() -> None:
+def test_strings_separate_items_by_shape() -> None:
     """Strings are batched like tensors."""
     made = passing(one, build.spec("x", "BYTES"))
 
@@ -296,14 +296,14 @@ def test_strings_keep_items_apart_by_their_shape() -> None:
 
 
 def test_unbatched_items_are_called_one_by_one() -> None:
-    """With max_batch_size 0 nothing is batched, however alike."""
+    """With max_batch_size 0 nothing is batched."""
     item: Item = {"x": torch.ones(4)}
 
     assert positions(passing(one, X, max_batch_size=0), item, item) == [[0], [1]]
 
 
-def test_positions_are_those_of_the_caller() -> None:
-    """A group knows the places of its items among all, also of those that were refused."""
+def test_positions_include_refused_items() -> None:
+    """A group has the positions of its items among all items."""
     item: Item = {"x": torch.ones(1, 2)}
 
     (group,) = passing(one, X).group([(3, item), (7, item)])
@@ -344,7 +344,7 @@ def unit(x: Any, n: str) -> Any:
 def test_scalar_is_one_python_value(
     forward: Callable[..., Any], dtype: str, column: Any, value: Any
 ) -> None:
-    """An argument that is annotated as a number or a string gets one, for all rows."""
+    """An argument annotated as a number or a string gets one value for all rows."""
     made = passing(forward, X, build.spec("n", dtype, (1,)))
 
     ((_, found),) = received(made, forward, {"x": torch.ones(2, 4), "n": column})
@@ -371,7 +371,7 @@ def test_scalar_is_one_python_value(
 def test_scalar_of_several_values_is_refused(
     forward: Callable[..., Any], dtype: str, column: Any, said: str
 ) -> None:
-    """Rows that disagree about a scalar cannot be one call."""
+    """Rows with different values for a scalar are refused."""
     made = passing(forward, X, build.spec("n", dtype, (-1,)))
 
     found = made.admit({"x": torch.ones(2, 4), "n": column})
@@ -392,13 +392,13 @@ def test_scalar_of_several_values_is_refused(
     ],
 )
 def test_scalar_of_another_type_is_refused_at_load(forward: Callable[..., Any], dtype: str) -> None:
-    """A config whose type an argument cannot take without loss fails the load."""
+    """A type that an argument cannot take without loss fails the load."""
     with pytest.raises(BindingError):
         passing(forward, X, build.spec("n", dtype, (1,)))
 
 
-def test_scalars_keep_items_apart() -> None:
-    """Items with different scalars are called apart, those with the same one together."""
+def test_scalars_separate_items() -> None:
+    """Items with different scalars are different calls; items with equal ones share a call."""
     made = passing(power, X, build.spec("n", "INT64", (1,)))
     items: list[Item] = [
         {"x": torch.ones(1, 4), "n": torch.full((1, 1), number)} for number in (2, 3, 2)
@@ -408,8 +408,8 @@ def test_scalars_keep_items_apart() -> None:
     assert [number for _, number in received(made, power, *items)] == [2, 3]
 
 
-def test_strings_as_scalars_keep_items_apart() -> None:
-    """A word that is one argument for all rows divides the items like a number."""
+def test_string_scalars_separate_items() -> None:
+    """A string argument for all rows separates items like a number."""
     made = passing(unit, X, build.spec("n", "BYTES", (1,)))
     items: list[Item] = [{"x": torch.ones(1, 4), "n": texts([word])} for word in (b"a", b"b")]
 
@@ -417,7 +417,7 @@ def test_strings_as_scalars_keep_items_apart() -> None:
 
 
 def test_nan_is_one_value() -> None:
-    """A scalar that is no number is the same in all rows all the same."""
+    """NaN in all rows counts as one value."""
     made = passing(factor, X, build.spec("n", "FP32", (1,)))
 
     found = made.admit({"x": torch.ones(2, 4), "n": torch.full((2, 1), float("nan"))})
@@ -426,7 +426,7 @@ def test_nan_is_one_value() -> None:
 
 
 def test_optional_scalar() -> None:
-    """A scalar that is left out leaves its default."""
+    """A scalar that is left out gets its default."""
 
     def forward(x: Any, n: int = 7) -> Any:
         return x, n
@@ -471,14 +471,14 @@ SENT = texts([b"a", b"\xc3\xa4"], [b"", b"b"])
     ],
 )
 def test_strings_are_lists(forward: Callable[..., Any], value: Any) -> None:
-    """An annotated list of strings is one: flat as LibTorch's, or in rows; text or bytes."""
+    """An annotated list of strings is flat, as LibTorch's, or nested; str or bytes."""
     made = passing(forward, build.spec("x", "BYTES", (2,)))
 
     assert received(made, forward, {"x": SENT}) == [value]
 
 
 def test_strings_without_an_annotation_are_an_array() -> None:
-    """Without an annotation strings stay the array that they are, decoded."""
+    """Without an annotation strings stay an array, decoded."""
     (found,) = received(passing(one, build.spec("x", "BYTES", (2,))), one, {"x": SENT})
 
     assert isinstance(found, np.ndarray)
@@ -494,8 +494,8 @@ def test_strings_of_several_items_are_joined() -> None:
     ]
 
 
-def test_bytes_that_are_no_text_fail_alone() -> None:
-    """A request whose bytes are not UTF-8 is refused, and not the others of its batch."""
+def test_invalid_utf8_fails_alone() -> None:
+    """A request with invalid UTF-8 is refused; the others of its batch are not."""
     made = passing(words, build.spec("x", "BYTES", (1,)))
 
     wrong = made.admit({"x": texts([b"\xff"])})
@@ -506,8 +506,8 @@ def test_bytes_that_are_no_text_fail_alone() -> None:
 
 
 @pytest.mark.parametrize("forward", [blobs, rows_of_blobs])
-def test_bytes_need_be_no_text(forward: Callable[..., Any]) -> None:
-    """Where forward() takes bytes, any bytes will do."""
+def test_bytes_may_be_invalid_utf8(forward: Callable[..., Any]) -> None:
+    """If forward() takes bytes, any bytes are accepted."""
     made = passing(forward, build.spec("x", "BYTES", (1,)))
 
     assert isinstance(made.admit({"x": texts([b"\xff"])}), dict)
@@ -518,8 +518,8 @@ class Scripted(nn.Module):
         return [text + unit for text in x]
 
 
-def test_bytes_for_torchscript_need_be_no_text() -> None:
-    """Strings of TorchScript are bytes: what is not UTF-8 is passed as it came."""
+def test_bytes_for_torchscript_may_be_invalid_utf8() -> None:
+    """TorchScript strings are bytes: invalid UTF-8 is passed unchanged."""
     compiled: Any = torch.jit.script(Scripted())
     signature = introspection.of_schema(compiled.forward.schema)
     specs = (build.spec("x", "BYTES", (1,)), build.spec("unit", "BYTES", (1,)))
@@ -534,7 +534,7 @@ def test_bytes_for_torchscript_need_be_no_text() -> None:
 
 
 def test_decoding_leaves_the_request_alone() -> None:
-    """What a request brought is not written over."""
+    """Decoding does not change the request's array."""
     item: Item = {"x": texts([b"a"])}
 
     passing(words, build.spec("x", "BYTES", (1,))).admit(item)
@@ -543,7 +543,7 @@ def test_decoding_leaves_the_request_alone() -> None:
 
 
 def test_strings_without_a_batch_dimension() -> None:
-    """A single string without any dimension is decoded as well."""
+    """A string without dimensions is decoded."""
     made = passing(one, build.spec("x", "BYTES", ()), max_batch_size=0)
 
     (found,) = received(made, one, {"x": np.array(b"a", dtype=np.object_)})
@@ -552,7 +552,7 @@ def test_strings_without_a_batch_dimension() -> None:
 
 
 def test_no_strings_at_all() -> None:
-    """An array without strings is a list without strings."""
+    """An empty array of strings becomes an empty list."""
     made = passing(words, build.spec("x", "BYTES", (-1,)))
 
     assert received(made, words, {"x": np.empty((2, 0), dtype=np.object_)}) == [[]]
@@ -573,7 +573,7 @@ def test_no_strings_at_all() -> None:
     ],
 )
 def test_inputs_are_cast_on_demand(sent: str, cast: str | None, found: torch.dtype) -> None:
-    """With CAST_INPUTS floating-point inputs take that type, others stay."""
+    """With CAST_INPUTS floating-point inputs get that type; others do not change."""
     spec = build.spec("x", sent)
     column = torch.ones(1, 4, dtype=getattr(torch, str(spec.dtype.torch)))
 
@@ -584,7 +584,7 @@ def test_inputs_are_cast_on_demand(sent: str, cast: str | None, found: torch.dty
 
 
 def test_strings_and_scalars_are_not_cast() -> None:
-    """A float that is a Python float stays one, and strings stay strings."""
+    """Python floats and strings are not cast."""
 
     def forward(x: Any, f: float, s: list[str]) -> Any:
         return x, f, s
@@ -603,8 +603,8 @@ def test_strings_and_scalars_are_not_cast() -> None:
 # --- places ----------------------------------------------------------------------------------
 
 
-def test_places_are_told_by_input() -> None:
-    """What each input of the config feeds can be read."""
+def test_places() -> None:
+    """Each input's place in the call tree is available by name."""
 
     def forward(x: Any, extra: Any, *, scale: Any) -> Any: ...
 
@@ -614,11 +614,11 @@ def test_places_are_told_by_input() -> None:
     assert made.places == {"x": "x", "scale": "scale", "ARGS[1][key]": "extra[key]"}
 
 
-# --- the short way -----------------------------------------------------------------------------
+# --- the fast path -----------------------------------------------------------------------------
 
 
 def shortcut(settings: ModelConfig, *items: Item) -> bool:
-    """Whether the items were found to share a call without a look at each of their shapes."""
+    """Return whether the items share a call without a check of each shape."""
     signature = introspection.of_function(lambda x, n=None: x)
     group = Intake(settings, signature).whole(items)
     assert group is None or list(group.positions) == list(range(len(items)))
@@ -641,8 +641,8 @@ TWO = (build.spec("x"), build.spec("n"))
         ),
     ],
 )
-def test_items_that_the_config_makes_alike(settings: ModelConfig, short: bool) -> None:
-    """Where Triton has compared all shapes, they are not compared again."""
+def test_uniform_items(settings: ModelConfig, short: bool) -> None:
+    """Shapes that Triton has compared are not compared again."""
     items: list[Item] = [{"x": torch.zeros(rows, 4), "n": torch.zeros(rows, 4)} for rows in (1, 2)]
 
     assert shortcut(settings, *items) is short
@@ -650,7 +650,7 @@ def test_items_that_the_config_makes_alike(settings: ModelConfig, short: bool) -
 
 @pytest.mark.parametrize(("devices", "short"), [(["meta", "meta"], True), (["cpu", "meta"], False)])
 def test_items_that_triton_leaves_on_the_gpu(devices: list[str], short: bool) -> None:
-    """Items on one device share a call without a closer look; those on two never share one."""
+    """Items on one device share a call on the fast path; items on two devices never share one."""
     settings = build.config(inputs=TWO, force_cpu_only_input_tensors=False)
     items: list[Item] = [
         {"x": torch.zeros(1, 4, device=device), "n": np.zeros((1, 4), np.float32)}
@@ -670,8 +670,8 @@ def test_items_that_triton_leaves_on_the_gpu(devices: list[str], short: bool) ->
         pytest.param({"x": torch.zeros(2, 4), "n": torch.zeros(3, 4)}, id="rows differ"),
     ],
 )
-def test_items_that_need_a_closer_look(item: Item) -> None:
-    """One item that is not whole takes the long way for all."""
+def test_items_that_need_the_slow_path(item: Item) -> None:
+    """One item with a missing dimension or input sends all items to the slow path."""
     sound: Item = {"x": torch.zeros(2, 4), "n": torch.zeros(2, 4)}
     optional = dataclasses.replace(TWO[1], optional=True)
 
@@ -687,8 +687,8 @@ def test_items_that_need_a_closer_look(item: Item) -> None:
         pytest.param(None, False, id="a first step"),
     ],
 )
-def test_what_is_carried_is_compared(n: Tensor | None, short: bool) -> None:
-    """Of what STATE names the config says nothing: steps share a call where it is alike."""
+def test_states_are_compared(n: Tensor | None, short: bool) -> None:
+    """The config has no shapes for STATE: steps share a call if shapes and types are equal."""
     kept = Sequencing(1, 1.0, 0.0, (), (State("n", "m"),))
     items: list[Item] = [{"x": torch.zeros(1, 4), "n": torch.zeros(1, 3)}, {"x": torch.zeros(1, 4)}]
     if n is not None:

@@ -1,4 +1,4 @@
-"""A result's parts become what the config promises: checked, shaped, contiguous."""
+"""Extraction of outputs: check, reshape and make contiguous."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROWS = 3
 def verified(
     part: Any, dtype: str = "FP32", dims: tuple[int, ...] = (2,), rows: int = ROWS, **overrides: Any
 ) -> Value:
-    """What becomes of a part for a batch of so many rows."""
+    """Return the output for a part and a number of rows."""
     config = build.config(outputs=(build.spec("y", dtype, dims),), **overrides)
     (verify,) = output_extraction.verifiers(config)
     return verify(part, rows)
@@ -38,7 +38,7 @@ def refusal(part: Any, *arguments: Any, **keywords: Any) -> str:
 
 
 def strings(value: Value) -> Any:
-    """An array of strings as lists; Triton's utilities take no other than an array of objects."""
+    """Return an array of objects as lists."""
     assert isinstance(value, np.ndarray)
     assert value.dtype == np.object_
     return value.tolist()
@@ -57,8 +57,8 @@ def strings(value: Value) -> Any:
         pytest.param((1, 1), (3, 1, 1), id="ones"),
     ],
 )
-def test_tensor_that_fits_is_taken(dims: tuple[int, ...], shape: tuple[int, ...]) -> None:
-    """A tensor of the config's shape is handed on as it is, without a copy."""
+def test_matching_tensor_is_unchanged(dims: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    """A tensor of the config's shape is not copied."""
     part = torch.rand(shape)
 
     assert verified(part, dims=dims) is part
@@ -76,7 +76,7 @@ def test_tensor_that_fits_is_taken(dims: tuple[int, ...], shape: tuple[int, ...]
 def test_contradicting_shapes_are_served_on_demand(
     part: Any, dtype: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """CHECK_OUTPUTS off serves what the model returns, as LibTorch does, and warns once."""
+    """With CHECK_OUTPUTS off other shapes are served, as by LibTorch, with one warning."""
     config = build.config(outputs=(build.spec("y", dtype, (2,)),), check_outputs=False)
     (verify,) = output_extraction.verifiers(config)
 
@@ -98,8 +98,8 @@ def test_contradicting_shapes_are_served_on_demand(
         pytest.param(torch.rand(3, 16), True, id="reshape"),
     ],
 )
-def test_what_cannot_be_served_is_refused_all_the_same(part: Tensor, reshaped: bool) -> None:
-    """Rows are told apart by their number, and Triton's reshape needs the shape that it is for."""
+def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
+    """A wrong number of rows, or a shape for Triton's reshape, is refused even then."""
     spec = dataclasses.replace(build.spec("y", dims=(2,)), reshaped=reshaped)
     (verify,) = output_extraction.verifiers(build.config(outputs=(spec,), check_outputs=False))
 
@@ -114,10 +114,10 @@ def test_what_cannot_be_served_is_refused_all_the_same(part: Tensor, reshaped: b
         pytest.param((1, 1), (3,), (3, 1, 1), id="[rows] for [-1, 1, 1]"),
     ],
 )
-def test_value_a_row_is_shaped(
+def test_one_value_per_row_is_reshaped(
     dims: tuple[int, ...], shape: tuple[int, ...], made: tuple[int, ...]
 ) -> None:
-    """One value for each row needs no dimension of one."""
+    """One value for each row needs no dimension of 1."""
     part = torch.rand(shape)
 
     found = verified(part, dims=dims)
@@ -140,7 +140,7 @@ def test_value_a_row_is_shaped(
 def test_model_without_a_batch_dimension(
     dims: tuple[int, ...], shape: tuple[int, ...], made: tuple[int, ...]
 ) -> None:
-    """With max_batch_size 0 the shape is the config's alone, and a scalar may be one of [1]."""
+    """With max_batch_size 0 the shape is the config's, and a scalar may be an output of [1]."""
     found = verified(torch.rand(shape), dims=dims, rows=0, max_batch_size=0)
 
     assert found.shape == made
@@ -204,7 +204,7 @@ def test_model_without_a_batch_dimension(
 def test_tensor_that_contradicts_the_config_is_refused(
     part: Tensor, dims: tuple[int, ...], overrides: dict[str, Any], said: str
 ) -> None:
-    """Another type, shape or number of rows is told, with what came and what was expected."""
+    """Another type, shape or number of rows is an error that names both shapes."""
     assert said in refusal(part, dims=dims, **overrides)
 
 
@@ -220,8 +220,8 @@ def test_tensor_that_contradicts_the_config_is_refused(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_no_tensor_is_refused(part: Any, kind: str) -> None:
-    """Anything but a tensor is named by its type; of a batch, a number is no output."""
+def test_other_objects_are_refused(part: Any, kind: str) -> None:
+    """Anything but a tensor is refused with its type; in a batch, so are numbers."""
     assert f"output 'y' is a {kind}; expected a torch.Tensor" in refusal(part)
 
 
@@ -239,7 +239,7 @@ def test_what_is_no_tensor_is_refused(part: Any, kind: str) -> None:
     ],
 )
 def test_number_of_a_model_without_batches(part: float, dtype: str, dims: tuple[int, ...]) -> None:
-    """Where there is no batch, a Python number is a tensor with one value."""
+    """Without a batch dimension a Python number becomes a tensor with one value."""
     found = verified(part, dtype, dims, max_batch_size=0)
 
     assert isinstance(found, Tensor)
@@ -252,7 +252,7 @@ def test_number_of_a_model_without_batches(part: float, dtype: str, dims: tuple[
     ("dtype", "number"), [("UINT64", 2**64 - 1), ("FP64", 2**70)], ids=["UINT64", "FP64"]
 )
 def test_large_number(dtype: str, number: int) -> None:
-    """A number that its type can hold is served, though an int64 could not."""
+    """A number that fits in the output's type is served, even if it does not fit in int64."""
     found = verified(number, dtype, (1,), max_batch_size=0)
 
     assert isinstance(found, Tensor)
@@ -260,7 +260,7 @@ def test_large_number(dtype: str, number: int) -> None:
 
 
 def test_number_for_a_larger_shape_is_refused() -> None:
-    """A number is not spread over a shape that has more values."""
+    """A number is not broadcast to a shape with more values."""
     assert "is float32 []; expected float32 [2]" in refusal(1.0, max_batch_size=0)
 
 
@@ -274,11 +274,11 @@ def test_number_for_a_larger_shape_is_refused() -> None:
     ],
 )
 def test_number_that_its_type_cannot_hold_is_refused(part: float, dtype: str) -> None:
-    """A number that would become another one is an error of the output, not a wrong answer."""
+    """A number that would change its value is an error of the output."""
     refusal(part, dtype, (1,), max_batch_size=0)
 
 
-# --- tensors that are like no others ----------------------------------------------------------
+# --- special tensors --------------------------------------------------------------------------
 
 _FLAT = torch.ones(3, 2)
 _ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
@@ -301,13 +301,13 @@ _ODD: dict[str, tuple[Callable[[], Tensor], str]] = {
 @pytest.mark.parametrize(("make", "form"), _ODD.values(), ids=_ODD)
 @pytest.mark.parametrize("cast", [False, True])
 def test_tensors_that_cannot_be_sent(make: Callable[[], Tensor], form: str, cast: bool) -> None:
-    """A tensor whose memory is not its values is told by its name, and is not cast in silence."""
+    """A tensor without dense values is refused with its layout, and is not cast."""
     assert f"is {form}" in refusal(make(), cast_outputs=cast)
 
 
 @pytest.mark.parametrize("cast", [False, True])
 def test_eight_bits_are_refused_or_cast(cast: bool) -> None:
-    """Triton has no float8; CAST_OUTPUTS makes it what the config says."""
+    """Triton has no float8; CAST_OUTPUTS converts it to the config's type."""
     part = _FLAT.to(torch.float8_e4m3fn)
     if not cast:
         assert "is float8_e4m3fn [3, 2]" in refusal(part)
@@ -320,7 +320,7 @@ def test_eight_bits_are_refused_or_cast(cast: bool) -> None:
 
 
 def test_finite() -> None:
-    """Only what can be NaN is looked at, and the first output that is, is named."""
+    """Only types with NaN are checked, and the error names the first such output."""
     specs = (build.spec("n", "INT64"), build.spec("a"), build.spec("b"), build.spec("s", "BYTES"))
     made = output_extraction.Finite(build.config(outputs=specs))
     words = np.array([["a"]], dtype=np.object_)
@@ -337,7 +337,7 @@ def test_finite() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_finite_in_every_type(dtype: torch.dtype) -> None:
-    """Half precision overflows first: it is looked at as well."""
+    """Half precision, which overflows first, is checked as well."""
     kind = {torch.float16: "FP16", torch.bfloat16: "BF16", torch.float64: "FP64"}[dtype]
     made = output_extraction.Finite(build.config(outputs=(build.spec("y", kind),)))
 
@@ -362,7 +362,7 @@ def test_finite_in_every_type(dtype: torch.dtype) -> None:
     ],
 )
 def test_memory_is_what_triton_reads(part: Tensor) -> None:
-    """Whatever a tensor's layout, what is sent is contiguous, resolved and takes no gradient."""
+    """An output is contiguous, resolved and detached, whatever the tensor's layout."""
     found = verified(part)
 
     assert isinstance(found, Tensor)
@@ -386,7 +386,7 @@ def test_memory_is_what_triton_reads(part: Tensor) -> None:
     ],
 )
 def test_outputs_are_cast_on_demand(part: Tensor, dtype: str, values: Any) -> None:
-    """With CAST_OUTPUTS a result takes the config's type, and only then."""
+    """Only CAST_OUTPUTS converts a result to the config's type."""
     found = verified(part, dtype, rows=1, cast_outputs=True)
 
     assert isinstance(found, Tensor)
@@ -395,7 +395,7 @@ def test_outputs_are_cast_on_demand(part: Tensor, dtype: str, values: Any) -> No
 
 
 def test_casting_does_not_shape() -> None:
-    """A wrong shape stays an error."""
+    """A wrong shape is still an error."""
     assert "is float32 [3, 5]" in refusal(torch.ones(3, 5).double(), cast_outputs=True)
 
 
@@ -422,7 +422,7 @@ def test_casting_does_not_shape() -> None:
     ],
 )
 def test_strings_of_any_shape(part: Any, dims: tuple[int, ...], made: Any) -> None:
-    """Strings come in lists, nested or flat, or as an array, and take the config's shape."""
+    """Strings in flat or nested lists, or in an array, get the config's shape."""
     assert strings(verified(part, "BYTES", dims)) == made
 
 
@@ -438,7 +438,7 @@ def test_strings_of_any_shape(part: Any, dims: tuple[int, ...], made: Any) -> No
     ],
 )
 def test_strings_without_a_batch(part: Any, dims: tuple[int, ...], made: Any) -> None:
-    """With max_batch_size 0 a single string is an output, too."""
+    """With max_batch_size 0 a single string is an output."""
     assert strings(verified(part, "BYTES", dims, max_batch_size=0)) == made
 
 
@@ -485,7 +485,7 @@ def test_strings_without_a_batch(part: Any, dims: tuple[int, ...], made: Any) ->
 def test_strings_that_contradict_the_config_are_refused(
     part: Any, dims: tuple[int, ...], overrides: dict[str, Any], said: str
 ) -> None:
-    """Another shape, number of rows or kind of value is told."""
+    """Another shape, number of rows or type of value is refused."""
     assert said in refusal(part, "BYTES", dims, **overrides)
 
 
@@ -498,7 +498,7 @@ def test_strings_that_contradict_the_config_are_refused(
     ],
 )
 def test_ragged_strings_are_refused(part: Any) -> None:
-    """Lists that are no array are an error of this output, however they are nested."""
+    """Lists of different lengths are an error of this output."""
     refusal(part, "BYTES", (-1,))
 
 
@@ -510,12 +510,12 @@ def test_ragged_strings_are_refused(part: Any) -> None:
     ],
 )
 def test_strings_that_cannot_be_sent_are_refused(part: Any) -> None:
-    """What has no UTF-8 would fail the whole batch where it is written; it fails here."""
+    """A string that cannot be encoded would fail the whole batch when it is written."""
     refusal(part, "BYTES", ())
 
 
 def test_each_output_has_its_verifier() -> None:
-    """The verifiers stand in the config's order, and each names its output."""
+    """The verifiers are in the config's order, and errors name the output."""
     config = build.config(outputs=(build.spec("a", "INT64"), build.spec("b"), build.spec("c")))
 
     verifiers = output_extraction.verifiers(config)
@@ -525,7 +525,7 @@ def test_each_output_has_its_verifier() -> None:
             verify(torch.ones(1, 4).half(), 1)
 
 
-# --- what an output is, before a config says it ----------------------------------------------
+# --- outputs without a config ----------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -537,20 +537,20 @@ def test_each_output_has_its_verifier() -> None:
         pytest.param(True, torch.bool, (), id="bool"),
     ],
 )
-def test_part_as_it_is(part: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """A part of a result is a tensor as it is, or a number as one."""
+def test_plain_part(part: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """A tensor stays as it is, and a number becomes a tensor."""
     found = output_extraction.plain("digits", "y", part)
 
     assert isinstance(found, Tensor)
     assert (found.dtype, found.shape, found.requires_grad) == (dtype, shape, False)
 
 
-def test_strings_as_they_are() -> None:
+def test_plain_strings() -> None:
     """Strings keep their nesting."""
     assert strings(output_extraction.plain("digits", "y", [["a"], ["b"]])) == [["a"], ["b"]]
 
 
-def test_part_that_is_no_output_is_refused() -> None:
-    """What is neither a tensor nor strings is told with its name."""
+def test_other_objects_are_no_outputs() -> None:
+    """A part that is neither a tensor nor strings is refused with its name."""
     with pytest.raises(OutputError, match="output 'y' is a NoneType"):
         output_extraction.plain("digits", "y", None)

@@ -1,4 +1,4 @@
-"""Inputs of different lengths in one batch, and outputs of their own lengths."""
+"""Padding of inputs, and cutting of outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def padding(
     return Padding(build.config(inputs=inputs, outputs=outputs, pad=pad))
 
 
-# --- what the model sees -----------------------------------------------------------------------
+# --- inputs ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int
 
 
 def test_several_axes_and_rows() -> None:
-    """Images of different heights and widths share a batch; their rows stay in order."""
+    """Images of different sizes share a batch, and their rows keep their order."""
     first, second = torch.full((2, 3, 1, 4), 1.0), torch.full((1, 3, 2, 2), 2.0)
 
     gathered = Pad((2, 3), -1, False, 1).gather([first, second])
@@ -65,16 +65,16 @@ def test_several_axes_and_rows() -> None:
     assert (gathered[2:, :, :, 2:] == -1).all()
 
 
-def test_what_fits_is_not_copied() -> None:
-    """A single value whose length needs no rounding is passed on as it is."""
+def test_matching_value_is_not_copied() -> None:
+    """A single value whose length needs no rounding is not copied."""
     value = torch.ones(2, 8)
 
     assert Pad((1,), 0, False, 8).gather([value]) is value
 
 
 @pytest.mark.parametrize("mask", ["INT64", "BOOL", "FP32"])
-def test_missing_mask_is_made(mask: str) -> None:
-    """A mask that a request leaves out marks all its values, in the mask's own type."""
+def test_missing_mask_is_created(mask: str) -> None:
+    """A mask that a request leaves out marks all its values, in the mask's type."""
     made = padding((IDS, spec("mask", mask, optional=True)), ids={"mask": "mask"})
 
     item = made.fill({"ids": torch.zeros(2, 3, dtype=torch.int64)})
@@ -92,8 +92,8 @@ def test_missing_mask_is_made(mask: str) -> None:
         pytest.param({}, id="nothing to mask"),
     ],
 )
-def test_mask_is_left_alone(item: dict[str, Any]) -> None:
-    """A mask that is there is the client's own."""
+def test_mask_of_a_request_is_kept(item: dict[str, Any]) -> None:
+    """A mask that a request sends is not changed."""
     assert padding((IDS, MASK), ids={"mask": "mask"}).fill(item) is item
 
 
@@ -111,14 +111,14 @@ def test_mask_is_left_alone(item: dict[str, Any]) -> None:
 def test_mask_of_another_size(
     shapes: dict[str, tuple[int, ...]], found: tuple[str, str] | None, optional: bool
 ) -> None:
-    """A mask that a request brings must be as long as what it masks."""
+    """A mask of a request must be as long as its input."""
     made = padding((IDS, spec("mask", optional=optional)), ids={"mask": "mask"})
 
     assert made.mismatch({name: torch.ones(shape) for name, shape in shapes.items()}) == found
 
 
 def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
-    """Whatever the values are padded with, the mask says that it is none of them."""
+    """The mask marks padding with zeros, whatever the padding value."""
     made = padding((IDS, MASK), ids={"value": 7, "side": "left", "multiple_of": 4, "mask": "mask"})
 
     gathered = made.pads["mask"].gather([torch.ones(1, 3, dtype=torch.int64)])
@@ -126,7 +126,7 @@ def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
     assert gathered.tolist() == [[0, 1, 1, 1]]
 
 
-# --- how much of it ----------------------------------------------------------------------------
+# --- limits ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
 def test_long_items_do_not_pad_short_ones_without_bound(
     shapes: list[tuple[int, int]], multiple: int, parts: list[list[int]]
 ) -> None:
-    """Padding makes a batch four times as large at most: what is longer has its own call."""
+    """Padding makes a batch at most four times as large: a longer item gets its own call."""
     made = padding((IDS, MASK), ids={"mask": "mask", "multiple_of": multiple})
     items: list[Any] = [
         (place, made.fill({"ids": torch.zeros(shape, dtype=torch.int64)}))
@@ -169,8 +169,8 @@ def test_long_items_do_not_pad_short_ones_without_bound(
         assert counts.values <= MOST_GROWTH * alone.values
 
 
-def test_items_without_what_is_padded() -> None:
-    """An optional input that a request leaves out pads nothing, beside others that bring it."""
+def test_items_without_the_padded_input() -> None:
+    """An optional input that a request leaves out pads nothing."""
     made = padding((IDS, MASK), ids={"mask": "mask"})
     items: list[Any] = [(0, {"x": torch.zeros(1, 2)}), (1, {"x": torch.zeros(7, 2)})]
 
@@ -182,7 +182,7 @@ def _count(made: Padding, counts: Counts, items: list[Any]) -> None:
     made.count(counts, items, ("ids", "mask"), columns)
 
 
-# --- what the client gets ----------------------------------------------------------------------
+# --- outputs -----------------------------------------------------------------------------------
 
 
 def cut(made: Padding, lengths: list[int], whole: int, output: Tensor) -> list[Any]:
@@ -239,7 +239,7 @@ def cut(made: Padding, lengths: list[int], whole: int, output: Tensor) -> list[A
 def test_outputs_get_their_own_lengths(
     dims: tuple[int, ...], side: str, named: list[str], output: Tensor, expected: list[Any]
 ) -> None:
-    """What is as long as the padded input is cut back, on the side that was padded."""
+    """Outputs as long as the padded input are cut, on the side that was padded."""
     out = spec("y", "FP32", dims)
     made = padding((IDS,), (out,), ids={"side": side, "outputs": named})
 
@@ -250,7 +250,7 @@ def test_outputs_get_their_own_lengths(
 
 
 def test_strings_are_cut_too() -> None:
-    """A string for each token: the padding's are not sent."""
+    """Strings for padding are not sent."""
     made = padding((IDS,), (spec("y", "BYTES"),), ids={})
     words = np.array([["a", "b", "?"]], dtype=np.object_)
     outcomes: list[dict[str, Any]] = [{"y": words}]
@@ -260,7 +260,7 @@ def test_strings_are_cut_too() -> None:
     assert outcomes[0]["y"].tolist() == [["a", "b"]]
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- refusals ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_strings_are_cut_too() -> None:
     ],
 )
 def test_pad_that_does_not_fit(pad: dict[str, Any], says: str) -> None:
-    """PAD must name what the config has, with what can be padded."""
+    """PAD must name inputs and outputs of the config that can be padded."""
     inputs = (IDS, MASK, spec("text", "BYTES"), spec("fixed", dims=(4,)), spec("bytes", "UINT8"))
 
     with pytest.raises(ConfigError, match=f"PAD names {says}"):
@@ -289,7 +289,7 @@ def test_pad_that_does_not_fit(pad: dict[str, Any], says: str) -> None:
 
 @pytest.mark.parametrize("ragged", [True, False])
 def test_input_that_triton_does_not_batch(ragged: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Without allow_ragged_batch Triton never hands over different lengths together."""
+    """Without allow_ragged_batch Triton never batches different lengths: a warning says so."""
     padding((spec("ids", ragged=ragged),), ids={})
 
     assert ("allow_ragged_batch: true" in caplog.text) is not ragged

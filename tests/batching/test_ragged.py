@@ -43,7 +43,7 @@ def ragged(name: str = "x", dims: tuple[int, ...] = (-1,), dtype: str = "FP32") 
 
 
 def config(**overrides: Any) -> ModelConfig:
-    """One ragged input x, its element counts n, and an output y of the same shape."""
+    """Return a config with a ragged input x, its element counts n, and an output y of its shape."""
     overrides.setdefault("inputs", (ragged(),))
     overrides.setdefault("outputs", (build.spec("y", dims=(-1,)),))
     overrides.setdefault("batch_inputs", (batch_input(),))
@@ -63,7 +63,7 @@ def item(value: float, *shape: int) -> Item:
 
 
 def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError]) -> list[int]:
-    """Each has twice its values in its shape, or an error of this kind; places of the latter."""
+    """Check each outcome: twice the values or an error of this class; return errors' positions."""
     failed = []
     for place, (one, outcome) in enumerate(zip(sent, outcomes, strict=True)):
         if isinstance(outcome, BackendError):
@@ -86,8 +86,8 @@ def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError
         (Kind.ITEM_SHAPE_FLATTEN, [2, 3, 3, 2, 3, 2, 1, 1]),
     ],
 )
-def test_what_is_made_of_shapes(kind: Kind, expected: list[Any], dtype: str) -> None:
-    """Counts are those of requests, with all their rows; item shapes are those of rows."""
+def test_batch_inputs(kind: Kind, expected: list[Any], dtype: str) -> None:
+    """Counts are those of requests with all their rows; item shapes are those of rows."""
     made = Ragged(config(inputs=(ragged(dims=(-1, -1)),), batch_inputs=(batch_input(kind, dtype),)))
 
     batch = made.gather([item(1, 1, 2, 3), item(2, 2, 3, 2), item(3, 1, 1, 1)], ["n", "x"], {}, ())
@@ -102,7 +102,7 @@ def test_what_is_made_of_shapes(kind: Kind, expected: list[Any], dtype: str) -> 
 
 @pytest.mark.parametrize("rows", [8, 0])
 def test_a_single_request_is_flattened_too(rows: int) -> None:
-    """A model sees one dimension however many requests there are, without a copy of one."""
+    """The model gets one dimension for any number of requests; a single one is not copied."""
     sent = item(1, 1, 4)
 
     (column, n), sizes = Ragged(config(max_batch_size=rows)).gather([sent], ["x", "n"], {}, ())
@@ -112,7 +112,7 @@ def test_a_single_request_is_flattened_too(rows: int) -> None:
 
 
 def test_inputs_that_are_not_ragged() -> None:
-    """They are concatenated by rows, as in any batch."""
+    """Other inputs are concatenated by rows."""
     made = Ragged(config(inputs=(ragged(), build.spec("z", dims=(2,)))))
     sent = [item(1, 1, 3) | {"z": np.ones((1, 2))}, item(2, 2, 1) | {"z": np.ones((2, 2))}]
 
@@ -150,7 +150,7 @@ def test_strings() -> None:
     ids=["too few", "too many", "type"],
 )
 def test_results_that_cannot_be_split(result: Callable[[Tensor], Tensor], says: str) -> None:
-    """A batch output with another number of values would mix requests: it is an error."""
+    """A batch output with another number of values is an error."""
     made = engine(lambda x, n: result(x), retry_failed_batch=False)
 
     outcomes = made.run([item(1, 1, 3), item(2, 2, 2)])
@@ -159,7 +159,7 @@ def test_results_that_cannot_be_split(result: Callable[[Tensor], Tensor], says: 
 
 
 def test_shape_of_the_result() -> None:
-    """A batch output may have any shape: its values count, in their order."""
+    """A batch output may have any shape: only its values and their order count."""
     made = engine(lambda x, n: (2 * x).reshape(1, -1, 1))
     sent = [item(1, 1, 3), item(2, 2, 2)]
 
@@ -167,7 +167,7 @@ def test_shape_of_the_result() -> None:
 
 
 def test_one_dimension_without_batch_inputs() -> None:
-    """A batch output of fixed dims is split by rows, and the model has its inputs flattened."""
+    """Without batch inputs a batch output of fixed dims is split by rows."""
 
     def forward(x: Tensor) -> Tensor:
         assert x.dim() == 1
@@ -189,8 +189,8 @@ def double(x: Tensor, n: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("guilty", [[0], [5], [2, 3], [0, 2, 4], [0, 1, 2, 3, 4, 5]])
-def test_exactly_the_guilty_fail(guilty: list[int]) -> None:
-    """Batch inputs are made anew for each part of a batch that failed."""
+def test_only_failing_requests_get_the_error(guilty: list[int]) -> None:
+    """Batch inputs are created again for each part of a failed batch."""
     lengths = [3, 1, 4, 1, 5, 9]
     sent = [
         item(BAD if place in guilty else place, 1 + place % 2, length)
@@ -201,7 +201,7 @@ def test_exactly_the_guilty_fail(guilty: list[int]) -> None:
 
 
 def test_memory_that_runs_out() -> None:
-    """Smaller calls are made of whole requests: counts are those of a request."""
+    """Smaller calls consist of whole requests: counts are those of a request."""
     calls = []
 
     def forward(x: Tensor, n: Tensor) -> Tensor:
@@ -219,14 +219,14 @@ def test_memory_that_runs_out() -> None:
 
 @pytest.mark.parametrize("rows", [Rows(4, 4), Rows(2)])
 def test_row_counts_of_a_program(rows: Rows) -> None:
-    """Ragged batches are not filled up: the first dimension is not that of rows."""
+    """Ragged batches are not filled up: their first dimension is not rows."""
     sent = [item(1, 1, 3)]
 
     assert check(sent, engine(double, rows).run(sent), ForwardError) == []
 
 
 def test_requests_of_any_shape_share_a_call() -> None:
-    """Only the shapes of inputs that are not ragged must agree."""
+    """Only the shapes of other inputs must be equal."""
     calls = []
 
     def forward(x: Tensor, z: Tensor, n: Tensor) -> Tensor:
@@ -246,7 +246,7 @@ def test_requests_of_any_shape_share_a_call() -> None:
 
 
 def test_an_optional_input() -> None:
-    """Batch inputs are made for requests that leave out another input, too."""
+    """Batch inputs are created for requests that leave out another input, too."""
     bias = dataclasses.replace(build.spec("bias", dims=(1,)), optional=True)
 
     def forward(x: Tensor, n: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -262,7 +262,7 @@ def test_an_optional_input() -> None:
 
 
 def test_casts_leave_counts_alone() -> None:
-    """CAST_INPUTS is for values: half precision cannot hold every offset."""
+    """CAST_INPUTS does not apply to counts: half precision cannot hold every offset."""
 
     def forward(x: Tensor, n: Tensor) -> Tensor:
         assert (x.dtype, n.dtype) == (torch.bfloat16, torch.float32)
@@ -276,7 +276,7 @@ def test_casts_leave_counts_alone() -> None:
 
 
 def test_an_argument_that_takes_a_number() -> None:
-    """A batch input has a value for each request, which no number can hold."""
+    """A batch input has a value for each request, so no scalar argument can take it."""
 
     def forward(x: Tensor, n: int) -> Tensor:
         return x * n
@@ -289,7 +289,7 @@ def test_an_argument_that_takes_a_number() -> None:
 
 @pytest.mark.parametrize("rows", [8, 0])
 def test_the_warm_up_sends_requests_of_one_row(rows: int) -> None:
-    """A model that returns a row for each count would refuse a request of several."""
+    """A model that returns a row for each count fails for a request of several rows."""
     counts: set[int] = set()
 
     def forward(x: Tensor, n: Tensor) -> Tensor:

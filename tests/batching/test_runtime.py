@@ -22,7 +22,7 @@ def settle(**options: Any) -> None:
 
 
 def state() -> dict[str, bool]:
-    """The switches as they stand; those that torch only sets are set, asked and set back."""
+    """Return the values of the switches; switches without a getter are set, read and restored."""
     executor = torch._C._jit_set_profiling_executor(True)
     torch._C._jit_set_profiling_executor(executor)
     profiling = torch._C._jit_set_profiling_mode(True)
@@ -50,7 +50,7 @@ def state() -> dict[str, bool]:
 )
 @pytest.mark.usefixtures("process")
 def test_jit_switch_is_set_when_its_key_is_present(option: str, switch: str, value: bool) -> None:
-    """A TorchScript switch takes the config's value, and disturbs no other."""
+    """A TorchScript switch gets the config's value, and others do not change."""
     before = state()
 
     settle(**{option: value})
@@ -60,8 +60,8 @@ def test_jit_switch_is_set_when_its_key_is_present(option: str, switch: str, val
 
 @pytest.mark.parametrize("found", [True, False])
 @pytest.mark.usefixtures("process")
-def test_jit_switches_stay_when_no_key_is_present(found: bool) -> None:
-    """Without keys PyTorch's own settings hold, whatever they are."""
+def test_jit_switches_stay_without_keys(found: bool) -> None:
+    """Without keys PyTorch's own settings stay."""
     torch._C._jit_set_profiling_executor(found)
     torch._C._jit_set_profiling_mode(found)
     torch._C._jit_set_texpr_fuser_enabled(found)
@@ -75,7 +75,7 @@ def test_jit_switches_stay_when_no_key_is_present(found: bool) -> None:
 
 @pytest.mark.usefixtures("process")
 def test_optimisation_is_switched_off_on_demand() -> None:
-    """DISABLE_OPTIMIZED_EXECUTION reaches TorchScript's graph executor."""
+    """DISABLE_OPTIMIZED_EXECUTION sets TorchScript's graph executor."""
     torch._C._set_graph_executor_optimize(True)
 
     settle(disable_optimized_execution=True)
@@ -86,14 +86,14 @@ def test_optimisation_is_switched_off_on_demand() -> None:
 @pytest.mark.parametrize("disable", [True, False])
 @pytest.mark.usefixtures("process")
 def test_cudnn_is_switched_off_on_demand(disable: bool) -> None:
-    """DISABLE_CUDNN is what torch.backends.cudnn.enabled becomes."""
+    """DISABLE_CUDNN sets torch.backends.cudnn.enabled."""
     settle(disable_cudnn=disable)
 
     assert torch.backends.cudnn.enabled is not disable
 
 
 def test_threads_of_a_fresh_process_are_the_budget() -> None:
-    """In the process that Triton starts, both thread counts become the budget's; twice is fine."""
+    """In a fresh process both thread counts become the budget's, also when set twice."""
     program = """
 import json, torch
 from torch_py_backend.batching import runtime
@@ -122,12 +122,12 @@ print(json.dumps([torch.get_num_threads(), torch.get_num_interop_threads()]))
     ],
 )
 def test_device_is_the_instance_groups(kind: str, device: torch.device | None) -> None:
-    """The instance's kind decides where its model goes."""
+    """The instance's kind determines the device of its model."""
     assert runtime.placement(build.config(kind=kind)) == device
 
 
 def test_device_is_the_instances_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An instance on a GPU gets that GPU, and makes it the current one."""
+    """An instance on a GPU gets that GPU as its current device."""
     current: list[torch.device] = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -140,8 +140,8 @@ def test_device_is_the_instances_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("seen", "wished"), [(0, 0), (1, 1), (2, 7)], ids=["no GPU", "one", "two"])
-def test_missing_gpu_is_told(seen: int, wished: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that this torch does not see fails the load with what it sees and the way out."""
+def test_missing_gpu(seen: int, wished: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU that torch does not see fails the load with what it sees and what to do."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
 
@@ -169,7 +169,7 @@ def test_missing_gpu_is_told(seen: int, wished: int, monkeypatch: pytest.MonkeyP
 def test_inputs_go_to_the_model(
     device: torch.device | None, weights: list[torch.Tensor], expected: torch.device
 ) -> None:
-    """A model that places itself gets its inputs where its first weight lies."""
+    """A model that places itself gets its inputs on the device of its first weight."""
     surroundings = runtime.surround(Options(), device, iter(weights))
 
     assert surroundings.device == expected
@@ -185,7 +185,7 @@ def test_cpu_tensors_are_not_touched() -> None:
 
 
 def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> None:
-    """Triton looks at the parameter and not at the instance's kind."""
+    """Triton uses the parameter and not the instance's kind."""
     surroundings = runtime.surround(Options(force_cpu_only_input_tensors=False), CPU, [])
     on_host = torch.ones(2)
 
@@ -201,7 +201,7 @@ def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> No
 def test_inputs_on_a_gpu_that_torch_does_not_see(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Requests would be refused whose tensors are on a GPU: the load's log says so."""
+    """A warning at load says that requests with tensors on a GPU are refused."""
     runtime.placement(build.config(kind=kind, force_cpu_only_input_tensors=False))
 
     (record,) = caplog.records
@@ -212,7 +212,7 @@ def test_inputs_on_a_gpu_that_torch_does_not_see(
 
 
 def test_tensors_are_moved_to_another_device() -> None:
-    """Columns arrive on the model's device."""
+    """Columns are moved to the model's device."""
     surroundings = runtime.surround(Options(), None, [torch.ones(1, device="meta")])
 
     (column,) = surroundings.to_device([torch.ones(2, 3)])
@@ -224,18 +224,18 @@ def test_tensors_are_moved_to_another_device() -> None:
 
 @pytest.mark.parametrize("clean", [True, False])
 def test_there_is_no_cuda_cache_to_clean_on_the_cpu(clean: bool) -> None:
-    """ENABLE_CACHE_CLEANING does nothing for an instance without a GPU."""
+    """ENABLE_CACHE_CLEANING has no effect without a GPU."""
     surroundings = runtime.surround(Options(enable_cache_cleaning=clean), CPU, [])
 
     assert surroundings.clean is None
 
 
-# --- around each call ------------------------------------------------------------------------
+# --- the context of a call -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_no_gradients_are_recorded(inference_mode: bool) -> None:
-    """Every call runs without autograd: in inference mode, or under no_grad if it is off."""
+    """Every call runs without autograd: in inference mode, or under no_grad if that is disabled."""
     surroundings = runtime.surround(Options(inference_mode=inference_mode), CPU, [])
     weight = torch.ones(2, requires_grad=True)
 
@@ -248,7 +248,7 @@ def test_no_gradients_are_recorded(inference_mode: bool) -> None:
 
 
 def test_guard_is_left_when_the_model_fails() -> None:
-    """An exception in a call leaves no mode behind."""
+    """An exception in a call leaves no mode set."""
     surroundings = runtime.surround(Options(), CPU, [])
 
     def fail() -> None:
@@ -261,11 +261,11 @@ def test_guard_is_left_when_the_model_fails() -> None:
     assert not torch.is_inference_mode_enabled()
 
 
-# --- devices that break, or are full ---------------------------------------------------------
+# --- broken and full devices -----------------------------------------------------------------
 
 
 def _gpus(monkeypatch: pytest.MonkeyPatch, reserved: dict[int, int], current: int) -> list[Any]:
-    """A process that sees as many GPUs as are listed. What is done to them."""
+    """A process that sees the listed GPUs; records what is done to them."""
     done: list[Any] = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -283,16 +283,16 @@ def _gpus(monkeypatch: pytest.MonkeyPatch, reserved: dict[int, int], current: in
     return done
 
 
-def test_probe_asks_only_devices_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To touch another GPU, the current one included, would take memory there."""
+def test_probe_uses_only_devices_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Using another GPU, even the current one, would allocate memory there."""
     done = _gpus(monkeypatch, {0: 0, 1: 0, 2: 5}, current=0)
     runtime.probe(torch.device("cuda", 1))
 
     assert done == [("probe", 1), ("probe", 2)]
 
 
-def test_probe_tells_what_the_device_tells(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device that is gone raises at every call."""
+def test_probe_raises_the_devices_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost device raises at every call."""
     _gpus(monkeypatch, {0: 0}, current=0)
 
     def gone(index: int) -> None:
@@ -304,7 +304,7 @@ def test_probe_tells_what_the_device_tells(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_processes_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where CUDA was never used, it is not used to look for faults either."""
+    """Where CUDA was never used, it is not used for probes either."""
     done = _gpus(monkeypatch, {0: 0}, current=0)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     runtime.probe(torch.device("cuda", 0))
@@ -317,7 +317,7 @@ def test_processes_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_autocast_caches_no_weights_that_graphs_read(
     optimize: tuple[str, ...], cached: bool
 ) -> None:
-    """A captured graph would read casts that are freed as autocast is left."""
+    """A captured graph would read casts that are freed when autocast ends."""
     options = Options(optimize=("bf16", *optimize))
     with runtime.surround(options, torch.device("cpu"), ()).guard():
         assert torch.is_autocast_enabled("cpu")
@@ -325,7 +325,7 @@ def test_autocast_caches_no_weights_that_graphs_read(
 
 
 def test_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that torch keeps without using it is given back."""
+    """Cached memory is freed."""
     done = _gpus(monkeypatch, {0: 0}, current=0)
     runtime.free()
 
@@ -333,7 +333,7 @@ def test_free(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CUDA_MEMORY_FRACTION holds for the instance's own GPU."""
+    """CUDA_MEMORY_FRACTION applies to the instance's own GPU."""
     done = _gpus(monkeypatch, {0: 0, 1: 0}, current=0)
     device = runtime.placement(build.config(kind="GPU", device_id=1, cuda_memory_fraction=0.25))
 
@@ -342,7 +342,7 @@ def test_memory_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["CPU", "MODEL"])
 def test_memory_fraction_without_a_gpu(kind: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Where there is no GPU to share, the parameter is told to have no effect."""
+    """Without a GPU a warning says that the parameter has no effect."""
     runtime.placement(build.config(kind=kind, cuda_memory_fraction=0.25))
 
     assert f"CUDA_MEMORY_FRACTION has no effect on KIND_{kind}" in caplog.text

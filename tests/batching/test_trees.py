@@ -1,4 +1,4 @@
-"""Trees of tensors, taken apart and put together."""
+"""Map, copy and split trees of tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Record:
 
 
 class _Encoding(collections.UserDict[str, Any]):
-    """As transformers' BatchEncoding: its items are attributes, too."""
+    """Like transformers' BatchEncoding, whose items are also attributes."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in vars(self).get("data", ()):
@@ -45,7 +45,7 @@ class _Counted:
 
 
 def _first(tree: Any) -> Any:
-    """The only array or tensor in a tree."""
+    """Return the only array or tensor in a tree."""
     while not isinstance(tree, Tensor | np.ndarray):
         tree = tree.first if hasattr(tree, "first") else tree[0]
     return tree
@@ -63,7 +63,7 @@ def _first(tree: Any) -> Any:
     ],
 )
 def test_copies_keep_their_types(tree: Any) -> None:
-    """What a hook gets instead of its row is of the same class, and shares no memory with it."""
+    """A copy has the same class and shares no memory."""
     made = trees.owned(tree)
     _first(tree)[:] = 5
 
@@ -71,8 +71,8 @@ def test_copies_keep_their_types(tree: Any) -> None:
     assert _first(made).tolist() == [1, 1]
 
 
-def test_what_cannot_be_copied_is_the_same() -> None:
-    """A class that refuses is passed on as it is."""
+def test_uncopyable_objects_stay_the_same() -> None:
+    """An object that refuses to be copied is passed on unchanged."""
 
     class Stubborn(dict[str, Any]):
         def __deepcopy__(self, _: Any) -> Any:
@@ -94,7 +94,7 @@ def test_what_cannot_be_copied_is_the_same() -> None:
     ],
 )
 def test_sent(tree: Any) -> None:
-    """Each tensor is on the device, in a tree of the same kind; what is there already stays."""
+    """Each tensor is moved to the device, in a tree of the same type."""
     moved = trees.sent(tree, _META)
     assert type(moved) is type(tree)
     assert moved is not tree
@@ -145,6 +145,6 @@ def test_split(result: Any, expected: list[Any]) -> None:
     ],
 )
 def test_rows_that_differ(result: Any, found: str) -> None:
-    """What does not hold an entry a row is named."""
+    """A part without an entry for each row is an error that names it."""
     with pytest.raises(OutputError, match=f"the result for 2 rows holds a {found}"):
         trees.split("net", result, 2)

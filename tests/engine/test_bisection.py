@@ -1,4 +1,4 @@
-"""Narrowing down: exactly the guilty carry the error, at bounded cost."""
+"""Bisection: exactly the failing items get the error, at bounded cost."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch_py_backend.engine.bisection import Budget, narrow
 
 @dataclass(frozen=True)
 class Failed:
-    """A failure, and of whom."""
+    """A failure with the items of its call."""
 
     items: tuple[int, ...]
 
 
 class Model:
-    """Fails for every batch with one of the guilty in it."""
+    """Fails for every batch that has one of the guilty items."""
 
     def __init__(self, guilty: Sequence[int]) -> None:
         self.guilty = set(guilty)
@@ -40,8 +40,8 @@ def narrowed(model: Model, count: int, calls: int = 1000) -> list[str | Failed]:
 
 @pytest.mark.parametrize("count", [2, 3, 7, 32, 33])
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.5, 1.0])
-def test_exactly_the_guilty_fail(count: int, share: float) -> None:
-    """Each innocent item has its own answer; each guilty one the failure that it has alone."""
+def test_only_failing_items_get_the_error(count: int, share: float) -> None:
+    """Every other item gets its result; each failing item gets the failure of its own call."""
     guilty = random.Random(count).sample(range(count), max(1, round(share * count)))
     model = Model(guilty)
 
@@ -55,7 +55,7 @@ def test_exactly_the_guilty_fail(count: int, share: float) -> None:
 
 
 def test_no_call_is_made_twice() -> None:
-    """What was answered, or failed alone, is not run again."""
+    """Items that succeeded, or failed alone, are not run again."""
     model = Model([3, 4])
 
     narrowed(model, 8)
@@ -63,16 +63,16 @@ def test_no_call_is_made_twice() -> None:
     assert len(set(model.calls)) == len(model.calls)
 
 
-def test_an_item_alone_is_not_tried_again() -> None:
-    """A batch of one is as narrow as can be."""
+def test_single_item_is_not_retried() -> None:
+    """A batch of one item cannot be divided further."""
     model = Model([0])
 
     assert narrowed(model, 1) == [Failed((0,))]
     assert model.calls == []
 
 
-def test_failure_that_needs_company() -> None:
-    """Where the halves go well nobody is guilty, and all have their answers."""
+def test_failure_that_depends_on_the_batch() -> None:
+    """If both halves succeed, all items get their results."""
     model = Model([])
 
     assert narrowed(model, 4) == [f"answer {item}" for item in range(4)]
@@ -81,7 +81,7 @@ def test_failure_that_needs_company() -> None:
 
 @pytest.mark.parametrize("calls", range(8))
 def test_work_is_bounded(calls: int) -> None:
-    """After the last call all that is undecided fails; the largest parts were decided first."""
+    """After the last call all undecided items fail; the largest parts are decided first."""
     model = Model([0])
 
     found = narrowed(model, 8, calls)
@@ -92,8 +92,8 @@ def test_work_is_bounded(calls: int) -> None:
 
 
 @pytest.mark.parametrize("guilty", [0, 5, 7])
-def test_a_failure_that_ends_everything(guilty: int) -> None:
-    """Once nothing can be run, nothing is: all that is undecided gets that failure."""
+def test_stop_after_a_fatal_failure(guilty: int) -> None:
+    """No call is made after a fatal failure, and all undecided items get that failure."""
     model = Model([2, guilty])
     last = Failed(())
 

@@ -1,4 +1,4 @@
-"""The engine: how often the model is called, with what, and what becomes of each item."""
+"""The engine: calls of the model, their arguments, and the outcome of each item."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_py_backend.artifacts.discovery import Kind
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
-from torch_py_backend.batching.output_extraction import Taker
+from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
@@ -32,7 +32,7 @@ from torch_py_backend.signature.binding import Argument, Passing, Signature, Tak
 
 
 class Recorder:
-    """A function that remembers what it was called with."""
+    """A function that records its calls."""
 
     def __init__(self, function: Callable[[Tensor], Any] = lambda x: x) -> None:
         self.calls: list[Tensor] = []
@@ -44,7 +44,7 @@ class Recorder:
 
 
 def engine(function: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any) -> Engine:
-    """An engine of one input `x` and one output `y`, both FP32 [-1] unless told otherwise."""
+    """Return an engine with an input `x` and an output `y`, both FP32 [-1] by default."""
     spec = build.spec("x", dims=(-1,))
     settings = build.config(inputs=(spec,), outputs=(build.spec("y", dims=(-1,)),), **overrides)
     argument = Argument("x", True, Passing.POSITIONAL, Takes.TENSOR, "x")
@@ -58,7 +58,7 @@ def items(*shapes: tuple[int, ...]) -> list[Any]:
 
 
 def test_one_call_for_a_batch() -> None:
-    """Items of one shape are one call, whatever their row counts."""
+    """Items of one shape share a call, whatever their row counts."""
     model = Recorder()
     sent = items((1, 4), (3, 4), (2, 4))
     outcomes = engine(model).run(sent)
@@ -69,7 +69,7 @@ def test_one_call_for_a_batch() -> None:
 
 
 def test_one_item_is_not_copied() -> None:
-    """A batch of one item is that item's own memory, in and out, but for the very first one."""
+    """A single item's memory is passed in and out without a copy, except in the very first call."""
     model = Recorder()
     (item,) = items((2, 4))
     served = engine(model)
@@ -80,8 +80,8 @@ def test_one_item_is_not_copied() -> None:
     assert model.calls[1].data_ptr() == item["x"].data_ptr() == made.data_ptr()
 
 
-def test_shapes_are_called_apart() -> None:
-    """Items that cannot share a batch get a call a shape, and their places in the answer."""
+def test_different_shapes_are_different_calls() -> None:
+    """Items that cannot share a batch get one call per shape, and their outcomes keep the order."""
     model = Recorder()
     sent = items((1, 4), (1, 5), (2, 4))
     outcomes = engine(model).run(sent)
@@ -92,14 +92,14 @@ def test_shapes_are_called_apart() -> None:
 
 
 def test_unbatched_items_are_called_one_by_one() -> None:
-    """With max_batch_size 0 the model never sees two requests at once."""
+    """With max_batch_size 0 each request is a call."""
     model = Recorder()
     outcomes = engine(model, max_batch_size=0).run(items((4,), (4,), (4,)))
     assert [call.shape for call in model.calls] == [(4,)] * 3
     assert all(isinstance(outcome, dict) for outcome in outcomes)
 
 
-def test_a_wrong_item_leaves_before_batching() -> None:
+def test_refused_items_are_not_batched() -> None:
     """An item without its input gets the error; the model is called with the others."""
     model = Recorder()
     outcomes = engine(model).run([{}, *items((2, 4))])
@@ -108,8 +108,8 @@ def test_a_wrong_item_leaves_before_batching() -> None:
     assert [call.shape for call in model.calls] == [(2, 4)]
 
 
-def test_a_group_that_fails_leaves_the_others_alone() -> None:
-    """forward() raising for one shape does not touch items of another."""
+def test_a_failed_group_does_not_affect_others() -> None:
+    """An exception for one shape does not affect items of another."""
 
     def picky(x: Tensor) -> Tensor:
         if x.shape[1] == 5:
@@ -124,7 +124,7 @@ def test_a_group_that_fails_leaves_the_others_alone() -> None:
 
 @pytest.mark.parametrize(("mode", "expected"), [(True, True), (False, False)])
 def test_inference_mode(mode: bool, expected: bool) -> None:
-    """The model runs without gradients, in inference mode unless the config says otherwise."""
+    """The model runs without gradients; in inference mode unless the config disables it."""
     seen = []
 
     def look(x: Tensor) -> Tensor:
@@ -137,8 +137,8 @@ def test_inference_mode(mode: bool, expected: bool) -> None:
     assert seen == [(expected, False)]
 
 
-def test_a_result_of_another_kind_later() -> None:
-    """A result that has lost its structure is an error of that batch, not a crash."""
+def test_a_later_result_of_another_structure() -> None:
+    """A result with another structure is an error of its batch only."""
     results: list[Any] = [{"y": torch.ones(1, 4)}, torch.ones(1, 4), {"z": torch.ones(1, 4)}]
     made = engine(lambda x: results.pop(0))
     outcomes = [made.run(items((1, 4)))[0] for _ in range(3)]
@@ -149,9 +149,9 @@ def test_a_result_of_another_kind_later() -> None:
 
 
 def test_a_result_that_does_not_bind() -> None:
-    """Names that the first result does not have are an error, and not forgotten at the next."""
+    """Missing outputs in the first result are an error in every run."""
     made = engine(lambda x: (x, x))
-    made.callee.take = Taker(build.config(outputs=(build.spec("OUTPUT__2"),))).take
+    made.callee.take = OutputExtractor(build.config(outputs=(build.spec("OUTPUT__2"),))).take
     for _ in range(2):
         (outcome,) = made.run(items((1, 4)))
         assert isinstance(outcome, BindingError)
@@ -159,7 +159,7 @@ def test_a_result_that_does_not_bind() -> None:
 
 @pytest.mark.parametrize("sizes", [(1, 2), (3, 4, 2)], ids=["one call", "three"])
 def test_a_program_of_fixed_rows(sizes: tuple[int, ...]) -> None:
-    """Whatever calls it takes, each item gets its own rows."""
+    """Each item gets its own rows, however many calls the program needs."""
     sent = items(*((size, 4) for size in sizes))
     outcomes = engine(lambda x: x * 2, Rows(4, 4)).run(sent)
     for item, outcome in zip(sent, outcomes, strict=True):
@@ -173,7 +173,7 @@ def whole(
     outputs: tuple[TensorSpec, ...],
     **overrides: Any,
 ) -> Engine:
-    """An engine of a function as it would be loaded from a source."""
+    """Return an engine for a function as loaded from a source file."""
     settings = build.config(inputs=inputs, outputs=outputs, **overrides)
     loaded = Loaded(Kind.MODULE, function, introspection.of_function(function))
     surroundings = runtime.surround(Options(), torch.device("cpu"), ())
@@ -193,7 +193,7 @@ def louder(x: list[str]) -> list[str]:
 
 
 def test_each_item_gets_its_own_strings() -> None:
-    """Strings of a batch go back to the requests that they belong to."""
+    """The strings of a batch are returned to their own requests."""
     outcomes = whole(louder, WORDS, LOUDER).run(
         [{"x": texts([b"a"])}, {"x": texts([b"b"], [b"c"])}, {"x": texts([b"d"])}]
     )
@@ -202,8 +202,8 @@ def test_each_item_gets_its_own_strings() -> None:
     assert found == [[["a!"]], [["b!"], ["c!"]], [["d!"]]]
 
 
-def test_bytes_that_are_no_text_fail_alone() -> None:
-    """One request with bytes that are no text does not spoil its batch."""
+def test_invalid_utf8_fails_alone() -> None:
+    """A request with invalid UTF-8 does not affect its batch."""
     wrong, right = whole(louder, WORDS, LOUDER).run([{"x": texts([b"\xff"])}, {"x": texts([b"a"])}])
 
     assert isinstance(wrong, InputError)
@@ -211,8 +211,8 @@ def test_bytes_that_are_no_text_fail_alone() -> None:
     assert right["y"].tolist() == [["a!"]]
 
 
-def test_items_with_other_scalars_do_not_meet() -> None:
-    """A number that is one for all rows is each item's own."""
+def test_different_scalars_are_different_calls() -> None:
+    """Items with different scalar arguments do not share a call."""
 
     def power(x: Tensor, n: int) -> Tensor:
         if n < 0:
@@ -230,7 +230,7 @@ def test_items_with_other_scalars_do_not_meet() -> None:
 
 
 def test_items_with_and_without_an_optional_input() -> None:
-    """Each item is answered with the inputs that it has, in its own place."""
+    """Each item is answered with its own inputs, and outcomes keep the order."""
 
     def shifted(x: Tensor, by: Tensor | None = None) -> Tensor:
         return x if by is None else x + by
@@ -247,7 +247,7 @@ def test_items_with_and_without_an_optional_input() -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_items_without_any_input(count: int) -> None:
-    """A model whose inputs may all be left out answers requests that bring none."""
+    """A model whose inputs are all optional answers requests without inputs."""
 
     def constant(x: Tensor | None = None) -> Tensor:
         return torch.ones(4) if x is None else x
@@ -262,7 +262,7 @@ def test_items_without_any_input(count: int) -> None:
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_batch_without_any_input(count: int) -> None:
-    """Where every input is left out nobody knows the rows: the request is told so."""
+    """A batched request without any input is refused: its number of rows is unknown."""
 
     def constant(x: Tensor | None = None) -> Tensor:
         return torch.ones(1, 4) if x is None else x
@@ -273,8 +273,8 @@ def test_batch_without_any_input(count: int) -> None:
     assert all(isinstance(outcome, InputError) for outcome in outcomes)
 
 
-def test_error_of_one_group_is_no_other_groups() -> None:
-    """A result that contradicts the config for one shape leaves the other's answer alone."""
+def test_output_errors_do_not_affect_other_groups() -> None:
+    """A result that contradicts the config for one shape does not affect another shape."""
     outcomes = engine(lambda x: x.double() if x.shape[1] == 5 else x).run(items((1, 4), (1, 5)))
 
     assert isinstance(outcomes[0], dict)
@@ -283,15 +283,15 @@ def test_error_of_one_group_is_no_other_groups() -> None:
 
 
 def test_rows_are_free_without_a_batch_dimension() -> None:
-    """With max_batch_size 0 an unbatched model is never filled up."""
+    """With max_batch_size 0 the model's calls are never filled up."""
     model = Recorder()
     engine(model, Rows(4, 4), max_batch_size=0).run(items((2,)))
 
     assert [call.shape for call in model.calls] == [(2,)]
 
 
-def test_places_and_signature_are_told() -> None:
-    """What `check` prints of a model is what it was bound to."""
+def test_places_and_signature() -> None:
+    """The places and the signature of a model are those it was bound to."""
 
     def forward(x: Tensor, *, scale: Tensor) -> Any: ...
 
@@ -302,7 +302,7 @@ def test_places_and_signature_are_told() -> None:
 
 
 class Scratch:
-    """Doubles into memory of its own, which the next call uses again; counts its calls."""
+    """Doubles into a buffer that the next call reuses; counts its calls."""
 
     def __init__(self, *, fails: Callable[[Tensor], None] = lambda x: None) -> None:
         self.calls = 0
@@ -387,10 +387,10 @@ SENT = [_row(1.0), _row(2.0), _row(3.0), _row(4.0), _row(5.0)]
         ),
     ],
 )
-def test_outputs_in_memory_that_the_model_uses_again(
+def test_outputs_in_reused_memory(
     model: Scratch, sent: list[Any], expected: list[Any], overrides: dict[str, Any]
 ) -> None:
-    """Each request keeps its own answer where one run calls the model several times."""
+    """Each request keeps its own outputs when one run calls the model several times."""
     inputs = overrides.pop("inputs", (FREE,))
     made = whole(model, inputs, (build.spec("y", dims=(-1,)),), **overrides)
 
@@ -403,8 +403,8 @@ def test_outputs_in_memory_that_the_model_uses_again(
     ] == expected
 
 
-def test_one_call_hands_its_outputs_over() -> None:
-    """A run of one call copies nothing, whatever its outputs share memory with."""
+def test_outputs_of_a_single_call_are_not_copied() -> None:
+    """A run of one call copies no outputs, whatever memory they share."""
     memory = torch.zeros(8, 4)
     outcomes = engine(lambda x: memory[: x.shape[0]]).run(items((1, 4), (2, 4)))
 

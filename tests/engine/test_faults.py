@@ -1,4 +1,4 @@
-"""What exceptions tell of the process."""
+"""Classification of exceptions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RuntimeError: {}
 
 
 def accelerator(code: int, text: str = "CUDA error: something") -> RuntimeError:
-    """What torch raises for an error of CUDA."""
+    """Return what torch raises for a CUDA error."""
     error: Any = torch.AcceleratorError(text)
     error.error_code = code
     found: RuntimeError = error
@@ -30,7 +30,7 @@ def accelerator(code: int, text: str = "CUDA error: something") -> RuntimeError:
 
 
 def chained(cause: BaseException, *, explicitly: bool) -> BaseException:
-    """An exception raised from, or while handling, another one."""
+    """Return an exception raised from, or while handling, another one."""
     try:
         try:
             raise cause
@@ -104,7 +104,7 @@ def _script_takes_all(size: int) -> torch.Tensor:
     ],
 )
 def test_out_of_memory(error: BaseException, expected: bool) -> None:
-    """Memory that ran out is told from all else, whatever a client could put into a message."""
+    """Out-of-memory errors are recognized, but not in messages that a client could compose."""
     assert faults.out_of_memory(error) is expected
 
 
@@ -124,12 +124,12 @@ def test_out_of_memory(error: BaseException, expected: bool) -> None:
     ],
 )
 def test_sticky(error: BaseException, expected: bool) -> None:
-    """Errors that spoil a device for good are known by CUDA's numbers, never by words."""
+    """Sticky errors are recognized by CUDA's error numbers, never by the message."""
     assert faults.is_sticky(error) is expected
 
 
-def test_exceptions_without_a_text() -> None:
-    """A class whose text cannot be had is none of these."""
+def test_exceptions_without_a_message() -> None:
+    """An exception whose message cannot be read is none of these."""
 
     class SpeechlessError(RuntimeError):
         def __str__(self) -> str:
@@ -139,8 +139,8 @@ def test_exceptions_without_a_text() -> None:
     assert not faults.is_sticky(SpeechlessError())
 
 
-def test_chains_that_bite_their_tails() -> None:
-    """Exceptions that are each other's causes are looked at once."""
+def test_cyclic_chains() -> None:
+    """Exceptions that are each other's causes are visited once."""
     one, other = ValueError("one"), ValueError("other")
     one.__cause__, other.__cause__ = other, one
 
@@ -149,7 +149,7 @@ def test_chains_that_bite_their_tails() -> None:
 
 @pytest.mark.parametrize("explicitly", [True, False])
 def test_release(explicitly: bool) -> None:
-    """What the frames of an exception hold is free before the next try, while it is still known."""
+    """The frames of an exception are cleared before the retry, while the exception is kept."""
 
     class Activation:
         pass

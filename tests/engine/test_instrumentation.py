@@ -1,4 +1,4 @@
-"""What stands around stages: seen while it does, gone without a trace afterwards."""
+"""Wrappers around stages: active until removed, and then gone without a trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch_py_backend.engine import instrumentation
 
 
 class Owner:
-    """A stage of the class's own, and one that is set when it is made."""
+    """An object with a stage as a method and one as an attribute."""
 
     def __init__(self) -> None:
         self.kept: Callable[[], str] = lambda: "kept"
@@ -21,7 +21,7 @@ class Owner:
 
 
 def around(*names: str) -> instrumentation.Around:
-    """Brackets around what these stages return."""
+    """Return wrappers that put brackets around the results of these stages."""
 
     def bracket(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
         return (lambda: f"[{stage()}]") if name in names else stage
@@ -30,8 +30,8 @@ def around(*names: str) -> instrumentation.Around:
 
 
 @pytest.mark.parametrize("attribute", ["own", "kept"])
-def test_a_stage_is_what_it_was(attribute: str) -> None:
-    """Between the two calls the stage is replaced; before and after it is the object's own."""
+def test_removal_restores_the_stage(attribute: str) -> None:
+    """The stage is replaced while the wrapper is installed, and restored afterwards."""
     owner = Owner()
     before, stage = dict(vars(owner)), getattr(owner, attribute)
 
@@ -44,8 +44,8 @@ def test_a_stage_is_what_it_was(attribute: str) -> None:
     assert vars(owner) == before
 
 
-def test_what_nothing_stands_around_is_left_alone() -> None:
-    """A stage that is given back as it came costs nothing: it is not even set."""
+def test_unwrapped_stages_are_not_replaced() -> None:
+    """A stage that `around` returns unchanged is not set."""
     owner = Owner()
     before = dict(vars(owner))
 
@@ -54,8 +54,8 @@ def test_what_nothing_stands_around_is_left_alone() -> None:
     assert vars(owner) == before
 
 
-def test_one_around_the_other() -> None:
-    """Who comes later stands outside, and leaves what was there before."""
+def test_nested_wrappers() -> None:
+    """A later wrapper is the outer one, and removing it leaves the inner one."""
     owner = Owner()
     stages = [("stage", owner, "own")]
 

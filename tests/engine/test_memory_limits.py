@@ -1,4 +1,4 @@
-"""The row counts that fit in memory: learnt at once, forgotten slowly."""
+"""Row limits: lowered at once when memory runs out, raised slowly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPE = ((4,),)
 
 
 def settle(made: Capacity, fits: int, rows: int) -> int:
-    """Call batches of so many rows as the engine does, where `fits` rows fit. Calls that failed."""
+    """Run batches of `rows` rows as the engine does if `fits` rows fit; return the failed calls."""
     failures = 0
     while True:
         most = made.most(SHAPE)
@@ -28,7 +28,7 @@ def settle(made: Capacity, fits: int, rows: int) -> int:
 
 
 def test_nothing_is_limited_before_memory_runs_out() -> None:
-    """As long as all goes well, nothing is remembered."""
+    """Nothing is recorded while no call fails."""
     made = Capacity(Rows(1, 32))
     made.fitted(SHAPE, 32)
 
@@ -53,7 +53,7 @@ def test_nothing_is_limited_before_memory_runs_out() -> None:
     ],
 )
 def test_steps_down(rows: Rows, failed: int, steps: list[int | None]) -> None:
-    """Each failure halves the rows of a call, down to the smallest call that there is."""
+    """Each failure halves the rows of a call, down to the smallest possible call."""
     made = Capacity(rows)
     found: list[int | None] = []
     tried: int | None = failed
@@ -64,8 +64,8 @@ def test_steps_down(rows: Rows, failed: int, steps: list[int | None]) -> None:
     assert found == steps
 
 
-def test_shapes_are_apart() -> None:
-    """What does not fit for long inputs may fit for short ones."""
+def test_limits_are_per_shape() -> None:
+    """A limit for long inputs does not apply to short ones."""
     made = Capacity(Rows(1, 32))
     made.failed(((512,),), 32)
 
@@ -73,7 +73,7 @@ def test_shapes_are_apart() -> None:
 
 
 def test_what_fits_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a failure many batches go well before a larger call is tried, and ever more."""
+    """After a failure ever more batches must succeed before a larger call is tried."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 4)
     made = Capacity(Rows(1, 32))
 
@@ -88,8 +88,8 @@ def test_what_fits_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert made.most(SHAPE) in (8, 16)
 
 
-def test_limit_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that is free again is used again, step by step, and then nothing is remembered."""
+def test_limit_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that is free again is used step by step, until no limit is left."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 4)
     made = Capacity(Rows(1, 32))
     settle(made, 4, 32)
@@ -116,7 +116,7 @@ _ROWS = [
 
 @pytest.mark.parametrize("rows", _ROWS, ids=str)
 def test_memory_that_comes_and_goes(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever fits at the moment, each failure makes the next call smaller, down to the least."""
+    """Each failure makes the next call smaller, down to the smallest, however much fits."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
     random = Random(0)
     made = Capacity(rows)
@@ -136,8 +136,8 @@ def test_memory_that_comes_and_goes(rows: Rows, monkeypatch: pytest.MonkeyPatch)
                 break
 
 
-def test_small_batches_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches that would have fitted anyway do not loosen a limit."""
+def test_small_batches_do_not_raise_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batches below the limit do not count as successes."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
     made = Capacity(Rows(1, 32))
     settle(made, 8, 32)
@@ -148,7 +148,7 @@ def test_small_batches_prove_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory_of_shapes_is_bounded() -> None:
-    """Clients that send ever new shapes do not fill the memory with them."""
+    """Requests of ever new shapes do not use unbounded memory."""
     made = Capacity(Rows(1, 32))
     for size in range(1000):
         made.failed(((size,),), 32)
@@ -158,7 +158,7 @@ def test_memory_of_shapes_is_bounded() -> None:
 
 
 def test_a_row_that_never_fits_is_forgotten() -> None:
-    """One request that needs all memory does not slow down those that come after it."""
+    """One request that never fits does not slow down later ones."""
     made = Capacity(Rows(1, 32))
     made.failed(SHAPE, 32)
     before = made.remembered(SHAPE)

@@ -1,4 +1,4 @@
-"""The model as batches call it: how often, with how many rows, and what it is when sealed."""
+"""The model's calls for a batch: their number, their rows, and the sealed model."""
 
 from __future__ import annotations
 
@@ -15,21 +15,25 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.batching.grouping import Group, Intake
-from torch_py_backend.batching.output_extraction import Taker
+from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.config.options import Options
-from torch_py_backend.engine.model_runner import Callee
+from torch_py_backend.engine.model_runner import ModelRunner
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
 
 def made(
     function: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any
-) -> tuple[Callee, Counts, Intake]:
-    """A function of `x` as batches call it."""
+) -> tuple[ModelRunner, Counts, Intake]:
+    """Return a model runner for a function of `x`."""
     settings = build.config(**overrides)
     loaded = Loaded(Kind.MODULE, function, introspection.of_function(function), rows=rows)
     intake, counts = Intake(settings, loaded.signature), Counts()
-    return Callee(settings, loaded, intake, Taker(settings).take, counts), counts, intake
+    return (
+        ModelRunner(settings, loaded, intake, OutputExtractor(settings).take, counts),
+        counts,
+        intake,
+    )
 
 
 def grouped(intake: Intake, x: Tensor) -> Group:
@@ -51,7 +55,7 @@ def grouped(intake: Intake, x: Tensor) -> Group:
     ],
 )
 def test_rows_that_a_program_takes(rows: Rows, sent: int, calls: list[int]) -> None:
-    """A batch is as many calls as it needs; what fills them up is counted, and comes to nobody."""
+    """A batch is as many calls as needed; rows that fill a call are counted and dropped."""
     seen: list[int] = []
 
     def double(x: Tensor) -> Tensor:
@@ -69,8 +73,8 @@ def test_rows_that_a_program_takes(rows: Rows, sent: int, calls: list[int]) -> N
     assert counts.filled_rows == sum(calls) - sent
 
 
-def test_an_eager_model_is_sealed_as_it_is() -> None:
-    """What is not compiled is the same function after the warm-up, and nothing is counted."""
+def test_an_eager_model_is_sealed_unchanged() -> None:
+    """Without compilation the sealed model is the same function, and nothing is counted."""
 
     def forward(x: Tensor) -> Tensor:
         return x

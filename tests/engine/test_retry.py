@@ -1,4 +1,4 @@
-"""Second tries: who is guilty, what fits in memory, and when nothing can be done."""
+"""Retries: which items fail, which batches fit in memory, and which errors are fatal."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch_py_backend.artifacts.discovery import Kind
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
-from torch_py_backend.batching.output_extraction import Taker
+from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine import memory_limits
 from torch_py_backend.engine.engine import Engine
@@ -40,7 +40,7 @@ BAD = -7.0
 
 
 class Model:
-    """Doubles, remembers its calls, and asks a judge before each."""
+    """Doubles; records its calls, and calls a judge before each."""
 
     def __init__(self, judge: Callable[[Tensor], None] = lambda x: None) -> None:
         self.calls: list[int] = []
@@ -58,7 +58,7 @@ def bad(x: Tensor) -> None:
 
 
 def above(rows: int) -> Callable[[Tensor], None]:
-    """No more than so many rows fit in memory."""
+    """Raise an out-of-memory error for more than a number of rows."""
 
     def judge(x: Tensor) -> None:
         if x.shape[0] > rows:
@@ -88,7 +88,7 @@ def items(values: Sequence[float], rows: int = 1, length: int = 4) -> list[Item]
 
 
 def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError]) -> list[int]:
-    """Each has its own answer, or an error of this kind; the places of the latter."""
+    """Check each outcome: a result or an error of this class; return the errors' positions."""
     failed = []
     for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
         if isinstance(outcome, BackendError):
@@ -99,7 +99,7 @@ def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError
     return failed
 
 
-# --- who is guilty ---------------------------------------------------------------------------
+# --- bisection -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -115,8 +115,10 @@ def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError
         pytest.param(ANY_ROWS, {"batch_buckets": (1, 2, 4, 8, 16, 32)}, id="buckets"),
     ],
 )
-def test_exactly_the_guilty_fail(guilty: list[int], rows: Rows, overrides: dict[str, Any]) -> None:
-    """Of a batch of 32 only the requests at fault have the error, the others their answers."""
+def test_only_failing_requests_get_the_error(
+    guilty: list[int], rows: Rows, overrides: dict[str, Any]
+) -> None:
+    """In a batch of 32 only the bad requests get the error, the others their results."""
     sent = items([BAD if place in guilty else float(place) for place in range(32)])
     model = Model(bad)
 
@@ -132,7 +134,7 @@ def test_exactly_the_guilty_fail(guilty: list[int], rows: Rows, overrides: dict[
 
 
 def test_requests_of_several_rows() -> None:
-    """A request is answered or refused as a whole."""
+    """A request with several rows is answered or refused as a whole."""
     sent = [one for rows in (3, 1, 2, 4) for one in items([float(rows)], rows)]
     np.asarray(sent[2]["x"])[1, 0] = BAD
 
@@ -140,7 +142,7 @@ def test_requests_of_several_rows() -> None:
 
 
 def test_requests_of_several_shapes() -> None:
-    """One bad request costs those of other shapes nothing."""
+    """A bad request does not affect requests of other shapes."""
     sent = [*items([1.0, BAD, 3.0]), *items([4.0, 5.0], length=6)]
     model = Model(bad)
 
@@ -149,7 +151,7 @@ def test_requests_of_several_shapes() -> None:
 
 
 def test_padded_requests() -> None:
-    """Requests of different lengths keep their own lengths when their batch is narrowed down."""
+    """Padded requests get outputs of their own lengths after a bisection."""
     x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
     made = engine(Model(bad), inputs=(x,), pad={"x": {"multiple_of": 4}})
     sent = [*items([1.0, BAD], length=3), *items([2.0, 3.0], length=6), *items([4.0], length=1)]
@@ -157,8 +159,8 @@ def test_padded_requests() -> None:
     assert check(sent, made.run(sent), ForwardError) == [1]
 
 
-def test_answers_are_those_of_smaller_batches() -> None:
-    """An innocent request has, to the last bit, what a smaller batch with it gives."""
+def test_results_equal_those_of_smaller_batches() -> None:
+    """A good request gets bit for bit the result of the smaller batch that succeeded."""
     torch.manual_seed(0)
     layer = nn.Linear(64, 64)
 
@@ -178,8 +180,8 @@ def test_answers_are_those_of_smaller_batches() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["rows", "type", "nothing"])
-def test_results_that_depend_on_a_request(wrong: str) -> None:
-    """Wrong outputs for one request are that request's affair."""
+def test_invalid_outputs_of_one_request(wrong: str) -> None:
+    """Invalid outputs for one request fail only that request."""
 
     def model(x: Tensor) -> Any:
         kept = (x != BAD).all(dim=1)
@@ -193,8 +195,8 @@ def test_results_that_depend_on_a_request(wrong: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
-def test_results_that_cannot_even_be_looked_at() -> None:
-    """A tensor that raises when it is asked for its shape is an error of the output."""
+def test_results_that_cannot_be_read() -> None:
+    """A tensor whose shape raises is an error of the output."""
 
     def model(x: Tensor) -> Any:
         odd = bool((x == BAD).any())
@@ -207,11 +209,11 @@ def test_results_that_cannot_even_be_looked_at() -> None:
     assert "the outputs cannot be read" in str(outcomes[1])
 
 
-def test_config_that_does_not_bind_is_tried_once() -> None:
-    """No request can help that the config names what forward() does not return."""
+def test_binding_errors_are_not_retried() -> None:
+    """A config that names missing outputs fails every request, so it is not retried."""
     model = Model()
     made = engine(model)
-    made.callee.take = Taker(build.config(outputs=(build.spec("RESULT[3]"),))).take
+    made.callee.take = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),))).take
 
     outcomes = made.run(items([1.0, 2.0, 3.0]))
 
@@ -224,8 +226,8 @@ def test_config_that_does_not_bind_is_tried_once() -> None:
     [SystemExit(3), GeneratorExit(), asyncio.CancelledError(), RecursionError()],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_is_raised(error: BaseException) -> None:
-    """Nothing that a model raises reaches Triton, which would fail the whole batch of it."""
+def test_any_exception_is_an_outcome(error: BaseException) -> None:
+    """No exception of a model reaches Triton, which would fail the whole batch."""
 
     def judge(x: Tensor) -> None:
         if bool((x == BAD).any()):
@@ -236,8 +238,8 @@ def test_whatever_is_raised(error: BaseException) -> None:
     assert check(sent, engine(Model(judge)).run(sent), ForwardError) == [1]
 
 
-def test_ctrl_c_ends_a_command() -> None:
-    """Ctrl-C in `check` or `tune` is no fault of the model."""
+def test_keyboard_interrupt_is_raised() -> None:
+    """Ctrl-C in `check` or `tune` is not an error of the model."""
 
     def judge(x: Tensor) -> None:
         raise KeyboardInterrupt
@@ -274,7 +276,7 @@ class Counter(nn.Module):
 def test_models_that_must_not_be_called_twice(
     wished: bool | None, stateful: bool, failed: list[int], calls: int
 ) -> None:
-    """RETRY_FAILED_BATCH decides; unset, a model that was seen to keep state is called once."""
+    """RETRY_FAILED_BATCH decides; by default a model that changes its buffers is called once."""
     counter = Counter()
     made = engine(counter, owner=counter if stateful else None, retry_failed_batch=wished)
     sent = items([1.0, BAD, 3.0, 4.0])
@@ -284,7 +286,7 @@ def test_models_that_must_not_be_called_twice(
 
 
 class InPlace(Model):
-    """Doubles where its input lies, and then asks the judge."""
+    """Doubles in place, then calls the judge."""
 
     def __call__(self, x: Tensor) -> Tensor:
         self.calls.append(x.shape[0])
@@ -293,8 +295,8 @@ class InPlace(Model):
         return x
 
 
-def test_models_that_write_into_their_inputs() -> None:
-    """A request whose values the model has overwritten is not tried again with them."""
+def test_models_that_write_to_their_inputs() -> None:
+    """A request whose values the model has overwritten is not retried."""
     model = InPlace(above(1))
     made = engine(model)
     made.run(items([1.0]))
@@ -305,16 +307,16 @@ def test_models_that_write_into_their_inputs() -> None:
     assert model.calls == [1, 2]
 
 
-def test_a_first_request_that_the_model_writes_into() -> None:
-    """Without a warm-up, the first request is tried again as it was sent."""
+def test_first_request_of_a_model_that_writes_to_its_inputs() -> None:
+    """Without a warm-up the first request is retried with its original values."""
     sent = items([3.0], rows=4)
     before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
 
     assert check(before, engine(InPlace(above(1))).run(sent), OutOfMemoryError) == []
 
 
-def test_batches_of_models_that_write_into_their_inputs() -> None:
-    """Several requests are a copy: only those at fault fail, and the others have their answers."""
+def test_batches_of_models_that_write_to_their_inputs() -> None:
+    """A batch of several requests is a copy, so it is retried: only bad requests fail."""
     sent = items([1.0, BAD, 3.0, 4.0])
     before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
 
@@ -324,8 +326,8 @@ def test_batches_of_models_that_write_into_their_inputs() -> None:
     assert check(before, engine(InPlace(judge)).run(sent), ForwardError) == [1]
 
 
-def test_parts_of_a_request_that_the_model_writes_into() -> None:
-    """Rows that did not fit in memory are tried again as they were sent."""
+def test_parts_of_a_request_of_a_model_that_writes_to_its_inputs() -> None:
+    """Rows that did not fit in memory are retried with their original values."""
     model = InPlace(above(8))
     made = engine(model)
     sent = items([1.0, 2.0, 3.0], rows=7)
@@ -339,7 +341,7 @@ def test_parts_of_a_request_that_the_model_writes_into() -> None:
 
 
 def test_work_is_bounded() -> None:
-    """A large batch of nothing but guilty requests costs a bounded number of calls."""
+    """A large batch of only bad requests costs a bounded number of calls."""
     model = Model(bad)
     outcomes = engine(model, max_batch_size=512).run(items([BAD] * 512))
 
@@ -348,7 +350,7 @@ def test_work_is_bounded() -> None:
 
 
 def test_work_is_bounded_for_all_parts_of_a_batch() -> None:
-    """Guilty requests in many small parts share the calls of one batch."""
+    """All parts of one batch share its budget of calls."""
 
     def judge(x: Tensor) -> None:
         above(64)(x)
@@ -361,8 +363,8 @@ def test_work_is_bounded_for_all_parts_of_a_batch() -> None:
     assert len([rows for rows in model.calls if rows <= 64]) == 128 + 512 // 64
 
 
-def test_what_the_log_is_told() -> None:
-    """Each failure is reported with its traceback and the places of its requests."""
+def test_reports() -> None:
+    """Each failure is reported with its traceback and the positions of its requests."""
 
     def judge(x: Tensor) -> None:
         for value in x.flatten().tolist():
@@ -384,7 +386,7 @@ def test_what_the_log_is_told() -> None:
 
 
 def test_endless_recursion() -> None:
-    """A traceback of a thousand frames is told by its last ones."""
+    """Only the last frames of a long traceback are reported."""
 
     def even(x: Tensor) -> None:
         odd(x)
@@ -400,8 +402,8 @@ def test_endless_recursion() -> None:
     assert len(text.splitlines()) < 300
 
 
-def test_every_try_has_its_time() -> None:
-    """What watches the time of a call is told of each second try."""
+def test_every_retry_is_announced() -> None:
+    """The callback that resets a call's time limit runs before each retry."""
     model = Model(bad)
     made = engine(model)
     begun: list[int] = []
@@ -417,7 +419,7 @@ def test_every_try_has_its_time() -> None:
 
 @pytest.mark.parametrize("fits", [1, 3, 8, 20])
 def test_batches_that_do_not_fit(fits: int) -> None:
-    """Memory that runs out costs nobody an answer, and the next batch fits at once."""
+    """After memory ran out all requests are still answered, and the next batch fits at once."""
     model = Model(above(fits))
     made = engine(model)
     sent = items([float(place) for place in range(32)])
@@ -440,7 +442,7 @@ def test_batches_that_do_not_fit(fits: int) -> None:
 def test_row_counts_that_the_model_takes(
     rows: Rows, overrides: dict[str, Any], fits: int, called: set[int]
 ) -> None:
-    """Smaller calls have the row counts that the model takes."""
+    """Smaller calls have row counts that the model takes."""
     model = Model(above(fits))
     sent = items([float(place) for place in range(32)])
 
@@ -449,7 +451,7 @@ def test_row_counts_that_the_model_takes(
 
 
 def test_fixed_rows_that_do_not_fit() -> None:
-    """A model whose only call does not fit is not called again and again."""
+    """A model whose only call size does not fit is not called again and again."""
     model = Model(above(3))
     sent = items([1.0, 2.0, 3.0])
 
@@ -459,7 +461,7 @@ def test_fixed_rows_that_do_not_fit() -> None:
 
 @pytest.mark.parametrize("tensors", [True, False])
 def test_a_request_of_many_rows(tensors: bool) -> None:
-    """One request that does not fit is run in pieces, and its rows come back in their order."""
+    """A single request that does not fit is run in parts, and its rows keep their order."""
     x = np.arange(40, dtype=np.float32).reshape(10, 4)
     more = np.full((3, 4), 3, dtype=np.float32)
     sent: list[Item] = [{"x": torch.from_numpy(one) if tensors else one} for one in (x, more)]
@@ -470,7 +472,7 @@ def test_a_request_of_many_rows(tensors: bool) -> None:
 
 
 def test_only_what_never_fits_is_refused() -> None:
-    """A single row that does not fit fails with 503, and the others are answered."""
+    """A single row that does not fit fails with 503; the others are answered."""
 
     def judge(x: Tensor) -> None:
         if bool((x == BAD).any()):
@@ -501,8 +503,8 @@ def test_no_batch_dimension() -> None:
     assert model.calls == [4, 4]
 
 
-def test_memory_and_a_bad_request() -> None:
-    """Both in one batch: only the guilty fails."""
+def test_out_of_memory_and_a_bad_request() -> None:
+    """With both in one batch, only the bad request fails."""
 
     def judge(x: Tensor) -> None:
         above(4)(x)
@@ -514,7 +516,7 @@ def test_memory_and_a_bad_request() -> None:
 
 
 def test_bad_requests_while_memory_is_short() -> None:
-    """A limit that is remembered does not change who is guilty."""
+    """A remembered limit does not change which requests fail."""
 
     def judge(x: Tensor) -> None:
         above(4)(x)
@@ -530,7 +532,7 @@ def test_bad_requests_while_memory_is_short() -> None:
 
 
 def test_a_first_failure_that_hides_a_shortage() -> None:
-    """Halves that fail for another reason than the whole are judged by their own."""
+    """If halves fail for another reason than the whole batch, their own reason counts."""
 
     def judge(x: Tensor) -> None:
         if x.shape[0] > 4:
@@ -542,8 +544,8 @@ def test_a_first_failure_that_hides_a_shortage() -> None:
     assert check(sent, engine(Model(judge)).run(sent), OutOfMemoryError) == []
 
 
-def test_no_second_try_without_leave() -> None:
-    """With RETRY_FAILED_BATCH false what does not fit fails, and the next batch is smaller."""
+def test_no_retry_if_disabled() -> None:
+    """With RETRY_FAILED_BATCH false a batch that does not fit fails; the next one is smaller."""
     model = Model(above(4))
     made = engine(model, retry_failed_batch=False)
     sent = items([float(place) for place in range(8)])
@@ -554,7 +556,7 @@ def test_no_second_try_without_leave() -> None:
 
 
 def test_pieces_that_cannot_be_joined() -> None:
-    """Outputs whose sizes depend on the rows of a call are an error, not wrong data."""
+    """Outputs whose sizes depend on the rows of a call are an error."""
 
     def model(x: Tensor) -> Tensor:
         above(4)(x)
@@ -567,7 +569,7 @@ def test_pieces_that_cannot_be_joined() -> None:
 
 
 def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When there is memory again, batches grow back, and nothing is remembered."""
+    """When memory is free again, batches grow until no limit is left."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
     limit = [4]
 
@@ -590,14 +592,14 @@ def test_memory_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def freed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How often the cache was freed."""
+    """The number of calls that freed the cache."""
     times: list[int] = []
     monkeypatch.setattr(runtime, "free", lambda: times.append(1))
     return times  # type: ignore[return-value]
 
 
-def test_first_try_is_over_before_the_second(freed: list[int]) -> None:
-    """What forward() held when memory ran out is let go of, and the cache freed, before a retry."""
+def test_frames_are_cleared_before_the_retry(freed: list[int]) -> None:
+    """The memory of the failed call is released and the cache freed before the retry."""
     held: list[weakref.ref[Tensor]] = []
     alive: list[int] = []
 
@@ -637,7 +639,7 @@ print(limit.safe)
 
 
 def test_memory_of_the_cpu() -> None:
-    """A process that may take no more memory answers in smaller batches."""
+    """A process with a memory limit answers in smaller batches."""
     if resource.getrlimit(resource.RLIMIT_AS)[1] != resource.RLIM_INFINITY:
         pytest.skip("this process is limited already")
     code = _CHILD.format(path=sys.path)
@@ -660,7 +662,7 @@ _KINDS = [
 def test_everything_at_once(
     rows: Rows, overrides: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bad values, rows that never fit and memory that comes and goes: no answer is ever wrong."""
+    """With bad values, rows that never fit and varying memory, no result is ever wrong."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
     random = Random(1)
     fits = [32]
@@ -694,7 +696,7 @@ def test_everything_at_once(
         fixed = rows.least > 1 or "batch_buckets" in overrides
         for place, (item, outcome) in enumerate(zip(sent, outcomes, strict=True)):
             if isinstance(outcome, BackendError):
-                # Fixed calls that do not fit, or that share their least rows, fail together.
+                # Fixed calls that do not fit, or that share their smallest size, fail together.
                 assert place in wrong or (fixed and isinstance(outcome, OutOfMemoryError))
                 assert place not in wrong or type(outcome) in (
                     kinds[wrong[place]],
@@ -705,7 +707,7 @@ def test_everything_at_once(
                 np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(item["x"]))
 
 
-# --- beyond help -----------------------------------------------------------------------------
+# --- fatal errors ----------------------------------------------------------------------------
 
 
 def accelerator(code: int) -> RuntimeError:
@@ -716,7 +718,7 @@ def accelerator(code: int) -> RuntimeError:
 
 
 class Device:
-    """A device that breaks at a bad value, and raises from then on, asked or used."""
+    """A device that breaks at a bad value, and raises from then on in calls and probes."""
 
     def __init__(self, *, tells: bool) -> None:
         self.broken = False
@@ -725,7 +727,7 @@ class Device:
     def judge(self, x: Tensor) -> None:
         self.broken |= bool((x == BAD).any())
         if self.broken:
-            # AOTInductor does not pass on what CUDA said.
+            # AOTInductor does not pass on CUDA's errors.
             raise accelerator(710) if self._tells else RuntimeError("the package failed")
 
     def probe(self, _: torch.device) -> None:
@@ -735,7 +737,7 @@ class Device:
 
 @pytest.mark.parametrize("tells", [True, False], ids=["torch tells", "the device is asked"])
 def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a sticky error nothing is computed: everyone is told at once, with the reason."""
+    """After a sticky error nothing is run, and every request gets the error with its reason."""
     device = Device(tells=tells)
     monkeypatch.setattr(runtime, "probe", device.probe)
     model = Model(device.judge)
@@ -757,8 +759,8 @@ def test_device_that_breaks(tells: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(not text for (_, text), _ in others)
 
 
-def test_device_that_breaks_at_a_second_try(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was answered before the device broke stays answered."""
+def test_device_that_breaks_in_a_retry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests that were answered before the device broke stay answered."""
     device = Device(tells=True)
     monkeypatch.setattr(runtime, "probe", device.probe)
 
@@ -776,7 +778,7 @@ def test_device_that_breaks_at_a_second_try(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_device_that_breaks_while_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a batch that is run in pieces, those after the fatal one are not run."""
+    """The remaining parts of a batch are not run after a fatal error."""
     device = Device(tells=True)
     monkeypatch.setattr(runtime, "probe", device.probe)
 
@@ -794,7 +796,7 @@ def test_device_that_breaks_while_memory_is_short(monkeypatch: pytest.MonkeyPatc
 def test_cache_of_a_broken_device_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, freed: list[int]
 ) -> None:
-    """To free a broken device's memory would raise once more."""
+    """Freeing the cache of a broken device would raise again."""
     device = Device(tells=True)
     monkeypatch.setattr(runtime, "probe", device.probe)
     cleaned: list[int] = []
@@ -807,8 +809,8 @@ def test_cache_of_a_broken_device_is_left_alone(
     assert (cleaned, freed) == ([1], [])
 
 
-def test_words_of_a_client_break_nothing() -> None:
-    """A message that only looks like an error of the device is an error like any other."""
+def test_messages_that_resemble_device_errors() -> None:
+    """A message that only looks like an error of the device is an ordinary error."""
 
     def judge(x: Tensor) -> None:
         if bool((x == BAD).any()):
@@ -827,7 +829,7 @@ def test_words_of_a_client_break_nothing() -> None:
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_values_that_are_not_finite(value: float, rows: int) -> None:
-    """Only the requests whose outputs hold NaN or infinity are refused."""
+    """Only requests whose outputs hold NaN or infinity are refused."""
     sent = items([1.0, 2.0, 3.0], rows)
     np.asarray(sent[1]["x"])[rows - 1, 2] = value
     made = engine(Model(), check_finite=True)
@@ -842,15 +844,15 @@ def test_values_that_are_not_finite(value: float, rows: int) -> None:
     assert list(made.recovery.reports.values()) == [[1]]
 
 
-def test_values_are_not_checked_unasked() -> None:
-    """NaN is a value like any other, unless CHECK_FINITE is set."""
+def test_values_are_not_checked_by_default() -> None:
+    """NaN is served unless CHECK_FINITE is set."""
     sent = items([np.nan, 1.0])
 
     assert check(sent, engine(Model()).run(sent), OutputError) == []
 
 
 def test_padding_that_is_not_finite() -> None:
-    """What the model makes of padding is nobody's answer."""
+    """Outputs for padding are not checked."""
     x = dataclasses.replace(build.spec("x", dims=(-1,)), ragged=True)
     made = engine(Model(), inputs=(x,), pad={"x": {"value": float("inf")}}, check_finite=True)
     sent = [*items([1.0], length=3), *items([2.0], length=6)]
@@ -859,7 +861,7 @@ def test_padding_that_is_not_finite() -> None:
 
 
 def test_integers_and_strings_are_finite() -> None:
-    """Outputs that cannot hold NaN are not looked at."""
+    """Outputs of types that cannot hold NaN are not checked."""
 
     def model(x: Tensor) -> Any:
         return {"n": x.long(), "s": ["a"] * x.shape[0]}

@@ -1,4 +1,4 @@
-"""Whether a model is seen to change what it must not, to be called twice."""
+"""Detection of writes to inputs and buffers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch_py_backend.engine.side_effects import Purity
 
 
 class Counter(nn.Module):
-    """Counts in a buffer: in place, or in a new one."""
+    """Counts in a buffer: in place, or by replacing it."""
 
     count: Tensor
 
@@ -34,7 +34,7 @@ class Counter(nn.Module):
 @pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_buffers_that_are_written(in_place: bool, mode: Any) -> None:
-    """A buffer that is written, or put in another's place, is noticed."""
+    """A buffer that is written or replaced is detected."""
     model = Counter(in_place=in_place)
     made = Purity(model)
     assert not made.writes_buffers()
@@ -46,7 +46,7 @@ def test_buffers_that_are_written(in_place: bool, mode: Any) -> None:
 
 
 class Late(nn.Module):
-    """Makes its counter in the first call, in inference mode; torch does not count its writes."""
+    """Creates its counter in the first call, in inference mode; torch does not count its writes."""
 
     count: Tensor
 
@@ -59,7 +59,7 @@ class Late(nn.Module):
 
 @pytest.mark.parametrize(("value", "writes"), [(1.0, True), (0.0, False)])
 def test_buffers_made_in_inference_mode(value: float, writes: bool) -> None:
-    """A buffer that the first call has made is looked at by its values."""
+    """A buffer created in inference mode is compared by its values."""
     model = Late()
     made = Purity(model)
     with torch.inference_mode():
@@ -71,15 +71,15 @@ def test_buffers_made_in_inference_mode(value: float, writes: bool) -> None:
 
 
 def test_buffers_written_by_graphs() -> None:
-    """A replay changes values without a trace in their versions."""
+    """A replay changes values without changing their versions."""
     model = Counter()
     made = Purity(model, captured=True)
     model.count.numpy()[:] = 3  # as a graph does, torch does not see it
     assert made.writes_buffers()
 
 
-def test_what_the_warm_up_changed_is_no_state() -> None:
-    """A table that the first calls make is the model's own affair."""
+def test_changes_of_the_warm_up_are_the_baseline() -> None:
+    """Tables that the first calls fill are not side effects."""
     model = Counter()
     made = Purity(model)
     model(torch.ones(1))
@@ -92,8 +92,8 @@ def test_what_the_warm_up_changed_is_no_state() -> None:
 @pytest.mark.parametrize(
     "model", [nn.BatchNorm1d(4).eval(), nn.Linear(4, 4), torch.jit.script(nn.BatchNorm1d(4).eval())]
 )
-def test_models_that_change_nothing(model: nn.Module) -> None:
-    """A model in eval mode keeps its buffers, TorchScript's too."""
+def test_models_without_side_effects(model: nn.Module) -> None:
+    """A model in eval mode keeps its buffers; also in TorchScript."""
     made = Purity(model)
     with torch.inference_mode():
         model(torch.rand(2, 4))
@@ -102,7 +102,7 @@ def test_models_that_change_nothing(model: nn.Module) -> None:
 
 
 def test_batch_norm_in_training() -> None:
-    """Statistics that every batch changes are state."""
+    """Statistics that change with every batch are side effects."""
     model = nn.BatchNorm1d(4).train()
     made = Purity(model)
     with torch.inference_mode():
@@ -111,8 +111,8 @@ def test_batch_norm_in_training() -> None:
     assert made.writes_buffers()
 
 
-def test_models_without_buffers_at_hand() -> None:
-    """A function, or a package, shows nothing."""
+def test_models_without_accessible_buffers() -> None:
+    """A function or a package has no buffers to compare."""
     assert not Purity(None).writes_buffers()
 
 
@@ -127,7 +127,7 @@ def test_models_without_buffers_at_hand() -> None:
     ],
 )
 def test_inputs_that_are_written(value: Any, write: Any) -> None:
-    """A model that computes in its inputs cannot be given them again."""
+    """A model that writes to its inputs is detected."""
     made, item = Purity(None), {"x": value}
     before = side_effects.copied(item)
     assert not made.known
@@ -153,8 +153,8 @@ def test_inputs_that_are_written(value: Any, write: Any) -> None:
     ],
     ids=["NaN", "empty", "scalar", "strings"],
 )
-def test_inputs_that_are_left_alone(value: Any) -> None:
-    """NaN is the same NaN, and strings cannot be written."""
+def test_inputs_that_are_not_written(value: Any) -> None:
+    """NaN compares equal to the same NaN, and strings are not compared."""
     made, item = Purity(None), {"x": value}
     made.compare(side_effects.copied(item), item)
 
@@ -162,7 +162,7 @@ def test_inputs_that_are_left_alone(value: Any) -> None:
 
 
 def test_one_value_with_a_stride_of_0() -> None:
-    """A single number, as the warm-up makes it up for an argument, is compared as others are."""
+    """A single number with a stride of 0, as the warm-up creates it, is compared like others."""
     value = torch.rand(1).as_strided((1,), (0,))
     made = Purity(None)
     before = side_effects.copied({"x": value})

@@ -1,4 +1,4 @@
-"""The first and the last stages of a stream."""
+"""The first and last stages of a stream."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def double(x: Tensor) -> Tensor:
     return x * 2
 
 
-def test_what_begins_a_stream_is_what_the_model_returns() -> None:
-    """begin() looks into nothing that the model returned; it is counted as a batch of its rows."""
+def test_begin_returns_the_result_unchanged() -> None:
+    """begin() does not inspect the result, and counts a batch of its rows."""
     kept = object()
     engine = streamed.engine(lambda x: (kept, x))
     item: Item = {"x": torch.rand(3, 2)}
@@ -31,8 +31,8 @@ def test_what_begins_a_stream_is_what_the_model_returns() -> None:
     assert engine.counts.batches == {3: 1}
 
 
-def test_an_item_that_the_model_does_not_take() -> None:
-    """It is refused before the model is called."""
+def test_begin_refuses_an_invalid_item() -> None:
+    """An invalid item is refused before the model is called."""
     engine = streamed.engine(double)
 
     with pytest.raises(InputError, match="lacks the input 'x'"):
@@ -48,8 +48,8 @@ def test_an_item_that_the_model_does_not_take() -> None:
         pytest.param(torch.full((1, 2), torch.nan), BackendError, id="no number"),
     ],
 )
-def test_an_outcome_is_an_error_of_its_own(wrong: Any, kind: type[BackendError]) -> None:
-    """Of results that are read together, one that does not fit spoils none of the others."""
+def test_an_invalid_result_fails_alone(wrong: Any, kind: type[BackendError]) -> None:
+    """Of several results, one that contradicts the config does not affect the others."""
     engine = streamed.engine(double, check_finite=True)
     begun = [engine.stream_calls.begin(streamed.item(value, value)) for value in (1, 2, 3)]
     (first, given), _, (third, _) = begun

@@ -18,7 +18,7 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine import weight_watcher
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.weight_watcher import Watch
+from torch_py_backend.engine.weight_watcher import WeightWatcher
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.startup import builder
@@ -90,15 +90,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def closing() -> Iterator[list[Watch]]:
-    watches: list[Watch] = []
+def closing() -> Iterator[list[WeightWatcher]]:
+    watches: list[WeightWatcher] = []
     yield watches
     for watch in watches:
         watch.close()
 
 
 def replace(path: Path, write: Writer, value: float) -> None:
-    """A new file, in one step."""
+    """Replace a file in one step."""
     scratch = path.with_name(f"next{path.suffix}")
     write(scratch, Net(value))
     scratch.replace(path)
@@ -122,7 +122,7 @@ def answer(made: Engine) -> Tensor:
 
 
 def until(happened: Callable[[], Any]) -> None:
-    """Wait for what another thread does; four minutes are a failure."""
+    """Wait for another thread; fail after four minutes."""
     end = time.monotonic() + 240
     while not happened():
         assert time.monotonic() < end
@@ -137,12 +137,16 @@ def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
 @pytest.mark.parametrize("optimize", [(), ("channels_last",)])
 @pytest.mark.parametrize(("name", "write"), KINDS)
 def test_a_new_file_is_swapped_in(
-    name: str, write: Writer, optimize: tuple[str, ...], tmp_path: Path, closing: list[Watch]
+    name: str,
+    write: Writer,
+    optimize: tuple[str, ...],
+    tmp_path: Path,
+    closing: list[WeightWatcher],
 ) -> None:
-    """The answers are the new ones, the weights lie in the new file, and the old one is let go."""
+    """Answers use the new weights, the weights are in the new file, and the old one is closed."""
     path = tmp_path / "1" / name
     made = served(tmp_path, name, write, optimize=optimize)
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     closing.append(watch)
     assert torch.equal(answer(made), Net(1)(X))
     until(lambda: watch.digest)
@@ -150,7 +154,7 @@ def test_a_new_file_is_swapped_in(
         replace(path, write, value)
         until(lambda: watch.digest == hashlib.sha256(path.read_bytes()).hexdigest()[:12])
         assert torch.equal(answer(made), Net(value)(X))
-        # It was not the model that wrote.
+        # The swap is not a side effect of the model.
         assert not made.purity.writes_buffers()
         found = sharing.mapped(made.loaded)
         assert found.shared == found.total
@@ -158,14 +162,14 @@ def test_a_new_file_is_swapped_in(
 
 
 def test_a_compiled_model_takes_new_weights_without_compiling(
-    tmp_path: Path, closing: list[Watch], dynamo: None
+    tmp_path: Path, closing: list[WeightWatcher], dynamo: None
 ) -> None:
-    """The compiled graph is given the weights with each call."""
+    """The compiled graph gets the weights as arguments of each call."""
     made = served(tmp_path, "model.pt", _state_dict, torch_compile_optional_parameters={})
     with made.preparing():
         answer(made)  # with copies of its inputs, which torch.compile tells from the inputs
         answer(made)
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     closing.append(watch)
     until(lambda: watch.digest)
     before = watch.digest
@@ -175,15 +179,15 @@ def test_a_compiled_model_takes_new_weights_without_compiling(
         assert torch.allclose(answer(made), Net(2)(X))
 
 
-def test_a_view_that_somebody_holds_shows_the_new_weights(
-    tmp_path: Path, closing: list[Watch]
+def test_a_retained_view_shows_the_new_weights(
+    tmp_path: Path, closing: list[WeightWatcher]
 ) -> None:
-    """A model that has kept a view of a weight since its first call."""
+    """A view of a weight that the model has kept since its first call has the new values."""
     made = served(tmp_path, "model.pt", _state_dict)
     assert made.loaded.owner is not None
     linear: Any = made.loaded.owner.get_submodule("linear")
     view = linear.weight.t()
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     closing.append(watch)
     until(lambda: watch.digest)
     before = watch.digest
@@ -193,10 +197,10 @@ def test_a_view_that_somebody_holds_shows_the_new_weights(
     assert torch.equal(answer(made), Net(2)(X))
 
 
-def test_no_batch_sees_old_and_new_weights(tmp_path: Path, closing: list[Watch]) -> None:
-    """While files are replaced, each answer is of one of them."""
+def test_no_batch_sees_old_and_new_weights(tmp_path: Path, closing: list[WeightWatcher]) -> None:
+    """While files are replaced, each answer uses the weights of one file."""
     made = served(tmp_path, "model.safetensors", _safetensors)
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     closing.append(watch)
     until(lambda: watch.digest)
     ended = threading.Event()
@@ -255,12 +259,12 @@ def test_a_bad_file_is_refused_once_and_the_old_weights_stay(
     write: Callable[[Path], None],
     reason: str,
     tmp_path: Path,
-    closing: list[Watch],
+    closing: list[WeightWatcher],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The log says why; a good file that follows is taken."""
+    """The log has the reason, and a good file afterwards is swapped in."""
     made = served(tmp_path, "model.pt", _state_dict)
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     closing.append(watch)
     until(lambda: watch.digest)
     before, path = watch.digest, tmp_path / "1" / "model.pt"
@@ -306,15 +310,15 @@ def test_a_buffer_that_forward_has_replaced(
     statement: str,
     refusal: str,
     tmp_path: Path,
-    closing: list[Watch],
+    closing: list[WeightWatcher],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """New weights are in force as a whole or not at all, and the watch goes on."""
+    """New weights are swapped in completely or not at all, and the watcher continues."""
     build.write(tmp_path, "model.py", REPLACES % statement)
     _state_dict(tmp_path / "1" / "model.pt", Net(1))
     config = build.config(tmp_path, watch_weights=True)
     made = builder.build(config, Threads(1, 1))
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     closing.append(watch)
     until(lambda: watch.digest)
     before = watch.digest
@@ -326,7 +330,7 @@ def test_a_buffer_that_forward_has_replaced(
     assert [refusal in one for one in refusals(caplog)] == ([True] if refusal else [])
     assert torch.equal(_linear(made), Net(1 if refusal else 2).linear(X))
 
-    # Another look at the files finds the thread alive.
+    # A further poll finds the thread alive.
     replace(tmp_path / "1" / "model.pt", _state_dict, 3)
     until(lambda: len(refusals(caplog)) == 2 if refusal else torch.equal(answer(made), Net(3)(X)))
 
@@ -338,7 +342,9 @@ def _linear(made: Engine) -> Tensor:
         return result
 
 
-def test_an_answer_that_is_a_weight_stays_what_it_was(tmp_path: Path, closing: list[Watch]) -> None:
+def test_an_answer_that_is_a_weight_stays_the_same(
+    tmp_path: Path, closing: list[WeightWatcher]
+) -> None:
     """New weights do not change an answer that has not been sent yet."""
     build.write(
         tmp_path, "model.py", SOURCE.replace("self.linear(x) + self.nothing", "self.own(x)")
@@ -348,7 +354,7 @@ def test_an_answer_that_is_a_weight_stays_what_it_was(tmp_path: Path, closing: l
     path.write_text(path.read_text() + "\n" + own)
     _state_dict(tmp_path / "1" / "model.pt", Net(1))
     made = builder.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     closing.append(watch)
     until(lambda: watch.digest)
     before, unsent = watch.digest, answer(made)
@@ -363,16 +369,16 @@ def test_an_answer_that_is_a_weight_stays_what_it_was(tmp_path: Path, closing: l
 @pytest.mark.parametrize(
     ("name", "write"), [("model.pt", _scripted), ("model.pt2", _exported)], ids=["script", "export"]
 )
-def test_a_damaged_archive_does_not_end_the_watch(
+def test_a_damaged_archive_does_not_stop_the_watcher(
     name: str,
     write: Writer,
     tmp_path: Path,
-    closing: list[Watch],
+    closing: list[WeightWatcher],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Half of one is refused, and the whole one that follows is taken."""
+    """A truncated archive is refused, and the complete one that follows is swapped in."""
     made = served(tmp_path, name, write)
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     closing.append(watch)
     until(lambda: watch.digest)
     before, path = watch.digest, tmp_path / "1" / name
@@ -394,10 +400,10 @@ def test_an_archive_with_other_code_is_refused(
     name: str,
     write: Writer,
     tmp_path: Path,
-    closing: list[Watch],
+    closing: list[WeightWatcher],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The weights would fit, but the program that they are for is another one."""
+    """An archive whose weights fit but whose program differs is refused."""
 
     class Other(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -405,7 +411,7 @@ def test_an_archive_with_other_code_is_refused(
             return result
 
     made = served(tmp_path, name, write)
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     closing.append(watch)
     until(lambda: watch.digest)
     with caplog.at_level(logging.ERROR):
@@ -418,12 +424,12 @@ def test_an_archive_with_other_code_is_refused(
     assert "Load the model again" in refusal
 
 
-def test_a_file_that_is_written_over_in_place_is_taken_when_it_is_whole(
-    tmp_path: Path, closing: list[Watch]
+def test_a_file_written_in_place_is_read_when_complete(
+    tmp_path: Path, closing: list[WeightWatcher]
 ) -> None:
-    """Until then the old weights are in force, copied away from under the writer."""
+    """Until the file is complete the old weights are used, copied before the write."""
     made = served(tmp_path, "model.pt", _state_dict)
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     closing.append(watch)
     until(lambda: watch.digest)
     before, path = watch.digest, tmp_path / "1" / "model.pt"
@@ -441,23 +447,23 @@ def test_a_file_that_is_written_over_in_place_is_taken_when_it_is_whole(
 
 @pytest.mark.parametrize("name", [build.MODEL, "folderQ2x7Ba"], ids=["own", "copy"])
 def test_a_copy_that_triton_made_is_watched_with_a_warning(
-    name: str, tmp_path: Path, closing: list[Watch], caplog: pytest.LogCaptureFixture
+    name: str, tmp_path: Path, closing: list[WeightWatcher], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of a model from a cloud store nobody replaces the files that an instance sees."""
+    """The files of a model from a cloud store are copies that are never replaced."""
     made = served(tmp_path / name, "model.pt", _state_dict)
     with caplog.at_level(logging.WARNING):
-        closing.append(Watch(made))
+        closing.append(WeightWatcher(made))
     copy = name != build.MODEL
     assert ("watches Triton's copy of the model" in caplog.text) == copy
 
 
 def test_without_the_option_files_are_guarded_and_not_watched(tmp_path: Path) -> None:
-    """A new file waits for the next load; one that is written over changes nothing."""
+    """A new file waits for the next load, and a write in place has no effect."""
     build.write(tmp_path, "model.py", SOURCE)
     path = tmp_path / "1" / "model.pt"
     _state_dict(path, Net(1))
     made = builder.build(build.config(tmp_path), Threads(1, 1))
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     path.write_bytes(b"")
     assert torch.equal(answer(made), Net(1)(X))
     assert watch.digest == ""
@@ -478,11 +484,11 @@ def test_a_model_whose_weights_cannot_be_replaced_is_not_loaded(
     """WATCH_WEIGHTS is refused with the reason."""
     made = served(tmp_path, "model.safetensors", _safetensors, **options)
     with pytest.raises(ConfigError, match=reason):
-        Watch(made)
+        WeightWatcher(made)
 
 
 class Strays(nn.Module):
-    """Holds a tensor that is in no state_dict."""
+    """Holds a tensor that is not in its state_dict."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -501,20 +507,20 @@ class Strays(nn.Module):
         (nn.ReLU(), "no weights outside of its code"),
     ],
 )
-def test_an_archive_whose_weights_are_not_all_is_not_loaded(
+def test_an_archive_with_incomplete_weights_is_not_loaded(
     module: nn.Module, reason: str, tmp_path: Path
 ) -> None:
-    """Half of new weights would be wrong ones."""
+    """Weights that are only partly replaceable are refused."""
     path = tmp_path / "1" / "model.pt"
     path.parent.mkdir()
     torch.jit.script(module.eval()).save(path)
     made = builder.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
     with pytest.raises(ConfigError, match=reason):
-        Watch(made)
+        WeightWatcher(made)
 
 
-def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[Watch]) -> None:
-    """Another shard is another digest, and is swapped in like a single file."""
+def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[WeightWatcher]) -> None:
+    """A new shard changes the digest, and is swapped in like a single file."""
     build.write(tmp_path, "model.py", SOURCE)
     folder = tmp_path / "1"
 
@@ -527,7 +533,7 @@ def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[Watc
     names = {key: f"{key}.safetensors" for key in Net(1).state_dict()}
     build.write(tmp_path, "model.safetensors.index.json", json.dumps({"weight_map": names}))
     made = builder.build(build.config(tmp_path, watch_weights=True), Threads(1, 1))
-    watch = Watch(made)
+    watch = WeightWatcher(made)
     closing.append(watch)
     until(lambda: watch.digest)
     before = watch.digest

@@ -1,4 +1,4 @@
-"""What hooks do around a module: rows, batches, results, and whose error an error is."""
+"""The pipeline of a model with hooks: rows, batches, results, and errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from torch_py_backend.errors import (
     InputError,
     OutputError,
 )
-from torch_py_backend.hooks.user_hooks import Hooks, Stage
+from torch_py_backend.hooks.user_hooks import Hook, Hooks
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 
@@ -35,7 +35,7 @@ _X, _Y = build.spec("x", dims=(-1,)), build.spec("y", dims=(-1,))
 
 
 class Recorder:
-    """A module that remembers the batches it was called with."""
+    """A module that records the batches of its calls."""
 
     def __init__(self, function: Callable[[Any], Any] = lambda x: x) -> None:
         self.calls: list[Any] = []
@@ -46,9 +46,9 @@ class Recorder:
         return self._function(x)
 
 
-def stage(name: str, function: Callable[..., Any]) -> Stage:
+def stage(name: str, function: Callable[..., Any]) -> Hook:
     asks = request_parameters.ASKED in signatures_of(function)
-    return Stage(build.MODEL, name, function, name, asks=asks, blames=name.startswith("preprocess"))
+    return Hook(build.MODEL, name, function, name, asks=asks, blames=name.startswith("preprocess"))
 
 
 def signatures_of(function: Callable[..., Any]) -> list[str]:
@@ -61,7 +61,7 @@ def engine(
     rows: Rows = ANY_ROWS,
     **overrides: Any,
 ) -> Engine:
-    """An engine around a function: one input x and one output y, both FP32 [-1], unless told."""
+    """Return an engine around a function: input x and output y, both FP32 [-1] by default."""
     settings = build.config(**{"inputs": (_X,), "outputs": (_Y,), **overrides})
     loaded = Loaded(Kind.MODULE, module, introspection.of_function(module), None, rows)
     surroundings = runtime.surround(Options(), torch.device("cpu"), ())
@@ -70,7 +70,7 @@ def engine(
 
 
 def item(*rows: Any, told: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A request with an input x, and parameters."""
+    """Return an item with an input x and parameters."""
     sent: dict[str, Any] = {"x": torch.tensor(rows, dtype=torch.float32)}
     return (
         sent if told is None else sent | {request_parameters.KEY: request_parameters.column([told])}
@@ -78,7 +78,7 @@ def item(*rows: Any, told: dict[str, Any] | None = None) -> dict[str, Any]:
 
 
 def values(outcomes: Any, name: str = "y") -> list[Any]:
-    """Each outcome's output as lists, or its error."""
+    """Return each outcome's output as lists, or its error."""
     return [one if isinstance(one, BackendError) else one[name].tolist() for one in outcomes]
 
 
@@ -89,8 +89,8 @@ def doubled(x: Tensor) -> Tensor:
     return 2 * x
 
 
-def test_each_row_by_itself() -> None:
-    """preprocess() sees a row without its batch dimension; the module sees one batch."""
+def test_each_row_is_prepared_separately() -> None:
+    """preprocess() gets a row without its batch dimension; the module gets one batch."""
     seen: list[list[float]] = []
 
     def preprocess(x: Tensor) -> Tensor:
@@ -123,10 +123,10 @@ def test_each_row_by_itself() -> None:
     ],
 )
 @pytest.mark.parametrize("batched", [True, False])
-def test_what_is_passed(
+def test_arguments_of_the_module(
     returned: Callable[[Tensor], Any], module: Callable[..., Any], batched: bool
 ) -> None:
-    """A dict is the arguments by name, a tuple several, anything else the one."""
+    """A dict holds arguments by name, a tuple several arguments, anything else is one argument."""
 
     def preprocess(x: Tensor) -> Any:
         return returned(x)
@@ -155,7 +155,7 @@ def test_what_is_passed(
     ],
 )
 def test_annotations(annotation: Any, kind: str, sent: Any, expected: Any) -> None:
-    """A row's value is what the annotation says."""
+    """A row's value has the annotated type."""
     seen: list[Any] = []
 
     def preprocess(value: Any) -> Tensor:
@@ -170,8 +170,8 @@ def test_annotations(annotation: Any, kind: str, sent: Any, expected: Any) -> No
     assert type(seen[0]) is type(expected)
 
 
-def test_shapes_are_called_apart() -> None:
-    """Rows that cannot be stacked are different calls, where nobody collates."""
+def test_different_shapes_are_different_calls() -> None:
+    """Without collate(), rows that cannot be stacked are different calls."""
     module = Recorder()
     made = engine(module, {"preprocess": doubled})
     outcomes = made.run([item([1.0]), item([1.0, 2.0]), item([3.0])])
@@ -180,7 +180,7 @@ def test_shapes_are_called_apart() -> None:
 
 
 def test_collate() -> None:
-    """collate() makes one batch of rows of any kind, from several requests."""
+    """collate() makes one batch of rows of any type from several requests."""
     seen: list[Any] = []
 
     def preprocess(x: Tensor) -> str:
@@ -208,7 +208,7 @@ def test_collate_of_lists() -> None:
 
 
 def test_rows_that_fill() -> None:
-    """Buckets repeat the last row of what preprocess() made; its results are dropped."""
+    """Buckets repeat the last prepared row; the results of the repeated rows are dropped."""
     module = Recorder()
 
     def collate(rows: list[Tensor]) -> Tensor:
@@ -224,7 +224,7 @@ def test_rows_that_fill() -> None:
 
 
 def test_preprocess_batch() -> None:
-    """All rows of all requests at once, as forward() would get them."""
+    """preprocess_batch() gets all rows of all requests, as forward() would."""
 
     def preprocess_batch(x: Tensor, text: list[str]) -> dict[str, Tensor]:
         lengths = torch.tensor([[float(len(one))] for one in text])
@@ -238,7 +238,7 @@ def test_preprocess_batch() -> None:
 
 
 def test_inference() -> None:
-    """inference() has the module, and the inputs by name where nothing has prepared them."""
+    """inference() gets the module, and the inputs by name unless they were prepared."""
 
     def inference(module: Any, batch: dict[str, Tensor]) -> Tensor:
         result: Tensor = module(batch["x"]) + module(batch["x"])
@@ -255,8 +255,8 @@ def test_inference() -> None:
         (lambda x: {"x": x}, dict),
     ],
 )
-def test_inference_has_what_was_returned(returned: Callable[..., Any], expects: type) -> None:
-    """What preprocess() returned for each row is what inference() has for the batch."""
+def test_inference_gets_prepared_rows(returned: Callable[..., Any], expects: type) -> None:
+    """inference() gets the batch of the results of preprocess()."""
     seen: list[Any] = []
 
     def preprocess(x: Tensor) -> Any:
@@ -286,7 +286,7 @@ class Record:
 
 @dataclasses.dataclass
 class Output(collections.OrderedDict[str, Any]):
-    """As Hugging Face's: a dict whose entries are attributes; what is None is no entry."""
+    """Like Hugging Face's outputs: a dict with attributes; attributes of None are no entries."""
 
     first: Any = None
     second: Any = None
@@ -315,7 +315,7 @@ class Output(collections.OrderedDict[str, Any]):
     ],
 )  # fmt: skip
 def test_parts(result: Callable[[Tensor], Any], read: Callable[[Any], Any]) -> None:
-    """Each row has its part of a result of any structure."""
+    """Each row gets its part of a result of any structure."""
 
     def postprocess(part: Any) -> Any:
         return read(part) * 10
@@ -332,8 +332,8 @@ def test_parts(result: Callable[[Tensor], Any], read: Callable[[Any], Any]) -> N
         (lambda x: [x], "a list of 1"),
     ],
 )
-def test_parts_that_rows_do_not_have(result: Callable[[Tensor], Any], found: str) -> None:
-    """A result that is not of as many rows cannot be taken apart, and says what helps."""
+def test_parts_without_a_row_dimension(result: Callable[[Tensor], Any], found: str) -> None:
+    """A result with another number of rows is an error that says what to do."""
     made = engine(Recorder(result), {"postprocess": lambda result: result})
     (outcome,) = made.run([item([1.0], [2.0], [3.0])])
     assert isinstance(outcome, OutputError)
@@ -360,7 +360,7 @@ def test_parts_that_rows_do_not_have(result: Callable[[Tensor], Any], found: str
     ],
 )
 def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any) -> None:
-    """What postprocess() returns becomes the output that the config has."""
+    """The result of postprocess() becomes the config's output."""
     outputs = (build.spec("y", kind, dims),)
     for value in (returned, {"y": returned}):
         made = engine(
@@ -391,7 +391,7 @@ def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any)
     ],
 )
 def test_refused_outputs(kind: str, returned: Any, says: str) -> None:
-    """What the config contradicts is that request's error, and names what came."""
+    """A result that contradicts the config is the request's error and names the value."""
     outputs = (build.spec("y", kind, (1,)),)
     made = engine(doubled, {"postprocess": lambda result: returned}, outputs=outputs)
     (outcome,) = made.run([item([1.0])])
@@ -401,7 +401,7 @@ def test_refused_outputs(kind: str, returned: Any, says: str) -> None:
 
 
 def test_rows_of_one_request_have_one_shape() -> None:
-    """Outputs of one request are one tensor; others may have other shapes."""
+    """Outputs of one request are one tensor; other requests may have other shapes."""
     made = engine(doubled, {"postprocess": lambda result: torch.ones(int(result))})
     outcomes = made.run([item([1.0], [2.0]), item([0.5])])
     assert isinstance(outcomes[0], OutputError)
@@ -412,7 +412,7 @@ def test_rows_of_one_request_have_one_shape() -> None:
 
 
 def test_postprocess_batch() -> None:
-    """The whole result at once; its outputs are checked as forward()'s."""
+    """postprocess_batch() gets the whole result; its outputs are checked like forward()'s."""
     made = engine(doubled, {"postprocess_batch": lambda result: {"y": result + 1}})
     assert values(made.run([item([1.0]), item([2.0])])) == [[[3]], [[5]]]
     made = engine(doubled, {"postprocess_batch": lambda result: {"y": result[:1]}})
@@ -422,7 +422,7 @@ def test_postprocess_batch() -> None:
 
 
 def test_check_finite() -> None:
-    """CHECK_FINITE looks at what postprocess() returns, for each request."""
+    """CHECK_FINITE checks the result of postprocess() for each request."""
     made = engine(doubled, {"postprocess": lambda result: result / (result - 2)}, check_finite=True)
     outcomes = made.run([item([2.0]), item([1.0])])
     assert values(outcomes[:1]) == [[[2]]]
@@ -434,7 +434,7 @@ def test_check_finite() -> None:
 
 
 def test_parameters_of_each_row() -> None:
-    """Every method that asks has the parameters of the rows that it is given."""
+    """Every method that takes parameters gets those of its rows."""
     seen: dict[str, Any] = collections.defaultdict(list)
 
     def preprocess(x: Tensor, parameters: Any) -> Tensor:
@@ -464,7 +464,7 @@ def test_parameters_of_each_row() -> None:
 
 
 def test_parameters_between_arguments() -> None:
-    """`parameters` may stand anywhere among the inputs; without any they are empty."""
+    """`parameters` may be anywhere among the arguments; it is empty for requests without any."""
 
     def preprocess_batch(parameters: Any, x: Tensor) -> Tensor:
         assert len(parameters) == len(x)
@@ -475,8 +475,8 @@ def test_parameters_between_arguments() -> None:
     assert values(outcomes) == [[[8]], [[2], [4]]]
 
 
-def test_parameters_with_the_inputs_as_they_are() -> None:
-    """Who asks after the module has them also where nothing prepares rows, and with optionals."""
+def test_parameters_without_preprocessing() -> None:
+    """Hooks after the module get parameters without preprocessing and with optional inputs."""
     optional = dataclasses.replace(build.spec("z", dims=(-1,)), optional=True)
 
     def module(x: Tensor, z: Tensor | None = None) -> Tensor:
@@ -494,7 +494,7 @@ def test_parameters_with_the_inputs_as_they_are() -> None:
 
 
 def test_rows_are_prepared_at_the_same_time() -> None:
-    """With PREPROCESS_THREADS rows of one request and of several are under way together."""
+    """With PREPROCESS_THREADS rows of one request and of several are prepared in parallel."""
     all_four = threading.Barrier(4, timeout=60)
     modes: list[bool] = []
 
@@ -512,7 +512,7 @@ def test_rows_are_prepared_at_the_same_time() -> None:
 
 
 def test_errors_in_threads() -> None:
-    """A row that fails in a thread is its request's own error."""
+    """A row that fails in a thread fails only its request."""
     made = engine(doubled, {"preprocess": picky}, preprocess_threads=2)
     outcomes = made.run([item([1.0]), item([1.0], [-1.0]), item([0.0]), {}, item([2.0])])
     assert kinds(outcomes) == [dict, InputError, HookError, InputError, dict]
@@ -523,7 +523,7 @@ def test_errors_in_threads() -> None:
 
 
 def picky(x: Tensor) -> Tensor:
-    """Refuses negative values, fails at zero."""
+    """Refuses negative values, and fails at zero."""
     if x.min() < 0:
         raise ValueError("negative")
     if x.min() == 0:
@@ -535,8 +535,8 @@ def kinds(outcomes: Any) -> list[type]:
     return [type(one) for one in outcomes]
 
 
-def test_a_row_that_fails_is_its_requests_own_error() -> None:
-    """The others of the batch are answered, in one call of the module."""
+def test_a_failed_row_fails_only_its_request() -> None:
+    """The other requests of the batch are answered in one call of the module."""
     module = Recorder()
     made = engine(module, {"preprocess": picky})
     outcomes = made.run([item([1.0]), item([1.0], [-1.0]), item([0.0]), item([2.0])])
@@ -548,8 +548,8 @@ def test_a_row_that_fails_is_its_requests_own_error() -> None:
     assert str(outcomes[2]) == "model 'digits': preprocess() raised KeyError: 'zero'."
 
 
-def test_a_result_that_fails_is_its_requests_own_error() -> None:
-    """postprocess() failing calls the module for nobody again."""
+def test_a_failed_result_fails_only_its_request() -> None:
+    """After a failure of postprocess() the module is not called again."""
     module = Recorder()
     made = engine(module, {"postprocess": picky})
     outcomes = made.run([item([1.0]), item([-1.0]), item([2.0])])
@@ -566,8 +566,8 @@ def test_a_result_that_fails_is_its_requests_own_error() -> None:
         ("postprocess_batch", HookError),
     ],
 )
-def test_a_batch_that_fails_is_narrowed_down(name: str, kind: type) -> None:
-    """What a method for batches raises is in the end that of the request at fault."""
+def test_a_failed_batch_is_bisected(name: str, kind: type) -> None:
+    """An exception of a method for batches becomes the error of the request that causes it."""
 
     def collate(items: list[Any]) -> Tensor:
         return picky(torch.stack([one["x"] for one in items]))
@@ -588,21 +588,21 @@ def test_a_batch_that_fails_is_narrowed_down(name: str, kind: type) -> None:
 
 
 class Changed:
-    """What preprocess() returns, for a collate() that uses it up."""
+    """A result of preprocess() that collate() consumes."""
 
     def __init__(self, x: Tensor) -> None:
         self.parts = {"x": 10 * x}
 
 
 class Uncopied(Changed):
-    """As an open file, say."""
+    """An object that cannot be copied, like an open file."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         raise TypeError("cannot be copied")
 
 
 def uses_up(rows: list[Changed]) -> Tensor:
-    """A batch of what it changes in place, and takes out."""
+    """Return a batch of rows that it changes in place and removes."""
     for row in rows:
         row.parts["x"] += 1
     return torch.stack([row.parts.pop("x") for row in rows])
@@ -611,7 +611,7 @@ def uses_up(rows: list[Changed]) -> Tensor:
 @pytest.mark.parametrize("kind", [Changed, Uncopied])
 @pytest.mark.parametrize("threads", [None, 2])
 def test_collate_may_change_its_rows(kind: type[Changed], threads: int | None) -> None:
-    """What is run again is prepared again: nobody's answer depends on who shared the batch."""
+    """Rows are prepared again for a retry, so results do not depend on other requests."""
     prepared: list[float] = []
 
     def preprocess(x: Tensor) -> Changed:
@@ -633,7 +633,7 @@ def test_collate_may_change_its_rows(kind: type[Changed], threads: int | None) -
 
 @pytest.mark.parametrize(("kind", "calls"), [(Changed, 2), (Uncopied, 4)])
 def test_rows_that_fill_a_batch_up_are_copies(kind: type[Changed], calls: int) -> None:
-    """They repeat the last row, which collate() may change; one without a copy is made anew."""
+    """They repeat the last row, which collate() may change; an uncopyable row is prepared again."""
     prepared: list[float] = []
 
     def preprocess(x: Tensor) -> Changed:
@@ -647,7 +647,7 @@ def test_rows_that_fill_a_batch_up_are_copies(kind: type[Changed], calls: int) -
 
 
 def test_reports() -> None:
-    """The log has tracebacks of what fails, with the places; not of what clients did wrong."""
+    """The log has tracebacks and positions of failures, but none of clients' mistakes."""
     made = engine(doubled, {"preprocess": picky, "postprocess": lambda result: 1 / 0})
     made.run([item([-1.0]), item([0.0]), item([1.0])])
     reports = {sentence: places for (sentence, _), places in made.recovery.reports.items()}
@@ -656,7 +656,7 @@ def test_reports() -> None:
 
 
 def test_memory_in_hooks() -> None:
-    """Memory that runs out in a hook is told as anywhere else, and the next request is served."""
+    """Out of memory in a hook is reported as elsewhere, and the next request is served."""
 
     def greedy(x: Tensor) -> Tensor:
         if x.min() < 0:
@@ -672,7 +672,7 @@ def test_memory_in_hooks() -> None:
 @pytest.mark.parametrize(
     ("sent", "says"),
     [
-        ({}, "leaves out every input"),
+        ({}, "the request has no inputs"),
         ({"x": torch.ones(1)}, "has the shape [1] and no rows"),
         ({"x": torch.ones(2, 1), "z": torch.ones(3, 1)}, "inputs have 2 and 3 rows"),
         ({"x": torch.ones(0, 1), "z": torch.ones(0, 1)}, "has no rows"),
@@ -680,7 +680,7 @@ def test_memory_in_hooks() -> None:
     ],
 )
 def test_refused_requests(sent: dict[str, Any], says: str) -> None:
-    """What can be told of a request alone is told before hooks see it."""
+    """Requests that contradict the config are refused before hooks get them."""
 
     def preprocess(x: Tensor, z: Tensor | None = None) -> Tensor:
         return x
@@ -695,7 +695,7 @@ def test_refused_requests(sent: dict[str, Any], says: str) -> None:
 @pytest.mark.parametrize(
     ("returned", "says"),
     [
-        (lambda x: object(), "preprocess() returned a object, of which no batch can be made"),
+        (lambda x: object(), "preprocess() returned a object, which cannot be batched"),
         (lambda x: "text", "preprocess() returned a str"),
         (lambda x: torch.ones(int(x)), "preprocess() returned {'INPUT__0': [1]} and others"),
         (lambda x: {"a": x} if x > 1 else {"x": x}, "and others for rows of one request"),
@@ -704,7 +704,7 @@ def test_refused_requests(sent: dict[str, Any], says: str) -> None:
     ],
 )
 def test_refused_rows(returned: Callable[[Tensor], Any], says: str) -> None:
-    """What no batch can be made of, or forward() does not take, is named."""
+    """Rows that cannot be batched, or that forward() does not take, are named."""
 
     def preprocess(x: Tensor) -> Any:
         return returned(x)
@@ -719,25 +719,25 @@ def test_refused_rows(returned: Callable[[Tensor], Any], says: str) -> None:
 
 
 def test_unnamed_strings() -> None:
-    """BYTES without an annotation could be bytes or text."""
+    """BYTES inputs need an annotation that says bytes or str."""
     with pytest.raises(BindingError) as refusal:
         engine(doubled, {"preprocess": lambda x: x}, inputs=(build.spec("x", "BYTES"),))
-    assert "input 'x' is BYTES, and preprocess(x) does not say what it takes" in str(refusal.value)
+    assert "input 'x' is BYTES, and preprocess(x) has no annotation for it" in str(refusal.value)
 
 
 def test_single_values_of_a_batch() -> None:
-    """A method for all rows cannot take the value of one."""
+    """A method for all rows cannot take a single value."""
 
     def preprocess_batch(x: str) -> Tensor:
         return torch.ones(1)
 
     with pytest.raises(BindingError) as refusal:
         engine(doubled, {"preprocess_batch": preprocess_batch}, inputs=(build.spec("x", "BYTES"),))
-    assert "takes a str for the input 'x', and gets all rows'" in str(refusal.value)
+    assert "takes a str for the input 'x', and gets those of all rows" in str(refusal.value)
 
 
 def test_types_that_differ() -> None:
-    """An annotation that the config contradicts is refused by the hook's name."""
+    """An annotation that contradicts the config is refused with the hook's name."""
 
     def preprocess(x: int) -> Tensor:
         return torch.ones(1)
@@ -747,7 +747,7 @@ def test_types_that_differ() -> None:
 
 
 def test_without_batches() -> None:
-    """With max_batch_size 0 a request is one item: nothing is stacked or taken apart."""
+    """With max_batch_size 0 a request is one item: nothing is stacked or split."""
     seen: list[Any] = []
 
     def postprocess(result: Tensor) -> Tensor:
@@ -761,7 +761,7 @@ def test_without_batches() -> None:
 
 
 class Scratch:
-    """Doubles into memory of its own, which the next call uses again."""
+    """Doubles into a buffer that the next call reuses."""
 
     def __init__(self) -> None:
         self._memory = torch.zeros(4096)
@@ -774,10 +774,8 @@ class Scratch:
 @pytest.mark.parametrize("wide", [False, True], ids=["one call", "two calls"])
 @pytest.mark.parametrize("batch", [8, 0], ids=["batched", "unbatched"])
 @pytest.mark.parametrize("names", [{"preprocess"}, {"postprocess"}, {"preprocess", "collate"}])
-def test_hooks_and_models_that_use_their_memory_again(
-    names: set[str], batch: int, wide: bool
-) -> None:
-    """Rows prepared, batches computed and results read stay what they are until they are sent."""
+def test_hooks_and_models_that_reuse_memory(names: set[str], batch: int, wide: bool) -> None:
+    """Rows, batches and results keep their values until they are sent."""
     rows = [(1.0,), (2.0,), (3.0, 4.0)] if wide else [(1.0,), (2.0,), (3.0,)]
     hooks: dict[str, Any] = {
         "preprocess": Scratch(),
@@ -794,8 +792,8 @@ def test_hooks_and_models_that_use_their_memory_again(
     assert firsts == [4 * row[0] for row in rows]
 
 
-def test_rows_of_one_request_that_share_a_hooks_memory() -> None:
-    """Each row of a request is what the hook made of that row."""
+def test_hook_that_reuses_memory_for_rows_of_one_request() -> None:
+    """Each row of a request has its own result of the hook."""
     hooks: dict[str, Any] = {"preprocess": Scratch(), "postprocess": Scratch()}
     (outcome,) = values(engine(Scratch(), hooks).run([item((1.0,), (2.0,), (3.0,))]))
     assert outcome == [[8.0], [16.0], [24.0]]

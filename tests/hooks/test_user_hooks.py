@@ -1,4 +1,4 @@
-"""Hooks: which class they are, what their methods may take, and where they may lie."""
+"""Hooks: the class, the arguments of its methods, and the files it may be in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from torch_py_backend.errors import (
     SourceError,
 )
 from torch_py_backend.hooks import user_hooks
-from torch_py_backend.hooks.user_hooks import Hooks, Stage
+from torch_py_backend.hooks.user_hooks import Hook, Hooks
 
 _HEADER = "import torch\nfrom torch import Tensor, nn\n\n\n"
 _NET = """\
@@ -37,14 +37,14 @@ _HOOKS = f"class Hooks:\n{_POST}"
 
 
 def load(folder: Path, code: str, **overrides: Any) -> Hooks | None:
-    """The hooks of a model.py."""
+    """Write a model.py with hooks and load them."""
     build.write(folder, "model.py", _HEADER + code)
     settings = build.config(folder, **overrides)
     return user_hooks.load(settings, discovery.find(settings))
 
 
 def methods(*definitions: str) -> str:
-    """A class of hooks with these methods."""
+    """Return the source of a class of hooks with these methods."""
     lines = [f"    {one}:\n        return None" for one in definitions]
     return _NET + "class Hooks:\n" + "\n".join(lines) + "\n"
 
@@ -68,7 +68,7 @@ def methods(*definitions: str) -> str:
     ],
 )
 def test_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """The class Hooks, or the one that the parameter HOOKS names."""
+    """The class is Hooks, or the class that the parameter HOOKS names."""
     found = load(tmp_path, code, **options)
     assert found is not None
     assert [stage.name for stage in found.stages] == ["postprocess"]
@@ -87,12 +87,12 @@ def test_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
     ],
 )
 def test_not_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
-    """What has the name and is something else stays what it was."""
+    """Other objects with that name are not hooks."""
     assert load(tmp_path, code.replace("    \n", ""), **options) is None
 
 
 def test_folder(tmp_path: Path) -> None:
-    """A constructor that asks for the folder gets the version's."""
+    """A constructor with an argument for the folder gets the version folder."""
     code = f"class Hooks:\n    def __init__(self, folder):\n        self.folder = folder\n{_POST}"
     found = load(tmp_path, _NET + code)
     assert found is not None
@@ -131,7 +131,7 @@ def test_folder(tmp_path: Path) -> None:
     ],
 )
 def test_refused_class(code: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
-    """A class that cannot be built or has nothing to run is named at load."""
+    """A class that cannot be created, or has no hooks, is named at load."""
     with pytest.raises(SourceError) as refusal:
         load(tmp_path, _NET + code, **options)
     assert says in str(refusal.value)
@@ -156,7 +156,7 @@ def test_refused_class(code: str, options: dict[str, Any], says: str, tmp_path: 
     ],
 )
 def test_signatures(definition: str, tmp_path: Path) -> None:
-    """Arguments may have any name but the parameters'; what has a default is nobody's affair."""
+    """Arguments may have any name but `parameters`; arguments with defaults are ignored."""
     found = load(tmp_path, methods(definition))
     assert found is not None
     (stage,) = found.stages
@@ -178,7 +178,7 @@ def test_signatures(definition: str, tmp_path: Path) -> None:
     ],
 )
 def test_refused_signatures(definition: str, says: str, tmp_path: Path) -> None:
-    """A method that cannot be called as it has to be is refused with how it has to be."""
+    """A method with other arguments is refused with the expected ones."""
     with pytest.raises(SourceError) as refusal:
         load(tmp_path, methods(definition))
     assert says in str(refusal.value)
@@ -186,7 +186,7 @@ def test_refused_signatures(definition: str, says: str, tmp_path: Path) -> None:
 
 
 def test_generators_are_refused(tmp_path: Path) -> None:
-    """A generator would give nothing that can be passed on."""
+    """Generators and coroutines are refused."""
     code = _NET + "class Hooks:\n    def postprocess(self, result):\n        yield result\n"
     with pytest.raises(SourceError, match="is asynchronous or a generator"):
         load(tmp_path, code)
@@ -201,8 +201,8 @@ def test_generators_are_refused(tmp_path: Path) -> None:
         ("postprocess", "postprocess_batch"),
     ],
 )
-def test_rivals(names: tuple[str, str], tmp_path: Path) -> None:
-    """Of two methods that do the same, neither is chosen."""
+def test_exclusive_methods(names: tuple[str, str], tmp_path: Path) -> None:
+    """Two methods that exclude each other are refused."""
     two = [f"def {name}(self, x{', y' if 'f' in name else ''})" for name in names]
     with pytest.raises(SourceError) as refusal:
         load(tmp_path, methods(*two))
@@ -230,7 +230,7 @@ def test_rivals(names: tuple[str, str], tmp_path: Path) -> None:
 def test_contradictions(
     definition: str, overrides: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
-    """What hooks do not go with is said at load."""
+    """Options that exclude hooks are refused at load."""
     with pytest.raises(ConfigError) as refusal:
         load(tmp_path, methods(definition), **overrides)
     assert says in str(refusal.value)
@@ -238,7 +238,7 @@ def test_contradictions(
 
 @pytest.mark.parametrize("code", [_NET, methods("def postprocess(self, result)")])
 def test_threads_without_work(code: str, tmp_path: Path) -> None:
-    """PREPROCESS_THREADS has nothing to do without a preprocess()."""
+    """PREPROCESS_THREADS without preprocess() is refused."""
     with pytest.raises(ConfigError, match=r"PREPROCESS_THREADS is set, and there is no preprocess"):
         load(tmp_path, code, preprocess_threads=2)
 
@@ -257,20 +257,20 @@ def test_threads_without_work(code: str, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("blames", [True, False])
-def test_whose_fault(error: BaseException, refused: bool, blames: bool) -> None:
-    """What preprocess() cannot read is the client's fault; all else is the model's."""
+def test_client_errors(error: BaseException, refused: bool, blames: bool) -> None:
+    """A ValueError in preprocess() is the client's fault; other errors are the model's."""
 
     def fails() -> None:
         raise error
 
-    stage = Stage("digits", "preprocess", fails, "", asks=False, blames=blames)
+    stage = Hook("digits", "preprocess", fails, "", asks=False, blames=blames)
     with pytest.raises(InputError if refused and blames else HookError) as told:
         stage()
     assert type(error).__name__ in str(told.value)
     assert isinstance(told.value, HookError) == (told.value.__cause__ is error)
 
 
-# --- where they lie --------------------------------------------------------------------------
+# --- files -----------------------------------------------------------------------------------
 
 
 def script(folder: Path, name: str = "model.pt") -> None:
@@ -288,7 +288,7 @@ def script(folder: Path, name: str = "model.pt") -> None:
     ],
 )
 def test_lent(code: str, named: str | None, kind: Kind, tmp_path: Path) -> None:
-    """A model.py with hooks lends them to a complete model beside it; one without changes nothing.
+    """A model.py with hooks adds them to a complete model beside it; one without changes nothing.
 
     What a TorchScript model.pt is beside a module in model.py, its weights' loader says.
     """
@@ -301,14 +301,14 @@ def test_lent(code: str, named: str | None, kind: Kind, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", ["model_class", "model_factory"])
 def test_named_class_is_the_model(key: str, tmp_path: Path) -> None:
-    """Where the config names a class of model.py, that is the model."""
+    """If the config names a class of model.py, that class is the model."""
     script(tmp_path)
     build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
     assert discovery.find(build.config(tmp_path, **{key: "Net"})).kind is Kind.MODULE
 
 
 def test_two_models(tmp_path: Path) -> None:
-    """A module and hooks in model.py, and a model beside it: nobody guesses."""
+    """A module and hooks in model.py beside another model are refused."""
     script(tmp_path)
     with pytest.raises(ConfigError) as refusal:
         load(tmp_path, _NET + _HOOKS)
@@ -324,8 +324,8 @@ def test_source_of_the_same_stem(tmp_path: Path) -> None:
     assert discovery.find(settings).hooks == tmp_path / "1" / "net.py"
 
 
-def test_weights_are_no_model(tmp_path: Path) -> None:
-    """A state_dict beside a module and hooks stays the weights of the module."""
+def test_weights_beside_a_module(tmp_path: Path) -> None:
+    """A state_dict beside a module with hooks is the weights of the module."""
     build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
     torch.save({"weight": torch.ones(2)}, tmp_path / "1" / "model.pt")
     found = discovery.find(build.config(tmp_path))
@@ -334,13 +334,13 @@ def test_weights_are_no_model(tmp_path: Path) -> None:
 
 
 def test_beside_a_factory(tmp_path: Path) -> None:
-    """A module of a package has its hooks in model.py."""
+    """A module from a package has its hooks in model.py."""
     found = load(tmp_path, _HOOKS, model_factory="torch.nn:Identity")
     assert found is not None
 
 
-def test_named_and_not_there(tmp_path: Path) -> None:
-    """HOOKS without a source to look into is refused."""
+def test_named_hooks_without_a_source(tmp_path: Path) -> None:
+    """HOOKS without a source file is refused."""
     script(tmp_path)
     with pytest.raises(ArtifactError, match=r"HOOKS is 'Around', and version 1 has no model\.py"):
         discovery.find(build.config(tmp_path, hooks="Around"))
@@ -354,7 +354,7 @@ def test_named_and_not_there(tmp_path: Path) -> None:
     ],
 )
 def test_broken_source(code: str, tmp_path: Path) -> None:
-    """Hooks that cannot be imported are not left out silently."""
+    """Hooks that cannot be imported fail the load."""
     script(tmp_path)
     build.write(tmp_path, "model.py", code)
     settings = build.config(tmp_path, default_model_filename="model.pt")
@@ -363,9 +363,9 @@ def test_broken_source(code: str, tmp_path: Path) -> None:
 
 
 def test_as_text() -> None:
-    """For people: the methods in the order in which they run, as they are declared."""
+    """The text lists the methods in the order in which they run, as they are declared."""
     stages = {
-        name: Stage("m", name, str, f"{name}(x)", asks=False, blames=False)
+        name: Hook("m", name, str, f"{name}(x)", asks=False, blames=False)
         for name in ("postprocess", "preprocess")
     }
     assert str(Hooks(**stages)) == "preprocess(x), postprocess(x)"

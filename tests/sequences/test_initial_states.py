@@ -1,4 +1,4 @@
-"""What sequences begin with."""
+"""Initial states of sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch_py_backend.sequences import initial_states
 @pytest.mark.parametrize("dtype", [one.triton for one in dtypes.TABLE if one.torch])
 @pytest.mark.parametrize("rows", [None, 1, 3])
 def test_zeros(dtype: str, rows: int | None) -> None:
-    """Of every type there are zeros, in as many rows as asked for."""
+    """Every type has zeros, in the given number of rows."""
     found = initial_states.find(config(kept(dtype=dtype, dims=(2, 3))), rows)["total"]
 
     assert isinstance(found, Tensor)
@@ -49,7 +49,7 @@ def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> Mo
 def test_initial_state_of_a_file(
     dtype: str, content: bytes, found: list[Any], tmp_path: Path
 ) -> None:
-    """The bytes of data_file are the values; strings lie behind their lengths."""
+    """The bytes of data_file are the values; each string follows its length."""
     begun = initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)["total"]
 
     assert begun.tolist() == [found]
@@ -65,7 +65,7 @@ def test_initial_state_of_a_file(
     ],
 )
 def test_a_file_that_does_not_fit(dtype: str, content: bytes, says: str, tmp_path: Path) -> None:
-    """What the file lacks is said at load."""
+    """A file with other contents is refused at load."""
     with pytest.raises(ArtifactError) as refusal:
         initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)
 
@@ -73,8 +73,8 @@ def test_a_file_that_does_not_fit(dtype: str, content: bytes, says: str, tmp_pat
     assert says in str(refusal.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    """The refusal names the place."""
+def test_missing_file(tmp_path: Path) -> None:
+    """The error names the expected path."""
     settings = config(kept(initial=Initial((4,), "f")), folder=tmp_path)
 
     with pytest.raises(ArtifactError, match=r"cannot be read.*initial_state/f in the model's"):
@@ -82,7 +82,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_initial_state_outside_the_model(tmp_path: Path) -> None:
-    """A link out of the model's folder is refused, as for every file that a config names."""
+    """A link to a file outside the model's folder is refused."""
     secret = tmp_path / "secret"
     secret.write_bytes(bytes(16))
     folder = tmp_path / "model"

@@ -1,4 +1,4 @@
-"""Rows in tables that grow and shrink: each holder reads what was written for it."""
+"""The row pool: tables that grow and shrink."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch_py_backend.sequences.row_pool import Pool
 
 
 class Holder:
-    """Who has a row."""
+    """An object with a row."""
 
     def __init__(self) -> None:
         self.slot = -1
@@ -30,7 +30,7 @@ class Holder:
 
 
 def columns(*values: int) -> list[Tensor]:
-    """A row for each value, of two tables."""
+    """Return a row for each value, of two tables."""
     numbers = torch.tensor(values, dtype=torch.int64)
     return [numbers[:, None].expand(-1, 2).float().contiguous(), numbers]
 
@@ -40,7 +40,7 @@ def made() -> Pool:
 
 
 def test_rows_are_written_and_read() -> None:
-    """Whoever enters has a row, which is written from whichever row of a batch."""
+    """A new holder gets a row, which can be written from any row of a batch."""
     pool = made()
     holders = [Holder() for _ in range(3)]
     for one in holders:
@@ -53,7 +53,7 @@ def test_rows_are_written_and_read() -> None:
 
 
 def test_what_is_written_is_copied() -> None:
-    """Rows do not change with the batch that they came from."""
+    """Rows do not change when the batch they were written from changes."""
     pool, holder, batch = made(), Holder(), columns(5)
     pool.enter(holder)
     pool.write([holder], batch, [0])
@@ -64,16 +64,16 @@ def test_what_is_written_is_copied() -> None:
     assert holder.read() == ([5, 5], [5])
 
 
-def test_forms_tell_columns_apart() -> None:
-    """Shape but for the rows, and type: columns of another form do not fit."""
+def test_forms() -> None:
+    """Columns with another shape, apart from rows, or another type have another form."""
     forms = {row_pool.form(one) for one in (columns(1), columns(1, 2), columns(3)[::-1])}
     forms.add(row_pool.form([one.double() for one in columns(1)]))
 
     assert len(forms) == 3
 
 
-def test_room_is_given_back() -> None:
-    """Once three of four have left, tables shrink around those that stay."""
+def test_tables_shrink() -> None:
+    """Tables shrink when three quarters of the holders are gone; the others keep their values."""
     pool = made()
     holders = [Holder() for _ in range(300)]
     for number, one in enumerate(holders):
@@ -90,8 +90,8 @@ def test_room_is_given_back() -> None:
 
 
 @given(st.lists(st.sampled_from(["enter", "leave", "write", "trim"]), max_size=60), st.randoms())
-def test_nobody_reads_what_is_anothers(events: list[str], random: Random) -> None:
-    """In whatever order holders come, go and write, each reads what it wrote last."""
+def test_rows_are_not_mixed_up(events: list[str], random: Random) -> None:
+    """In any order of entering, leaving and writing, each holder reads what it wrote last."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_pool, "_LEAST", 2)
         pool = made()

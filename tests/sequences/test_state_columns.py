@@ -19,7 +19,7 @@ STATE = {"input_name": "h", "output_name": "new_h", "dims": [2], "data_type": "T
 
 
 def columns(*, blocks: bool = False, carried: bool = False) -> StateColumns:
-    """Of a model with an input x and an output y; its states in blocks, or named by an option."""
+    """Return a config with an input x and an output y, and states in blocks or by STATE."""
     document: dict[str, Any] = {}
     if blocks or carried:
         document["sequence_batching"] = SEQUENCES | ({"state": [STATE]} if blocks else {})
@@ -30,7 +30,7 @@ def columns(*, blocks: bool = False, carried: bool = False) -> StateColumns:
 
 @pytest.mark.parametrize("how", [{"blocks": True}, {"carried": True}], ids=["blocks", "option"])
 def test_states(how: dict[str, bool]) -> None:
-    """A state goes in under its name, comes out as each item's own, and is not sent back."""
+    """A state input has its own name, its output is split by items, and it is not sent back."""
     states = columns(**how)
     made = [torch.ones(3, 4), torch.rand(3, 2)]
 
@@ -48,7 +48,7 @@ def test_states(how: dict[str, bool]) -> None:
 
 
 def test_without_states() -> None:
-    """Of a model without sequences nothing is looked at, and nothing copied."""
+    """Without sequences no column is inspected or copied."""
     states = columns()
     made = [torch.ones(3, 4)]
 

@@ -1,4 +1,4 @@
-"""State per correlation id: whose it is, what becomes of it, and what it may take."""
+"""State per correlation ID: ownership, lifetime and memory."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from torch_py_backend.sequences.state_store import Sequences, Step
 from torch_py_backend.signature import introspection
 from torch_py_backend.startup import warmup
 
-# Idle, and quiet, and the moment in which a request may still be on its way.
+# Longer than the idle time, plus the time a request may still be queued.
 _FORGOTTEN_S = IDLE_S + 1.5
 
 
@@ -51,7 +51,7 @@ def engine(settings: ModelConfig, module: nn.Module, device: str = "cpu") -> Eng
 
 
 class Clock:
-    """Time that a test makes pass."""
+    """A clock that tests set."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -61,7 +61,7 @@ class Clock:
 
 
 class Served:
-    """A model, and the states of its sequences."""
+    """A model with the states of its sequences."""
 
     def __init__(self, settings: ModelConfig, module: nn.Module, device: str = "cpu") -> None:
         self.clock = Clock()
@@ -71,7 +71,7 @@ class Served:
         )
 
     def send(self, *steps: Step) -> list[Any]:
-        """The first value of `y` of each, or the error."""
+        """Return the first value of `y` of each outcome, or its error."""
         return [_first(outcome) for outcome in self.states.run(steps)]
 
 
@@ -83,7 +83,7 @@ def _first(outcome: Outcome) -> Any:
 
 
 def step(name: int | str, value: float, flags: str = "") -> Step:
-    """A request of value in four columns; flags: s for START, e for END."""
+    """Return a step with `value` in four columns; flags: s for START, e for END."""
     row = np.full((1, 4), value, dtype=np.float32)
     return Step(name, "s" in flags, "e" in flags, {"x": row})
 
@@ -92,8 +92,8 @@ def accumulating(**overrides: Any) -> Served:
     return Served(config(kept(), **overrides), models.Accumulate())
 
 
-def test_a_state_goes_from_step_to_step() -> None:
-    """Each step adds to what the one before it left, and only in its own sequence."""
+def test_a_state_is_passed_from_step_to_step() -> None:
+    """Each step adds to the state of the previous step of its own sequence."""
     served = accumulating()
 
     assert served.send(step(1, 1, "s"), step(2, 10, "s"), step("1", 100, "s")) == [1, 10, 100]
@@ -104,7 +104,7 @@ def test_a_state_goes_from_step_to_step() -> None:
 
 
 def test_steps_of_one_sequence_in_one_batch() -> None:
-    """They are run one after another, in their order."""
+    """They run one after another, in order."""
     served = accumulating()
 
     assert served.send(
@@ -113,7 +113,7 @@ def test_steps_of_one_sequence_in_one_batch() -> None:
 
 
 def test_steps_share_a_batch() -> None:
-    """Steps of different sequences are one call of the model."""
+    """Steps of different sequences share a call of the model."""
     module = models.Accumulate()
     calls: list[int] = []
     module.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[0]))
@@ -125,8 +125,8 @@ def test_steps_share_a_batch() -> None:
     assert calls == [8, 3]
 
 
-def test_what_fills_a_slot_is_not_run() -> None:
-    """A request without an id, of number or text, touches no state and has no outputs."""
+def test_slot_fillers_are_not_run() -> None:
+    """A request without a correlation ID, number or string, touches no state and has no outputs."""
     served = accumulating()
 
     assert served.send(step(1, 1, "s"), step(0, 9, "s"), step("", 9)) == [1, {}, {}]
@@ -135,7 +135,7 @@ def test_what_fills_a_slot_is_not_run() -> None:
 
 
 def test_unknown_sequences() -> None:
-    """A step of a sequence that did not begin, or has ended, is refused with what to do."""
+    """A step of a sequence that has not begun, or has ended, is refused with what to do."""
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "se"))
 
@@ -150,8 +150,8 @@ def test_unknown_sequences() -> None:
     assert len(served.states) == 1
 
 
-def test_a_report_names_the_step_that_failed() -> None:
-    """Whatever fills slots, is unknown, or was run before it: the log names the request by this."""
+def test_a_report_has_the_position_of_the_failed_step() -> None:
+    """Slot fillers, refused steps and earlier rounds do not shift the positions in reports."""
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"))
 
@@ -161,8 +161,8 @@ def test_a_report_names_the_step_that_failed() -> None:
     assert sorted(place for places in reported for place in places) == [3, 4]
 
 
-def test_a_failed_step_leaves_the_state() -> None:
-    """The request has the error, its neighbours and its own sequence go on."""
+def test_a_failed_step_keeps_the_state() -> None:
+    """The request gets the error; its sequence and the other requests continue."""
     served = accumulating()
 
     found = served.send(step(1, 1, "s"), step(2, -1, "s"))
@@ -175,7 +175,7 @@ def test_a_failed_step_leaves_the_state() -> None:
 
 
 def test_a_last_step_that_fails_ends_its_sequence() -> None:
-    """Triton has forgotten it, and so is its state."""
+    """A sequence ends with its last step, even if that fails."""
     served = accumulating()
     served.send(step(1, 1, "s"))
 
@@ -185,7 +185,7 @@ def test_a_last_step_that_fails_ends_its_sequence() -> None:
 
 @pytest.mark.parametrize(("flags", "found"), [("s", 7), ("e", None), ("", 12)])
 def test_a_step_that_cannot_be_read(flags: str, found: float | None) -> None:
-    """It begins and ends its sequence: no later step gets the state of an older sequence."""
+    """It begins and ends its sequence, so no later step gets an older sequence's state."""
     served = accumulating()
     served.send(step(1, 5, "s"))
 
@@ -195,8 +195,8 @@ def test_a_step_that_cannot_be_read(flags: str, found: float | None) -> None:
     assert after == found if found else isinstance(after, InputError)
 
 
-def test_our_own_failure_ends_what_ends() -> None:
-    """Whatever is raised, a sequence whose last request came is gone."""
+def test_internal_error_ends_sequences() -> None:
+    """A sequence ends with its last step, whatever exception is raised."""
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"))
     served.states._run_items = _fails
@@ -210,11 +210,11 @@ def _fails(items: Any, places: Any) -> Any:
     raise KeyboardInterrupt
 
 
-# --- whose memory it is --------------------------------------------------------------------------
+# --- memory of states ----------------------------------------------------------------------------
 
 
 class Keeps(nn.Module):
-    """Returns its own buffer, and writes into what it is given."""
+    """Returns its own buffer, and writes to its inputs."""
 
     own: Tensor
 
@@ -232,8 +232,8 @@ class Keeps(nn.Module):
         return {"y": self.own, "sum": self.own}
 
 
-def test_a_model_that_writes_where_it_should_not() -> None:
-    """A state is neither what the model holds nor what others began with, nor changed by errors."""
+def test_a_model_that_writes_to_its_inputs_and_outputs() -> None:
+    """States are independent of the model's memory, of initial states and of failed steps."""
     served = Served(config(kept(), retry_failed_batch=True), Keeps())
 
     assert served.send(step(1, 1, "s")) == [1]
@@ -245,7 +245,7 @@ def test_a_model_that_writes_where_it_should_not() -> None:
 
 
 class Reuses(nn.Module):
-    """Returns views of memory of its own, which the next call uses again."""
+    """Returns views of a buffer that the next call reuses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,8 +256,8 @@ class Reuses(nn.Module):
         return {"y": made, "sum": made}
 
 
-def test_a_model_that_uses_its_memory_again() -> None:
-    """Steps of one sequence in one batch keep their own answers and states."""
+def test_a_model_that_reuses_memory() -> None:
+    """Steps of one sequence in one batch keep their own results and states."""
     served = Served(config(kept()), Reuses())
 
     assert served.send(step(1, 1, "s"), step(2, 10, "s"), step(1, 2), step(1, 3)) == [1, 10, 3, 6]
@@ -265,15 +265,15 @@ def test_a_model_that_uses_its_memory_again() -> None:
 
 
 def _memory(served: Served) -> int:
-    """Bytes that states take, what is kept along with them included."""
-    values = [one.values["total"] for one in served.states._kept.values()]
+    """Return the bytes that states take, including memory they keep alive."""
+    values = [one.values["total"] for one in served.states._sequences.values()]
     stores = [one.untyped_storage() for one in values if isinstance(one, Tensor)]
     return sum({one.data_ptr(): one.nbytes() for one in stores}.values())
 
 
 @pytest.mark.parametrize("width", [4, 1 << 15], ids=["small", "large"])
 def test_a_state_does_not_keep_its_batch(width: int) -> None:
-    """What is left of many sequences is the memory of few, and what is told is what they take."""
+    """After most sequences have ended, memory shrinks and `size` is the bytes of the rest."""
     wide: Item = {"x": np.ones((1, width), dtype=np.float32)}
     settings = config(
         kept(dims=(width,)),
@@ -297,8 +297,8 @@ def test_a_state_does_not_keep_its_batch(width: int) -> None:
     assert torch.as_tensor(found["y"]).unique().tolist() == [2]
 
 
-def test_a_state_that_clients_see() -> None:
-    """What is also an output is told, alone and in a batch, and refused where it is not finite."""
+def test_a_state_that_is_an_output() -> None:
+    """It is returned to clients, alone and in a batch, and refused if it is not finite."""
     served = Served(config(kept(("total", "y")), check_finite=True), models.Accumulate())
 
     assert served.send(step(1, 1, "s")) == [1]
@@ -310,7 +310,7 @@ def test_a_state_that_clients_see() -> None:
 
 
 class Shapes(nn.Module):
-    """A state of as many columns as the input says, and of another type when it is negative."""
+    """Returns a state with as many columns as the input says; another type for negative values."""
 
     def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
         before = 0 if total is None else total[:, :1].double()
@@ -324,7 +324,7 @@ def _shaped(name: int, value: float, width: int, flags: str = "") -> Step:
 
 
 def test_states_that_change_their_form() -> None:
-    """A state may take another shape or type at any step, and come back to what it was."""
+    """A state may change its shape or type in any step, and change back."""
     settings = config(
         State("total", "sum"),
         inputs=(build.spec("x", dims=(2,)),),
@@ -345,8 +345,8 @@ def test_states_that_change_their_form() -> None:
     assert served.states.size == 0
 
 
-def test_states_that_are_replaced_by_half(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a batch's states cannot be written, its sequences are over: none has half of one."""
+def test_failed_write_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the states of a batch cannot be written, its sequences end."""
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"), step(3, 1, "s"))
 
@@ -364,11 +364,11 @@ def test_states_that_are_replaced_by_half(monkeypatch: pytest.MonkeyPatch) -> No
     assert served.states.size == 16
 
 
-# --- kinds of states ---------------------------------------------------------------------------
+# --- types of states ---------------------------------------------------------------------------
 
 
 def test_states_that_grow() -> None:
-    """Sequences of different lengths are called apart, and each keeps its own."""
+    """Sequences with states of different lengths are different calls."""
     settings = config(
         kept(("past", "RESULT[1]"), dims=(-1,), initial=Initial((0,))),
         inputs=(build.spec("x", dims=(1,)),),
@@ -394,7 +394,7 @@ def test_states_that_grow() -> None:
 
 
 def test_states_of_strings() -> None:
-    """Strings are kept as requests bring them."""
+    """Strings are stored as in requests."""
     settings = config(
         kept(("pages", "new_pages"), "BYTES", (1,)),
         inputs=(build.spec("words", "BYTES", (1,)),),
@@ -422,7 +422,7 @@ def test_states_of_strings() -> None:
 
 
 def test_states_by_option() -> None:
-    """What STATE names is left out at first, and of whatever type and shape the model returns."""
+    """States of STATE are absent in the first step, and have any type and shape."""
     pairs = (State("KWARGS[state][0]", "RESULT[1][0]"), State("KWARGS[state][1]", "RESULT[1][1]"))
     served = Served(config(*pairs), models.Remembers())
 
@@ -441,8 +441,8 @@ def test_states_by_option() -> None:
         ("x.to('meta')", "the state 'RESULT[1]' is a tensor on the device meta"),
     ],
 )
-def test_what_is_no_state(value: str, says: str) -> None:
-    """What STATE names must be a tensor with a row for each request, in every step."""
+def test_invalid_state(value: str, says: str) -> None:
+    """A state of STATE must be a tensor with a row for each request, in every step."""
     module = _Returns(value)
     served = Served(config(State("state", "RESULT[1]")), module)
     served.send(step(2, 1, "s"))
@@ -465,8 +465,8 @@ class _Returns(nn.Module):
 # --- before READY ------------------------------------------------------------------------------
 
 
-def test_the_warm_up_goes_on_from_its_first_steps() -> None:
-    """Batches of first steps, and of steps that follow them with what those returned."""
+def test_the_warm_up_runs_further_steps() -> None:
+    """The warm-up runs batches of first steps, and of steps that follow them."""
     module = _Sums()
     seen: list[tuple[int, bool]] = []
     module.register_forward_pre_hook(
@@ -484,7 +484,7 @@ def test_the_warm_up_goes_on_from_its_first_steps() -> None:
 
 @pytest.mark.parametrize("carried", [False, True], ids=["state", "option"])
 def test_compiled_steps(carried: bool, dynamo: None, caplog: pytest.LogCaptureFixture) -> None:
-    """What is compiled before READY does for first steps and for those that follow."""
+    """Graphs compiled before READY serve first steps and later ones."""
     state = State("total", "sum") if carried else kept()
     how: dict[str, Any] = {"torch_compile_optional_parameters": {"backend": "eager"}}
     served = Served(config(state, **how), _Plain())
@@ -504,7 +504,7 @@ class _Plain(nn.Module):
 
 
 def test_buckets_fill_up_with_states() -> None:
-    """Rows that only fill a bucket are nobody's state."""
+    """Rows that fill a bucket do not become states."""
     served = accumulating(batch_buckets=(4, 8))
 
     assert served.send(*(step(name, name, "s") for name in (1, 2, 3))) == [1, 2, 3]
@@ -513,7 +513,7 @@ def test_buckets_fill_up_with_states() -> None:
 
 
 def test_samples_are_first_steps() -> None:
-    """What is made up for a model has its initial states, and controls that say one step."""
+    """Sample inputs have initial states, and controls of a single step."""
     settings = config(kept(dims=(-1, 2), initial=Initial((0, 2))), controls=_CONTROLS)
     found = sample_inputs.item(
         state_store.bound(settings, introspection.of_function(_takes_total)), 3
@@ -575,7 +575,7 @@ def _takes_list(tensors: list[Tensor]) -> Tensor:
     ],
 )
 def test_controls_are_taken_by_name(function: Callable[..., Any], taken: list[str]) -> None:
-    """A control that forward() has an argument for is passed; others are Triton's affair."""
+    """Controls with an argument of forward() are passed; others are ignored."""
     settings = config(controls=_CONTROLS)
 
     found = state_store.bound(settings, introspection.of_function(function))
@@ -585,7 +585,7 @@ def test_controls_are_taken_by_name(function: Callable[..., Any], taken: list[st
 
 
 def test_controls_by_number() -> None:
-    """LibTorch's names are the numbers of arguments."""
+    """LibTorch's names are the positions of arguments."""
     numbered = [Control(f"{one.name}__{place}", one.dtype) for place, one in enumerate(_CONTROLS)]
     settings = config(controls=numbered[1:])
 
@@ -598,7 +598,7 @@ def test_controls_by_number() -> None:
 
 
 class Doubles(nn.Module):
-    """A state that is twice as large after each step."""
+    """Returns a state that is twice as large as its input."""
 
     def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
         return {"y": x, "sum": torch.cat([total, total], dim=1)}
@@ -610,7 +610,7 @@ def doubling(limit: int | None) -> Served:
 
 
 def test_memory_is_limited() -> None:
-    """A step whose state would be too much is refused with the figures; its state stays."""
+    """A step whose state exceeds the limit is refused with the figures; the old state stays."""
     served = doubling(3)
     assert served.send(step(1, 1, "s"), step(2, 2, "s")) == [1, 2]
     assert served.states.size == 2 << 20
@@ -630,8 +630,8 @@ def test_memory_is_limited() -> None:
     assert served.states.size == 2 << 20
 
 
-def test_what_memory_refuses_is_told_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
-    """The log has one line of it in a minute, with how many steps that were."""
+def test_refusals_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """The log has one line per minute, with the number of refused steps."""
     served = doubling(1)
     served.send(step(1, 1, "s"))
 
@@ -649,7 +649,7 @@ def test_what_memory_refuses_is_told_now_and_then(caplog: pytest.LogCaptureFixtu
 
 
 def test_memory_without_a_limit() -> None:
-    """Unset, there is none."""
+    """Without the option there is no limit."""
     served = doubling(None)
     served.send(step(1, 1, "s"))
     for _ in range(4):
@@ -658,15 +658,15 @@ def test_memory_without_a_limit() -> None:
 
 
 def test_the_last_step_needs_no_memory() -> None:
-    """What it returns is kept for nobody."""
+    """The state that it returns is not stored."""
     served = doubling(1)
     served.send(step(1, 1, "s"))
 
     assert served.send(step(1, 1, "e")) == [1]
 
 
-def test_what_idles_makes_room() -> None:
-    """Before a step is refused, what Triton has forgotten is freed."""
+def test_idle_sequences_are_freed_first() -> None:
+    """States of idle sequences are freed before a step is refused."""
     served = doubling(2)
     served.send(step(1, 1, "s"), step(2, 2, "s"))
     served.clock.now += _FORGOTTEN_S
@@ -678,8 +678,8 @@ def test_what_idles_makes_room() -> None:
 # --- idle sequences ------------------------------------------------------------------------------
 
 
-def test_what_idles_is_freed() -> None:
-    """After the idle time, with nothing else going on, the state is gone."""
+def test_idle_sequences_are_freed() -> None:
+    """After the idle time without other requests the state is freed."""
     served = accumulating()
     served.send(step(1, 1, "s"))
     served.clock.now += IDLE_S
@@ -693,8 +693,8 @@ def test_what_idles_is_freed() -> None:
     assert isinstance(served.send(step(1, 1))[0], InputError)
 
 
-def test_what_may_still_wait_is_not_freed() -> None:
-    """A request that came in time may wait in Triton's queue while others are run."""
+def test_sequences_with_queued_requests_are_kept() -> None:
+    """A request that arrived in time may still be in Triton's queue while others run."""
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"))
     for _ in range(20):  # without a pause
@@ -705,8 +705,8 @@ def test_what_may_still_wait_is_not_freed() -> None:
     assert served.send(step(1, 1)) == [2]
 
 
-def test_what_cannot_wait_any_more_is_freed() -> None:
-    """As many requests as the queue can hold were run since: none of its own is among them."""
+def test_sequences_without_queued_requests_are_freed() -> None:
+    """After as many requests as the queue can hold, none of them can belong to the sequence."""
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"))
     for _ in range(20):
@@ -720,8 +720,8 @@ def test_what_cannot_wait_any_more_is_freed() -> None:
     assert len(served.states) == 1
 
 
-def test_a_batch_keeps_the_sweep_waiting() -> None:
-    """What is freed from beside waits for no batch, and disturbs none."""
+def test_sweep_does_not_wait_for_a_batch() -> None:
+    """A sweep during a batch returns at once and changes nothing."""
     served = accumulating()
     run = served.states._run_items
 
@@ -735,7 +735,7 @@ def test_a_batch_keeps_the_sweep_waiting() -> None:
     assert served.send(step(1, 1)) == [2]
 
 
-# --- whatever happens --------------------------------------------------------------------------
+# --- random order ------------------------------------------------------------------------------
 
 _NAMES: st.SearchStrategy[int | str] = st.sampled_from([1, 2, 3, "1", "2", 2**63 + 1])
 _STEPS = st.builds(
@@ -751,7 +751,7 @@ _EVENTS = st.lists(
 
 @given(_EVENTS, st.booleans())
 def test_no_state_leaks(events: list[list[Step] | str], carried: bool) -> None:
-    """In whatever order sequences begin, go on, fail, end and idle, each sums up its own steps."""
+    """In any order of begins, steps, failures, ends and idling, each sequence has its own sum."""
     state = State("total", "sum") if carried else kept()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(row_pool, "_LEAST", 1)  # so that tables grow and shrink all the time
@@ -773,12 +773,12 @@ def _play(events: list[list[Step] | str], served: Served) -> None:
         else:
             served.states.sweep()
             forgotten = {name for name in totals if served.clock.now - used[name] > IDLE_S + 1}
-            freed = totals.keys() - served.states._kept.keys()
+            freed = totals.keys() - served.states._sequences.keys()
             assert freed <= forgotten
             assert freed == forgotten or sent == served.clock.now
             totals = {name: total for name, total in totals.items() if name not in freed}
-        assert served.states._kept.keys() == totals.keys()
-        assert served.states.size == sum(one.size for one in served.states._kept.values())
+        assert served.states._sequences.keys() == totals.keys()
+        assert served.states.size == sum(one.size for one in served.states._sequences.values())
 
 
 class _Sums(nn.Module):
@@ -790,7 +790,7 @@ class _Sums(nn.Module):
 
 
 def _compare(totals: dict[int | str, float], one: Step, found: Any) -> None:
-    """What a plain dict says of a step."""
+    """Return the expected outcome of a step, computed with a dict."""
     value = float(np.asarray(one.item["x"])[0, 0])
     if one.starts:
         totals[one.id] = 0

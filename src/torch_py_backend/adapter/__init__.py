@@ -1,8 +1,8 @@
-"""TritonPythonModel: what Triton calls.
+"""TritonPythonModel: the class that Triton calls.
 
-The adapter is the only room that touches `triton_python_backend_utils`. Triton completes that
-module after it has imported ours, so its names are taken when they are used. torch is imported
-when an instance starts: Triton also imports this module to complete a config, without a model.
+Only this package uses `triton_python_backend_utils`. Triton adds names to that module after it has
+imported this one, so they are looked up when they are used. torch is imported when an instance
+starts: Triton also imports this module only to complete a config.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from torch_py_backend.errors import BackendError, PlatformError
 from torch_py_backend.processes import instance_status
 
 if TYPE_CHECKING:
-    from torch_py_backend.adapter.answering import Answering, Weights
+    from torch_py_backend.adapter.answering import Answering, WeightsParameter
     from torch_py_backend.adapter.streaming import Streaming
     from torch_py_backend.observability.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
-# Of an instance that exits for ON_FATAL: how long its last responses may take to be sent, and its
-# exit code, that of an internal software error.
+# For an instance that exits because of ON_FATAL: the time to send its last responses, and its exit
+# code.
 _SECONDS_TO_ANSWER = 1.0
 _POISONED = os.EX_SOFTWARE
 
 
 class TritonPythonModel:
-    """One instance of a model, in a process of its own."""
+    """One instance of a model, in its own process."""
 
     def initialize(self, args: Mapping[str, str]) -> None:
         """Load the model; Triton reports a failure with the exception's text.
@@ -51,19 +51,19 @@ class TritonPythonModel:
             args: Triton's arguments, all strings; `model_config` is JSON.
         """
         logs.install()
-        # Who dies of a signal, in a kernel or on a mapped file, leaves a word on standard error.
+        # A fatal signal, in a kernel or on a mapped file, prints a traceback to standard error.
         if not faulthandler.is_enabled():
             faulthandler.enable()
         self._modes = contextlib.ExitStack()
         self._vitals: instance_status.Vitals = instance_status.Untold()
         self._streaming: Streaming | None = None
         self._lost = False
-        # Triton's stub runs in the C locale; torch.compile reads its templates as UTF-8.
+        # Triton's stub runs in the C locale, but torch.compile reads its templates as UTF-8.
         locale.setlocale(locale.LC_ALL, "C.UTF-8")
         try:
             self._start(args)
         except BaseException as error:
-            # A refusal, which Triton reports: nobody died.
+            # The process did not die: Triton reports the exception.
             self._vitals.ended()
             self.leave()
             if isinstance(error, BackendError):
@@ -73,13 +73,13 @@ class TritonPythonModel:
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
-        """Fill in what config.pbtxt leaves out, from the model.
+        """Complete config.pbtxt from the model.
 
-        Runs in a stub of its own, where a crash would hang the server: the model is tried in a
-        child process. A config that is complete costs no import of torch.
+        Triton calls this in a separate stub, where a crash would hang the server. So the model is
+        loaded in a child process. A complete config does not import torch.
         """
         document = auto_complete_model_config.as_dict()
-        told = instance_status.completing(document["name"])
+        status = instance_status.completing(document["name"])
         try:
             _check_python(document)
             if completion.needed(document):
@@ -87,7 +87,7 @@ class TritonPythonModel:
             elif completion.decide(document, Path(pb_utils.get_model_dir())):
                 auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
         finally:
-            told.ended()
+            status.ended()
         return auto_complete_model_config
 
     def _start(self, args: Mapping[str, str]) -> None:
@@ -98,7 +98,7 @@ class TritonPythonModel:
         self._vitals = instance_status.start(settings)
         share = threads.budget(settings)
         threads.reserve(share)
-        # torch reads its environment when it is imported: not before this line.
+        # Import torch only now: it reads its environment variables when it is imported.
         from torch_py_backend.adapter import answering, calling, messages, streaming
         from torch_py_backend.batching import runtime
         from torch_py_backend.engine import weight_watcher
@@ -114,31 +114,31 @@ class TritonPythonModel:
         self._engine = builder.build(settings, share)
         self._modes.callback(self._engine.leave)
         self._settings = settings
-        self._watch = weight_watcher.Watch(self._engine)
+        self._watch = weight_watcher.WeightWatcher(self._engine)
         self._modes.callback(self._watch.close)
         watched = settings.options.watch_weights
-        weights = answering.Weights(self._watch) if watched else None
-        # Triton calls this thread and no other: entered once, it need not be for each batch.
+        weights = answering.WeightsParameter(self._watch) if watched else None
+        # Triton calls only this thread, so the mode is entered once instead of for each batch.
         self._modes.enter_context(runtime.mode(settings.options))
         if settings.options.warmup is not False:
             warmup.run(self._engine, serving=True)
-        # Not as the last thing: a message that is on its way to Triton while the load ends has been
-        # seen to hang it. The metrics that follow wait until it has arrived.
+        # Not as the last step: a log message in transit while the load ends can hang Triton. The
+        # metrics that follow wait until it has arrived.
         log.info("%s", builder.in_effect(self._engine, share))
-        # Closed after what is made below, whose last counts it tells.
-        told = (lambda: self._watch.digest) if watched else None
-        self._publisher = metrics.Publisher(self._engine, self._vitals, told)
+        # Closed after the objects that are created below, to publish their last counts.
+        digest = (lambda: self._watch.digest) if watched else None
+        self._publisher = metrics.Publisher(self._engine, self._vitals, digest)
         self._modes.callback(self._publisher.close)
         traced = tracing.wanted(settings, told=messages.tells_traces())
         traces = tracing.Tracing(self._engine) if traced else None
         if traces is None:
-            calls = calling.Calls(settings.name)
+            calls = calling.ModelCaller(settings.name)
         else:
             self._modes.callback(traces.close)
-            calls = calling.Calls(settings.name, traces.handle)
-        # Not before: Triton refuses calls of other models while one loads.
+            calls = calling.ModelCaller(settings.name, traces.handle)
+        # Only now: Triton refuses calls of other models while a model loads.
         composition.connect(calls)
-        # Not before: loading may take as long as it wants.
+        # Only now: loading has no time limit.
         self._engine.recovery.begins = self._vitals.busy
         if settings.options.profile_dir is not None:
             self._modes.callback(profiling.LiveProfiler(self._engine).close)
@@ -149,43 +149,44 @@ class TritonPythonModel:
             self._modes.callback(self._streaming.close)
             self._publisher.follow(streams=self._streaming.streams)
         else:
-            self._answering = self._answers(weights, traces)
-        # torch and the model are hundreds of thousands of objects, and they stay: a collection
-        # that looks at them all would stop a request for tens of milliseconds.
+            self._answering = self._create_answering(weights, traces)
+        # torch and the model are hundreds of thousands of permanent objects. A collection of all of
+        # them would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
 
-    def _answers(self, weights: Weights | None, traces: Tracing | None) -> Answering:
-        """Who makes responses of requests."""
+    def _create_answering(
+        self, weights: WeightsParameter | None, traces: Tracing | None
+    ) -> Answering:
         from torch_py_backend.adapter import answering, messages, sequencing
 
         if self._settings.sequencing is None:
-            # To ask costs: only where hooks do.
+            # Reading parameters takes time, so do it only for hooks that take them.
             asks = self._engine.hooks is not None and self._engine.hooks.asks
             read: Callable[[Any], Any] = messages.read_with_parameters if asks else messages.read
             if traces is not None:
                 read = messages.traced(read, traces.carry)
             return answering.Answering(self._engine, self._end, weights, read=read)
-        steps = sequencing.Sequencing(self._engine)
+        steps = sequencing.SequenceReader(self._engine)
         self._modes.callback(steps.close)
         self._publisher.follow(sequences=steps.sequences)
         read = steps.read
         if traces is not None:
             read = messages.traced(steps.read, traces.carry)
-        # A step that nobody waits for is run all the same: the next one builds upon it.
+        # Cancelled steps run, too: the next step needs their states.
         return answering.Answering(
             self._engine,
             self._end,
             weights,
             read=read,
             run=steps.run,
-            asked=steps.asked,
+            count_sent=steps.count_sent,
             leaves_out=False,
         )
 
     def execute(self, requests: Sequence[Any]) -> Any:
-        """One response for each request, in their order; None: they come as streams."""
-        if self._streaming is not None:  # whose thread tells when it is busy
+        """Return one response for each request, in order; None for a decoupled model."""
+        if self._streaming is not None:  # its thread reports when it is busy
             self._streaming.start(requests)
             return None
         self._vitals.busy()
@@ -196,11 +197,11 @@ class TritonPythonModel:
         return responses
 
     def is_ready(self) -> bool:
-        """Whether requests can be answered; servers from 26.03 on ask."""
+        """Return whether requests can be answered; called by servers from 26.03 on."""
         return self._engine.recovery.fatal is None
 
     def _end(self, reason: str) -> None:
-        """The process cannot compute any more: tell it, once, to everyone who can help."""
+        """Report once that the process cannot use its device any more; exit if ON_FATAL says so."""
         if self._lost:
             return
         self._lost = True
@@ -215,17 +216,17 @@ class TritonPythonModel:
         )
         if leaves:
             # Triton sends this batch's responses after execute() has returned.
-            last = threading.Timer(_SECONDS_TO_ANSWER, os._exit, (_POISONED,))
-            last.daemon = True
-            last.start()
+            timer = threading.Timer(_SECONDS_TO_ANSWER, os._exit, (_POISONED,))
+            timer.daemon = True
+            timer.start()
 
     def finalize(self) -> None:
-        """Called before a healthy instance ends."""
+        """Release the model; Triton calls this before a healthy instance ends."""
         self._vitals.ended()
         self.leave()
 
     def leave(self) -> None:
-        """Leave what `initialize` entered; to call it twice, or after a failure, is no error."""
+        """Release what `initialize` acquired. May be called twice, and after a failure."""
         self._modes.close()
 
 
@@ -250,7 +251,7 @@ def _complete(completed: Any, document: dict[str, Any]) -> None:
 
 
 def _arguments(document: Mapping[str, Any]) -> dict[str, str]:
-    """What Triton would pass to `initialize`, as far as it is known without an instance."""
+    """Return Triton's arguments of `initialize` as far as they are known without an instance."""
     version = Path(pb_utils.get_model_dir()).absolute()
     return {
         "model_config": json.dumps(document),
@@ -264,20 +265,20 @@ def _arguments(document: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _check_numpy(model: str) -> None:
-    """Send a tensor through Triton's utilities: numpy 2 with a stub of 24.10 or older garbles it.
+    """Check that a tensor survives Triton's utilities: stubs up to 24.10 garble it with numpy 2.
 
     Raises:
-        PlatformError: the stub and numpy do not fit.
+        PlatformError: the stub and numpy are incompatible.
     """
     import numpy as np
     import torch
 
     sent = torch.arange(4.0)
-    came = pb_utils.Tensor.from_dlpack("t", sent).as_numpy().tolist()
-    if came != sent.tolist():
+    received = pb_utils.Tensor.from_dlpack("t", sent).as_numpy().tolist()
+    if received != sent.tolist():
         raise PlatformError(
             model,
             f"numpy {np.__version__} garbles tensors in this server's Python stub:"
-            f" {sent.tolist()} came back as {came}",
+            f" {sent.tolist()} came back as {received}",
             cure="Install numpy<2 where the stub runs, or use a server of 24.11 or newer.",
         )

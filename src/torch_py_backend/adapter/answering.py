@@ -1,6 +1,6 @@
-"""A batch of requests becomes their responses; what is wrong with one harms no other.
+"""Answer a batch of requests; a failure of one does not affect the others.
 
-Imported when an instance starts, not before: it needs torch, and Triton's utilities complete.
+Imported when an instance starts: it needs torch and the complete Triton utilities.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 from torch_py_backend.adapter import messages
 from torch_py_backend.batching.gather_scatter import Outcome
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.retry import Failure
-from torch_py_backend.engine.weight_watcher import Watch
+from torch_py_backend.engine.weight_watcher import WeightWatcher
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
@@ -29,76 +28,77 @@ from torch_py_backend.observability.metric_families import OK
 
 log = logging.getLogger(__name__)
 
-# To ask Triton whether a request was cancelled takes 26 microseconds. It is asked where the last
-# batch took twenty times as long for each request: a twentieth is spent, to save a whole one.
-_WORTH_ASKING = 20 * 26e-6
-# Tracebacks of one batch in the log; those that are alike are one.
-_MOST_TOLD = 8
-# What outcomes are where none is an error.
+# Checking whether a request was cancelled takes 26 microseconds. Check only if the last batch took
+# twenty times as long for each request: that costs at most a twentieth of the time.
+_CHECK_CANCELLED_S = 20 * 26e-6
+# The most reports of one batch in the log; equal ones are merged.
+_MOST_LOGGED = 8
+# The types of outcomes without an error among them.
 _RESULTS = {dict}
 
 
-class Weights:
-    """Tells which weights answered, by a parameter, where responses have some."""
+class WeightsParameter:
+    """Adds the digest of the weights to responses as a parameter, if the server supports it."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: WeightWatcher) -> None:
         self._watch = watch
         self._takes_parameters = messages.takes_parameters()
 
-    def told(self) -> Callable[[Outcome], Any]:
-        """What writes the responses of a batch that the weights of this moment answered."""
+    def writer(self) -> Callable[[Outcome], Any]:
+        """Return the function that writes responses of the current weights."""
         if not self._takes_parameters:
             return messages.write
-        return partial(messages.write_with_parameters, told={"weights": self._watch.digest})
+        parameters = {"weights": self._watch.digest}
+        return partial(messages.write_with_parameters, parameters=parameters)
 
 
 class Answering:
-    """One instance's way from requests to responses.
+    """Answers the requests of one instance.
 
     Args:
         engine: the model.
-        end: called once, with the reason, when the process has become useless.
-        weights: who tells which weights answered; None: nobody.
-        read: what a request is for those who run it; raises if it cannot be read.
-        run: one outcome for each that was read; None: the engine runs items.
-        asked: how many of the requests clients have sent.
-        leaves_out: whether requests that were cancelled meanwhile are left out.
+        end: called once, with the reason, when the process cannot use its device any more.
+        weights: adds the digest of the weights to responses; None: responses have none.
+        read: reads a request; raises if that fails.
+        run: runs the read requests, returns one outcome for each; None: `engine.run`.
+        count_sent: returns how many of the requests were sent by clients.
+        leaves_out: whether to skip cancelled requests.
     """
 
     def __init__(
         self,
         engine: Engine,
         end: Callable[[str], None],
-        weights: Weights | None = None,
+        weights: WeightsParameter | None = None,
         *,
         read: Callable[[Any], Any] = messages.read,
         run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None,
-        asked: Callable[[Sequence[Any]], int] = len,
+        count_sent: Callable[[Sequence[Any]], int] = len,
         leaves_out: bool = True,
     ) -> None:
         self._engine = engine
         self._leaves_out = leaves_out
         self._read = read
         self._run_all = run or engine.run
-        self._asked = asked
+        self._count_sent = count_sent
         self._counts = engine.counts
         self._weights = weights
         self._model = engine.config.name
         self._end = end
-        self._took = 0.0
+        self._duration = 0.0
 
     def answer(self, requests: Sequence[Any]) -> list[Any]:
-        """One response for each request, in their order."""
+        """Return one response for each request, in order."""
         fatal = self._engine.recovery.fatal
-        if fatal is not None:  # not even the requests are read: their tensors may be on the device
-            self._counts.answered(fatal.code, self._asked(requests))
+        if fatal is not None:  # reading requests could fail: their tensors may be on the device
+            self._counts.answered(fatal.code, self._count_sent(requests))
             return [messages.write(fatal) for _ in requests]
-        if self._leaves_out and self._took > len(requests) * _WORTH_ASKING:
-            return self._answer_wanted(requests)
+        if self._leaves_out and self._duration > len(requests) * _CHECK_CANCELLED_S:
+            return self._answer_uncancelled(requests)
         return self._answer_all(requests)
 
-    def _answer_wanted(self, requests: Sequence[Any]) -> list[Any]:
-        """The cancelled ones are not run: requests wait in Triton while a batch is run."""
+    def _answer_uncancelled(self, requests: Sequence[Any]) -> list[Any]:
+        """Answer requests; refuse those cancelled while they waited for the previous batch."""
         cancelled = CancelledError(self._model)
         refused: dict[int, BackendError] = {
             place: cancelled for place, request in enumerate(requests) if request.is_cancelled()
@@ -108,10 +108,10 @@ class Answering:
     def _answer_others(
         self, requests: Sequence[Any], refused: Mapping[int, BackendError]
     ) -> list[Any]:
-        """The responses of all, where some are refused already."""
+        """Answer requests of which some are refused already."""
         for place, error in refused.items():
             self._count(requests[place], error)
-        others = [one for place, one in enumerate(requests) if place not in refused]
+        others = [request for place, request in enumerate(requests) if place not in refused]
         answered = iter(self._answer_all(others) if others else ())
         return [
             messages.write(refused[place]) if place in refused else next(answered)
@@ -128,9 +128,9 @@ class Answering:
         if self._weights is None:
             outcomes = self._run(items)
         else:
-            with self._engine.turn:  # no others are swapped in meanwhile
+            with self._engine.turn:  # new weights must not be swapped in meanwhile
                 outcomes = self._run(items)
-                write = self._weights.told()
+                write = self._weights.writer()
         failed = 0
         if set(map(type, outcomes)) != _RESULTS:
             failed += self._count_errors(requests, outcomes)
@@ -139,11 +139,11 @@ class Answering:
         except Exception:
             responses, unsent = self._write_sendable(requests, outcomes)
             failed += unsent
-        self._counts.answered(OK, self._asked(requests) - failed)
+        self._counts.answered(OK, self._count_sent(requests) - failed)
         if self._engine.recovery.reports:
-            self._tell(requests)
-        # Not of a batch that was cancelled as a whole: it says nothing of the next one.
-        self._took = time.perf_counter() - began
+            self._log_reports(requests)
+        # Not set for a batch that was cancelled as a whole: its duration predicts nothing.
+        self._duration = time.perf_counter() - began
         return responses
 
     def _run(self, items: Sequence[Any]) -> Sequence[Outcome]:
@@ -156,7 +156,7 @@ class Answering:
         return [internal] * len(items)
 
     def _answer_readable(self, requests: Sequence[Any]) -> list[Any]:
-        """The responses, where at least one request cannot be read."""
+        """Answer requests of which at least one cannot be read."""
         refused = {}
         for place, request in enumerate(requests):
             error = self._unreadable(request)
@@ -165,7 +165,7 @@ class Answering:
         fatal = self._engine.recovery.fatal
         if fatal is not None:
             refused = dict.fromkeys(range(len(requests)), fatal)
-        self._tell(requests)
+        self._log_reports(requests)
         return self._answer_others(requests, refused)
 
     def _unreadable(self, request: Any) -> BackendError | None:
@@ -173,75 +173,71 @@ class Answering:
         try:
             self._read(request)
         except Exception as error:
-            said, failure = brief(error), recovery.judge(error)
+            reason, failure = brief(error), recovery.judge(error)
         else:
             return None
         if recovery.fatal is not None or failure.memory:
             recovery.report(failure.error, failure.text, ())
             return failure.error
-        return InputError(self._model, f"the request cannot be read: {said}")
+        return InputError(self._model, f"the request cannot be read: {reason}")
 
     def _count(self, request: Any, error: BackendError) -> int:
-        """Count an error, if a client is told it; how many that are."""
-        told = self._asked((request,))
-        if told:
+        """Count an error unless the request only fills a slot; return the number counted."""
+        count = self._count_sent((request,))
+        if count:
             self._counts.answered(error.code)
-        return told
+        return count
 
     def _count_errors(self, requests: Sequence[Any], outcomes: Sequence[Outcome]) -> int:
         return sum(
-            self._count(request, one)
-            for request, one in zip(requests, outcomes, strict=True)
-            if isinstance(one, BackendError)
+            self._count(request, outcome)
+            for request, outcome in zip(requests, outcomes, strict=True)
+            if isinstance(outcome, BackendError)
         )
 
     def _write_sendable(
         self, requests: Sequence[Any], outcomes: Sequence[Outcome]
     ) -> tuple[list[Any], int]:
-        """The responses, where at least one cannot be made, and how many cannot."""
+        """Write responses of which at least one fails; return them and the number of failures."""
+        recovery = self._engine.recovery
         responses, unsent = [], 0
         for place, outcome in enumerate(outcomes):
             try:
                 responses.append(messages.write(outcome))
                 continue
             except Exception as error:
-                said, failure = brief(error), self._engine.recovery.judge(error)
-            refusal = self._unsendable(place, said, failure)
+                reason, failure = brief(error), recovery.judge(error)
+            refusal: BackendError = failure.error
+            if recovery.fatal is None and not failure.memory:
+                refusal = OutputError(self._model, f"the outputs cannot be sent: {reason}")
+            recovery.report(refusal, failure.text, (place,))
             unsent += self._count(requests[place], refusal)
             responses.append(messages.write(refusal))
         return responses, unsent
 
-    def _unsendable(self, place: int, said: str, failure: Failure) -> BackendError:
-        recovery = self._engine.recovery
-        refusal: BackendError = failure.error
-        if recovery.fatal is None and not failure.memory:
-            refusal = OutputError(self._model, f"the outputs cannot be sent: {said}")
-        recovery.report(refusal, failure.text, (place,))
-        return refusal
-
-    def _tell(self, requests: Sequence[Any]) -> None:
-        """Write to the server's log what failed and for whom, and act on what is fatal."""
+    def _log_reports(self, requests: Sequence[Any]) -> None:
+        """Log the failures with the IDs of their requests; report a fatal one."""
         recovery = self._engine.recovery
         reports = list(recovery.reports.items())
         recovery.reports.clear()
-        for (sentence, text), places in reports[:_MOST_TOLD]:
+        for (sentence, text), places in reports[:_MOST_LOGGED]:
             names = _names(requests[place] for place in places)
             log.error("%s%s%s", sentence, names, f"\n{text}" if text else "")
-        if len(reports) > _MOST_TOLD:
+        if len(reports) > _MOST_LOGGED:
             log.error(
                 "model '%s': %d more failures in the same batch are not shown.",
                 self._model,
-                len(reports) - _MOST_TOLD,
+                len(reports) - _MOST_LOGGED,
             )
         if recovery.fatal is not None:
             self._end(recovery.reason)
 
 
 def _names(requests: Iterable[Any]) -> str:
-    """The requests of a failure, for the log: their ids, where clients gave them some."""
-    named = [messages.request_id(request) for request in requests]
-    known = [name for name in named if name]
+    """Return the IDs of a failure's requests for the log, where clients set them."""
+    ids = [messages.request_id(request) for request in requests]
+    known = [name for name in ids if name]
     if not known:
-        return f" ({len(named)} requests without an id)" if named else ""
-    nameless = f", {len(named) - len(known)} without an id" if len(known) < len(named) else ""
-    return f" (requests {shown(known)}{nameless})"
+        return f" ({len(ids)} requests without an id)" if ids else ""
+    others = f", {len(ids) - len(known)} without an id" if len(known) < len(ids) else ""
+    return f" (requests {shown(known)}{others})"

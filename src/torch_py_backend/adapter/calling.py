@@ -1,6 +1,6 @@
-"""Calls of other models of the server, through Triton's utilities.
+"""Calls of other models on the server, through Triton's utilities.
 
-Imported when an instance starts, not before: it needs torch, and Triton's utilities complete.
+Imported when an instance starts: it needs torch and the complete Triton utilities.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from torch_py_backend.batching.gather_scatter import Value, to_column
 from torch_py_backend.composition import Model, Results
 from torch_py_backend.errors import CallError, quoted
 
-# What a refusal of another model is for who called this one; anything else is our own failure.
+# Error codes of the called model to pass on to the client; any other becomes INTERNAL.
 _PASSED_ON = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED")
 _CHOSEN_BY_TRITON = -1
 
 
-class Calls:
-    """Brings calls to Triton.
+class ModelCaller:
+    """Sends calls of other models to Triton.
 
     Args:
-        own: the model that calls: one that waits for itself would wait for ever.
-        trace: Triton's trace of the request that is being answered; None: it has none.
+        own: the calling model's name. A model that calls itself would deadlock.
+        trace: returns Triton's trace of the current request; None: it has none.
     """
 
     def __init__(self, own: str, trace: Callable[[], Any] = lambda: None) -> None:
@@ -58,41 +58,41 @@ class Calls:
         if called.name == self._own:
             raise CallError(
                 called.name,
-                "the model calls itself, and would wait for itself",
+                "the model calls itself, which would deadlock",
                 expected="another model",
                 cure="Call forward(), or serve the part that is called as a model of its own.",
             )
         values = {name: _value(called, name, value) for name, value in inputs.items()}
-        devices = {one.device for one in values.values() if isinstance(one, Tensor) and one.is_cuda}
-        wanted: dict[str, Any] = {}
-        for device in devices:
-            # Triton reads them on a stream of its own.
+        tensors = [value for value in values.values() if isinstance(value, Tensor)]
+        settings: dict[str, Any] = {}
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            # Triton reads the tensors on another stream.
             torch.cuda.current_stream(device).synchronize()
-            wanted["preferred_memory"] = pb_utils.PreferredMemory(
+            settings["preferred_memory"] = pb_utils.PreferredMemory(
                 pb_utils.TRITONSERVER_MEMORY_GPU, device.index
             )
         trace = self._trace()
         if trace is not None:
-            wanted["trace"] = trace
+            settings["trace"] = trace
         return pb_utils.InferenceRequest(
             model_name=called.name,
             model_version=_CHOSEN_BY_TRITON if called.version is None else called.version,
             inputs=[messages.write_tensor(name, value) for name, value in values.items()],
             requested_output_names=[],  # all
             parameters=dict(called.parameters),
-            **wanted,
+            **settings,
         )
 
 
 def _value(called: Model, name: str, value: Any) -> Value:
-    """An input as Triton's utilities take it."""
+    """Convert an input to a value that Triton's utilities accept."""
     if isinstance(value, Tensor):
         return value.detach().contiguous()
     if isinstance(value, bool | int | float):
         return torch.tensor(value)
     texts = np.array(value, dtype=np.object_) if isinstance(value, str | bytes | list) else value
     if isinstance(texts, np.ndarray) and texts.dtype.kind in "OUS":
-        if all(isinstance(one, str | bytes) for one in texts.flat):
+        if all(isinstance(text, str | bytes) for text in texts.flat):
             return texts.astype(np.object_)
     elif isinstance(texts, np.ndarray):
         return np.ascontiguousarray(texts)
@@ -104,13 +104,13 @@ def _value(called: Model, name: str, value: Any) -> Value:
 
 
 def _in_time(called: Model, execute: Callable[[], Any], seconds: float) -> Results:
-    """The answer, if it comes within so many seconds; Triton itself would be waited for."""
+    """Return the results if they arrive in time; Triton's call itself has no timeout."""
     answers: queue.SimpleQueue[Results | BaseException] = queue.SimpleQueue()
 
     def wait() -> None:
         try:
             answers.put(_results(called, execute))
-        except BaseException as error:  # for who waits
+        except BaseException as error:  # raised again in the waiting thread
             answers.put(error)
 
     threading.Thread(target=wait, name="calling", daemon=True).start()
@@ -143,4 +143,7 @@ def _read(called: Model, response: Any) -> Results:
         codes = {getattr(pb_utils.TritonError, name): name for name in _PASSED_ON}
         code = codes.get(error.code(), "INTERNAL")
         raise CallError(called.name, f"it answers: {quoted(error.message())}", code=code)
-    return {one.name(): to_column(messages.read_tensor(one)) for one in response.output_tensors()}
+    return {
+        tensor.name(): to_column(messages.read_tensor(tensor))
+        for tensor in response.output_tensors()
+    }

@@ -1,4 +1,4 @@
-"""Python's log records as lines of the server's log."""
+"""Write Python's log records to the server's log."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import triton_python_backend_utils as pb_utils
 
 
 class LogHandler(logging.Handler):
-    """Hands records to Triton's logger."""
+    """Passes records to Triton's logger."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logger = pb_utils.Logger
-        # Triton's logger raises for what is no UTF-8, which an exception's text may hold.
+        # Triton's logger raises for text that is not UTF-8, as an exception's message may be.
         text = self.format(record).encode(errors="replace").decode()
         if record.levelno >= logging.ERROR:
             logger.log_error(text)
@@ -23,7 +23,7 @@ class LogHandler(logging.Handler):
 
 
 def install() -> None:
-    """Send this package's records, and only there."""
+    """Send this package's records to Triton's logger only."""
     package = logging.getLogger("torch_py_backend")
     package.handlers = [LogHandler()]
     package.setLevel(logging.INFO)

@@ -1,6 +1,6 @@
-"""Triton's requests become items, outcomes become its responses.
+"""Read items from Triton's requests; write outcomes to its responses.
 
-Imported when an instance starts, not before: it needs torch, and Triton's utilities complete.
+Imported when an instance starts: it needs torch and the complete Triton utilities.
 """
 
 from __future__ import annotations
@@ -20,96 +20,99 @@ from torch_py_backend.config import request_parameters
 from torch_py_backend.errors import BackendError
 from torch_py_backend.sequences.state_store import Step
 
-# Below this size a DLPack capsule is cheaper to hand over than a numpy array, above it dearer.
+# Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.
 _SMALL_BYTES = 4096
 _LONGEST_ID = 64
 
 
 def read(request: Any) -> Item:
-    """A request's tensors by name: arrays in host memory of their own, or tensors on the GPU."""
+    """Return a request's tensors by name: arrays with their own memory, or tensors on the GPU."""
     return {tensor.name(): read_tensor(tensor) for tensor in request.inputs()}
 
 
 def read_some(request: Any, names: Collection[str]) -> Item:
-    """Those of a request's tensors that have one of these names; of others not even memory."""
-    found = ((name, pb_utils.get_input_tensor_by_name(request, name)) for name in names)
-    return {name: read_tensor(tensor) for name, tensor in found if tensor is not None}
+    """Return a request's tensors with the given names; do not access the memory of others."""
+    tensors = ((name, pb_utils.get_input_tensor_by_name(request, name)) for name in names)
+    return {name: read_tensor(tensor) for name, tensor in tensors if tensor is not None}
 
 
 def read_kept(request: Any, guard: Guard) -> Item:
-    """As `read`, for who needs the tensors after execute() has returned: the GPU's are Triton's.
+    """Return a request's tensors for use after execute() has returned.
 
-    They are copied on the stream that the model reads them on, before Triton uses its memory again.
+    Triton owns the memory of tensors on the GPU. They are copied on the model's stream, before
+    Triton reuses that memory.
     """
     item = read(request)
-    on_gpu = {name: one for name, one in item.items() if isinstance(one, Tensor) and one.is_cuda}
+    on_gpu = {
+        name: value for name, value in item.items() if isinstance(value, Tensor) and value.is_cuda
+    }
     if on_gpu:
         with guard():
-            item.update((name, one.clone()) for name, one in on_gpu.items())
-            for device in {one.device for one in on_gpu.values()}:
+            item.update((name, tensor.clone()) for name, tensor in on_gpu.items())
+            for device in {tensor.device for tensor in on_gpu.values()}:
                 torch.cuda.current_stream(device).synchronize()
     return item
 
 
 def read_with_parameters(request: Any) -> Item:
-    """As `read`, with the request's parameters for who asks."""
+    """Return a request's tensors by name, with a column of its parameters."""
     item = read(request)
-    told = request_parameters.parse(request.parameters())
-    return {**item, request_parameters.KEY: request_parameters.column([told])}
+    parameters = request_parameters.parse(request.parameters())
+    return {**item, request_parameters.KEY: request_parameters.column([parameters])}
 
 
 def tells_traces() -> bool:
-    """Whether this server's requests can be asked for their traces: 24.04 and later."""
+    """Return whether this server's requests provide traces: 24.04 and later."""
     return hasattr(getattr(pb_utils, "InferenceRequest", None), "trace")
 
 
 def traced(
     read: Callable[[Any], Any], carry: Callable[[Item, str, Any], Item], *, kept: bool = False
 ) -> Callable[[Any], Any]:
-    """As `read`, for requests that may be traced: what was read then carries that.
+    """Return a `read` that adds the trace of a traced request to its item.
 
     Args:
-        read: what a request is for those who run it.
-        carry: an item with a trace's context and Triton's handle of it.
-        kept: whether items are needed after execute() has returned: the handle is Triton's.
+        read: reads a request.
+        carry: adds a trace's context and Triton's handle of it to an item.
+        kept: whether items are used after execute() has returned; Triton owns the handle.
     """
 
     def read_traced(request: Any) -> Any:
-        found = read(request)
+        item = read(request)
         trace = request.trace()
-        told = trace.get_context()
-        if not told:
-            return found
+        context = trace.get_context()
+        if not context:
+            return item
         handle = None if kept else trace
-        if isinstance(found, Step):
-            return found._replace(item=carry(found.item, told, handle))
-        return carry(found, told, handle)
+        if isinstance(item, Step):
+            return item._replace(item=carry(item.item, context, handle))
+        return carry(item, context, handle)
 
     return read_traced
 
 
 def read_tensor(tensor: Any) -> Value:
-    """A tensor of Triton's: an array of its own in host memory, or a tensor."""
+    """Convert one of Triton's tensors to an array with its own memory, or to a tensor."""
     if not tensor.is_cpu():
         return dlpack.from_dlpack(tensor)
     try:
         array: Value = tensor.as_numpy()
-    except pb_utils.TritonModelException:  # BF16, which numpy lacks
-        # The memory is Triton's, unaligned, and gone when execute() returns.
+    except pb_utils.TritonModelException:  # BF16, which numpy does not have
+        # The memory is Triton's: it is unaligned and invalid after execute() has returned.
         array = dlpack.from_dlpack(tensor.to_dlpack()).clone()
     return array
 
 
-def write_with_parameters(outcome: Outcome, told: Mapping[str, str]) -> Any:
-    """As `write`, and a result comes with parameters for the client."""
+def write_with_parameters(outcome: Outcome, parameters: Mapping[str, str]) -> Any:
+    """Return a response with the result and parameters, or with the error."""
     if isinstance(outcome, BackendError):
         return write(outcome)
     tensors = [write_tensor(name, value) for name, value in outcome.items()]
-    return pb_utils.InferenceResponse(tensors, parameters=dict(told))
+    return pb_utils.InferenceResponse(tensors, parameters=dict(parameters))
 
 
 def takes_parameters() -> bool:
-    """Whether this server's responses can have parameters: 25.02 and later."""
+    """Return whether this server's responses can have parameters: 25.02 and later."""
     try:
         pb_utils.InferenceResponse([], parameters={})
     except TypeError:
@@ -118,13 +121,13 @@ def takes_parameters() -> bool:
 
 
 def request_id(request: Any) -> str:
-    """What the client calls its request, fit for a log: one short line, whatever was sent."""
+    """Return a request's ID, shortened and without unprintable characters, for the log."""
     name: str = request.request_id()
-    return "".join(one if one.isprintable() else "?" for one in name[:_LONGEST_ID])
+    return "".join(char if char.isprintable() else "?" for char in name[:_LONGEST_ID])
 
 
 def write(outcome: Outcome) -> Any:
-    """A response with the result or the error."""
+    """Return a response with the result or the error."""
     if isinstance(outcome, BackendError):
         code = getattr(pb_utils.TritonError, outcome.code)
         return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(outcome), code))
@@ -133,7 +136,7 @@ def write(outcome: Outcome) -> Any:
 
 
 def write_tensor(name: str, value: Value) -> Any:
-    """A tensor of Triton's for a contiguous value."""
+    """Convert a contiguous value to one of Triton's tensors."""
     if not isinstance(value, Tensor):
         return pb_utils.Tensor(name, value)
     if not value.numel():
@@ -141,12 +144,12 @@ def write_tensor(name: str, value: Value) -> Any:
     if value.is_cuda:
         return pb_utils.Tensor.from_dlpack(name, value)
     if value.dtype is torch.bfloat16 or value.nbytes < _SMALL_BYTES:
-        # Of torch's making: a capsule of numpy's, which Triton renames, brings the process down.
+        # A capsule from torch: Triton renames capsules, and a renamed one of numpy's crashes.
         return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(value))  # type: ignore[attr-defined]
     return pb_utils.Tensor(name, value.numpy())
 
 
 def _laid_out(empty: Tensor) -> Tensor:
-    """A tensor that holds nothing, with the strides that Triton expects even of that."""
+    """Return an empty tensor with contiguous strides, which Triton requires even of those."""
     strides = [math.prod(empty.shape[axis + 1 :]) for axis in range(empty.ndim)]
     return empty.as_strided(empty.shape, strides)

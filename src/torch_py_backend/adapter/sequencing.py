@@ -1,6 +1,6 @@
-"""Requests of sequences become steps; what idles is freed from beside.
+"""Read the steps of sequences from requests; free idle sequences in a thread.
 
-Imported when an instance starts, not before: it needs torch, and Triton's utilities complete.
+Imported when an instance starts: it needs torch and the complete Triton utilities.
 """
 
 from __future__ import annotations
@@ -21,46 +21,46 @@ from torch_py_backend.sequences.state_store import Sequences, Step
 _SECONDS = 1.0
 
 
-class Sequencing:
-    """How the requests of one instance's sequences are read and run.
+class SequenceReader:
+    """Reads and runs the requests of one instance's sequences.
 
-    Without a state to keep (the model keeps its own, by CORRID or by its place in the batch), what
-    Triton hands over is run as it comes, and that which only fills a slot with it.
+    If the config has no states (the model keeps its own, by CORRID or by the position in the
+    batch), all requests are run as they come, including those that only fill a slot.
 
     Attributes:
-        run: one outcome for each request that was read; None: the engine runs items.
+        run: runs steps, returns one outcome for each; None: the engine runs items.
     """
 
     def __init__(self, engine: Engine) -> None:
         config = engine.config
-        # Not the states: what Triton has in their place is memory that nobody has written.
+        # Without states: Triton passes uninitialized memory for them.
         self._names = frozenset(
             spec.name for spec in config.inputs if spec.origin is not Origin.STATE
         )
         self._sent = [spec.name for spec in config.inputs if spec.origin is Origin.CLIENT]
-        # Whether any request only filled a slot so far: to ask each for its id once more costs.
+        # Whether any request so far only filled a slot: reading each one's ID again takes time.
         self._fills = False
         self._starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
         self._ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
         self._sequences: Sequences | None = None
         self.run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None
-        self._left = threading.Event()
+        self._closed = threading.Event()
         if config.states:
             self._sequences = Sequences(config, engine.run_some, engine.device, guard=engine.guard)
             self.run = self._sequences.run
-            self._thread = threading.Thread(target=self._tend, name="sequences", daemon=True)
+            self._thread = threading.Thread(target=self._sweep, name="sequences", daemon=True)
             self._thread.start()
 
     @property
     def sequences(self) -> Sequences | None:
-        """Whose states are kept; None: nothing is kept."""
+        """The states of the sequences; None: the config has no states."""
         return self._sequences
 
     def read(self, request: Any) -> Item | Step:
-        """A step of a sequence; an item, where nothing is kept.
+        """Return a request's step; its item if the config has no states.
 
-        A request that cannot be read begins and ends its sequence all the same: to what Triton
-        sends next, the state of an older sequence with the same id must not be given.
+        A request that cannot be read still begins and ends its sequence: the next request must not
+        get the state of an older sequence with the same ID.
         """
         if self._sequences is None:
             if request.correlation_id():
@@ -80,14 +80,14 @@ class Sequencing:
             raise
         return Step(name, starts, ends, item)
 
-    def asked(self, requests: Sequence[Any]) -> int:
-        """How many of these are a client's: the others only fill a slot."""
+    def count_sent(self, requests: Sequence[Any]) -> int:
+        """Return how many of the requests were sent by clients and do not only fill a slot."""
         if not self._fills:
             return len(requests)
         return sum(1 for request in requests if request.correlation_id())
 
     def _blank(self, item: Item) -> Item:
-        """What only fills a slot, with zeros: Triton sends memory that nobody has written."""
+        """Zero the inputs of a request that only fills a slot: their memory is uninitialized."""
         for value in (item[name] for name in self._sent if name in item):
             if isinstance(value, Tensor):
                 value.zero_()
@@ -96,12 +96,12 @@ class Sequencing:
         return item
 
     def close(self) -> None:
-        """End what goes on beside; to call it twice is no error."""
-        self._left.set()
+        """Stop the thread. May be called twice."""
+        self._closed.set()
         if self._sequences is not None:
             self._thread.join()
 
-    def _tend(self) -> None:
+    def _sweep(self) -> None:
         sequences = self._sequences
-        while sequences is not None and not self._left.wait(_SECONDS):
+        while sequences is not None and not self._closed.wait(_SECONDS):
             sequences.sweep()

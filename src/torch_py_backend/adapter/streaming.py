@@ -1,6 +1,6 @@
-"""Requests of a decoupled model: each becomes a stream of responses, driven by a thread of ours.
+"""Answer requests of a decoupled model with streams of responses, driven by a thread.
 
-Imported when an instance starts, not before: it needs torch, and Triton's utilities complete.
+Imported when an instance starts: it needs torch and the complete Triton utilities.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ from torch_py_backend.streaming.streams import Streams
 
 log = logging.getLogger(__name__)
 
-# To ask Triton whether a request was cancelled takes 26 microseconds. Each live stream is asked so
-# rarely that all together cost a twentieth of the time.
-_BETWEEN_ASKS_S = 20 * 26e-6
-# How long an instance that ends waits for what its streams still do.
+# Checking whether a request was cancelled takes 26 microseconds. At this interval per live stream,
+# all checks together take a twentieth of the time.
+_CHECK_INTERVAL_S = 20 * 26e-6
+# How long `close` waits for the thread.
 _SECONDS_TO_END = 10.0
-_BETWEEN_ROUNDS_S = 0.1
-# When a stream is asked that has not come back to its client for so long.
-_BETWEEN_LOOKS_S = 0.5
+# The interval of polls for clients that have gone.
+_POLL_S = 0.1
+# A poll checks a stream that was not checked for this long.
+_POLLED_CHECK_S = 0.5
 
 
 class Streaming:
-    """One instance's way from requests to streams of responses.
+    """Answers the requests of one instance with streams of responses.
 
     Args:
         engine: the model, warmed up.
-        end: called once, with the reason, when the process has become useless.
-        rests: called whenever no code of the model runs any more.
-        traces: who carries traces into the model's code; None: nobody.
+        end: called once, with the reason, when the process cannot use its device any more.
+        rests: called whenever none of the model's code runs any more.
+        traces: passes traces to the model's code; None: requests are not traced.
     """
 
     def __init__(
@@ -70,15 +71,15 @@ class Streaming:
         self._read_request: Callable[[Any], Item] = partial(messages.read_kept, guard=engine.guard)
         if traces is not None:
             self._read_request = messages.traced(self._read_request, traces.carry, kept=True)
-        # Who waits for it is Triton, which then gives requests to another instance, or queues them.
-        self._room = threading.BoundedSemaphore(engine.config.options.max_streams)
+        # While `start` waits for it, Triton queues requests or sends them to other instances.
+        self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
         self._streams = Streams(engine, rests)
-        # Streams end in their thread, and requests that cannot be read in Triton's.
+        # Streams end in the streams' thread, unreadable requests in Triton's.
         self._counting = threading.Lock()
-        self._looking = False
+        self._polling = False
         self._clients: dict[asyncio.Task[None], _Client] = {}
         self._loop = asyncio.new_event_loop()
-        # Of this thread; in another one they would be torch's own again.
+        # The thread count is thread-local: a new thread starts with torch's default.
         threads = torch.get_num_threads()
         self._thread = threading.Thread(
             target=self._drive, args=(threads,), name="streams", daemon=True
@@ -87,16 +88,16 @@ class Streaming:
 
     @property
     def streams(self) -> Streams:
-        """The streams themselves."""
+        """The live streams."""
         return self._streams
 
     @property
-    def between_asks(self) -> float:
-        """Seconds until it pays to ask a stream again whether it was cancelled."""
-        return _BETWEEN_ASKS_S * max(self._streams.live, 1)
+    def check_interval(self) -> float:
+        """The seconds between two checks of a stream for cancellation."""
+        return _CHECK_INTERVAL_S * max(self._streams.live, 1)
 
     def start(self, requests: Sequence[Any]) -> None:
-        """Let requests become streams, which go on after this; wait while there are too many."""
+        """Start a stream for each request; wait while there are too many."""
         for request in requests:
             client = _Client(self, request)
             item = self._read(request, client)
@@ -104,40 +105,40 @@ class Streaming:
                 self._admit(item, client)
 
     def close(self) -> None:
-        """End the streams that are left with an error, in bounded time; twice is no error."""
+        """End the live streams with an error, in bounded time. May be called twice."""
         if self._thread.is_alive():
-            with contextlib.suppress(RuntimeError):  # it ends at this moment
+            with contextlib.suppress(RuntimeError):  # the loop is closing already
                 self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(_SECONDS_TO_END)
 
     def fatal(self) -> None:
-        """The process cannot compute any more: said once."""
+        """Report once that the process cannot use its device any more."""
         if not self._ended:
             self._ended = True
             self._end(self.engine.recovery.reason)
 
     def ended(self, code: str) -> None:
-        """A request was answered, with this code at its end."""
+        """Count a request that ended with this code."""
         with self._counting:
             self.engine.counts.answered(code)
 
     def _read(self, request: Any, client: _Client) -> Item | None:
         try:
             return self._read_request(request)
-        except Exception as error:  # of Triton's utilities, or of a device that is gone
+        except Exception as error:  # from Triton's utilities, or because of a lost device
             with self.engine.turn:
-                said, failure = brief(error), self.engine.recovery.judge(error)
+                reason, failure = brief(error), self.engine.recovery.judge(error)
         if self.engine.recovery.fatal is not None or failure.memory:
             client.end(failure.error, failure.text)
         else:
-            client.end(InputError(self.model, f"the request cannot be read: {said}"))
+            client.end(InputError(self.model, f"the request cannot be read: {reason}"))
         return None
 
     def _admit(self, item: Item, client: _Client) -> None:
-        if not self._room.acquire(blocking=False):
-            self._room.acquire()
-            if client.cancelled():  # while it waited
-                self._room.release()
+        if not self._slots.acquire(blocking=False):
+            self._slots.acquire()
+            if client.cancelled():  # during the wait
+                self._slots.release()
                 client.end(CancelledError(self.model))
                 return
         self._loop.call_soon_threadsafe(self._launch, item, client)
@@ -153,7 +154,7 @@ class Streaming:
         self._loop.close()
 
     def _run(self) -> bool:
-        """Let streams go on until `close`; False: something that the model started ended that."""
+        """Run streams until `close`; return False if a callback or task of the model stops them."""
         try:
             self._loop.run_forever()
         except (KeyboardInterrupt, SystemExit) as error:  # which asyncio lets through
@@ -169,17 +170,17 @@ class Streaming:
         if self._traces is None:
             task = self._loop.create_task(self._streams.run(item, client))
         else:
-            with self._traces.streaming(item) as ended:  # a task keeps what is current here
+            with self._traces.streaming(item) as ended:  # a task keeps the current context
                 task = self._loop.create_task(self._streams.run(item, client))
             task.add_done_callback(lambda _: ended(client.error))
         self._clients[task] = client
-        task.add_done_callback(self._landed)
-        self._look_soon()
+        task.add_done_callback(self._finalize)
+        self._schedule_poll()
 
-    def _landed(self, task: asyncio.Task[None]) -> None:
+    def _finalize(self, task: asyncio.Task[None]) -> None:
         client = self._clients.pop(task)
-        self._room.release()
-        # A stream tells its client how it ended, but for what nobody has foreseen.
+        self._slots.release()
+        # A stream ends its client by itself, except on an unexpected exception.
         if task.cancelled():  # before it began
             client.end(self._streams.failure(asyncio.CancelledError(), client).error)
             return
@@ -188,24 +189,23 @@ class Streaming:
             text = self.engine.recovery.judge(error).text
             client.end(self.engine.recovery.fatal or InternalError(self.model), text)
 
-    def _look_soon(self) -> None:
-        """What is done now and then, off the way of the responses."""
-        if not self._looking:
-            self._looking = True
-            self._loop.call_later(_BETWEEN_ROUNDS_S, self._look)
+    def _schedule_poll(self) -> None:
+        if not self._polling:
+            self._polling = True
+            self._loop.call_later(_POLL_S, self._poll)
 
-    def _look(self) -> None:
-        """End the streams of clients that have gone."""
-        self._looking = False
-        if self._clients:  # first: whatever fails below is tried again
-            self._look_soon()
+    def _poll(self) -> None:
+        """Cancel the streams of clients that have gone."""
+        self._polling = False
+        if self._clients:  # schedule first: an exception below must not end the polling
+            self._schedule_poll()
         for task, client in self._clients.items():
             if client.left():
                 task.cancel()
 
     async def _finish(self) -> None:
         self._streams.closing = True
-        # Also what the model itself has started.
+        # Includes tasks of the model.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
             task.cancel()
@@ -214,17 +214,17 @@ class Streaming:
 
 
 class _Client:
-    """Who waits for the responses of one request.
+    """The client of one request, which gets its responses.
 
     Attributes:
-        error: what the stream has ended with; None: with none, or it goes on.
+        error: the error that the stream ended with; None: it ended without, or goes on.
     """
 
     def __init__(self, streaming: Streaming, request: Any) -> None:
         self._streaming = streaming
         self._sender = request.get_response_sender()
         self._name = messages.request_id(request)
-        self._asked = time.monotonic()
+        self._checked = time.monotonic()
         self._gone = False
         self.error: BackendError | None = None
 
@@ -242,13 +242,13 @@ class _Client:
             self._streaming.ended(OK)
 
     def end(self, error: BackendError | None, text: str = "") -> None:
-        """Tell the client that there are no more, and the log why."""
+        """End the stream for the client; log the error."""
         self.error = error
         response = () if error is None else (messages.write(error),)
         self._streaming.ended(OK if error is None else error.code)
         try:
             self._sender.send(*response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-        except Exception as failed:  # Triton's side of it has gone
+        except Exception as failed:  # Triton has closed its side
             log.warning(
                 "model '%s': the end of a stream cannot be sent: %s.",
                 self._streaming.model,
@@ -261,17 +261,17 @@ class _Client:
             self._streaming.fatal()
 
     def cancelled(self) -> bool:
-        """Whether the client has gone, asked no more often than it pays."""
-        return self._gone or self._ask(self._streaming.between_asks)
+        """Return whether the client has gone; check at most once per interval."""
+        return self._gone or self._check(self._streaming.check_interval)
 
     def left(self) -> bool:
-        """Whether the client has gone while the stream waits: it does not ask by itself then."""
-        return not self._gone and self._ask(_BETWEEN_LOOKS_S)
+        """Return whether a poll finds that the client has gone; false if that is known already."""
+        return not self._gone and self._check(_POLLED_CHECK_S)
 
-    def _ask(self, seconds: float) -> bool:
-        """Ask Triton, if that was not done for so many seconds."""
+    def _check(self, seconds: float) -> bool:
+        """Query Triton if the last query is at least `seconds` seconds ago."""
         now = time.monotonic()
-        if now >= self._asked + seconds:
-            self._asked = now
+        if now >= self._checked + seconds:
+            self._checked = now
             self._gone = self._sender.is_cancelled()
         return self._gone

@@ -1,4 +1,4 @@
-"""Requests' items grouped, padded and gathered into a batch; results checked and scattered.
+"""Group, pad and gather items into a batch; check and scatter its outputs.
 
-Knows nothing of how a model is loaded or called.
+Independent of how a model is loaded or called.
 """

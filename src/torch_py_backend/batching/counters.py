@@ -1,7 +1,7 @@
-"""What an instance counts as it works: plain numbers, read now and then by who tells them on.
+"""The counters of an instance: plain numbers, read periodically by the metrics publisher.
 
-Each field has one writer at a time, so that no count is lost, and a batch pays for a few additions.
-What the families are that are told of them: `families`.
+Each field has one writer at a time, so that no count is lost without a lock. The metrics made from
+them are in `observability.metric_families`.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Counts:
-    """Totals since the model was loaded, the warm-up included.
+    """Totals since the model was loaded, including the warm-up.
 
     Attributes:
-        requests: that were answered, by the code of the answer.
-        batches: that went well, by their rows; 1 where the model has no batch dimension.
-        rows: that the model was called with, those that fill a bucket included.
-        filled_rows: that only fill a bucket.
-        values: of padded inputs that the model was called with.
-        padded_values: that are only padding.
-        retried_rows: that were run again because a batch with them had failed.
-        memory_splits: batches that were taken apart because memory ran out.
-        eager_calls: that would have needed a graph which was not there.
-        compiled_graphs: that were made or found before READY.
-        compile_cache: starts, by whether they found what was compiled earlier: hit or miss.
-        responses: of streams.
-        preprocess_seconds: spent there, as in the stages below, by batches that went well.
+        requests: answered requests, by the code of the answer.
+        batches: successful batches, by their rows; 1 where the model has no batch dimension.
+        rows: rows of the model's calls, including rows that fill a bucket.
+        filled_rows: rows that only fill a bucket.
+        values: values of padded inputs in the model's calls, including padding.
+        padded_values: values that are padding.
+        retried_rows: rows that were run again because a batch with them had failed.
+        memory_splits: batches that were split because memory ran out.
+        eager_calls: calls that ran without a graph because none was captured or compiled for them.
+        compiled_graphs: graphs that were compiled or loaded from the cache before READY.
+        compile_cache: loads, by whether the compile cache had an entry: hit or miss.
+        responses: responses of streams.
+        preprocess_seconds: the time of successful batches in this stage; likewise below.
     """
 
     requests: dict[str, int] = field(default_factory=dict)
@@ -49,9 +49,9 @@ class Counts:
     postprocess_seconds: float = 0.0
 
     def answered(self, code: str, requests: int = 1) -> None:
-        """Count requests that were answered."""
+        """Count answered requests."""
         self.requests[code] = self.requests.get(code, 0) + requests
 
     def batch(self, rows: int) -> None:
-        """Count a batch that went well."""
+        """Count a successful batch."""
         self.batches[rows] = self.batches.get(rows, 0) + 1

@@ -1,4 +1,4 @@
-"""Items become a batch and a batch becomes outcomes again: group, gather, fit, scatter."""
+"""Gather items into a batch, fit it to the model's row counts, scatter its outputs to items."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from torch_py_backend.errors import BackendError
 Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 # A column of strings: an array of objects.
 Strings: TypeAlias = "np.ndarray[Any, np.dtype[np.object_]]"
-# In an item numbers may be arrays, too: those are quicker to come by. In a batch they are tensors.
+# Numbers of an item may be arrays, which are cheaper to create. Those of a batch are tensors.
 Value: TypeAlias = "Tensor | Array"
-# One request's tensors by name, as the client sent them.
+# One request's tensors by name, as sent by the client.
 Item: TypeAlias = "dict[str, Value]"
 # One request's result or its error.
 Outcome: TypeAlias = "dict[str, Value] | BackendError"
 
 
-# A row of a copy that the small rows of a batch share until each is kept, and its number.
+# A column and a row's index in it: small rows of a batch share one copy of the column.
 Part: TypeAlias = "tuple[Tensor, int]"
 
 
 class Owned(tuple[Any, ...]):
-    """A column, taken apart: for each item its rows in memory of their own, or a `Part`."""
+    """A column split by items: each item's rows as a copy, or a `Part`."""
 
     __slots__ = ()
 
 
-# Rows below this size are copied at once: to make a tensor of each costs more.
+# Rows below this size are copied together: a tensor for each would cost more.
 SMALL_BYTES = 1 << 16
 
-# Makes one value of those of several items.
+# Combines the values of several items into one.
 Gather: TypeAlias = "Callable[[list[Any]], Value]"
 _NO_PADS: Mapping[str, Gather] = MappingProxyType({})
 
 
 class Batch(NamedTuple):
-    """Gathered columns and the rows that each item brought.
+    """Gathered columns and the number of rows of each item.
 
     Attributes:
-        columns: one value an input, [rows, ...], in the order asked for.
-        sizes: rows of each item, in order; of no meaning where items have no batch dimension.
+        columns: one value for each input, [rows, ...], in the order of the requested names.
+        sizes: the rows of each item, in order; meaningless if items have no batch dimension.
     """
 
     columns: Sequence[Value]
@@ -58,12 +58,12 @@ class Batch(NamedTuple):
 class Rows(NamedTuple):
     """How many rows one call of a model takes.
 
-    A program that was exported with a fixed batch takes least = most.
+    A program that was exported with a fixed batch size has least = most.
 
     Attributes:
         least: the smallest number.
-        most: the largest; None: any.
-        buckets: the only numbers that it takes, ascending; empty: all between least and most.
+        most: the largest number; None: no limit.
+        buckets: the only allowed numbers, ascending; empty: all from least to most.
     """
 
     least: int = 1
@@ -71,19 +71,19 @@ class Rows(NamedTuple):
     buckets: tuple[int, ...] = ()
 
     def filled(self, rows: int) -> int:
-        """What a call of so many rows, at most `most`, is filled up to."""
+        """Return the size that a call of `rows` rows, at most `most`, is filled up to."""
         if self.buckets:
             return self.buckets[bisect.bisect_left(self.buckets, rows)]
         return max(self.least, rows)
 
     def take(self, rows: int) -> bool:
-        """Whether so many rows are one call as they are."""
+        """Return whether `rows` rows are one call without filling."""
         if self.most is not None and rows > self.most:
             return False
         return rows == 0 or self.filled(rows) == rows
 
     def below(self, rows: int) -> int | None:
-        """The next smaller call, about half of one of so many rows; None: there is none."""
+        """Return the size of the next smaller call, about half of `rows`; None: there is none."""
         half = rows // 2
         if self.buckets:
             smaller = [size for size in self.buckets if size < rows]
@@ -93,7 +93,7 @@ class Rows(NamedTuple):
         return max(self.least, half) if self.least < rows else None
 
     def above(self, rows: int) -> int:
-        """The next larger call, at most twice as many rows where no bucket says otherwise."""
+        """Return the size of the next larger call: the next bucket, else at most twice `rows`."""
         if self.buckets:
             return next((size for size in self.buckets if size > rows), rows)
         return 2 * rows if self.most is None else min(2 * rows, self.most)
@@ -108,13 +108,13 @@ def gather(
     pads: Mapping[str, Gather] = _NO_PADS,
     copied: Collection[str] = (),
 ) -> Batch:
-    """The items' values, concatenated on dimension 0. One item is passed on without a copy.
+    """Concatenate the items' values on dimension 0. A single item is passed on without a copy.
 
     Args:
-        items: items that agree in everything but their rows, and what is padded.
-        names: the values, in the order asked for.
-        pads: what gathers those that are padded.
-        copied: those of which even one item's is a copy: a model may write into what it is given.
+        items: items with the same shapes except for rows and padded dimensions.
+        names: the values to gather, in order.
+        pads: the functions that gather padded inputs.
+        copied: inputs to copy even for a single item, because a model may write to its inputs.
     """
     if len(items) == 1:
         (item,) = items
@@ -123,8 +123,8 @@ def gather(
         ]
         if copied:
             columns = [
-                own(one) if name in copied else one
-                for name, one in zip(names, columns, strict=True)
+                own(column) if name in copied else column
+                for name, column in zip(names, columns, strict=True)
             ]
         return Batch(columns, item[names[0]].shape[:1] if names else ())
     sizes = [item[names[0]].shape[0] for item in items]
@@ -133,12 +133,12 @@ def gather(
 
 
 def rows_in(columns: Sequence[Value]) -> int:
-    """The rows of a batch; 0 where there is no column to tell them."""
+    """Return the rows of a batch; 0 if it has no columns."""
     return columns[0].shape[0] if columns and columns[0].ndim else 0
 
 
 def to_column(value: Value) -> Value:
-    """An item's value as batches have it: numbers as a tensor, which shares their memory."""
+    """Convert an item's value to a column: numbers to a tensor that shares their memory."""
     if isinstance(value, Tensor) or value.dtype.hasobject:
         return value
     return torch.from_numpy(value)
@@ -151,9 +151,12 @@ def _concatenate(values: list[Any]) -> Value:
 
 
 def fit(columns: Sequence[Value], rows: Rows) -> Iterator[tuple[Sequence[Value], int]]:
-    """The columns in calls of as many rows as the model takes, each with its rows that count.
+    """Split columns into calls of as many rows as the model takes.
 
-    Missing rows repeat the last one: its values are valid.
+    Rows are filled up by repeating the last one, whose values are valid.
+
+    Yields:
+        The columns of a call and the number of its rows that are not filling.
     """
     total = columns[0].shape[0]
     step = rows.most or max(total, 1)
@@ -172,51 +175,52 @@ def _fill(column: Value, missing: int) -> Value:
 
 
 def join(pieces: Sequence[Sequence[Value]]) -> Sequence[Value]:
-    """The outputs of several calls, one after another."""
+    """Concatenate the outputs of several calls."""
     if len(pieces) == 1:
         return pieces[0]
     return [_concatenate(list(parts)) for parts in zip(*pieces, strict=True)]
 
 
 def owned(column: Value, sizes: Sequence[int]) -> Owned:
-    """Each item's rows of a column: copies, which neither keep the column nor change with it."""
+    """Split a column into copies of each item's rows, independent of the column's memory."""
     if len(sizes) <= 1:
         return Owned([own(column)])
     if isinstance(column, Tensor):
-        alone = list(sizes).count(1) == len(sizes) == column.shape[0]
-        if alone and column.nbytes <= SMALL_BYTES * len(sizes):
+        single_rows = list(sizes).count(1) == len(sizes) == column.shape[0]
+        if single_rows and column.nbytes <= SMALL_BYTES * len(sizes):
             return Owned(zip(itertools.repeat(column.clone()), range(len(sizes)), strict=False))
         copies: list[Tensor] = torch.split_with_sizes_copy(column, list(sizes))  # type: ignore[func-returns-value,assignment]
         return Owned(copies)
     return Owned([own(rows) for rows in _split(column, sizes)])
 
 
-def taken(owned: Value | Part) -> Value:
-    """What an item owns, as a value."""
-    if not isinstance(owned, tuple):
-        return owned
-    column, row = owned
+def taken(part: Value | Part) -> Value:
+    """Return an item's entry of an `Owned` column as a value."""
+    if not isinstance(part, tuple):
+        return part
+    column, row = part
     return column[row : row + 1]
 
 
 def own(value: Value) -> Value:
-    """A copy."""
+    """Copy a value."""
     return value.clone() if isinstance(value, Tensor) else value.copy()
 
 
 def wait(values: Iterable[Any]) -> None:
-    """Wait for the work on tensors of GPUs, on the current stream of each one's device."""
-    for device in {one.device for one in values if isinstance(one, Tensor) and one.is_cuda}:
+    """Synchronize with the current stream of each GPU that holds one of the values."""
+    tensors = (value for value in values if isinstance(value, Tensor))
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
 
 
 def scatter(
     outputs: Sequence[Value | Owned], names: Sequence[str], sizes: Sequence[int]
 ) -> list[dict[str, Value]]:
-    """Each item's rows of each output: views, contiguous because the outputs are."""
+    """Return each item's rows of each output as views; contiguous, as the outputs are."""
     if len(sizes) <= 1:
-        alone = [one[0] if isinstance(one, Owned) else one for one in outputs]
-        return [dict(zip(names, alone, strict=True))]
+        values = [output[0] if isinstance(output, Owned) else output for output in outputs]
+        return [dict(zip(names, values, strict=True))]
     split = [_split(output, sizes) for output in outputs]
     return [dict(zip(names, rows, strict=True)) for rows in zip(*split, strict=True)]
 

@@ -1,4 +1,4 @@
-"""Items become what forward() takes: refused, decoded, grouped, converted."""
+"""Check, decode and group items; convert columns to the arguments of forward()."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Group(NamedTuple):
     """Items that can share a call.
 
     Attributes:
-        inputs: how they are passed; it depends on which optional inputs they have.
+        inputs: how the inputs are passed; depends on the optional inputs that the items have.
         items: the items.
-        positions: their places among all items.
+        positions: the positions of the items among all items of the run.
     """
 
     inputs: Inputs
@@ -34,13 +34,13 @@ class Group(NamedTuple):
 
 
 class Intake:
-    """What a model's items must be, and how they are passed.
+    """Checks and groups a model's items, and converts them to arguments.
 
     Attributes:
-        patterns: the inputs that are left out together; none first.
+        patterns: the sets of optional inputs that may be left out together; the empty set is first.
 
     Raises:
-        BindingError: the config's inputs do not bind.
+        BindingError: the config's inputs do not match the signature.
     """
 
     def __init__(
@@ -48,32 +48,32 @@ class Intake:
     ) -> None:
         self._padding = padding
         self._pads: Mapping[str, Pad] = padding.pads if padding else {}
-        made = frozenset(padding.masks if padding else ())
+        masks = frozenset(padding.masks if padding else ())
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
-        # Of any type and shape, and left out together.
+        # States of any type and shape, left out together.
         self._carried = frozenset(state.input for state in config.carried)
         self._names = [spec.name for spec in config.inputs]
         self._names += [state.input for state in config.carried]
-        # No request brings them.
-        self._made = [one.name for one in config.batch_inputs]
+        # Created from the batch, not sent by requests.
+        self._batch_inputs = [batch_input.name for batch_input in config.batch_inputs]
         self._flattened = frozenset(
             spec.name for spec in config.inputs if spec.ragged and config.concatenates
         )
         self._required = [spec.name for spec in config.inputs if not spec.optional]
         self._axes = {spec.name: len(spec.dims) + 1 for spec in config.inputs}
-        # Whose rows are compared: a state has one, as the step has that it goes with.
+        # The inputs to compare rows of. A state always has as many rows as its step.
         self._sent = [
             (spec.name, len(spec.dims) + 1)
             for spec in config.inputs
             if spec.origin is not Origin.STATE
         ]
-        # What sequences keep is bound each by its own name.
+        # States and controls of sequences are bound by name only.
         self._kept = self._carried.union(
             spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
         )
-        names = [*self._names, *self._made]
+        names = [*self._names, *self._batch_inputs]
         self._whole = bind_inputs(config.name, names, signature, kept=self._kept)
         self._special = {
             name: takes
@@ -82,7 +82,7 @@ class Intake:
         }
         _check_types(config, signature.name, self._special)
         _check_batch_inputs(config, signature.name, self._special)
-        # Triton has compared dims that are fixed: items that have all inputs can share a call.
+        # Triton checks fixed dims: items with all inputs can share a call without further checks.
         self._uniform = (
             self._batched
             and not self._special
@@ -93,7 +93,7 @@ class Intake:
                 for spec in config.inputs
             )
         )
-        # Triton leaves inputs on the device that they are on: requests may differ in that.
+        # Triton leaves inputs on their device then, so items may be on different devices.
         self._any_device = not config.options.force_cpu_only_input_tensors
         self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
         self._partial: dict[frozenset[str], Inputs] = {}
@@ -101,18 +101,18 @@ class Intake:
         self._cast: torch.dtype | None = (
             getattr(torch, dtypes.from_triton(cast).torch or "") if cast else None
         )
-        optional = frozenset(self._names) - frozenset(self._required) - made - self._carried
+        optional = frozenset(self._names) - frozenset(self._required) - masks - self._carried
         if self._carried:
             self._bound(self._carried)
         self.patterns: tuple[frozenset[str], ...] = (frozenset(), *self._passable(sorted(optional)))
 
     def _passable(self, optional: Sequence[str]) -> list[frozenset[str]]:
-        """The patterns of optional inputs that forward() can be called without.
+        """Return the sets of optional inputs that forward() can be called without.
 
-        A request that leaves out others is refused: two parts of one tuple go together.
+        Requests that leave out other sets are refused, such as one of two parts of a tuple.
 
         Raises:
-            BindingError: an input is in none of them.
+            BindingError: an optional input is in none of these sets.
         """
         patterns = list(_patterns(optional))
         refusals = {pattern: self._refusal(pattern) for pattern in patterns}
@@ -123,7 +123,7 @@ class Intake:
         return passable
 
     def _refusal(self, pattern: frozenset[str]) -> BindingError | None:
-        """Why forward() cannot be called without these inputs; None: it can."""
+        """Return why forward() cannot be called without these inputs; None: it can."""
         try:
             self._bound(pattern | self._carried)
         except BindingError as error:
@@ -136,7 +136,7 @@ class Intake:
         return dict(zip(self._whole.names, self._whole.places, strict=True))
 
     def stages(self) -> list[tuple[str, Any, str]]:
-        """The stages of an intake: the name of each, the object that has it, and its attribute."""
+        """Return the stages of grouping: each one's name, owner and attribute."""
         return [
             ("group", self, "whole"),
             ("admit", self, "admit"),
@@ -145,19 +145,19 @@ class Intake:
         ]
 
     def whole(self, items: Sequence[Item]) -> Group | None:
-        """All items as they are, where the config says that they can share a call; else None.
+        """Return all items as one group if the config alone allows that; else None.
 
-        What `admit` and `group` would find, in a fraction of the time.
+        A fast path with the result of `admit` and `group`.
         """
         if not self._uniform or not items:
             return None
         inputs = len(self._names)
         (name, axes), *others = self._sent
         for item in items:
-            # Of a request that says it has no rows, Triton makes one without that dimension.
+            # Triton drops the batch dimension of a request whose shape says 0 rows.
             if len(item) != inputs or item[name].ndim != axes:
                 return None
-            if others and len({item[one].shape[0] for one, _ in self._sent}) > 1:
+            if others and len({item[input_name].shape[0] for input_name, _ in self._sent}) > 1:
                 return None
         if self._carried and not self._alike(items):
             return None
@@ -166,20 +166,20 @@ class Intake:
         return Group(self._whole, items, range(len(items)))
 
     def _alike(self, items: Sequence[Item]) -> bool:
-        """Whether what is carried has one shape and type in all items."""
+        """Return whether the states of all items have the same shapes and types."""
         for name in self._carried:
             first = items[0][name]
             shape, dtype = first.shape, first.dtype
-            if any(one[name].shape != shape or one[name].dtype != dtype for one in items):
+            if any(item[name].shape != shape or item[name].dtype != dtype for item in items):
                 return False
         return True
 
     def _on_one_device(self, items: Sequence[Item]) -> bool:
-        """Whether each input is on one device in all items."""
+        """Return whether each input is on the same device in all items."""
         return all(len({_device(item[name]) for item in items}) == 1 for name, _ in self._sent)
 
     def admit(self, item: Item) -> Item | InputError:
-        """The item with its strings decoded, or what is wrong with it before it meets others."""
+        """Return the item with masks added and strings decoded, or the reason to refuse it."""
         for name in self._required:
             if name not in item:
                 return InputError(self._model, f"the request lacks the input '{name}'")
@@ -191,12 +191,12 @@ class Intake:
         if len(item) < len(self._names):
             try:
                 self._inputs(item)
-            except BindingError as error:  # a pattern too rare to have been tried at load
+            except BindingError as error:  # a set of inputs that was not tried at load
                 return InputError(self._model, f"the request lacks inputs: {error}")
         return self._admit_special(item) if self._special or self._strings else item
 
     def _misfit(self, item: Item) -> InputError | None:
-        """What is wrong with the shapes of an item's inputs, among each other."""
+        """Return how the shapes of an item's inputs contradict each other; None: they do not."""
         rows = count_rows(self._model, item, self._axes) if self._batched else 0
         if isinstance(rows, InputError):
             return rows
@@ -206,7 +206,7 @@ class Intake:
         mask, name = mismatch
         return InputError(
             self._model,
-            f"input '{mask}' is {list(item[mask].shape)}, and '{name}', which it is the mask of,"
+            f"input '{mask}' is {list(item[mask].shape)}, and its input '{name}' is"
             f" {list(item[name].shape)}",
             expected="a mask as long as its input",
         )
@@ -217,12 +217,13 @@ class Intake:
             takes = self._special.get(name, Takes.TENSOR)
             if name in self._strings and not takes.raw:
                 try:
-                    # A string of TorchScript is bytes, of any encoding.
+                    # A TorchScript string holds bytes of any encoding.
                     admitted[name] = _decode(value, any_bytes=self._signature.torchscript)
                 except UnicodeDecodeError as error:
                     return InputError(self._model, f"input '{name}' is not UTF-8: {error.reason}")
-            several = takes.scalar and math.prod(value.shape) != 1
-            distinct = set(map(repr, _flat(value))) if several else {""}  # NaN is itself
+            if not takes.scalar or math.prod(value.shape) == 1:
+                continue
+            distinct = set(map(repr, _flat(value)))  # repr, because NaN does not equal itself
             if len(distinct) != 1:
                 return InputError(
                     self._model,
@@ -233,17 +234,17 @@ class Intake:
         return admitted
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
-        """Items that can share a call: same inputs, shapes but for the rows, device, scalars."""
+        """Group items with the same inputs, shapes without rows, devices and scalars."""
         if not self._batched or len(items) <= 1:
             return [Group(self._inputs(item), [item], [position]) for position, item in items]
         groups: dict[Any, list[tuple[int, Item]]] = {}
         for position, item in items:
             groups.setdefault(self._key(item), []).append((position, item))
-        split = self._padding.split if self._padding is not None else lambda found: [found]
+        split = self._padding.split if self._padding is not None else lambda members: [members]
         return [
             Group(self._inputs(part[0][1]), [item for _, item in part], [at for at, _ in part])
-            for found in groups.values()
-            for part in split(found)
+            for members in groups.values()
+            for part in split(members)
         ]
 
     def _key(self, item: Item) -> tuple[object, ...]:
@@ -257,7 +258,7 @@ class Intake:
         return (len(item), *names, *shapes, *scalars)
 
     def _common(self, name: str, value: Value) -> object:
-        """What values of an input that share a batch agree in."""
+        """Return the key that values of an input must have in common to share a batch."""
         if name in self._flattened:
             return value.device if isinstance(value, Tensor) else None
         pad = self._pads.get(name)
@@ -272,20 +273,20 @@ class Intake:
         return self._bound(frozenset(self._names).difference(item))
 
     def _bound(self, left_out: frozenset[str]) -> Inputs:
-        """How items without these inputs are passed: bound once for each pattern."""
-        found = self._partial.get(left_out)
-        if found is None:
-            names = [*self._names, *self._made]
-            found = bind_inputs(self._model, names, self._signature, left_out, kept=self._kept)
-            self._partial[left_out] = found
-        return found
+        """Return how items without these inputs are passed; bind each set once."""
+        inputs = self._partial.get(left_out)
+        if inputs is None:
+            names = [*self._names, *self._batch_inputs]
+            inputs = bind_inputs(self._model, names, self._signature, left_out, kept=self._kept)
+            self._partial[left_out] = inputs
+        return inputs
 
     def convert(self, inputs: Inputs, columns: Sequence[Value]) -> Sequence[Any]:
-        """Columns as forward() takes them: cast, scalars and lists of strings made of them."""
+        """Convert columns to arguments of forward(): cast them, make scalars and lists of them."""
         if self._cast is None and not self._special:
             return columns
         return [
-            column if name in self._made else self._convert(column, takes)
+            column if name in self._batch_inputs else self._convert(column, takes)
             for name, column, takes in zip(inputs.names, columns, inputs.takes, strict=True)
         ]
 
@@ -307,18 +308,18 @@ def _device(value: Value) -> torch.device:
 
 
 def count_rows(model: str, item: Item, axes: Mapping[str, int]) -> int | InputError:
-    """How many rows an item has, or what is wrong with its inputs' shapes among each other.
+    """Return the number of rows of an item, or how its inputs' shapes contradict each other.
 
     Args:
         model: the model's name.
-        item: what a request brought.
-        axes: how many dimensions inputs have, that of the rows included; of others any.
+        item: the request's item.
+        axes: the number of dimensions of each input, including rows; other inputs may have any.
     """
     if not item:
-        return InputError(model, "the request leaves out every input, and with them rows")
+        return InputError(model, "the request has no inputs, and so no number of rows")
     rows = -1
     for name, value in item.items():
-        # Of a request that says it has no rows, Triton makes one without that dimension.
+        # Triton drops the batch dimension of a request whose shape says 0 rows.
         if value.ndim != axes.get(name, value.ndim):
             return InputError(
                 model,
@@ -335,7 +336,7 @@ def count_rows(model: str, item: Item, axes: Mapping[str, int]) -> int | InputEr
     return rows
 
 
-# Flat, as LibTorch passes strings, unless the annotation says otherwise.
+# Strings are passed as a flat list, as LibTorch does, unless the annotation is a nested list.
 _LISTS: Mapping[Takes, Callable[[Strings], list[Any]]] = {
     Takes.STRINGS: lambda column: column.ravel().tolist(),
     Takes.BYTES: lambda column: column.ravel().tolist(),
@@ -344,20 +345,12 @@ _LISTS: Mapping[Takes, Callable[[Strings], list[Any]]] = {
 }
 
 
-def _text(value: Any) -> str | bytes:
-    return value if isinstance(value, bytes) else str(value)
-
-
-def _raw(value: str | bytes) -> bytes:
-    return value if isinstance(value, bytes) else value.encode()
-
-
 _SCALARS: Mapping[Takes, Callable[[Any], Any]] = {
     Takes.INT: int,
     Takes.FLOAT: float,
     Takes.BOOL: bool,
-    Takes.STR: _text,
-    Takes.RAW: _raw,
+    Takes.STR: lambda value: value if isinstance(value, bytes) else str(value),
+    Takes.RAW: lambda value: value if isinstance(value, bytes) else value.encode(),
     Takes.VALUE: lambda value: value,
 }
 
@@ -366,7 +359,7 @@ _MOST_PATTERNS = 6
 
 
 def _patterns(optional: Sequence[str]) -> Iterator[frozenset[str]]:
-    """What may be left out at once: everything that can be, where it is not too much to try."""
+    """Yield the sets of inputs to try leaving out; of many inputs only single ones and all."""
     sizes = range(1, len(optional) + 1)
     if len(optional) > _MOST_PATTERNS:
         sizes = range(1, 2)
@@ -376,7 +369,7 @@ def _patterns(optional: Sequence[str]) -> Iterator[frozenset[str]]:
 
 
 def _check_types(config: ModelConfig, function: str, special: Mapping[str, Takes]) -> None:
-    """What an argument takes must be what the config sends, without loss."""
+    """Check that each argument takes the config's type of its input without loss."""
     for spec in config.inputs:
         takes = special.get(spec.name)
         if takes is None:
@@ -391,12 +384,13 @@ def _check_types(config: ModelConfig, function: str, special: Mapping[str, Takes
 
 
 def _check_batch_inputs(config: ModelConfig, function: str, special: Mapping[str, Takes]) -> None:
-    for one in config.batch_inputs:
-        if one.name in special:
+    for batch_input in config.batch_inputs:
+        name = batch_input.name
+        if name in special:
             raise BindingError(
                 config.name,
-                f"batch_input makes '{one.name}' a tensor, and {function}() takes"
-                f" {special[one.name].value}",
+                f"batch_input makes '{name}' a tensor, and {function}() takes"
+                f" {special[name].value}",
                 expected="an argument that takes a tensor",
             )
 
@@ -414,15 +408,15 @@ def _flat(value: Value) -> list[Any]:
 
 
 def _decode(value: Value, *, any_bytes: bool = False) -> Strings:
-    """Strings of UTF-8 as str; others stay bytes where any are taken.
+    """Decode UTF-8 strings to str; with `any_bytes`, keep others as bytes.
 
     Raises:
-        UnicodeDecodeError: one is not UTF-8, and only such are taken.
+        UnicodeDecodeError: a string is not UTF-8, and `any_bytes` is false.
     """
     decode = _decoded if any_bytes else bytes.decode
     decoded: Strings = np.empty(value.shape, dtype=np.object_)
     decoded.ravel()[:] = [
-        decode(one) if isinstance(one, bytes) else str(one) for one in _flat(value)
+        decode(text) if isinstance(text, bytes) else str(text) for text in _flat(value)
     ]
     return decoded
 

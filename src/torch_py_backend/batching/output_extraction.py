@@ -1,4 +1,4 @@
-"""A result's parts become what the config promises: checked, shaped, contiguous."""
+"""Extract the config's outputs from a result: check, reshape and make contiguous."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from torch_py_backend.signature import results
 
 log = logging.getLogger(__name__)
 
-# Makes a part of a result, of so many rows, into an output; raises OutputError.
+# Converts a part of a result, for a number of rows, to an output; raises OutputError.
 Verify: TypeAlias = "Callable[[Any, int], Value]"
 
 
 def verifiers(config: ModelConfig) -> tuple[Verify, ...]:
-    """One for each output, in the config's order, and for each state that it only names."""
+    """Return one for each output, in the config's order, then one for each state of STATE."""
     batched = config.max_batch_size > 0
     carried = (_Expected(config.name, state.output, (), batched) for state in config.carried)
-    split = {one.name for one in config.batch_outputs}
+    split = {batch_output.name for batch_output in config.batch_outputs}
     return (
         *(
             _of_values(config, spec) if spec.name in split else _verifier(config, spec)
@@ -39,39 +39,39 @@ def verifiers(config: ModelConfig) -> tuple[Verify, ...]:
 
 
 def _of_values(config: ModelConfig, spec: TensorSpec) -> Verify:
-    """Makes a batch output's values one dimension, which is split later."""
-    alone = dataclasses.replace(config, max_batch_size=0)
-    verify = _verifier(alone, dataclasses.replace(spec, dims=(-1,)))
+    """Return what flattens a batch output to one dimension, which is split later."""
+    unbatched = dataclasses.replace(config, max_batch_size=0)
+    verify = _verifier(unbatched, dataclasses.replace(spec, dims=(-1,)))
     return lambda part, rows: verify(part.reshape(-1) if isinstance(part, Tensor) else part, rows)
 
 
 def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
     batched = config.max_batch_size > 0
     dims = (-1, *spec.dims) if batched else spec.dims
-    # Of another shape, Triton's reshape would make something else.
+    # Triton's reshape needs the config's shape, and so do the states of sequences.
     any_shape = not (
         config.options.check_outputs or spec.reshaped or spec.origin is not Origin.CLIENT
     )
-    expected = _Expected(config.name, spec.name, dims, batched, [] if any_shape else None)
+    expected = _Expected(config.name, spec.name, dims, batched, any_shape=any_shape)
     if spec.dtype.torch is None:
         return _Strings(expected).verify
     dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-    # What autocast leaves in its own type was the config's before.
+    # Autocast changes the type of outputs; the config has the type without it.
     cast = config.options.cast_outputs or (
         config.options.autocast is not None and dtype.is_floating_point
     )
     start = int(batched)
-    # Compared first: most outputs have dims that are fixed. One axis at least, for the rows.
+    # Compared first, because most outputs have fixed dims. None if there is only the batch.
     fixed = dims[start:] if len(dims) > start else None
     return _Tensors(expected, dtype, cast, start, fixed).verify
 
 
-class Taker:
-    """Takes the configured outputs out of results, each as the config says.
+class OutputExtractor:
+    """Extracts the config's outputs from results and checks them.
 
     Args:
         config: the model's config.
-        of: what returns the results, for messages.
+        of: the name of the function that returns the results, for messages.
     """
 
     def __init__(self, config: ModelConfig, of: str = "forward()") -> None:
@@ -80,15 +80,15 @@ class Taker:
         self._names = tuple(spec.name for spec in config.outputs)
         self._carried = tuple(state.output for state in config.carried)
         self._verify = verifiers(config)
-        # A result's structure is known once there has been one.
+        # Bound to the structure of the first result.
         self._outputs: results.Outputs | None = None
 
     def take(self, result: Any, rows: int) -> list[Value]:
-        """The outputs of a result of so many rows, in the config's order.
+        """Return the outputs of a result for `rows` rows, in the config's order.
 
         Raises:
-            BindingError: the first result does not have them.
-            OutputError: the result contradicts the config, or is unlike the first.
+            BindingError: the first result does not have the outputs.
+            OutputError: the result contradicts the config, or its structure differs from the first.
         """
         if self._outputs is None:
             self._outputs = self._bind(result)
@@ -104,7 +104,7 @@ class Taker:
             return [verify(part, rows) for verify, part in zip(self._verify, parts, strict=True)]
         except BackendError:
             raise
-        except Exception as error:  # of a tensor that is like no other: nested, faked, foreign
+        except Exception as error:  # nested tensors, fake tensors, subclasses
             raise OutputError(
                 self._model,
                 f"the outputs cannot be read: {brief(error)}",
@@ -112,16 +112,16 @@ class Taker:
             ) from error
 
     def _bind(self, result: Any) -> results.Outputs:
-        """What takes the outputs out of a result, and then the states that STATE names."""
-        shown = results.bind_outputs(self._model, self._names, result, self._of)
+        """Return what reads the outputs from a result, followed by the states of STATE."""
+        outputs = results.bind_outputs(self._model, self._names, result, self._of)
         if not self._carried:
-            return shown
-        kept = results.bind_outputs(self._model, self._carried, result, self._of)
-        return lambda result: [*shown(result), *kept(result)]
+            return outputs
+        states = results.bind_outputs(self._model, self._carried, result, self._of)
+        return lambda result: [*outputs(result), *states(result)]
 
 
 class Finite:
-    """CHECK_FINITE: refuses the items whose outputs hold NaN or infinity."""
+    """CHECK_FINITE: refuses items whose outputs hold NaN or infinity."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._model = config.name
@@ -133,12 +133,12 @@ class Finite:
             and getattr(torch, spec.dtype.torch).is_floating_point
         ]
 
-    def holds(self, made: Sequence[Value | Owned]) -> bool:
-        """Whether a whole batch of outputs is finite."""
-        return all(_finite(made[place]) for place, _ in self._places)
+    def holds(self, outputs: Sequence[Value | Owned]) -> bool:
+        """Return whether all outputs of a batch are finite."""
+        return all(_finite(outputs[place]) for place, _ in self._places)
 
     def refusal(self, outcome: Mapping[str, Value]) -> OutputError | None:
-        """What is wrong with one item's outputs."""
+        """Return the error for one item's outputs; None: they are finite."""
         for _, name in self._places:
             if not _finite(outcome[name]):
                 return OutputError(
@@ -157,10 +157,10 @@ def _finite(value: Value | Owned | Part) -> bool:
 
 
 def plain(model: str, name: str, part: Any) -> Value:
-    """A part of a result as it is: a tensor, or an array of strings.
+    """Convert a part of a result to a tensor or an array of strings, without checks.
 
     Raises:
-        OutputError: it is neither.
+        OutputError: the part is neither numbers nor strings.
     """
     if isinstance(part, Tensor):
         return part.detach()
@@ -169,33 +169,34 @@ def plain(model: str, name: str, part: Any) -> Value:
     return _Strings(_Expected(model, name, (), batched=False)).array(part)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Expected:
-    """What the config says.
+    """What the config says about an output.
 
     Attributes:
-        dims: with the batch dimension as -1.
-        others: shapes that the config contradicts, and that were served and warned about; None:
-            such a shape is refused.
+        dims: the output's dims, with the batch dimension as -1.
+        any_shape: whether other shapes are served with a warning, not refused.
+        warned: whether that warning was logged.
     """
 
     model: str
     name: str
     dims: tuple[int, ...]
     batched: bool
-    others: list[tuple[int, ...]] | None = None
+    any_shape: bool = False
+    warned: bool = False
 
     def fits(self, shape: tuple[int, ...]) -> bool:
         return len(shape) == len(self.dims) and all(
-            wanted in (-1, size) for size, wanted in zip(shape, self.dims, strict=True)
+            dim in (-1, size) for size, dim in zip(shape, self.dims, strict=True)
         )
 
     def serves(self, shape: tuple[int, ...]) -> bool:
-        """Whether a shape that does not fit is served; the first one is warned about."""
-        if self.others is None or not shape:
+        """Return whether a shape that does not fit is served; log a warning for the first."""
+        if not self.any_shape or not shape:
             return False
-        if not self.others:
-            self.others.append(shape)
+        if not self.warned:
+            self.warned = True
             log.warning(
                 "model '%s': output '%s' is %s, and config.pbtxt says %s; it is served as it is,"
                 " because CHECK_OUTPUTS is false.",
@@ -207,23 +208,23 @@ class _Expected:
         return True
 
     def lacks_ones(self, shape: tuple[int, ...]) -> bool:
-        """One value a row, or a single one: [rows] for [-1, 1], a scalar for [1]."""
+        """Return whether only dims of 1 are missing: [rows] for [-1, 1], a scalar for [1]."""
         ones = self.dims[1:] if self.batched else self.dims
         return len(shape) == int(self.batched) and all(size == 1 for size in ones)
 
-    def check_rows(self, found: int, rows: int) -> None:
-        if self.batched and found != rows:
+    def check_rows(self, size: int, rows: int) -> None:
+        if self.batched and size != rows:
             raise OutputError(
                 self.model,
-                f"output '{self.name}' has {found} rows for a batch of {rows}",
+                f"output '{self.name}' has {size} rows for a batch of {rows}",
                 expected="as many rows as the inputs have",
             )
 
-    def mismatch(self, found: str, kind: str) -> OutputError:
+    def mismatch(self, actual: str, kind: str) -> OutputError:
         dims = ", ".join(map(str, self.dims))
         return OutputError(
             self.model,
-            f"output '{self.name}' is {found}",
+            f"output '{self.name}' is {actual}",
             expected=f"{kind} [{dims}] as in config.pbtxt",
         )
 
@@ -250,21 +251,21 @@ class _Tensors:
             elif not self.expected.serves(shape):
                 raise self._mismatch(part)
         self.expected.check_rows(part.shape[0] if part.ndim else rows, rows)
-        # Triton's utilities read the memory as if it were contiguous, and numpy takes no tensor
-        # that requires a gradient or carries a pending negation.
+        # Triton's utilities require contiguous memory. numpy rejects tensors that require a
+        # gradient or have a pending negation.
         if part.requires_grad or part.is_neg():
             part = part.detach().resolve_neg()
         contiguous: Tensor = part.contiguous()
         return contiguous
 
     def _cast(self, part: Tensor) -> Tensor:
-        odd = part.is_complex() or part.is_quantized or part.is_nested
-        if self.cast and not odd and part.layout is torch.strided:
+        special = part.is_complex() or part.is_quantized or part.is_nested
+        if self.cast and not special and part.layout is torch.strided:
             return part.to(self.dtype)
         raise self._mismatch(part)
 
     def _from_number(self, part: Any) -> Tensor:
-        """A Python number, where the model has no batch dimension."""
+        """Convert a Python number, allowed only for a model without a batch dimension."""
         if isinstance(part, bool | int | float) and not self.expected.batched:
             return self._exactly(part)
         raise OutputError(
@@ -274,7 +275,7 @@ class _Tensors:
         )
 
     def _exactly(self, number: float) -> Tensor:
-        """The number in the output's type, which must be able to hold it."""
+        """Convert a number to the output's type without loss."""
         if isinstance(number, bool) or self.dtype is torch.bool:
             fits = isinstance(number, bool)
         elif self.dtype.is_floating_point:
@@ -291,8 +292,8 @@ class _Tensors:
 
 
 def _form(part: Tensor) -> str:
-    """What a tensor is, for people."""
-    if part.is_nested:  # has no shape to be told
+    """Describe a tensor in a message."""
+    if part.is_nested:  # has no shape
         return f"a nested tensor of {_short(part.dtype)}"
     kind = f"{_short(part.dtype)} {list(part.shape)}"
     if part.layout is not torch.strided:
@@ -306,13 +307,13 @@ def _short(of: torch.dtype | torch.layout) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Carried:
-    """What STATE names: a tensor of any type, with a row for each of the batch's."""
+    """A state of STATE: a tensor of any type, with as many rows as the batch."""
 
     expected: _Expected
 
     def verify(self, part: Any, rows: int) -> Tensor:
-        sound = isinstance(part, Tensor) and part.layout is torch.strided and not part.is_meta
-        if not sound or (self.expected.batched and not part.ndim):
+        dense = isinstance(part, Tensor) and part.layout is torch.strided and not part.is_meta
+        if not dense or (self.expected.batched and not part.ndim):
             form = _form(part) if isinstance(part, Tensor) else f"a {type(part).__name__}"
             raise OutputError(
                 self.expected.model,
@@ -340,14 +341,14 @@ class _Strings:
         return strings
 
     def array(self, part: Any) -> Strings:
-        """An array of objects: Triton's utilities refuse numpy's own strings."""
+        """Convert strings to an array of objects: Triton's utilities refuse other string types."""
         if isinstance(part, np.ndarray) and part.dtype.kind in "OUS":
             return part.astype(np.object_)
         if isinstance(part, str | bytes):
             return np.array(part, dtype=np.object_)
         if isinstance(part, list | tuple):
             array = np.array(part, dtype=np.object_)
-            if all(isinstance(one, str | bytes) for one in array.flat):
+            if all(isinstance(text, str | bytes) for text in array.flat):
                 return array
         raise OutputError(
             self.expected.model,
@@ -356,16 +357,16 @@ class _Strings:
         )
 
     def _check_text(self, strings: Strings) -> None:
-        """What cannot be sent as UTF-8 would fail the whole batch where it is written."""
+        """Refuse strings that cannot be encoded: writing them would fail the whole batch."""
         try:
-            for one in strings.reshape(-1).tolist():
-                if not isinstance(one, bytes):
-                    one.encode()
+            for text in strings.reshape(-1).tolist():
+                if not isinstance(text, bytes):
+                    text.encode()
         except (AttributeError, UnicodeEncodeError) as error:
             raise self.expected.mismatch(f"no strings: {error}", "strings") from None
 
     def _shaped(self, strings: Strings, rows: int) -> Strings | None:
-        """A flat list of all rows' strings, as LibTorch takes it."""
+        """Reshape a flat list of all rows' strings, as LibTorch does; None: that does not fit."""
         dims = (rows, *self.expected.dims[1:]) if self.expected.batched else self.expected.dims
         if strings.ndim > 1 or dims.count(-1) > 1:
             return None

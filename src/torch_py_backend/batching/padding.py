@@ -1,4 +1,4 @@
-"""PAD: inputs of different lengths share a batch; outputs get their own lengths back."""
+"""PAD: pad inputs of different lengths to share a batch; cut outputs to their items' lengths."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from torch_py_backend.errors import ConfigError, shown
 
 log = logging.getLogger(__name__)
 
-# How many times as many values a padded batch may have as its items have one by one. Without a
-# bound, one long request makes a batch of N requests N times as large as itself. Below 4, two calls
-# cost small models more than the padding of one.
+# The largest ratio of a padded batch's values to its items' values. Without a limit, one long
+# request makes a batch of N requests N times as large as itself. With less than 4, two calls cost
+# small models more than the padding of one.
 MOST_GROWTH = 4
 
 
@@ -29,10 +29,10 @@ class Pad:
     """How one input is padded.
 
     Attributes:
-        axes: the axes that are, the batch being axis 0.
-        value: what is put there.
-        left: whether before the values, else behind them.
-        multiple_of: what lengths are rounded up to.
+        axes: the axes to pad; the batch is axis 0.
+        value: the padding value.
+        left: whether to pad before the values, not after them.
+        multiple_of: round lengths up to a multiple of this.
     """
 
     axes: tuple[int, ...]
@@ -41,7 +41,7 @@ class Pad:
     multiple_of: int
 
     def target(self, values: Sequence[Tensor]) -> list[int]:
-        """The shape, less the batch, that holds each of the values."""
+        """Return the smallest shape, without the batch, that holds each of the values."""
         longest = list(values[0].shape)
         for axis in self.axes:
             size = max(value.shape[axis] for value in values)
@@ -49,11 +49,11 @@ class Pad:
         return longest[1:]
 
     def fixed(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """What values that share a batch have in common of a shape."""
+        """Return the part of a shape that must be equal for values to share a batch."""
         return tuple(size for axis, size in enumerate(shape) if axis and axis not in self.axes)
 
     def alone(self, shape: Sequence[int]) -> list[int]:
-        """The shape that one item's value is padded to."""
+        """Return the shape that the value of a single item is padded to."""
         multiple = self.multiple_of
         return [
             -(-size // multiple) * multiple if axis in self.axes else size
@@ -61,7 +61,7 @@ class Pad:
         ]
 
     def gather(self, items: Sequence[Value]) -> Tensor:
-        """The items' values in one tensor; a single one that fits as it is, is not copied."""
+        """Pad and concatenate the items' values; a single one of the target shape is not copied."""
         values: list[Any] = [to_column(value) for value in items]
         target = self.target(values)
         if all(list(value.shape[1:]) == target for value in values):
@@ -81,13 +81,13 @@ class Pad:
         left = self.left
         return (
             rows,
-            *(slice(whole - size, whole) if left else slice(size) for size, whole in sizes),
+            *(slice(padded - size, padded) if left else slice(size) for size, padded in sizes),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """An output's axis that is as long as an input's."""
+    """An output's axis that has the length of an input's axis."""
 
     output: str
     axis: int
@@ -97,31 +97,33 @@ class _Cut:
 
 
 class Padding:
-    """What PAD says of a model.
+    """The padding of a model's inputs, as configured by PAD.
 
     Attributes:
-        pads: by input; masks are among them.
-        masks: inputs that are made, where a request leaves them out, and what they are the mask of.
+        pads: the padding by input, masks included.
+        masks: optional masks, created for requests without them, and the input of each.
 
     Raises:
-        ConfigError: PAD does not fit the inputs and outputs.
+        ConfigError: PAD does not match the inputs and outputs.
     """
 
     def __init__(self, config: ModelConfig) -> None:
         self._specs = {spec.name: spec for spec in config.inputs}
         self.pads: dict[str, Pad] = {}
         self.masks: dict[str, str] = {}
-        wished = config.options.pad or {}
-        for name, how in wished.items():
-            self.pads[name] = self._pad(config, name, how)
-        for name, how in wished.items():
-            if "mask" in how:
-                self._add_mask(config, name, how["mask"])
-        # All masks, those that requests must bring included.
-        self._masked = {how["mask"]: name for name, how in wished.items() if "mask" in how}
-        self._cuts = tuple(self._find_cuts(config, wished))
+        settings = config.options.pad or {}
+        for name, setting in settings.items():
+            self.pads[name] = self._pad(config, name, setting)
+        # All masks, including those that requests must send.
+        self._masked = {
+            setting["mask"]: name for name, setting in settings.items() if "mask" in setting
+        }
+        for name, setting in settings.items():
+            if "mask" in setting:
+                self._add_mask(config, name, setting["mask"])
+        self._cuts = tuple(self._find_cuts(config, settings))
 
-    def _pad(self, config: ModelConfig, name: str, how: Mapping[str, Any]) -> Pad:
+    def _pad(self, config: ModelConfig, name: str, setting: Mapping[str, Any]) -> Pad:
         spec = self._specs.get(name)
         if spec is None:
             raise _refusal(config, f"'{name}', which is no input", shown(self._specs))
@@ -130,7 +132,7 @@ class Padding:
         axes = tuple(_free_axes(spec))
         if not axes:
             raise _refusal(config, f"'{name}', whose dims are fixed", "inputs with dims of -1")
-        value = how.get("value", 0)
+        value = setting.get("value", 0)
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
         if not _holds(dtype, value):
             raise _refusal(
@@ -138,13 +140,13 @@ class Padding:
             )
         if not spec.ragged:
             log.warning(
-                "model '%s': PAD names '%s', and Triton batches no requests that differ in its"
-                " length. Write allow_ragged_batch: true into that input.",
+                "model '%s': PAD names '%s', but Triton does not batch requests that differ in its"
+                " length. Set allow_ragged_batch: true for that input.",
                 config.name,
                 name,
             )
-        left = how.get("side", "right") == "left"
-        return Pad(axes, value, left, how.get("multiple_of", 1))
+        left = setting.get("side", "right") == "left"
+        return Pad(axes, value, left, setting.get("multiple_of", 1))
 
     def _add_mask(self, config: ModelConfig, name: str, mask: str) -> None:
         spec, pad = self._specs.get(mask), self.pads[name]
@@ -161,9 +163,13 @@ class Padding:
         if spec.optional:
             self.masks[mask] = name
 
-    def _find_cuts(self, config: ModelConfig, wished: Mapping[str, Any]) -> Iterator[_Cut]:
+    def _find_cuts(self, config: ModelConfig, settings: Mapping[str, Any]) -> Iterator[_Cut]:
         outputs = {spec.name: spec for spec in config.outputs}
-        named = {output: name for name, how in wished.items() for output in how.get("outputs", ())}
+        named = {
+            output: name
+            for name, setting in settings.items()
+            for output in setting.get("outputs", ())
+        }
         for output in named:
             if output not in outputs or -1 not in outputs[output].dims:
                 raise _refusal(config, f"the output '{output}'", "outputs with dims of -1")
@@ -175,55 +181,54 @@ class Padding:
                     yield _Cut(output, axis, name, input_axis, self.pads[name].left)
                 continue
             for axis in axes:
-                followed = [one for one in wished if axis in self.pads[one].axes]
-                if followed:
-                    left = self.pads[followed[0]].left
-                    yield _Cut(output, axis, followed[0], axis, left)
+                padded = next((name for name in settings if axis in self.pads[name].axes), None)
+                if padded is not None:
+                    yield _Cut(output, axis, padded, axis, self.pads[padded].left)
 
     def fill(self, item: Item) -> Item:
-        """The item with the masks that its request left out."""
+        """Return the item with masks for those that its request left out."""
         for mask, name in self.masks.items():
-            of = item.get(name)
-            if mask not in item and of is not None:
-                shape = [of.shape[0], *(of.shape[axis] for axis in self.pads[name].axes)]
+            value = item.get(name)
+            if mask not in item and value is not None:
+                shape = [value.shape[0], *(value.shape[axis] for axis in self.pads[name].axes)]
                 dtype: torch.dtype = getattr(torch, str(self._specs[mask].dtype.torch))
-                device = of.device if isinstance(of, Tensor) else None
+                device = value.device if isinstance(value, Tensor) else None
                 item = item | {mask: torch.ones(shape, dtype=dtype, device=device)}
         return item
 
     def mismatch(self, item: Item) -> tuple[str, str] | None:
-        """A mask and its input, where a request brought them in different sizes.
+        """Return a mask and its input if a request sent them in different sizes; else None.
 
-        In a batch both are padded to the longest: the model would not notice.
+        In a batch both are padded to the longest, so the model would not notice.
         """
         for mask, name in self._masked.items():
             if mask in item and name in item:
-                whole = item[name].shape
-                masked = (whole[0], *(whole[axis] for axis in self.pads[name].axes))
-                if tuple(item[mask].shape) != masked:
+                shape = item[name].shape
+                expected = (shape[0], *(shape[axis] for axis in self.pads[name].axes))
+                if tuple(item[mask].shape) != expected:
                     return mask, name
         return None
 
     def split(self, items: Sequence[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
-        """Return items of one group in parts that are padded to MOST_GROWTH at most.
+        """Split the items of one group into parts whose padding stays within MOST_GROWTH.
 
         Args:
-            items: items with the same inputs, each with its place; parts keep their order.
+            items: items with the same inputs, each with its position; parts keep their order.
         """
         names = [name for name in self.pads if name in items[0][1]]
         if not names:
             return [list(items)]
         shapes = [[self.pads[name].alone(item[name].shape) for name in names] for _, item in items]
-        rows = [one[0][0] for one in shapes]
-        # As many rows as that cannot grow beyond it.
+        rows = [item_shapes[0][0] for item_shapes in shapes]
+        # So few rows cannot exceed the limit.
         if sum(rows) <= MOST_GROWTH:
             return [list(items)]
-        values = [_count_values(one) for one in shapes]
+        values = [_count_values(item_shapes) for item_shapes in shapes]
         if _count_values(_padded(shapes)) <= MOST_GROWTH * sum(values):
             return [list(items)]
         parts: list[list[int]] = []
         part_shapes, part_values = shapes[0], 0
-        # From the shortest row to the longest: what is too long for a part begins the next one.
+        # From the shortest rows to the longest; an item too long for a part begins the next one.
         for index in sorted(range(len(items)), key=lambda at: values[at] / max(rows[at], 1)):
             together = _padded([part_shapes, shapes[index]])
             if parts and _count_values(together) <= MOST_GROWTH * (part_values + values[index]):
@@ -241,13 +246,13 @@ class Padding:
         names: Sequence[str],
         columns: Sequence[Value],
     ) -> None:
-        """Count what a batch has of padding.
+        """Count a batch's values and its padding.
 
         Args:
-            counts: where.
+            counts: the counters.
             items: the items.
             names: their inputs.
-            columns: what was gathered of each.
+            columns: the gathered column of each input.
         """
         for name, column in zip(names, columns, strict=True):
             if name in self.pads:
@@ -259,24 +264,24 @@ class Padding:
     def cut(
         self, outcomes: Sequence[dict[str, Value]], items: Sequence[Item], shapes: Mapping[str, Any]
     ) -> None:
-        """Give outputs the lengths of their own items.
+        """Cut outputs to the lengths of their items.
 
         Args:
-            outcomes: what each item gets; changed in place.
+            outcomes: each item's outputs; changed in place.
             items: the items.
-            shapes: those of the padded inputs, as the model saw them.
+            shapes: the shapes of the padded inputs by name.
         """
         for cut in self._cuts:
             if cut.input not in shapes:
                 continue
-            whole = shapes[cut.input][cut.input_axis]
+            padded = shapes[cut.input][cut.input_axis]
             for outcome, item in zip(outcomes, items, strict=True):
                 value, size = outcome[cut.output], item[cut.input].shape[cut.input_axis]
-                # What is not as long as the padded input, has another length for other reasons;
-                # with CHECK_OUTPUTS "false" it may have fewer dimensions.
-                if size == whole or value.shape[cut.axis : cut.axis + 1] != (whole,):
+                # An output that is not as long as the padded input does not follow its length. With
+                # CHECK_OUTPUTS "false" it may have fewer dimensions.
+                if size == padded or value.shape[cut.axis : cut.axis + 1] != (padded,):
                     continue
-                kept = slice(whole - size, whole) if cut.left else slice(0, size)
+                kept = slice(padded - size, padded) if cut.left else slice(0, size)
                 part = value[(slice(None),) * cut.axis + (kept,)]
                 outcome[cut.output] = part.contiguous() if isinstance(part, Tensor) else part
 
@@ -286,7 +291,7 @@ def _count_values(shapes: Sequence[Sequence[int]]) -> int:
 
 
 def _padded(items: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
-    """The shape of each padded input where these items share a batch."""
+    """Return the shape of each padded input in a batch of these items."""
     return [
         [
             sum(sizes) if axis == 0 else max(sizes)
@@ -297,7 +302,7 @@ def _padded(items: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
 
 
 def _holds(dtype: torch.dtype, value: float) -> bool:
-    """Whether a type has this value: found out at load, not by the first batch of two lengths."""
+    """Return whether a type can represent a value; checked at load, before any batch needs it."""
     try:
         held = torch.full((), value, dtype=dtype).item()
     except (RuntimeError, OverflowError):

@@ -1,4 +1,4 @@
-"""batch_input and batch_output: ragged inputs in one dimension, and what their shapes tell."""
+"""batch_input and batch_output: flatten ragged inputs, create batch inputs, split batch outputs."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from torch_py_backend.config.batch_io import BatchInput, Kind
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import OutputError
 
-# The shapes of one input in the requests of a batch, that of the rows included.
+# The shapes of one input in the requests of a batch, including rows.
 _Shapes: TypeAlias = "Sequence[Sequence[int]]"
 
 
 class Ragged:
-    """Gathers and splits batches as Triton's backends in C++ do.
+    """Gathers and splits batches as Triton's C++ backends do.
 
-    Values of inputs with `allow_ragged_batch` lie one after another in one dimension, those of one
-    request included. Counts are of a request, all its rows together; item shapes are of a row.
+    Values of inputs with `allow_ragged_batch` are concatenated in one dimension, those of a single
+    request included. Element counts are for a whole request, item shapes for one row.
 
     Args:
         config: the model's config, which has batch_input or batch_output.
@@ -34,17 +34,17 @@ class Ragged:
     def __init__(self, config: ModelConfig) -> None:
         self._model = config.name
         self._flat = {spec.name: _flat for spec in config.inputs if spec.ragged}
-        self._made = {one.name: one for one in config.batch_inputs}
+        self._batch_inputs = {batch_input.name: batch_input for batch_input in config.batch_inputs}
         places = {spec.name: place for place, spec in enumerate(config.outputs)}
         rows = (-1,) if config.max_batch_size else ()
         self._split = [
             (
-                places[one.name],
-                one.name,
-                (*rows, *config.outputs[places[one.name]].dims),
-                one.source,
+                places[output.name],
+                output.name,
+                (*rows, *config.outputs[places[output.name]].dims),
+                output.source,
             )
-            for one in config.batch_outputs
+            for output in config.batch_outputs
         ]
 
     def gather(
@@ -54,31 +54,31 @@ class Ragged:
         _pads: Mapping[str, Gather],
         copied: Collection[str],
     ) -> Batch:
-        """The items' values as `batching.gather` has them, but for what is ragged or made."""
-        brought = [name for name in names if name not in self._made]
-        batch = gather_scatter.gather(items, brought, self._flat, copied)
+        """Gather as `gather_scatter.gather` does; flatten ragged inputs, create batch inputs."""
+        sent = [name for name in names if name not in self._batch_inputs]
+        batch = gather_scatter.gather(items, sent, self._flat, copied)
         columns = iter(batch.columns)
-        made = self._made
+        created = self._batch_inputs
         return Batch(
-            [_make(made[name], items) if name in made else next(columns) for name in names],
+            [_create(created[name], items) if name in created else next(columns) for name in names],
             batch.sizes,
         )
 
     def split(
-        self, items: Sequence[Item], made: Sequence[Value | Owned]
+        self, items: Sequence[Item], outputs: Sequence[Value | Owned]
     ) -> Sequence[Value | Owned]:
-        """The outputs, with each batch output taken apart by the shapes of its source.
+        """Split each batch output by the shapes of its source.
 
         Args:
             items: the items.
-            made: the outputs; those that are taken apart have one dimension.
+            outputs: the outputs; those to split have one dimension.
 
         Raises:
-            OutputError: a batch output has not as many values as the shapes say.
+            OutputError: the number of values of a batch output contradicts the shapes.
         """
         if not self._split:
-            return made
-        outputs = list(made)
+            return outputs
+        outputs = list(outputs)
         for place, name, dims, source in self._split:
             shapes = [
                 [item[source].shape[axis] if size == -1 else size for axis, size in enumerate(dims)]
@@ -103,7 +103,7 @@ class Ragged:
 
 
 def _flat(values: list[Any]) -> Value:
-    """Return the values of one input in one dimension; those of one item without a copy."""
+    """Concatenate the values of one input in one dimension; do not copy those of a single item."""
     if len(values) == 1:
         return gather_scatter.to_column(values[0].reshape(-1))
     if isinstance(values[0], Tensor):
@@ -111,16 +111,16 @@ def _flat(values: list[Any]) -> Value:
     return gather_scatter.to_column(np.concatenate(values, axis=None))
 
 
-def _make(one: BatchInput, items: Sequence[Item]) -> Tensor:
-    """Return a batch input, on the device that its source is on."""
-    values = [item[one.source] for item in items]
+def _create(batch_input: BatchInput, items: Sequence[Item]) -> Tensor:
+    """Create a batch input on the device of its source."""
+    values = [item[batch_input.source] for item in items]
     shapes = [value.shape for value in values]
-    if one.kind is Kind.MAX_ELEMENT_COUNT_AS_SHAPE:  # its values mean nothing
-        numbers = np.zeros(max(map(math.prod, shapes)), dtype=one.dtype.numpy)
+    if batch_input.kind is Kind.MAX_ELEMENT_COUNT_AS_SHAPE:  # only its shape has a meaning
+        numbers = np.zeros(max(map(math.prod, shapes)), dtype=batch_input.dtype.numpy)
     else:
-        numbers = np.array(_NUMBERS[one.kind](shapes), dtype=one.dtype.numpy)
-    made = torch.from_numpy(numbers)
-    return made.to(values[0].device) if isinstance(values[0], Tensor) else made
+        numbers = np.array(_NUMBERS[batch_input.kind](shapes), dtype=batch_input.dtype.numpy)
+    column = torch.from_numpy(numbers)
+    return column.to(values[0].device) if isinstance(values[0], Tensor) else column
 
 
 def _item_shapes(shapes: _Shapes) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""Where and how a model runs: device, stream, threads, inference mode, PyTorch's switches."""
+"""The runtime of a model: device, stream, threads, inference mode, PyTorch's global switches."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ Guard: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
 @dataclass(frozen=True, slots=True)
 class Runtime:
-    """What surrounds every call of one instance's model.
+    """The device of one instance's model and the context of its calls.
 
     Attributes:
-        device: where inputs go.
-        guard: entered around every call; thread-local, hence around each one.
-        clean: called after each execution, when the config asks for it.
+        device: the device of the inputs.
+        guard: the context of each call; thread-local.
+        clean: called after each execution; None: the config does not enable that.
         host_inputs: whether Triton copies all inputs to host memory.
     """
 
@@ -43,7 +43,7 @@ class Runtime:
     host_inputs: bool = True
 
     def to_device(self, columns: Sequence[Value]) -> Sequence[Value]:
-        """The columns on this instance's device; strings, and what is there, as they are."""
+        """Copy tensors to this instance's device where they are elsewhere."""
         if self.host_inputs and self.device.type == "cpu":
             return columns
         return [
@@ -54,21 +54,21 @@ class Runtime:
         ]
 
     def to_host(self, outputs: Sequence[T], inputs: Sequence[Value]) -> Sequence[T]:
-        """The outputs, with the device's work on them done.
+        """Copy outputs to the host where needed, and wait for the device's work on them.
 
         Args:
-            outputs: what the model made; what is owned by items stays where it is.
-            inputs: what the requests brought; where all came from the GPU, outputs stay there.
+            outputs: the model's outputs; `Owned` columns stay on their device.
+            inputs: the requests' inputs; if all tensors are on a GPU, outputs stay there.
         """
-        # A model that was placed on the CPU may compute on a GPU by itself.
+        # A model that was placed on the CPU may itself use a GPU.
         if self.device.type == "cpu" and not torch.cuda.is_initialized():
             return outputs
         before = outputs
-        tensors = [one for one in inputs if isinstance(one, Tensor)]
-        if not tensors or not all(one.is_cuda for one in tensors):
-            outputs = [_fetched(one) for one in outputs]
-        # What stays is handed over without a stream, too. A copy runs on the current stream of its
-        # source's device: with KIND_MODEL, outputs may come from several.
+        tensors = [column for column in inputs if isinstance(column, Tensor)]
+        if not tensors or not all(column.is_cuda for column in tensors):
+            outputs = [_fetched(output) for output in outputs]
+        # Triton also reads GPU outputs without a stream. Each copy runs on the current stream of
+        # its source's device, and with KIND_MODEL outputs may be on several devices.
         gather_scatter.wait(before)
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
@@ -76,50 +76,52 @@ class Runtime:
 
 
 def contexts(device: torch.device) -> tuple[bool, int]:
-    """What a model may leave behind in its thread: autocast on its device, and torch.device."""
+    """Return thread state that a model may leave changed: autocast, and the torch.device stack."""
     return torch.is_autocast_enabled(device.type), torch._C._len_torch_function_stack()
 
 
 def free() -> None:
-    """Give back what torch keeps of a GPU's memory without using it."""
+    """Return torch's cached GPU memory to the device."""
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
 
 
 def memory() -> list[tuple[int, int, int]]:
-    """Of each GPU that this process uses: its index, and bytes that are allocated and reserved."""
+    """Return the index and the allocated and reserved bytes of each GPU that this process uses."""
     if not torch.cuda.is_initialized():
         return []
-    found = (
+    usage = (
         (index, torch.cuda.memory_allocated(index), torch.cuda.memory_reserved(index))
         for index in range(torch.cuda.device_count())
     )
-    return [one for one in found if one[2]]
+    return [gpu for gpu in usage if gpu[2]]
 
 
 def probe(device: torch.device) -> None:
-    """Use the GPUs that this process uses; on the CPU nothing can break and live on.
+    """Synchronize with the GPUs that this process uses.
 
     Args:
-        device: the model's own.
+        device: the model's device.
 
     Raises:
-        RuntimeError: one of them cannot be used any more: what has spoilt a CUDA context is told by
-            every later call.
+        RuntimeError: a GPU is unusable: after a sticky CUDA error every later call reports it.
     """
     if not torch.cuda.is_initialized():
         return
     for index in range(torch.cuda.device_count()):
-        # To touch a device that is not in use, be it the current one, would take memory of it.
+        # Synchronizing with an unused device, even the current one, would allocate memory on it.
         if torch.device("cuda", index) == device or torch.cuda.memory_reserved(index):
             torch.cuda.synchronize(index)
 
 
 def _sent(column: Tensor, device: torch.device) -> Tensor:
-    """From pinned memory a copy is asynchronous; torch keeps that memory until it is done."""
+    """Copy a column to a device.
+
+    A copy from pinned memory is asynchronous; torch keeps that memory until it is done.
+    """
     if device.type == "cuda" and column.device.type == "cpu":
         column = column.pin_memory()
-    # A copy to the host is read at once, without a wait: it must not be asynchronous.
+    # A copy to the host is read without synchronization, so it must not be asynchronous.
     return column.to(device, non_blocking=device.type != "cpu")
 
 
@@ -131,10 +133,10 @@ def _fetched(output: T) -> T:
 
 
 def placement(config: ModelConfig) -> torch.device | None:
-    """The device of this instance, made current; None for KIND_MODEL, whose model places itself.
+    """Return the device of this instance and make it current; None for KIND_MODEL.
 
     Raises:
-        PlatformError: the config asks for a GPU that this process does not see.
+        PlatformError: the config's GPU is not visible to this process.
     """
     fraction = config.options.cuda_memory_fraction
     if fraction is not None and config.kind != "GPU":
@@ -154,12 +156,12 @@ def placement(config: ModelConfig) -> torch.device | None:
         return None
     if config.kind != "GPU":
         return torch.device("cpu")
-    seen = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if config.device_id >= seen:
+    visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if config.device_id >= visible:
         raise PlatformError(
             config.name,
             f"instance_group asks for GPU {config.device_id}, and torch {torch.__version__} sees"
-            f" {seen} GPUs",
+            f" {visible} GPUs",
             cure="Use KIND_CPU, or install a torch built for this machine's CUDA driver.",
         )
     device = torch.device("cuda", config.device_id)
@@ -170,19 +172,19 @@ def placement(config: ModelConfig) -> torch.device | None:
 
 
 def free_memory(device: torch.device | None) -> Callable[[], int] | None:
-    """How to ask what memory a GPU has left; None: the device is none."""
+    """Return a function that returns a GPU's free bytes; None: the device is not a GPU."""
     if device is None or device.type != "cuda":
         return None
     return lambda: torch.cuda.mem_get_info(device)[0]
 
 
 def settle(options: Options, threads: Threads) -> None:
-    """Set what holds for the whole process: one process serves one instance of one model.
+    """Set PyTorch's process-wide switches: a process serves one instance of one model.
 
-    Called once, in the thread that runs the model, before the model is loaded.
+    Call it once, in the thread that runs the model, before the model is loaded.
     """
     torch.set_num_threads(threads.intra_op)
-    # torch allows this once in a process, before any parallel work.
+    # torch allows this once per process, before any parallel work.
     if torch.get_num_interop_threads() != threads.inter_op:
         torch.set_num_interop_threads(threads.inter_op)
     torch.backends.cudnn.enabled = not options.disable_cudnn
@@ -202,13 +204,12 @@ def _optimize(wanted: bool) -> None:  # noqa: FBT001  the signature of torch's o
 
 
 def surround(options: Options, device: torch.device | None, weights: Iterable[Tensor]) -> Runtime:
-    """The runtime for a loaded model.
+    """Return the runtime for a loaded model.
 
     Args:
         options: the model's options.
-        device: where it was placed; None where it placed itself: inputs then go to the device
-            of the first of `weights`.
-        weights: its parameters and buffers.
+        device: the model's device; None: that of the first of `weights`.
+        weights: the model's parameters and buffers.
     """
     if device is None:
         first = next(iter(weights), None)
@@ -229,7 +230,7 @@ _ENTERED = contextlib.nullcontext()
 
 
 def mode(options: Options) -> AbstractContextManager[Any]:
-    """What a thread that calls the model stays in, warm-up included.
+    """Return the context of a thread that calls the model, warm-up included.
 
     Tensors made in inference mode have other dispatch keys, for which torch.compile compiles anew.
     """
@@ -237,7 +238,7 @@ def mode(options: Options) -> AbstractContextManager[Any]:
 
 
 def _inference_mode() -> AbstractContextManager[Any]:
-    """Nothing for a thread that is in it already: to enter costs as much as a small model."""
+    """Enter inference mode unless the thread is in it: entering costs as much as a small model."""
     return _ENTERED if torch.is_inference_mode_enabled() else torch.inference_mode()
 
 
@@ -245,8 +246,8 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _in_precision(device: torch.device, dtype: torch.dtype, mode: Guard, options: Options) -> Guard:
-    # The cache of cast weights is freed as autocast is left, and a captured graph would go on
-    # reading what has been freed: torch.cuda.make_graphed_callables refuses autocast with it.
+    # Autocast frees its cache of cast weights on exit, but a captured graph would still read them;
+    # torch.cuda.make_graphed_callables refuses autocast with a cache for that reason.
     cached = "cuda_graphs" not in options.optimize
 
     @contextlib.contextmanager
@@ -258,7 +259,7 @@ def _in_precision(device: torch.device, dtype: torch.dtype, mode: Guard, options
 
 
 def _on_own_stream(device: torch.device, mode: Guard) -> Guard:
-    # The weights were copied on the default stream, which ours does not wait for.
+    # The weights were copied on the default stream, which this stream does not wait for.
     torch.cuda.synchronize(device)
     stream = torch.cuda.Stream(device)
 

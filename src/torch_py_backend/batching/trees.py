@@ -1,4 +1,4 @@
-"""Trees of tensors, as hooks and models hand them on: moved, changed, taken apart by rows."""
+"""Trees of tensors, as hooks and models pass them: map them, copy them, split them by rows."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from torch_py_backend.errors import OutputError
 
 
 def sent(tree: Any, device: torch.device) -> Any:
-    """A tree with its tensors on a device; as it is, where they are there."""
-    return changed(tree, lambda one: one if one.device == device else one.to(device))
+    """Move the tensors of a tree to a device; return the same tree if they are there already."""
+    return changed(tree, lambda tensor: tensor if tensor.device == device else tensor.to(device))
 
 
 def changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A tree with its tensors as `change` makes them; as it is, where that changes none."""
+    """Apply `change` to the tensors of a tree; return the same tree if none is replaced."""
     if isinstance(tree, Tensor):
         return change(tree)
     if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
         parts = _parts(tree)
-        made = [changed(part, change) for part in parts]
-        if all(one is part for one, part in zip(made, parts, strict=True)):
+        changed_parts = [changed(part, change) for part in parts]
+        if all(new is part for new, part in zip(changed_parts, parts, strict=True)):
             return tree
-        return _like(tree, made)
+        return _like(tree, changed_parts)
     return tree
 
 
 def owned(tree: Any) -> Any:
-    """A tree whose tensors and arrays are copies, in containers of the same types.
+    """Copy the containers, tensors and arrays of a tree.
 
-    What cannot be copied, and what is no container, is the same object.
+    Other leaves, and containers that cannot be copied, stay the same objects.
     """
     if isinstance(tree, Tensor | np.ndarray):
         return tree.clone() if isinstance(tree, Tensor) else tree.copy()
@@ -44,17 +44,17 @@ def owned(tree: Any) -> Any:
     if type(tree) in (list, tuple):
         return type(tree)(map(owned, tree))
     if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
-        try:  # of classes of their own, as transformers' BatchEncoding is
+        try:  # classes such as transformers' BatchEncoding
             return copy.deepcopy(tree)
-        except Exception:  # noqa: S110  whatever such a class raises
+        except Exception:  # noqa: S110  such a class may raise anything
             pass
     return tree
 
 
 def split(model: str, result: Any, rows: int) -> list[Any]:
-    """What each row has of a result: of a tensor its slice, of a list its entry.
+    """Split a result by rows: a tensor into slices, a list into entries.
 
-    Tuples, dicts and dataclasses are taken apart; what is none of these goes to each row as it is.
+    Split the parts of tuples, dicts and dataclasses likewise. Repeat anything else for each row.
     """
     if isinstance(result, Tensor | np.ndarray) and result.ndim:
         _check_rows(model, rows, f"{type(result).__name__} {list(result.shape)}", len(result))
@@ -72,8 +72,8 @@ def _check_rows(model: str, rows: int, found: str, count: int) -> None:
     if count != rows:
         raise OutputError(
             model,
-            f"the result for {rows} rows holds a {found}, of which postprocess() cannot be given"
-            " a row's part",
+            f"the result for {rows} rows holds a {found}, which cannot be split by rows for"
+            " postprocess()",
             expected="tensors whose dimension 0 is the batch, and lists with an entry a row",
             cure="Or write postprocess_batch(), which is given it as it is.",
         )
@@ -88,21 +88,21 @@ def _parts(tree: Any) -> list[Any]:
         return list(tree.values())
     if isinstance(tree, list | tuple):
         return list(tree)
-    return [getattr(tree, one.name) for one in dataclasses.fields(tree)]
+    return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
 
 
 def _like(tree: Any, parts: Sequence[Any]) -> Any:
-    """A tree of the same kind, of other parts."""
+    """Return a tree of the same type with other parts."""
     if isinstance(tree, Mapping):
         named = dict(zip(tree, parts, strict=True))
-        # Hugging Face's outputs are dicts and dataclasses; what is absent there is None.
+        # Hugging Face's outputs are dicts and dataclasses; absent fields are None.
         return type(tree)(**named) if _is_record(tree) else named
     if isinstance(tree, list):
         return list(parts)
     if isinstance(tree, tuple):
         if type(tree) is tuple:
             return tuple(parts)
-        makes: Any = getattr(type(tree), "_make", type(tree))  # torch's own take a sequence
-        return makes(parts)
-    names = [one.name for one in dataclasses.fields(tree)]
+        make: Any = getattr(type(tree), "_make", type(tree))  # torch's types take a sequence
+        return make(parts)
+    names = [field.name for field in dataclasses.fields(tree)]
     return dataclasses.replace(tree, **dict(zip(names, parts, strict=True)))

@@ -1,1 +1,1 @@
-"""The path of a batch through a loaded model, and what happens when a call fails."""
+"""Run batches: call the model, check its outputs, retry after a failure, replace weights."""

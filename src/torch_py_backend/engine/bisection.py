@@ -1,4 +1,4 @@
-"""A batch that failed is narrowed down by halves, until only the guilty items carry the error."""
+"""Bisection: find the items that make a batch fail by running its halves."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ F = TypeVar("F")
 
 
 class Budget:
-    """Calls that are left, to one bisection or to several of one batch."""
+    """The number of calls that the bisections of one batch may still make."""
 
     def __init__(self, calls: int) -> None:
         self._left = calls
 
     def take(self) -> bool:
-        """Take one call, if there is one left."""
+        """Use up one call; return whether one was left."""
         self._left -= 1
         return self._left >= 0
 
@@ -31,20 +31,21 @@ def narrow(
     calls: Budget,
     hopeless: Callable[[], bool],
 ) -> list[R | F]:
-    """One result or failure for each item of a batch that failed as a whole.
+    """Return one result or failure for each item of a batch that failed as a whole.
 
-    The halves of what failed are run, the larger ones first; what fails alone is guilty. k guilty
-    items of n cost at most 2 k log2(n) calls, and never more than 2 n - 2.
+    Run the halves of each failed range, the larger ranges first, until a failed range has one
+    item. k failing items of n cost at most 2 k log2(n) calls, and never more than 2 n - 2.
 
     Args:
         items: the batch.
-        attempt: runs some of the items, in their order: one result each, or the failure.
-        failure: that of the whole batch.
-        calls: how often `attempt` may be called; what is undecided then keeps its failure.
-        hopeless: asked after a failure: whether nothing can be run any more; all that is undecided
-            then gets that failure.
+        attempt: runs some of the items, in order; returns one result each, or the failure.
+        failure: the failure of the whole batch.
+        calls: limits the calls of `attempt`; items that are undecided after the last call keep
+            the failure of their range.
+        hopeless: called after each failure; returns whether no further call can succeed. All
+            undecided items then get the last failure.
     """
-    found: list[R | F] = [failure] * len(items)
+    results: list[R | F] = [failure] * len(items)
     failed = deque([(0, len(items))])
     while failed:
         start, stop = failed.popleft()
@@ -52,16 +53,16 @@ def narrow(
         halves = ((start, middle), (middle, stop)) if stop - start > 1 else ()
         for first, last in halves:
             if not calls.take():
-                return found
+                return results
             result = attempt(items[first:last])
-            # A failure is whatever is of its class; results come as a sequence of their own.
+            # Only the class distinguishes a failure from a sequence of results.
             if not isinstance(result, type(failure)):
-                found[first:last] = result  # type: ignore[assignment]
+                results[first:last] = result  # type: ignore[assignment]
                 continue
-            found[first:last] = [result] * (last - first)
+            results[first:last] = [result] * (last - first)
             failed.append((first, last))
             if hopeless():
                 for begin, end in (*failed, (first, stop)):
-                    found[begin:end] = [result] * (end - begin)
-                return found
-    return found
+                    results[begin:end] = [result] * (end - begin)
+                return results
+    return results

@@ -1,6 +1,6 @@
-"""Runs items: admit → group → gather → call → outputs → scatter.
+"""The engine: admit → group → gather → call → extract outputs → scatter.
 
-Inside the engine an error is a value: each item gets a result or the error that is its own.
+Inside the engine an error is a value: each item gets its result or its error.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import instrumentation, side_effects
 from torch_py_backend.engine.instrumentation import Around, Stage
-from torch_py_backend.engine.model_runner import Callee, Take
-from torch_py_backend.engine.retry import Recovery
+from torch_py_backend.engine.model_runner import ModelRunner, Take
+from torch_py_backend.engine.retry import RetryPolicy
 from torch_py_backend.engine.side_effects import Purity
 from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError, InputError, UnavailableError
@@ -37,7 +37,7 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences.state_columns import StateColumns
 from torch_py_backend.weights import gpu_sharing, sharing
 
-# The stages of every engine that are its own, and where they stand in it.
+# The engine's own stages, by name: the attribute that runs each.
 _STAGES = {
     "run": "_run",
     "streamed": "calling",
@@ -51,7 +51,15 @@ _STAGES = {
 
 
 class Engine:
-    """One model, ready to be called from one thread."""
+    """One loaded model, called from one thread.
+
+    Attributes:
+        turn: the lock that each run holds. Changes of the model hold it, too. It is reentrant:
+            a caller may hold it to read the model's state before a run.
+        hooks: the model's hooks; None: it has none.
+        places: where each input goes: an argument, or a path in the call tree.
+        patterns: the sets of optional inputs that may be left out together; the empty set is first.
+    """
 
     def __init__(
         self,
@@ -64,8 +72,6 @@ class Engine:
         self.config = config
         self.artifact = artifact
         self.loaded = loaded
-        # Taken for each run; who changes the model meanwhile waits for it. Who runs may hold it
-        # already, to tell what the model was like then.
         self.turn = threading.RLock()
         self.kind = loaded.kind
         self.signature = str(loaded.signature)
@@ -86,18 +92,18 @@ class Engine:
         self._batched = config.max_batch_size > 0
         columns = StateColumns(config)
         self._state_inputs, self._owned, self._sent = columns.inputs, columns.owned, columns.sent
-        # New weights may come between a call and its responses: see `Watch`.
+        # New weights may be swapped in between a call and its responses: see `WeightWatcher`.
         self._watched = config.options.watch_weights
         self._finite = output_extraction.Finite(config) if config.options.check_finite else None
-        take: Take = output_extraction.Taker(config, f"{loaded.returns}()").take
+        take: Take = output_extraction.OutputExtractor(config, f"{loaded.returns}()").take
         self._names = columns.outputs
         self._own: Callable[[Value], Value] = gather_scatter.own
         if isinstance(self._intake, Stages) and self._intake.finishes:  # after scatter
             self._names, take, self._finite = hooked_pipeline.UNREAD, self._intake.split, None
             self._own = hooked_pipeline.own_rows
-        self.callee = Callee(config, loaded, self._intake, take, self.counts, own=self._own)
+        self.callee = ModelRunner(config, loaded, self._intake, take, self.counts, own=self._own)
         self._runtime = surroundings
-        # The masks of PAD are made on the model's own stream.
+        # PAD creates masks on the model's own stream.
         self._admitting = surroundings.guard if self._padding else contextlib.nullcontext
         self._ragged = Ragged(config) if config.concatenates else None
         self._gather = gather_scatter.gather if self._ragged is None else self._ragged.gather
@@ -114,9 +120,9 @@ class Engine:
             loaded.step,
         )
         self.purity = Purity(loaded.owner, captured=self.callee.captures)
-        self.recovery = Recovery(
+        self.recovery = RetryPolicy(
             config.name,
-            lambda group: self._attempt(group, more=True),  # what stands around it by then
+            lambda group: self._attempt(group, more=True),  # looked up late: it may be instrumented
             called=loaded.signature.name,
             rows=self.callee.rows if config.max_batch_size else None,
             repeats=self.repeats,
@@ -125,101 +131,101 @@ class Engine:
             probe=partial(runtime.probe, surroundings.device),
             counts=self.counts,
         )
-        # Empty, as long as memory has never run out.
+        # Empty until memory runs out for the first time.
         self._limits = self.recovery.capacity.limits
         self._shared: gpu_sharing.Shared | None = None
         self._prepares = False
 
     def share(self, shared: gpu_sharing.Shared) -> None:
-        """Use one copy of the weights with other instances.
+        """Share one copy of the weights with other instances.
 
         Raises:
-            ConfigError: they cannot be shared.
+            ConfigError: the weights cannot be shared.
         """
         shared.hold(self.loaded.owner, self.kind)
         self._shared, self.turn = shared, shared.lock
         self.purity.settle()
 
     def leave(self) -> None:
-        """Let go of what is other processes', too; to leave twice is no error."""
+        """Release weights that are shared with other processes. May be called twice."""
         if self._shared is not None:
             self._shared.leave()
 
     @property
     def fills(self) -> bool:
-        """Whether batches are filled up or padded."""
+        """Whether batches are padded or filled up to a bucket."""
         rows = self.callee.rows
         return self._padding is not None or bool(rows.buckets) or rows.least > 1
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """The device that the model runs on."""
         return self._runtime.device
 
     @property
     def guard(self) -> runtime.Guard:
-        """What surrounds whatever works on the device's tensors."""
+        """The context for work on tensors of the device."""
         return self._runtime.guard
 
     def memory(self) -> list[tuple[int, int, int]]:
-        """Of each GPU that is used: its index, and bytes that are allocated and reserved."""
+        """Return the index and the allocated and reserved bytes of each GPU in use."""
         return runtime.memory()
 
     def example(self) -> Item:
-        """Valid inputs that lie beside the model; empty where none do."""
+        """Return the example inputs in the model's folder; empty if there are none."""
         return example_inputs.find(self.config, self.artifact) or {}
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """The calls within may compile; once they are done, nothing is compiled any more."""
+        """Allow compilation within the context; forbid it afterwards."""
         self._prepares = True
         with self.callee.preparing(self.artifact, self._runtime.device):
             yield
         self._prepares = False
         if self._shared is not None and self.purity.writes_buffers():
             raise gpu_sharing.refused(
-                self.config, "the model writes to its buffers, which would be the others' as well"
+                self.config, "the model writes to its buffers, which other instances share"
             )
         self.purity.settle()
 
     def repeats(self, items: int = 2) -> bool:
-        """Whether the model may be called again with so many items that it has seen.
+        """Return whether the model may be called again with items that were passed to it before.
 
-        Several items are a batch in memory of its own, and are not changed where the model writes
-        into what it is given; a single one is passed as it is.
+        A batch of several items is a copy: a model that writes to its inputs leaves the items
+        unchanged. A single item is passed without a copy.
         """
-        wished = self.config.options.retry_failed_batch
-        if wished is not None:
-            return wished
+        configured = self.config.options.retry_failed_batch
+        if configured is not None:
+            return configured
         return (items > 1 or not self.purity.writes_inputs()) and not self.purity.writes_buffers()
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """What every call of the model for a stream has around it."""
+        """The context of each call of the model for a stream."""
         with self.turn:
             self.recovery.begins()
             with self._runtime.guard():
                 yield
 
     def surround(self, around: Around) -> Callable[[], None]:
-        """Let something stand around stages, until what is returned is called."""
-        found: list[Stage] = [
+        """Wrap the stages with `around`; the returned function removes the wrappers."""
+        stages: list[Stage] = [
             *((name, self, attribute) for name, attribute in _STAGES.items()),
             *self.callee.stages(),
             *self.stream_calls.stages(),
             *self._intake.stages(),
         ]
-        if self.hooks is None:  # else hooks have the module itself, whose attributes they may want
-            found.append(("forward", self.callee, "module"))
-        return instrumentation.wrap(found, around)
+        if self.hooks is None:  # hooks get the module itself and may read its attributes
+            stages.append(("forward", self.callee, "module"))
+        return instrumentation.wrap(stages, around)
 
     def clean(self) -> None:
-        """What the config asks for after each execution."""
+        """Free cached device memory after an execution where the config enables that."""
         if self._runtime.clean is not None and self.recovery.fatal is None:
             self._runtime.clean()
 
     def run_some(self, items: Sequence[Item], places: Sequence[int]) -> Sequence[Outcome]:
-        """As `run`, for items that stand at these places among a batch's requests."""
+        """Run items that are at these positions of a batch of requests."""
         self.recovery.places = places
         try:
             return self.run(items)
@@ -227,14 +233,14 @@ class Engine:
             self.recovery.places = None
 
     def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
-        """One outcome for each item, in their order."""
+        """Return one outcome for each item, in order."""
         if self._shared is not None:
             return self._run_shared(self._shared, items)
         with self.turn:
             return self._run(items)
 
     def _run_shared(self, shared: gpu_sharing.Shared, items: Sequence[Item]) -> Sequence[Outcome]:
-        """The outcomes, unless the weights have gone meanwhile."""
+        """Return the outcomes, or a refusal for each item if the shared weights are gone."""
         with self.turn:
             outcomes, refusal = self._run_once(shared, items)
             while refusal is not None and self._prepares and not shared.final:
@@ -253,7 +259,7 @@ class Engine:
         refusal = shared.ready()
         if refusal is not None:
             return (), refusal
-        if not present:  # they are elsewhere now
+        if not present:  # the weights are at other addresses now
             self.purity.settle()
         outcomes = self._run(items)
         return outcomes, shared.lost()
@@ -274,34 +280,34 @@ class Engine:
         return outcomes
 
     def _run_staged(self, around: Stages, items: Sequence[Item]) -> Sequence[Outcome]:
-        """The outcomes, with the stages of hooks before and after the engine's own."""
+        """Return the outcomes; hooks run before and after the engine's own stages."""
         began = time.perf_counter()
-        # What hooks return for one item is in use until all have been prepared, and sent.
+        # The result of a hook for one item is in use until all items are prepared and sent.
         more = len(items) > 1
         begin, finish = partial(around.begin, more=more), partial(around.finish, more=more)
         begun = [self._staged(place, begin, item) for place, item in enumerate(items)]
         prepared = [
-            one if isinstance(one, BackendError) else self._staged(place, one)
-            for place, one in enumerate(begun)
+            prepare if isinstance(prepare, BackendError) else self._staged(place, prepare)
+            for place, prepare in enumerate(begun)
         ]
         self.counts.preprocess_seconds += time.perf_counter() - began
         outcomes = self._run_admitted(list(prepared))
         if not around.finishes:
             return outcomes
-        came = time.perf_counter()
+        ran = time.perf_counter()
         finished = [
-            one
-            if isinstance(one, BackendError)
-            else self._staged(place, finish, one, prepared[place])
-            for place, one in enumerate(outcomes)
+            outcome
+            if isinstance(outcome, BackendError)
+            else self._staged(place, finish, outcome, prepared[place])
+            for place, outcome in enumerate(outcomes)
         ]
-        self.counts.postprocess_seconds += time.perf_counter() - came
+        self.counts.postprocess_seconds += time.perf_counter() - ran
         return finished
 
-    def _staged(self, place: int, stage: Callable[..., Any], *given: Any) -> Any:
-        """What a stage makes of one item, or the error that is this item's own."""
+    def _staged(self, place: int, stage: Callable[..., Any], *args: Any) -> Any:
+        """Return the result of a hook stage for one item, or the item's error."""
         try:
-            return stage(*given)
+            return stage(*args)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -311,16 +317,16 @@ class Engine:
         return failure.error
 
     def _run_admitted(self, outcomes: list[Any]) -> list[Outcome]:
-        """The outcomes, where what is refused already has its own."""
-        sound = [
+        """Run the admitted items; `outcomes` has an error in place of each refused item."""
+        admitted = [
             (position, item)
             for position, item in enumerate(outcomes)
             if not isinstance(item, BackendError)
         ]
-        groups = self._intake.group(sound)
+        groups = self._intake.group(admitted)
         for number, group in enumerate(groups, 1):
-            made = self._run_group(group, more=number < len(groups))
-            for position, outcome in zip(group.positions, made, strict=True):
+            results = self._run_group(group, more=number < len(groups))
+            for position, outcome in zip(group.positions, results, strict=True):
                 outcomes[position] = outcome
         return outcomes
 
@@ -333,14 +339,14 @@ class Engine:
             raise
         except BaseException as error:
             failure = self.recovery.judge(error)
-        return self.recovery.settle(group, failure)
+        return self.recovery.resolve(group, failure)
 
     def _attempt(self, group: Group, *, more: bool) -> Sequence[Outcome]:
-        """The outcomes of a group that is run as it is; raises whatever the model raises.
+        """Run a group as one batch; raise whatever the model raises.
 
         Args:
             group: the group.
-            more: whether the model may be called again before the outcomes are sent. They are
+            more: whether the model may be called again before the outcomes are sent. Outcomes are
                 copies then: a model may return views of memory that its next call overwrites.
         """
         with self._runtime.guard():
@@ -363,34 +369,34 @@ class Engine:
             if not known:
                 self.purity.compare(before, dict(zip(names, batch.columns, strict=True)))
             owned = self._owned(raw, batch)
-            made = self._to_host(owned, self._sent(names, batch))
+            outputs = self._to_host(owned, self._sent(names, batch))
             if more or self._watched:
-                made = self._kept(owned, made, more=more)
+                outputs = self._kept(owned, outputs, more=more)
             fetched = time.perf_counter()
-        # In place: a call would cost more than all of it.
+        # Inline: a method call would cost more than these additions.
         counts = self.counts
         counts.gather_seconds += gathered - began
         counts.host_to_device_seconds += sent - gathered
         counts.forward_seconds += called - sent
         counts.device_to_host_seconds += fetched - called
-        seen = rows if self._batched else 1
-        counts.batches[seen] = counts.batches.get(seen, 0) + 1
-        outcomes = self._scatter(group, batch, made)
-        if self._finite is not None and not self._finite.holds(made):
+        size = rows if self._batched else 1
+        counts.batches[size] = counts.batches.get(size, 0) + 1
+        outcomes = self._scatter(group, batch, outputs)
+        if self._finite is not None and not self._finite.holds(outputs):
             return [
-                self._checked(self._finite, *one)
-                for one in zip(outcomes, group.positions, strict=True)
+                self._checked(self._finite, outcome, position)
+                for outcome, position in zip(outcomes, group.positions, strict=True)
             ]
         return outcomes
 
     def _kept(
-        self, before: Sequence[Any], made: Sequence[Any], *, more: bool
+        self, before: Sequence[Any], outputs: Sequence[Any], *, more: bool
     ) -> Sequence[Value | Owned]:
-        """The outputs of a call in memory that no later call and no new weights change.
+        """Copy outputs whose memory a later call or new weights may change.
 
         Args:
-            before: the outputs as the model made them; `to_host` may have copied some.
-            made: the outputs.
+            before: the outputs as the model returned them; `to_host` may have copied some.
+            outputs: the outputs after `to_host`.
             more: as for `_attempt`.
         """
         kept = [
@@ -399,9 +405,9 @@ class Engine:
             and not isinstance(value, Owned)
             and (more or not (mapped_files.is_plain(value) and mapped_files.is_alone(value)))
             else value
-            for raw, value in zip(before, made, strict=True)
+            for raw, value in zip(before, outputs, strict=True)
         ]
-        gather_scatter.wait(kept)  # Triton reads what stays on a GPU without a stream
+        gather_scatter.wait(kept)  # Triton reads GPU outputs without synchronizing with a stream
         return kept
 
     def _checked(
@@ -414,12 +420,13 @@ class Engine:
         return refusal
 
     def _scatter(
-        self, group: Group, batch: Batch, made: Sequence[Value | Owned]
+        self, group: Group, batch: Batch, outputs: Sequence[Value | Owned]
     ) -> Sequence[Outcome]:
         if self._ragged is not None:
-            made = self._ragged.split(group.items, made)
-        outcomes = gather_scatter.scatter(made, self._names, batch.sizes)
+            outputs = self._ragged.split(group.items, outputs)
+        outcomes = gather_scatter.scatter(outputs, self._names, batch.sizes)
         if self._padding is not None:
-            seen = zip(group.inputs.names, batch.columns, strict=True)
-            self._padding.cut(outcomes, group.items, {name: one.shape for name, one in seen})
+            columns = zip(group.inputs.names, batch.columns, strict=True)
+            shapes = {name: column.shape for name, column in columns}
+            self._padding.cut(outcomes, group.items, shapes)
         return outcomes

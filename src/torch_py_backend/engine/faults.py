@@ -1,7 +1,7 @@
-"""What an exception tells of the process that it was raised in: out of memory, or beyond help.
+"""Classification of exceptions: out of memory, or a CUDA error that makes the process unusable.
 
-Told from the classes that torch raises, and from the beginning of its own messages: what a model
-puts into an exception may come from a client, who must not be able to talk a server down.
+Only the classes that torch raises and the beginnings of its messages count. The rest of a message
+may come from a client, and a client must not be able to stop the server.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _STICKY = {
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _MEMORY = re.compile(
     r"(\[enforce fail at alloc_cpu|CUDA out of memory\.|std::bad_alloc$"
-    # A handle of cuBLAS is made at its first use, and has a workspace of its own: where that does
-    # not fit, cublasCreate tells of a library that is not initialized.
+    # The first use of cuBLAS creates a handle with a workspace. If that does not fit in memory,
+    # cublasCreate reports that the library is not initialized.
     r"|CUDA error: (out of memory|CUBLAS_STATUS_ALLOC_FAILED"
     r"|CUBLAS_STATUS_NOT_INITIALIZED when calling `cublas(Lt)?Create)"
     r"|Triton Error \[CUDA\]: out of memory"
@@ -39,23 +39,23 @@ _TORCHSCRIPT = "The following operation failed in the TorchScript interpreter."
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, on the device or on the host."""
-    return any(_is_shortage(one) for one in _chain(error))
+    """Return whether device or host memory ran out."""
+    return any(_is_shortage(link) for link in _chain(error))
 
 
 def is_sticky(error: BaseException) -> bool:
-    """Whether it is a CUDA error after which this process cannot use the device any more."""
-    return any(_code(one) in _STICKY for one in _chain(error))
+    """Return whether this is a CUDA error after which the process cannot use the device."""
+    return any(_code(link) in _STICKY for link in _chain(error))
 
 
 def release(error: BaseException) -> None:
-    """Let go of what the frames of an exception hold: a batch, and all that forward() made of it.
+    """Clear the frames of an exception, which hold a batch and intermediate results of forward().
 
-    Before a second try: it needs the memory.
+    A retry needs that memory.
     """
-    for one in _chain(error):
-        traceback.clear_frames(one.__traceback__)
-        one.__traceback__ = None
+    for link in _chain(error):
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__ = None
 
 
 def _is_shortage(error: BaseException) -> bool:
@@ -63,32 +63,28 @@ def _is_shortage(error: BaseException) -> bool:
         return True
     if type(error) is not RuntimeError:
         return False
-    said = _text(error)
-    if said.startswith(_TORCHSCRIPT):  # what was raised stands in its last line
-        said = said.rstrip().rpartition("\n")[2].removeprefix("RuntimeError: ")
-    return _MEMORY.match(said) is not None
+    try:
+        message = str(error)
+    except Exception:  # an argument whose __str__ fails
+        return False
+    if message.startswith(_TORCHSCRIPT):  # the original error is in the last line
+        message = message.rstrip().rpartition("\n")[2].removeprefix("RuntimeError: ")
+    return _MEMORY.match(message) is not None
 
 
 def _code(error: BaseException) -> int | None:
-    """CUDA's number for an error, where torch (2.8 and newer) tells it."""
+    """Return CUDA's error number where torch (2.8 and newer) provides it."""
     kind = getattr(torch, "AcceleratorError", None)
     return getattr(error, "error_code", None) if kind and isinstance(error, kind) else None
 
 
-def _text(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:  # a class of the model's own
-        return ""
-
-
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """The exception, and those that it was raised from or during."""
-    seen: set[int] = set()
+    """Yield the exception, its causes and its contexts."""
+    visited: set[int] = set()
     pending: list[BaseException | None] = [error]
     while pending:
-        one = pending.pop()
-        if one is not None and id(one) not in seen:
-            seen.add(id(one))
-            yield one
-            pending += [one.__cause__, one.__context__]
+        link = pending.pop()
+        if link is not None and id(link) not in visited:
+            visited.add(id(link))
+            yield link
+            pending += [link.__cause__, link.__context__]

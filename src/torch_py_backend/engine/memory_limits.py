@@ -1,4 +1,4 @@
-"""How many rows fit in memory, for each shape: learnt when memory runs out, forgotten slowly."""
+"""Row limits by shape: learned when memory runs out, raised again step by step."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 from torch_py_backend.batching.gather_scatter import Rows
 
-# Shapes that are remembered; beyond them the oldest is forgotten.
+# The number of shapes to remember; a further one replaces the oldest.
 _SHAPES = 64
-# Batches that must go well in smaller calls before a larger one is tried; each time that fails,
-# twice as many, so that what never fits is tried ever more rarely.
+# The number of batches that must succeed in smaller calls before a larger call is tried. It
+# doubles each time that the larger call fails.
 _PATIENCE = 64
 _MOST_PATIENCE = 16_384
 
 
 @dataclass(slots=True)
 class Limit:
-    """Of one shape: `safe` rows went well, up to `most` are tried."""
+    """The limit of one shape: calls of `safe` rows succeeded, calls of up to `most` are tried."""
 
     safe: int
     most: int
@@ -26,10 +26,10 @@ class Limit:
 
 
 class Capacity:
-    """The row counts that one model's calls are kept to.
+    """The row limits of one model's calls.
 
     Attributes:
-        limits: by shape; empty, as long as memory has never run out.
+        limits: the limits by shape; empty until memory runs out for the first time.
 
     Args:
         rows: the row counts that the model takes.
@@ -40,12 +40,16 @@ class Capacity:
         self._rows = rows
 
     def most(self, shape: Hashable) -> int | None:
-        """The most rows that one call of this shape may have; None: any number."""
+        """Return the largest number of rows for one call of this shape; None: no limit."""
         limit = self.limits.get(shape)
         return None if limit is None else limit.most
 
     def failed(self, shape: Hashable, rows: int) -> int | None:
-        """So many rows did not fit. The most to be tried next; None: no call is smaller."""
+        """Lower the limit after a call of `rows` rows ran out of memory.
+
+        Returns:
+            The new limit; None: there is no smaller call.
+        """
         called = self._called(rows)
         less = self._rows.below(called)
         if less is None:
@@ -62,11 +66,11 @@ class Capacity:
         return less
 
     def fitted(self, shape: Hashable, rows: int) -> None:
-        """A batch of so many rows went well, in calls of at most `most`."""
+        """Record a batch of `rows` rows that succeeded in calls of at most `most` rows."""
         limit = self.limits.get(shape)
         if limit is None or rows <= limit.safe:
             return
-        # What was called, filling included: a limit that is no row count of a call would not limit.
+        # The filled size: only a size that calls have can act as a limit.
         called = self._called(min(rows, limit.most))
         if called > limit.safe:
             limit.safe, limit.good = called, 0
@@ -78,18 +82,18 @@ class Capacity:
             limit.most, limit.good = self._rows.above(limit.safe), 0
 
     def remembered(self, shape: Hashable) -> Limit | None:
-        """What is known of a shape, to be restored."""
+        """Return a copy of a shape's limit, for `restore`."""
         limit = self.limits.get(shape)
         return None if limit is None else replace(limit)
 
     def restore(self, shape: Hashable, limit: Limit | None) -> None:
-        """Forget what was learnt since: it was one request that does not fit at all."""
+        """Restore a shape's limit: the failure was due to one request that never fits."""
         if limit is None:
             self.limits.pop(shape, None)
         else:
             self.limits[shape] = limit
 
     def _called(self, rows: int) -> int:
-        """The rows of the call that a batch of so many became."""
+        """Return the number of rows, filling included, of the call for a batch of `rows` rows."""
         most = self._rows.most
         return self._rows.filled(rows if most is None else min(rows, most))

@@ -1,6 +1,6 @@
-"""The model as batches call it: compiled or captured where the config asks for it, then sealed.
+"""The model as batches call it: compiled or captured where the config says so, then sealed.
 
-A batch is one call, or as many as the model needs that takes certain numbers of rows.
+A batch is one call, or several where the model accepts only certain numbers of rows.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from torch_py_backend.hooks.hooked_pipeline import Stages
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import Inputs
 
-# A result's parts, as the config promises them, for so many rows.
+# Extracts the config's outputs from a result for a number of rows.
 Take: TypeAlias = "Callable[[Any, int], list[Value]]"
 
 
-class Callee:
-    """What the engine calls for a batch.
+class ModelRunner:
+    """Calls the model for a batch.
 
     Attributes:
-        module: the model, with what stands around it.
-        take: reads what it returns.
+        module: the model, compiled, captured and instrumented as configured.
+        take: extracts the outputs from a result.
         rows: how many rows one call takes.
 
     Args:
         config: the model's config.
         loaded: the model.
-        intake: what makes arguments of columns.
-        take: reads what the model returns.
-        counts: where calls are counted.
+        intake: converts columns to arguments.
+        take: extracts the outputs from a result.
+        counts: the counters of calls.
         own: copies an output.
 
     Raises:
-        OptionError: torch.compile does not take its parameters.
+        OptionError: torch.compile does not accept its options.
     """
 
     def __init__(
@@ -78,41 +78,41 @@ class Callee:
 
     @property
     def compiles(self) -> bool:
-        """Whether a new shape may cost a compilation."""
+        """Whether a new shape may be compiled."""
         return self._compiled is not None
 
     @contextlib.contextmanager
     def preparing(self, artifact: Artifact, device: torch.device) -> Iterator[None]:
-        """The calls within may compile; once they are done, nothing is compiled any more."""
+        """Allow compilation within the context; forbid it afterwards."""
         if self._compiled is None:
             yield
             sealed = self._eager
         else:
             bundle = compile_cache.at(self._config, artifact, device)
             before = torch_compile.graphs()
-            with contextlib.nullcontext() if bundle is None else bundle.used() as found:
+            with contextlib.nullcontext() if bundle is None else bundle.used() as hit:
                 yield
             self._counts.compiled_graphs += torch_compile.graphs() - before
-            if found is not None:
-                self._counts.compile_cache["hit" if found else "miss"] = 1
+            if hit is not None:
+                self._counts.compile_cache["hit" if hit else "miss"] = 1
             sealed = self._compiled.seal()
         self.module = sealed if self._graphs is None else self._graphs.seal(sealed)
 
     def stages(self) -> list[Stage]:
-        """The stages of a call, but the model's own."""
+        """Return the stages of a call, without the model itself."""
         return [("outputs", self, "take")]
 
     def call(self, inputs: Inputs, columns: Sequence[Value], rows: int) -> Sequence[Value]:
-        """The model's outputs for a batch, in as many calls as the model needs."""
+        """Return the model's outputs for a batch, in as many calls as needed."""
         if self.rows.take(rows):
             return self._call_once(inputs, columns, rows)
         pieces: list[list[Value]] = []
         for piece, present in gather_scatter.fit(columns, self.rows):
-            # The model may write this call's outputs to where the last one's lie.
+            # The model may overwrite the outputs of its previous call.
             pieces[-1:] = [[self._own(value) for value in last] for last in pieces[-1:]]
-            made = self._call_once(inputs, piece, piece[0].shape[0])
+            outputs = self._call_once(inputs, piece, piece[0].shape[0])
             self._counts.filled_rows += piece[0].shape[0] - present
-            pieces.append([value[:present] for value in made])
+            pieces.append([value[:present] for value in outputs])
         return gather_scatter.join(pieces)
 
     def _call_once(self, inputs: Inputs, columns: Sequence[Value], rows: int) -> Sequence[Value]:

@@ -1,4 +1,4 @@
-"""What becomes of a batch that failed: narrowed down, run in smaller calls, or refused."""
+"""Retries of a failed batch: bisect it, run it in smaller calls, or refuse it."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from torch_py_backend.errors import (
 
 log = logging.getLogger(__name__)
 
-# Calls that narrowing one batch down may take, with all its parts: enough for 64 items.
+# The most calls for the bisections of one batch and its parts: enough for 64 items.
 _CALLS = 128
-# Of a traceback the innermost frames are told: an endless recursion has a thousand.
+# Log only the innermost frames of a traceback: an endless recursion has a thousand.
 _FRAMES = -64
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why a call failed, without the frames that would keep its memory.
+    """The cause of a failed call, without the frames that would keep its memory alive.
 
     Attributes:
-        error: what clients are told.
-        text: the traceback of what was raised; empty where there is nothing to be seen in it.
-        memory: memory ran out.
-        repeats: every item would fail of it.
+        error: the error for the clients.
+        text: the traceback; empty where it adds nothing to the error.
+        memory: whether memory ran out.
+        repeats: whether every item would fail with this error.
     """
 
     error: BackendError
@@ -52,33 +52,34 @@ class Failure:
     repeats: bool = False
 
 
-# A stretch of an item's rows: its place in the group, its first row and the one after its last.
+# A range of an item's rows: the item's index in the group, the first row, the end of the range.
 _Part: TypeAlias = "tuple[int, int, int]"
 
 
-class Recovery:
-    """One model's second tries.
+class RetryPolicy:
+    """Retries failed batches of one model.
 
     Attributes:
-        reports: of what failed: a sentence and a traceback, and the places of the items among all
-            of the run. For the caller to tell and to clear.
-        places: where the items of a run stand among those that reports are about; None: they are
-            all of them.
-        fatal: what every request is to be told, once the process is beyond help.
-        reason: what `fatal` is for, in a few words.
-        capacity: the row counts that calls are kept to.
-        begins: called before each try but the first: the model is given time for every one.
+        reports: the failures of a run: for each message and traceback the positions of its items.
+            The caller logs and clears them.
+        places: the positions in `reports` of the items of the current run; None: the items are
+            numbered from 0.
+        fatal: the error for every request once the process cannot use its device; else None.
+        reason: the cause of `fatal` in a few words.
+        capacity: the limits on rows for one call.
+        begins: called before each retry, which then gets a time limit of its own.
 
     Args:
         model: the model's name.
-        attempt: runs a group, and raises.
+        attempt: runs a group; may raise anything.
         called: the name of the model's function that an attempt calls.
         rows: the row counts that the model takes; None: it has no batch dimension.
-        repeats: whether the model may be called again with so many items that it has seen.
-        divides: whether rows of one request may be in different calls.
-        free: gives back memory that nothing uses.
-        probe: uses the device, and raises where that cannot be done any more.
-        counts: where second tries are counted.
+        repeats: returns whether the model may be called again with that many items that were
+            passed to it before.
+        divides: whether the rows of one request may be in different calls.
+        free: frees cached memory.
+        probe: uses the device; raises if that fails.
+        counts: the counters of retries.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class Recovery:
         self.fatal: UnavailableError | None = None
         self.reason = ""
         self.capacity = Capacity(rows or gather_scatter.ANY_ROWS)
-        self.begins: Callable[[], None] = _nothing
+        self.begins: Callable[[], None] = lambda: None
         self._model = model
         self._attempt = attempt
         self._called = called
@@ -111,7 +112,7 @@ class Recovery:
         self._counts = counts
 
     def run(self, group: Group) -> Sequence[Outcome]:
-        """The outcomes of a group whose shape memory may not suffice for."""
+        """Run a group within the limits for its shape; retry if it fails."""
         if self.fatal is not None:
             return [self.fatal] * len(group.items)
         shape, sizes = _shape(group), self._sizes(group)
@@ -121,54 +122,56 @@ class Recovery:
             return self._in_parts(group, shape, sizes, before, Budget(_CALLS))
         result = self._try(group)
         if isinstance(result, Failure):
-            return self.settle(group, result)
+            return self.resolve(group, result)
         self.capacity.fitted(shape, sum(sizes))
         return result
 
-    def settle(
+    def resolve(
         self, group: Group, failure: Failure, calls: Budget | None = None
     ) -> Sequence[Outcome]:
-        """The outcomes of a group that failed.
+        """Return the outcomes of a group that failed: retry it or refuse it.
 
-        Not to be called where the exception is being handled: the next one would carry it along.
+        Do not call this in an except block: the next exception would keep the handled one as its
+        context.
 
         Args:
             group: the group.
-            failure: why it failed.
-            calls: those that bisections of the batch, which the group is a part of, have left;
-                None: the group is the whole batch.
+            failure: the group's failure.
+            calls: limits the calls of bisections of the batch that the group is a part of; None:
+                the group is the whole batch.
         """
         calls = calls or Budget(_CALLS)
         if self.fatal is None and failure.memory and self._batched:
             shape, sizes = _shape(group), self._sizes(group)
             before = self.capacity.remembered(shape)
-            if self._limit(shape, sum(sizes)) and self._repeats(len(sizes)):
+            if self._lower_limit(shape, sum(sizes)) and self._repeats(len(sizes)):
                 self._counts.retried_rows += sum(sizes)
                 return self._in_parts(group, shape, sizes, before, calls)
         final = failure.memory or failure.repeats or self.fatal is not None
         if final or len(group.items) == 1 or not self._repeats(len(group.items)):
             return self._refuse(group, failure)
-        return self._narrow(group, failure, calls)
+        return self._bisect(group, failure, calls)
 
-    def _narrow(self, group: Group, failure: Failure, calls: Budget) -> Sequence[Outcome]:
+    def _bisect(self, group: Group, failure: Failure, calls: Budget) -> Sequence[Outcome]:
         members = list(zip(group.items, group.positions, strict=True))
 
-        def attempt(some: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
-            part = _regrouped(group, some)
+        def attempt(part_members: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
+            part = _regrouped(group, part_members)
             self._counts.retried_rows += sum(self._sizes(part))
             return self._try(part)
 
-        found: list[Any] = narrow(
+        outcomes: list[Any] = narrow(
             members,
             attempt,
             failure,
             calls=calls,
             hopeless=lambda: self.fatal is not None,
         )
-        for place, result in enumerate(found):
+        for place, result in enumerate(outcomes):
             if isinstance(result, Failure):
-                (found[place],) = self.settle(_regrouped(group, [members[place]]), result, calls)
-        return found
+                single = _regrouped(group, [members[place]])
+                (outcomes[place],) = self.resolve(single, result, calls)
+        return outcomes
 
     def _in_parts(
         self,
@@ -178,53 +181,53 @@ class Recovery:
         before: Limit | None,
         calls: Budget,
     ) -> list[Outcome]:
-        """The outcomes of a group that is called with as many rows at a time as fit in memory.
+        """Run a group in calls of as many rows as fit in memory.
 
         Args:
             group: the group.
-            shape: what its limit is remembered by.
+            shape: the key of its limit.
             sizes: the rows of its items.
-            before: what was remembered before this group.
-            calls: those that bisections of the batch have left.
+            before: the limit before this group.
+            calls: limits the calls of bisections.
         """
         pending = deque((place, 0, size) for place, size in enumerate(sizes))
         pieces: list[list[Any]] = [[] for _ in sizes]
         refused: dict[int, BackendError] = {}
-        hopeless = False
+        never_fits = False
         while pending:
             parts = list(_take(pending, self.capacity.most(shape)))
-            some = _of_parts(group, parts, sizes)
-            result = self._try(some)
+            subgroup = _of_parts(group, parts, sizes)
+            result = self._try(subgroup)
             if isinstance(result, Failure) and result.memory and self.fatal is None:
                 rows = sum(last - first for _, first, last in parts)
-                if self._limit(shape, rows):
+                if self._lower_limit(shape, rows):
                     self._counts.retried_rows += rows
                     pending.extendleft(reversed(parts))
                     continue
-                result = self._refuse(some, result)
-                hopeless = True
+                result = self._refuse(subgroup, result)
+                never_fits = True
             elif isinstance(result, Failure):
-                result = self.settle(some, result, calls)
+                result = self.resolve(subgroup, result, calls)
             for (place, _, _), outcome in zip(parts, result, strict=True):
                 if isinstance(outcome, BackendError):
                     refused[place] = outcome
                 else:
                     pieces[place].append(outcome)
-        if hopeless:
+        if never_fits:
             self.capacity.restore(shape, before)
         elif not refused:
             self.capacity.fitted(shape, sum(sizes))
         return [
-            refused[place] if place in refused else self._join(found)
-            for place, found in enumerate(pieces)
+            refused[place] if place in refused else self._join(outputs)
+            for place, outputs in enumerate(pieces)
         ]
 
     def _sizes(self, group: Group) -> list[int]:
-        """Return the rows of each item, or 1 for each where its rows stay together."""
+        """Return the rows of each item; 1 for each where an item's rows stay together."""
         return _sizes(group) if self._divides else [1] * len(group.items)
 
     def _join(self, pieces: Sequence[dict[str, Value]]) -> Outcome:
-        """One item's outputs, of the calls that it took."""
+        """Return one item's outputs, joined from those of its calls."""
         if len(pieces) == 1:
             return pieces[0]
         names = tuple(pieces[0])
@@ -251,59 +254,49 @@ class Recovery:
             return self.judge(error)
 
     def judge(self, error: BaseException, called: str | None = None) -> Failure:
-        """Read all that is needed from an exception, and let go of it.
+        """Classify an exception and release its frames.
 
         Args:
             error: the exception.
-            called: the name of the model's function that raised it, where it is no attempt's.
+            called: the name of the model's function that raised it, if not an attempt's.
         """
         text = "".join(traceback.format_exception(error, limit=_FRAMES)).rstrip()
         memory = faults.out_of_memory(error)
-        dead = self._dead(error)
-        failure = self._named(error, called or self._called, memory=memory, dead=dead, text=text)
+        cause = self._fatal_cause(error)
+        if cause is not None:
+            if self.fatal is None:
+                self.reason = brief(cause)
+                self.fatal = UnavailableError.fatal(self._model, self.reason)
+            failure = Failure(self.fatal, text, repeats=True)
+        elif memory:
+            failure = Failure(OutOfMemoryError(self._model), text, memory=True)
+        elif isinstance(error, BackendError):
+            # A LoadError is a conflict between config and model: every item fails with it. Only
+            # errors of the user's own code need a traceback.
+            shown = text if isinstance(error, HookError) else ""
+            failure = Failure(error, shown, repeats=isinstance(error, LoadError))
+        else:
+            failure = Failure(ForwardError(self._model, error, called or self._called), text)
         faults.release(error)
-        if memory and dead is None:
+        if memory and cause is None:
             self._free()
         return failure
 
-    def _named(
-        self,
-        error: BaseException,
-        called: str,
-        *,
-        memory: bool,
-        dead: BaseException | None,
-        text: str,
-    ) -> Failure:
-        if dead is not None:
-            if self.fatal is None:
-                self.reason = brief(dead)
-                self.fatal = UnavailableError.fatal(self._model, self.reason)
-            return Failure(self.fatal, text, repeats=True)
-        if memory:
-            return Failure(OutOfMemoryError(self._model), text, memory=True)
-        if isinstance(error, BackendError):
-            # What the config and the model disagree in, no item can help. What was raised by the
-            # model's own code is told with its traceback.
-            seen = text if isinstance(error, HookError) else ""
-            return Failure(error, seen, repeats=isinstance(error, LoadError))
-        return Failure(ForwardError(self._model, error, called), text)
+    def _fatal_cause(self, error: BaseException) -> BaseException | None:
+        """Return the error that made the device unusable for this process, or None.
 
-    def _dead(self, error: BaseException) -> BaseException | None:
-        """What has made the device useless to this process, if anything has.
-
-        Not all runtimes pass on what CUDA said (AOTInductor does not), so the device is asked.
+        Not all runtimes pass on CUDA's errors (AOTInductor does not), so the device is probed.
         """
         if faults.is_sticky(error):
             return error
         try:
             self._probe()
-        except Exception as found:  # whatever a device that is gone makes torch raise
-            return found
+        except Exception as probe_error:  # torch raises many classes for a lost device
+            return probe_error
         return None
 
-    def _limit(self, shape: Hashable, rows: int) -> bool:
-        """Whether there are smaller calls than one of so many rows; they are remembered."""
+    def _lower_limit(self, shape: Hashable, rows: int) -> bool:
+        """Lower the limit of a shape below `rows`; return whether there are smaller calls."""
         less = self.capacity.failed(shape, rows)
         if less is None:
             return False
@@ -324,49 +317,42 @@ class Recovery:
         return [error] * len(group.items)
 
     def report(self, error: BackendError, text: str, positions: Sequence[int]) -> None:
-        """Note what failed; what is the same for several items is told once."""
+        """Record a failure; equal failures of several items become one report."""
         if self.places is not None:
             positions = [self.places[position] for position in positions]
         self.reports.setdefault((str(error), text), []).extend(positions)
 
 
-def _nothing() -> None: ...
-
-
-def _same(value: Value) -> Value:
-    return value
-
-
 def _shape(group: Group) -> tuple[tuple[int, ...], ...]:
-    """What memory depends on beside rows: the inputs' shapes, each as long as its longest."""
+    """Return the inputs' shapes without rows; of padded inputs the longest in each dimension."""
     return tuple(
         tuple(map(max, zip(*(item[name].shape[1:] for item in group.items), strict=True)))
         for name in group.inputs.names
-        if name in group.items[0]  # else a batch input, which is made for each call
+        if name in group.items[0]  # not a batch input, which is created for each call
     )
 
 
 def _sizes(group: Group) -> list[int]:
-    """The rows of each item; 0 where there is no input to tell them."""
+    """Return the rows of each item; 0 where there is no input."""
     names = group.inputs.names
     return [item[names[0]].shape[0] if names else 0 for item in group.items]
 
 
-def _regrouped(group: Group, some: Sequence[tuple[Item, int]]) -> Group:
-    return Group(group.inputs, [item for item, _ in some], [position for _, position in some])
+def _regrouped(group: Group, members: Sequence[tuple[Item, int]]) -> Group:
+    return Group(group.inputs, [item for item, _ in members], [at for _, at in members])
 
 
 def _take(pending: deque[_Part], most: int | None) -> Iterator[_Part]:
-    """Parts of at most so many rows together, taken from the left; at least one."""
-    room = most
-    while pending and (room is None or room > 0 or pending[0][1] == pending[0][2]):
+    """Take parts of at most `most` rows in total from the left, but at least one part."""
+    left = most
+    while pending and (left is None or left > 0 or pending[0][1] == pending[0][2]):
         place, first, last = pending.popleft()
-        if room is not None:
-            stop = min(last, first + room)
+        if left is not None:
+            stop = min(last, first + left)
             if stop < last:
                 pending.appendleft((place, stop, last))
             last = stop
-            room -= last - first
+            left -= last - first
         yield place, first, last
 
 
@@ -375,10 +361,10 @@ def _of_parts(group: Group, parts: Sequence[_Part], sizes: Sequence[int]) -> Gro
     for place, first, last in parts:
         item = group.items[place]
         whole = (first, last) == (0, sizes[place])
-        # Copies, where it is alone: what is passed as it is may be written into, and tried again.
-        copied = gather_scatter.own if len(parts) == 1 else _same
-        items.append(
-            {key: copied(value if whole else value[first:last]) for key, value in item.items()}
-        )
+        rows = {key: value if whole else value[first:last] for key, value in item.items()}
+        if len(parts) == 1:
+            # A single item is passed without a copy, and the model may write to it before a retry.
+            rows = {key: gather_scatter.own(value) for key, value in rows.items()}
+        items.append(rows)
         positions.append(group.positions[place])
     return Group(group.inputs, items, positions)

@@ -1,5 +1,5 @@
-"""Whether a model leaves its own buffers, and its inputs, as they are: only then may it be called
-again with what it has seen.
+"""Detection of writes to a model's inputs and buffers: such a model must not be called twice with
+the same items.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from torch_py_backend.batching.gather_scatter import Item, Value, to_column
 
 
 class Purity:
-    """What was seen of one model.
+    """The side effects of one model's calls that were observed.
 
-    What it keeps elsewhere (attributes, files, other services) is not seen.
+    State in attributes, files or other services is not observed.
 
     Attributes:
-        known: whether a call was looked at: until then the model is given copies.
+        known: whether a call has been compared; until then the model gets copies of its inputs.
 
     Args:
-        owner: what holds the model's buffers; None: they are not at hand.
-        captured: calls are replayed from CUDA graphs, whose writes torch does not count.
+        owner: the module with the model's buffers; None: they are not accessible.
+        captured: whether calls are replayed from CUDA graphs, whose writes torch does not count.
     """
 
     def __init__(self, owner: nn.Module | None, *, captured: bool = False) -> None:
@@ -34,28 +34,28 @@ class Purity:
         self._settled = self._state()
 
     def settle(self) -> None:
-        """What the first calls have changed is no state: tables are made, sizes are learnt."""
+        """Take the present buffers as the baseline: first calls may fill tables or learn sizes."""
         self._settled = self._state()
 
     def compare(self, before: Mapping[str, Value], after: Item) -> None:
-        """Look whether a call has written into its inputs."""
+        """Compare the inputs of a call with copies from before it."""
         self.known = True
         self._writes_inputs = self._writes_inputs or any(
             not torch.equal(_bytes(value), _bytes(after[name])) for name, value in before.items()
         )
 
     def writes_inputs(self) -> bool:
-        """Whether the model was seen to write into its inputs."""
+        """Return whether a call has written to its inputs."""
         return self._writes_inputs
 
     def writes_buffers(self) -> bool:
-        """Whether the model has changed a buffer since it settled."""
+        """Return whether a buffer has changed since `settle`."""
         return self._state() != self._settled
 
     def _state(self) -> list[tuple[int, int | bytes]]:
-        """Each buffer's place, and how often it was written or, where torch does not count, a hash.
+        """Return each buffer's address and version; a hash where torch counts no versions.
 
-        Inference tensors have no version: a buffer that `forward()` makes in inference mode.
+        Inference tensors (buffers that `forward()` creates in inference mode) have no version.
         """
         return [
             (
@@ -71,14 +71,14 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def copied(item: Item) -> dict[str, Value]:
-    """The item's numbers as they are now; strings are handed over as copies anyway."""
+    """Return copies of an item's tensors; strings are always passed as copies."""
     columns = {name: to_column(value) for name, value in item.items()}
-    return {name: one.clone() for name, one in columns.items() if isinstance(one, Tensor)}
+    return {name: value.clone() for name, value in columns.items() if isinstance(value, Tensor)}
 
 
 def _bytes(value: Value) -> Tensor:
-    """A tensor's memory: NaN is not equal to itself."""
+    """Return a tensor's bytes, because NaN does not equal itself."""
     column = to_column(value)
-    assert isinstance(column, Tensor)  # noqa: S101  of `copied`, or a buffer
-    # A tensor of one value may have a stride of 0, which contiguous() leaves.
+    assert isinstance(column, Tensor)  # noqa: S101  from `copied`, or a buffer
+    # contiguous() keeps a stride of 0 of a tensor with one value.
     return column.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8)

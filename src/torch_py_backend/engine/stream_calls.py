@@ -1,7 +1,6 @@
-"""The line as streams follow it: an item begins one, and what the model makes becomes outcomes.
+"""The engine's stages for streams: begin a stream with an item, turn its results into outcomes.
 
-Between the two the model goes on by itself, as often as it wants: `streams` and `continuous`, by
-the stages that are here.
+The package `streaming` resumes the streams in between.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ from torch_py_backend.batching.output_extraction import Finite
 from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.instrumentation import Stage
-from torch_py_backend.engine.model_runner import Callee
+from torch_py_backend.engine.model_runner import ModelRunner
 from torch_py_backend.errors import BackendError, OutputError
 from torch_py_backend.hooks.hooked_pipeline import Stages
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a stream was begun with, which its outputs are measured by.
+    """The inputs of a stream, which its outputs are checked against.
 
     Attributes:
-        rows: the rows of its request.
-        columns: its inputs, on the device.
+        rows: the rows of the request.
+        columns: the inputs, on the device.
     """
 
     rows: int
@@ -38,49 +37,49 @@ class Given:
 
 
 class StreamCalls:
-    """The stages of streams. Each is called within `Engine.calling`.
+    """The stages of streams. Call each within `Engine.calling`.
 
     Attributes:
-        step: step() of a module that has one, for all live streams.
-        advance: goes on with one stream: calls what it is given.
+        step: the module's step(), which runs all live streams; None: it has none.
+        advance: resumes one stream by calling its argument.
 
     Args:
         config: the model's config.
-        intake: what makes arguments of items.
+        intake: converts items to arguments.
         callee: the model.
-        surroundings: where it is.
-        finite: refuses outputs with other than finite numbers; None: they are not looked at.
-        counts: where calls and seconds are counted.
-        step: the module's, if it has one.
+        surroundings: the device and the context of calls.
+        finite: refuses outputs with NaN or infinity; None: they are not checked.
+        counts: the counters of calls and seconds.
+        step: the module's step(), if it has one.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         intake: Intake | Stages,
-        callee: Callee,
+        callee: ModelRunner,
         surroundings: Runtime,
         finite: Finite | None,
         counts: Counts,
         step: Callable[[list[Any]], Any] | None,
     ) -> None:
         self.step = step
-        self.advance: Callable[[Callable[[], Any]], Any] = _call
+        self.advance: Callable[[Callable[[], Any]], Any] = lambda resume: resume()
         self._intake = intake
         self._callee = callee
         self._finite = finite
         self._counts = counts
         self._batched = config.max_batch_size > 0
         self._names = tuple(spec.name for spec in config.outputs)
-        # Another stream's begin(), a second half's step(), and new weights may come before an
-        # outcome is sent, and overwrite the memory that it shares with the model.
+        # The begin() of another stream, a further step() or new weights may overwrite memory that
+        # an outcome shares with the model before the outcome is sent.
         self._owns = step is not None or config.options.watch_weights
         self._gather = gather_scatter.gather
         self._to_device = surroundings.to_device
         self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
 
     def stages(self) -> list[Stage]:
-        """The stages of its own."""
+        """Return the stages of this object."""
         own = [
             ("gather", self, "_gather"),
             ("host to device", self, "_to_device"),
@@ -90,12 +89,12 @@ class StreamCalls:
         return own if self.step is None else [*own, ("step", self, "step")]
 
     def begin(self, item: Item) -> tuple[Any, Given]:
-        """What the model returns for one item, as it is: a stream.
+        """Call the model for one item; return its result, a stream, and the stream's inputs.
 
         Raises:
             InputError: the item is not what the model takes.
         """
-        assert isinstance(self._intake, Intake)  # noqa: S101  hooks around streams are refused
+        assert isinstance(self._intake, Intake)  # noqa: S101  hooks are refused for streams
         admitted = self._intake.admit(item)
         if isinstance(admitted, BackendError):
             raise admitted
@@ -116,39 +115,35 @@ class StreamCalls:
         return result, given
 
     def outcomes(self, results: Sequence[tuple[Any, Given]]) -> list[Outcome]:
-        """What streams have made, each as the config says."""
-        taken = [self._taken(result, given.rows) for result, given in results]
-        made = [
-            value for values in taken if not isinstance(values, OutputError) for value in values
+        """Return the outcomes for results of streams, checked against the config."""
+        extracted = [self._extract(result, given.rows) for result, given in results]
+        outputs = [
+            value for values in extracted if not isinstance(values, OutputError) for value in values
         ]
-        came = [column for _, given in results for column in given.columns]
+        inputs = [column for _, given in results for column in given.columns]
         began = time.perf_counter()
-        fetched = self._to_host(made, came)
+        fetched = self._to_host(outputs, inputs)
         if self._owns:
             fetched = [
                 gather_scatter.own(value) if value is before else value
-                for before, value in zip(made, fetched, strict=True)
+                for before, value in zip(outputs, fetched, strict=True)
             ]
             gather_scatter.wait(fetched)
-        sent = iter(fetched)
+        values_left = iter(fetched)
         self._counts.device_to_host_seconds += time.perf_counter() - began
         return [
             values
             if isinstance(values, OutputError)
-            else self._finite_only({name: next(sent) for name in self._names})
-            for values in taken
+            else self._checked({name: next(values_left) for name in self._names})
+            for values in extracted
         ]
 
-    def _taken(self, result: Any, rows: int) -> list[Value] | OutputError:
+    def _extract(self, result: Any, rows: int) -> list[Value] | OutputError:
         try:
             return self._callee.take(result, rows)
         except OutputError as error:
             return error
 
-    def _finite_only(self, outcome: dict[str, Value]) -> Outcome:
+    def _checked(self, outcome: dict[str, Value]) -> Outcome:
         refusal = None if self._finite is None else self._finite.refusal(outcome)
         return outcome if refusal is None else refusal
-
-
-def _call(resume: Callable[[], Any]) -> Any:
-    return resume()

@@ -1,4 +1,4 @@
-"""The files of a model's weights while it serves: guarded, and watched for new ones."""
+"""Watch the weight files of a model while it serves; swap in new weights."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from torch_py_backend.weights.file_leases import Guard
 
 log = logging.getLogger(__name__)
 
-# A file is taken when two looks in a row see the same.
+# A file is read once two polls in a row find it unchanged.
 _POLL_S = 0.5
 _DIGITS = 12
-# Bytes read at a time.
+# Bytes to read at a time.
 _PART = 1 << 20
 
 
-class Watch:
-    """Keeps the weights of one instance as their files are, until it is closed.
+class WeightWatcher:
+    """Watches the weight files of one instance until it is closed.
 
-    Mapped files are guarded against being written over in place. With WATCH_WEIGHTS, a file that
-    replaces the old one is read, compared, and swapped in between two batches; one that does not
-    fit is refused, and the old weights stay.
+    Mapped files are guarded against writes in place. With WATCH_WEIGHTS, a file that replaces the
+    old one is read, compared and swapped in between two batches. Weights that do not fit are
+    refused, and the old weights stay.
 
     Attributes:
-        digest: the first 12 digits of the SHA-256 of the weights in force, as `sha256sum` tells it
-            (of several files: of their digests, in the order of their names); empty without
+        digest: the first 12 digits of the SHA-256 of the current weights, as `sha256sum` prints it
+            (for several files: of their digests, in the order of their names); empty without
             WATCH_WEIGHTS, and until it is known.
     """
 
@@ -54,7 +54,7 @@ class Watch:
             self._thread.start()
 
     def close(self) -> None:
-        """Let the files go; to call it twice is no error."""
+        """Stop watching and release the files. May be called twice."""
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
@@ -68,24 +68,24 @@ class Watch:
 
     def _run(self) -> None:
         artifact = self._engine.artifact
-        known = seen = _identity(artifact)
-        with contextlib.suppress(OSError):  # it is being replaced at this moment
+        known = previous = _identity(artifact)
+        with contextlib.suppress(OSError):  # a file is being replaced
             self.digest = _digest(artifact)
         while not self._ended.wait(_POLL_S):
             now = _identity(artifact)
-            settled, seen = now == seen, now
-            # While a file is gone, somebody is about to replace it.
-            if settled and now and now != known:
+            stable, previous = now == previous, now
+            # An empty identity means that a file is missing: it is about to be replaced.
+            if stable and now and now != known:
                 known = now
-                self._take()
+                self._reload()
 
-    def _take(self) -> None:
+    def _reload(self) -> None:
         refusal = self._swap()
         if refusal is not None:
             log.error("The new weights are refused, and the old ones stay: %s", refusal)
             return
-        # What the loader has left in cycles would hold the old file. (Of a server's instance, only
-        # what is younger than READY is looked at: gc.freeze.)
+        # Reference cycles of the loader would keep the old file open. In a server's instance this
+        # collects only objects created after READY: see gc.freeze.
         gc.collect()
         before, self._guard = self._guard, self._guarded()
         if before is not None:
@@ -94,7 +94,7 @@ class Watch:
         log.info("model '%s': now with the weights of digest %s.", name, self.digest)
 
     def _swap(self) -> Exception | None:
-        """Why the new weights cannot be taken; None: they are in force."""
+        """Read and swap in the new weights; return the reason if they are refused."""
         config, artifact = self._engine.config, self._engine.artifact
         try:
             before = _identity(artifact)
@@ -103,26 +103,26 @@ class Watch:
             digest = _digest(artifact)
             if _identity(artifact) != before:
                 return OSError("the file changed again while it was read.")
-        except Exception as error:  # a damaged file raises nearly anything, and so may a model
+        except Exception as error:  # damaged files and models may raise any class
             return error
         with self._engine.turn:
             try:
                 weight_swap.put(config, artifact, self._engine.loaded, fresh)
                 if self._engine.device.type == "cuda":
                     torch.cuda.synchronize(self._engine.device)
-            except Exception as error:  # whatever torch makes of a buffer that is like no other
+            except Exception as error:  # torch's copy_ may raise any class
                 return error
-            self._engine.purity.settle()  # it was not the model that wrote
+            self._engine.purity.settle()  # the swap is not a side effect of the model
             self.digest = digest
         return None
 
 
 def _warn_of_copies(config: ModelConfig) -> None:
-    """Log a warning where the model's folder is a copy of Triton's own making.
+    """Log a warning if the model's folder is a temporary copy made by Triton.
 
-    Triton copies what lies in a cloud store, or comes with a load request, to a temporary folder
-    (`/tmp/folderXXXXXX`: LocalizePath in its src/filesystem). Elsewhere a model's folder has the
-    model's name; Triton refuses another one.
+    Triton copies models from cloud stores and from load requests to a temporary folder
+    (`/tmp/folderXXXXXX`: LocalizePath in its src/filesystem). In all other cases Triton requires
+    that a model's folder has the model's name.
     """
     if config.folder.absolute().name != config.name:
         log.warning(
@@ -134,12 +134,12 @@ def _warn_of_copies(config: ModelConfig) -> None:
 
 
 def _identity(artifact: Artifact) -> list[tuple[int, int, int]]:
-    """What changes when a file is replaced or written; empty while one is not there."""
+    """Return values that change when a file is replaced or written; empty if one is missing."""
     try:
-        found = [path.stat() for path in artifact.weight_files()]
+        stats = [path.stat() for path in artifact.weight_files()]
     except OSError:
         return []
-    return [(one.st_ino, one.st_mtime_ns, one.st_size) for one in found]
+    return [(stat.st_ino, stat.st_mtime_ns, stat.st_size) for stat in stats]
 
 
 def _digest(artifact: Artifact) -> str:

@@ -1,4 +1,4 @@
-"""What hooks do around a module: rows prepared, batches made and passed, results read."""
+"""The pipeline of a model with hooks: prepare rows, make batches, call the module, read results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from torch import Tensor
 from torch_py_backend.batching import gather_scatter, trees
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.batching.grouping import Group
-from torch_py_backend.batching.output_extraction import Finite, Taker
+from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.request_parameters import Parameters
 from torch_py_backend.errors import InputError, OutputError, brief, shown
-from torch_py_backend.hooks.preprocessing import NUMBERED, ROWS, ByBatch, ByRow, Told, by_name
+from torch_py_backend.hooks.preprocessing import (
+    NUMBERED,
+    ROWS,
+    BatchPreprocessor,
+    RowParameters,
+    RowPreprocessor,
+    by_name,
+)
 from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.signature.binding import (
     Inputs,
@@ -31,29 +38,29 @@ from torch_py_backend.signature.binding import (
     ordinal,
 )
 
-# What an outcome holds before postprocess().
+# The name of an outcome's only column before postprocess().
 UNREAD = (ROWS,)
 
 
 def own_rows(column: Value) -> Value:
-    """Return a copy of what `Stages.split` made: results of rows, with their tensors."""
+    """Copy the results of rows that `Stages.split` returned, including their tensors."""
     return request_parameters.column(map(trees.owned, request_parameters.values(column)))
 
 
 class Stages:
-    """The stages before and after the engine's own, for a model with hooks.
+    """The stages before and after the engine's own for a model with hooks.
 
-    It stands where `Intake` stands for a model without: items go through `begin`, are grouped,
-    and each group knows how the module is called with it.
+    It has the role of `Intake` for a model without hooks: `begin` prepares items, `group` groups
+    them, and each group has the function that calls the module.
 
     Args:
         config: the model's config.
-        signature: what the module takes.
+        signature: the module's signature.
         hooks: the model's hooks.
-        surroundings: where the module is, and what calls of it are made in.
+        surroundings: the device of the module and the context of its calls.
 
     Raises:
-        BindingError: the config's inputs are not what the hooks, or the module, take.
+        BindingError: the config's inputs do not match the signature of the hooks or the module.
     """
 
     def __init__(
@@ -64,75 +71,76 @@ class Stages:
         self._batched = config.max_batch_size > 0
         self._signature = signature
         self._device = surroundings.device
-        self._intake: ByBatch | ByRow
+        self._intake: BatchPreprocessor | RowPreprocessor
         if hooks.preprocess is None and hooks.collate is None:
-            # inference() has the inputs by their names; what the module takes is its affair.
-            taken = signature if hooks.inference is None else by_name(config, of_row=False)
-            self._intake = ByBatch(config, hooks.preprocess_batch, taken)
+            # inference() gets the inputs by name and calls the module itself.
+            target = signature if hooks.inference is None else by_name(config, of_row=False)
+            self._intake = BatchPreprocessor(config, hooks.preprocess_batch, target)
         else:
-            self._intake = ByRow(config, hooks, surroundings.guard)
+            self._intake = RowPreprocessor(config, hooks, surroundings.guard)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
-        # Parameters go with the rows to who asks for them after preprocess().
-        self._carries = any(one.asks for one in hooks.stages if one.name != "preprocess")
+        # Request parameters stay with the rows for hooks after preprocess() that take them.
+        self._carries = any(hook.asks for hook in hooks.stages if hook.name != "preprocess")
         self._bound: dict[tuple[str, ...], Inputs] = {}
-        alone = dataclasses.replace(config, max_batch_size=0)
+        row_config = dataclasses.replace(config, max_batch_size=0)
         self._specs = {spec.name: spec for spec in config.outputs}
-        self._taker = Taker(alone, "postprocess()")
+        self._extractor = OutputExtractor(row_config, "postprocess()")
         self._names = tuple(self._specs)
         self._finite = Finite(config) if config.options.check_finite else None
 
     def stages(self) -> list[tuple[str, Any, str]]:
-        """The stages: the name of each, the object that has it, and its attribute."""
+        """Return the stages: each one's name, owner and attribute."""
         return [
             ("prepare", self, "begin"),
             ("prepare", self, "_prepared"),
             ("group", self, "group"),
             ("forward", self, "_pass"),
             ("finish", self, "finish"),
-            *((one.name, one, "function") for one in self.hooks.stages),
+            *((hook.name, hook, "function") for hook in self.hooks.stages),
         ]
 
     # --- before the module ---------------------------------------------------------------------
 
     def begin(self, item: Item, *, more: bool = False) -> Callable[[], Item | InputError]:
-        """Begin to prepare a request's item; what is returned ends it.
-
-        That gives what batches are made of, or raises what a hook fails with.
+        """Begin to prepare a request's item.
 
         Args:
-            item: the request's.
-            more: whether others are prepared before this one is used: a hook may return views of
-                memory that its next call overwrites.
+            item: the request's item.
+            more: whether other items are prepared before this one is used. Results of hooks are
+                copied then: a hook may return views of memory that its next call overwrites.
+
+        Returns:
+            A function that returns the prepared item or its refusal; it raises a hook's exception.
         """
         item = dict(item)
-        told = request_parameters.taken(item)
-        return partial(self._prepared, self._intake.begin(item, told, more=more), told)
+        parameters = request_parameters.taken(item)
+        return partial(self._prepared, self._intake.begin(item, parameters, more=more), parameters)
 
     def _prepared(
-        self, prepare: Callable[[], Item | InputError], told: Parameters
+        self, prepare: Callable[[], Item | InputError], parameters: Parameters
     ) -> Item | InputError:
-        made = prepare()
-        if isinstance(made, InputError) or not self._carries:
-            return made
-        first = next(iter(made.values()), None)
+        prepared = prepare()
+        if isinstance(prepared, InputError) or not self._carries:
+            return prepared
+        first = next(iter(prepared.values()), None)
         rows = first.shape[0] if self._batched and first is not None else 1
-        return {**made, request_parameters.KEY: request_parameters.column([told] * rows)}
+        return {**prepared, request_parameters.KEY: request_parameters.column([parameters] * rows)}
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
-        """Items that can share a call."""
-        whole = dict(items)
-        bare = [
+        """Group items that can share a call."""
+        by_position = dict(items)
+        without_parameters = [
             (at, {name: value for name, value in item.items() if name != request_parameters.KEY})
             for at, item in items
         ]
         return [
-            Group(self._passed(inputs), [whole[at] for at in positions], positions)
-            for inputs, _, positions in self._intake.group(bare)
+            Group(self._passed(inputs), [by_position[at] for at in positions], positions)
+            for inputs, _, positions in self._intake.group(without_parameters)
         ]
 
     def _passed(self, inputs: Inputs) -> Inputs:
-        """How columns are passed, those of the parameters among them."""
+        """Return how columns are passed, including the column of parameters."""
         extra = (request_parameters.KEY,) if self._carries else ()
         return Inputs(
             (*inputs.names, *extra),
@@ -142,28 +150,28 @@ class Stages:
         )
 
     def convert(self, _: Inputs, columns: Sequence[Value]) -> Sequence[Value]:
-        """Columns as a group's call takes them: as they are."""
+        """Return the columns unchanged: `_call` converts them."""
         return columns
 
     # --- the module ----------------------------------------------------------------------------
 
     def _call(self, inputs: Inputs, module: Any, columns: Sequence[Any]) -> Any:
-        """What is made of a batch: the module's result, or what postprocess_batch() reads in it."""
-        told: Told = ()
+        """Return the module's result for a batch, after postprocess_batch() if there is one."""
+        parameters: RowParameters = ()
         if self._carries:
-            *columns, held = columns
-            told = request_parameters.values(held)
-        batch = trees.sent(self._intake.batch(inputs, columns, told), self._device)
+            *columns, last = columns
+            parameters = request_parameters.values(last)
+        batch = trees.sent(self._intake.batch(inputs, columns, parameters), self._device)
         if self.hooks.inference is not None:
-            result = self.hooks.inference.told(told)(module, batch)
+            result = self.hooks.inference.with_parameters(parameters)(module, batch)
         else:
             result = self._pass(module, batch)
         if self.hooks.postprocess_batch is not None:
-            result = self.hooks.postprocess_batch.told(told)(result)
+            result = self.hooks.postprocess_batch.with_parameters(parameters)(result)
         return result
 
     def _pass(self, module: Any, batch: Any) -> Any:
-        """The module's result: a dict is its arguments by name, a tuple several, else the one."""
+        """Call the module with a dict of named arguments, a tuple of arguments, or one argument."""
         if isinstance(batch, Mapping):
             named = {str(name): value for name, value in batch.items()}
         elif self._signature.leaves is None:
@@ -174,19 +182,19 @@ class Stages:
         names = tuple(named)
         inputs = self._bound.get(names)
         if inputs is None:
-            # Names of the config may be anything; those that hooks give are meant.
-            made = self.hooks.makes_batches
-            inputs = bind_inputs(self._model, names, self._signature, ordered=not made)
+            # Names from hooks are argument names; names from the config may be bound in order.
+            ordered = not self.hooks.makes_batches
+            inputs = bind_inputs(self._model, names, self._signature, ordered=ordered)
             self._bound[names] = inputs
         return inputs.call(module, [named[name] for name in inputs.names])
 
     # --- after the module ----------------------------------------------------------------------
 
     def split(self, result: Any, rows: int) -> list[Value]:
-        """A batch's result as a column with what each row has of it.
+        """Split a batch's result into a column of results of rows.
 
         Raises:
-            OutputError: a part of it does not have as many rows.
+            OutputError: a part of the result has another number of rows.
         """
         result = trees.sent(result, torch.device("cpu"))
         parts = trees.split(self._model, result, rows) if self._batched else [result]
@@ -194,64 +202,65 @@ class Stages:
 
     @property
     def finishes(self) -> bool:
-        """Whether outcomes are what `split` made, and `finish` makes outputs of them."""
+        """Whether outcomes hold results of `split`, which `finish` converts to outputs."""
         return self.hooks.postprocess is not None
 
     def finish(
         self, outcome: Mapping[str, Value], item: Item, *, more: bool = False
     ) -> dict[str, Value]:
-        """One request's outputs, read by postprocess() from the results of its rows.
+        """Return one request's outputs: call postprocess() for each of its rows.
 
         Args:
-            outcome: what `split` made of the request's part of a batch.
-            item: what `begin` made of the request.
+            outcome: the request's part of the column from `split`.
+            item: the prepared item.
             more: as for `begin`.
 
         Raises:
-            BackendError: postprocess() fails, or returns what the config contradicts.
+            BackendError: postprocess() fails, or its result contradicts the config.
         """
         results = request_parameters.values(outcome[ROWS])
-        told = (
+        parameters = (
             request_parameters.values(item[request_parameters.KEY])
             if self._carries
             else [()] * len(results)
         )
         more = more or len(results) > 1
         rows = []
-        for one in zip(results, told, strict=True):
-            row = self._taker.take(self._arranged(self._read(*one)), 1)
+        for result, row_parameters in zip(results, parameters, strict=True):
+            read = self._postprocess(result, row_parameters)
+            row = self._extractor.take(self._converted(read), 1)
             rows.append([gather_scatter.own(value) for value in row] if more else row)
         columns = list(zip(*rows, strict=True))
-        made = {
+        outputs = {
             name: self._stacked(name, column) if self._batched else column[0]
             for name, column in zip(self._names, columns, strict=True)
         }
-        refusal = self._finite.refusal(made) if self._finite is not None else None
+        refusal = self._finite.refusal(outputs) if self._finite is not None else None
         if refusal is not None:
             raise refusal
-        return made
+        return outputs
 
-    def _read(self, result: Any, told: Any) -> Any:
-        assert self.hooks.postprocess is not None  # noqa: S101  nobody else finishes
-        return self.hooks.postprocess.told(told)(result)
+    def _postprocess(self, result: Any, parameters: Any) -> Any:
+        assert self.hooks.postprocess is not None  # noqa: S101  checked by `finishes`
+        return self.hooks.postprocess.with_parameters(parameters)(result)
 
-    def _arranged(self, made: Any) -> Any:
-        """What postprocess() returned, with lists and arrays as the outputs that they are."""
-        if isinstance(made, Mapping):
-            self._refuse_strangers(made)
-            return {name: self._part(self._specs.get(name), one) for name, one in made.items()}
-        if len(self._specs) == 1 and not isinstance(made, tuple):
+    def _converted(self, result: Any) -> Any:
+        """Convert lists and arrays in the result of postprocess() to the types of the outputs."""
+        if isinstance(result, Mapping):
+            self._refuse_other_names(result)
+            return {name: self._part(self._specs.get(name), part) for name, part in result.items()}
+        if len(self._specs) == 1 and not isinstance(result, tuple):
             (spec,) = self._specs.values()
-            return self._part(spec, made)
-        return made
+            return self._part(spec, result)
+        return result
 
-    def _refuse_strangers(self, made: Mapping[Any, Any]) -> None:
-        """A dict without a single output: its order is not meant."""
+    def _refuse_other_names(self, result: Mapping[Any, Any]) -> None:
+        """Refuse a dict without the name of any output: its order must not be relied on."""
         named = not any(is_path(name) or ordinal(name) is not None for name in self._names)
-        if named and self._specs and made.keys().isdisjoint(self._specs):
+        if named and self._specs and result.keys().isdisjoint(self._specs):
             raise OutputError(
                 self._model,
-                f"postprocess() returned a dict with {shown(map(str, made)) or 'nothing'}",
+                f"postprocess() returned a dict with {shown(map(str, result)) or 'nothing'}",
                 expected=f"the outputs {', '.join(self._names)}",
             )
 
@@ -267,24 +276,24 @@ class Stages:
         return self._numbers(spec, part)
 
     def _numbers(self, spec: TensorSpec, part: Sequence[Any]) -> Tensor:
-        """Numbers in the output's type, which must be able to hold them."""
+        """Convert numbers to the output's type without loss."""
         dtype: torch.dtype = getattr(torch, spec.dtype.torch or "")
         try:
-            found = torch.as_tensor(part)
+            tensor = torch.as_tensor(part)
             if not part:
-                return found.to(dtype)
-            whole = not found.is_floating_point() and found.dtype is not torch.bool
-            fits = (whole or found.is_floating_point()) if dtype.is_floating_point else whole
+                return tensor.to(dtype)
+            integers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
+            fits = (integers or tensor.is_floating_point()) if dtype.is_floating_point else integers
             if dtype is torch.bool:
-                fits = found.dtype is torch.bool
+                fits = tensor.dtype is torch.bool
             if fits:
                 return torch.tensor(part, dtype=dtype)
-            told = f"numbers of {str(found.dtype).removeprefix('torch.')}"
-        except Exception as error:  # tensors, texts, lists of other lengths, numbers too large
-            told = brief(error)
+            problem = f"numbers of {str(tensor.dtype).removeprefix('torch.')}"
+        except Exception as error:  # tensors, strings, ragged lists, numbers that are too large
+            problem = brief(error)
         raise OutputError(
             self._model,
-            f"postprocess() gives a {type(part).__name__} for output '{spec.name}': {told}",
+            f"postprocess() gives a {type(part).__name__} for output '{spec.name}': {problem}",
             expected=str(spec),
         )
 
@@ -295,7 +304,7 @@ class Stages:
         try:
             return stack(list(column))
         except (RuntimeError, ValueError):
-            shapes = [list(one.shape) for one in column]
+            shapes = [list(value.shape) for value in column]
             raise OutputError(
                 self._model,
                 f"postprocess() gives output '{name}' other shapes for other rows of one request:"
@@ -306,7 +315,7 @@ class Stages:
     # --- without a config ----------------------------------------------------------------------
 
     def tried(self, module: Any, item: Item) -> tuple[Any, bool]:
-        """The result of a request before the config is asked, and whether it is one row's.
+        """Return the unchecked result of a request, and whether it is the result of one row.
 
         Raises:
             BackendError: a hook fails, or refuses the item.
@@ -320,5 +329,5 @@ class Stages:
         if self.hooks.postprocess is None:
             return result, False
         rows = columns[0].shape[0] if self._batched else 1
-        (held,) = self.split(result, rows)
-        return self._read(request_parameters.values(held)[0], {}), True
+        (column,) = self.split(result, rows)
+        return self._postprocess(request_parameters.values(column)[0], {}), True

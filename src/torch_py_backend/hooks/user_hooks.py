@@ -1,8 +1,8 @@
-"""The code around forward(): a class in model.py whose methods make batches and read results.
+"""Hooks: a class in model.py whose methods make batches and read results.
 
-A request's rows go through `preprocess` one by one, and `collate` makes a batch of them; or
-`preprocess_batch` takes all rows of a batch at once. `inference` calls the module. `postprocess`
-reads the result of each row, or `postprocess_batch` that of the batch. Each is optional.
+`preprocess` prepares a request's rows one by one and `collate` makes a batch of rows, or
+`preprocess_batch` prepares a whole batch. `inference` calls the module. `postprocess` reads the
+result of each row, or `postprocess_batch` that of the batch. Each method is optional.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch_py_backend.loading import python_source
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.binding import Passing, Signature
 
-# What the stages take that do not take the inputs by their names.
+# The arguments of the hooks that do not take the inputs by name.
 _TAKES = {
     "collate": ("items",),
     "inference": ("module", "batch"),
@@ -38,7 +38,7 @@ _TAKES = {
     "postprocess_batch": ("result",),
 }
 _PER_BATCH = ("collate", "preprocess_batch", "postprocess_batch")
-# Of two methods that do the same only one can be meant.
+# Methods that exclude each other.
 _RIVALS = (
     ("preprocess", "preprocess_batch"),
     ("preprocess_batch", "collate"),
@@ -48,16 +48,16 @@ _RIVALS = (
 
 
 @dataclass
-class Stage:
+class Hook:
     """One method of the hooks.
 
     Attributes:
         model: the model's name.
         name: the method's name.
-        function: the method, with what stands around it.
-        text: its declaration, for people.
+        function: the method, instrumented where requested.
+        text: its declaration, for messages.
         asks: whether it takes the request's parameters.
-        blames: whether a ValueError or a TypeError that it raises is the client's fault.
+        blames: whether a ValueError or TypeError that it raises is the client's fault.
     """
 
     model: str
@@ -68,11 +68,11 @@ class Stage:
     blames: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the method returns.
+        """Call the method.
 
         Raises:
-            InputError: it refuses the input.
-            HookError: it fails.
+            InputError: the method refuses the input.
+            HookError: the method fails.
         """
         try:
             return self.function(*args, **kwargs)
@@ -80,66 +80,69 @@ class Stage:
             raise
         except BaseException as error:
             if self.blames and _is_refusal(error):
-                said = brief(error)
-                raise InputError(self.model, f"{self.name}() refuses the input: {said}") from None
+                reason = brief(error)
+                raise InputError(self.model, f"{self.name}() refuses the input: {reason}") from None
             raise HookError(self.model, self.name, error) from error
 
-    def told(self, found: Any) -> Callable[..., Any]:
-        """The method with a request's parameters, or those of each row, where it wants them."""
-        return partial(self, **{request_parameters.ASKED: found}) if self.asks else self
+    def with_parameters(self, parameters: Any) -> Callable[..., Any]:
+        """Bind the parameters of a request, or of each row, if the method takes them."""
+        return partial(self, **{request_parameters.ASKED: parameters}) if self.asks else self
 
     def signature(self) -> Signature:
-        """What it takes, less the request's parameters."""
+        """Return the method's signature without the request's parameters."""
         arguments = []
         gap = False
-        for one in introspection.of_function(self.function).arguments:
-            if one.name == request_parameters.ASKED:
-                gap = True  # who stands behind them cannot be passed by position
-            elif gap and one.passing is Passing.POSITIONAL:
-                arguments.append(dataclasses.replace(one, passing=Passing.KEYWORD))
+        for argument in introspection.of_function(self.function).arguments:
+            if argument.name == request_parameters.ASKED:
+                gap = True  # arguments after a gap cannot be passed by position
+            elif gap and argument.passing is Passing.POSITIONAL:
+                arguments.append(dataclasses.replace(argument, passing=Passing.KEYWORD))
             else:
-                arguments.append(one)
+                arguments.append(argument)
         return Signature(tuple(arguments), name=self.name)
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """What decoders raise for bytes that they cannot read; Pillow's OSErrors have no number."""
+    """Return whether a decoder may raise this for unreadable bytes.
+
+    Pillow raises OSErrors without an errno.
+    """
     unreadable = isinstance(error, OSError) and error.errno is None
     return isinstance(error, ValueError | TypeError) or unreadable
 
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """A model's hooks; None where a stage has none."""
+    """A model's hooks; None for each that is not defined."""
 
-    preprocess: Stage | None = None
-    preprocess_batch: Stage | None = None
-    collate: Stage | None = None
-    inference: Stage | None = None
-    postprocess: Stage | None = None
-    postprocess_batch: Stage | None = None
+    preprocess: Hook | None = None
+    preprocess_batch: Hook | None = None
+    collate: Hook | None = None
+    inference: Hook | None = None
+    postprocess: Hook | None = None
+    postprocess_batch: Hook | None = None
 
     @property
-    def stages(self) -> list[Stage]:
-        """Those that there are, in the order in which they run."""
-        found = (getattr(self, one.name) for one in dataclasses.fields(self))
-        return [stage for stage in found if stage is not None]
+    def stages(self) -> list[Hook]:
+        """The defined hooks, in the order in which they run."""
+        stages = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return [stage for stage in stages if stage is not None]
 
     @property
     def asks(self) -> bool:
-        """Whether any of them takes the request's parameters."""
+        """Whether any hook takes the request's parameters."""
         return any(stage.asks for stage in self.stages)
 
     @property
     def per_batch(self) -> bool:
-        """Whether any of them takes or makes a batch."""
+        """Whether any hook takes or returns a batch."""
         return any(stage.name in _PER_BATCH for stage in self.stages)
 
     @property
     def makes_batches(self) -> bool:
-        """Whether what the module is called with is of their making."""
-        made = (self.preprocess, self.preprocess_batch, self.collate)
-        return any(stage is not None for stage in made)
+        """Whether hooks make the arguments of the module's call."""
+        makers = (self.preprocess, self.preprocess_batch, self.collate)
+        return any(stage is not None for stage in makers)
 
     def __str__(self) -> str:
         return ", ".join(stage.text for stage in self.stages)
@@ -149,11 +152,11 @@ class Hooks:
 
 
 def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
-    """The hooks that lie beside a model; None: there are none.
+    """Load the hooks in a model's folder; None: there are none.
 
     Raises:
-        SourceError: the class fails, or its methods cannot be called as they have to be.
-        ConfigError: the config contradicts them.
+        SourceError: the class cannot be created, or its methods take other arguments.
+        ConfigError: the config contradicts the hooks.
     """
     built = (
         python_source.construct_hooks(config, artifact.hooks)
@@ -161,23 +164,23 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
         else None
     )
     if artifact.hooks is None or built is None:
-        _refuse_idle_threads(config, found=False)
+        _refuse_idle_threads(config, used=False)
         return None
     _refuse_two_models(config, artifact)
-    found = {
+    stages = {
         name: stage
         for name in STAGES
         if (stage := _stage(config, artifact.hooks.name, built, name)) is not None
     }
-    _refuse_contradictions(config, type(built).__name__, found)
-    _refuse_idle_threads(config, found="preprocess" in found)
-    if "forward" in found:
-        found["inference"] = found.pop("forward")
-    return Hooks(**found)
+    _refuse_contradictions(config, type(built).__name__, stages)
+    _refuse_idle_threads(config, used="preprocess" in stages)
+    if "forward" in stages:
+        stages["inference"] = stages.pop("forward")
+    return Hooks(**stages)
 
 
-def _refuse_idle_threads(config: ModelConfig, *, found: bool) -> None:
-    if config.options.preprocess_threads is not None and not found:
+def _refuse_idle_threads(config: ModelConfig, *, used: bool) -> None:
+    if config.options.preprocess_threads is not None and not used:
         raise ConfigError(
             config.name,
             "PREPROCESS_THREADS is set, and there is no preprocess()",
@@ -186,9 +189,9 @@ def _refuse_idle_threads(config: ModelConfig, *, found: bool) -> None:
 
 
 def _refuse_two_models(config: ModelConfig, artifact: Artifact) -> None:
-    """A module in the source of the hooks, where something else beside it was taken unasked."""
-    asked = config.default_model_filename not in (None, "model.pt")
-    if asked or artifact.hooks is None or artifact.kind in (Kind.MODULE, Kind.FACTORY):
+    """Refuse a module in the hooks' source beside another model that the config does not name."""
+    named = config.default_model_filename not in (None, "model.pt")
+    if named or artifact.hooks is None or artifact.kind in (Kind.MODULE, Kind.FACTORY):
         return
     modules = python_source.modules_in(config.name, artifact.hooks)
     if modules:
@@ -201,7 +204,7 @@ def _refuse_two_models(config: ModelConfig, artifact: Artifact) -> None:
         )
 
 
-def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Stage | None:
+def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Hook | None:
     method = getattr(built, name, None)
     if method is None:
         return None
@@ -210,8 +213,11 @@ def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Stage | Non
         raise SourceError(
             config.name, f"{place} in {file} is a {type(method).__name__}", expected="a method"
         )
-    odd = (inspect.iscoroutinefunction, inspect.isgeneratorfunction, inspect.isasyncgenfunction)
-    if any(is_odd(method) for is_odd in odd):
+    if (
+        inspect.iscoroutinefunction(method)
+        or inspect.isgeneratorfunction(method)
+        or inspect.isasyncgenfunction(method)
+    ):
         raise SourceError(
             config.name,
             f"{place}() in {file} is asynchronous or a generator",
@@ -221,17 +227,17 @@ def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Stage | Non
         signature = inspect.signature(method)
     except (TypeError, ValueError) as error:
         raise SourceError(
-            config.name, f"the arguments of {place}() in {file} cannot be told: {error}"
+            config.name, f"the arguments of {place}() in {file} cannot be read: {error}"
         ) from error
     asks = request_parameters.ASKED in signature.parameters
     if name in _TAKES:
         _check_arguments(config, f"{place}{signature} in {file}", signature, name, asks=asks)
     blames = name.startswith("preprocess")
-    return Stage(config.name, name, method, f"{name}{signature}", asks, blames)
+    return Hook(config.name, name, method, f"{name}{signature}", asks, blames)
 
 
 def _check_arguments(
-    config: ModelConfig, found: str, signature: inspect.Signature, name: str, *, asks: bool
+    config: ModelConfig, place: str, signature: inspect.Signature, name: str, *, asks: bool
 ) -> None:
     takes = _TAKES[name]
     try:
@@ -239,27 +245,27 @@ def _check_arguments(
     except TypeError as error:
         raise SourceError(
             config.name,
-            f"{found} cannot be called: {error}",
+            f"{place} cannot be called: {error}",
             expected=f"{name}(self, {', '.join(takes)}), and after that {request_parameters.ASKED}"
             " where it wants them",
         ) from None
 
 
-def _refuse_contradictions(config: ModelConfig, kind: str, found: Mapping[str, Stage]) -> None:
-    if not found:
+def _refuse_contradictions(config: ModelConfig, kind: str, stages: Mapping[str, Hook]) -> None:
+    if not stages:
         raise SourceError(
             config.name,
             f"the class {kind}, which is to run around forward(), has no hooks",
             expected="some of the methods " + ", ".join(STAGES),
         )
     for one, other in _RIVALS:
-        if one in found and other in found:
+        if one in stages and other in stages:
             raise SourceError(
                 config.name,
                 f"{kind} has {one}() and {other}()",
                 expected="one of them: they do the same",
             )
-    batches = [name for name in _PER_BATCH if name in found]
+    batches = [name for name in _PER_BATCH if name in stages]
     named = any(spec.name == request_parameters.ASKED for spec in config.inputs)
     contradictions = (
         (
@@ -293,7 +299,7 @@ def _refuse_contradictions(config: ModelConfig, kind: str, found: Mapping[str, S
             "Do in forward() what the hooks do, or take them out.",
         ),
         (
-            named and any(stage.asks for stage in found.values()),
+            named and any(stage.asks for stage in stages.values()),
             f"an input is named {request_parameters.ASKED}, as the request's own are for hooks",
             "Rename the input.",
         ),

@@ -1,4 +1,4 @@
-"""What the states of a sequence are in its first step: zeros, or what a file holds."""
+"""The initial states of a sequence: zeros, or the contents of a file."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _FOLDER = "initial_state"
 
 
 def find(config: ModelConfig, rows: int | None) -> Item:
-    """What the states are in the first step.
+    """Return the states for the first step.
 
     Args:
         config: the model's config.
         rows: the size of the batch dimension; None: the model has none.
 
     Raises:
-        ArtifactError: a file of initial values is missing, or does not hold them.
-        ConfigError: it lies outside the model's folder.
+        ArtifactError: a file of initial values is missing or too short, or has other strings.
+        ConfigError: the file is outside the model's folder.
     """
     return {
-        state.input: _in_rows(_begin(config, state, state.initial), rows)
+        state.input: _in_rows(_row(config, state, state.initial), rows)
         for state in config.states
         if state.initial is not None
     }
@@ -44,22 +44,22 @@ def _in_rows(value: Value, rows: int | None) -> Value:
     return np.repeat(value[None], rows, axis=0)
 
 
-def _begin(config: ModelConfig, state: State, begins: Initial) -> Value:
-    kind = state.dtype.torch if state.dtype is not None else None
-    if begins.file is None:
-        if kind is None:
-            return np.full(begins.dims, b"", dtype=np.object_)
-        return torch.zeros(begins.dims, dtype=getattr(torch, kind))
-    content = _read(config, state, begins.file)
-    if kind is None:
-        return _strings(config, state, content)
-    dtype: torch.dtype = getattr(torch, kind)
-    needed = begins.size * dtype.itemsize
+def _row(config: ModelConfig, state: State, initial: Initial) -> Value:
+    name = state.dtype.torch if state.dtype is not None else None
+    if initial.file is None:
+        if name is None:
+            return np.full(initial.dims, b"", dtype=np.object_)
+        return torch.zeros(initial.dims, dtype=getattr(torch, name))
+    content = _read(config, state, initial.file)
+    if name is None:
+        return _strings(config, state, initial, content)
+    dtype: torch.dtype = getattr(torch, name)
+    needed = initial.size * dtype.itemsize
     if len(content) < needed:
         raise _misfit(config, state, f"{len(content)} bytes", f"{needed} bytes")
     if not needed:
-        return torch.zeros(begins.dims, dtype=dtype)
-    return torch.frombuffer(bytearray(content[:needed]), dtype=dtype).reshape(begins.dims)
+        return torch.zeros(initial.dims, dtype=dtype)
+    return torch.frombuffer(bytearray(content[:needed]), dtype=dtype).reshape(initial.dims)
 
 
 def _read(config: ModelConfig, state: State, file: str) -> bytes:
@@ -75,21 +75,19 @@ def _read(config: ModelConfig, state: State, file: str) -> bytes:
         ) from None
 
 
-def _strings(config: ModelConfig, state: State, content: bytes) -> Strings:
-    """Each string is its length in four bytes, and its text."""
-    dims = state.initial.dims if state.initial is not None else ()
-    found, place = [], 0
+def _strings(config: ModelConfig, state: State, initial: Initial, content: bytes) -> Strings:
+    """Parse strings, each with its length in four bytes before its text."""
+    count = math.prod(initial.dims)
+    texts, place = [], 0
     while place + 4 <= len(content):
         (size,) = struct.unpack_from("<I", content, place)
         place += 4 + size
-        found.append(content[place - size : place])
-    if place != len(content) or len(found) != math.prod(dims):
-        raise _misfit(
-            config, state, f"{len(found)} strings", f"{math.prod(dims)}, each behind its length"
-        )
-    strings: Strings = np.empty(len(found), dtype=np.object_)
-    strings[:] = found
-    return strings.reshape(dims)
+        texts.append(content[place - size : place])
+    if place != len(content) or len(texts) != count:
+        raise _misfit(config, state, f"{len(texts)} strings", f"{count}, each behind its length")
+    strings: Strings = np.empty(len(texts), dtype=np.object_)
+    strings[:] = texts
+    return strings.reshape(initial.dims)
 
 
 def _misfit(config: ModelConfig, state: State, found: str, expected: str) -> ArtifactError:

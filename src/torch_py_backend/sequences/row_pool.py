@@ -1,4 +1,4 @@
-"""Rows of one form in tables, a row for each holder: read and written for a whole batch at once."""
+"""Tables with a row for each holder, written for a whole batch at once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor
 
 from torch_py_backend.batching.gather_scatter import Item
 
-# What tables have in common: of each its rows' shape, its type and its device.
+# The shape of the rows, the dtype and the device of each table.
 Form: TypeAlias = "tuple[tuple[torch.Size, torch.dtype, torch.device], ...]"
 
 _LEAST = 64
 
 
 class Holder(Protocol):
-    """Who has a row in a pool.
+    """An object with a row in a pool.
 
     Attributes:
         slot: the row's number.
@@ -29,14 +29,14 @@ class Holder(Protocol):
 
 
 class Pool:
-    """Tables that double when they are full, and shrink when three of four holders are gone.
+    """Tables that double when full, and shrink when three quarters of the holders are gone.
 
     Attributes:
-        form: that of its rows.
+        form: the form of the tables.
 
     Args:
-        names: of the tables.
-        columns: one for each, as those that rows will be written from.
+        names: the names of the tables.
+        columns: a column for each table, with the form of the columns to write.
     """
 
     def __init__(self, names: Sequence[str], columns: Sequence[Tensor]) -> None:
@@ -47,11 +47,11 @@ class Pool:
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """How many holders there are room for."""
+        """Return the number of rows."""
         return self._tables[0].shape[0]
 
     def enter(self, holder: Holder) -> None:
-        """Give a row to a holder, which writes it before anyone reads it."""
+        """Assign a row to a holder. The row must be written before it is read."""
         if not self._free:
             self._resize(max(_LEAST, 2 * len(self)))
         slot = self._free.pop()
@@ -59,7 +59,7 @@ class Pool:
         self._place(holder, slot)
 
     def leave(self, holder: Holder) -> None:
-        """Take a holder's row back."""
+        """Free a holder's row."""
         del self._holders[holder.slot]
         self._free.append(holder.slot)
         holder.slot = -1
@@ -67,33 +67,33 @@ class Pool:
     def write(
         self, holders: Sequence[Holder], columns: Sequence[Tensor], rows: Sequence[int]
     ) -> None:
-        """Put rows of columns, one of each table's form, into the holders' own."""
+        """Write rows of columns, one column for each table, to the holders' rows."""
         device = columns[0].device
-        into = torch.tensor([one.slot for one in holders], device=device)
+        slots = torch.tensor([holder.slot for holder in holders], device=device)
         if len(rows) < columns[0].shape[0]:
-            picked = torch.tensor(rows, device=device)
-            columns = [column.index_select(0, picked) for column in columns]
+            indices = torch.tensor(rows, device=device)
+            columns = [column.index_select(0, indices) for column in columns]
         for table, column in zip(self._tables, columns, strict=True):
-            table.index_copy_(0, into, column)
+            table.index_copy_(0, slots, column)
 
     def trim(self) -> None:
-        """Give memory back that most holders have left."""
+        """Shrink the tables if most holders are gone."""
         if len(self) > _LEAST and 4 * len(self._holders) <= len(self):
             self._resize(max(_LEAST, 2 * len(self._holders)))
 
     def _resize(self, rows: int) -> None:
-        held = self._holders
-        picked = torch.tensor(list(held), dtype=torch.int64, device=self._tables[0].device)
+        before = self._holders
+        slots = torch.tensor(list(before), dtype=torch.int64, device=self._tables[0].device)
         tables = []
         for table in self._tables:
-            wider = table.new_empty((rows, *table.shape[1:]))
-            wider[: len(held)] = table.index_select(0, picked)
-            tables.append(wider)
+            resized = table.new_empty((rows, *table.shape[1:]))
+            resized[: len(before)] = table.index_select(0, slots)
+            tables.append(resized)
         self._tables = tables
-        self._holders = dict(enumerate(held.values()))
+        self._holders = dict(enumerate(before.values()))
         for slot, holder in self._holders.items():
             self._place(holder, slot)
-        self._free = list(range(rows - 1, len(held) - 1, -1))
+        self._free = list(range(rows - 1, len(before) - 1, -1))
 
     def _place(self, holder: Holder, slot: int) -> None:
         holder.slot = slot
@@ -102,5 +102,5 @@ class Pool:
 
 
 def form(columns: Sequence[Tensor]) -> Form:
-    """What columns of a batch have in common with those of another."""
+    """Return the form of columns; only columns of equal forms share a pool."""
     return tuple((column.shape[1:], column.dtype, column.device) for column in columns)

@@ -1,6 +1,6 @@
-"""States of sequences as columns of a batch: copied in, never sent back, taken apart on their way.
+"""States of sequences as columns of a batch.
 
-Of what a state is between two steps knows `sequences`.
+`state_store` keeps the states between two steps.
 """
 
 from __future__ import annotations
@@ -13,34 +13,34 @@ from torch_py_backend.config.model_config import ModelConfig
 
 
 class StateColumns:
-    """Which columns of a batch are states; of a model without sequences, none.
+    """The columns of a batch that are states; none for a model without sequences.
 
     Attributes:
-        inputs: the names of those that go in.
-        outputs: the names of all that the model makes; states that are no outputs come last.
+        inputs: the names of the state inputs.
+        outputs: the names of all outputs; states that are not configured outputs come last.
     """
 
     def __init__(self, config: ModelConfig) -> None:
-        told, carried = [spec.name for spec in config.outputs], config.carried
+        names, carried = [spec.name for spec in config.outputs], config.carried
         self.inputs = frozenset(state.input for state in config.states)
-        self.outputs = (*told, *(state.output for state in carried))
+        self.outputs = (*names, *(state.output for state in carried))
         self._places = (
-            range(len(told), len(self.outputs))
+            range(len(names), len(self.outputs))
             if carried
-            else [told.index(state.output) for state in config.states]
+            else [names.index(state.output) for state in config.states]
         )
 
-    def owned(self, made: Sequence[Value], batch: Batch) -> Sequence[Value | Owned]:
-        """What the model made; each item gets a state of its own, which outlives the batch."""
+    def owned(self, outputs: Sequence[Value], batch: Batch) -> Sequence[Value | Owned]:
+        """Return the outputs with states split into copies for each item."""
         if not self._places:
-            return made
-        whole: list[Value | Owned] = list(made)
+            return outputs
+        columns: list[Value | Owned] = list(outputs)
         for place in self._places:
-            whole[place] = gather_scatter.owned(made[place], batch.sizes)
-        return whole
+            columns[place] = gather_scatter.owned(outputs[place], batch.sizes)
+        return columns
 
     def sent(self, names: Sequence[str], batch: Batch) -> Sequence[Value]:
-        """The columns that requests brought."""
+        """Return the columns that requests sent."""
         if not self.inputs:
             return batch.columns
         columns = zip(names, batch.columns, strict=True)

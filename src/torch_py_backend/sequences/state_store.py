@@ -1,7 +1,7 @@
-"""State per correlation id: begun, given to each step, replaced by what it returns, freed.
+"""State per correlation ID: initialized, passed to each step, replaced by its result, freed.
 
-A state is one more input and one more output of an item. So steps of different sequences share a
-batch as other items do, and a step that fails may be tried again: it replaces nothing.
+A state is an additional input and output of an item. Steps of different sequences share batches as
+other items do. A failed step replaces no state, so it may be retried.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torch_py_backend.signature.binding import Signature
 
 log = logging.getLogger(__name__)
 
-# A correlation id. Triton's requests that only fill a slot have 0, or no text.
+# A correlation ID. Requests with which Triton only fills a slot have 0 or an empty string.
 Id: TypeAlias = "int | str"
 
-# An instance that was not asked for so long has nothing in its queue; what came, was run.
+# After this many seconds without a run, the instance's queue in Triton is empty.
 _QUIET_S = 1.0
-# A model that lacks memory refuses many steps in a second.
+# A model that is short of memory may refuse many steps per second.
 _BETWEEN_WARNINGS_S = 60.0
 _MEGABYTE = 1 << 20
 
@@ -45,10 +45,10 @@ class Step(NamedTuple):
     """One request of a sequence.
 
     Attributes:
-        id: the sequence.
-        starts: it is the first one.
-        ends: it is the last one.
-        item: what the request brought.
+        id: the correlation ID.
+        starts: whether it is the first step.
+        ends: whether it is the last step.
+        item: the request's item.
     """
 
     id: Id
@@ -61,18 +61,18 @@ class Step(NamedTuple):
 
 
 def bound(config: ModelConfig, signature: Signature) -> ModelConfig:
-    """The config with those controls among its inputs that forward() has a place for."""
+    """Return the config with the controls added to its inputs that forward() takes."""
     if config.sequencing is None or not config.sequencing.controls:
         return config
     names = [spec.name for spec in config.inputs]
-    controls = {one.name: one for one in config.sequencing.controls}
+    controls = {control.name: control for control in config.sequencing.controls}
     taken = binding.among(names, list(controls), signature)
     specs = (TensorSpec(name, controls[name].dtype, (1,), origin=Origin.CONTROL) for name in taken)
     return dataclasses.replace(config, inputs=(*config.inputs, *specs))
 
 
 def following(config: ModelConfig, item: Item, outcome: dict[str, Value]) -> Item:
-    """The item of the next step: the same, with what this one returned for its states."""
+    """Return the item of the next step: the same with the states that this step returned."""
     return item | {
         state.input: gather_scatter.taken(outcome[state.output]) for state in config.states
     }
@@ -81,16 +81,16 @@ def following(config: ModelConfig, item: Item, outcome: dict[str, Value]) -> Ite
 # --- while it serves ---------------------------------------------------------------------------
 
 
-class _Kept:
-    """What is kept of one sequence.
+class _Sequence:
+    """The states of one sequence.
 
     Attributes:
-        values: the states, by the names of the inputs that they will be.
-        slot: where they are in the pool; negative: they are not.
-        form: theirs, where they might be in one.
-        size: bytes that they take; what all sequences begin with is nobody's.
-        used: when its last step was done.
-        passed: how many requests had been run when it was found idle; None: it was not.
+        values: the states by the names of their inputs.
+        slot: the row in the pool; negative: the states are not in it.
+        form: the form of the states if they could be in a pool.
+        size: the bytes of the states; 0 while they are the shared initial states.
+        used: the time of its last step.
+        passed: the number of requests run when it was found idle; None: it was not.
     """
 
     __slots__ = ("form", "passed", "size", "slot", "used", "values")
@@ -105,14 +105,14 @@ class _Kept:
 
 
 class _Batch:
-    """Columns that the new states of several steps are rows of.
+    """Columns whose rows are the new states of several steps.
 
     Attributes:
-        columns: one for each state.
-        form: theirs; None: the rows cannot be in a pool.
-        fits: whether it is the pool's.
-        holders: those that keep their rows in the pool.
-        rows: the rows of these.
+        columns: one column for each state.
+        form: the form of the columns; None: the rows cannot be in a pool.
+        fits: whether the form is the pool's.
+        holders: the sequences whose states are written to the pool.
+        rows: the row of each of the holders.
     """
 
     __slots__ = ("columns", "fits", "form", "holders", "rows")
@@ -121,7 +121,7 @@ class _Batch:
         self.columns = columns
         self.form = form
         self.fits = fits
-        self.holders: list[_Kept] = []
+        self.holders: list[_Sequence] = []
         self.rows: list[int] = []
 
 
@@ -129,15 +129,14 @@ class Sequences:
     """The states of all sequences of one instance.
 
     Attributes:
-        size: bytes that they take.
+        size: the bytes of all states.
 
     Args:
         config: the model's config.
-        run: one outcome for each item, in their order; it is told at which places among all steps
-            they stand.
-        device: where states are kept.
-        clock: seconds.
-        guard: entered around what is done with them there.
+        run: runs items; takes their positions among all steps, returns their outcomes in order.
+        device: the device of the states.
+        clock: returns seconds.
+        guard: the context for work on the device's tensors.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class Sequences:
         guard: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         sequencing = config.sequencing
-        assert sequencing is not None  # noqa: S101  states belong to sequences
+        assert sequencing is not None  # noqa: S101  only sequences have states
         self.size = 0
         self._model = config.name
         self._run_items = run
@@ -161,20 +160,20 @@ class Sequences:
         self._texts = any(
             state.dtype is not None and state.dtype.torch is None for state in config.states
         )
-        told = {spec.name for spec in config.outputs if spec.origin is Origin.CLIENT}
-        self._hidden = [name for name in self._outputs if name not in told]
-        self._told = [name for name in self._outputs if name in told]
+        public = {spec.name for spec in config.outputs if spec.origin is Origin.CLIENT}
+        self._hidden = [name for name in self._outputs if name not in public]
+        self._public = [name for name in self._outputs if name in public]
         self._batched = config.max_batch_size > 0
-        one_row = 1 if self._batched else None
+        rows = 1 if self._batched else None
         self._initial = {
             name: value.to(device) if isinstance(value, Tensor) else value
-            for name, value in initial_states.find(config, one_row).items()
+            for name, value in initial_states.find(config, rows).items()
         }
         fixed = all(
             state.dtype is not None and state.dtype.torch and -1 not in state.dims
             for state in config.states
         )
-        # Counted once, where it is the same in all steps.
+        # Computed once if it is the same for all steps.
         self._fixed = sum(map(_size, self._initial.values())) if fixed else None
         limit = config.options.sequence_memory_mb
         self._limit_mb = limit or 0
@@ -183,41 +182,41 @@ class Sequences:
         self._silent_until = -math.inf
         self._quiet = _QUIET_S + sequencing.delay_s
         self._idle = sequencing.idle_s + self._quiet
-        # As many requests may be waiting for an instance, and as many are being run.
+        # The most requests that may be queued for an instance or running in it.
         self._backlog = sequencing.slots + max(1, config.max_batch_size)
-        self._kept: dict[Id, _Kept] = {}
-        # Made with the first states that may be in one.
+        self._sequences: dict[Id, _Sequence] = {}
+        # Created with the first states that can be in a pool.
         self._pool: Pool | None = None
         self._passed = 0
         self._ended = clock()
-        # Held while a batch is run: who frees what idles comes from another thread.
+        # Held while a batch runs: another thread calls `sweep`.
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
-        """How many sequences are live."""
-        return len(self._kept)
+        """Return the number of live sequences."""
+        return len(self._sequences)
 
     def run(self, steps: Sequence[Step]) -> list[Outcome]:
-        """One outcome for each step, in their order; without the states that are nobody's output.
+        """Return one outcome for each step, in order, without states that are not outputs.
 
-        What only fills a slot is not run, and its outcome holds nothing.
+        Requests that only fill a slot are not run; their outcomes are empty.
         """
         outcomes: list[Outcome] = [{} for _ in steps]
         with self._lock:
             rounds = list(_rounds(steps))
             for number, places in enumerate(rounds, 1):
-                made = self._run([steps[place] for place in places], places)
-                if number < len(rounds):  # the next round may overwrite what the model returned
+                results = self._run([steps[place] for place in places], places)
+                if number < len(rounds):  # the next round may overwrite the model's outputs
                     with self._guard():
-                        made = [_owned(outcome) for outcome in made]
-                for place, outcome in zip(places, made, strict=True):
+                        results = [_owned(outcome) for outcome in results]
+                for place, outcome in zip(places, results, strict=True):
                     outcomes[place] = outcome
             self._passed += len(steps)
             self._ended = self._clock()
         return outcomes
 
     def skip(self, name: Id, *, starts: bool, ends: bool) -> None:
-        """A step that cannot be run begins and ends its sequence all the same."""
+        """Begin and end the sequence of a step that cannot be run."""
         with self._lock:
             if starts:
                 self._begin(name)
@@ -225,8 +224,8 @@ class Sequences:
                 self._drop(name)
 
     def sweep(self) -> None:
-        """Free the states of which Triton can have no request any more."""
-        if not self._lock.acquire(blocking=False):  # a batch is being run; the next time will do
+        """Free the states of sequences that Triton has forgotten."""
+        if not self._lock.acquire(blocking=False):  # a batch is running; the next sweep will do
             return
         try:
             self._free()
@@ -237,73 +236,77 @@ class Sequences:
             self._lock.release()
 
     def _run(self, steps: Sequence[Step], places: Sequence[int]) -> list[Outcome]:
-        """The outcomes of steps of different sequences, which stand at these places."""
-        found = [self._begin(step.id) if step.starts else self._kept.get(step.id) for step in steps]
+        """Run steps of different sequences; `places` are their positions among all steps."""
+        sequences = [
+            self._begin(step.id) if step.starts else self._sequences.get(step.id) for step in steps
+        ]
         now = self._clock()
-        run, ready, at = [], [], []
-        for step, kept, place in zip(steps, found, places, strict=True):
-            if kept is not None:
-                kept.used, kept.passed = now, None
-                run.append((step, kept))
-                ready.append(step.item | kept.values)
+        run, items, at = [], [], []
+        for step, sequence, place in zip(steps, sequences, places, strict=True):
+            if sequence is not None:
+                sequence.used, sequence.passed = now, None
+                run.append((step, sequence))
+                items.append(step.item | sequence.values)
                 at.append(place)
         try:
-            made = self._run_items(ready, at) if ready else ()
+            outcomes = self._run_items(items, at) if items else ()
             with self._guard():
-                settled = iter(self._settle(run, made))
+                updated = iter(self._update(run, outcomes))
             return [
-                self._unknown(step) if kept is None else next(settled)
-                for step, kept in zip(steps, found, strict=True)
+                self._unknown(step) if sequence is None else next(updated)
+                for step, sequence in zip(steps, sequences, strict=True)
             ]
         finally:
             for step in steps:
                 if step.ends:
                     self._drop(step.id)
 
-    def _begin(self, name: Id) -> _Kept:
+    def _begin(self, name: Id) -> _Sequence:
         self._drop(name)
-        kept = self._kept[name] = _Kept(self._initial, self._clock())
-        return kept
+        sequence = self._sequences[name] = _Sequence(self._initial, self._clock())
+        return sequence
 
     def _drop(self, name: Id) -> None:
-        kept = self._kept.pop(name, None)
-        if kept is not None:
-            self.size -= kept.size
-            self._leave(kept)
+        sequence = self._sequences.pop(name, None)
+        if sequence is not None:
+            self.size -= sequence.size
+            self._leave_pool(sequence)
 
-    def _leave(self, kept: _Kept) -> None:
-        if kept.slot >= 0 and self._pool is not None:
-            self._pool.leave(kept)
+    def _leave_pool(self, sequence: _Sequence) -> None:
+        if sequence.slot >= 0 and self._pool is not None:
+            self._pool.leave(sequence)
 
-    def _settle(self, run: Sequence[tuple[Step, _Kept]], made: Sequence[Outcome]) -> list[Outcome]:
-        """What clients get; a step that went well has replaced the state."""
+    def _update(
+        self, run: Sequence[tuple[Step, _Sequence]], outcomes: Sequence[Outcome]
+    ) -> list[Outcome]:
+        """Store the new states of successful steps; return the outcomes for clients."""
         now = self._clock()
         batches: dict[int, _Batch] = {}
-        settled = [
+        updated = [
             outcome
             if isinstance(outcome, BackendError)
-            else self._settle_one(step, kept, outcome, batches, now)
-            for (step, kept), outcome in zip(run, made, strict=True)
+            else self._update_one(step, sequence, outcome, batches, now)
+            for (step, sequence), outcome in zip(run, outcomes, strict=True)
         ]
         try:
             for batch in batches.values():
                 if batch.holders and self._pool is not None:
                     self._pool.write(batch.holders, batch.columns, batch.rows)
-        except BaseException:  # what was replaced by half is nobody's state
+        except BaseException:  # some states may be written and others not
             for step, _ in run:
                 self._drop(step.id)
             raise
-        return settled
+        return updated
 
-    def _settle_one(
+    def _update_one(
         self,
         step: Step,
-        kept: _Kept,
+        sequence: _Sequence,
         outcome: dict[str, Any],
         batches: dict[int, _Batch],
         now: float,
     ) -> Outcome:
-        kept.used = now
+        sequence.used = now
         if not step.ends:
             first = outcome[self._first]
             batch, row = None, 0
@@ -313,79 +316,86 @@ class Sequences:
                 if batch is None:
                     batch = self._batch([outcome[name] for name in self._outputs])
                     batches[id(column)] = batch
-            if batch is not None and batch.fits and kept.slot >= 0:
-                batch.holders.append(kept)
+            if batch is not None and batch.fits and sequence.slot >= 0:
+                batch.holders.append(sequence)
                 batch.rows.append(row)
             else:
-                refusal = self._keep(step, kept, outcome, batch, row)
+                refusal = self._store(step, sequence, outcome, batch, row)
                 if refusal is not None:
                     return refusal
-        for output in self._told:
+        for output in self._public:
             outcome[output] = gather_scatter.taken(outcome[output])
         for output in self._hidden:
             del outcome[output]
         return outcome
 
     def _batch(self, values: Sequence[Any]) -> _Batch:
-        columns = [one[0] if type(one) is tuple else one for one in values]
-        if self._fixed is not None and self._pool is not None:  # all have its form
+        columns = [value[0] if type(value) is tuple else value for value in values]
+        if self._fixed is not None and self._pool is not None:  # all states have the pool's form
             return _Batch(columns, self._pool.form, fits=True)
         small = self._batched and all(
-            isinstance(one, Tensor) and one.nbytes <= gather_scatter.SMALL_BYTES * one.shape[0]
-            for one in columns
+            isinstance(column, Tensor)
+            and column.nbytes <= gather_scatter.SMALL_BYTES * column.shape[0]
+            for column in columns
         )
         form = row_pool.form(columns) if small else None
         return _Batch(columns, form, fits=self._pool is not None and self._pool.form == form)
 
-    def _keep(
-        self, step: Step, kept: _Kept, outcome: Mapping[str, Any], batch: _Batch | None, row: int
+    def _store(
+        self,
+        step: Step,
+        sequence: _Sequence,
+        outcome: Mapping[str, Any],
+        batch: _Batch | None,
+        row: int,
     ) -> StateMemoryError | None:
-        """Keep a state that is not in the pool, or does not stay there; or say what it lacks.
+        """Store states that enter or leave the pool or stay outside; return the error if refused.
 
-        A step that ran alone has a copy of its own: to write that into a table would cost more.
+        A step that ran alone has its own copy, which is cheaper than a row in a table.
         """
         values = [gather_scatter.taken(outcome[name]) for name in self._outputs]
         if self._texts:
             values = [_as_input(value) for value in values]
         size = sum(map(_size, values)) if self._fixed is None else self._fixed
-        total = self.size + size - kept.size
+        total = self.size + size - sequence.size
         if total > self._limit:
             self._free()
-            total = self.size + size - kept.size
+            total = self.size + size - sequence.size
         if total > self._limit:
             return self._refuse(step, total)
-        self.size, kept.size = total, size
-        self._leave(kept)
+        self.size, sequence.size = total, size
+        self._leave_pool(sequence)
         form = None if batch is None else batch.form
-        # What grows would leave the pool with each step.
+        # States that grow would leave the pool in each step.
         if (
             batch is not None
             and form is not None
-            and (self._fixed is not None or kept.form == form)
+            and (self._fixed is not None or sequence.form == form)
         ):
             if self._pool is None:
                 self._pool = Pool(self._inputs, batch.columns)
             if self._pool.form == form:
-                self._pool.enter(kept)
-                batch.holders.append(kept)
+                self._pool.enter(sequence)
+                batch.holders.append(sequence)
                 batch.rows.append(row)
                 return None
-        kept.form = form
-        kept.values = {
+        sequence.form = form
+        sequence.values = {
             name: gather_scatter.own(value) if type(outcome[output]) is tuple else value
             for name, output, value in zip(self._inputs, self._outputs, values, strict=True)
         }
         return None
 
     def _refuse(self, step: Step, total: int) -> StateMemoryError:
-        """What a step gets that memory does not suffice for; the log is told now and then."""
-        error = StateMemoryError(self._model, str(step.id), total, self._limit_mb, len(self._kept))
+        """Return the error for a step whose state exceeds the limit; log it once a minute."""
+        count = len(self._sequences)
+        error = StateMemoryError(self._model, str(step.id), total, self._limit_mb, count)
         self._refused += 1
         now = self._clock()
         if now >= self._silent_until:
             self._silent_until = now + _BETWEEN_WARNINGS_S
             log.warning(
-                "%s So many steps were refused for that since the model was loaded: %d.",
+                "%s Steps refused for that since the model was loaded: %d.",
                 error,
                 self._refused,
             )
@@ -400,25 +410,25 @@ class Sequences:
         )
 
     def _free(self) -> None:
-        """Let go of the sequences that Triton has forgotten.
+        """Drop the sequences that Triton has forgotten.
 
-        Triton counts the idle time from when a request came, and tells nobody when it forgets a
-        sequence. What came in time may still wait in its queue for as long as others are run: so
-        what idles is only freed when the queue was empty since, or all that it can hold was run.
+        Triton measures the idle time from the arrival of a request, and does not report when it
+        forgets a sequence. A request that arrived in time may still be queued. So an idle sequence
+        is dropped only after the queue was empty, or after as many requests as it can hold ran.
         """
         now = self._clock()
         quiet = now - self._ended > self._quiet
-        for name, kept in list(self._kept.items()):
-            if now - kept.used <= self._idle:
+        for name, sequence in list(self._sequences.items()):
+            if now - sequence.used <= self._idle:
                 continue
-            if kept.passed is None:
-                kept.passed = self._passed
-            if quiet or self._passed - kept.passed > self._backlog:
+            if sequence.passed is None:
+                sequence.passed = self._passed
+            if quiet or self._passed - sequence.passed > self._backlog:
                 self._drop(name)
 
 
 def _rounds(steps: Sequence[Step]) -> Iterator[Sequence[int]]:
-    """The places of the steps, less those that fill slots: no sequence twice in a round."""
+    """Yield the positions of steps in rounds, each sequence once per round; skip slot fillers."""
     places: Sequence[int] = [place for place, step in enumerate(steps) if step.id]
     while places:
         first: dict[Id, int] = {}
@@ -435,18 +445,18 @@ def _rounds(steps: Sequence[Step]) -> Iterator[Sequence[int]]:
 def _owned(outcome: Outcome) -> Outcome:
     if isinstance(outcome, BackendError):
         return outcome
-    kept = {name: gather_scatter.own(value) for name, value in outcome.items()}
-    gather_scatter.wait(kept.values())
-    return kept
+    copies = {name: gather_scatter.own(value) for name, value in outcome.items()}
+    gather_scatter.wait(copies.values())
+    return copies
 
 
 def _as_input(value: Value) -> Value:
-    """Strings as requests bring them, in bytes."""
+    """Encode strings as in requests."""
     if isinstance(value, Tensor):
         return value
     strings: Strings = np.empty(value.shape, dtype=np.object_)
     strings.ravel()[:] = [
-        one if isinstance(one, bytes) else one.encode() for one in value.reshape(-1).tolist()
+        text if isinstance(text, bytes) else text.encode() for text in value.reshape(-1).tolist()
     ]
     return strings
 
