@@ -1,4 +1,4 @@
-"""What the commands do: check, tune, bench, profile, pack.
+"""What the commands do: init, check, tune, bench, profile, pack.
 
 Used by `cli` only.
 """
