@@ -17,7 +17,8 @@ from pathlib import Path
 from torch_py_backend.processes import instance_status
 from torch_py_backend.processes.instance_status import Identity, InstanceState, SharedStatus
 folder, model, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) or None
-status = SharedStatus(folder, Identity(os.getpid(), model, "1", model + "_0_0", limit), InstanceState.LOADING)
+identity = Identity(os.getpid(), model, "1", model + "_0_0", limit)
+status = SharedStatus(folder, identity, InstanceState.LOADING)
 {what}
 print("published", flush=True)
 {then}

@@ -96,7 +96,10 @@ def test_shared_memory_of_the_dead(
     monkeypatch.setattr(orphan_cleanup, "SHARED_MEMORY", shared)
     region = shared / (name or "unknown")
     region.write_bytes(b"?")
-    what = f"status = SharedStatus(folder, Identity(os.getpid(), model, '', '', None, {name!r}), InstanceState.IDLE)"
+    what = (
+        f"identity = Identity(os.getpid(), model, '', '', None, {name!r});"
+        " status = SharedStatus(folder, identity, InstanceState.IDLE)"
+    )
     with instance(tmp_path, f"{what}; {status}") as process:
         assert monitor.check() == []
         assert region.exists()
@@ -265,7 +268,10 @@ def test_one_that_is_poisoned(
 
 def test_one_that_completes_a_config(monitor: InstanceMonitor, tmp_path: Path) -> None:
     """Triton would wait for it for ever: the failure says that it was none of the instances yet."""
-    what = "status = SharedStatus(folder, Identity(os.getpid(), model, '', '', None), InstanceState.COMPLETING)"
+    what = (
+        "identity = Identity(os.getpid(), model, '', '', None);"
+        " status = SharedStatus(folder, identity, InstanceState.COMPLETING)"
+    )
     with instance(tmp_path, what, then="os._exit(1)") as process:
         ended(process)
         failure = _until(monitor)

@@ -27,7 +27,7 @@ def pack(
     python: Annotated[
         str,
         typer.Option(
-            help="The Python of the server's stub, such as 3.12; by default that of the server here."
+            help="The Python of the server's stub, such as 3.12; else that of the server here."
         ),
     ] = "",
 ) -> None:

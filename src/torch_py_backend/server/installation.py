@@ -103,7 +103,8 @@ def _target(backends: Path, name: str) -> Path:
     empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     if not empty and not (target / PACKAGE.name).is_dir():
         raise InstallError(
-            f"{target} holds files that are not of this backend. Choose another --name, or remove it first."
+            f"{target} holds files that are not of this backend. Choose another --name, or"
+            " remove it first."
         )
     return target
 

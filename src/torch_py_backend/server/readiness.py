@@ -133,7 +133,7 @@ class ReadinessServer:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    answer: Callable[[str], Answer]
+    answer: Callable[[str], Response]
 
     def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
         super().__init__(address, handler)

@@ -257,7 +257,7 @@ class Supervisor:
             model.lifecycle.unloaded()
 
     def _is_replaced(self, name: str) -> bool:
-        """Return whether a model that is READY in Triton has other processes than the failed one."""
+        """Return whether a model that is READY in Triton has new processes since its failure."""
         model = self._models[name]
         if model.lifecycle.phase is Phase.UNLOADED or not model.failure:
             return True
@@ -291,9 +291,11 @@ class Supervisor:
             # A load through Triton's API: Triton reports its failure, and keeps what serves.
             model.failure = failure.reason
             self._add_event(EventKind.FAILED, name, failure.reason)
-        elif model.lifecycle.phase in (Phase.SERVING, Phase.UNLOADED):
-            if not model.is_unloaded(self._statuses.get(name)):
-                self._take_down(name, failure.reason)
+        elif model.lifecycle.phase in (
+            Phase.SERVING,
+            Phase.UNLOADED,
+        ) and not model.is_unloaded(self._statuses.get(name)):
+            self._take_down(name, failure.reason)
 
     def _take_down(self, name: str, reason: str) -> None:
         """Unload a failed model, and plan when it is loaded again."""
