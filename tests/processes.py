@@ -1,4 +1,4 @@
-"""Small processes that tell their vitals, in the role of instances."""
+"""Small processes that publish a status, in the role of instances."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from pathlib import Path
 
 from torch_py_backend.processes import orphan_cleanup
 
-_TELL = """
+_PUBLISH = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
 from torch_py_backend.processes import instance_status
-from torch_py_backend.processes.instance_status import Identity, State, Told
+from torch_py_backend.processes.instance_status import Identity, InstanceState, SharedStatus
 folder, model, limit = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]) or None
-told = Told(folder, Identity(os.getpid(), model, "1", model + "_0_0", limit), State.LOADING)
+identity = Identity(os.getpid(), model, "1", model + "_0_0", limit)
+status = SharedStatus(folder, identity, InstanceState.LOADING)
 {what}
-print("told", flush=True)
+print("published", flush=True)
 {then}
 time.sleep(1000)
 """
@@ -29,17 +30,17 @@ time.sleep(1000)
 def instance(
     folder: Path, what: str, *, then: str = "", model: str = "m", limit: int = 0, mark: bool = True
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has told `what`, and then does `then`."""
+    """Run a process that publishes a status with the code `what`, and then runs the code `then`."""
     environment = os.environ | ({orphan_cleanup.VARIABLE: str(folder)} if mark else {})
     process = subprocess.Popen(
-        [sys.executable, "-c", _TELL.format(what=what, then=then), folder, model, str(limit)],
+        [sys.executable, "-c", _PUBLISH.format(what=what, then=then), folder, model, str(limit)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     )
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == b"told\n"
+        assert process.stdout.readline() == b"published\n"
         yield process
     finally:
         process.kill()
@@ -47,5 +48,5 @@ def instance(
 
 
 def ended(process: subprocess.Popen[bytes]) -> None:
-    """Wait until a process has ended, and leave its exit code to whoever asks the kernel."""
+    """Wait until a process has ended, without reaping it: its exit code can be read again."""
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)

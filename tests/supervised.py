@@ -24,7 +24,7 @@ import tritonclient.grpc
 import tritonclient.http
 
 from torch_py_backend.processes import instance_status, orphan_cleanup
-from torch_py_backend.processes.instance_status import State
+from torch_py_backend.processes.instance_status import InstanceState
 
 _SERVE = "from torch_py_backend.cli import app; app()"
 _PORTS = ("--http-port=0", "--grpc-port=0", "--metrics-port=0", "--health-port=0")
@@ -78,7 +78,7 @@ class Supervised:
             if "_backend_stub " in living.command(one) and f"/{model}/" in living.command(one)
         ]
 
-    def told(self, model: str, state: State) -> list[psutil.Process]:
+    def told(self, model: str, state: InstanceState) -> list[psutil.Process]:
         """The processes of a model that tell they are in this state."""
         found: list[psutil.Process] = []
         try:
@@ -88,7 +88,7 @@ class Supervised:
         for path in instance_status.files(folder):
             with contextlib.suppress(psutil.Error, OSError, ValueError):
                 reader = instance_status.Reader(path)
-                if reader.identity.model == model and reader.sign().state is state:
+                if reader.identity.model == model and reader.read().state is state:
                     found.append(psutil.Process(reader.identity.pid))
         return found
 

@@ -34,7 +34,7 @@ from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import PackError, ServerError
 from torch_py_backend.processes import child_process
 from torch_py_backend.server import endpoint_restrictions, preflight, tritonserver
-from torch_py_backend.server.supervision import Event, Kind
+from torch_py_backend.server.supervision import Event, EventKind
 
 # `cli.serve` is the command; what stands beside it is in the module of the same name.
 serve = importlib.import_module("torch_py_backend.cli.serve")
@@ -680,7 +680,7 @@ def test_init_without_examples(tmp_path: Path) -> None:
     torch.jit.trace(Classifier().eval(), torch.rand(1, 3, _EDGE, _EDGE)).save(tmp_path / "net.pt")
     done = _run("init", "net.pt", cwd=tmp_path)
     assert done.returncode == 1, done.stdout
-    assert "nothing tells the types and sizes of x" in done.stdout
+    assert "the types and sizes of x are not known" in done.stdout
     text = (tmp_path / "net" / "config.pbtxt").read_text()
     assert '# input [{ name: "x" data_type: TYPE_FP32 dims: [ … ] }]' in text
     assert completion.needed(pbtxt.read(tmp_path / "net"))
@@ -1065,10 +1065,10 @@ def test_services_that_are_configured_for_tritonserver(
 @pytest.mark.parametrize(
     ("event", "line"),
     [
-        (Event(Kind.READY, "m 1"), "[green]READY[/]   m 1"),
-        (Event(Kind.GIVEN_UP, "m", "died"), "[bold red]GIVEN UP[/] m: died"),
+        (Event(EventKind.READY, "m 1"), "[green]READY[/]   m 1"),
+        (Event(EventKind.GIVEN_UP, "m", "died"), "[bold red]GIVEN UP[/] m: died"),
         (
-            Event(Kind.FAILED, "m 1", "no [/] in it\n\nAt:\n  /srv/x.py(3): f\n"),
+            Event(EventKind.FAILED, "m 1", "no [/] in it\n\nAt:\n  /srv/x.py(3): f\n"),
             r"[red]FAILED[/]  m 1: no \[/] in it",
         ),
     ],
@@ -1085,12 +1085,14 @@ def test_lines_of_serve(event: Event, line: str) -> None:
         ("0.0.0.0", [], "endpoints model-repository, shared-memory, trace, logging;"),
         (
             "0.0.0.0",
-            endpoint_restrictions.arguments("trace,health", "k", "v"),
+            endpoint_restrictions.restriction_arguments("trace,health", "k", "v"),
             "endpoints model-repository, shared-memory, logging;",
         ),
         (
             "0.0.0.0",
-            endpoint_restrictions.arguments(",".join(endpoint_restrictions.SENSITIVE), "k", "v"),
+            endpoint_restrictions.restriction_arguments(
+                ",".join(endpoint_restrictions.SENSITIVE), "k", "v"
+            ),
             "",
         ),
     ],

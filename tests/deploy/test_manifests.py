@@ -19,7 +19,7 @@ from deployed import BASE, CHART, DEPLOY, NAME, Document
 
 from torch_py_backend.cli import commands
 from torch_py_backend.server import tritonserver
-from torch_py_backend.server.readiness import Readiness
+from torch_py_backend.server.readiness import ReadinessServer
 from torch_py_backend.server.supervision import Snapshot
 
 _KUBERNETES = ("1.27", "1.37")
@@ -182,10 +182,10 @@ def test_ports_are_those_of_serve(documents: list[Document]) -> None:
 
 
 def test_probes_ask_what_readiness_answers(documents: list[Document]) -> None:
-    """Start and liveness: tritonserver answers. Readiness: every model that should serves."""
+    """Start and liveness: tritonserver answers. ReadinessServer: every model that should serves."""
     container = deployed.server(documents)
     told = SimpleNamespace(snapshot=Snapshot({"m": "is being loaded"}, "", time.monotonic()))
-    with Readiness("127.0.0.1", 0, told, lambda: True) as readiness:
+    with ReadinessServer("127.0.0.1", 0, told, lambda: True) as readiness:
         statuses = {
             probe: readiness.answer(container[f"{probe}Probe"]["httpGet"]["path"])[0].value
             for probe in ("startup", "liveness", "readiness")

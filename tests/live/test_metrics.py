@@ -342,7 +342,7 @@ def test_a_process_that_is_gone(server: Server, client: Any) -> None:
     """Its heart stands still, whatever Triton says; loaded anew, it beats again."""
     (pid,) = [
         identity.pid
-        for path in instance_status.files(server.vitals)
+        for path in instance_status.files(server.status_folder)
         if (identity := instance_status.Reader(path).identity).model == "narrow"
     ]
     psutil.Process(pid).kill()

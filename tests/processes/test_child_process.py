@@ -351,11 +351,11 @@ def test_grandchildren_end(tmp_path: Path, hang: bool, apart: bool) -> None:
     """What the function has started ends with it, when its time is over and when it answered."""
     note = tmp_path / "pid"
     if hang:
-        told = _hangs("leaves_a_process", note, hang=True, apart=apart)
+        text = _hangs("leaves_a_process", note, hang=True, apart=apart)
     else:
         assert _run("leaves_a_process", note=str(note), hang=False, apart=apart) == "answered"
-        told = note.read_text()
-    assert _ends(int(told))
+        text = note.read_text()
+    assert _ends(int(text))
 
 
 def test_child_ends_that_left_its_session(tmp_path: Path) -> None:
@@ -455,14 +455,14 @@ def test_a_child_does_not_outlive_its_parent(tmp_path: Path) -> None:
         "import sys; from torch_py_backend.processes import child_process;"
         f" child_process.run('m', {task!r}, {{'path': sys.argv[1]}}, 900)"
     )
-    told = tmp_path / "pid"
+    note = tmp_path / "pid"
     with subprocess.Popen(
-        [sys.executable, "-c", code, str(told)],
+        [sys.executable, "-c", code, str(note)],
         env=os.environ | {"PYTHONPATH": str(tmp_path)},
     ) as parent:
-        while not (told.is_file() and told.read_text()):
+        while not (note.is_file() and note.read_text()):
             assert parent.poll() is None
             time.sleep(0.02)
-        child = psutil.Process(int(told.read_text()))
+        child = psutil.Process(int(note.read_text()))
         parent.kill()
     assert living.all_end([child])

@@ -14,7 +14,7 @@ import pytest
 
 from torch_py_backend.config import model_config
 from torch_py_backend.processes import instance_status, orphan_cleanup
-from torch_py_backend.processes.instance_status import Reader, State
+from torch_py_backend.processes.instance_status import InstanceState, Reader
 
 
 def _config(**parameters: str) -> model_config.ModelConfig:
@@ -54,12 +54,12 @@ def test_nobody_watches(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Without a folder to tell it in, telling is free and leaves nothing."""
     monkeypatch.setenv(orphan_cleanup.VARIABLE, value)
     monkeypatch.chdir(tmp_path)
-    told = instance_status.start(_config())
-    told.busy()
-    told.idle()
-    told.ready()
-    told.poisoned("a reason")
-    told.ended()
+    status = instance_status.start(_config())
+    status.busy()
+    status.idle()
+    status.ready()
+    status.poisoned("a reason")
+    status.ended()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -68,16 +68,16 @@ def test_the_call_under_way(watched: bool, folder: Path, monkeypatch: pytest.Mon
     """How long it has taken by now, be the instance watched or not; nothing between calls."""
     if not watched:
         monkeypatch.delenv(orphan_cleanup.VARIABLE)
-    told = instance_status.start(_config())
-    told.ready()
-    assert told.under_way() == 0
-    told.busy()
-    seen = [told.under_way(), told.under_way()]
+    status = instance_status.start(_config())
+    status.ready()
+    assert status.under_way() == 0
+    status.busy()
+    seen = [status.under_way(), status.under_way()]
     assert 0 < seen[0] < seen[1] < 60
-    told.busy()  # the next try
-    assert told.under_way() > 0
-    told.idle()
-    assert told.under_way() == 0
+    status.busy()  # the next try
+    assert status.under_way() > 0
+    status.idle()
+    assert status.under_way() == 0
 
 
 @pytest.mark.parametrize(("given", "limit"), [({}, None), ({"EXECUTION_TIMEOUT_MS": "250"}, 250)])
@@ -100,46 +100,51 @@ def test_the_file_is_private(folder: Path) -> None:
 
 def test_a_config_being_completed(folder: Path) -> None:
     """The process that completes a config is seen, too: Triton would wait for it for ever."""
-    told = instance_status.completing("m")
+    status = instance_status.completing("m")
     assert _only(folder).identity.model == "m"
-    assert _only(folder).sign().state is State.COMPLETING
-    told.ended()
+    assert _only(folder).read().state is InstanceState.COMPLETING
+    status.ended()
     assert instance_status.files(folder) == []
 
 
 def test_states_follow_the_calls(folder: Path) -> None:
     """Each state is seen at once, with the time since when."""
     before = time.monotonic_ns()
-    told = instance_status.start(_config())
+    status = instance_status.start(_config())
     reader = _only(folder)
-    seen = [reader.sign()]
-    for tell in (told.ready, told.busy, told.idle):
+    seen = [reader.read()]
+    for tell in (status.ready, status.busy, status.idle):
         tell()
-        seen.append(reader.sign())
-    assert [one.state for one in seen] == [State.LOADING, State.IDLE, State.BUSY, State.IDLE]
+        seen.append(reader.read())
+    assert [one.state for one in seen] == [
+        InstanceState.LOADING,
+        InstanceState.IDLE,
+        InstanceState.BUSY,
+        InstanceState.IDLE,
+    ]
     times = [before, *(one.since for one in seen), time.monotonic_ns()]
     assert times == sorted(times)
 
 
 def test_poisoned_stays_poisoned(folder: Path) -> None:
     """No later call makes a poisoned instance look sound, and its end is no end in order."""
-    told = instance_status.start(_config())
+    status = instance_status.start(_config())
     reader = _only(folder)
-    told.poisoned("an illegal address: größer" + "x" * 5000)
-    for tell in (told.busy, told.idle, told.ready, told.ended):
+    status.poisoned("an illegal address: größer" + "x" * 5000)
+    for tell in (status.busy, status.idle, status.ready, status.ended):
         tell()
-    assert reader.sign().state is State.POISONED
-    assert reader.sign().reason.startswith("an illegal address: größerx")
+    assert reader.read().state is InstanceState.POISONED
+    assert reader.read().reason.startswith("an illegal address: größerx")
     assert _only(folder).identity.model == "grüße"
 
 
 def test_an_end_in_order_leaves_no_file(folder: Path) -> None:
     """Only those who died leave a file; to end twice is no error."""
-    told = instance_status.start(_config())
-    told.ended()
-    told.ended()
+    status = instance_status.start(_config())
+    status.ended()
+    status.ended()
     assert instance_status.files(folder) == []
-    told.idle()  # Triton may still be in a call
+    status.idle()  # Triton may still be in a call
 
 
 def _truncated(path: Path) -> None:
@@ -147,7 +152,7 @@ def _truncated(path: Path) -> None:
 
 
 def _other_name(path: Path) -> None:
-    path.rename(path.with_name("1.vitals"))
+    path.rename(path.with_name("1.status"))
 
 
 def _link(path: Path) -> None:

@@ -24,8 +24,8 @@ from torch_py_backend.processes import orphan_cleanup
 orphan_cleanup.SHARED_MEMORY = Path(sys.argv[1])
 own = orphan_cleanup.Ownership()
 if sys.argv[2] == "guarded":
-    own.guard()
-environment = os.environ | {orphan_cleanup.VARIABLE: str(own.owned.vitals)}
+    own.start_guard()
+environment = os.environ | {orphan_cleanup.VARIABLE: str(own.owned.status_folder)}
 code = "import time; print(flush=True); time.sleep(1000)"
 sleeper = subprocess.Popen(
     [sys.executable, "-c", code], env=environment, start_new_session=True, stdout=subprocess.PIPE
@@ -69,12 +69,12 @@ def _gone(pid: int) -> bool:
 def test_an_owner_cleans_up(shared: Path) -> None:
     """Regions and the folder go with their owner; to end twice is no error."""
     own = Ownership()
-    own.guard()
+    own.start_guard()
     (shared / f"{own.owned.prefix}region").write_bytes(b"?")
-    with instance(own.owned.vitals, "told.ready()") as process:
-        own.end()
+    with instance(own.owned.status_folder, "status.ready()") as process:
+        own.close()
         assert process.wait(30) == -signal.SIGKILL
-    own.end()
+    own.close()
     assert list(shared.iterdir()) == []
     assert not own.owned.folder.exists()
 
@@ -93,9 +93,9 @@ def test_shared_memory_that_cannot_be_written(
 def test_the_folder_is_private() -> None:
     """What decides which process is ended, only the owner may write."""
     own = Ownership()
-    assert own.owned.vitals.stat().st_mode & 0o777 == 0o700
+    assert own.owned.status_folder.stat().st_mode & 0o777 == 0o700
     assert own.owned.folder.stat().st_mode & 0o777 == 0o700
-    own.end()
+    own.close()
 
 
 def test_the_guard_cleans_up_after_its_owner() -> None:
@@ -165,29 +165,29 @@ def test_a_forged_file_removes_nothing(forge: Callable[[Path], None], shared: Pa
 def test_only_marked_processes_are_killed(tmp_path: Path) -> None:
     """A process of another server, or of none, is none of ours."""
     with (
-        instance(tmp_path, "told.ready()") as ours,
-        instance(tmp_path, "told.ready()", mark=False) as stranger,
+        instance(tmp_path, "status.ready()") as ours,
+        instance(tmp_path, "status.ready()", mark=False) as stranger,
     ):
         assert not orphan_cleanup.kill(stranger.pid, tmp_path)
         assert not orphan_cleanup.kill(ours.pid, tmp_path / "other")
-        assert orphan_cleanup.foreign(stranger.pid, tmp_path)
-        assert not orphan_cleanup.foreign(ours.pid, tmp_path)
+        assert orphan_cleanup.is_foreign(stranger.pid, tmp_path)
+        assert not orphan_cleanup.is_foreign(ours.pid, tmp_path)
         assert stranger.poll() is None
         assert ours.poll() is None
         assert orphan_cleanup.kill(ours.pid, tmp_path)
         assert ours.wait(30) == -signal.SIGKILL
         assert not orphan_cleanup.kill(ours.pid, tmp_path)
-    assert not orphan_cleanup.marked(os.getpid(), tmp_path)
+    assert not orphan_cleanup.is_marked(os.getpid(), tmp_path)
 
 
 def test_one_that_is_about_to_run_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel has nothing to say of a process while it begins another program."""
-    with instance(tmp_path, "told.ready()") as ours:
+    with instance(tmp_path, "status.ready()") as ours:
         looks = iter([[], [ours.pid]])
         monkeypatch.setattr(orphan_cleanup, "_processes", lambda: next(looks, []))
-        orphan_cleanup.end_marked(tmp_path)
+        orphan_cleanup._kill_marked(tmp_path)
         assert ours.wait(60) == -signal.SIGKILL
 
 

@@ -55,7 +55,7 @@ def test_made_folder_is_private(tmp_path: Path) -> None:
 
 
 def test_folder_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
-    """A folder that others may write is told, and not changed."""
+    """A folder that others may write is reported, and not changed."""
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
 

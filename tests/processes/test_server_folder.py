@@ -14,7 +14,7 @@ from children import Start, starting
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.processes import server_folder
 
-# Says where it is; leaves when it is told to, or when nobody talks to it any more.
+# Prints its folder; leaves on request, or when its stdin is closed.
 _MEMBER = """
 import sys
 from torch_py_backend.processes import server_folder
@@ -193,8 +193,8 @@ def _file(base: Path) -> None:
     [
         (_mode, "has mode 0777"),
         (_group, "has mode 0750"),
-        (_link, "is no folder"),
-        (_file, "is no folder|File exists"),
+        (_link, "is not a folder"),
+        (_file, "is not a folder|File exists"),
     ],
 )
 def test_unsafe_folders_are_refused(lay: object, says: str, temporary: Path) -> None:

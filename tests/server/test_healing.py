@@ -6,38 +6,42 @@ from typing import Any
 
 import pytest
 
-from torch_py_backend.server.healing import Phase, Recovery, delay
+from torch_py_backend.server.healing import Lifecycle, Phase, delay
 
 
-def _after(restarts: int, *history: tuple[str, Any]) -> Recovery:
+def _after(restarts: int, *history: tuple[str, Any]) -> Lifecycle:
     """A model to which this happened, as (what, its arguments)."""
-    model = Recovery(restarts)
+    model = Lifecycle(restarts)
     for what, arguments in history:
         getattr(model, what)(*arguments)
     return model
 
 
-_FELL = ("fell", (0.0, "died"))
-_AGAIN = ("try_again", ())
-_SERVED = ("served", (0.0,))
+_FAILED = ("failed", (0.0, "died"))
+_LOADING = ("loading", ())
+_SERVING = ("serving", (0.0,))
 
 
 @pytest.mark.parametrize(
     ("history", "phase", "attempts"),
     [
         ([], Phase.LOADING, 0),
-        ([_SERVED], Phase.SERVING, 0),
-        ([_SERVED, _FELL], Phase.DOWN, 1),
-        ([_SERVED, _FELL, _AGAIN], Phase.LOADING, 1),
-        ([_SERVED, _FELL, _AGAIN, _SERVED], Phase.SERVING, 1),
-        ([_FELL, _AGAIN, _FELL, _AGAIN, _FELL], Phase.GIVEN_UP, 2),
-        ([_SERVED, _FELL, _AGAIN, _SERVED, _FELL, _AGAIN, _SERVED, _FELL], Phase.GIVEN_UP, 2),
-        ([_FELL, _AGAIN, _FELL, _AGAIN, _FELL, _SERVED], Phase.SERVING, 0),
-        ([_SERVED, _FELL, _AGAIN, ("served", (5.0,)), ("fell", (64.0, ""))], Phase.DOWN, 2),
-        ([_SERVED, _FELL, _AGAIN, ("served", (5.0,)), ("fell", (65.0, ""))], Phase.DOWN, 1),
-        ([("refused", ("no such file",))], Phase.GIVEN_UP, 0),
-        ([_SERVED, ("released", ())], Phase.RELEASED, 0),
-        ([_SERVED, _FELL, ("released", ()), _SERVED], Phase.SERVING, 0),
+        ([_SERVING], Phase.SERVING, 0),
+        ([_SERVING, _FAILED], Phase.DOWN, 1),
+        ([_SERVING, _FAILED, _LOADING], Phase.LOADING, 1),
+        ([_SERVING, _FAILED, _LOADING, _SERVING], Phase.SERVING, 1),
+        ([_FAILED, _LOADING, _FAILED, _LOADING, _FAILED], Phase.GIVEN_UP, 2),
+        (
+            [_SERVING, _FAILED, _LOADING, _SERVING, _FAILED, _LOADING, _SERVING, _FAILED],
+            Phase.GIVEN_UP,
+            2,
+        ),
+        ([_FAILED, _LOADING, _FAILED, _LOADING, _FAILED, _SERVING], Phase.SERVING, 0),
+        ([_SERVING, _FAILED, _LOADING, ("serving", (5.0,)), ("failed", (64.0, ""))], Phase.DOWN, 2),
+        ([_SERVING, _FAILED, _LOADING, ("serving", (5.0,)), ("failed", (65.0, ""))], Phase.DOWN, 1),
+        ([("given_up", ("no such file",))], Phase.GIVEN_UP, 0),
+        ([_SERVING, ("unloaded", ())], Phase.UNLOADED, 0),
+        ([_SERVING, _FAILED, ("unloaded", ()), _SERVING], Phase.SERVING, 0),
     ],
     ids=[
         "new",
@@ -63,15 +67,15 @@ def test_histories(history: list[tuple[str, Any]], phase: Phase, attempts: int) 
 
 def test_no_restarts() -> None:
     """With no restarts allowed, the first death is the last."""
-    assert _after(0, _SERVED, _FELL).phase is Phase.GIVEN_UP
+    assert _after(0, _SERVING, _FAILED).phase is Phase.GIVEN_UP
 
 
 def test_the_reason_is_kept_until_it_serves() -> None:
     """Whoever asks why a model is down gets the last reason."""
-    model = _after(5, _SERVED, ("fell", (0.0, "first")), _AGAIN, ("fell", (3.0, "second")))
+    model = _after(5, _SERVING, ("failed", (0.0, "first")), _LOADING, ("failed", (3.0, "second")))
     assert model.reason == "second"
     assert model.due == 3.0 + 1.0
-    model.served(9.0)
+    model.serving(9.0)
     assert model.reason == ""
 
 

@@ -17,7 +17,7 @@ def test_versions_of_a_model() -> None:
         ModelState("o", "1", False, "unloaded", unloaded=True),
         ModelState("o", "2", False, "because"),
     ]
-    found = model_status.views(states)
+    found = model_status.by_model(states)
     assert (found["m"].ready, found["m"].versions) == (True, "2")
     assert (found["n"].ready, found["n"].unloaded) == (False, True)
     assert (found["o"].unloaded, found["o"].reason) == (False, "because")
@@ -37,9 +37,9 @@ _REFUSED = (
             _REFUSED,
             "Oops: no b.pt",
         ),
-        ("", "no reason is told"),
+        ("", "no reason was given"),
     ],
 )
 def test_reasons_that_may_leave_the_server(reason: str, says: str) -> None:
     """No folder, no trace, one line."""
-    assert model_status.sentence(reason) == says
+    assert model_status.public_reason(reason) == says

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server.pending_operations import Operations, Work
+from torch_py_backend.server.pending_operations import Operation, PendingOperations
 from torch_py_backend.server.tritonserver import ModelState
 
 
@@ -43,16 +43,19 @@ class Triton:
         return name == model or self.parts.get(name) == model
 
 
-def _does(triton: Triton, what: Callable[[Operations], Work]) -> Work:
+def _does(triton: Triton, what: Callable[[PendingOperations], Operation]) -> Operation:
     """An operation, once it has ended."""
     over = threading.Event()
-    operations = Operations(
-        triton.states, triton, lambda work: threading.Thread(target=work).start(), over.set
+    operations = PendingOperations(
+        triton.states,
+        triton,
+        lambda operation: threading.Thread(target=operation).start(),
+        over.set,
     )
     started = what(operations)
     assert over.wait(60)
-    assert operations.ended() == [started]
-    assert operations.ended() == []
+    assert operations.completed() == [started]
+    assert operations.completed() == []
     return started
 
 
@@ -69,22 +72,25 @@ def _does(triton: Triton, what: Callable[[Operations], Work]) -> Work:
 def test_loads(ready: Sequence[str], again: bool, calls: Sequence[str]) -> None:
     """What Triton still calls READY is unloaded before it is loaded again."""
     triton = Triton(*ready)
-    work = _does(triton, lambda one: one.load("part", 1.0, 9.0, (), again=again))
+    operation = _does(triton, lambda operations: operations.load("part", 1.0, 9.0, (), again=again))
     assert triton.calls == calls
-    assert (work.loads, work.error, work.started) == (True, None, 1.0)
+    assert (operation.is_load, operation.error, operation.started) == (True, None, 1.0)
 
 
 def test_ensembles_are_told_and_come_back() -> None:
     """An unload tells which ensembles went along; a load brings them back where Triton does not."""
     triton = Triton("part", "ensemble", "other")
-    gone = _does(triton, lambda one: one.unload("part", 1.0))
+    gone = _does(triton, lambda operations: operations.unload("part", 1.0))
     assert gone.dependents == {"ensemble"}
-    _does(triton, lambda one: one.load("part", 2.0, 9.0, sorted(gone.dependents), again=True))
+    _does(
+        triton,
+        lambda operations: operations.load("part", 2.0, 9.0, sorted(gone.dependents), again=True),
+    )
     assert triton.calls == ["unload part", "load part 9", "load ensemble 9"]
 
 
 @pytest.mark.parametrize(
-    ("raised", "told"),
+    ("raised", "message"),
     [
         (ServerError("no"), "no"),
         (OSError("gone"), ""),
@@ -93,9 +99,9 @@ def test_ensembles_are_told_and_come_back() -> None:
     ],
     ids=["refused", "the server ends", "the ensemble is gone", "what nobody expects"],
 )
-def test_failures(raised: Exception, told: str) -> None:
-    """Each end is told; that a server or an ensemble has gone is nothing to act on."""
+def test_failures(raised: Exception, message: str) -> None:
+    """Each end is message; that a server or an ensemble has gone is nothing to act on."""
     triton = Triton()
     triton.fails = raised
-    work = _does(triton, lambda one: one.load("part", 1.0, 9.0, (), again=False))
-    assert str(work.error or "") == told
+    operation = _does(triton, lambda operations: operations.load("part", 1.0, 9.0, (), again=False))
+    assert str(operation.error or "") == message

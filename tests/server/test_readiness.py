@@ -15,23 +15,23 @@ import pytest
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import readiness as _readiness
-from torch_py_backend.server.readiness import Readiness
+from torch_py_backend.server.readiness import ReadinessServer
 from torch_py_backend.server.supervision import Snapshot
 
 
 def _snapshot(
     models: dict[str, str] | None = None, problem: str = "", age: float = 0.0
 ) -> Snapshot:
-    """As it was told, a while before it is asked for; the table is older than that."""
+    """As it was body, a while before it is asked for; the table is older than that."""
     return Snapshot(models or {}, problem, -age)
 
 
-class Told:
+class _Source:
     """How the models stand."""
 
     def __init__(self, snapshot: Snapshot | None = None) -> None:
-        told = snapshot or _snapshot()
-        self.snapshot = replace(told, at=time.monotonic() + told.at)
+        body = snapshot or _snapshot()
+        self.snapshot = replace(body, at=time.monotonic() + body.at)
 
 
 _GOOD = _snapshot({"a": "", "grüße": ""})
@@ -39,7 +39,7 @@ _DOWN = _snapshot({"a": "", "b": "is down: died"})
 
 
 @pytest.mark.parametrize(
-    ("path", "snapshot", "lives", "status", "told"),
+    ("path", "snapshot", "lives", "status", "body"),
     [
         ("/live", _GOOD, True, 200, {"live": True}),
         ("/live", Snapshot(), True, 200, {"live": True}),
@@ -49,7 +49,7 @@ _DOWN = _snapshot({"a": "", "b": "is down: died"})
             _snapshot(age=100),
             True,
             503,
-            {"live": False, "reason": "the models are not watched any more"},
+            {"live": False, "reason": "the models are no longer monitored"},
         ),
         ("/ready", _GOOD, True, 200, {"ready": True}),
         ("/ready?verbose", _snapshot(), True, 200, {"ready": True}),
@@ -66,7 +66,7 @@ _DOWN = _snapshot({"a": "", "b": "is down: died"})
             _snapshot({"a": ""}, age=100),
             True,
             503,
-            {"ready": False, "models": {}, "reason": "the models are not watched any more"},
+            {"ready": False, "models": {}, "reason": "the models are no longer monitored"},
         ),
         ("/ready/a", _DOWN, True, 200, {"ready": True}),
         ("/ready/gr%C3%BC%C3%9Fe/", _GOOD, True, 200, {"ready": True}),
@@ -85,21 +85,21 @@ _DOWN = _snapshot({"a": "", "b": "is down: died"})
     ],
 )
 def test_answers(
-    path: str, snapshot: Snapshot, lives: bool, status: int, told: dict[str, Any]
+    path: str, snapshot: Snapshot, lives: bool, status: int, body: dict[str, Any]
 ) -> None:
     """Each question gets the truth, as a status and as JSON."""
-    with Readiness("127.0.0.1", 0, Told(snapshot), lambda: lives) as readiness:
+    with ReadinessServer("127.0.0.1", 0, _Source(snapshot), lambda: lives) as readiness:
         client = http.client.HTTPConnection(readiness.address, timeout=60)
         client.request("GET", path)
         answer = client.getresponse()
-        assert (answer.status, json.loads(answer.read())) == (status, told)
+        assert (answer.status, json.loads(answer.read())) == (status, body)
         client.close()
 
 
 def test_nothing_is_ready_while_it_stops() -> None:
     """A load balancer looks elsewhere before the last requests are done."""
-    with Readiness("127.0.0.1", 0, Told(_GOOD), lambda: True) as readiness:
-        readiness.stopping()
+    with ReadinessServer("127.0.0.1", 0, _Source(_GOOD), lambda: True) as readiness:
+        readiness.set_stopping()
         reason = "the server is being stopped"
         assert readiness.answer("/ready") == (
             503,
@@ -112,7 +112,7 @@ def test_nothing_is_ready_while_it_stops() -> None:
 @pytest.mark.parametrize("sent", [b"", b"\r\n\r\n", b"\0" * 1000, b"POST /ready HTTP/1.0\r\n\r\n"])
 def test_nonsense_and_silence(sent: bytes, capfd: pytest.CaptureFixture[str]) -> None:
     """Whatever is sent, or not, the next probe is answered and nothing is printed."""
-    with Readiness("127.0.0.1", 0, Told(_GOOD), lambda: True) as readiness:
+    with ReadinessServer("127.0.0.1", 0, _Source(_GOOD), lambda: True) as readiness:
         host, _, port = readiness.address.partition(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(sent)
@@ -123,7 +123,7 @@ def test_nonsense_and_silence(sent: bytes, capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().err == ""
 
 
-def _silent(readiness: Readiness, count: int) -> list[socket.socket]:
+def _silent(readiness: ReadinessServer, count: int) -> list[socket.socket]:
     """Connections that send the beginning of a request and no more."""
     host, _, port = readiness.address.partition(":")
     opened = [socket.create_connection((host, int(port)), timeout=60) for _ in range(count)]
@@ -133,7 +133,7 @@ def _silent(readiness: Readiness, count: int) -> list[socket.socket]:
     return opened
 
 
-def _ask(readiness: Readiness) -> int:
+def _ask(readiness: ReadinessServer) -> int:
     client = http.client.HTTPConnection(readiness.address, timeout=60)
     client.request("GET", "/ready")
     status = client.getresponse().status
@@ -145,7 +145,7 @@ def test_silent_clients_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections beyond the limit cost the oldest ones; a probe in between is answered."""
     monkeypatch.setattr(_readiness, "_CONNECTIONS", 4)
     before = threading.active_count()
-    with Readiness("127.0.0.1", 0, Told(_GOOD), lambda: True) as readiness:
+    with ReadinessServer("127.0.0.1", 0, _Source(_GOOD), lambda: True) as readiness:
         opened = []
         for _ in range(10):
             opened += _silent(readiness, 3)
@@ -166,7 +166,7 @@ def test_threads_are_limited_while_tritonserver_does_not_answer(
     monkeypatch.setattr(_readiness, "_CONNECTIONS", 4)
     answers = threading.Event()
     before = threading.active_count()
-    with Readiness("127.0.0.1", 0, Told(_GOOD), lambda: answers.wait(60)) as readiness:
+    with ReadinessServer("127.0.0.1", 0, _Source(_GOOD), lambda: answers.wait(60)) as readiness:
         host, _, port = readiness.address.partition(":")
         opened = []
         for _ in range(20):
@@ -185,9 +185,9 @@ def test_threads_are_limited_while_tritonserver_does_not_answer(
 
 
 def test_a_port_that_is_taken() -> None:
-    """It is told with the flag that chooses another."""
+    """It is body with the flag that chooses another."""
     with (
-        Readiness("127.0.0.1", 0, Told(), lambda: True) as first,
+        ReadinessServer("127.0.0.1", 0, _Source(), lambda: True) as first,
         pytest.raises(ServerError, match=r"--health-port \d+ on 127.0.0.1 cannot be listened on"),
     ):
-        Readiness("127.0.0.1", int(first.address.partition(":")[2]), Told(), lambda: True)
+        ReadinessServer("127.0.0.1", int(first.address.partition(":")[2]), _Source(), lambda: True)

@@ -8,24 +8,24 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.processes.instance_status import Identity, State
-from torch_py_backend.server.instances import Fall
-from torch_py_backend.server.model_control import TooLongError
-from torch_py_backend.server.supervision import Event, Kind, Plan, Supervisor
+from torch_py_backend.processes.instance_status import Identity, InstanceState
+from torch_py_backend.server.instances import InstanceFailure
+from torch_py_backend.server.model_control import LoadTimeoutError
+from torch_py_backend.server.supervision import Event, EventKind, RestartLimits, Supervisor
 from torch_py_backend.server.tritonserver import ModelState
 
 _READY, _GONE = "READY", "UNLOADED"
 
 
-class House:
+class FakeServer:
     """Triton, its instances and a clock; and the supervisor that looks after them."""
 
-    def __init__(self, *models: str, restarts: int = 3, heals: bool = True) -> None:
+    def __init__(self, *models: str, restarts: int = 3, controls: bool = True) -> None:
         self.models = dict.fromkeys(models, "")
         self.ensembles: dict[str, str] = {}
         self.failed_versions: dict[str, str] = {}
         self.pids: dict[str, int] = {}
-        self.falls: list[Fall] = []
+        self.failures: list[InstanceFailure] = []
         self.refusals: dict[str, ServerError] = {}
         self.calls: list[str] = []
         self.killed: list[str] = []
@@ -37,8 +37,8 @@ class House:
         self.supervisor = Supervisor(
             self.index,
             self,
-            self if heals else None,
-            Plan(restarts, load_seconds=100),
+            self if controls else None,
+            RestartLimits(restarts, load_seconds=100),
             self.events.append,
             clock=lambda: self.now,
             spawn=self.spawn,
@@ -93,9 +93,9 @@ class House:
 
     # --- instances ---
 
-    def look(self) -> list[Fall]:
-        falls, self.falls = self.falls, []
-        return falls
+    def check(self) -> list[InstanceFailure]:
+        failures, self.failures = self.failures, []
+        return failures
 
     def wait(self, seconds: float) -> None:
         self.now += seconds
@@ -103,22 +103,24 @@ class House:
     def wake(self) -> None:
         """Nobody sleeps in a test."""
 
-    def alive(self, model: str) -> set[int]:
+    def live_processes(self, model: str) -> set[int]:
         return {self.pids[model]} if model in self.pids else set()
 
-    def end(self, model: str, state: State) -> int:
+    def kill(self, model: str, state: InstanceState) -> int:
         self.killed.append(model)
         return 1 if model in self.pids else 0
 
     def die(self, model: str, reason: str = "was killed", *, completing: bool = False) -> None:
         """An instance of it dies; Triton goes on to call it READY."""
         pid = self.pids.pop(model, 1)
-        self.falls.append(Fall(Identity(pid, model, "1", f"{model}_0", None), reason, completing))
+        self.failures.append(
+            InstanceFailure(Identity(pid, model, "1", f"{model}_0", None), reason, completing)
+        )
 
     def die_loading(self, model: str, reason: str) -> None:
         """An instance that was being loaded dies; those that serve are others."""
         identity = Identity(1, model, "1", f"{model}_0", None)
-        self.falls.append(Fall(identity, reason, loading=True))
+        self.failures.append(InstanceFailure(identity, reason, loading=True))
 
     # --- the test's ---
 
@@ -130,410 +132,415 @@ class House:
         while self.now < seconds:
             self.step()
 
-    def told(self) -> list[tuple[str, str]]:
+    def take_events(self) -> list[tuple[str, str]]:
         told = [(one.kind.value, one.model) for one in self.events]
         self.events.clear()
         return told
 
-    def why_not(self) -> dict[str, str]:
+    def not_ready(self) -> dict[str, str]:
         return {name: why for name, why in self.supervisor.snapshot.models.items() if why}
 
 
-def _serving(*models: str, restarts: int = 3) -> House:
-    """A house whose models serve."""
-    house = House(*models, restarts=restarts)
-    house.supervisor.load(models)
-    house.step(2)
-    house.events.clear()
-    house.calls.clear()
-    assert house.why_not() == {}
-    return house
+def _serving(*models: str, restarts: int = 3) -> FakeServer:
+    """A server whose models serve."""
+    server = FakeServer(*models, restarts=restarts)
+    server.supervisor.load(models)
+    server.step(2)
+    server.events.clear()
+    server.calls.clear()
+    assert server.not_ready() == {}
+    return server
 
 
 def test_models_are_loaded() -> None:
     """Every model is loaded, and one that refuses is told and left alone."""
-    house = House("a", "b")
-    house.refusals["b"] = ServerError(
+    server = FakeServer("a", "b")
+    server.refusals["b"] = ServerError(
         "load failed for model 'b': version 1 is at UNAVAILABLE"
         " state: Internal: no /srv/models/b/1/model.py;\n\nAt:\n  x"
     )
-    house.supervisor.load(["a", "b"])
-    assert not house.supervisor.settled
-    house.step()
-    assert house.supervisor.settled
-    assert house.told() == [("READY", "a 1"), ("FAILED", "b 1")]
-    assert house.why_not() == {"b": "stays down: no model.py"}
-    house.until(200)
-    assert house.calls == ["load a", "load b"]
+    server.supervisor.load(["a", "b"])
+    assert not server.supervisor.initial_loads_done
+    server.step()
+    assert server.supervisor.initial_loads_done
+    assert server.take_events() == [("READY", "a 1"), ("FAILED", "b 1")]
+    assert server.not_ready() == {"b": "stays down: no model.py"}
+    server.until(200)
+    assert server.calls == ["load a", "load b"]
 
 
 def test_one_that_dies_is_healed() -> None:
     """Unload, load, and it serves again; the other model is not touched."""
-    house = _serving("a", "b")
-    house.die("a", "instance a_0 was ended by SIGKILL")
-    house.waiting = []
-    house.step()
-    (unload,) = house.waiting
-    house.waiting.clear()
-    assert house.why_not() == {"a": "is down: instance a_0 was ended by SIGKILL"}
-    assert "loading it again now (attempt 1 of 3)" in house.events[0].text
+    server = _serving("a", "b")
+    server.die("a", "instance a_0 was ended by SIGKILL")
+    server.waiting = []
+    server.step()
+    (unload,) = server.waiting
+    server.waiting.clear()
+    assert server.not_ready() == {"a": "is down: instance a_0 was ended by SIGKILL"}
+    assert "loading it again now (attempt 1 of 3)" in server.events[0].text
     unload()
-    house.step()
-    (load,) = house.waiting
-    assert "a" in house.why_not()
+    server.step()
+    (load,) = server.waiting
+    assert "a" in server.not_ready()
     load()
-    house.step()
-    assert house.calls == ["unload a", "load a"]
-    assert house.why_not() == {}
-    assert house.told() == [("DOWN", "a"), ("READY", "a 1")]
+    server.step()
+    assert server.calls == ["unload a", "load a"]
+    assert server.not_ready() == {}
+    assert server.take_events() == [("DOWN", "a"), ("READY", "a 1")]
 
 
 def test_instances_that_live_end_first() -> None:
     """A model's other instances give their memory back before new ones take theirs."""
-    house = _serving("a")
-    house.die("a")
-    taken = house.unload
+    server = _serving("a")
+    server.die("a")
+    taken = server.unload
 
     def unload(model: str) -> None:
         taken(model)
-        house.pids["a"] = 7  # still finishing a request
+        server.pids["a"] = 7  # still finishing a request
 
-    house.unload = unload  # type: ignore[method-assign]
-    house.step(3)
-    assert house.calls == ["unload a"]
-    assert house.killed == []
-    house.until(house.now + 1)
-    assert set(house.killed) == {"a"}
-    assert house.calls == ["unload a"]
-    house.pids.clear()
-    house.step(2)
-    assert house.calls == ["unload a", "load a"]
+    server.unload = unload  # type: ignore[method-assign]
+    server.step(3)
+    assert server.calls == ["unload a"]
+    assert server.killed == []
+    server.until(server.now + 1)
+    assert set(server.killed) == {"a"}
+    assert server.calls == ["unload a"]
+    server.pids.clear()
+    server.step(2)
+    assert server.calls == ["unload a", "load a"]
 
 
 def test_instances_that_do_not_end_do_not_block() -> None:
     """After a while the model is loaded all the same."""
-    house = _serving("a")
-    house.die("a")
-    house.supervisor._watch = _Stays(house)
-    house.step()
-    assert "load a" not in house.calls
-    house.until(house.now + 11)
-    assert "load a" in house.calls
+    server = _serving("a")
+    server.die("a")
+    server.supervisor._monitor = _Stays(server)
+    server.step()
+    assert "load a" not in server.calls
+    server.until(server.now + 11)
+    assert "load a" in server.calls
 
 
 @dataclasses.dataclass
 class _Stays:
     """Instances that never end."""
 
-    house: House
+    server: FakeServer
 
-    def look(self) -> list[Fall]:
-        return self.house.look()
+    def check(self) -> list[InstanceFailure]:
+        return self.server.check()
 
     def wait(self, seconds: float) -> None:
-        self.house.wait(seconds)
+        self.server.wait(seconds)
 
     def wake(self) -> None:
-        self.house.wake()
+        self.server.wake()
 
-    def alive(self, model: str) -> set[int]:
+    def live_processes(self, model: str) -> set[int]:
         return {5}
 
-    def end(self, model: str, state: State) -> int:
+    def kill(self, model: str, state: InstanceState) -> int:
         return 0
 
 
 def test_a_crash_loop_at_start_up() -> None:
     """A model that dies in each load is tried again, later and later, and then given up."""
-    house = House("a", "b", restarts=2)
-    house.refusals["a"] = ServerError("Stub process 'a_0' is not healthy.")
-    house.supervisor.load(["a", "b"])
-    house.step()
-    assert house.supervisor.settled
-    assert house.why_not().keys() == {"a"}
-    house.until(30)
-    assert house.calls == ["load a", "load b", "load a", "load a"]
-    assert house.told() == [("DOWN", "a"), ("READY", "b 1"), ("DOWN", "a"), ("GIVEN UP", "a")]
-    assert house.why_not() == {
+    server = FakeServer("a", "b", restarts=2)
+    server.refusals["a"] = ServerError("Stub process 'a_0' is not healthy.")
+    server.supervisor.load(["a", "b"])
+    server.step()
+    assert server.supervisor.initial_loads_done
+    assert server.not_ready().keys() == {"a"}
+    server.until(30)
+    assert server.calls == ["load a", "load b", "load a", "load a"]
+    assert server.take_events() == [
+        ("DOWN", "a"),
+        ("READY", "b 1"),
+        ("DOWN", "a"),
+        ("GIVEN UP", "a"),
+    ]
+    assert server.not_ready() == {
         "a": "stays down: ServerError: Stub process 'a_0' is not healthy"
-    } or (house.why_not() == {"a": "stays down: Stub process 'a_0' is not healthy"})
+    } or (server.not_ready() == {"a": "stays down: Stub process 'a_0' is not healthy"})
 
 
 def test_one_that_dies_again_and_again() -> None:
     """It is taken out of service when it is given up, and serves once somebody loads it."""
-    house = _serving("a", restarts=1)
-    house.die("a")
-    house.step(3)
-    house.die("a")
-    house.step(3)
-    assert house.calls == ["unload a", "load a", "unload a"]
-    assert house.told() == [("DOWN", "a"), ("READY", "a 1"), ("GIVEN UP", "a")]
-    house.until(house.now + 100)
-    assert house.calls[3:] == []
-    house.start("a")
-    house.until(house.now + 1)
-    assert house.why_not() == {}
-    assert house.told() == [("READY", "a 1")]
+    server = _serving("a", restarts=1)
+    server.die("a")
+    server.step(3)
+    server.die("a")
+    server.step(3)
+    assert server.calls == ["unload a", "load a", "unload a"]
+    assert server.take_events() == [("DOWN", "a"), ("READY", "a 1"), ("GIVEN UP", "a")]
+    server.until(server.now + 100)
+    assert server.calls[3:] == []
+    server.start("a")
+    server.until(server.now + 1)
+    assert server.not_ready() == {}
+    assert server.take_events() == [("READY", "a 1")]
 
 
 def test_a_death_during_a_load_that_succeeds() -> None:
     """An instance died, just after Triton called the model READY: it is healed, not believed."""
-    house = House("a")
-    house.waiting = []
-    house.supervisor.load(["a"])
-    house.waiting.pop()()
-    house.die("a")
-    house.step()
-    assert house.told() == [("DOWN", "a")]
-    house.waiting.pop()()
-    house.step()
-    house.waiting.pop()()
-    house.step()
-    assert house.told() == [("READY", "a 1")]
-    assert house.calls == ["load a", "unload a", "load a"]
+    server = FakeServer("a")
+    server.waiting = []
+    server.supervisor.load(["a"])
+    server.waiting.pop()()
+    server.die("a")
+    server.step()
+    assert server.take_events() == [("DOWN", "a")]
+    server.waiting.pop()()
+    server.step()
+    server.waiting.pop()()
+    server.step()
+    assert server.take_events() == [("READY", "a 1")]
+    assert server.calls == ["load a", "unload a", "load a"]
 
 
 def test_a_healing_load_that_is_refused_is_tried_again() -> None:
     """What loaded once may load again: a GPU's memory is free a little later."""
-    house = _serving("a")
-    house.die("a")
-    house.refusals["a"] = ServerError("out of memory")
-    house.step(3)
-    assert [kind for kind, _ in house.told()] == ["DOWN", "DOWN"]
-    house.refusals.clear()
-    house.until(house.now + 3)
-    assert house.told() == [("READY", "a 1")]
+    server = _serving("a")
+    server.die("a")
+    server.refusals["a"] = ServerError("out of memory")
+    server.step(3)
+    assert [kind for kind, _ in server.take_events()] == ["DOWN", "DOWN"]
+    server.refusals.clear()
+    server.until(server.now + 3)
+    assert server.take_events() == [("READY", "a 1")]
 
 
 def test_an_unload_that_fails() -> None:
     """Triton would not load what it calls READY, dead as it is: it is unloaded first, or fails."""
-    house = _serving("a", restarts=2)
-    house.die("a")
-    unload, refused = house.unload, ServerError("no")
+    server = _serving("a", restarts=2)
+    server.die("a")
+    unload, refused = server.unload, ServerError("no")
 
     def refuse(model: str) -> None:
         raise refused
 
-    house.unload = refuse  # type: ignore[method-assign]
-    house.step(3)
-    assert house.why_not().keys() == {"a"}
-    assert "load a" not in house.calls
-    house.unload = unload  # type: ignore[method-assign]
-    house.until(house.now + 3)
-    assert house.calls == ["unload a", "load a"]
-    assert house.why_not() == {}
+    server.unload = refuse  # type: ignore[method-assign]
+    server.step(3)
+    assert server.not_ready().keys() == {"a"}
+    assert "load a" not in server.calls
+    server.unload = unload  # type: ignore[method-assign]
+    server.until(server.now + 3)
+    assert server.calls == ["unload a", "load a"]
+    assert server.not_ready() == {}
 
 
 def test_users_may_unload_and_load() -> None:
     """What a user unloads is not healed and not missed; what a user loads is watched."""
-    house = _serving("a", "b")
-    house.unload("a")
-    house.until(house.now + 1)
-    assert house.told() == [("RELEASED", "a")]
-    assert house.supervisor.snapshot.models == {"b": ""}
-    house.start("a")
-    house.start("c")
-    house.until(house.now + 1)
-    assert house.told() == [("READY", "a 1"), ("READY", "c 1")]
-    house.calls.clear()
+    server = _serving("a", "b")
+    server.unload("a")
+    server.until(server.now + 1)
+    assert server.take_events() == [("RELEASED", "a")]
+    assert server.supervisor.snapshot.models == {"b": ""}
+    server.start("a")
+    server.start("c")
+    server.until(server.now + 1)
+    assert server.take_events() == [("READY", "a 1"), ("READY", "c 1")]
+    server.calls.clear()
     for name in ("a", "c"):
-        house.die(name)
-    house.step(4)
-    assert sorted(house.calls) == ["load a", "load c", "unload a", "unload c"]
+        server.die(name)
+    server.step(4)
+    assert sorted(server.calls) == ["load a", "load c", "unload a", "unload c"]
 
 
 def test_users_may_unload_a_model_one_of_whose_versions_failed() -> None:
     """Triton goes on to report the failure; the model was unloaded all the same."""
-    house = _serving("a")
-    house.failed_versions["a"] = "no such file"
-    house.until(house.now + 1)
-    assert house.told() == []
-    house.unload("a")
-    house.until(house.now + 1)
-    assert house.told() == [("RELEASED", "a")]
-    assert house.supervisor.snapshot.models == {}
+    server = _serving("a")
+    server.failed_versions["a"] = "no such file"
+    server.until(server.now + 1)
+    assert server.take_events() == []
+    server.unload("a")
+    server.until(server.now + 1)
+    assert server.take_events() == [("RELEASED", "a")]
+    assert server.supervisor.snapshot.models == {}
 
 
 @pytest.mark.parametrize("failed", [False, True], ids=["one version", "another failed before"])
 def test_a_death_while_a_user_unloads(failed: bool) -> None:
     """Triton kills what does not end in time; the user's wish stands."""
-    house = _serving("a")
+    server = _serving("a")
     if failed:
-        house.failed_versions["a"] = "no such file"
-        house.until(house.now + 1)
-    house.models["a"] = _GONE
-    house.die("a")
-    house.until(house.now + 2)
-    assert house.calls == []
-    assert house.told() == [("RELEASED", "a")]
+        server.failed_versions["a"] = "no such file"
+        server.until(server.now + 1)
+    server.models["a"] = _GONE
+    server.die("a")
+    server.until(server.now + 2)
+    assert server.calls == []
+    assert server.take_events() == [("RELEASED", "a")]
 
 
 def test_a_reload_that_fails() -> None:
     """A user's load that Triton refuses, with nothing left to serve, is told."""
-    house = _serving("a")
-    house.models["a"] = "no such file"
-    house.until(house.now + 1)
-    assert house.told() == [("FAILED", "a 1")]
-    assert house.why_not() == {"a": "stays down: no such file"}
+    server = _serving("a")
+    server.models["a"] = "no such file"
+    server.until(server.now + 1)
+    assert server.take_events() == [("FAILED", "a 1")]
+    assert server.not_ready() == {"a": "stays down: no such file"}
 
 
 @pytest.mark.parametrize("cascades", [True, False])
 def test_an_ensemble_falls_and_stands_with_its_part(cascades: bool) -> None:
     """Triton unloads it along with the model: nobody's wish, so it is there again afterwards."""
-    house = _serving("a", "e")
-    house.ensembles["e"] = "a"
-    house.die("a")
-    house.waiting = []
-    house.step()
-    house.waiting.pop()()
-    house.step()
-    assert house.why_not()["e"] == "needs the model 'a', which does not serve"
+    server = _serving("a", "e")
+    server.ensembles["e"] = "a"
+    server.die("a")
+    server.waiting = []
+    server.step()
+    server.waiting.pop()()
+    server.step()
+    assert server.not_ready()["e"] == "needs the model 'a', which does not serve"
     if cascades:
-        house.models["e"] = _READY
-    house.waiting.pop()()
-    house.step(4)
-    assert house.calls == ["unload a", "load a"] + ([] if cascades else ["load e"])
-    assert house.why_not() == {}
-    assert house.told() == [("DOWN", "a"), ("READY", "a 1")]
+        server.models["e"] = _READY
+    server.waiting.pop()()
+    server.step(4)
+    assert server.calls == ["unload a", "load a"] + ([] if cascades else ["load e"])
+    assert server.not_ready() == {}
+    assert server.take_events() == [("DOWN", "a"), ("READY", "a 1")]
 
 
 def test_a_load_that_takes_too_long() -> None:
     """Its process is ended, Triton then fails the load, and it is tried again."""
-    house = House("a", "b")
-    house.waiting = []
-    house.supervisor.load(["a", "b"])
-    load, other = house.waiting
-    house.waiting = None
+    server = FakeServer("a", "b")
+    server.waiting = []
+    server.supervisor.load(["a", "b"])
+    load, other = server.waiting
+    server.waiting = None
     other()
-    house.pids["a"] = 5
-    house.until(101)
-    assert set(house.killed) == {"a"}
-    assert house.why_not().keys() == {"a"}
-    house.refusals["a"] = ServerError("Stub process 'a_0' is not healthy.")
+    server.pids["a"] = 5
+    server.until(101)
+    assert set(server.killed) == {"a"}
+    assert server.not_ready().keys() == {"a"}
+    server.refusals["a"] = ServerError("Stub process 'a_0' is not healthy.")
     load()
-    house.refusals.clear()
-    house.pids.clear()
-    house.step(3)
-    assert house.told() == [("READY", "b 1"), ("DOWN", "a"), ("READY", "a 1")]
+    server.refusals.clear()
+    server.pids.clear()
+    server.step(3)
+    assert server.take_events() == [("READY", "b 1"), ("DOWN", "a"), ("READY", "a 1")]
 
 
 def test_a_load_one_of_whose_instances_died() -> None:
     """The others have the same limit: they are ended, too."""
-    house = House("a")
-    house.waiting = []
-    house.supervisor.load(["a"])
-    house.pids["a"] = 5
-    house.die_loading("a", "was killed")
-    house.until(99)
-    assert house.killed == []
-    house.until(101)
-    assert set(house.killed) == {"a"}
+    server = FakeServer("a")
+    server.waiting = []
+    server.supervisor.load(["a"])
+    server.pids["a"] = 5
+    server.die_loading("a", "was killed")
+    server.until(99)
+    assert server.killed == []
+    server.until(101)
+    assert set(server.killed) == {"a"}
 
 
 def test_a_failed_reload_of_a_model_that_serves() -> None:
     """An instance of a load through Triton's API died: what Triton keeps serving is kept."""
-    house = _serving("a")
-    house.die_loading("a", "took longer than 100 s (--load-timeout)")
-    house.until(house.now + 2)
-    assert house.told() == [("FAILED", "a")]
-    assert house.calls == []
-    assert house.why_not() == {}
+    server = _serving("a")
+    server.die_loading("a", "took longer than 100 s (--load-timeout)")
+    server.until(server.now + 2)
+    assert server.take_events() == [("FAILED", "a")]
+    assert server.calls == []
+    assert server.not_ready() == {}
 
 
 def test_a_load_through_triton_s_api() -> None:
     """Until it has ended, the model is not ready; if it dies, the reason is that of the death."""
-    house = _serving("a")
-    house.models["a"] = ""  # Triton's LOADING
-    house.until(house.now + 2)
-    assert house.why_not() == {"a": "is being loaded"}
-    house.die_loading("a", "took longer than 100 s (--load-timeout)")
-    house.step()
-    house.models["a"] = "Stub process 'a_0' is not healthy."
-    house.until(house.now + 2)
-    assert house.told() == [("FAILED", "a")]
-    assert house.why_not() == {"a": "stays down: took longer than 100 s (--load-timeout)"}
-    assert house.calls == []
-    house.start("a")
-    house.until(house.now + 2)
-    assert house.why_not() == {}
+    server = _serving("a")
+    server.models["a"] = ""  # Triton's LOADING
+    server.until(server.now + 2)
+    assert server.not_ready() == {"a": "is being loaded"}
+    server.die_loading("a", "took longer than 100 s (--load-timeout)")
+    server.step()
+    server.models["a"] = "Stub process 'a_0' is not healthy."
+    server.until(server.now + 2)
+    assert server.take_events() == [("FAILED", "a")]
+    assert server.not_ready() == {"a": "stays down: took longer than 100 s (--load-timeout)"}
+    assert server.calls == []
+    server.start("a")
+    server.until(server.now + 2)
+    assert server.not_ready() == {}
 
 
 def test_a_load_that_nothing_ends() -> None:
     """Triton waits for a process that is gone: the model is given up, and the reason says why."""
-    house = House("a", "b")
-    house.waiting = []
-    house.supervisor.load(["a", "b"])
-    house.waiting[1]()
-    house.until(101)
-    assert house.told() == [("READY", "b 1"), ("GIVEN UP", "a")]
-    assert "took longer than 100 s (--load-timeout)" in house.why_not()["a"]
-    assert "only a new server can load it" in house.why_not()["a"]
-    assert house.supervisor.settled
+    server = FakeServer("a", "b")
+    server.waiting = []
+    server.supervisor.load(["a", "b"])
+    server.waiting[1]()
+    server.until(101)
+    assert server.take_events() == [("READY", "b 1"), ("GIVEN UP", "a")]
+    assert "took longer than 100 s (--load-timeout)" in server.not_ready()["a"]
+    assert "only a new server can load it" in server.not_ready()["a"]
+    assert server.supervisor.initial_loads_done
 
 
 def test_a_death_that_triton_does_not_notice() -> None:
     """What completes a config died: the model is given up at once, not after the time limit."""
-    house = House("a")
-    house.waiting = []
-    house.supervisor.load(["a"])
-    house.die("a", "what completes its config was ended by SIGKILL", completing=True)
-    house.step()
-    assert house.told() == [("GIVEN UP", "a")]
-    assert "was ended by SIGKILL; Triton waits for it for ever" in house.why_not()["a"]
-    house.refusals["a"] = TooLongError("it took longer than 130 s")
-    house.waiting.pop()()
-    house.step()
-    assert house.told() == []
+    server = FakeServer("a")
+    server.waiting = []
+    server.supervisor.load(["a"])
+    server.die("a", "the process that completes its config was ended by SIGKILL", completing=True)
+    server.step()
+    assert server.take_events() == [("GIVEN UP", "a")]
+    assert "was ended by SIGKILL; Triton never stops waiting for it" in server.not_ready()["a"]
+    server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
+    server.waiting.pop()()
+    server.step()
+    assert server.take_events() == []
 
 
 def test_triton_alone_controls_its_models() -> None:
     """In other control modes nothing is loaded or unloaded, and the truth is told all the same."""
-    house = House("a", "b", "c", heals=False)
-    house.start("a")
-    house.models["b"] = "no such file"
-    house.models["c"] = _GONE
-    house.step()
-    assert house.told() == [("READY", "a 1"), ("FAILED", "b 1")]
-    assert house.supervisor.snapshot.models.keys() == {"a", "b"}
-    house.die("a")
-    house.until(house.now + 100)
-    assert house.told() == [("GIVEN UP", "a")]
-    assert house.why_not()["a"] == "stays down: was killed"
-    assert house.calls == []
-    house.start("a")
-    house.until(house.now + 1)
-    assert house.told() == [("READY", "a 1")]
+    server = FakeServer("a", "b", "c", controls=False)
+    server.start("a")
+    server.models["b"] = "no such file"
+    server.models["c"] = _GONE
+    server.step()
+    assert server.take_events() == [("READY", "a 1"), ("FAILED", "b 1")]
+    assert server.supervisor.snapshot.models.keys() == {"a", "b"}
+    server.die("a")
+    server.until(server.now + 100)
+    assert server.take_events() == [("GIVEN UP", "a")]
+    assert server.not_ready()["a"] == "stays down: was killed"
+    assert server.calls == []
+    server.start("a")
+    server.until(server.now + 1)
+    assert server.take_events() == [("READY", "a 1")]
 
 
 def test_a_server_that_does_not_answer() -> None:
     """Nothing is ready then, and nothing is taken for unloaded."""
-    house = _serving("a")
-    house.answers = False
-    house.until(house.now + 1)
-    assert house.supervisor.snapshot.problem == "tritonserver does not answer"
-    house.answers = True
-    house.until(house.now + 1)
-    assert house.supervisor.snapshot.problem == ""
-    assert house.told() == []
+    server = _serving("a")
+    server.answers = False
+    server.until(server.now + 1)
+    assert server.supervisor.snapshot.problem == "tritonserver does not answer"
+    server.answers = True
+    server.until(server.now + 1)
+    assert server.supervisor.snapshot.problem == ""
+    assert server.take_events() == []
 
 
 def test_a_fall_of_nobody() -> None:
     """An instance of a model that somebody else loads is Triton's to report."""
-    house = _serving("a")
-    house.die("unknown")
-    house.step(3)
-    assert house.told() == []
-    house.die_loading("unknown", "took longer than 100 s (--load-timeout)")
-    house.step(3)
-    assert house.told() == [("FAILED", "unknown")]
-    assert house.calls == []
+    server = _serving("a")
+    server.die("unknown")
+    server.step(3)
+    assert server.take_events() == []
+    server.die_loading("unknown", "took longer than 100 s (--load-timeout)")
+    server.step(3)
+    assert server.take_events() == [("FAILED", "unknown")]
+    assert server.calls == []
 
 
 def test_before_the_first_step_nothing_is_ready() -> None:
     """Who asks early is told so."""
-    assert House("a").supervisor.snapshot.problem == "the server is being started"
+    assert FakeServer("a").supervisor.snapshot.problem == "the server is being started"
 
 
 def test_the_kinds_are_words_of_their_own() -> None:
     """What is printed in the first column fits it."""
-    assert all(len(kind.value) <= 8 for kind in Kind)
+    assert all(len(kind.value) <= 8 for kind in EventKind)

@@ -139,7 +139,7 @@ def test_ports_that_can_be_listened_on() -> None:
 
 
 @pytest.mark.parametrize(
-    ("address", "wished", "says"),
+    ("address", "requested", "says"),
     [
         ("127.0.0.1", {"--a": 0, "--b": 99999}, "--b is 99999; expected a port from 0 to 65535."),
         ("127.0.0.1", {"--a": -1}, "--a is -1; expected a port from 0 to 65535."),
@@ -150,12 +150,12 @@ def test_ports_that_can_be_listened_on() -> None:
     ids=["too-high", "negative", "taken", "taken-for-all-addresses", "address"],
 )
 def test_ports_that_cannot_be_listened_on(
-    address: str, wished: dict[str, int | None], says: str
+    address: str, requested: dict[str, int | None], says: str
 ) -> None:
     """The refusal names the port and its option."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
-        named = {option: taken if port is None else port for option, port in wished.items()}
+        named = {option: taken if port is None else port for option, port in requested.items()}
         with pytest.raises(ServerError, match=says.replace("TAKEN", str(taken))):
             tritonserver.check_ports(address, named)
 
@@ -219,7 +219,7 @@ def test_an_end_while_the_kernel_forgets_a_process(monkeypatch: pytest.MonkeyPat
         return opened(pid, flags)
 
     monkeypatch.setattr(os, "pidfd_open", pidfd_open)
-    tritonserver._end(process, 60, in_processes=False)
+    tritonserver._terminate(process, 60, in_children=False)
     assert process.poll() is not None
     assert living.all_end([child])
 
@@ -242,20 +242,20 @@ def test_a_server_without_instances_is_not_waited_for(monkeypatch: pytest.Monkey
     """All its models ran in processes, and those are gone: it waits for what Triton has lost."""
     monkeypatch.setattr(tritonserver, "_IDLE_SECONDS", 0.2)
     with _leaving("exit", on_sigterm="None") as process:
-        tritonserver._end(process, 10_000, in_processes=True)
+        tritonserver._terminate(process, 10_000, in_children=True)
         assert process.returncode == -signal.SIGKILL
 
 
 @pytest.mark.parametrize(
-    ("child", "in_processes"), [("sleep 1000", True), ("exit", False)], ids=["instance", "foreign"]
+    ("child", "in_children"), [("sleep 1000", True), ("exit", False)], ids=["instance", "foreign"]
 )
 def test_a_server_that_may_still_work_has_its_time(
-    child: str, in_processes: bool, monkeypatch: pytest.MonkeyPatch
+    child: str, in_children: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An instance runs, or a model inside of tritonserver may: it ends by itself."""
     monkeypatch.setattr(tritonserver, "_IDLE_SECONDS", 0.0)
     with _leaving(child, on_sigterm="time.sleep(0.5) or os._exit(3)") as process:
-        tritonserver._end(process, 10_000, in_processes=in_processes)
+        tritonserver._terminate(process, 10_000, in_children=in_children)
         assert process.returncode == 3
 
 

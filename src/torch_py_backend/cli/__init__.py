@@ -1,4 +1,4 @@
-"""The command `torch-py-backend`: a parser and short commands over the package."""
+"""The command `torch-py-backend` and its subcommands."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ commands = typer.Typer(
 )
 
 
-def _print_version(wanted: bool) -> None:  # noqa: FBT001  typer's signature
-    if wanted:
+def _print_version(version: bool) -> None:  # noqa: FBT001  typer's signature
+    if version:
         typer.echo(f"torch-py-backend {torch_py_backend.__version__}")
         raise typer.Exit
 
@@ -45,22 +45,15 @@ def _options(
         ),
     ] = False,
 ) -> None:
-    """Options of the command itself, before the name of a subcommand."""
+    """Options before the name of a subcommand."""
 
 
-commands.command()(serve)
-commands.command()(init)
-commands.command()(import_mar)
-commands.command()(check)
-commands.command()(install)
-commands.command()(pack)
-commands.command()(bench)
-commands.command()(tune)
-commands.command()(profile)
+for _command in (serve, init, import_mar, check, install, pack, bench, tune, profile):
+    commands.command()(_command)
 
 
 def app() -> None:
-    """Run the command line; an error of ours is one sentence and exit code 1."""
+    """Run the command line; print a BackendError as one line, with exit code 1."""
     try:
         commands()
     except BackendError as error:

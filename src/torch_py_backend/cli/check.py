@@ -1,4 +1,4 @@
-"""`torch-py-backend check`: load and warm up models without a server, and say what is wrong."""
+"""`torch-py-backend check`: load and warm up models without a server, and report problems."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from torch_py_backend.artifacts import repository
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import BackendError, ConfigError, ServerError
-from torch_py_backend.processes import child_process
 from torch_py_backend.server import preflight
+from torch_py_backend.tools import model_folder
 
-# A frame of a traceback: its file, line, function, and the source of the line.
+# A frame of a traceback: file, line number, function and source line.
 _FRAME = re.compile(r'^ +File "(.+)", line (\d+), in (.+)(?:\n +(.+))?', re.MULTILINE)
 
 
@@ -36,7 +36,7 @@ def check(
     if not path.is_dir():
         raise ServerError(f"{path} is not a folder; expected a model or a model repository.")
     folders = repository.models(path.resolve())
-    # Standard output is JSON alone. What is not a terminal shows no status.
+    # With --json, standard output holds nothing but JSON. The status is shown on terminals only.
     console = Console(stderr=as_json, soft_wrap=True, highlight=False, emoji=False)
     reports: list[dict[str, Any]] = []
     with console.status("") as status:
@@ -57,8 +57,9 @@ def check(
 
 
 def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
+    """Load a model in a child process, and return what `check --json` prints for it."""
     notes = list(preflight.folder(folder))
-    end = time.monotonic() + timeout
+    deadline = time.monotonic() + timeout
     try:
         document = pbtxt.read(folder)
         other = preflight.other_backend(folder, document)
@@ -72,25 +73,20 @@ def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
             )
         preflight.execution_environment(folder, document)
         version = repository.latest(folder)
-        filled = completion.needed(document)
-        if filled:
-            given = pbtxt.arguments(folder, version, document)
-            completion.complete(given, document, timeout)
+        incomplete = completion.needed(document)
+        if incomplete:
+            arguments = pbtxt.arguments(folder, version, document)
+            completion.complete(arguments, document, timeout)
         else:
             completion.decide(document, folder / version)
-        given = pbtxt.arguments(folder, version, document)
-        report: dict[str, Any] = child_process.run(
-            folder.name,
-            "torch_py_backend.tools.inspection:inspect",
-            {"arguments": given},
-            max(0.0, round(end - time.monotonic(), 1)),
-        )
+        remaining = max(0.0, round(deadline - time.monotonic(), 1))
+        report = model_folder.inspect(folder, version, document, remaining)
     except BackendError as error:
         report = {"model": folder.name, "error": str(error), "notes": notes}
         report["at"] = _own_frame(folder, error.traceback)
         return report | ({"traceback": error.traceback} if traceback else {})
-    if filled:
-        notes.append("config.pbtxt leaves out inputs or outputs; they were told by the model.")
+    if incomplete:
+        notes.append("config.pbtxt leaves out inputs or outputs; they come from the model.")
     if report["hooks"]:
         notes.extend(preflight.waits(document))
     return {"model": folder.name, "version": version, "notes": notes, **report}
@@ -98,10 +94,10 @@ def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
 
 def _own_frame(folder: Path, traceback: str) -> str:
     """Return the innermost frame in a file of the model's folder, or an empty string."""
-    own = [one for one in _FRAME.findall(traceback) if Path(one[0]).is_relative_to(folder)]
-    if not own:
+    frames = [frame for frame in _FRAME.findall(traceback) if Path(frame[0]).is_relative_to(folder)]
+    if not frames:
         return ""
-    file, line, function, source = own[-1]
+    file, line, function, source = frames[-1]
     return f"{file}:{line} in {function}" + (f": {source}" if source else "")
 
 

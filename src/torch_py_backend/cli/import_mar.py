@@ -1,4 +1,4 @@
-"""`torch-py-backend import-mar`: a model folder made from a TorchServe archive."""
+"""`torch-py-backend import-mar`: make a model folder from a TorchServe archive."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ from torch_py_backend.errors import (
     PlatformError,
     printable,
 )
-from torch_py_backend.processes import child_process
+from torch_py_backend.tools import model_folder
 from torch_py_backend.torchserve import mar_archive, migration
 from torch_py_backend.torchserve.mar_archive import Limits
 from torch_py_backend.torchserve.migration import Migration, Wishes
 
-_TIMEOUT_S = 600.0
 _NAME = re.compile(r"[\w-][\w.\- ]*")
-# Inputs are files, too, where an example lies beside the model.
+# An example is a file with the name of an input.
 _INPUT = re.compile(r"[A-Za-z_]\w*")
 _DEFAULT = Limits()
 
@@ -72,45 +71,47 @@ def import_mar(
         raise InstallError(f"{archive} is not there; expected an archive of torch-model-archiver.")
     if example is not None and not example.is_file():
         raise InstallError(f"--example is {example}, which is not a file.")
-    wishes = Wishes(_fields(inputs or []), content_type, example is not None)
+    duplicates = len(set(inputs or ())) < len(inputs or ())
+    if duplicates or not all(_INPUT.fullmatch(name) for name in inputs or ()):
+        raise ArchiveError(
+            "--input", f"it is {', '.join(inputs or ())}", expected="names, each once"
+        )
+    wishes = Wishes(tuple(inputs or ()), content_type, example is not None)
     parent = (output.absolute().parent if output is not None else Path.cwd()).resolve()
-    if output is not None:  # before gigabytes are unpacked
+    if output is not None:  # checked before gigabytes are unpacked
         _refuse_name(output.absolute().name, parent)
     try:
-        # Made complete beside its place: a server that watches the repository sees it whole.
-        with _there(parent), tempfile.TemporaryDirectory(prefix=".import-mar-", dir=parent) as room:
-            unpacked = Path(room) / ARCHIVE
+        # Written under a temporary name and then moved: a server that watches the repository
+        # never sees a part of the folder.
+        with (
+            _temporary_parents(parent),
+            tempfile.TemporaryDirectory(prefix=".import-mar-", dir=parent) as scratch,
+        ):
+            unpacked = Path(scratch) / ARCHIVE
             mar_archive.unpack(archive, unpacked, Limits(max_gigabytes, max_files))
             manifest = mar_archive.read_manifest(unpacked, archive.name)
             name = output.absolute().name if output is not None else manifest.model_name
             _refuse_name(name, parent)
-            made = migration.migrate(archive.name, name, unpacked, manifest, wishes)
-            folder = _lay_out(Path(room) / name, unpacked, made, example)
+            result = migration.migrate(archive.name, name, unpacked, manifest, wishes)
+            folder = _write_folder(Path(scratch) / name, unpacked, result, example)
             folder.rename(parent / name)
     except OSError as error:
         raise InstallError(f"cannot import {archive.name} into {parent}: {error}") from error
-    _print(parent / name, made)
+    _print(parent / name, result)
 
 
 @contextlib.contextmanager
-def _there(folder: Path) -> Iterator[None]:
-    """The folder exists; what was made for that goes again, where nothing comes of it."""
-    made = [one for one in (folder, *folder.parents) if not one.exists()]
+def _temporary_parents(folder: Path) -> Iterator[None]:
+    """Create a folder with its parents, and remove those that were created if the block fails."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
-        for one in made:
+        for path in missing:
             with contextlib.suppress(OSError):
-                one.rmdir()
+                path.rmdir()
         raise
-
-
-def _fields(inputs: list[str]) -> tuple[str, ...]:
-    odd = [name for name in inputs if not _INPUT.fullmatch(name)]
-    if odd or len(set(inputs)) < len(inputs):
-        raise ArchiveError("--input", f"it is {', '.join(inputs)}", expected="names, each once")
-    return tuple(inputs)
 
 
 def _refuse_name(name: str, parent: Path) -> None:
@@ -123,41 +124,34 @@ def _refuse_name(name: str, parent: Path) -> None:
         raise InstallError(f"{parent / name} exists already; give another folder with --output.")
 
 
-def _lay_out(folder: Path, unpacked: Path, made: Migration, example: Path | None) -> Path:
+def _write_folder(folder: Path, unpacked: Path, result: Migration, example: Path | None) -> Path:
     version = folder / "1"
     version.mkdir(parents=True)
     unpacked.rename(version / ARCHIVE)
     if example is not None:
         bodies = version / "example_inputs"
         bodies.mkdir()
-        shutil.copyfile(example, bodies / made.inputs[0])
-    (folder / "config.pbtxt").write_text(made.config, encoding="utf-8")
+        shutil.copyfile(example, bodies / result.inputs[0])
+    (folder / "config.pbtxt").write_text(result.config, encoding="utf-8")
     return folder
 
 
-def _print(folder: Path, made: Migration) -> None:
+def _print(folder: Path, result: Migration) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {folder}")
-    for line in made.taken:
+    for line in result.taken:
         console.print(f"  {printable(line)}")
-    if made.left:
+    if result.left:
         console.print("not taken over, and noted in config.pbtxt:")
-    for line in made.left:
+    for line in result.left:
         console.print(f"  {printable(line)}")
-    console.print(_checked(folder))
+    console.print(_load_result(folder))
 
 
-def _checked(folder: Path) -> str:
-    """Whether the folder that was made can be served."""
+def _load_result(folder: Path) -> str:
+    """Load the model once, and return a line with the result."""
     try:
-        document = pbtxt.read(folder)
-        given = pbtxt.arguments(folder, "1", document)
-        child_process.run(
-            folder.name,
-            "torch_py_backend.tools.inspection:inspect",
-            {"arguments": given},
-            _TIMEOUT_S,
-        )
+        model_folder.inspect(folder, "1", pbtxt.read(folder))
     except PlatformError as error:
         return f"not tried: {error}"
     except BackendError as error:

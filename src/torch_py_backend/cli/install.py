@@ -1,4 +1,4 @@
-"""`torch-py-backend install`: put the backend where a stock tritonserver finds it."""
+"""`torch-py-backend install`: write the backend into the backend directory of a tritonserver."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ def install(
     ] = "pytorch_py",
     create: Annotated[
         bool,
-        typer.Option("--create", help="Make the folder, or use one that no tritonserver uses yet."),
+        typer.Option(
+            "--create", help="Create the folder, or accept one that is not a backend directory yet."
+        ),
     ] = False,
-    uninstall: Annotated[bool, typer.Option("--uninstall", help="Remove it again.")] = False,
+    uninstall: Annotated[bool, typer.Option("--uninstall", help="Remove the backend.")] = False,
 ) -> None:
-    """Put the backend into a tritonserver's backend directory."""
+    """Install the backend into a tritonserver's backend directory."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
     if not uninstall:
         if not create:
-            installation.check(backend_dir)
+            installation.check_backend_directory(backend_dir)
         console.print(f"installed {installation.install(backend_dir, name)}")
     elif installation.uninstall(backend_dir, name):
         console.print(f"removed {backend_dir / name}")

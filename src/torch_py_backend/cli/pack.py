@@ -1,4 +1,4 @@
-"""`torch-py-backend pack`: make the archive of a Python environment that a model brings along."""
+"""`torch-py-backend pack`: pack a Python environment that one model is served with."""
 
 from __future__ import annotations
 
@@ -21,16 +21,20 @@ _MEGABYTE = 1 << 20
 def pack(
     env: Annotated[Path, typer.Argument(help="A virtual environment, or one of conda.")],
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The archive; else ENV's name + .tar.gz.")
+        Path | None,
+        typer.Option("--output", "-o", help="The archive; by default ENV's name and .tar.gz."),
     ] = None,
     python: Annotated[
-        str, typer.Option(help="The Python of the server's stub, as 3.12; else that found here.")
+        str,
+        typer.Option(
+            help="The Python of the server's stub, such as 3.12; else that of the server here."
+        ),
     ] = "",
 ) -> None:
-    """Pack a Python environment for EXECUTION_ENV_PATH: packages that one model brings along."""
-    stub, numpy_1 = _stub(python)
+    """Pack a Python environment for EXECUTION_ENV_PATH, with the packages of one model."""
+    stub_python, numpy_1 = _stub_python(python)
     environment = packing.look(env)
-    packing.check(environment, stub, numpy_1=numpy_1)
+    packing.check(environment, stub_python, numpy_1=numpy_1)
     path = output or Path(f"{environment.folder.name}{packing.SUFFIX}")
     console = Console(soft_wrap=True, highlight=False, emoji=False, markup=False)
     with console.status(f"packing {env}"):
@@ -39,8 +43,8 @@ def pack(
         console.print(line)
 
 
-def _stub(python: str) -> tuple[str, bool]:
-    """The Python of the server's stub, and whether numpy must be older than 2 there."""
+def _stub_python(python: str) -> tuple[str, bool]:
+    """Return the Python version of the server's stub, and whether numpy must be older than 2."""
     if python:
         if not re.fullmatch(r"3\.\d+", python):
             raise PackError(f"--python is '{python}'; expected a version such as 3.12.")
@@ -56,7 +60,7 @@ def _stub(python: str) -> tuple[str, bool]:
 
 def _lines(environment: Environment, packed: Packed) -> list[str]:
     versions = ", ".join(f"{name} {environment.packages[name]}" for name in packing.NEEDED)
-    size, unpacked = (f"{one / _MEGABYTE:,.1f} MB" for one in (packed.size, packed.unpacked))
+    size, unpacked = (f"{size / _MEGABYTE:,.1f} MB" for size in (packed.size, packed.unpacked))
     value = f"{execution_env.MODEL_FOLDER}/{packed.path.name}"
     lines = [
         f"packed {packed.path}: {size}, unpacked {unpacked}",

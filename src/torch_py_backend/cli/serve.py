@@ -1,4 +1,4 @@
-"""`torch-py-backend serve`: a repository on a real tritonserver, and kept serving there."""
+"""`torch-py-backend serve`: run a tritonserver on a model repository and supervise its models."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from rich.markup import escape
 from torch_py_backend.artifacts import repository as repositories
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import endpoint_restrictions
-from torch_py_backend.server.instances import Watch
-from torch_py_backend.server.model_control import Control
-from torch_py_backend.server.readiness import Readiness
-from torch_py_backend.server.supervision import Event, Kind, Plan, Supervisor
+from torch_py_backend.server.instances import InstanceMonitor
+from torch_py_backend.server.model_control import RepositoryClient
+from torch_py_backend.server.readiness import ReadinessServer
+from torch_py_backend.server.supervision import Event, EventKind, RestartLimits, Supervisor
 from torch_py_backend.server.tritonserver import Server, check_ports, ports
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-_SECRET = "TORCH_PY_BACKEND_ADMIN_KEY"  # noqa: S105  the name of the variable
-_KEY = "admin-key"
+_KEY_VARIABLE = "TORCH_PY_BACKEND_ADMIN_KEY"
+_KEY_HEADER = "admin-key"
 _SERVICES = ("http", "grpc", "metrics", "health")
 _LOCAL = ("127.0.0.1", "localhost", "::1")
 _COLOURS = {
-    Kind.READY: "green",
-    Kind.FAILED: "red",
-    Kind.DOWN: "yellow",
-    Kind.GIVEN_UP: "bold red",
-    Kind.RELEASED: "cyan",
+    EventKind.READY: "green",
+    EventKind.FAILED: "red",
+    EventKind.DOWN: "yellow",
+    EventKind.GIVEN_UP: "bold red",
+    EventKind.RELEASED: "cyan",
 }
 
 
-class _Stopped(Exception):  # noqa: N818  no error: the user's wish
-    """SIGTERM or Ctrl-C."""
+class _Stopped(Exception):  # noqa: N818  not an error: the user stops the server
+    """SIGTERM or SIGINT was received."""
 
 
 def serve(
@@ -52,7 +52,7 @@ def serve(
     grpc_port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="0 takes a free port.")] = 8002,
     health_port: Annotated[
-        int, typer.Option(help="Of /live, /ready and /ready/MODEL; 0 takes a free port.")
+        int, typer.Option(help="Port of /live, /ready and /ready/MODEL; 0 takes a free port.")
     ] = 8003,
     address: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
     restarts: Annotated[
@@ -69,17 +69,18 @@ def serve(
         float,
         typer.Option(
             min=0,
-            help="Seconds that requests are still taken after SIGTERM or Ctrl-C, while /ready says"
-            " no: as many as load balancers take to look elsewhere.",
+            help="Seconds that requests are still accepted after SIGTERM or Ctrl-C, while /ready"
+            " answers 503: as many as load balancers need to stop sending requests.",
         ),
     ] = 0,
     restrict: Annotated[
         str,
         typer.Option(
             metavar="APIS",
-            help="Endpoints of Triton's that ask for the key in the environment variable"
-            f" {_SECRET}, over HTTP in the header {_KEY}: such as"
-            " model-repository,shared-memory,trace,logging. Without the variable nobody has it.",
+            help="Triton's endpoints that require the key in the environment variable"
+            f" {_KEY_VARIABLE}, over HTTP in the header {_KEY_HEADER}: such as"
+            " model-repository,shared-memory,trace,logging. Without the variable, no client can"
+            " use them.",
         ),
     ] = "",
     allow_empty: Annotated[
@@ -90,7 +91,7 @@ def serve(
         ),
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print Triton's log here, and not into a file.")
+        bool, typer.Option("--verbose", help="Print Triton's log instead of writing it to a file.")
     ] = False,
     tritonserver: Annotated[
         Path | None, typer.Option(help="The tritonserver to use; by default one is searched for.")
@@ -99,21 +100,23 @@ def serve(
         list[str] | None, typer.Argument(help="After --: arguments for tritonserver itself.")
     ] = None,
 ) -> None:
-    """Serve a model repository until Ctrl-C or SIGTERM; load again what dies."""
+    """Serve a model repository until Ctrl-C or SIGTERM, and load models again that die."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
-    given = list(arguments or ())
-    # Taken out: tritonserver, the processes of models and the guard would inherit it.
-    secret = os.environ.pop(_SECRET, "") or secrets.token_urlsafe()
+    triton_arguments = list(arguments or ())
+    # Removed, so that tritonserver, its instances and the guard do not inherit the key.
+    key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
     if restrict:
-        given = [*endpoint_restrictions.arguments(restrict, _KEY, secret), *given]
-    mode = (_values(given, "model-control-mode") or ["explicit"])[-1]
-    given = _without(given, "model-control-mode")
-    wanted: list[str] = []
+        restrictions = endpoint_restrictions.restriction_arguments(restrict, _KEY_HEADER, key)
+        triton_arguments = [*restrictions, *triton_arguments]
+    mode = (_values(triton_arguments, "model-control-mode") or ["explicit"])[-1]
+    triton_arguments = _without(triton_arguments, "model-control-mode")
+    models: list[str] = []
     if mode == "explicit":
-        # We load them: Triton itself listens only when all of them are there.
-        wanted = [name for name in _values(given, "load-model") if name != "*"]
-        given = _without(given, "load-model")
-    http, grpc, metrics, health = ports(http_port, grpc_port, metrics_port, health_port)
+        # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
+        models = [name for name in _values(triton_arguments, "load-model") if name != "*"]
+        triton_arguments = _without(triton_arguments, "load-model")
+    options = (http_port, grpc_port, metrics_port, health_port)
+    http, grpc, metrics, health = ports(*options)
     server = Server(
         repository,
         http_port=http,
@@ -121,14 +124,17 @@ def serve(
         metrics_port=metrics,
         address=address,
         executable=tritonserver,
-        arguments=[f"--model-control-mode={mode}", *given],
+        arguments=[f"--model-control-mode={mode}", *triton_arguments],
     )
-    if not _values(given, "model-repository") and not _values(given, "model-store"):
-        _check_repository(repository, wanted, allow_empty=allow_empty)
-    wished = dict(zip(_SERVICES, (http_port, grpc_port, metrics_port, health_port), strict=True))
+    if not any(_values(triton_arguments, name) for name in ("model-repository", "model-store")):
+        _check_repository(repository, models, allow_empty=allow_empty)
     check_ports(
         address,
-        {f"--{name}-port": port for name, port in wished.items() if not _configures(given, name)},
+        {
+            f"--{service}-port": port
+            for service, port in zip(_SERVICES, options, strict=True)
+            if not _configures(triton_arguments, service)
+        },
     )
     server.log = _log(console, verbose=verbose)
     for number in _SIGNALS:
@@ -136,40 +142,40 @@ def serve(
     code = 0
     try:
         server.start()
-        with contextlib.closing(Control(server.grpc_address, server.keys)) as control:
+        with contextlib.closing(RepositoryClient(server.grpc_address, server.keys)) as client:
             supervisor = Supervisor(
                 server.models,
-                Watch(server.vitals, load_timeout),
-                control if mode == "explicit" else None,
-                Plan(restarts, load_timeout),
+                InstanceMonitor(server.status_folder, load_timeout),
+                client if mode == "explicit" else None,
+                RestartLimits(restarts, load_timeout),
                 lambda event: console.print(_line(event)),
                 spawn=_spawn,
             )
-            readiness = Readiness(address, health, supervisor, server.lives)
+            readiness = ReadinessServer(address, health, supervisor, server.lives)
             with readiness:
                 try:
-                    _warn(console, address, given)
-                    code = _supervise(console, server, supervisor, readiness, wanted)
+                    _warn(console, address, triton_arguments)
+                    code = _supervise(console, server, supervisor, readiness, models)
                 finally:
-                    # In this order: what a load balancer sends before it looks elsewhere is
-                    # answered, and so is what is under way when Triton is told to leave.
-                    readiness.stopping()
+                    # In this order, both the requests that a load balancer still sends and those
+                    # in progress when Triton stops are answered.
+                    readiness.set_stopping()
                     _drain(server, supervisor, drain)
                     server.stop()
     except _Stopped:
         console.print("stopped")
     finally:
-        server.stop()  # also when a signal came while it was being started
+        server.stop()  # also if a signal arrived during start()
     raise typer.Exit(code)
 
 
-def _check_repository(path: Path, wanted: Sequence[str], *, allow_empty: bool) -> None:
-    """Refuse a repository in which there is nothing to serve.
+def _check_repository(path: Path, models: Sequence[str], *, allow_empty: bool) -> None:
+    """Raise an error if a repository has nothing to serve.
 
     Raises:
-        ServerError: it holds no models, lacks a wanted one, or is a model itself.
+        ServerError: it is empty, lacks one of the models, or is itself a model folder.
     """
-    if not repositories.by_name(path, wanted) and not allow_empty:
+    if not repositories.by_name(path, models) and not allow_empty:
         raise ServerError(
             f"{path} holds no models; expected folders with a config.pbtxt. --allow-empty serves it"
             " as it is."
@@ -177,17 +183,17 @@ def _check_repository(path: Path, wanted: Sequence[str], *, allow_empty: bool) -
 
 
 def _configures(arguments: Sequence[str], service: str) -> bool:
-    """Whether tritonserver's own arguments say where a service listens, or whether it does."""
+    """Return whether tritonserver's arguments set where a service listens, or disable it."""
     names = (f"{service}-port", f"{service}-address", f"allow-{service}", f"reuse-{service}-port")
     return any(_values(arguments, name) for name in names)
 
 
 def _log(console: Console, *, verbose: bool) -> IO[bytes] | None:
-    """Where Triton's log goes: into a file that is kept and named; None: where we print."""
+    """Open a file for Triton's log, which is kept, and print its name; None with --verbose."""
     if verbose:
         return None
     try:
-        # Not a `with`: it is open, and kept, for as long as this process lives.
+        # No `with`: the file stays open until this process ends, and is kept.
         file = tempfile.NamedTemporaryFile(prefix="tritonserver-", suffix=".log", delete=False)  # noqa: SIM115
     except OSError as error:
         raise ServerError(
@@ -201,25 +207,25 @@ def _supervise(
     console: Console,
     server: Server,
     supervisor: Supervisor,
-    readiness: Readiness,
-    wanted: Sequence[str],
+    readiness: ReadinessServer,
+    models: Sequence[str],
 ) -> int:
-    """Watch over the models until the server ends; the exit code.
+    """Load and supervise the models until the server ends; return the exit code.
 
     Raises:
-        _Stopped: a signal came, also one whose exception got lost. Python drops what is raised
-            inside a destructor, or while another signal's exception is on its way.
+        _Stopped: a signal was received. This includes signals whose exception was lost: Python
+            drops exceptions in destructors, and while another one propagates.
     """
     states = server.wait_loaded()
-    if supervisor.heals:
-        supervisor.load(wanted or sorted({state.name for state in states}))
+    if supervisor.controls_models:
+        supervisor.load(models or sorted({state.name for state in states}))
     announced = False
     while server.process.poll() is None:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
             raise _Stopped
         supervisor.step()
         _reap_orphans(server.process.pid)
-        if supervisor.settled and not announced:
+        if supervisor.initial_loads_done and not announced:
             announced = True
             console.print(
                 f"serving on http://{server.http_address} and grpc://{server.grpc_address};"
@@ -234,30 +240,30 @@ def _supervise(
 
 
 def _drain(server: Server, supervisor: Supervisor, seconds: float) -> None:
-    """Go on serving for as long as somebody may not know yet that we leave."""
+    """Continue to serve for some seconds, while load balancers notice that /ready fails."""
     deadline = time.monotonic() + seconds
     while server.process.poll() is None and time.monotonic() < deadline:
         supervisor.step()
 
 
 def _reap_orphans(server: int) -> None:
-    """As the first process of a container: take the exit codes that nobody else will take."""
-    with contextlib.suppress(ChildProcessError):  # there are none
+    """Reap orphaned processes if this is the first process of a container."""
+    with contextlib.suppress(ChildProcessError):  # no child processes
         while os.getpid() == 1:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            # The server's own is waited for elsewhere.
+            # The server itself is waited for elsewhere.
             if ended is None or ended.si_pid == server:
                 return
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _spawn(work: Callable[[], None]) -> None:
-    # A load that Triton never ends must not keep this process from ending.
+    # A daemon thread: this process can end even if Triton never answers.
     threading.Thread(target=work, daemon=True).start()
 
 
 def _warn(console: Console, address: str, arguments: Sequence[str]) -> None:
-    exposed = endpoint_restrictions.still_open(arguments)
+    exposed = endpoint_restrictions.unrestricted(arguments)
     if address not in _LOCAL and exposed:
         console.print(
             f"[yellow]note[/]    every client that reaches {address} may use Triton's endpoints"
@@ -267,18 +273,18 @@ def _warn(console: Console, address: str, arguments: Sequence[str]) -> None:
 
 
 def _values(arguments: Sequence[str], name: str) -> list[str]:
-    """The values of an argument of tritonserver's, which may be repeated."""
-    found = []
+    """Return the values of a tritonserver argument, which may be repeated."""
+    values = []
     for argument, following in itertools.pairwise([*arguments, ""]):
         if argument == f"--{name}":
-            found.append(following)
+            values.append(following)
         if argument.startswith(f"--{name}="):
-            found.append(argument.partition("=")[2])
-    return found
+            values.append(argument.partition("=")[2])
+    return values
 
 
 def _without(arguments: Sequence[str], name: str) -> list[str]:
-    """The arguments, without one of tritonserver's and its values."""
+    """Return the arguments without one tritonserver argument and its values."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
@@ -289,14 +295,14 @@ def _without(arguments: Sequence[str], name: str) -> list[str]:
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:
-    # Once is enough: a second signal must not interrupt the stopping, and leave the server behind.
+    # A second signal must not interrupt the shutdown: the server would keep running.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     raise _Stopped
 
 
 def _line(event: Event) -> str:
-    # Triton appends the places in Python where the sentence was raised; its log has them too.
+    # Triton appends the Python source lines of the error; its log has them too.
     text = event.text.split("\n\nAt:")[0].strip()
     label = f"[{_COLOURS[event.kind]}]{event.kind.value}[/]"
     padding = " " * max(1, 8 - len(event.kind.value))

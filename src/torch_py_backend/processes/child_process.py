@@ -1,7 +1,7 @@
-"""Risky work in a child process with a time limit: a crash or a hang there is an error here.
+"""Functions run in child processes with a time limit, so that a crash or a hang becomes an error.
 
-Triton never notices that its stub died while it completed a config: the load, and at start-up the
-whole server, would wait for ever.
+Triton does not notice that its stub died while it completed a config: the load, and at start-up
+the whole server, would wait without end.
 """
 
 from __future__ import annotations
@@ -26,22 +26,28 @@ from typing import Any
 from torch_py_backend.errors import BackendError, LoadError, brief
 
 _START = (
-    # In the place of the current folder, whose files must shadow nothing.
+    # Replaces the current folder, whose files must not shadow other modules.
     "import sys; sys.path[0] = sys.argv[1];"
-    " from torch_py_backend.processes import child_process; child_process.answer()"
+    " from torch_py_backend.processes import child_process; child_process.main()"
 )
 
-# Of <linux/prctl.h>.
+# From <linux/prctl.h>.
 _PR_SET_PDEATHSIG = 1
-# How often children that run together are looked at.
+# The interval between checks of children that run together.
 _POLL_S = 0.02
 
 
 def run(model: str, task: str, arguments: Mapping[str, Any], seconds: float) -> Any:
-    """What `module:function` of this package returns for JSON arguments, run in a child.
+    """Run a function in a child process, and return its result.
+
+    Args:
+        model: the model's name, for error messages.
+        task: the function, as `module:function`.
+        arguments: its keyword arguments; they and the result must be JSON.
+        seconds: the time limit.
 
     Raises:
-        LoadError: the function raised, the child died, or the time is over.
+        LoadError: the function raised, the child died, or it took too long.
     """
     with _child(task) as child:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -52,130 +58,139 @@ def run(model: str, task: str, arguments: Mapping[str, Any], seconds: float) -> 
 def run_together(
     model: str, task: str, arguments: Sequence[Mapping[str, Any]], seconds: float
 ) -> list[Any]:
-    """As `run`, in as many children at the same time as there are arguments, without their output.
+    """Run a function in several child processes at the same time, and return the results.
+
+    There is one child for each set of arguments; their output is discarded. See `run`.
 
     Raises:
-        LoadError: one of them failed; the others, which may wait for it, are ended.
+        LoadError: a child failed; the others, which may wait for it, are killed.
     """
-    until = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(_child(task, quiet=True)) for _ in arguments]
-        for child, given in zip(children, arguments, strict=True):
-            child.give(given)
-        while time.monotonic() < until:
+        for child, child_arguments in zip(children, arguments, strict=True):
+            child.send(child_arguments)
+        while time.monotonic() < deadline:
             ended = [child for child in children if child.process.poll() is not None]
             if len(ended) == len(children) or any(child.failed() for child in ended):
                 break
             time.sleep(_POLL_S)
-        # First what failed by itself, then who waited for it.
-        for child in sorted(children, key=lambda one: not one.failed()):
+        # The children that failed by themselves come before those that waited for them.
+        for child in sorted(children, key=lambda child: not child.failed()):
             child.result(model, seconds)
         return [child.result(model, seconds) for child in children]
 
 
 @dataclass(frozen=True, slots=True)
 class _Child:
-    """A process that runs a task, and the file in which it leaves its answer."""
+    """A process that runs a task, and the file that it writes its result to."""
 
     process: subprocess.Popen[bytes]
-    answer: Path
+    result_file: Path
 
-    def give(self, arguments: Mapping[str, Any]) -> None:
-        """Hand over the arguments, and do not wait."""
+    def send(self, arguments: Mapping[str, Any]) -> None:
+        """Send the arguments, without waiting for the result."""
         stdin = self.process.stdin
-        # A child that died does not read: `result` says how it died.
+        # The pipe is broken if the child died; `result` reports that.
         with contextlib.suppress(BrokenPipeError):
             if stdin is not None:
                 with stdin:
                     stdin.write(json.dumps(arguments).encode())
 
     def failed(self) -> bool:
-        """Whether it has ended without a result."""
+        """Return whether the process has ended without a result."""
         if self.process.poll() is None:
             return False
-        return not self.answer.is_file() or "error" in json.loads(self.answer.read_bytes())
+        return not self.result_file.is_file() or "error" in json.loads(
+            self.result_file.read_bytes()
+        )
 
     def result(self, model: str, seconds: float) -> Any:
-        """What the task returned; a child that still runs is ended."""
-        code = _end(self.process)
-        if not self.answer.is_file():
-            raise LoadError(model, _died(code, seconds), cure="The server's log may say more.")
-        told = json.loads(self.answer.read_bytes())
-        if "error" in told:
-            raise LoadError.told(told["error"], told["traceback"])
-        return told["result"]
+        """Return the result of the task; a child that still runs is killed.
+
+        Raises:
+            LoadError: there is no result.
+        """
+        code = _kill_tree(self.process)
+        if not self.result_file.is_file():
+            reason = _exit_reason(code, seconds)
+            raise LoadError(model, reason, cure="The server's log may say more.")
+        outcome = json.loads(self.result_file.read_bytes())
+        if "error" in outcome:
+            raise LoadError.told(outcome["error"], outcome["traceback"])
+        return outcome["result"]
 
 
 @contextlib.contextmanager
 def _child(task: str, *, quiet: bool = False) -> Iterator[_Child]:
     with tempfile.TemporaryDirectory(prefix="torch-py-backend-") as folder:
-        answer = Path(folder) / "answer.json"
+        result_file = Path(folder) / "result.json"
         process = subprocess.Popen(  # noqa: S603  this Python, this package
-            [sys.executable, "-c", _START, str(Path(__file__).parents[2]), task, str(answer)],
+            [sys.executable, "-c", _START, str(Path(__file__).parents[2]), task, str(result_file)],
             stdin=subprocess.PIPE,
-            # What a model prints must not mix with what a command prints.
+            # The model's output must not mix with the command's output.
             stdout=subprocess.DEVNULL if quiet else 2,
             stderr=subprocess.DEVNULL if quiet else None,
             start_new_session=True,
         )
         try:
-            yield _Child(process, answer)
+            yield _Child(process, result_file)
         finally:
-            _end(process)
+            _kill_tree(process)
 
 
-def _end(child: subprocess.Popen[bytes]) -> int | None:
-    """The child's exit code; None: it still ran, and was ended with all that it started."""
+def _kill_tree(child: subprocess.Popen[bytes]) -> int | None:
+    """Kill a child and its descendants; return its exit code, or None if it was still running."""
     code = child.poll()
-    # Of one that has ended, the number may be another's by now.
-    started = _started_by(child.pid) if code is None else []
+    # If the child has ended, its process ID may belong to another process.
+    descendants = _descendants(child.pid) if code is None else []
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    _kill(started)
+    _kill(descendants)
     child.wait()
     return code
 
 
-def _started_by(ancestor: int) -> list[int]:
-    """Also those that have left the process group; asked while their parents live.
+def _descendants(ancestor: int) -> list[int]:
+    """Return the IDs of all descendants of a running process, in any process group.
 
-    By hand: the Python of a server that the backend is installed for need not have psutil.
+    Does not use psutil, which may be missing in the Python of a server.
     """
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             _, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
             children.setdefault(int(parent), []).append(int(stat.parent.name))
-    found, waiting = [], [ancestor]
-    while waiting:
-        started = children.get(waiting.pop(), [])
-        found += started
-        waiting += started
-    return found
+    descendants, pending = [], [ancestor]
+    while pending:
+        started = children.get(pending.pop(), [])
+        descendants += started
+        pending += started
+    return descendants
 
 
-def _kill(processes: Iterable[int]) -> None:
-    for one in processes:
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(one, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
 
 
-def _died(code: int | None, seconds: float) -> str:
+def _exit_reason(code: int | None, seconds: float) -> str:
     if code is None:
         return f"trying the model took longer than {seconds:g} seconds"
     if code < 0:
-        names = {one.value: one.name for one in signal.Signals}
+        names = {number.value: number.name for number in signal.Signals}
         return f"trying the model ended with signal {names.get(-code, -code)}"
     return f"trying the model ended the process with exit code {code}"
 
 
 def end_with_parent() -> None:
-    """Be killed when the process dies that waits for us: what a model does may take for ever."""
+    """Have the kernel kill this process when its parent dies: a model's call may not return."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def answer() -> None:
-    """The child: run the task that the arguments name, and write down what it returned."""
+def main() -> None:
+    """Run the task that the command line names, and write its result; called in the child."""
     _, _, task, path = sys.argv
     child = os.getpid()
     end_with_parent()
@@ -184,22 +199,22 @@ def answer() -> None:
     module, _, function = task.partition(":")
     try:
         result = getattr(importlib.import_module(module), function)(**arguments)
-        told = {"result": result}
+        outcome = {"result": result}
     except BackendError as error:
         text = error.traceback or traceback.format_exc()
-        told = {"error": str(error), "traceback": text}
+        outcome = {"error": str(error), "traceback": text}
     except BaseException as error:
-        with contextlib.suppress(ValueError, OSError):  # the model may have closed it
+        with contextlib.suppress(ValueError, OSError):  # the model may have closed stderr
             traceback.print_exc()
-        told = {"error": brief(error), "traceback": traceback.format_exc()}
-    if os.getpid() == child:  # and not a fork of the model's
+        outcome = {"error": brief(error), "traceback": traceback.format_exc()}
+    if os.getpid() == child:  # not a process that the model forked
         temporary = Path(f"{path}.part")
-        temporary.write_text(json.dumps(told), encoding="utf-8")
+        temporary.write_text(json.dumps(outcome), encoding="utf-8")
         temporary.rename(path)
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(ValueError, OSError, AttributeError):
             stream.flush()
     if os.getpid() == child:
-        _kill(_started_by(child))
-    # Threads that a model has started do not keep the answer waiting.
+        _kill(_descendants(child))
+    # Threads of the model must not delay the exit.
     os._exit(0)

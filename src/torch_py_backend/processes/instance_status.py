@@ -1,11 +1,10 @@
-"""How an instance is, told without system calls to whoever watches it.
+"""The status of an instance, published to the supervisor without system calls.
 
-Each instance keeps one small file, mapped into memory, in a private folder that the watcher names
-in the environment: who it is, as JSON, and one word with its state and since when. An instance
-that ends in order removes its file; a file without its process is that of one that died.
+Each instance keeps one small file, mapped into memory, in a private folder that an environment
+variable names. An instance that ends normally removes its file; if it dies, the file stays.
 
-    word     8 bytes: nanoseconds of CLOCK_MONOTONIC, and in the lowest bits the state
-    reason   why it is poisoned, UTF-8
+    word     8 bytes: nanoseconds of CLOCK_MONOTONIC, and the state in the lowest bits
+    reason   why the instance is poisoned, UTF-8
     identity JSON
 """
 
@@ -27,7 +26,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.processes import orphan_cleanup
 from torch_py_backend.processes.orphan_cleanup import VARIABLE
 
-SUFFIX = ".vitals"
+SUFFIX = ".status"
 _SIZE = mmap.PAGESIZE
 _STATE_BITS = 3
 _STATES = (1 << _STATE_BITS) - 1
@@ -35,7 +34,7 @@ _REASON = slice(8, 1024)
 _IDENTITY = slice(1024, _SIZE)
 
 
-class State(IntEnum):
+class InstanceState(IntEnum):
     LOADING = 1
     IDLE = 2
     BUSY = 3
@@ -45,15 +44,15 @@ class State(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which instance of which model a process is.
+    """The identity of an instance.
 
     Attributes:
-        pid: the process.
+        pid: the process ID.
         model: the model's name.
         version: the model's version.
         instance: the instance's name.
-        limit_ms: how long one call of the model may take; None: as long as it wants.
-        region: the shared memory through which Triton talks to it; empty: not known.
+        limit_ms: the time limit of one call of the model; None: no limit.
+        region: the name of the shared memory between Triton and the instance; empty: unknown.
     """
 
     pid: int
@@ -65,44 +64,44 @@ class Identity:
 
 
 @dataclass(frozen=True, slots=True)
-class Sign:
-    """What an instance told last.
+class Status:
+    """The status of an instance at one moment.
 
     Attributes:
-        state: what it does.
-        since: since when, in nanoseconds of CLOCK_MONOTONIC.
-        reason: why it is poisoned.
+        state: the state.
+        since: the start of this state, in nanoseconds of CLOCK_MONOTONIC.
+        reason: why the instance is poisoned.
     """
 
-    state: State
+    state: InstanceState
     since: int
     reason: str = ""
 
 
 class Vitals(Protocol):
-    """What an instance tells of itself."""
+    """Publishes the status of this instance."""
 
     def ready(self) -> None:
-        """It is loaded, and waits for requests."""
+        """Report that the instance is loaded and waits for requests."""
 
     def busy(self) -> None:
-        """A call begins."""
+        """Report the start of a call."""
 
     def idle(self) -> None:
-        """The call is over. A poisoned instance stays poisoned."""
+        """Report the end of a call. A poisoned instance stays poisoned."""
 
     def under_way(self) -> float:
-        """Seconds that the call has taken that goes on; 0: none does."""
+        """Return the seconds since the start of the current call; 0 if there is none."""
 
     def poisoned(self, reason: str) -> None:
-        """It cannot compute any more; only a new process can."""
+        """Report that the instance cannot compute any more and must be replaced."""
 
     def ended(self) -> None:
-        """It ends in order, or was never loaded: nobody needs to heal it. Twice is no error."""
+        """Report a normal end, after which the model is not loaded again. May be called twice."""
 
 
 class Untold:
-    """The vitals of an instance that nobody watches but its own metrics."""
+    """The status of an instance without a supervisor; only its metrics use it."""
 
     def __init__(self) -> None:
         self._began = 0.0
@@ -125,44 +124,45 @@ class Untold:
 
 
 def start(config: ModelConfig) -> Vitals:
-    """Tell from now on how this process is, if somebody watches."""
+    """Publish the status of this instance from now on, if the server is supervised."""
     limit = config.options.execution_timeout_ms
-    own = orphan_cleanup.region()
-    return _tell(
-        Identity(os.getpid(), config.name, config.version, config.instance, limit, own),
-        State.LOADING,
+    region = orphan_cleanup.region()
+    return _publish(
+        Identity(os.getpid(), config.name, config.version, config.instance, limit, region),
+        InstanceState.LOADING,
     )
 
 
 def completing(model: str) -> Vitals:
-    """As `start`, for the process that completes a model's config and ends then."""
-    own = orphan_cleanup.region()
-    return _tell(Identity(os.getpid(), model, "", "", None, own), State.COMPLETING)
+    """Publish the status of a process that completes a model's config and then ends."""
+    identity = Identity(os.getpid(), model, "", "", None, orphan_cleanup.region())
+    return _publish(identity, InstanceState.COMPLETING)
 
 
-def _tell(identity: Identity, state: State) -> Vitals:
+def _publish(identity: Identity, state: InstanceState) -> Vitals:
     folder = os.environ.get(VARIABLE)
     if not folder or not Path(folder).is_dir():
         return Untold()
-    return Told(Path(folder), identity, state)
+    return SharedStatus(Path(folder), identity, state)
 
 
-class Told:
-    """The vitals of an instance that is watched."""
+class SharedStatus:
+    """The status of an instance in a file that the supervisor reads."""
 
-    def __init__(self, folder: Path, identity: Identity, state: State) -> None:
+    def __init__(self, folder: Path, identity: Identity, state: InstanceState) -> None:
         self._path = folder / f"{identity.pid}{SUFFIX}"
         text = json.dumps(asdict(identity), ensure_ascii=False).encode()
-        # Made under another name: what the watcher sees is complete. mkstemp: 0600, and new.
+        # Written under another name first, so that readers see complete files only. mkstemp
+        # creates a new file with mode 0600.
         handle, part = tempfile.mkstemp(dir=folder)
         with open(handle, "r+b") as file:  # noqa: PTH123  a descriptor
             file.truncate(_SIZE)
             self._map = mmap.mmap(file.fileno(), _SIZE)
         self._map[_IDENTITY] = text.ljust(_SIZE - _IDENTITY.start, b"\0")
-        # One aligned word is read and written at once: its two halves never disagree.
+        # Reads and writes of an aligned word are atomic.
         self._word = memoryview(self._map).cast("Q")
         self._poisoned = False
-        self._tell(state)
+        self._set(state)
         Path(part).rename(self._path)
 
     def ready(self) -> None:
@@ -170,76 +170,79 @@ class Told:
 
     def busy(self) -> None:
         if not self._poisoned:
-            self._word[0] = time.monotonic_ns() << _STATE_BITS | State.BUSY
+            self._word[0] = time.monotonic_ns() << _STATE_BITS | InstanceState.BUSY
 
     def idle(self) -> None:
         if not self._poisoned:
-            self._word[0] = time.monotonic_ns() << _STATE_BITS | State.IDLE
+            self._word[0] = time.monotonic_ns() << _STATE_BITS | InstanceState.IDLE
 
     def under_way(self) -> float:
         word = self._word[0]
-        if word & _STATES != State.BUSY:
+        if word & _STATES != InstanceState.BUSY:
             return 0.0
         return (time.monotonic_ns() - (word >> _STATE_BITS)) * 1e-9
 
     def poisoned(self, reason: str) -> None:
-        room = _REASON.stop - _REASON.start
-        self._map[_REASON] = reason.encode(errors="replace")[:room].ljust(room, b"\0")
+        size = _REASON.stop - _REASON.start
+        self._map[_REASON] = reason.encode(errors="replace")[:size].ljust(size, b"\0")
         self._poisoned = True
-        self._tell(State.POISONED)
+        self._set(InstanceState.POISONED)
 
     def ended(self) -> None:
-        # A poisoned instance that Triton finalizes still has to be healed.
+        # A poisoned instance keeps its file, so that the model is loaded again.
         if not self._poisoned:
             self._path.unlink(missing_ok=True)
 
-    def _tell(self, state: State) -> None:
+    def _set(self, state: InstanceState) -> None:
         self._word[0] = time.monotonic_ns() << _STATE_BITS | state
 
 
 def files(folder: Path) -> list[Path]:
-    """The files of all instances that have not ended in order."""
+    """Return the status files of all instances that have not ended normally."""
     with contextlib.suppress(FileNotFoundError):
         return sorted(folder.glob(f"*{SUFFIX}"))
     return []
 
 
 class Reader:
-    """One instance's file, as the watcher sees it.
+    """Reads the status file of one instance.
+
+    Attributes:
+        path: the file.
+        identity: the instance.
 
     Raises:
-        OSError: the file is gone.
-        ValueError: it is none of ours.
+        OSError: the file cannot be opened.
+        ValueError: it is not a status file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Never through a link: nobody but our instances writes here.
+        # O_NOFOLLOW: instances write regular files only.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # noqa: PTH123
             if os.fstat(file.fileno()).st_size != _SIZE:
                 raise ValueError(path.name)
             self._map = mmap.mmap(file.fileno(), _SIZE, access=mmap.ACCESS_READ)
-        self.identity = _identity(self._map[_IDENTITY].rstrip(b"\0"))
+        self.identity = _parse_identity(self._map[_IDENTITY].rstrip(b"\0"))
         if path.name != f"{self.identity.pid}{SUFFIX}":
             raise ValueError(path.name)
 
-    def sign(self) -> Sign:
-        """What the instance told last."""
+    def read(self) -> Status:
+        """Return the current status."""
         word = int.from_bytes(self._map[:8], sys.byteorder)
-        state = State(word & _STATES)
+        state = InstanceState(word & _STATES)
         reason = self._map[_REASON].rstrip(b"\0").decode(errors="ignore")
-        return Sign(state, word >> _STATE_BITS, reason)
+        return Status(state, word >> _STATE_BITS, reason)
 
 
-def _identity(text: bytes) -> Identity:
+def _parse_identity(text: bytes) -> Identity:
     try:
-        told = json.loads(text)
-        found = Identity(**told)
+        identity = Identity(**json.loads(text))
     except TypeError:
         raise ValueError(text) from None
-    limit = found.limit_ms
-    texts = (found.model, found.version, found.instance, found.region)
-    sound = all(isinstance(one, str) for one in texts)
-    if not sound or type(found.pid) is not int or not (limit is None or type(limit) is int):
+    limit = identity.limit_ms
+    texts = (identity.model, identity.version, identity.instance, identity.region)
+    is_text = all(isinstance(value, str) for value in texts)
+    if not is_text or type(identity.pid) is not int or not (limit is None or type(limit) is int):
         raise ValueError(text)
-    return found
+    return identity

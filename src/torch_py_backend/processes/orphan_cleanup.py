@@ -1,8 +1,8 @@
-"""What a server leaves that died without a chance to clean up: its processes, regions and folder.
+"""Cleanup after a server: its processes, its regions of shared memory and its folder.
 
-Three nets, for each way to die. A server that is stopped removes all of it itself. A guard, a small
-process beside it, sees the end of its owner and does the same. If both were killed, the next server
-finds the owner's file, which nobody holds locked any more.
+It happens in one of three ways. A server that is stopped removes all of them itself. If its owner
+dies, a guard, which is a small process beside it, does the same. If both are killed, the next
+server finds the owner's file without a lock.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  where Triton keeps its regions
-# Every process of a server has this variable from it, and with it the server's own folder.
-VARIABLE = "TORCH_PY_BACKEND_VITALS"
+# Every process of a server inherits this variable; it names the server's status folder.
+VARIABLE = "TORCH_PY_BACKEND_STATUS"
 _NAME = "torch_py_backend_"
 _FOLDER = "torch-py-backend-"
-# The prefix that Ownership gives Triton, and what Triton puts behind it.
+# The prefix that Ownership passes to Triton, and the suffix that Triton appends.
 _REGION = re.compile(rb"torch_py_backend_[0-9a-f]{12}_(?!owner$)[0-9A-Za-z-]+")
 _OWNER = "owner"
 _ROUNDS = 20
@@ -41,20 +41,20 @@ _START = (
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """What belongs to one server.
+    """The resources of one server.
 
     Attributes:
-        prefix: with it begin the names of its regions of shared memory.
-        folder: its files; a temporary folder that only its user can read.
+        prefix: the prefix of the names of its regions of shared memory.
+        folder: its temporary folder, which only its user can read.
     """
 
     prefix: str
     folder: Path
 
     @property
-    def vitals(self) -> Path:
-        """Where its instances tell how they are."""
-        return self.folder / "vitals"
+    def status_folder(self) -> Path:
+        """The folder with the status files of its instances."""
+        return self.folder / "status"
 
     @property
     def backends(self) -> Path:
@@ -62,43 +62,41 @@ class Owned:
         return self.folder / "backends"
 
     def remove(self) -> None:
-        """End every process that is left, then remove the regions and the folder."""
-        end_marked(self.vitals)
+        """Kill the remaining processes, then remove the regions and the folder."""
+        _kill_marked(self.status_folder)
         for region in SHARED_MEMORY.glob(f"{self.prefix}*"):
-            with contextlib.suppress(OSError):  # another's, or just gone
+            with contextlib.suppress(OSError):  # owned by another user, or removed already
                 region.unlink()
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Ownership:
-    """What belongs to this process's server, for as long as this process lives.
+    """The resources of the server of this process, until `close` or the end of the process.
 
-    A lock says so, which ends with the process: process ids say nothing across containers.
+    A file lock marks the ownership, and not a process ID, which means nothing in other containers.
 
     Raises:
-        OSError: there is no room in /dev/shm, or it cannot be written.
+        OSError: /dev/shm is full, or cannot be written.
     """
 
     def __init__(self) -> None:
         self.owned = Owned(
             f"{_NAME}{uuid.uuid4().hex[:12]}_", Path(tempfile.mkdtemp(prefix=_FOLDER))
         )
-        self.owned.vitals.mkdir(mode=0o700)
+        self.owned.status_folder.mkdir(mode=0o700)
         self._guard: subprocess.Popen[bytes] | None = None
         self._file = -1
+        path = SHARED_MEMORY / f"{self.owned.prefix}{_OWNER}"
         try:
-            self._claim(SHARED_MEMORY / f"{self.owned.prefix}{_OWNER}")
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            # Locked before it is written: `sweep` ignores an empty file.
+            fcntl.flock(self._file, fcntl.LOCK_EX)
+            os.write(self._file, os.fsencode(self.owned.folder))
         except BaseException:
-            self.end()
+            self.close()
             raise
 
-    def _claim(self, path: Path) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        # First the lock: a file without contents tells a sweep nothing to remove.
-        fcntl.flock(self._file, fcntl.LOCK_EX)
-        os.write(self._file, os.fsencode(self.owned.folder))
-
-    def guard(self) -> None:
+    def start_guard(self) -> None:
         """Start the process that cleans up when this one dies."""
         package = Path(__file__).parents[2]
         command = [sys.executable, "-I", "-S", "-c", _START, str(package)]
@@ -106,13 +104,13 @@ class Ownership:
             [*command, self.owned.prefix, str(self.owned.folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            # A signal to our group, as of Ctrl-C or `kill -9 -group`, does not reach it.
+            # Signals to this process group, such as Ctrl-C or `kill -9 -group`, must not reach it.
             start_new_session=True,
             cwd="/",
         )
 
-    def end(self) -> None:
-        """Remove what is left, and let go. Calling it twice is no error."""
+    def close(self) -> None:
+        """Remove the resources, and release the lock. May be called twice."""
         self.owned.remove()
         guard, self._guard = self._guard, None
         if guard is not None:
@@ -124,33 +122,33 @@ class Ownership:
 
 
 def guard(prefix: str, folder: str) -> None:
-    """The guard's own process: wait until the owner is gone, and remove what it left."""
+    """Wait until the owner has ended, and clean up after it; called in the guard process."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    # Nothing is ever written there: it ends with the last process that holds the other end.
+    # Nothing is written to this pipe: it is closed when the owner ends.
     while os.read(0, 1):
         pass
     Owned(prefix, Path(folder)).remove()
 
 
 def sweep() -> list[str]:
-    """Remove what servers left whose owners and guards died; the prefixes of what was found."""
-    found = []
+    """Clean up after servers whose owners and guards were killed; return their prefixes."""
+    prefixes = []
     for path in sorted(SHARED_MEMORY.glob(f"{_NAME}*_{_OWNER}")):
         with contextlib.suppress(OSError), _locked(path) as text:
-            owned = _owned(path, text)
+            owned = _parse_owner_file(path, text)
             if owned is not None:
                 owned.remove()
-                found.append(owned.prefix)
-    return found
+                prefixes.append(owned.prefix)
+    return prefixes
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[bytes]:
-    """What a file holds that nobody has locked.
+    """Lock an owner's file, and yield its contents.
 
     Raises:
-        OSError: its owner lives, or is another user.
+        OSError: another process holds the lock, or another user owns the file.
     """
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
@@ -162,8 +160,8 @@ def _locked(path: Path) -> Iterator[bytes]:
         os.close(file)
 
 
-def _owned(path: Path, text: bytes) -> Owned | None:
-    """What an owner's file names, if it is what we would write there."""
+def _parse_owner_file(path: Path, text: bytes) -> Owned | None:
+    """Return the resources that an owner's file names; None if `Ownership` did not write it."""
     folder = Path(os.fsdecode(text))
     if not text or not folder.name.startswith(_FOLDER) or folder.is_symlink():
         return None
@@ -174,50 +172,50 @@ def _owned(path: Path, text: bytes) -> Owned | None:
 
 
 def region() -> str:
-    """The region of shared memory through which Triton talks to this process; empty: none of ours.
+    """Return the name of the shared memory between Triton and this process; empty if unknown.
 
-    Triton names it to its stub on the command line, behind the model's file.
+    Triton passes it on the command line of its stub. Only names of `Ownership` are recognized.
     """
     with contextlib.suppress(OSError):
         words = Path("/proc/self/cmdline").read_bytes().split(b"\0")
-        return next((os.fsdecode(one) for one in words if _REGION.fullmatch(one)), "")
+        return next((os.fsdecode(word) for word in words if _REGION.fullmatch(word)), "")
     return ""
 
 
 def remove_region(name: str) -> None:
-    """Remove the region of a process that died: Triton of 24.10 keeps it until the server ends.
+    """Remove the region of a process that died: Triton 24.10 keeps it until the server ends.
 
-    What others have mapped of it stays theirs for as long as they want.
+    Processes that have mapped it can still use it.
     """
     if _REGION.fullmatch(os.fsencode(name)):
-        with contextlib.suppress(OSError):  # Triton was quicker
+        with contextlib.suppress(OSError):  # Triton has removed it
             (SHARED_MEMORY / name).unlink()
 
 
-def end_marked(vitals: Path) -> None:
-    """Kill every process of the server whose instances tell in this folder."""
-    # Again and again: one may start another while we look, and of one that is just about to run
-    # another program the kernel tells nothing.
-    none = False
+def _kill_marked(status_folder: Path) -> None:
+    """Kill every process of a server, which is identified by its status folder."""
+    # Until two rounds in a row find none: a process may start another meanwhile, and the kernel
+    # does not show the environment of a process during exec().
+    was_empty = False
     for _ in range(_ROUNDS):
-        found = [pid for pid in _processes() if marked(pid, vitals)]
-        for pid in found:
-            kill(pid, vitals)
-        if none and not found:
+        marked = [pid for pid in _processes() if is_marked(pid, status_folder)]
+        for pid in marked:
+            kill(pid, status_folder)
+        if was_empty and not marked:
             return
-        none = not found
+        was_empty = not marked
         time.sleep(_PAUSE_S)
 
 
-def kill(pid: int, vitals: Path) -> bool:
-    """Kill a process if it is one of the server's; whether it was."""
+def kill(pid: int, status_folder: Path) -> bool:
+    """Kill a process if it belongs to the server with this status folder; return whether it did."""
     try:
         handle = os.pidfd_open(pid)
-    except OSError:  # it has ended, or this kernel has no such thing
+    except OSError:  # the process has ended, or the kernel does not support pidfds
         handle = -1
     try:
-        # Asked once the process is held: its number cannot become another's in between.
-        if not marked(pid, vitals):
+        # Checked after the pidfd is open: from then on, its process ID is not used again.
+        if not is_marked(pid, status_folder):
             return False
         with contextlib.suppress(ProcessLookupError):
             if handle >= 0:
@@ -230,31 +228,32 @@ def kill(pid: int, vitals: Path) -> bool:
             os.close(handle)
 
 
-def marked(pid: int, vitals: Path) -> bool:
-    """Whether a process was started by the server whose instances tell in this folder.
+def is_marked(pid: int, status_folder: Path) -> bool:
+    """Return whether a process runs that the server with this status folder has started.
 
-    One that has ended, or belongs to somebody else, was not.
+    False for processes of other users, whose environment cannot be read.
     """
-    try:
-        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return False
-    return _mark(vitals) in variables
+    return _mark(status_folder) in _environment(pid)
 
 
-def foreign(pid: int, vitals: Path) -> bool:
-    """Whether a process lives that certainly was not started by that server."""
+def is_foreign(pid: int, status_folder: Path) -> bool:
+    """Return whether a process runs that this server certainly has not started."""
+    variables = _environment(pid)
+    return variables != [b""] and _mark(status_folder) not in variables
+
+
+def _environment(pid: int) -> list[bytes]:
+    """Return the variables of a process; one empty string if they cannot be read."""
     with contextlib.suppress(OSError):
-        variables = Path(f"/proc/{pid}/environ").read_bytes()
-        return bool(variables) and _mark(vitals) not in variables.split(b"\0")
-    return False
-
-
-def _mark(vitals: Path) -> bytes:
-    return os.fsencode(f"{VARIABLE}={vitals}")
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return [b""]
 
 
 def _processes() -> list[int]:
-    own = os.getpid()
-    numbers = (int(one.name) for one in Path("/proc").iterdir() if one.name.isdecimal())
-    return [number for number in numbers if number != own]
+    """Return the IDs of all other processes."""
+    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
+    return [pid for pid in pids if pid != os.getpid()]
+
+
+def _mark(status_folder: Path) -> bytes:
+    return os.fsencode(f"{VARIABLE}={status_folder}")

@@ -1,4 +1,4 @@
-"""Folders and files that nobody else may write: what is run from a cache must be the user's own."""
+"""Folders and files that only this user can write: cached code must not come from other users."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ log = logging.getLogger(__name__)
 
 
 def risk(status: os.stat_result) -> str:
-    """Who else could have written a file or folder, as a clause; empty: nobody.
+    """Return how another user could have written a file, as a clause; empty: none could.
 
-    Root is nobody else: it can do anything anyway, and images are filled by it.
+    Root is trusted: it can do anything anyway, and container images are built by root.
     """
     if status.st_uid not in (os.geteuid(), 0):
         return f"it belongs to user {status.st_uid}, and this process runs as {os.geteuid()}"
@@ -24,10 +24,13 @@ def risk(status: os.stat_result) -> str:
 
 
 def make(folder: Path) -> str:
-    """Make a folder that only this user may enter; what is wrong with one that is there already.
+    """Create a folder that only this user can enter.
+
+    Returns:
+        The risk of a folder that exists already, see `risk`; empty: there is none.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -35,28 +38,28 @@ def make(folder: Path) -> str:
 
 
 def read(path: Path) -> bytes:
-    """A file that nobody else could have written.
+    """Return the contents of a file that no other user could have written.
 
     Raises:
-        PermissionError: somebody else could have.
-        OSError: it cannot be read, or is no regular file: a link leads to what others may choose.
+        PermissionError: another user could have written it.
+        OSError: it cannot be read, or is not a regular file; links are not followed.
     """
-    # What is asked of the descriptor holds for what is read from it. A pipe must not be waited for.
+    # The checks use the descriptor that is read. O_NONBLOCK: opening a pipe must not block.
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(path, flags), "rb") as file:  # noqa: PTH123  a descriptor
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(f"{path.name} is no regular file")
+            raise OSError(f"{path.name} is not a regular file")
         if reason := risk(status):
             raise PermissionError(reason)
         return file.read()
 
 
 def of_user() -> Path:
-    """This user's folder for what is compiled here; other users cannot take its place.
+    """Return this user's private folder for compiled code.
 
-    Its name is known beforehand, so that instances share it. A folder of that name that another
-    user has put there is left alone, and a new one is made.
+    Its name is fixed, so that instances share it. If another user has created a folder of that
+    name, a new temporary folder is used instead.
     """
     folder = Path(tempfile.gettempdir()) / f"torch-py-backend-{os.geteuid()}"
     try:

@@ -1,10 +1,10 @@
-"""The private folder where the instances of one server meet.
+"""The private folder that the instances of one server share.
 
     <temporary folder>/torch-py-backend-<user>/servers/<server>/
 
-Whoever is in holds a shared lock on the server's folder: the kernel takes it back from a process
-that dies, however it dies. So a folder that nobody has locked is nobody's, and whoever comes next
-removes it; the last to leave removes its own.
+Each instance holds a shared lock on the server's folder, which the kernel releases when the
+process dies. A folder without locks is abandoned: the next process removes it. The last instance
+to leave removes its own folder.
 """
 
 from __future__ import annotations
@@ -20,90 +20,92 @@ from pathlib import Path
 
 from torch_py_backend.errors import PlatformError, brief
 
-# Others of the same user may remove a folder between its making and its locking: then once more.
+# Another process may remove a folder between its creation and its locking: then try again.
 _ATTEMPTS = 100
 
 
 def enter(model: str) -> Rendezvous:
-    """Meet the other instances of the server that started this process.
+    """Enter the folder of the server that started this process.
 
     Raises:
-        PlatformError: there is no folder that only this user can change.
+        PlatformError: the folder cannot be created, or other users can access it.
     """
     try:
         base = Path(tempfile.gettempdir()) / f"torch-py-backend-{os.geteuid()}"
         base.mkdir(mode=0o700, exist_ok=True)
-        _refuse_foreign(model, base)
+        _refuse_shared(model, base)
         servers = base / "servers"
         servers.mkdir(mode=0o700, exist_ok=True)
         _remove_abandoned(servers)
-        return _entered(servers / _server(os.getppid()))
+        return _lock_folder(servers / _server(os.getppid()))
     except OSError as error:
         raise PlatformError(
             model,
-            f"instances of one server cannot meet in the temporary folder: {brief(error)}",
+            f"instances of one server cannot share the temporary folder: {brief(error)}",
             cure="Set TMPDIR to a folder that can be written.",
         ) from error
 
 
 class Rendezvous:
-    """A folder that lasts while somebody is in it.
+    """A shared folder, which exists while a process holds a lock on it.
 
     Attributes:
         path: the folder.
     """
 
-    def __init__(self, path: Path, held: int) -> None:
+    def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
-        self._held: int | None = keep(held)
+        self._descriptor: int | None = keep(descriptor)
 
     def folder(self, name: str) -> Path:
-        """A folder within."""
+        """Create a folder within, and return its path."""
         path = self.path / name
         path.mkdir(mode=0o700, exist_ok=True)
         return path
 
     def leave(self) -> None:
-        """Whoever is the last removes the folder; to leave twice is no error."""
-        held, self._held = self._held, None
-        if held is None:
+        """Release the lock; the last process removes the folder. May be called twice."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is None:
             return
         try:
-            if _alone(held):
+            if _lock_exclusively(descriptor):
                 shutil.rmtree(self.path, ignore_errors=True)
         finally:
-            release(held)
+            release(descriptor)
 
 
 # --- locks -----------------------------------------------------------------------------------
 
 
 def lock(path: Path) -> int | None:
-    """A file, made where it is missing, locked for this process alone; None: another has it.
+    """Open a file, create it if it is missing, and lock it for this process.
 
-    The lock lasts until `release`, or until the process ends.
+    Returns:
+        The descriptor, which holds the lock until `release` or the end of the process; None:
+        another process holds the lock.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    if not _alone(descriptor):
+    if not _lock_exclusively(descriptor):
         os.close(descriptor)
         return None
     return keep(descriptor)
 
 
 def keep(descriptor: int) -> int:
-    """The descriptor, which is closed in children that the model forks: until `release`."""
+    """Register a descriptor to be closed in processes that the model forks; return it."""
     _inherited.add(descriptor)
     return descriptor
 
 
 def release(descriptor: int) -> None:
-    """Close what was kept; a lock is given back."""
+    """Close a registered descriptor, which releases its lock."""
     _inherited.discard(descriptor)
     os.close(descriptor)
 
 
-def _alone(descriptor: int) -> bool:
-    """Whether the lock could be had; one that was shared before is given up otherwise."""
+def _lock_exclusively(descriptor: int) -> bool:
+    """Try to take an exclusive lock; return whether it was taken. A shared lock may get lost."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -111,31 +113,31 @@ def _alone(descriptor: int) -> bool:
     return True
 
 
-# A child that the model forks would hold locks and connections on, after this process has died.
+# Processes that the model forks would keep locks and connections after this process has died.
 _inherited: set[int] = set()
 
 
-def _forget() -> None:
+def _close_inherited() -> None:
     for descriptor in _inherited:
         with contextlib.suppress(OSError):
             os.close(descriptor)
     _inherited.clear()
 
 
-os.register_at_fork(after_in_child=_forget)
+os.register_at_fork(after_in_child=_close_inherited)
 
 
 # --- folders ---------------------------------------------------------------------------------
 
 
-def _refuse_foreign(model: str, base: Path) -> None:
-    """Others could take part, or see what is exchanged."""
-    found = base.lstat()
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode):
-        problem = "is no folder"
-    elif found.st_uid != os.geteuid():
-        problem = f"belongs to user {found.st_uid}"
+def _refuse_shared(model: str, base: Path) -> None:
+    """Raise an error if other users can access the folder, and so read or change the exchange."""
+    status = base.lstat()
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode):
+        problem = "is not a folder"
+    elif status.st_uid != os.geteuid():
+        problem = f"belongs to user {status.st_uid}"
     elif mode & 0o077:
         problem = f"has mode {mode:04o}"
     else:
@@ -143,52 +145,52 @@ def _refuse_foreign(model: str, base: Path) -> None:
     raise PlatformError(
         model,
         f"{base} {problem}",
-        expected=f"a folder of user {os.geteuid()} with mode 0700, where its instances meet",
+        expected=f"a folder of user {os.geteuid()} with mode 0700, which its instances share",
         cure="Remove it, or set TMPDIR to a folder of the user that the server runs as.",
     )
 
 
 def _server(process: int) -> str:
-    """The server's process: number, start and namespace, which together no other ever has."""
+    """Return the unique name of a server: process ID, start time and PID namespace."""
     text = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    # The name, in brackets, may hold anything; the start is the 22nd field, see proc(5).
+    # The process name, in brackets, may hold any text; the start time is field 22, see proc(5).
     started = text.rpartition(")")[2].split()[19]
     return f"{process}-{started}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
-def _entered(path: Path) -> Rendezvous:
+def _lock_folder(path: Path) -> Rendezvous:
     for _ in range(_ATTEMPTS):
         path.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
-            held = _opened(path)
-            # Waits only for one that is about to remove the folder.
-            fcntl.flock(held, fcntl.LOCK_SH)
-            if _is(path, held):
-                return Rendezvous(path, held)
-            os.close(held)
+            descriptor = _open_folder(path)
+            # Blocks only while another process removes the folder.
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if _is_same(path, descriptor):
+                return Rendezvous(path, descriptor)
+            os.close(descriptor)
     raise OSError(errno.EAGAIN, "it is removed as often as it is made", str(path))
 
 
 def _remove_abandoned(base: Path) -> None:
-    """Folders of servers whose instances are all gone, however they went."""
+    """Remove the folders of servers that have no instances any more."""
     for path in base.iterdir():
         try:
-            held = _opened(path)
-        except OSError:  # it is gone already, or no folder
+            descriptor = _open_folder(path)
+        except OSError:  # it was removed, or is not a folder
             continue
         try:
-            if _alone(held) and _is(path, held):
+            if _lock_exclusively(descriptor) and _is_same(path, descriptor):
                 shutil.rmtree(path, ignore_errors=True)
         finally:
-            os.close(held)
+            os.close(descriptor)
 
 
-def _opened(path: Path) -> int:
+def _open_folder(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _is(path: Path, descriptor: int) -> bool:
-    """Whether the folder still has that name: it may have been removed and made again."""
+def _is_same(path: Path, descriptor: int) -> bool:
+    """Return whether a path still names the open folder, which may have been replaced."""
     try:
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""A tritonserver: found, prepared, started, supervised, healed and stopped.
+"""Find, install into, start, supervise and stop a tritonserver.
 
 Imports no torch. `Server` is public.
 """

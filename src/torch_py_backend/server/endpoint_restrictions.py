@@ -1,4 +1,4 @@
-"""Which of Triton's endpoints ask for a key, told from the arguments of a tritonserver."""
+"""Restrictions of Triton's endpoints by keys, parsed from the arguments of a tritonserver."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch_py_backend.errors import ServerError
 
-# The names of Triton's own, of 24.10.
+# The names of Triton 24.10.
 APIS = (
     "health",
     "metadata",
@@ -21,29 +21,29 @@ APIS = (
     "trace",
     "logging",
 )
-# Through these a client runs code, reads memory or writes files: closed to strangers.
+# With these a client can run code, read memory or write files.
 SENSITIVE = ("model-repository", "shared-memory", "trace", "logging")
-# Triton puts this before the names of keys in gRPC's metadata, and nothing in HTTP's headers.
-_GRPC_KEY = "triton-grpc-protocol-"
+# The prefix of the names of keys in gRPC metadata; HTTP headers have none.
+_GRPC_PREFIX = "triton-grpc-protocol-"
 _RESTRICTION = re.compile(r"--(http-restricted-api|grpc-restricted-protocol)(?:=|$)")
 
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """What a caller must send where Triton's endpoints are restricted: pairs of name and value."""
+    """The headers that a client must send to restricted endpoints: pairs of name and value."""
 
     http: tuple[tuple[str, str], ...] = ()
     grpc: tuple[tuple[str, str], ...] = ()
 
 
-def keys(arguments: Sequence[str]) -> Keys:
-    """The keys that a tritonserver with these arguments asks for.
+def required_keys(arguments: Sequence[str]) -> Keys:
+    """Return the keys that a tritonserver with these arguments requires.
 
     Raises:
         ServerError: a restriction has no key.
     """
-    http, over_grpc = [], []
-    for protocol, value in _restricted(arguments):
+    http, grpc = [], []
+    for protocol, value in _restrictions(arguments):
         key, equals, secret = value.partition(":")[2].partition("=")
         if not equals:
             raise ServerError(
@@ -53,35 +53,40 @@ def keys(arguments: Sequence[str]) -> Keys:
         if protocol == "http":
             http.append((key, secret))
         else:
-            over_grpc.append((f"{_GRPC_KEY}{key}".lower(), secret))
-    return Keys(tuple(http), tuple(over_grpc))
+            grpc.append((f"{_GRPC_PREFIX}{key}".lower(), secret))
+    return Keys(tuple(http), tuple(grpc))
 
 
-def still_open(arguments: Sequence[str]) -> list[str]:
-    """The sensitive endpoints that ask for no key, over HTTP or over gRPC."""
-    closed: dict[str, set[str]] = {"http": set(), "grpc": set()}
-    for protocol, value in _restricted(arguments):
-        closed[protocol] |= {name.strip() for name in value.partition(":")[0].split(",")}
-    return [name for name in SENSITIVE if not all(name in names for names in closed.values())]
+def unrestricted(arguments: Sequence[str]) -> list[str]:
+    """Return the sensitive endpoints that require no key over HTTP or over gRPC."""
+    restricted: dict[str, set[str]] = {"http": set(), "grpc": set()}
+    for protocol, value in _restrictions(arguments):
+        restricted[protocol] |= {name.strip() for name in value.partition(":")[0].split(",")}
+    return [name for name in SENSITIVE if not all(name in names for names in restricted.values())]
 
 
-def _restricted(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """The protocol and the value of each restriction."""
+def _restrictions(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the protocol and the value of each restriction."""
     for argument, following in itertools.pairwise([*arguments, ""]):
         match = _RESTRICTION.match(argument)
         if match is not None:
             yield match[1][:4], argument[match.end() :] if "=" in match[0] else following
 
 
-def arguments(apis: str, key: str, secret: str) -> list[str]:
-    """What restricts these endpoints, comma-separated, over both protocols.
+def restriction_arguments(apis: str, key: str, secret: str) -> list[str]:
+    """Return the arguments that restrict endpoints, over both protocols.
+
+    Args:
+        apis: the names of the endpoints, separated by commas.
+        key: the name of the header.
+        secret: its value.
 
     Raises:
-        ServerError: Triton has no such endpoints.
+        ServerError: Triton has no endpoint of such a name.
     """
     names = [name.strip() for name in apis.split(",")]
     unknown = [name for name in names if name not in APIS]
     if unknown:
-        raise ServerError(f"'{unknown[0]}' is none of Triton's endpoints: {', '.join(APIS)}.")
+        raise ServerError(f"'{unknown[0]}' is not one of Triton's endpoints: {', '.join(APIS)}.")
     value = f"{','.join(names)}:{key}={secret}"
     return [f"--http-restricted-api={value}", f"--grpc-restricted-protocol={value}"]

@@ -1,11 +1,11 @@
-"""When a model that fell is loaded again, and when it is given up: without clocks or processes.
+"""The state machine that decides when a failed model is loaded again, without clocks or processes.
 
-LOADING ──served──▶ SERVING ──fell──▶ DOWN ──try_again──▶ LOADING
-   │ fell                 ▲              │ too often
-   ├──────▶ DOWN          │              ▼
-   │ refused           served        GIVEN_UP
-   └──────▶ GIVEN_UP ─────┘
-RELEASED: somebody unloaded it through Triton's API; served when somebody loads it there.
+LOADING ──serving──▶ SERVING ──failed──▶ DOWN ──loading──▶ LOADING
+   │ failed                ▲               │ no restarts left
+   ├──────▶ DOWN           │               ▼
+   │ given_up           serving         GIVEN_UP
+   └──────▶ GIVEN_UP ──────┘
+UNLOADED: the model was unloaded through Triton's API; it serves again once it is loaded there.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-_FIRST_S = 1.0
-_LONGEST_S = 60.0
-_SOUND_AFTER_S = 60.0
+_FIRST_DELAY_S = 1.0
+_LONGEST_DELAY_S = 60.0
+# A model that has served for this long may be loaded again as often as at first.
+_STABLE_AFTER_S = 60.0
 
 
 class Phase(Enum):
@@ -23,21 +24,21 @@ class Phase(Enum):
     SERVING = "serves"
     DOWN = "is down"
     GIVEN_UP = "stays down"
-    RELEASED = "was unloaded"
+    UNLOADED = "was unloaded"
 
 
 @dataclass(slots=True)
-class Recovery:
-    """One model: what it does, and what is done about it.
+class Lifecycle:
+    """The phase of one model.
 
-    Times are seconds of any clock that only grows.
+    Times are seconds of a monotonic clock.
 
     Attributes:
-        restarts: how often it is loaded again, until it has served for a minute.
-        phase: what it does.
-        reason: why it is down.
+        restarts: how often the model is loaded again, until it has served for a minute.
+        phase: the phase.
+        reason: why the model does not serve.
         attempts: how often it was loaded again since it last served for a minute.
-        due: when it is loaded again, while it is down.
+        due: when it is loaded again, in the phase DOWN.
     """
 
     restarts: int
@@ -47,15 +48,15 @@ class Recovery:
     due: float = field(default=0.0)
     _since: float = field(default=0.0)
 
-    def served(self, now: float) -> None:
-        """It was loaded, by us or by somebody else."""
-        if self.phase in (Phase.GIVEN_UP, Phase.RELEASED):
+    def serving(self, now: float) -> None:
+        """Record that the model was loaded, by the supervisor or through Triton's API."""
+        if self.phase in (Phase.GIVEN_UP, Phase.UNLOADED):
             self.attempts = 0
         self.phase, self.reason, self._since = Phase.SERVING, "", now
 
-    def fell(self, now: float, reason: str) -> None:
-        """An instance died or hangs, or a load ended in its death."""
-        if self.phase is Phase.SERVING and now - self._since >= _SOUND_AFTER_S:
+    def failed(self, now: float, reason: str) -> None:
+        """Record that an instance died or hangs; plan the next load, or give up."""
+        if self.phase is Phase.SERVING and now - self._since >= _STABLE_AFTER_S:
             self.attempts = 0
         self.reason = reason
         if self.attempts >= self.restarts:
@@ -65,22 +66,22 @@ class Recovery:
         self.attempts += 1
         self.due = now + delay(self.attempts)
 
-    def try_again(self) -> None:
-        """It is being loaded again."""
+    def loading(self) -> None:
+        """Record that the model is being loaded again."""
         self.phase = Phase.LOADING
 
-    def refused(self, reason: str) -> None:
-        """It stays down until somebody loads it."""
+    def given_up(self, reason: str) -> None:
+        """Record that the model is not loaded again, unless through Triton's API."""
         self.phase, self.reason = Phase.GIVEN_UP, reason
 
-    def released(self) -> None:
-        """Somebody else unloaded it: it shall not serve."""
-        self.phase, self.reason, self.attempts = Phase.RELEASED, "", 0
+    def unloaded(self) -> None:
+        """Record that the model was unloaded through Triton's API, and should not serve."""
+        self.phase, self.reason, self.attempts = Phase.UNLOADED, "", 0
 
 
 def delay(attempt: int) -> float:
-    """Seconds to wait before an attempt, counted from 1: the first comes at once."""
+    """Return the seconds to wait before an attempt, counted from 1, which does not wait."""
     if attempt <= 1:
         return 0.0
-    # The exponent is bounded: what is raised must stay a number.
-    return min(_LONGEST_S, _FIRST_S * 2.0 ** min(attempt - 2, 16))
+    # The exponent is bounded, so that the power does not overflow.
+    return min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(attempt - 2, 16))

@@ -1,4 +1,4 @@
-"""Puts the backend where a tritonserver looks for it: the shim, and this package beside it."""
+"""Installation of the backend into the backend directory of a tritonserver."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from torch_py_backend.errors import InstallError
 
 PACKAGE = Path(__file__).parents[1]
 _NAME = re.compile(r"[A-Za-z0-9_-]+")
-_SILENT = 2
+_QUIET = 2  # compileall prints no errors
 _PYTHON = Path("python", "libtriton_python.so")
-# The same lines as backends/pytorch_py/model.py in the repository; a test keeps them equal.
+# The same as backends/pytorch_py/model.py in the repository; a test compares them.
 SHIM = '''"""What Triton loads for `backend: "pytorch_py"`; the code is in torch_py_backend."""
 
 import os
@@ -33,16 +33,16 @@ __all__ = ["TritonPythonModel"]
 
 
 def install(backends: Path, name: str) -> Path:
-    """Write the backend folder `backends/name`; one of ours that is there is replaced.
+    """Write the backend folder `backends/name`, and return its path.
 
-    The folder is made complete under another name and then moved into place, so that a server
-    never sees half of it.
+    An earlier installation is replaced. The folder is written under a temporary name and then
+    moved, so that a server never sees a part of it.
 
     Raises:
-        InstallError: something else lies there, or the folder cannot be written.
+        InstallError: the folder holds other files, or cannot be written.
     """
     target = _target(backends, name)
-    with _telling(f"cannot install into {backends}"):
+    with _as_install_error(f"cannot install into {backends}"):
         backends.mkdir(parents=True, exist_ok=True)
         staging = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=backends))
         try:
@@ -53,31 +53,31 @@ def install(backends: Path, name: str) -> Path:
     return target
 
 
-def check(backends: Path) -> None:
-    """Refuse a folder from which no tritonserver loads its backends.
+def check_backend_directory(backends: Path) -> None:
+    """Raise an error if a folder is not the backend directory of a tritonserver.
 
     Raises:
-        InstallError: it is no folder, or Triton's own Python backend is not in it.
+        InstallError: it is not a folder, or does not hold Triton's Python backend.
     """
     if (backends / _PYTHON).is_file():
         return
-    found = f"has no {_PYTHON}" if backends.is_dir() else "is not a folder"
+    problem = f"has no {_PYTHON}" if backends.is_dir() else "is not a folder"
     raise InstallError(
-        f"{backends} {found}; expected the backend directory of a tritonserver. Name it with"
-        " --backend-dir, or add --create to install there all the same."
+        f"{backends} {problem}; expected the backend directory of a tritonserver. Name it with"
+        " --backend-dir, or add --create to install there nevertheless."
     )
 
 
 def uninstall(backends: Path, name: str) -> bool:
-    """Remove the backend folder `backends/name`; False: there was none.
+    """Remove the backend folder `backends/name`; return whether it existed.
 
     Raises:
-        InstallError: what lies there is not ours, or cannot be removed.
+        InstallError: the folder holds other files, or cannot be removed.
     """
     target = _target(backends, name)
     if not target.exists():
         return False
-    with _telling(f"cannot remove {target}"):
+    with _as_install_error(f"cannot remove {target}"):
         if target.is_symlink():
             target.unlink()
         else:
@@ -86,31 +86,37 @@ def uninstall(backends: Path, name: str) -> bool:
 
 
 def _target(backends: Path, name: str) -> Path:
-    """The folder to write or remove: absent, empty or ours, that is, with our package in it."""
+    """Return the backend folder, after checking that it may be written or removed.
+
+    It may if it does not exist, is empty, or holds this package.
+    """
     if not _NAME.fullmatch(name):
         raise InstallError(f"--name is '{name}'; expected letters, digits, _ and -.")
     target = backends / name
     library = target / f"libtriton_{name}.so"
     if library.exists():
         raise InstallError(
-            f"{target} holds {library.name}, and Triton prefers that to any model.py. Install"
+            f"{target} holds {library.name}, which Triton prefers to any model.py. Install"
             " into another folder (--backend-dir) and start the server with"
             " --backend-directory, or move that folder away first."
         )
     empty = not target.exists() or (target.is_dir() and not any(target.iterdir()))
     if not empty and not (target / PACKAGE.name).is_dir():
-        raise InstallError(f"{target} is not ours. Choose another --name, or remove it first.")
+        raise InstallError(
+            f"{target} holds files that are not of this backend. Choose another --name, or"
+            " remove it first."
+        )
     return target
 
 
 def _write(folder: Path) -> None:
-    # Less what another Python is writing there just now, under a name of its own.
+    # Ignores the temporary files of other Python processes that compile the package.
     shutil.copytree(PACKAGE, folder / PACKAGE.name, ignore=shutil.ignore_patterns("*.pyc.*"))
     (folder / "model.py").write_text(SHIM, encoding="utf-8")
-    # Here, and what was not copied with the package: a server that may not write into its backends,
-    # or is told not to by PYTHONDONTWRITEBYTECODE, would compile it for each instance anew.
-    compileall.compile_dir(folder, quiet=_SILENT)
-    # A server may run as another user, whoever installs, and with whatever umask.
+    # A server that cannot write to its backends, or runs with PYTHONDONTWRITEBYTECODE, would
+    # otherwise compile the package for each instance.
+    compileall.compile_dir(folder, quiet=_QUIET)
+    # The server may run as another user. The umask of this process must not matter.
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o755 if path.is_dir() else 0o644)
 
@@ -120,7 +126,7 @@ def _replace(staged: Path, target: Path, retired: Path) -> None:
         try:
             target.rename(retired)
         except OSError as error:
-            # Image layers: overlayfs does not move a folder that came from a lower layer.
+            # In image layers: overlayfs cannot rename a folder that comes from a lower layer.
             if error.errno != errno.EXDEV:
                 raise
             shutil.rmtree(target)
@@ -133,8 +139,8 @@ def _replace(staged: Path, target: Path, retired: Path) -> None:
 
 
 @contextlib.contextmanager
-def _telling(what: str) -> Iterator[None]:
+def _as_install_error(problem: str) -> Iterator[None]:
     try:
         yield
-    except OSError as error:  # shutil.Error, one of them, holds several in its arguments
-        raise InstallError(f"{what}: {error}") from error
+    except OSError as error:  # or shutil.Error, which holds a list of errors
+        raise InstallError(f"{problem}: {error}") from error

@@ -1,4 +1,4 @@
-"""What Triton says of its models: versions put together, reasons made fit to be told."""
+"""The status of models in Triton's repository index: versions merged, reasons shortened."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from dataclasses import dataclass
 from torch_py_backend.errors import brief
 from torch_py_backend.server.tritonserver import ModelState
 
-_TRITON_S = re.compile(r"^load failed for model '.*?': version \d+ is at UNAVAILABLE state: ")
+_LOAD_FAILED = re.compile(r"^load failed for model '.*?': version \d+ is at UNAVAILABLE state: ")
 
 
 @dataclass(frozen=True, slots=True)
-class View:
-    """What Triton says of all versions of a model.
+class ModelStatus:
+    """The status of all versions of a model.
 
     Attributes:
-        ready: at least one serves.
-        unloaded: all were taken out of service, or are being.
-        reason: why one does not serve that was not unloaded; Triton's own words.
-        versions: those that serve; where none does, all.
+        ready: at least one version serves.
+        unloaded: all versions were unloaded, or are being unloaded.
+        reason: why a version does not serve that was not unloaded, in Triton's words.
+        versions: the versions that serve; all versions if none serves.
         serving: the versions that serve.
-        withdrawn: the versions that were taken out of service, or are being.
+        withdrawn: the versions that were unloaded, or are being unloaded.
     """
 
     ready: bool
@@ -33,37 +33,37 @@ class View:
     withdrawn: frozenset[str] = frozenset()
 
 
-def views(states: Sequence[ModelState]) -> dict[str, View]:
-    """Triton's index, by model."""
+def by_model(states: Sequence[ModelState]) -> dict[str, ModelStatus]:
+    """Return the status of each model in Triton's repository index."""
     grouped: dict[str, list[ModelState]] = {}
-    for one in states:
-        grouped.setdefault(one.name, []).append(one)
-    found = {}
-    for name, versions in grouped.items():
-        ready = [one.version for one in versions if one.ready]
-        reasons = [one.reason for one in versions if one.reason and not one.unloaded]
-        labels = ready or [one.version for one in versions if one.version]
-        found[name] = View(
-            ready=bool(ready),
-            unloaded=all(one.unloaded for one in versions),
-            reason=reasons[0] if reasons else "",
-            versions=",".join(labels),
-            serving=frozenset(ready),
-            withdrawn=frozenset(one.version for one in versions if one.unloaded),
-        )
-    return found
+    for state in states:
+        grouped.setdefault(state.name, []).append(state)
+    return {name: _merge(versions) for name, versions in grouped.items()}
 
 
-def ready(states: Sequence[ModelState]) -> set[str]:
-    """The models that serve."""
-    return {one.name for one in states if one.ready}
+def _merge(states: Sequence[ModelState]) -> ModelStatus:
+    ready = [state.version for state in states if state.ready]
+    reasons = [state.reason for state in states if state.reason and not state.unloaded]
+    return ModelStatus(
+        ready=bool(ready),
+        unloaded=all(state.unloaded for state in states),
+        reason=reasons[0] if reasons else "",
+        versions=",".join(ready or [state.version for state in states if state.version]),
+        serving=frozenset(ready),
+        withdrawn=frozenset(state.version for state in states if state.unloaded),
+    )
 
 
-def sentence(reason: str) -> str:
-    """Triton's reason as one line that may leave the server: no trace, no folder, no dot."""
-    said = _TRITON_S.sub("", reason.partition("\n\nAt:")[0]).strip()
-    if not said:
-        return "no reason is told"
+def ready_models(states: Sequence[ModelState]) -> set[str]:
+    """Return the names of the models that serve."""
+    return {state.name for state in states if state.ready}
+
+
+def public_reason(reason: str) -> str:
+    """Return Triton's reason as one line without stack trace, folders and final full stop."""
+    text = _LOAD_FAILED.sub("", reason.partition("\n\nAt:")[0]).strip()
+    if not text:
+        return "no reason was given"
     return (
-        brief(Exception(said)).removeprefix("Exception: ").removeprefix("Internal: ").rstrip(".; ")
+        brief(Exception(text)).removeprefix("Exception: ").removeprefix("Internal: ").rstrip(".; ")
     )

@@ -1,4 +1,4 @@
-"""Loads and unloads, which may take long: each in a thread of its own, its end told by a queue."""
+"""Loads and unloads in threads of their own, whose completions go to a queue."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch_py_backend.server import model_status
 from torch_py_backend.server.tritonserver import ModelState
 
 
-class Control(Protocol):
-    """What is done to a server: see `control.Control`."""
+class ModelControl(Protocol):
+    """Loads and unloads models; implemented by `model_control.RepositoryClient`."""
 
     def load(self, model: str, seconds: float) -> None: ...
 
@@ -22,102 +22,103 @@ class Control(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Work:
-    """A load or an unload on its way.
+class Operation:
+    """A load or an unload.
 
     Attributes:
-        model: of which model.
-        loads: which of the two.
-        started: when, in the clock's seconds.
-        dependents: once it has ended: the ensembles that Triton unloaded with the model.
-        error: once it has ended: why it failed; None: it did not, or the server has gone.
+        model: the model's name.
+        is_load: whether this is a load.
+        started: the start, in the clock's seconds.
+        dependents: after an unload: the ensembles that Triton unloaded with the model.
+        error: after a failure: the reason; None: the operation succeeded, or the server ended.
     """
 
     model: str
-    loads: bool
+    is_load: bool
     started: float
     dependents: set[str] = field(default_factory=set)
     error: ServerError | None = None
 
 
-class Operations:
-    """Starts loads and unloads.
+class PendingOperations:
+    """Starts loads and unloads, and collects the completed ones.
 
     Args:
-        states: Triton's states of its models.
-        control: loads and unloads.
+        states: returns Triton's states of the models.
+        control: loads and unloads models.
         spawn: runs a function in a thread of its own.
-        wake: called at each end.
+        wake: is called after each completion.
     """
 
     def __init__(
         self,
         states: Callable[[], Sequence[ModelState]],
-        control: Control,
+        control: ModelControl,
         spawn: Callable[[Callable[[], None]], None],
         wake: Callable[[], None],
     ) -> None:
         self._states, self._control, self._spawn, self._wake = states, control, spawn, wake
-        self._done: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._completed: queue.SimpleQueue[Operation] = queue.SimpleQueue()
 
     def load(
         self, model: str, now: float, seconds: float, dependents: Sequence[str], *, again: bool
-    ) -> Work:
-        """Start a load.
+    ) -> Operation:
+        """Start to load a model.
 
         Args:
-            model: of which model.
+            model: the model's name.
             now: the clock's seconds.
-            seconds: how long Triton is given for it.
-            dependents: ensembles that are to serve again with it.
-            again: it was loaded before.
+            seconds: the time limit for Triton.
+            dependents: the ensembles to load again with the model.
+            again: whether the model was loaded before.
         """
-        work = Work(model, loads=True, started=now)
-        self._start(work, lambda: self._load(model, seconds, dependents, again=again))
-        return work
+        operation = Operation(model, is_load=True, started=now)
+        self._start(operation, lambda: self._load(model, seconds, dependents, again=again))
+        return operation
 
-    def unload(self, model: str, now: float) -> Work:
-        """Start an unload. If it fails, the load after it will try once more."""
-        work = Work(model, loads=False, started=now)
-        self._start(work, lambda: self._unload(work))
-        return work
+    def unload(self, model: str, now: float) -> Operation:
+        """Start to unload a model. If that fails, the next load unloads it first."""
+        operation = Operation(model, is_load=False, started=now)
+        self._start(operation, lambda: self._unload(operation))
+        return operation
 
-    def ended(self) -> list[Work]:
-        """What has ended since the last time."""
-        done = []
+    def completed(self) -> list[Operation]:
+        """Return the operations completed since the last call."""
+        operations = []
         with contextlib.suppress(queue.Empty):
             while True:
-                done.append(self._done.get_nowait())
-        return done
+                operations.append(self._completed.get_nowait())
+        return operations
 
-    def _start(self, work: Work, does: Callable[[], None]) -> None:
+    def _start(self, operation: Operation, function: Callable[[], None]) -> None:
         def run() -> None:
             try:
-                does()
-            except ServerError as failure:
-                work.error = failure
-            except Exception as failure:  # an answer like no other: whoever waits must be told
-                work.error = ServerError(brief(failure))
-            self._done.put(work)
+                function()
+            except ServerError as error:
+                operation.error = error
+            except Exception as error:  # an unexpected response: the operation must complete
+                operation.error = ServerError(brief(error))
+            self._completed.put(operation)
             self._wake()
 
         self._spawn(run)
 
     def _load(self, name: str, seconds: float, dependents: Sequence[str], *, again: bool) -> None:
-        # The server ends, or an ensemble is gone: not for us to tell.
+        # OSError: the server ends. KeyError: an ensemble was removed. Neither is a failed load.
         with contextlib.suppress(OSError, KeyError):
-            # To load what Triton calls READY does nothing: not even if all its instances are dead.
-            if again and name in model_status.ready(self._states()):
+            # Triton does not load a model that is READY, even if all its instances are dead.
+            if again and name in model_status.ready_models(self._states()):
                 self._control.unload(name)
             self._control.load(name, seconds)
-            # Triton loads ensembles again when the last of their models is there; most of the time.
+            # Triton usually loads an ensemble again when the last of its models is loaded.
             for dependent in dependents:
-                if not model_status.views(self._states())[dependent].ready:
+                if not model_status.by_model(self._states())[dependent].ready:
                     self._control.load(dependent, seconds)
 
-    def _unload(self, work: Work) -> None:
+    def _unload(self, operation: Operation) -> None:
         with contextlib.suppress(OSError):  # the server ends
-            before = model_status.ready(self._states())
-            self._control.unload(work.model)
-            # Triton takes ensembles of it along, and calls them unloaded, too.
-            work.dependents = before - model_status.ready(self._states()) - {work.model}
+            before = model_status.ready_models(self._states())
+            self._control.unload(operation.model)
+            # Triton unloads the ensembles that use the model as well.
+            after = model_status.ready_models(self._states())
+            operation.dependents = before - after - {operation.model}

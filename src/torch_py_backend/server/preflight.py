@@ -1,4 +1,4 @@
-"""What a server would meet on this machine: Python, numpy, shared memory, files in the way."""
+"""Checks of this machine and of model folders before a server starts."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from torch_py_backend.errors import BackendError, ConfigError, ServerError
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.tritonserver import Triton
 
-# One region of 1 MB for each instance, and more for larger tensors.
+# Each instance needs a region of 1 MB, and more for larger tensors.
 _SHARED_MEMORY_BYTES = 256 << 20
-# What this backend is called in a config: `pytorch` where it is installed under that name.
-_OWN = {
+# Names of this backend in a config: `pytorch` if it is installed under that name.
+_OWN_NAMES = {
     "backend": ("pytorch_py", "pytorch"),
     "platform": ("pytorch_libtorch", "pytorch", "torch_aoti"),
 }
-# A misspelling is at least this similar; "python" and "my_pytorch" are not.
-_SIMILAR = 0.85
+# The similarity of a misspelling; "python" and "my_pytorch" are less similar.
+_SIMILARITY = 0.85
 
 
 def environment() -> Iterator[str]:
-    """Problems of this machine, one sentence each, with their cure."""
-    yield from _server()
+    """Yield the problems of this machine, one sentence each, with their cure."""
+    yield from _server_problems()
     for name in ("torch", "numpy", "safetensors"):
         if importlib.util.find_spec(name) is None:
             yield f"{name} is not installed in this Python; pip install {name}."
-    size = shutil.disk_usage("/dev/shm").total  # noqa: S108  where Triton keeps its regions
+    size = shutil.disk_usage("/dev/shm").total  # noqa: S108  Triton's regions
     if size < _SHARED_MEMORY_BYTES:
         yield (
             f"the shared memory has {size >> 20} MB, and tensors pass through it; give the"
@@ -47,14 +47,18 @@ def environment() -> Iterator[str]:
         )
 
 
-def _server() -> Iterator[str]:
+def _server_problems() -> Iterator[str]:
     try:
         triton = tritonserver.find()
         tritonserver.environment(triton)
     except ServerError as error:
         yield str(error)
         return
-    if garbles_numpy_2(triton) and _major("numpy") >= 2:  # noqa: PLR2004
+    try:
+        major = int(metadata.version("numpy").partition(".")[0])
+    except metadata.PackageNotFoundError:
+        major = 0
+    if garbles_numpy_2(triton) and major >= 2:  # noqa: PLR2004
         yield (
             f"numpy {metadata.version('numpy')} garbles tensors in the wheel's tritonserver;"
             " pip install 'numpy<2'."
@@ -62,39 +66,36 @@ def _server() -> Iterator[str]:
 
 
 def garbles_numpy_2(triton: Triton) -> bool:
-    """Whether the stub is known to: the wheel's is of 24.10; others tell when a model loads."""
+    """Return whether the stub is known to corrupt tensors of numpy 2.
+
+    This is true of the wheel, which has Triton 24.10. For other servers, the adapter checks it when
+    a model is loaded.
+    """
     return "pytriton" in triton.executable.parts
 
 
 def execution_environment(path: Path, document: Mapping[str, Any]) -> None:
-    """Look at the Python environment that a model's config names, if it does.
+    """Check the Python environment that a model's config names, if it names one.
 
     Raises:
-        PlatformError: it is not there, or not for the Python of this machine's server.
+        PlatformError: it is missing, or is not for the Python of this machine's server.
     """
     try:
         stub = tritonserver.stub_python(tritonserver.find())
     except ServerError:
-        stub = ""  # `environment` tells
+        stub = ""  # `environment` reports it
     execution_env.check(path, document, stub)
 
 
-def _major(distribution: str) -> int:
-    try:
-        return int(metadata.version(distribution).partition(".")[0])
-    except metadata.PackageNotFoundError:
-        return 0
-
-
 def folder(path: Path) -> Iterator[str]:
-    """Problems of a model folder that no load would show."""
+    """Yield the problems of a model folder that loading the model does not show."""
     if not os.access(path, os.R_OK | os.X_OK):
         yield f"{path} cannot be read by this user."
         return
     try:
         document = pbtxt.read(path)
     except BackendError:
-        return  # the load says why it cannot be read
+        return  # reported when the model is loaded
     if execution_env.named(document):
         yield (
             f"{path.name}: {execution_env.KEY} names an environment for this model; here it is"
@@ -108,16 +109,16 @@ def folder(path: Path) -> Iterator[str]:
 
 
 def other_backend(path: Path, document: Mapping[str, Any]) -> str:
-    """Return the other backend or platform that a config names; empty: this backend serves it.
+    """Return the other backend or platform that a config names; empty for this backend.
 
     Raises:
         ConfigError: the config names neither, or a misspelling of this backend.
     """
-    for key, own in _OWN.items():
+    for key, own_names in _OWN_NAMES.items():
         name = document[key]
-        if not name or name in own:
+        if not name or name in own_names:
             continue
-        similar = difflib.get_close_matches(name.lower(), own, n=1, cutoff=_SIMILAR)
+        similar = difflib.get_close_matches(name.lower(), own_names, n=1, cutoff=_SIMILARITY)
         if similar:
             raise ConfigError(
                 path.name,
@@ -137,7 +138,7 @@ def other_backend(path: Path, document: Mapping[str, Any]) -> str:
 
 
 def waits(document: Mapping[str, Any]) -> Iterator[str]:
-    """What one instance on a GPU leaves undone, of a model with hooks."""
+    """Yield a note if a model with hooks has one instance only on a GPU."""
     groups = document["instance_group"]
     if any(group["kind"] == "KIND_GPU" and group["count"] == 1 for group in groups):
         yield (

@@ -1,8 +1,8 @@
 """Liveness and readiness over HTTP, for Kubernetes and load balancers.
 
-GET /live           200 while this process watches and tritonserver answers
+GET /live           200 while the models are monitored and tritonserver answers; else 503
 GET /ready          200 if every model that should serve does; else 503
-GET /ready/MODEL    the same of one model; 404 if it should not serve
+GET /ready/MODEL    the same for one model; 404 if it should not serve
 """
 
 from __future__ import annotations
@@ -24,28 +24,29 @@ from torch_py_backend.server.supervision import Snapshot
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# A watcher that has not looked for so long watches no more.
+# A supervisor with an older snapshot has stopped to monitor the models.
 _STALE_S = 30.0
 _IDLE_S = 10.0
-# Each has a thread. Beyond so many, the oldest are closed; beyond twice as many, new ones.
+# Each connection has a thread. Above this number, the oldest ones are closed; above twice this
+# number, new ones.
 _CONNECTIONS = 64
-Answer = tuple[HTTPStatus, dict[str, Any]]
+Response = tuple[HTTPStatus, dict[str, Any]]
 
 
-class Told(Protocol):
-    """Who knows how the models stand: see `supervision.Supervisor`."""
+class SnapshotSource(Protocol):
+    """Has the readiness of the models; implemented by `supervision.Supervisor`."""
 
     snapshot: Snapshot
 
 
-class Readiness:
-    """The HTTP server of these endpoints. A context manager: leaving stops it.
+class ReadinessServer:
+    """The HTTP server of these endpoints, as a context manager.
 
     Args:
-        address: where it listens.
-        port: its port; 0 takes a free one.
-        told: has the snapshot of how the models stand.
-        lives: asks tritonserver whether it lives.
+        address: the address to listen on.
+        port: the port; 0 takes a free one.
+        source: has the readiness of the models.
+        lives: returns whether tritonserver answers.
 
     Raises:
         ServerError: the port is taken.
@@ -55,10 +56,10 @@ class Readiness:
         self,
         address: str,
         port: int,
-        told: Told,
+        source: SnapshotSource,
         lives: Callable[[], bool],
     ) -> None:
-        self._told, self._lives = told, lives
+        self._source, self._lives = source, lives
         self._stopping = False
         try:
             self._server = _Server((address, port), _Handler)
@@ -71,12 +72,12 @@ class Readiness:
         self.address = f"{host}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
 
-    def stopping(self) -> None:
-        """From now on nothing is ready."""
+    def set_stopping(self) -> None:
+        """Report from now on that nothing is ready."""
         self._stopping = True
 
-    def answer(self, path: str) -> Answer:
-        """Status and JSON for a path."""
+    def answer(self, path: str) -> Response:
+        """Return the status and JSON for a path."""
         parts = [unquote(part) for part in path.partition("?")[0].split("/") if part]
         if parts == ["live"]:
             return self._live()
@@ -84,23 +85,23 @@ class Readiness:
             return self._ready(parts[1]) if parts[1:] else self._all_ready()
         return HTTPStatus.NOT_FOUND, {"error": "expected /live, /ready or /ready/MODEL"}
 
-    def _live(self) -> Answer:
+    def _live(self) -> Response:
         if self._stale():
-            return _unavailable({"live": False, "reason": "the models are not watched any more"})
+            return _unavailable({"live": False, "reason": "the models are no longer monitored"})
         if not self._lives():
             return _unavailable({"live": False, "reason": "tritonserver does not answer"})
         return HTTPStatus.OK, {"live": True}
 
-    def _all_ready(self) -> Answer:
-        reasons = {name: why for name, why in self._told.snapshot.models.items() if why}
+    def _all_ready(self) -> Response:
+        reasons = {name: why for name, why in self._source.snapshot.models.items() if why}
         problem = self._problem()
         if not problem and not reasons:
             return HTTPStatus.OK, {"ready": True}
-        told: dict[str, Any] = {"ready": False, "models": reasons}
-        return _unavailable(told | ({"reason": problem} if problem else {}))
+        body: dict[str, Any] = {"ready": False, "models": reasons}
+        return _unavailable(body | ({"reason": problem} if problem else {}))
 
-    def _ready(self, model: str) -> Answer:
-        models = self._told.snapshot.models
+    def _ready(self, model: str) -> Response:
+        models = self._source.snapshot.models
         problem = self._problem() or models.get(model, "")
         if problem:
             return _unavailable({"ready": False, "reason": problem})
@@ -109,16 +110,16 @@ class Readiness:
         return HTTPStatus.OK, {"ready": True}
 
     def _problem(self) -> str:
-        """What keeps every model from being ready."""
+        """Return the problem because of which no model is ready; empty if there is none."""
         if self._stopping:
             return "the server is being stopped"
-        snapshot = self._told.snapshot
+        snapshot = self._source.snapshot
         if snapshot.problem:
             return snapshot.problem
-        return "the models are not watched any more" if self._stale() else ""
+        return "the models are no longer monitored" if self._stale() else ""
 
     def _stale(self) -> bool:
-        at = self._told.snapshot.at
+        at = self._source.snapshot.at
         return bool(at) and time.monotonic() - at > _STALE_S
 
     def __enter__(self) -> Self:
@@ -132,7 +133,7 @@ class Readiness:
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    answer: Callable[[str], Answer]
+    answer: Callable[[str], Response]
 
     def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
         super().__init__(address, handler)
@@ -140,13 +141,13 @@ class _Server(ThreadingHTTPServer):
         self._lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer in a thread of its own, as long as there are not too many."""
+        """Serve a connection in a thread of its own, unless there are too many."""
         with self._lock:
             full = len(self._open) >= 2 * _CONNECTIONS
             if not full:
                 self._open.append(request)
             for oldest in self._open[:-_CONNECTIONS]:
-                with contextlib.suppress(OSError):  # its client was quicker
+                with contextlib.suppress(OSError):  # the client has closed it
                     oldest.shutdown(socket.SHUT_RDWR)
         if full:
             super().shutdown_request(request)
@@ -154,14 +155,14 @@ class _Server(ThreadingHTTPServer):
             super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection; called by its thread, at the end."""
+        """Close a connection; called at the end of its thread."""
         with self._lock:
             if request in self._open:
                 self._open.remove(request)
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """Ignore errors of connections: clients may disconnect at any time."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -171,8 +172,8 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _IDLE_S
 
     def do_GET(self) -> None:
-        status, told = self.server.answer(self.path)
-        body = json.dumps(told).encode()
+        status, document = self.server.answer(self.path)
+        body = json.dumps(document).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
@@ -183,8 +184,8 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815  http.server's name
 
     def log_message(self, *_: Any) -> None:
-        """Probes come every second: they are not logged."""
+        """Log nothing: probes arrive every second."""
 
 
-def _unavailable(told: dict[str, Any]) -> Answer:
-    return HTTPStatus.SERVICE_UNAVAILABLE, told
+def _unavailable(body: dict[str, Any]) -> Response:
+    return HTTPStatus.SERVICE_UNAVAILABLE, body

@@ -1,8 +1,8 @@
-"""The models of one server, kept serving: loaded, watched, taken through unload and load again.
+"""A supervisor that keeps the models of one server serving: it loads, monitors and reloads them.
 
-One thread calls `step`, and owns every record. Triton is asked for the states of its models now
-and then, so that users may load and unload through its API, too: what they unload is not healed,
-what they load is watched.
+One thread calls `step` and owns all records. The supervisor requests the states of the models
+from Triton regularly, so that users may load and unload models through Triton's API, too: it does
+not reload what they unload, and it monitors what they load.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
-from torch_py_backend.processes.instance_status import State
+from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import model_status
-from torch_py_backend.server.healing import Phase, Recovery
-from torch_py_backend.server.instances import Fall
-from torch_py_backend.server.model_control import TooLongError
-from torch_py_backend.server.model_status import View
-from torch_py_backend.server.pending_operations import Control, Operations, Work
+from torch_py_backend.server.healing import Lifecycle, Phase
+from torch_py_backend.server.instances import InstanceFailure
+from torch_py_backend.server.model_control import LoadTimeoutError
+from torch_py_backend.server.model_status import ModelStatus
+from torch_py_backend.server.pending_operations import ModelControl, Operation, PendingOperations
 from torch_py_backend.server.tritonserver import ModelState
 
-_LOOK_S = 0.2
+_STEP_S = 0.2
 _INDEX_S = 0.5
-# Instances that did not die end in order, before the next ones need their memory.
+# The time for the other instances of a model to end, before new ones need their memory.
 _SURVIVORS_S = 10.0
-# Triton of 24.10 may never end those of a model with a dead instance that had a request: after this
-# time whoever is idle is ended here. Triton sends them no requests any more.
+# Triton 24.10 may never end the instances of a model if one of them died during a request. After
+# this time the idle ones are killed here; Triton does not send them requests any more.
 _IDLE_S = 1.0
-# What a load gets to fail in Triton, once its process has been ended.
+# The time for a load to fail in Triton, after its process was killed.
 _FAILING_S = 30.0
-# Triton's own words for a process that is gone.
+# A part of Triton's message for a process that has died.
 _DEAD = "is not healthy"
 
 
-class Kind(Enum):
+class EventKind(Enum):
     READY = "READY"
     FAILED = "FAILED"
     DOWN = "DOWN"
@@ -45,21 +45,21 @@ class Kind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """What happened to a model, and what is done about it."""
+    """A change of a model's phase, for the user."""
 
-    kind: Kind
+    kind: EventKind
     model: str
     text: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """How it stands, for other threads.
+    """The readiness of all models, for other threads.
 
     Attributes:
-        models: those that should serve, and why they do not; an empty reason: they do.
-        problem: what concerns all of them.
-        at: when, in the clock's seconds.
+        models: the models that should serve, each with the reason why it does not; empty: it does.
+        problem: a problem of the whole server.
+        at: the time of the snapshot, in the clock's seconds.
     """
 
     models: Mapping[str, str] = field(default_factory=dict)
@@ -67,27 +67,27 @@ class Snapshot:
     at: float = 0.0
 
 
-class Watch(Protocol):
-    """Who is seen of a server: see `instances.Watch`."""
+class Monitor(Protocol):
+    """Detects failed instances; implemented by `instances.InstanceMonitor`."""
 
-    def look(self) -> list[Fall]: ...
+    def check(self) -> list[InstanceFailure]: ...
 
     def wait(self, seconds: float) -> None: ...
 
     def wake(self) -> None: ...
 
-    def alive(self, model: str) -> set[int]: ...
+    def live_processes(self, model: str) -> set[int]: ...
 
-    def end(self, model: str, state: State) -> int: ...
+    def kill(self, model: str, state: InstanceState) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """How far healing goes.
+class RestartLimits:
+    """The limits of loading models again.
 
     Attributes:
         restarts: how often a model is loaded again, until it has served for a minute.
-        load_seconds: how long one load may take.
+        load_seconds: the time limit of one load.
     """
 
     restarts: int
@@ -96,354 +96,352 @@ class Plan:
 
 @dataclass(slots=True)
 class _Model:
-    """What is known of one model.
+    """The record of one model.
 
     Attributes:
-        recovery: what it does, and what is done about it.
-        work: the load or unload that is on its way.
-        first: its first load has not ended yet.
-        processes: who was seen of it when the last load began.
-        fell: why the load that is on its way, or just done, is no good.
-        down_since: when it fell.
-        dependents: ensembles that Triton unloaded together with it.
-        versions: those that served when it last served.
+        lifecycle: the phase, and when the model is loaded again.
+        operation: the load or unload in progress.
+        first: whether the first load has not completed yet.
+        processes: the live processes when the last load began.
+        failure: why the load in progress, or the last one, is of no use.
+        down_since: when the model failed.
+        dependents: the ensembles that Triton unloaded with the model.
+        versions: the versions that served last.
     """
 
-    recovery: Recovery
-    work: Work | None = None
+    lifecycle: Lifecycle
+    operation: Operation | None = None
     first: bool = True
     processes: set[int] = field(default_factory=set)
-    fell: str = ""
+    failure: str = ""
     down_since: float = 0.0
     dependents: set[str] = field(default_factory=set)
     versions: frozenset[str] = frozenset()
 
-    def withdrawn(self, view: View | None) -> bool:
-        """Whether it was unloaded; Triton goes on to report versions that had failed before."""
-        if view is None or view.unloaded:
+    def is_unloaded(self, status: ModelStatus | None) -> bool:
+        """Return whether the model was unloaded.
+
+        Triton still reports versions that had failed before.
+        """
+        if status is None or status.unloaded:
             return True
-        return bool(self.versions) and self.versions <= view.withdrawn
+        return bool(self.versions) and self.versions <= status.withdrawn
 
 
 class Supervisor:
     """Keeps the models of one server serving.
 
     Args:
-        states: Triton's states of its models.
-        watch: the server's instances.
-        control: loads and unloads; None: Triton does that by itself, and nothing is healed.
-        plan: how far healing goes.
-        tell: takes the events.
-        clock: seconds that only grow.
+        states: returns Triton's states of the models.
+        monitor: detects failed instances.
+        control: loads and unloads models; None: Triton alone does, and no model is reloaded.
+        limits: the limits of loading models again.
+        on_event: is called with each event.
+        clock: returns the seconds of a monotonic clock.
         spawn: runs a function in a thread of its own.
+
+    Attributes:
+        snapshot: the readiness of all models after the last step.
     """
 
     def __init__(
         self,
         states: Callable[[], Sequence[ModelState]],
-        watch: Watch,
-        control: Control | None,
-        plan: Plan,
-        tell: Callable[[Event], None],
+        monitor: Monitor,
+        control: ModelControl | None,
+        limits: RestartLimits,
+        on_event: Callable[[Event], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         spawn: Callable[[Callable[[], None]], None],
     ) -> None:
-        self._states, self._watch = states, watch
-        self._plan, self._announce, self._clock = plan, tell, clock
+        self._states, self._monitor = states, monitor
+        self._limits, self._on_event, self._clock = limits, on_event, clock
         self._operations = (
-            Operations(states, control, spawn, watch.wake) if control is not None else None
+            PendingOperations(states, control, spawn, monitor.wake) if control is not None else None
         )
         self._events: list[Event] = []
         self._models: dict[str, _Model] = {}
         self._index_due = 0.0
-        self._views: dict[str, View] = {}
+        self._statuses: dict[str, ModelStatus] = {}
         self.snapshot = Snapshot()
 
     @property
-    def heals(self) -> bool:
-        """Whether models are loaded and unloaded here, and not by Triton alone."""
+    def controls_models(self) -> bool:
+        """Whether the supervisor loads and unloads models, and not Triton alone."""
         return self._operations is not None
 
     @property
-    def settled(self) -> bool:
-        """Whether the first load of every model has ended, one way or the other."""
-        return not any(one.first for one in self._models.values())
+    def initial_loads_done(self) -> bool:
+        """Whether the first load of every model has succeeded or failed."""
+        return not any(model.first for model in self._models.values())
 
     def load(self, names: Sequence[str]) -> None:
-        """Load these models, all at the same time."""
+        """Start to load models, all at the same time."""
         for name in names:
-            self._models[name] = _Model(Recovery(self._plan.restarts))
+            self._models[name] = _Model(Lifecycle(self._limits.restarts))
             self._start_load(name)
 
     def step(self) -> None:
-        """Wait a little, see what happened, and do what is due."""
-        self._watch.wait(_LOOK_S)
-        falls = self._watch.look()
-        done = self._operations.ended() if self._operations is not None else []
-        # Asked afterwards: what Triton said before a load or unload ended is no news.
-        problem = self._ask(now=bool(falls or done))
-        for fall in falls:
-            self._take_fall(fall)
-        for one in done:
-            self._take_done(one)
+        """Wait shortly, then process failures, completed operations and due loads."""
+        self._monitor.wait(_STEP_S)
+        failures = self._monitor.check()
+        completed = self._operations.completed() if self._operations is not None else []
+        # Requested last: states from before a load or unload completed are outdated.
+        problem = self._refresh(force=bool(failures or completed))
+        for failure in failures:
+            self._handle_failure(failure)
+        for operation in completed:
+            self._handle_completed(operation)
         if not problem:
-            for name in sorted(self._views.keys() | self._models.keys()):
+            for name in sorted(self._statuses.keys() | self._models.keys()):
                 self._compare(name)
-        self._start_due()
-        self._end_overdue()
+        self._start_due_loads()
+        self._stop_overdue_loads()
         self._publish(problem)
-        # Whoever reads of a death, and asks, must not be told what was before.
+        # After the snapshot: a client that sees the event must not get the previous readiness.
         events, self._events = self._events, []
         for event in events:
-            self._announce(event)
+            self._on_event(event)
 
-    # --- what Triton says ----------------------------------------------------------------------
+    # --- states in Triton ----------------------------------------------------------------------
 
-    def _ask(self, *, now: bool) -> str:
-        """Take Triton's states if it is time; why they cannot be had."""
-        if now or self._clock() >= self._index_due:
+    def _refresh(self, *, force: bool) -> str:
+        """Request the states of the models if this is due; return the problem if that fails."""
+        if force or self._clock() >= self._index_due:
             try:
-                self._views = model_status.views(self._states())
+                self._statuses = model_status.by_model(self._states())
             except OSError:
                 return "tritonserver does not answer"
             self._index_due = self._clock() + _INDEX_S
         return ""
 
     def _compare(self, name: str) -> None:
-        """See what others did to a model: it was loaded, or unloaded, and not by us."""
-        view, model = self._views.get(name), self._models.get(name)
+        """Detect that a model was loaded or unloaded through Triton's API."""
+        status, model = self._statuses.get(name), self._models.get(name)
         if model is None:
-            self._adopt(name, view)
+            self._adopt(name, status)
             return
-        if model.work is not None or self._blocker(name):
+        if model.operation is not None or self._blocker(name):
             return
-        ready = view is not None and view.ready
-        phase = model.recovery.phase
-        if view is not None and view.ready:
-            model.versions = view.serving
+        ready = status is not None and status.ready
+        phase = model.lifecycle.phase
+        if status is not None and status.ready:
+            model.versions = status.serving
         if phase is Phase.SERVING and not ready:
-            if view is None or model.withdrawn(view):
-                model.recovery.released()
-                self._tell(Kind.RELEASED, name, "unloaded by somebody; not loaded again")
-            elif model.fell and _DEAD in view.reason:  # told when the process was ended
-                model.recovery.refused(model.fell)
-            elif view.reason:
-                self._refuse(name, view.reason)
-        elif phase is not Phase.SERVING and ready and self._renewed(name):
-            model.fell = ""
-            model.recovery.served(self._clock())
-            self._tell(Kind.READY, self._label(name), "loaded by somebody")
+            if status is None or model.is_unloaded(status):
+                model.lifecycle.unloaded()
+                text = "unloaded through Triton's API; not loaded again"
+                self._add_event(EventKind.RELEASED, name, text)
+            elif model.failure and _DEAD in status.reason:  # reported when the process was killed
+                model.lifecycle.given_up(model.failure)
+            elif status.reason:
+                self._give_up(name, status.reason)
+        elif phase is not Phase.SERVING and ready and self._is_replaced(name):
+            model.failure = ""
+            model.lifecycle.serving(self._clock())
+            self._add_event(EventKind.READY, self._label(name), "loaded through Triton's API")
 
-    def _adopt(self, name: str, view: View | None) -> None:
-        """A model that we did not load."""
-        if view is None or not (view.ready or (view.reason and self._operations is None)):
+    def _adopt(self, name: str, status: ModelStatus | None) -> None:
+        """Add a record of a model that the supervisor did not load."""
+        is_failed = status is not None and status.reason and self._operations is None
+        if status is None or not (status.ready or is_failed):
             return
-        model = self._models[name] = _Model(Recovery(self._plan.restarts), first=False)
-        if view.ready:
-            model.recovery.served(self._clock())
-            self._tell(Kind.READY, self._label(name))
-        elif not view.unloaded:
-            self._refuse(name, view.reason)
+        model = self._models[name] = _Model(Lifecycle(self._limits.restarts), first=False)
+        if status.ready:
+            model.lifecycle.serving(self._clock())
+            self._add_event(EventKind.READY, self._label(name))
+        elif not status.unloaded:
+            self._give_up(name, status.reason)
         else:
-            model.recovery.released()
+            model.lifecycle.unloaded()
 
-    def _renewed(self, name: str) -> bool:
-        """Whether a model that Triton calls READY is another than the one that fell."""
+    def _is_replaced(self, name: str) -> bool:
+        """Return whether a model that is READY in Triton has new processes since its failure."""
         model = self._models[name]
-        if model.recovery.phase is Phase.RELEASED or not model.fell:
+        if model.lifecycle.phase is Phase.UNLOADED or not model.failure:
             return True
-        return bool(self._watch.alive(name) - model.processes)
+        return bool(self._monitor.live_processes(name) - model.processes)
 
     def _blocker(self, name: str) -> str:
-        """The model that Triton took this ensemble down with; empty: none."""
+        """Return the model with which Triton unloaded this ensemble; empty if there is none."""
         for other, model in self._models.items():
-            if name in model.dependents and model.recovery.phase is not Phase.SERVING:
+            if name in model.dependents and model.lifecycle.phase is not Phase.SERVING:
                 return other
         return ""
 
-    # --- what happens --------------------------------------------------------------------------
+    # --- failures ------------------------------------------------------------------------------
 
-    def _take_fall(self, fall: Fall) -> None:
-        name, pid = fall.identity.model, fall.identity.pid
+    def _handle_failure(self, failure: InstanceFailure) -> None:
+        name, pid = failure.identity.model, failure.identity.pid
+        if name not in self._models:
+            self._adopt(name, self._statuses.get(name))
         model = self._models.get(name)
         if model is None:
-            self._adopt(name, self._views.get(name))
-            model = self._models.get(name)
-        if model is None:
-            if fall.loading:
-                self._tell(Kind.FAILED, name, fall.reason)
-            return  # somebody else's load, who is told by Triton
-        if model.work is not None:
-            if not model.work.loads or pid in model.processes:
-                return  # of those that were to end anyway
-            model.fell = model.fell or fall.reason
-            if fall.completing:
-                self._abandon(name, model.fell)
-            return
-        if fall.loading:
+            # A load through Triton's API, which reports the failure to its client.
+            if failure.loading:
+                self._add_event(EventKind.FAILED, name, failure.reason)
+        elif model.operation is not None:
+            if not model.operation.is_load or pid in model.processes:
+                return  # a process that was to end anyway
+            model.failure = model.failure or failure.reason
+            if failure.completing:
+                self._abandon_load(name, model.failure)
+        elif failure.loading:
             # A load through Triton's API: Triton reports its failure, and keeps what serves.
-            model.fell = fall.reason
-            self._tell(Kind.FAILED, name, fall.reason)
-            return
-        view = self._views.get(name)
-        if (
-            view is not None
-            and not model.withdrawn(view)
-            and model.recovery.phase
-            in (
-                Phase.SERVING,
-                Phase.RELEASED,
-            )
-        ):
-            self._bring_down(name, fall.reason)
+            model.failure = failure.reason
+            self._add_event(EventKind.FAILED, name, failure.reason)
+        elif model.lifecycle.phase in (
+            Phase.SERVING,
+            Phase.UNLOADED,
+        ) and not model.is_unloaded(self._statuses.get(name)):
+            self._take_down(name, failure.reason)
 
-    def _bring_down(self, name: str, reason: str) -> None:
-        """A model fell: take it out of service, and plan when it is loaded again."""
+    def _take_down(self, name: str, reason: str) -> None:
+        """Unload a failed model, and plan when it is loaded again."""
         model, now = self._models[name], self._clock()
-        if model.recovery.phase is Phase.SERVING:
+        if model.lifecycle.phase is Phase.SERVING:
             model.down_since = now
         model.first = False
-        model.processes, model.fell = self._watch.alive(name), reason
+        model.processes, model.failure = self._monitor.live_processes(name), reason
         if self._operations is None:
-            model.recovery.refused(reason)
-            self._tell(Kind.GIVEN_UP, name, f"{reason}; Triton alone controls its models")
+            model.lifecycle.given_up(reason)
+            text = f"{reason}; Triton alone controls its models"
+            self._add_event(EventKind.GIVEN_UP, name, text)
             return
-        model.recovery.fell(now, reason)
-        self._tell_down(name)
-        model.work = self._operations.unload(name, now)
+        model.lifecycle.failed(now, reason)
+        self._report_down(name)
+        model.operation = self._operations.unload(name, now)
 
-    def _tell(self, kind: Kind, model: str, text: str = "") -> None:
+    def _add_event(self, kind: EventKind, model: str, text: str = "") -> None:
         self._events.append(Event(kind, model, text))
 
-    def _tell_down(self, name: str) -> None:
-        recovery = self._models[name].recovery
-        if recovery.phase is Phase.GIVEN_UP:
-            text = f"{recovery.reason}; loaded again {_times(recovery.attempts)} in vain"
-            self._tell(Kind.GIVEN_UP, name, f"{text}, stays down until somebody loads it")
+    def _report_down(self, name: str) -> None:
+        lifecycle = self._models[name].lifecycle
+        attempts = lifecycle.attempts
+        if lifecycle.phase is Phase.GIVEN_UP:
+            times = "once" if attempts == 1 else f"{attempts} times"
+            text = f"{lifecycle.reason}; loaded again {times} without success, stays down until"
+            self._add_event(EventKind.GIVEN_UP, name, f"{text} it is loaded through Triton's API")
             return
-        wait = recovery.due - self._clock()
+        wait = lifecycle.due - self._clock()
         when = "now" if wait <= 0 else f"in {wait:.0f} s"
-        attempt = f"attempt {recovery.attempts} of {recovery.restarts}"
-        self._tell(Kind.DOWN, name, f"{recovery.reason}; loading it again {when} ({attempt})")
+        text = f"loading it again {when} (attempt {attempts} of {lifecycle.restarts})"
+        self._add_event(EventKind.DOWN, name, f"{lifecycle.reason}; {text}")
 
-    def _refuse(self, name: str, reason: str) -> None:
-        self._models[name].recovery.refused(model_status.sentence(reason))
-        self._tell(Kind.FAILED, self._label(name), reason)
+    def _give_up(self, name: str, reason: str) -> None:
+        self._models[name].lifecycle.given_up(model_status.public_reason(reason))
+        self._add_event(EventKind.FAILED, self._label(name), reason)
 
-    def _abandon(self, name: str, reason: str) -> None:
-        """A load that Triton will never end."""
+    def _abandon_load(self, name: str, reason: str) -> None:
+        """Give up a load that Triton never completes."""
         model = self._models[name]
-        model.work, model.first = None, False
-        model.fell, model.processes = reason, self._watch.alive(name)
-        text = f"{reason}; Triton waits for it for ever: only a new server can load it"
-        model.recovery.refused(text)
-        self._tell(Kind.GIVEN_UP, name, text)
+        model.operation, model.first = None, False
+        model.failure, model.processes = reason, self._monitor.live_processes(name)
+        text = f"{reason}; Triton never stops waiting for it: only a new server can load it"
+        model.lifecycle.given_up(text)
+        self._add_event(EventKind.GIVEN_UP, name, text)
 
-    # --- loading and unloading -----------------------------------------------------------------
+    # --- loads ---------------------------------------------------------------------------------
 
-    def _start_due(self) -> None:
+    def _start_due_loads(self) -> None:
         now = self._clock()
         for name, model in self._models.items():
-            if model.recovery.phase is not Phase.DOWN or model.work is not None:
+            if model.lifecycle.phase is not Phase.DOWN or model.operation is not None:
                 continue
-            survivors = self._watch.alive(name)
+            survivors = self._monitor.live_processes(name)
             if survivors and now >= model.down_since + _IDLE_S:
-                self._watch.end(name, State.IDLE)
-            if now >= model.recovery.due and (
+                self._monitor.kill(name, InstanceState.IDLE)
+            if now >= model.lifecycle.due and (
                 not survivors or now >= model.down_since + _SURVIVORS_S
             ):
-                model.recovery.try_again()
+                model.lifecycle.loading()
                 self._start_load(name)
 
     def _start_load(self, name: str) -> None:
         model = self._models[name]
-        model.processes, model.fell = self._watch.alive(name), ""
-        assert self._operations is not None  # noqa: S101  nothing is loaded without
-        model.work = self._operations.load(
+        model.processes, model.failure = self._monitor.live_processes(name), ""
+        assert self._operations is not None  # noqa: S101  without it, nothing is loaded
+        model.operation = self._operations.load(
             name,
             self._clock(),
-            self._plan.load_seconds + _FAILING_S,
+            self._limits.load_seconds + _FAILING_S,
             sorted(model.dependents),
-            again=model.recovery.attempts > 0,
+            again=model.lifecycle.attempts > 0,
         )
 
-    def _take_done(self, done: Work) -> None:
-        name, model = done.model, self._models[done.model]
-        if model.work is not done:
-            return  # abandoned
-        model.work = None
-        if not done.loads:
-            model.dependents |= done.dependents
+    def _handle_completed(self, operation: Operation) -> None:
+        name, model = operation.model, self._models[operation.model]
+        if model.operation is not operation:
+            return  # an abandoned load
+        model.operation = None
+        if not operation.is_load:
+            model.dependents |= operation.dependents
             return
         first, model.first = model.first, False
-        if done.error is None and not model.fell:
-            self._take_loaded(name, first=first)
+        if operation.error is None and not model.failure:
+            self._handle_loaded(name, first=first)
             return
-        reason = model.fell or model_status.sentence(str(done.error))
-        died = bool(model.fell) or _DEAD in reason
-        if isinstance(done.error, TooLongError):
-            self._abandon(name, f"its load {done.error}")
-        elif done.error is None:
-            self._bring_down(name, reason)
+        reason = model.failure or model_status.public_reason(str(operation.error))
+        died = bool(model.failure) or _DEAD in reason
+        if isinstance(operation.error, LoadTimeoutError):
+            self._abandon_load(name, f"its load {operation.error}")
+        elif operation.error is None:
+            self._take_down(name, reason)
         elif died or not first:
-            model.processes, model.fell = self._watch.alive(name), reason
-            model.recovery.fell(self._clock(), reason)
-            self._tell_down(name)
+            model.processes, model.failure = self._monitor.live_processes(name), reason
+            model.lifecycle.failed(self._clock(), reason)
+            self._report_down(name)
         else:
-            # The same files give the same refusal.
-            self._refuse(name, str(done.error))
+            # Another load of the same files would fail in the same way.
+            self._give_up(name, str(operation.error))
 
-    def _take_loaded(self, name: str, *, first: bool) -> None:
+    def _handle_loaded(self, name: str, *, first: bool) -> None:
         model, now = self._models[name], self._clock()
-        model.recovery.served(now)
+        model.lifecycle.serving(now)
         for dependent in model.dependents & self._models.keys():
-            self._models[dependent].recovery.served(now)
+            self._models[dependent].lifecycle.serving(now)
         model.dependents.clear()
         text = "" if first else f"serves again after {now - model.down_since:.1f} s"
-        self._tell(Kind.READY, self._label(name), text)
+        self._add_event(EventKind.READY, self._label(name), text)
 
-    def _end_overdue(self) -> None:
-        """Loads that take too long fail once their processes are ended."""
+    def _stop_overdue_loads(self) -> None:
+        """Kill the processes of loads that take too long; the loads then fail in Triton."""
+        limit = self._limits.load_seconds
         for name, model in self._models.items():
-            work = model.work
-            if work is None or not work.loads:
+            operation = model.operation
+            if operation is None or not operation.is_load:
                 continue
-            if self._clock() - work.started > self._plan.load_seconds:
-                # Not once only: another instance of it may have died, or may start to load now.
-                ended = self._watch.end(name, State.LOADING)
-                if not model.fell:
-                    limit = self._plan.load_seconds
-                    model.fell = f"its load took longer than {limit:g} s (--load-timeout)"
-                    if not ended:
-                        self._abandon(name, model.fell)
+            if self._clock() - operation.started > limit:
+                # In every step: other instances of the model may still load, or start to load.
+                killed = self._monitor.kill(name, InstanceState.LOADING)
+                if not model.failure:
+                    model.failure = f"its load took longer than {limit:g} s (--load-timeout)"
+                    if not killed:
+                        self._abandon_load(name, model.failure)
 
-    # --- what others are told ------------------------------------------------------------------
+    # --- readiness -----------------------------------------------------------------------------
 
     def _publish(self, problem: str) -> None:
         models = {
-            name: self._why_not(name, model)
+            name: self._why_not_ready(name, model)
             for name, model in sorted(self._models.items())
-            if model.recovery.phase is not Phase.RELEASED
+            if model.lifecycle.phase is not Phase.UNLOADED
         }
         self.snapshot = Snapshot(models, problem, self._clock())
 
-    def _why_not(self, name: str, model: _Model) -> str:
-        """Why a model does not serve; empty: it does."""
+    def _why_not_ready(self, name: str, model: _Model) -> str:
+        """Return why a model does not serve; empty if it does."""
         blocker = self._blocker(name)
         if blocker:
             return f"needs the model '{blocker}', which does not serve"
-        phase, reason = model.recovery.phase, model.recovery.reason
+        phase, reason = model.lifecycle.phase, model.lifecycle.reason
         if phase is Phase.SERVING:
-            view = self._views.get(name)
-            # Unloaded and loaded again through Triton's API: not served in between.
-            return "" if view is None or view.ready else Phase.LOADING.value
+            status = self._statuses.get(name)
+            # Not ready: the model is being unloaded and loaded again through Triton's API.
+            return "" if status is None or status.ready else Phase.LOADING.value
         return f"{phase.value}: {reason}" if reason else phase.value
 
     def _label(self, name: str) -> str:
-        view = self._views.get(name)
-        return f"{name} {view.versions}".strip() if view else name
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
+        status = self._statuses.get(name)
+        return f"{name} {status.versions}".strip() if status else name

@@ -1,4 +1,4 @@
-"""A real tritonserver: found, given our backend, started, asked about its models, stopped."""
+"""Find a tritonserver, and run it on a model repository with this backend."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 import psutil
 
@@ -40,28 +40,28 @@ if TYPE_CHECKING:
 NGC = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
 _LIBPYTHON = re.compile(rb"libpython(3\.\d+)\.so")
-# Triton waits this long for models in use, then leaves; a little later we end what is left.
+# Triton waits this long for models in use before it exits; a little later it is killed.
 _EXIT_SECONDS = 30
-_EXIT = "--exit-timeout-secs"
+_EXIT_OPTION = "--exit-timeout-secs"
 _GRACE_SECONDS = 5
-# For this long a server that is being stopped may have no instance left, and not have ended.
+# A server that is being stopped may run for this long after its last instance has ended.
 _IDLE_SECONDS = 5
-# Triton's names for models that run in processes of its Python backend, or in no process.
-_IN_PROCESSES = ("python", "ensemble")
+# The platforms of models that do not compute in the process of tritonserver itself.
+_CHILD_PLATFORMS = ("python", "ensemble")
 _POLL_SECONDS = 0.05
-_ANSWER_SECONDS = 10
-_NO_ADDRESS = "Choose an --address of this machine."
+_REQUEST_SECONDS = 10
+_OTHER_ADDRESS = "Choose an --address of this machine."
 
 
 @dataclass(frozen=True, slots=True)
 class Triton:
-    """Where the parts of a tritonserver lie.
+    """The paths of an installed tritonserver.
 
     Attributes:
         executable: the server.
         python_backend: the folder with libtriton_python.so and Triton's utilities.
-        stub: the process that runs Python, built for this Python's version.
-        libraries: folders that the loader must search.
+        stub: the executable that runs Python models, built for this version of Python.
+        libraries: the folders with its shared libraries.
     """
 
     executable: Path
@@ -72,9 +72,14 @@ class Triton:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """What the server says of one version of a model; `reason` when it is not ready.
+    """The state of one version of a model in Triton's repository index.
 
-    `unloaded`: it was taken out of service, or is being.
+    Attributes:
+        name: the model's name.
+        version: the version; empty if Triton does not report one.
+        ready: whether it serves.
+        reason: why it does not.
+        unloaded: whether it was unloaded, or is being unloaded.
     """
 
     name: str
@@ -85,10 +90,13 @@ class ModelState:
 
 
 def find(executable: Path | None = None) -> Triton:
-    """The tritonserver to use: the one given, else on PATH, in /opt/tritonserver, in the wheel.
+    """Find a tritonserver: on PATH, in /opt/tritonserver, or in the wheel nvidia-pytriton.
+
+    Args:
+        executable: the tritonserver to use instead.
 
     Raises:
-        ServerError: there is none, or it lacks its Python backend or a stub for this Python.
+        ServerError: there is none, or it has no Python backend or no stub for this Python.
     """
     if executable is not None:
         if not executable.is_file():
@@ -109,21 +117,21 @@ def find(executable: Path | None = None) -> Triton:
 
 
 def _installed(executable: Path) -> Triton:
-    """The layout of NVIDIA's containers: bin/, lib/ and backends/ side by side."""
+    """Return the paths in the layout of NVIDIA's containers: bin/, lib/ and backends/."""
     prefix = executable.resolve().parents[1]
     backend = prefix / "backends" / "python"
-    return _complete(executable, backend, backend / _STUB, (prefix / "lib",))
+    return _checked(executable, backend, backend / _STUB, (prefix / "lib",))
 
 
 def _wheel() -> Triton | None:
-    """The server inside the wheel nvidia-pytriton, found without importing that package."""
+    """Return the paths in the wheel nvidia-pytriton, without importing it; None: not installed."""
     spec = importlib.util.find_spec("pytriton")
     if spec is None or spec.origin is None:
         return None
     package = Path(spec.origin).parent
     root = package / "tritonserver"
     minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return _complete(
+    return _checked(
         root / "bin" / "tritonserver",
         root / "backends" / "python",
         root / "python_backend_stubs" / minor / _STUB,
@@ -131,7 +139,7 @@ def _wheel() -> Triton | None:
     )
 
 
-def _complete(executable: Path, backend: Path, stub: Path, libraries: tuple[Path, ...]) -> Triton:
+def _checked(executable: Path, backend: Path, stub: Path, libraries: tuple[Path, ...]) -> Triton:
     for part in (backend / "libtriton_python.so", stub):
         if not part.is_file():
             raise ServerError(
@@ -143,22 +151,22 @@ def _complete(executable: Path, backend: Path, stub: Path, libraries: tuple[Path
 
 
 def stub_python(triton: Triton) -> str:
-    """The Python that a server's stub is built for, as 3.12, told by the library that it loads.
+    """Return the Python version of a server's stub, such as 3.12, from the library that it loads.
 
     Raises:
-        ServerError: the stub cannot be read, or is none.
+        ServerError: the stub cannot be read, or names no library of Python.
     """
     try:
-        found = _LIBPYTHON.search(triton.stub.read_bytes())
+        match = _LIBPYTHON.search(triton.stub.read_bytes())
     except OSError as error:
         raise ServerError(f"cannot read {triton.stub}: {error.strerror}.") from None
-    if found is None:
+    if match is None:
         raise ServerError(f"{triton.stub} names no libpython; expected a stub of Triton's.")
-    return found[1].decode()
+    return match[1].decode()
 
 
 def lay_out(triton: Triton, backends: Path) -> None:
-    """Fill a backend folder with Triton's Python backend and ours.
+    """Fill a backend directory with Triton's Python backend and this backend.
 
     Files are copied: Triton refuses a library whose real path is outside its backend folder.
     """
@@ -170,10 +178,10 @@ def lay_out(triton: Triton, backends: Path) -> None:
 
 
 def environment(triton: Triton) -> dict[str, str]:
-    """The environment in which the server finds its libraries and its stubs this Python.
+    """Return the environment variables with which a server finds its libraries and this Python.
 
     Raises:
-        ServerError: no `python3` beside this interpreter leads to it.
+        ServerError: there is no `python3` beside this interpreter that is the same interpreter.
     """
     folder = Path(sys.executable).parent
     python3 = folder / "python3"
@@ -193,35 +201,35 @@ def _joined(paths: Sequence[str]) -> str:
     return os.pathsep.join(path for path in paths if path)
 
 
-def ports(*wished: int) -> list[int]:
-    """These ports; in place of each 0 another one that nobody listened on a moment ago."""
-    with contextlib.ExitStack() as held:
-        found = []
-        for port in wished:
-            taken = port
-            if not taken:
-                # Held until all are found, so that they differ; of every address of the machine.
-                listener = held.enter_context(socket.socket())
-                listener.bind(("", 0))
-                taken = listener.getsockname()[1]
-            found.append(taken)
-        return found
+def ports(*requested: int) -> list[int]:
+    """Return the ports, with a free port in place of each 0."""
+    with contextlib.ExitStack() as open_sockets:
+        chosen = []
+        for port in requested:
+            if port:
+                chosen.append(port)
+                continue
+            # Open until all are chosen, so that they differ. "": free on all addresses.
+            listener = open_sockets.enter_context(socket.socket())
+            listener.bind(("", 0))
+            chosen.append(listener.getsockname()[1])
+        return chosen
 
 
-def check_ports(address: str, wished: Mapping[str, int]) -> None:
+def check_ports(address: str, requested: Mapping[str, int]) -> None:
     """Listen on each port for a moment, as the server will; 0 is any free port.
 
     Args:
         address: the address to listen on.
-        wished: ports by the option that names them.
+        requested: the ports by the names of their options.
 
     Raises:
         ServerError: a port is out of range, taken, named twice or not allowed for this user.
     """
-    with contextlib.ExitStack() as held:
-        for option, port in wished.items():
-            listener = held.enter_context(socket.socket())
-            # As Triton does: a port whose last connections have just ended is free.
+    with contextlib.ExitStack() as open_sockets:
+        for option, port in requested.items():
+            listener = open_sockets.enter_context(socket.socket())
+            # As Triton does: a port with connections in TIME_WAIT only is free.
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
                 listener.bind((address, port))
@@ -229,25 +237,25 @@ def check_ports(address: str, wished: Mapping[str, int]) -> None:
             except OverflowError:
                 raise ServerError(f"{option} is {port}; expected a port from 0 to 65535.") from None
             except OSError as error:
-                of_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
+                is_port = error.errno in (errno.EADDRINUSE, errno.EACCES)
                 raise ServerError(
                     f"{option} {port} on {address} cannot be listened on: {error.strerror}. "
-                    + ("Choose another port; 0 takes a free one." if of_port else _NO_ADDRESS)
+                    + ("Choose another port; 0 takes a free one." if is_port else _OTHER_ADDRESS)
                 ) from None
 
 
 class Server:
-    """A tritonserver on one repository, with our backend. A context manager: leaving stops it.
+    """A tritonserver on a model repository, with this backend, as a context manager.
 
     Args:
         repository: the model repository.
-        http_port: port of HTTP; 0 takes a free one, here and below.
-        grpc_port: port of gRPC.
-        metrics_port: port of Prometheus metrics.
+        http_port: the HTTP port; 0 takes a free one, here and below.
+        grpc_port: the gRPC port.
+        metrics_port: the port of the Prometheus metrics.
         address: the address to listen on.
-        executable: the tritonserver to use; None searches for one.
-        arguments: more arguments for tritonserver; they come last and win.
-        log: where the server's log goes; None: where this process writes. The attribute may be
+        executable: the tritonserver to use; None: search for one.
+        arguments: more arguments for tritonserver; they override others.
+        log: the file for the server's log; None: the output of this process. The attribute can be
             set until the server is started.
     """
 
@@ -261,7 +269,7 @@ class Server:
         address: str = "127.0.0.1",
         executable: Path | None = None,
         arguments: Sequence[str] = (),
-        log: IO[Any] | None = None,
+        log: IO[bytes] | IO[str] | None = None,
     ) -> None:
         if not repository.is_dir():
             raise ServerError(f"{repository} is not a folder; expected a model repository.")
@@ -272,7 +280,7 @@ class Server:
         self._arguments = tuple(arguments)
         self._exit_seconds = exit_seconds(arguments)
         self.log = log
-        self.keys = endpoint_restrictions.keys(arguments)
+        self.keys = endpoint_restrictions.required_keys(arguments)
         self._ownership: Ownership | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -294,37 +302,37 @@ class Server:
 
     @property
     def log_name(self) -> str:
-        """The log's name after a colon, for the end of a sentence; empty where it has none."""
+        """A colon and the name of the log file, for the end of a sentence; empty without a name."""
         name = getattr(self.log, "name", None)
         return f": {name}" if isinstance(name, str) else ""
 
     @property
-    def vitals(self) -> Path:
-        """Where the instances of the running server tell how they are.
+    def status_folder(self) -> Path:
+        """The folder with the status files of the instances.
 
         Raises:
-            ServerError: it was not started.
+            ServerError: the server was not started.
         """
         if self._ownership is None:
             raise ServerError("the server was not started; call start() first.")
-        return self._ownership.owned.vitals
+        return self._ownership.owned.status_folder
 
     @property
     def process(self) -> subprocess.Popen[bytes]:
-        """The running tritonserver.
+        """The process of the running tritonserver.
 
         Raises:
-            ServerError: it was not started.
+            ServerError: the server was not started.
         """
         if self._process is None:
             raise ServerError("the server was not started; call start() first.")
         return self._process
 
     def start(self) -> None:
-        """Start the server; it loads its models before it listens.
+        """Start the server, which loads its models before it listens.
 
         Raises:
-            ServerError: the environment does not fit; the message says why.
+            ServerError: the server cannot run on this machine; the message says why.
         """
         values = environment(self._triton)
         orphan_cleanup.sweep()
@@ -335,12 +343,12 @@ class Server:
                 f"cannot write to {orphan_cleanup.SHARED_MEMORY}, as Triton must: {error.strerror}."
             ) from None
         owned = self._ownership.owned
-        values[orphan_cleanup.VARIABLE] = str(owned.vitals)
+        values[orphan_cleanup.VARIABLE] = str(owned.status_folder)
         try:
-            self._ownership.guard()
+            self._ownership.start_guard()
             lay_out(self._triton, owned.backends)
-            # Its own session: Ctrl-C reaches us, and we stop it in order. Its own folder: Triton's
-            # stub imports a model.py from where it was started before it finds the backend's.
+            # A session of its own: Ctrl-C reaches this process, which then stops the server. A
+            # folder of its own: Triton's stub would import a model.py from the current folder.
             self._process = subprocess.Popen(  # noqa: S603  the executable found above
                 self._command(owned),
                 env=values,
@@ -358,10 +366,10 @@ class Server:
             str(self._triton.executable),
             f"--model-repository={self._repository}",
             f"--backend-directory={owned.backends}",
-            # Regions of shared memory bear this prefix, so that ours can be told from others'.
+            # The prefix of the names of its shared memory, which distinguishes it from others'.
             f"--backend-config=python,shm-region-prefix-name={owned.prefix}",
-            f"{_EXIT}={_EXIT_SECONDS}",
-            # One model that does not load must not take the others with it.
+            f"{_EXIT_OPTION}={_EXIT_SECONDS}",
+            # A model that does not load must not stop the server.
             "--exit-on-error=false",
         ]
         for service, port in zip(("http", "grpc", "metrics"), self._ports, strict=True):
@@ -369,13 +377,13 @@ class Server:
         return [*command, *self._arguments]
 
     def wait_loaded(self, timeout: float | None = None) -> list[ModelState]:
-        """Wait until the server has tried to load every model, and say what became of each.
+        """Wait until the server has tried to load every model, and return their states.
 
         Args:
-            timeout: seconds to wait at most; None waits as long as the server lives.
+            timeout: the time limit in seconds; None: no limit.
 
         Raises:
-            ServerError: the server ended, or the time is over.
+            ServerError: the server ended, or took too long.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -391,54 +399,53 @@ class Server:
             time.sleep(_POLL_SECONDS)
 
     def models(self) -> list[ModelState]:
-        """The models of the repository, as the server sees them now."""
-        with self._ask("repository/index", b"{}") as response:
+        """Return the current states of the models in the repository."""
+        with self._request("repository/index", b"{}") as response:
             return [state(entry) for entry in json.load(response)]
 
     def lives(self) -> bool:
-        """Whether the server answers that it lives."""
+        """Return whether the server answers that it is live."""
         if self._process is None or self._process.poll() is not None:
             return False
-        with contextlib.suppress(OSError, http.client.HTTPException), self._ask("health/live"):
+        with contextlib.suppress(OSError, http.client.HTTPException), self._request("health/live"):
             return True
         return False
 
-    def _ask(self, what: str, data: bytes | None = None) -> Any:
+    def _request(self, path: str, data: bytes | None = None) -> http.client.HTTPResponse:
         request = urllib.request.Request(
-            f"http://{self.http_address}/v2/{what}", data=data, headers=dict(self.keys.http)
+            f"http://{self.http_address}/v2/{path}", data=data, headers=dict(self.keys.http)
         )
-        return urllib.request.urlopen(request, timeout=_ANSWER_SECONDS)  # noqa: S310
+        response: http.client.HTTPResponse
+        response = urllib.request.urlopen(request, timeout=_REQUEST_SECONDS)  # noqa: S310
+        return response
 
-    def _works_in_processes(self) -> bool:
-        """Whether tritonserver itself computes nothing: every model runs in child processes."""
+    def _computes_in_children(self) -> bool:
+        """Return whether all models run in child processes, and none in tritonserver itself."""
         try:
-            names = {one.name for one in self.models() if one.ready} - self._own_models()
-            return all(self._platform(name) in _IN_PROCESSES for name in names)
+            own = {
+                instance_status.Reader(path).identity.model
+                for path in instance_status.files(self.status_folder)
+            }
+            others = {state.name for state in self.models() if state.ready} - own
+            return all(self._platform(name) in _CHILD_PLATFORMS for name in others)
         except (OSError, ValueError, http.client.HTTPException):
-            return False  # it does not answer, or keeps this back
-
-    def _own_models(self) -> set[str]:
-        """The models whose instances are processes of this backend."""
-        return {
-            instance_status.Reader(path).identity.model
-            for path in instance_status.files(self.vitals)
-        }
+            return False  # the server does not answer, or restricts the endpoint
 
     def _platform(self, model: str) -> str:
-        with self._ask(f"models/{urllib.parse.quote(model, safe='')}") as response:
+        with self._request(f"models/{urllib.parse.quote(model, safe='')}") as response:
             return str(json.load(response).get("platform"))
 
     def stop(self) -> None:
-        """End the server, its instances and their shared memory. Calling it twice is no error."""
+        """Stop the server, and remove its instances and shared memory. May be called twice."""
         process = self._process
         if process is not None:
             with _interrupts_deferred():
-                in_processes = process.poll() is None and self._works_in_processes()
+                in_children = process.poll() is None and self._computes_in_children()
                 self._process = None
-                _end(process, self._exit_seconds, in_processes=in_processes)
+                _terminate(process, self._exit_seconds, in_children=in_children)
         ownership, self._ownership = self._ownership, None
         if ownership is not None:
-            ownership.end()
+            ownership.close()
 
     def __enter__(self) -> Self:
         self.start()
@@ -454,60 +461,59 @@ class Server:
 
 
 def state(entry: Mapping[str, str]) -> ModelState:
-    """An entry of the repository's index."""
-    told, reason = entry.get("state"), entry.get("reason", "")
-    unloaded = told == "UNLOADING" or reason == "unloaded"
+    """Return the state of a model from an entry of Triton's repository index."""
+    status, reason = entry.get("state"), entry.get("reason", "")
+    unloaded = status == "UNLOADING" or reason == "unloaded"
     return ModelState(
-        entry["name"], entry.get("version", ""), told == "READY", reason, unloaded=unloaded
+        entry["name"], entry.get("version", ""), status == "READY", reason, unloaded=unloaded
     )
 
 
 def exit_seconds(arguments: Sequence[str]) -> int:
-    """How long a server with these arguments waits for models in use when it is told to leave."""
-    told = str(_EXIT_SECONDS)
+    """Return how long a server with these arguments waits for models in use when it is stopped."""
+    text = str(_EXIT_SECONDS)
     for argument, following in itertools.pairwise([*arguments, ""]):
         name, equals, value = argument.partition("=")
-        if name == _EXIT:
-            told = value if equals else following
-    # What is no number Triton refuses itself, in its own words.
-    return int(told) if told.isdecimal() else _EXIT_SECONDS
+        if name == _EXIT_OPTION:
+            text = value if equals else following
+    # Triton itself refuses other text than a number.
+    return int(text) if text.isdecimal() else _EXIT_SECONDS
 
 
-def _end(process: subprocess.Popen[bytes], seconds: float, *, in_processes: bool) -> None:
-    """Ask the server to leave; after its own time limit end it and what it started.
+def _terminate(process: subprocess.Popen[bytes], seconds: float, *, in_children: bool) -> None:
+    """Terminate the server; after its own time limit, kill it and its descendants.
 
     Triton 24.10 waits for the whole limit for an instance that it has lost: of a model whose
-    process died in a call, or whose reload was refused. If all its models run in processes, it has
-    nothing to wait for once they are gone.
+    process died in a call, or whose reload was refused. If all its models run in child processes,
+    it has nothing to wait for once they are gone.
     """
-    family = _family(process.pid)
+    descendants = _descendants(process.pid)
     process.send_signal(signal.SIGTERM)
     deadline = time.monotonic() + seconds + _GRACE_SECONDS
     idle_since = math.inf
     while process.poll() is None:
         now = time.monotonic()
-        works = not in_processes or any(map(_runs, _family(process.pid)))
-        idle_since = math.inf if works else min(idle_since, now)
+        is_busy = not in_children or any(map(_is_running, _descendants(process.pid)))
+        idle_since = math.inf if is_busy else min(idle_since, now)
         if now > deadline or now - idle_since > _IDLE_SECONDS:
             process.kill()
         time.sleep(_POLL_SECONDS)
-    for one in family:
+    for descendant in descendants:
         with contextlib.suppress(psutil.NoSuchProcess):
-            one.kill()
-    # Not psutil.wait_procs: of a process that is just being reaped it raises FileNotFoundError.
+            descendant.kill()
+    # Not psutil.wait_procs, which raises FileNotFoundError while a process is being reaped.
     deadline = time.monotonic() + _GRACE_SECONDS
-    while any(map(_runs, family)) and time.monotonic() < deadline:
+    while any(map(_is_running, descendants)) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 
 
-def _family(pid: int) -> list[psutil.Process]:
-    """The processes below this one."""
+def _descendants(pid: int) -> list[psutil.Process]:
     with contextlib.suppress(psutil.NoSuchProcess):
         return list(psutil.Process(pid).children(recursive=True))
     return []
 
 
-def _runs(process: psutil.Process) -> bool:
+def _is_running(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     return False
@@ -515,10 +521,10 @@ def _runs(process: psutil.Process) -> bool:
 
 @contextlib.contextmanager
 def _interrupts_deferred() -> Iterator[None]:
-    """A second Ctrl-C does not leave the server behind."""
+    """Ignore Ctrl-C, so that it does not interrupt the shutdown of the server."""
     try:
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except ValueError:  # not the main thread: signals do not come here
+    except ValueError:  # not the main thread, which receives signals
         yield
         return
     try:

@@ -1,4 +1,4 @@
-"""The work of the commands check, tune, bench, profile and pack.
+"""The work of the commands init, check, tune, bench, profile and pack.
 
 Used by `cli` only.
 """

@@ -25,7 +25,7 @@ import tritonclient.grpc
 from tritonclient.grpc import InferenceServerException
 
 from torch_py_backend.processes import instance_status
-from torch_py_backend.processes.instance_status import State
+from torch_py_backend.processes.instance_status import InstanceState
 from torch_py_backend.server import Server
 
 
@@ -232,8 +232,8 @@ def test_requests_that_nobody_waits_for(running: tuple[Server, Any, Path]) -> No
 def _until_busy(server: Server, model: str) -> None:
     deadline = time.monotonic() + 60
     while not any(
-        one.identity.model == model and one.sign().state is State.BUSY
-        for one in map(instance_status.Reader, instance_status.files(server.vitals))
+        one.identity.model == model and one.read().state is InstanceState.BUSY
+        for one in map(instance_status.Reader, instance_status.files(server.status_folder))
     ):
         assert time.monotonic() < deadline
         time.sleep(0.02)

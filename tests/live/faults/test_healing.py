@@ -18,7 +18,7 @@ from scenarios import Scenario, text, x_to_y
 from supervised import Steady, Supervised, regions, serve, until
 from tritonclient.utils import InferenceServerException
 
-from torch_py_backend.processes.instance_status import State
+from torch_py_backend.processes.instance_status import InstanceState
 
 pytestmark = pytest.mark.slow
 
@@ -169,7 +169,7 @@ def test_death_in_forward(value: float, says: str, served: Supervised) -> None:
         asking = threading.Thread(target=ask)
         asking.start()
         if value == 104.0:
-            until(lambda: served.told("victim", State.BUSY), served)
+            until(lambda: served.told("victim", InstanceState.BUSY), served)
             for one in old:
                 one.kill()
         until(lambda: not served.ready("victim"), served)
@@ -229,7 +229,7 @@ def test_killed_during_its_load(served: Supervised) -> None:
     with _undisturbed(served):
         for one in old:
             one.kill()
-        for one in until(lambda: served.told("slow", State.LOADING), served):
+        for one in until(lambda: served.told("slow", InstanceState.LOADING), served):
             one.kill()
         until(lambda: "DOWN    slow" in served.text.partition("DOWN    slow")[2], served)
         _healed(served, "slow", old, "(attempt 2 of 6)")
@@ -241,7 +241,7 @@ def test_stopped_during_its_load(served: Supervised) -> None:
     old = served.stubs("slow")
     for one in old:
         one.kill()
-    for one in until(lambda: served.told("slow", State.LOADING), served):
+    for one in until(lambda: served.told("slow", InstanceState.LOADING), served):
         one.suspend()
     _until_told(served, "slow: instance slow_0_0 was stopped for 2 s")
     until(lambda: served.ready("slow"), served)
@@ -347,15 +347,15 @@ def test_death_while_a_config_is_completed(tmp_path: Path) -> None:
         assert served.infer("steady", 1.0) == [-1.0] * 4
         status, told = served.ask("/ready/completed")
         assert status == 503
-        assert "what completes its config was ended by SIGKILL" in told["reason"]
-        assert "Triton waits for it for ever" in told["reason"]
+        assert "the process that completes its config was ended by SIGKILL" in told["reason"]
+        assert "Triton never stops waiting for it" in told["reason"]
         assert served.ask("/ready")[0] == 503
 
 
 def _completing(served: Supervised) -> list[psutil.Process]:
     """The process that completes a config, once there is one."""
     with contextlib.suppress(ValueError, psutil.Error):  # no tritonserver yet
-        return served.told("completed", State.COMPLETING)
+        return served.told("completed", InstanceState.COMPLETING)
     return []
 
 
@@ -465,7 +465,7 @@ def test_sigterm_under_load(tmp_path: Path) -> None:
         family, prefix, answers = served.family(), served.prefix(), []
         asking = threading.Thread(target=lambda: answers.append(served.infer("steady", 104.0)))
         asking.start()
-        until(lambda: served.told("steady", State.BUSY), served)
+        until(lambda: served.told("steady", InstanceState.BUSY), served)
         assert served.ask("/ready") == (200, {"ready": True})
         served.process.send_signal(signal.SIGTERM)
         until(lambda: served.ask("/ready")[0] == 503, served)

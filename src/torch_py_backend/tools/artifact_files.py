@@ -1,0 +1,148 @@
+"""The files that `init` puts into a version folder, found from the path that a user names.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch_py_backend.artifacts import file_types, source_dependencies
+from torch_py_backend.artifacts.file_types import Content
+from torch_py_backend.errors import ArtifactError
+
+EXAMPLE = "example_inputs.safetensors"
+_SERVED_NAMES = {
+    Content.TORCHSCRIPT: "model.pt",
+    Content.EXPORTED: "model.pt2",
+    Content.AOTI: "model.pt2",
+}
+_WEIGHTS = (Content.STATE_DICT, Content.SAFETENSORS)
+_SOURCE = "Python source and weights"
+# Suffixes of weights of other frameworks, which `save_pretrained` folders may hold too.
+_FOREIGN_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class ArtifactFiles:
+    """The files of one model.
+
+    Attributes:
+        description: the type of the artifact, for people.
+        title: the name of the file or folder that the artifact comes from.
+        files: source paths by their names in the version folder; the model file comes first.
+        parameters: the options that the model needs in config.pbtxt.
+        pretrained_config: the contents of config.json of transformers; empty for other artifacts.
+    """
+
+    description: str
+    title: str
+    files: Mapping[str, Path]
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    pretrained_config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def lacks_weights(self) -> bool:
+        """Whether this is a Python source without a file of weights."""
+        return self.description == _SOURCE and not any(
+            name.startswith("model.") and name != "model.py" for name in self.files
+        )
+
+
+def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
+    """Return the files to serve for an artifact.
+
+    Args:
+        model: the model's name, for error messages.
+        path: the model file, or a folder that `save_pretrained` wrote.
+        example: a file with valid inputs; None: one beside the model file, if there is one.
+
+    Raises:
+        ArtifactError: the path is not an artifact that can be served.
+    """
+    example_file = example or path.parent / EXAMPLE
+    extra = {EXAMPLE: example_file.absolute()} if example_file.is_file() else {}
+    if path.is_dir():
+        return _pretrained(model, path, {} if example is None else extra)
+    if path.suffix == ".py":
+        return ArtifactFiles(_SOURCE, path.name, source_dependencies.of_source(model, path) | extra)
+    content = file_types.describe(path)
+    source = path.with_suffix(".py")
+    if content in _WEIGHTS and source.is_file():
+        files = source_dependencies.of_source(model, source, path)
+        return ArtifactFiles(_SOURCE, source.name, files | extra)
+    if content not in _SERVED_NAMES:
+        cure = file_types.cure(content, path)
+        if content in _WEIGHTS:
+            cure = (
+                f"Write {source.name} beside it, with the class that it belongs to, and run this"
+                " command again with --input NAME:TYPE:DIMS, such as --input x:FP32:3x224x224."
+            )
+        raise ArtifactError(
+            model,
+            f"{path.name} is {content.value}",
+            expected="TorchScript, a torch.export program, an AOTInductor package or Python source",
+            cure=cure,
+        )
+    return ArtifactFiles(content.value, path.name, {_SERVED_NAMES[content]: path} | extra)
+
+
+def _pretrained(model: str, folder: Path, extra: Mapping[str, Path]) -> ArtifactFiles:
+    """Return the files of a `save_pretrained` folder: weights, and config.json with their class."""
+    try:
+        config = json.loads((folder / "config.json").read_bytes())
+        (architecture, *_) = config.get("architectures") or ["AutoModel"]
+        # A path of attributes could lead out of the package, such as `transformers:os.system`.
+        if not str(architecture).isidentifier():
+            raise ValueError(architecture)
+    except (OSError, ValueError, AttributeError, TypeError):
+        raise ArtifactError(
+            model,
+            f"{folder} is a folder without a config.json of transformers",
+            expected="a model's file, or a folder that save_pretrained wrote",
+        ) from None
+    files = {
+        path.name: path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and path.suffix not in _FOREIGN_SUFFIXES and not path.name.startswith(".")
+    }
+    if any(name.endswith(".safetensors") for name in files):
+        files = {name: path for name, path in files.items() if not name.endswith(".bin")}
+    return ArtifactFiles(
+        f"a Hugging Face folder of {architecture}",
+        folder.name,
+        {**files, **extra},
+        {"MODEL_FACTORY": f"transformers:{architecture}"},
+        config,
+    )
+
+
+def pretrained_inputs(config: Mapping[str, Any], arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the inputs of a transformers model: tokens or an image; empty for other models.
+
+    Args:
+        config: the contents of config.json.
+        arguments: the names of the arguments of `forward()`.
+    """
+    if "input_ids" in arguments:
+        optional = ["attention_mask"]
+        if config.get("type_vocab_size", 0) > 1:
+            optional.append("token_type_ids")
+        required = ["input_ids"]
+        if config.get("is_encoder_decoder"):
+            required.append("decoder_input_ids")
+        return [
+            {"name": name, "data_type": "TYPE_INT64", "dims": [-1]}
+            | ({"optional": True} if name in optional else {})
+            for name in (*required, *optional)
+            if name in arguments
+        ]
+    size = config.get("image_size")
+    if "pixel_values" in arguments and isinstance(size, int):
+        dims = [config.get("num_channels", 3), size, size]
+        return [{"name": "pixel_values", "data_type": "TYPE_FP32", "dims": dims}]
+    return []

@@ -1,0 +1,365 @@
+"""A model folder with a commented config.pbtxt, written for `init` and completed from the model.
+
+Imports no torch: the model's code runs in child processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch_py_backend.artifacts import file_types, repository
+from torch_py_backend.autocomplete import completion
+from torch_py_backend.config import dtypes, pbtxt
+from torch_py_backend.errors import BackendError, InstallError, LoadError, shown
+from torch_py_backend.processes import child_process
+from torch_py_backend.tools import artifact_files
+from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
+
+# A part of the error of a module whose weights file is missing.
+_MISSING_WEIGHTS = "there is no weights file beside"
+_TIMEOUT_S = 600.0
+# The number of rows in the call that shows whether the model takes batches.
+_BATCH_SIZE = 8
+_INPUTS_ON_GPU = 'parameters { key: "FORCE_CPU_ONLY_INPUT_TENSORS" value { string_value: "no" } }'
+
+
+@dataclass(frozen=True, slots=True)
+class FolderReport:
+    """The state of a model folder that was written.
+
+    Attributes:
+        lines: the description of the model, to print.
+        loads: whether the model loads and runs.
+        missing: the arguments whose types and sizes are unknown; `--input` can give them.
+        weights: the name of the weights file that is missing; empty: weights are not the problem.
+    """
+
+    lines: Sequence[str]
+    loads: bool = False
+    missing: Sequence[Mapping[str, Any]] = ()
+    weights: str = ""
+
+
+def refuse_target(target: Path, linked: Sequence[Path], *, force: bool) -> None:
+    """Raise an error if the target exists and may not be replaced.
+
+    Args:
+        target: the model folder to write.
+        linked: the files that the folder will link to.
+        force: replace a model folder that holds version 1 only.
+
+    Raises:
+        InstallError: something else exists there, or `force` is not set.
+    """
+    if not os.path.lexists(target):
+        return
+    if not force:
+        raise InstallError(
+            f"{target} exists already; choose another --name, or replace it with --force."
+        )
+    is_model = not target.is_symlink() and (target / "config.pbtxt").is_file()
+    if not is_model or repository.versions(target) not in ([], ["1"]):
+        raise InstallError(
+            f"{target} is not a model folder with the version 1 alone, and --force replaces no"
+            " other; choose another --name."
+        )
+    if any(path.is_relative_to(target.resolve()) for path in linked):
+        raise InstallError(f"--link would link to files in {target}, which --force replaces.")
+
+
+def create(
+    target: Path, artifact: ArtifactFiles, inputs: Sequence[Mapping[str, Any]], *, link: bool
+) -> FolderReport:
+    """Write a model folder, complete its config from the model, and load the model once.
+
+    The folder is written under a temporary name beside the target and then moved, so that a
+    server that watches the repository never sees a part of it. A folder at the target is replaced.
+
+    Args:
+        target: the model folder.
+        artifact: the files to serve.
+        inputs: the inputs, as entries of config.pbtxt; empty: they come from the model.
+        link: link the files instead of copying them.
+
+    Raises:
+        InstallError: the folder cannot be written.
+    """
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as scratch:
+            folder = Path(scratch) / target.name
+            _place_files(folder / "1", artifact.files, link=link)
+            report = _write_config(folder, artifact, inputs)
+            if os.path.lexists(target):
+                target.rename(Path(scratch) / "replaced")
+            folder.rename(target)
+    except OSError as error:
+        raise InstallError(f"cannot make {target}: {error}") from error
+    return report
+
+
+def inspect(
+    folder: Path, version: str, document: Mapping[str, Any], seconds: float = _TIMEOUT_S
+) -> dict[str, Any]:
+    """Load and warm up a model in a child process, and return the report of `inspection.inspect`.
+
+    Raises:
+        LoadError: the model cannot be served; the message says why.
+    """
+    report: dict[str, Any] = child_process.run(
+        folder.name,
+        "torch_py_backend.tools.inspection:inspect",
+        {"arguments": pbtxt.arguments(folder, version, document)},
+        seconds,
+    )
+    return report
+
+
+def _place_files(version_folder: Path, files: Mapping[str, Path], *, link: bool) -> None:
+    version_folder.mkdir(parents=True)
+    for name, source in files.items():
+        path = version_folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if link:
+            path.symlink_to(source)
+        else:
+            shutil.copyfile(source, path)
+
+
+def _write_config(
+    folder: Path, artifact: ArtifactFiles, inputs: Sequence[Mapping[str, Any]]
+) -> FolderReport:
+    """Write config.pbtxt, as complete as the model allows, and load the model with it."""
+    document = pbtxt.read(folder)
+    document["input"] = list(inputs)
+    document["parameters"] = {
+        key: {"string_value": value} for key, value in artifact.parameters.items()
+    }
+    if artifact.pretrained_config:
+        _configure_pretrained(folder, artifact, document)
+    others = list(artifact.files)[1:]
+    lines = [f"{artifact.title} is {artifact.description}"]
+    lines += [f"with {shown(others)}"] if others and not artifact.pretrained_config else []
+    signature: Mapping[str, Any] = {}
+    try:
+        _complete(folder, document, _weightless(document) if artifact.lacks_weights else document)
+    except BackendError as error:
+        report, signature = _incomplete(folder, artifact, document, error)
+    else:
+        rows = document["max_batch_size"]
+        batch = f"at most {rows}" if rows else "none; each request is one call"
+        report = FolderReport(
+            [
+                _tensor_line("inputs", document),
+                _tensor_line("outputs", document),
+                f"batch    {batch}",
+            ]
+        )
+    text = "\n".join(_config_lines(folder.name, artifact, document, signature)) + "\n"
+    (folder / "config.pbtxt").write_text(text, encoding="utf-8")
+    if not completion.needed(document):
+        report = _loaded(folder, artifact, report)
+    return replace(report, lines=[*lines, *report.lines])
+
+
+def _configure_pretrained(folder: Path, artifact: ArtifactFiles, document: dict[str, Any]) -> None:
+    """Fill in the inputs and options of a transformers model."""
+    arguments: Sequence[str] = ()
+    with contextlib.suppress(LoadError):  # `_complete` raises the same error
+        arguments = _signature(folder, document).get("arguments", ())
+    if "past_key_values" in arguments:  # an object, which cannot be an output
+        document["parameters"]["MODEL_KWARGS"] = {"string_value": '{"use_cache": false}'}
+    if not document["input"] and EXAMPLE not in artifact.files:
+        document["input"] = artifact_files.pretrained_inputs(artifact.pretrained_config, arguments)
+
+
+def _signature(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the signature of the model's function.
+
+    Raises:
+        LoadError: the model does not load.
+    """
+    signature: dict[str, Any] = child_process.run(
+        folder.name,
+        "torch_py_backend.autocomplete.schema:takes",
+        {"arguments": pbtxt.arguments(folder, "1", document)},
+        _TIMEOUT_S,
+    )
+    return signature
+
+
+def _weightless(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with which a model loads without weights: names and shapes need none."""
+    parameters = {**document["parameters"], "WEIGHTS": {"string_value": "none"}}
+    return {**document, "parameters": parameters}
+
+
+def _complete(folder: Path, document: dict[str, Any], load_document: dict[str, Any]) -> None:
+    """Complete a config from the model.
+
+    Where the inputs are known, the model is first called with a batch: if it takes several rows
+    and returns as many, the model has a batch dimension.
+
+    Args:
+        folder: the model's folder.
+        document: the config to complete, in place.
+        load_document: the config to load the model with.
+    """
+
+    def describe(rows: int) -> dict[str, Any]:
+        settings = {**load_document, "max_batch_size": rows}
+        return completion.describe(pbtxt.arguments(folder, "1", settings), settings)
+
+    if not document["input"]:
+        completion.fill(folder.name, document, describe(0))
+        return
+    rows, refusal = _BATCH_SIZE, None
+    try:
+        schema = describe(rows)
+    except BackendError as error:
+        schema, refusal = {"max_batch_size": 0}, error
+    if not schema["max_batch_size"]:
+        rows = 0
+        try:
+            schema = describe(rows)
+        except BackendError as error:
+            raise refusal or error from None
+    document["max_batch_size"] = min(rows, schema["max_batch_size"]) if rows else 0
+    completion.fill(folder.name, document, schema)
+
+
+def _incomplete(
+    folder: Path, artifact: ArtifactFiles, document: Mapping[str, Any], error: BackendError
+) -> tuple[FolderReport, Mapping[str, Any]]:
+    """Return what a config lacks that the model could not complete, and the model's signature."""
+    problem, weights = "", ""
+    try:
+        signature = _signature(folder, document)
+    except LoadError as refusal:
+        problem, signature = str(refusal), {}
+        weights = _missing_weights(artifact, refusal)
+        if weights:
+            with contextlib.suppress(LoadError):
+                signature = _signature(folder, _weightless(document))
+    if not signature:
+        return FolderReport([f"does not load: {problem}"]), signature
+    source = folder / "1" / "model.py"
+    has_example = (folder / "1" / EXAMPLE).exists() or (
+        source.is_file() and b"def example_inputs" in source.read_bytes()
+    )
+    missing = [] if document["input"] or has_example else signature["inputs"]
+    names = shown(argument["name"] for argument in missing)
+    reason = f"the types and sizes of {names} are not known" if missing else str(error)
+    lines = [f"takes    {signature['signature']}", f"not complete: {reason}"]
+    lines += [f"does not load: {problem}"] if problem else []
+    return FolderReport(lines, missing=missing, weights=weights), signature
+
+
+def _missing_weights(artifact: ArtifactFiles, error: LoadError) -> str:
+    """Return the name of the missing weights file; empty if the error has another cause."""
+    missing = artifact.lacks_weights and _MISSING_WEIGHTS in str(error)
+    return Path(artifact.title).with_suffix(".pt").name if missing else ""
+
+
+def _loaded(folder: Path, artifact: ArtifactFiles, report: FolderReport) -> FolderReport:
+    """Load the model, and add the result to the report."""
+    try:
+        inspection = inspect(folder, "1", pbtxt.read(folder))
+    except LoadError as error:
+        lines = [*report.lines, f"does not load: {error}"]
+        return FolderReport(lines, weights=_missing_weights(artifact, error))
+    notes = [f"note     {warning}" for warning in inspection["warnings"]]
+    return FolderReport([*report.lines, *notes, "loads and runs"], loads=True)
+
+
+def _tensor_line(role: str, document: Mapping[str, Any]) -> str:
+    """Return one line with the inputs or outputs, in the format of `check`."""
+    tensors = []
+    for entry in document[role.removesuffix("s")]:
+        dtype = dtypes.from_config(entry["data_type"])
+        dims = ", ".join(map(str, entry.get("reshape", {"shape": entry["dims"]})["shape"]))
+        tensors.append(f"{entry['name']} {dtype.triton if dtype else ''} [{dims}]")
+    return f"{role:9}{', '.join(tensors)}"
+
+
+# --- the text of config.pbtxt ----------------------------------------------------------------
+
+
+def _config_lines(
+    name: str, artifact: ArtifactFiles, document: Mapping[str, Any], signature: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield a config.pbtxt with a comment on each field."""
+    yield f"# {name}: {artifact.description}, served by PyTorch."
+    yield 'backend: "pytorch_py"'
+    yield ""
+    if not completion.needed(document) or document["input"]:
+        yield "# The largest number of rows in one call of the model; 0: requests are not batched."
+        yield f"max_batch_size: {document['max_batch_size']}"
+    else:
+        yield "# The largest number of rows in one call of the model. If you write inputs below,"
+        yield "# write this, too; 0: the model has no batch dimension. An example makes both"
+        yield "# unnecessary."
+        yield f"# max_batch_size: {_BATCH_SIZE}"
+    if document.get("model_transaction_policy", {}).get("decoupled"):
+        yield "# A request has any number of responses: one for each value that the model yields."
+        yield "model_transaction_policy { decoupled: true }"
+    elif document["max_batch_size"] > 0:
+        yield "# Requests that wait at the same time become one call."
+        yield "dynamic_batching { }"
+    yield ""
+    yield from _tensors("input", document, signature)
+    yield ""
+    yield from _tensors("output", document, {})
+    yield ""
+    yield "# Copies of the model, each in a process of its own. KIND_GPU: one on every GPU."
+    on_gpu = file_types.built_for_gpu(next(iter(artifact.files.values())))
+    yield f"instance_group [{{ kind: KIND_{'GPU' if on_gpu else 'CPU'} count: 1 }}]"
+    yield "# With KIND_GPU, inputs that are on the GPU already stay there:"
+    yield f"{'' if on_gpu else '# '}{_INPUTS_ON_GPU}"
+    for key, entry in document["parameters"].items():
+        value = json.dumps(entry["string_value"])
+        yield f"parameters {{ key: {json.dumps(key)} value {{ string_value: {value} }} }}"
+
+
+def _tensors(role: str, document: Mapping[str, Any], signature: Mapping[str, Any]) -> Iterator[str]:
+    entries = document[role]
+    if not entries:
+        if signature:
+            yield f"# {signature['signature']}"
+        for argument in signature.get("inputs") or [{"name": "…"}]:
+            data_type = argument.get("data_type", "TYPE_FP32")
+            dims = _dims(argument["dims"]) if "dims" in argument else "[ … ]"
+            name = json.dumps(argument["name"], ensure_ascii=False)
+            fields = f"name: {name} data_type: {data_type} dims: {dims}{_reshape(argument)}"
+            yield f"# {role} [{{ {fields} }}]"
+        return
+    yield {
+        "input": "# What a client sends; dims without the batch dimension, -1 is any size.",
+        "output": "# What a client receives.",
+    }[role]
+    yield f"{role} ["
+    yield ",\n".join(
+        f"  {{ name: {json.dumps(entry['name'])} data_type: {entry['data_type']}"
+        f" dims: {_dims(entry['dims'])}{_reshape(entry)}"
+        f"{' optional: true' if entry.get('optional') else ''} }}"
+        for entry in entries
+    )
+    yield "]"
+
+
+def _dims(sizes: Sequence[int]) -> str:
+    return f"[ {', '.join(map(str, sizes))} ]" if sizes else "[ ]"
+
+
+def _reshape(entry: Mapping[str, Any]) -> str:
+    if "reshape" not in entry:
+        return ""
+    return f" reshape {{ shape: {_dims(entry['reshape']['shape'])} }}"
