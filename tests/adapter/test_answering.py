@@ -265,7 +265,7 @@ def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.Monk
     responses = model.execute(sent)
 
     assert check(sent, responses) == [TritonError.INTERNAL] * 2
-    assert "the backend failed" in responses[0].error().message()
+    assert "the backend raised an unexpected error" in responses[0].error().message()
     assert "Traceback" in errors()[0]
     assert "(requests one, two)" in errors()[0]
 
