@@ -26,7 +26,7 @@ import psutil
 from benchmarks import clients
 from benchmarks.clients import Endpoint
 from benchmarks.models import MODELS
-from torch_py_backend.errors import BenchError, brief
+from torch_py_backend.errors import BenchError, summarize
 from torch_py_backend.server.tritonserver import ports
 
 ROOT = Path(__file__).parents[1]
@@ -176,7 +176,7 @@ def _wait(peer: Peer, process: subprocess.Popen[bytes], endpoint: Endpoint) -> N
         except Exception as error:  # each client has its own error for a refused connection
             if time.monotonic() > deadline:
                 raise BenchError(
-                    f"{peer.title} did not answer within {_START_SECONDS} s: {brief(error)}."
+                    f"{peer.title} did not answer within {_START_SECONDS} s: {summarize(error)}."
                 ) from None
             time.sleep(_POLL_SECONDS)
         else:

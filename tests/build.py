@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.options import Options
@@ -41,7 +41,7 @@ def config(folder: Path = Path("/models/digits"), **overrides: Any) -> ModelConf
 
 def artifact() -> Artifact:
     """A model that lies nowhere, for engines whose module is made in the test."""
-    return Artifact(Kind.FACTORY, Path("/models/digits/1"))
+    return Artifact(ArtifactType.FACTORY, Path("/models/digits/1"))
 
 
 def write(folder: Path, name: str, content: str | bytes) -> Path:

@@ -33,9 +33,9 @@ def content(folder: Path, data: bytes) -> None:
     """What a file is, whatever it holds; and what to do about it."""
     path = folder / "model.pt2"
     path.write_bytes(data)
-    found = file_types.describe(path)
-    assert file_types.cure(found, path)
-    if found is file_types.Content.AOTI:
+    found = file_types.file_type(path)
+    assert file_types.advice(found, path)
+    if found is file_types.FileType.AOTI:
         file_types.aoti_metadata(path)
 
 
@@ -51,17 +51,17 @@ def index(folder: Path, data: bytes) -> None:
     """An index of weights, and what it names."""
     path = folder / "model.safetensors.index.json"
     path.write_bytes(data)
-    with contextlib.suppress(*file_types.NO_INDEX):
+    with contextlib.suppress(*file_types.INDEX_ERRORS):
         file_types.shards(path)
     (folder / "model.py").touch()
-    source_dependencies.of_source("m", folder / "model.py")
+    source_dependencies.find("m", folder / "model.py")
 
 
 def source(folder: Path, data: bytes) -> None:
     """What a source imports from its own folder."""
     (folder / "net.py").write_bytes(data)
     with contextlib.suppress(LoadError):
-        source_dependencies.of_source("m", folder / "net.py")
+        source_dependencies.find("m", folder / "net.py")
 
 
 def option(folder: Path, data: bytes) -> None:
@@ -83,7 +83,7 @@ def findings(folder: Path, data: bytes) -> None:
     """A tuned.json."""
     (folder / tuned_settings.FILE).write_bytes(data)
     with contextlib.suppress(LoadError):
-        tuned_settings.chosen(folder, "here")
+        tuned_settings.read_choice(folder, "here")
 
 
 def archive(folder: Path, data: bytes) -> None:
@@ -119,7 +119,7 @@ def handler(folder: Path, data: bytes) -> None:
 
 def _migrated(folder: Path) -> str:
     found = mar_archive.read_manifest(folder, "net.mar")
-    return migration.migrate("net.mar", "net", folder, found, migration.Wishes()).config
+    return migration.migrate("net.mar", "net", folder, found, migration.MigrationOptions()).config
 
 
 _TARGETS = (content, artifact, index, source, option, config, findings)

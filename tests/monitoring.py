@@ -16,7 +16,7 @@ import promql_parser
 import yaml
 
 from torch_py_backend.observability import metric_families
-from torch_py_backend.observability.metric_families import Family, Kind
+from torch_py_backend.observability.metric_families import Family, MetricKind
 
 ROOT = Path(__file__).parents[1]
 ALERT_TESTS = ROOT / "tests" / "alerts.yaml"
@@ -121,7 +121,7 @@ def _row(row: Family) -> str:
     name = row.name.removeprefix("pytorch_py_")
     labels = ", ".join(f"`{label}`" for label in row.labels)
     kind = f"{row.kind.value}, {row.unit}" if row.unit != "1" else row.kind.value
-    if row.kind is Kind.HISTOGRAM:
+    if row.kind is MetricKind.HISTOGRAM:
         kind += "; `_bucket`, `_sum`, `_count`"
     return (
         f'| <a id="{name}"></a>`{row.name}` | {kind} | {labels} | {row.models} | {row.doc}.'

@@ -10,7 +10,12 @@ import build
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.config.sequence_config import Control, Initial, Sequencing, State
+from torch_py_backend.config.sequence_config import (
+    ControlInput,
+    InitialState,
+    SequenceConfig,
+    State,
+)
 
 IDLE_S = 5.0
 SLOTS = 16
@@ -20,15 +25,15 @@ def kept(
     names: tuple[str, str] = ("total", "sum"),
     dtype: str = "FP32",
     dims: tuple[int, ...] = (4,),
-    initial: Initial | None = None,
+    initial: InitialState | None = None,
 ) -> State:
-    begins = initial or Initial(tuple(max(1, size) for size in dims))
+    begins = initial or InitialState(tuple(max(1, size) for size in dims))
     return State(*names, dtypes.from_triton(dtype), dims, begins)
 
 
-def config(*states: State, controls: Sequence[Control] = (), **overrides: Any) -> ModelConfig:
+def config(*states: State, controls: Sequence[ControlInput] = (), **overrides: Any) -> ModelConfig:
     """A model whose sequences keep these states."""
-    sequencing = Sequencing(SLOTS, IDLE_S, 0.0, tuple(controls), states)
+    sequencing = SequenceConfig(SLOTS, IDLE_S, 0.0, tuple(controls), states)
     found = build.config(sequencing=sequencing, **overrides)
     typed = [state for state in states if state.dtype is not None]
     inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in typed if s.dtype)

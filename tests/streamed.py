@@ -16,7 +16,7 @@ import scenarios
 import torch
 from scenarios import Arrays, Refused, Scenario
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.config.options import Options
@@ -38,8 +38,8 @@ def engine(
         decoupled=True,
         **overrides,
     )
-    loaded = Loaded(Kind.MODULE, function, introspection.of_function(function), step=step)
-    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    loaded = Loaded(ArtifactType.MODULE, function, introspection.from_function(function), step=step)
+    surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 
 

@@ -83,7 +83,7 @@ def test_repository_loads_and_equals_eager(name: str, tmp_path: Path) -> None:
     """Our repository is complete, loads without a server, and answers a batch as eager PyTorch."""
     repositories.write(name, tmp_path)
     document = pbtxt.read(tmp_path / name)
-    assert not completion.needed(document)
+    assert not completion.is_incomplete(document)
     assert document["max_batch_size"] == MAX_BATCH_SIZE
     assert "dynamic_batching" in document
     settings = model_config.parse(pbtxt.arguments(tmp_path / name, "1", document))

@@ -19,8 +19,8 @@ from torch_py_backend.errors import (
     OutputError,
     UnavailableError,
     WeightsError,
-    brief,
-    shown,
+    join_names,
+    summarize,
 )
 
 # TRITONSERVER_Error_Code, as pb_utils.TritonError spells it.
@@ -202,7 +202,7 @@ def test_weights_error_with_a_hint() -> None:
 )
 def test_shown(count: int, text: str) -> None:
     """At most eight names are shown, with the number of the others."""
-    assert shown(f"n{number}" for number in range(count)) == text
+    assert join_names(f"n{number}" for number in range(count)) == text
 
 
 @pytest.mark.parametrize(
@@ -269,19 +269,19 @@ def test_shown(count: int, text: str) -> None:
 )
 def test_brief(error: BaseException, text: str) -> None:
     """The text is one line with type and message, without folders of the server."""
-    assert brief(error) == text
+    assert summarize(error) == text
 
 
 def test_brief_can_be_sent() -> None:
     """The text can be encoded as UTF-8, whatever the message contains."""
     text = "".join(map(chr, range(0x3000))) + "\ud800"
 
-    assert brief(ValueError(text.replace("\n", ""))).encode()
+    assert summarize(ValueError(text.replace("\n", ""))).encode()
 
 
 def test_brief_has_a_bound() -> None:
     """The length of the text is limited."""
-    assert len(brief(ValueError("x" * 10_000))) == 500
+    assert len(summarize(ValueError("x" * 10_000))) == 500
 
 
 def test_brief_of_torchscript() -> None:
@@ -294,7 +294,7 @@ def test_brief_of_torchscript() -> None:
         torch.jit.script(forward)(torch.ones(1, 3))
 
     assert __file__ in str(raised.value)
-    assert brief(raised.value) == (
+    assert summarize(raised.value) == (
         "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x3 and 1x3)"
     )
 

@@ -25,14 +25,14 @@ from torch import Tensor
 
 from torch_py_backend.adapter import TritonPythonModel, messages
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.compile import cuda_graphs
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.side_effects import Purity
+from torch_py_backend.engine.side_effects import SideEffects
 from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
@@ -225,7 +225,7 @@ import fake_triton
 sys.modules["triton_python_backend_utils"] = fake_triton
 import numpy as np
 from torch_py_backend.adapter import TritonPythonModel
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.ragged import Ragged
 model = TritonPythonModel()
 model.initialize(json.loads({arguments!r}))
@@ -393,13 +393,13 @@ class Wide(torch.nn.Module):
 _WIDE_BYTES = 4 * 4096 * 4096 * 4
 
 
-def _wide(kind: Kind, folder: Path) -> None:
+def _wide(kind: ArtifactType, folder: Path) -> None:
     (folder / "1").mkdir()
     wide = Wide().eval()
-    if kind is Kind.MODULE:
+    if kind is ArtifactType.MODULE:
         scenarios.python(Wide)(folder / "1")
         scenarios.safe(wide.state_dict())(folder / "1")
-    elif kind is Kind.TORCHSCRIPT:
+    elif kind is ArtifactType.TORCHSCRIPT:
         scenarios.script(wide)(folder / "1")
     else:
         rows = {"x": {0: torch.export.Dim("rows", max=64)}}
@@ -422,8 +422,10 @@ def _used(start: Start, folder: Path, how: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [Kind.MODULE, Kind.TORCHSCRIPT, Kind.EXPORTED])
-def test_weights_are_on_the_gpu_once(kind: Kind, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT, ArtifactType.EXPORTED]
+)
+def test_weights_are_on_the_gpu_once(kind: ArtifactType, tmp_path: Path) -> None:
     """Of four instances, three have no weights of their own there; values are equal."""
     _wide(kind, tmp_path)
     with starting(tmp_path) as start:
@@ -434,7 +436,7 @@ def test_weights_are_on_the_gpu_once(kind: Kind, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_owner_of_weights_killed(tmp_path: Path) -> None:
     """No answer is wrong; afterwards, one has loaded again, and the other maps."""
-    _wide(Kind.MODULE, tmp_path)
+    _wide(ArtifactType.MODULE, tmp_path)
     with starting(tmp_path) as start:
         instances = []
         for name in "abc":
@@ -553,7 +555,7 @@ def test_kept_inputs_are_read_on_the_models_stream() -> None:
 
     Triton uses the memory of a request's tensors again once execute() has returned.
     """
-    surroundings = runtime.surround(Options(), torch.device("cuda"), ())
+    surroundings = runtime.create(Options(), torch.device("cuda"), ())
     tensors = [fake_triton.Tensor.from_dlpack("x", torch.full((1 << 24,), 7.0, device="cuda"))]
     streams = []
     with surroundings.guard():
@@ -582,12 +584,12 @@ def test_masks_are_made_on_the_models_stream(monkeypatch: pytest.MonkeyPatch) ->
         kind="GPU",
         pad={"x": {"mask": "mask"}},
     )
-    surroundings = runtime.surround(Options(), torch.device("cuda"), ())
+    surroundings = runtime.create(Options(), torch.device("cuda"), ())
 
     def forward(x: Tensor, mask: Tensor) -> Tensor:
         return x * mask
 
-    loaded = Loaded(Kind.MODULE, forward, introspection.of_function(forward))
+    loaded = Loaded(ArtifactType.MODULE, forward, introspection.from_function(forward))
     made = Engine(settings, loaded, surroundings, build.artifact())
     streams = []
     fill = Padding.fill
@@ -655,7 +657,7 @@ class Counting(torch.nn.Module):
 def test_buffers_that_graphs_write_are_seen() -> None:
     """A replay changes a buffer and not its version."""
     module = Counting().cuda()
-    made = Purity(module, captured=True)
+    made = SideEffects(module, captured=True)
     x = torch.ones(1, device="cuda")
     with torch.cuda.stream(torch.cuda.Stream()):
         replay = cuda_graphs.capture(lambda tensors: module(*tensors), [x])

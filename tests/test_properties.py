@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config import dtypes, model_config, options, tuned_settings
@@ -30,7 +30,7 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import binding, introspection
-from torch_py_backend.signature.binding import Argument, Passing, Signature, Takes
+from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
 
 Answer = TypeVar("Answer")
 
@@ -165,7 +165,7 @@ def test_config_is_parsed_or_refused(document: dict[str, Any]) -> None:
         found = _asked(lambda: discovery.find(model_config.parse(told)))
 
     # Of an empty folder nothing can be served but what a package has.
-    assert isinstance(found, Artifact) == (getattr(found, "kind", None) is Kind.FACTORY)
+    assert isinstance(found, Artifact) == (getattr(found, "kind", None) is ArtifactType.FACTORY)
     assert isinstance(found, Artifact) or "'digits'" in str(found)
 
 
@@ -177,7 +177,7 @@ def test_what_tune_keeps_is_read_or_refused(document: Any, text: str) -> None:
             (Path(folder) / tuned_settings.FILE).write_text(
                 content, encoding="utf-8", errors="replace"
             )
-            found = _asked(lambda: tuned_settings.chosen(Path(folder), "here"))
+            found = _asked(lambda: tuned_settings.read_choice(Path(folder), "here"))
             assert found is None or isinstance(found, dict) or "tuned.json" in str(found)
 
 
@@ -210,7 +210,7 @@ def _numbered(trees: Sequence[Any]) -> tuple[list[Any], list[str]]:
     return [visit(tree, f"ARGS[{index}]") for index, tree in enumerate(trees)], paths
 
 
-def _called(inputs: binding.Inputs) -> tuple[Any, Any]:
+def _called(inputs: binding.InputBinding) -> tuple[Any, Any]:
     """What a module is called with, where each column is its own name."""
     made: tuple[Any, Any] = inputs.call(lambda *args, **kwargs: (args, kwargs), inputs.names)
     return made
@@ -221,7 +221,7 @@ def test_paths_feed_their_leaves(trees: list[Any], random: Any) -> None:
     """For any call tree and any order of the config, each leaf gets the input of its path."""
     expected, paths = _numbered(trees)
     arguments = tuple(
-        Argument(f"argument{index}", True, Passing.POSITIONAL, Takes.TENSOR, "")
+        Argument(f"argument{index}", True, Passing.POSITIONAL, ArgumentType.TENSOR, "")
         for index in range(len(trees))
     )
     random.shuffle(paths)
@@ -249,7 +249,7 @@ def test_programs_get_their_own_tree(
     flat, spec = pytree.tree_flatten(tree)
     if not flat:
         return
-    signature = introspection.of_tree(spec, {})
+    signature = introspection.from_tree(spec, {})
     leaves = list(signature.leaves or ())
     names = [f"INPUT__{index}" for index in range(len(leaves))] if numbers else leaves
     order = random.sample(names, len(names))
@@ -264,11 +264,11 @@ def test_programs_get_their_own_tree(
 def test_any_names_bind_or_are_refused(names: list[str], count: int, rest: bool) -> None:
     """Names of any spelling feed forward() once each, or the load fails with a sentence."""
     arguments = [
-        Argument(f"a{index}", index == 0, Passing.POSITIONAL, Takes.TENSOR, f"a{index}")
+        Argument(f"a{index}", index == 0, Passing.POSITIONAL, ArgumentType.TENSOR, f"a{index}")
         for index in range(count)
     ]
     if rest:
-        arguments.append(Argument("more", False, Passing.REST, Takes.TENSOR, "*more"))
+        arguments.append(Argument("more", False, Passing.REST, ArgumentType.TENSOR, "*more"))
     found = _asked(lambda: binding.bind_inputs("m", names, Signature(tuple(arguments))))
     if isinstance(found, LoadError):
         assert str(found).startswith("model 'm'")
@@ -332,7 +332,7 @@ def _identity(ids: Any, mask: Any) -> dict[str, Any]:
 
 
 _ARGUMENTS = tuple(
-    Argument(name, True, Passing.POSITIONAL, Takes.TENSOR, name) for name in ("ids", "mask")
+    Argument(name, True, Passing.POSITIONAL, ArgumentType.TENSOR, name) for name in ("ids", "mask")
 )
 
 
@@ -351,8 +351,8 @@ def _padded_engine(pad: Mapping[str, Any], rows: Rows, *, mask: bool) -> Engine:
         max_batch_size=16,
         pad={"ids": {**pad, "mask": "mask"}},
     )
-    loaded = Loaded(Kind.MODULE, _identity, Signature(_ARGUMENTS), None, rows)
-    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    loaded = Loaded(ArtifactType.MODULE, _identity, Signature(_ARGUMENTS), None, rows)
+    surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 
 

@@ -20,7 +20,7 @@ import safetensors.torch
 import torch
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.compile import compile_cache
 from torch_py_backend.config import options, threads
 from torch_py_backend.config.model_config import ModelConfig
@@ -132,7 +132,7 @@ def test_example_inputs_are_data(tmp_path: Path, damage: bytes) -> None:
     path = build.write(tmp_path, "example_inputs.safetensors", damage)
 
     with pytest.raises(ArtifactError, match="not valid safetensors"):
-        example_inputs.find(build.config(tmp_path), Artifact(Kind.TORCHSCRIPT, path))
+        example_inputs.find(build.config(tmp_path), Artifact(ArtifactType.TORCHSCRIPT, path))
 
 
 # --- options are data --------------------------------------------------------------------------
@@ -209,7 +209,7 @@ def test_what_is_looked_for_anyway_may_be_a_link(tmp_path: Path, name: str | Non
 
     found = discovery.find(build.config(folder, default_model_filename=name))
 
-    assert found.kind is Kind.TORCHSCRIPT
+    assert found.kind is ArtifactType.TORCHSCRIPT
 
 
 def test_version_that_is_a_link(tmp_path: Path) -> None:
@@ -264,7 +264,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
 
 def _start(folder: Path, **wished: Any) -> compile_cache.Bundle | None:
     """One start of a model that is compiled, with a library of inductor's."""
-    artifact = Artifact(Kind.MODULE, build.write(folder, "model.py", "x = 1\n"))
+    artifact = Artifact(ArtifactType.MODULE, build.write(folder, "model.py", "x = 1\n"))
     bundle = compile_cache.at(build.config(folder, **wished), artifact, CPU)
     if bundle is not None:
         with bundle.used():

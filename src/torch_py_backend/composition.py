@@ -97,7 +97,7 @@ class _StandIns:
 _transport: Transport = _NoServer()
 
 
-def connect(transport: Transport) -> None:
+def set_transport(transport: Transport) -> None:
     """Set the transport of all calls. An instance does so when its model is ready."""
     global _transport  # noqa: PLW0603  one process is one instance of one model
     _transport = transport
@@ -112,8 +112,8 @@ def stand_in(functions: Mapping[str, Callable[..., Results]]) -> Iterator[None]:
             and returns a dict of outputs.
     """
     before = _transport
-    connect(_StandIns(functions))
+    set_transport(_StandIns(functions))
     try:
         yield
     finally:
-        connect(before)
+        set_transport(before)

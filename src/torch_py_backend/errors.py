@@ -114,7 +114,7 @@ class WeightsError(LoadError):
         hint: str = "",
     ) -> None:
         lists = [
-            f"{title} ({len(names)}): {shown(names)}"
+            f"{title} ({len(names)}): {join_names(names)}"
             for title, names in (
                 ("missing keys", missing),
                 ("unexpected keys", unexpected),
@@ -168,12 +168,12 @@ class ForwardError(ModelError):
     """
 
     def __init__(self, model: str, error: BaseException, called: str = "forward") -> None:
-        super().__init__(model, f"{called}() raised {brief(error)}")
+        super().__init__(model, f"{called}() raised {summarize(error)}")
 
 
 class HookError(ModelError):
     def __init__(self, model: str, stage: str, error: BaseException) -> None:
-        super().__init__(model, f"{stage}() raised {brief(error)}")
+        super().__init__(model, f"{stage}() raised {summarize(error)}")
 
 
 class CallError(ModelError):
@@ -198,8 +198,8 @@ class NoServerError(CallError):
     def __init__(self, model: str, inputs: Iterable[str]) -> None:
         super().__init__(
             model,
-            f"it was called with {shown(inputs) or 'no inputs'} where no server executes requests:"
-            " while a model loads, in `check`, or in a test",
+            f"it was called with {join_names(inputs) or 'no inputs'} where no server executes"
+            " requests: while a model loads, in `check`, or in a test",
             cure="In a test, replace the model with torch_py_backend.composition.stand_in.",
         )
 
@@ -308,14 +308,14 @@ def _message(subject: str, found: str, expected: str, cure: str) -> str:
     return f"{problem}. {cure}" if cure else f"{problem}."
 
 
-def shown(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Return the names, comma-separated, cut after `_SHOWN`."""
     listed = list(names)
     rest = f" and {len(listed) - _SHOWN} more" if len(listed) > _SHOWN else ""
     return ", ".join(listed[:_SHOWN]) + rest
 
 
-def brief(error: BaseException) -> str:
+def summarize(error: BaseException) -> str:
     """Return an exception's type and message in one line that may be sent to clients.
 
     It contains no traceback, no folder and no address of the server, at most `_LONGEST` characters,
@@ -333,7 +333,7 @@ def brief(error: BaseException) -> str:
     return f"{kind}: {text}"[:_LONGEST]
 
 
-def quoted(text: str) -> str:
+def sanitize_line(text: str) -> str:
     """Return the message of another model's error in one line that may be sent to clients."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return _sanitized(" ".join(lines[:1]))[:_LONGEST]

@@ -24,7 +24,7 @@ from torch import nn
 from torch_py_backend.adapter import TritonPythonModel, metrics
 from torch_py_backend.batching import runtime
 from torch_py_backend.observability import metric_families
-from torch_py_backend.observability.metric_families import Kind
+from torch_py_backend.observability.metric_families import MetricKind
 
 _SECONDS = 30
 
@@ -167,7 +167,7 @@ def test_models_with_hooks(tmp_path: Path, process: None) -> None:
     assert told("batch_rows_sum") == {"": 3}
     assert set(told("stage_seconds_total", "stage")) == {
         *metric_families.STAGES,
-        *metric_families.AROUND,
+        *metric_families.HOOK_STAGES,
     }
 
 
@@ -413,7 +413,7 @@ def test_everything_is_in_the_table(kind: str, tmp_path: Path, process: None) ->
     assert MetricFamily.made
     for name, made in MetricFamily.made.items():
         row = rows[name]
-        assert (MetricFamily.kinds[name] == MetricFamily.GAUGE) == (row.kind is Kind.GAUGE)
+        assert (MetricFamily.kinds[name] == MetricFamily.GAUGE) == (row.kind is MetricKind.GAUGE)
         labels = set(row.labels) - ({"le"} if not name.endswith("_bucket") else set())
         assert all(one.labels.keys() == labels for one in made)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import ArtifactError, ConfigError
 
 SOURCE = "class Net: ...\n"
@@ -54,7 +54,7 @@ def test_source_is_not_run(tmp_path: Path) -> None:
     """find() does not import model.py."""
     build.write(tmp_path, "model.py", "raise SystemExit('run')\n")
 
-    assert discovery.find(build.config(tmp_path)).kind is Kind.MODULE
+    assert discovery.find(build.config(tmp_path)).kind is ArtifactType.MODULE
 
 
 # --- which file ------------------------------------------------------------------------------
@@ -80,12 +80,16 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
 @pytest.mark.parametrize(
     ("files", "named", "kind", "model", "beside"),
     [
-        pytest.param({"model.py": source}, None, Kind.MODULE, "model.py", None, id="source"),
-        pytest.param({"model.pt": script}, None, Kind.TORCHSCRIPT, "model.pt", None, id="jit"),
+        pytest.param(
+            {"model.py": source}, None, ArtifactType.MODULE, "model.py", None, id="source"
+        ),
+        pytest.param(
+            {"model.pt": script}, None, ArtifactType.TORCHSCRIPT, "model.pt", None, id="jit"
+        ),
         pytest.param(
             {"model.py": source, "model.pt": weights},
             None,
-            Kind.MODULE,
+            ArtifactType.MODULE,
             "model.py",
             "model.pt",
             id="source and .pt",
@@ -93,7 +97,7 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"model.py": source, "model.pth": weights},
             None,
-            Kind.MODULE,
+            ArtifactType.MODULE,
             "model.py",
             "model.pth",
             id="source and .pth",
@@ -101,7 +105,7 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"model.py": source, "model.safetensors": weights},
             None,
-            Kind.MODULE,
+            ArtifactType.MODULE,
             "model.py",
             "model.safetensors",
             id="source and .safetensors",
@@ -109,7 +113,7 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"model.py": source, "other.pt": weights},
             None,
-            Kind.MODULE,
+            ArtifactType.MODULE,
             "model.py",
             None,
             id="another file's weights",
@@ -117,7 +121,7 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"net.pt": script, "model.py": source},
             "net.pt",
-            Kind.TORCHSCRIPT,
+            ArtifactType.TORCHSCRIPT,
             "net.pt",
             None,
             id="named jit",
@@ -125,7 +129,7 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"net.py": source, "net.pt": weights, "model.pt": script},
             "net.py",
-            Kind.MODULE,
+            ArtifactType.MODULE,
             "net.py",
             "net.pt",
             id="named source",
@@ -133,7 +137,7 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"net.py": source, "net.pt": weights},
             "net.pt",
-            Kind.MODULE,
+            ArtifactType.MODULE,
             "net.py",
             "net.pt",
             id="named weights with their source",
@@ -141,19 +145,21 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"model.py": source, "model.safetensors.index.json": raw(b"{}")},
             None,
-            Kind.MODULE,
+            ArtifactType.MODULE,
             "model.py",
             "model.safetensors.index.json",
             id="source and sharded safetensors",
         ),
         pytest.param(
-            {"model.pt2": exported}, None, Kind.EXPORTED, "model.pt2", None, id="exported"
+            {"model.pt2": exported}, None, ArtifactType.EXPORTED, "model.pt2", None, id="exported"
         ),
-        pytest.param({"model.pt2": aoti}, None, Kind.AOTI, "model.pt2", None, id="AOTInductor"),
+        pytest.param(
+            {"model.pt2": aoti}, None, ArtifactType.AOTI, "model.pt2", None, id="AOTInductor"
+        ),
         pytest.param(
             {"model.pt2": aoti, "model.pt": script},
             None,
-            Kind.TORCHSCRIPT,
+            ArtifactType.TORCHSCRIPT,
             "model.pt",
             None,
             id="jit before a package",
@@ -161,7 +167,7 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"model.pt2": aoti, "model.py": source},
             None,
-            Kind.MODULE,
+            ArtifactType.MODULE,
             "model.py",
             None,
             id="source before a package",
@@ -169,16 +175,18 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"model.pt2": aoti, "model.py": source},
             "model.pt2",
-            Kind.AOTI,
+            ArtifactType.AOTI,
             "model.pt2",
             None,
             id="named package",
         ),
-        pytest.param({"model.pt": exported}, None, Kind.EXPORTED, "model.pt", None, id="by bytes"),
+        pytest.param(
+            {"model.pt": exported}, None, ArtifactType.EXPORTED, "model.pt", None, id="by bytes"
+        ),
         pytest.param(
             {"sub/net.py": source, "sub/net.pth": weights},
             "sub/net.py",
-            Kind.MODULE,
+            ArtifactType.MODULE,
             "sub/net.py",
             "sub/net.pth",
             id="in a folder",
@@ -186,7 +194,7 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"model.pt2": exported},
             "model.pt",
-            Kind.EXPORTED,
+            ArtifactType.EXPORTED,
             "model.pt2",
             None,
             id="filled in, pt2",
@@ -194,19 +202,24 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"model.mar/handler.py": source, "model.mar/model.pt": weights},
             None,
-            Kind.TORCHSERVE,
+            ArtifactType.TORCHSERVE,
             "model.mar",
             None,
             id="TorchServe archive",
         ),
         # What Triton fills in for `platform: "pytorch_libtorch"`:
         pytest.param(
-            {"model.py": source}, "model.pt", Kind.MODULE, "model.py", None, id="filled in, source"
+            {"model.py": source},
+            "model.pt",
+            ArtifactType.MODULE,
+            "model.py",
+            None,
+            id="filled in, source",
         ),
         pytest.param(
             {"model.py": source, "model.pt": weights},
             "model.pt",
-            Kind.MODULE,
+            ArtifactType.MODULE,
             "model.py",
             "model.pt",
             id="filled in, source and weights",
@@ -214,7 +227,7 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
         pytest.param(
             {"model.py": source, "model.pt": script},
             "model.pt",
-            Kind.TORCHSCRIPT,
+            ArtifactType.TORCHSCRIPT,
             "model.pt",
             None,
             id="filled in, jit",
@@ -224,7 +237,7 @@ def store(folder: Path, files: dict[str, Callable[[Path], None]]) -> None:
 def test_model_file_is_found(
     files: dict[str, Callable[[Path], None]],
     named: str | None,
-    kind: Kind,
+    kind: ArtifactType,
     model: str,
     beside: str | None,
     tmp_path: Path,
@@ -351,7 +364,9 @@ def test_weights_none(word: str, tmp_path: Path) -> None:
 
     found = discovery.find(build.config(tmp_path, weights=word))
 
-    assert found == Artifact(Kind.MODULE, tmp_path / "1" / "model.py", None, weightless=True)
+    assert found == Artifact(
+        ArtifactType.MODULE, tmp_path / "1" / "model.py", None, weightless=True
+    )
 
 
 @pytest.mark.parametrize("name", ["best.pt", "sub/best.pth", "../best.safetensors", "../2/best.pt"])
@@ -476,7 +491,7 @@ def test_factory_of_a_package_needs_no_file(
 
     found = discovery.find(build.config(tmp_path, model_factory="package:Net", **options))
 
-    assert found == Artifact(Kind.FACTORY, version, version / beside if beside else None)
+    assert found == Artifact(ArtifactType.FACTORY, version, version / beside if beside else None)
 
 
 def test_factory_of_a_package_without_weights(tmp_path: Path) -> None:
@@ -485,7 +500,7 @@ def test_factory_of_a_package_without_weights(tmp_path: Path) -> None:
 
     found = discovery.find(build.config(tmp_path, model_factory="package:Net", weights="None"))
 
-    assert found == Artifact(Kind.FACTORY, tmp_path / "1", weightless=True)
+    assert found == Artifact(ArtifactType.FACTORY, tmp_path / "1", weightless=True)
 
 
 def test_factory_of_the_source(tmp_path: Path) -> None:
@@ -494,7 +509,7 @@ def test_factory_of_the_source(tmp_path: Path) -> None:
 
     found = discovery.find(build.config(tmp_path, model_factory="make"))
 
-    assert found == Artifact(Kind.MODULE, tmp_path / "1" / "model.py")
+    assert found == Artifact(ArtifactType.MODULE, tmp_path / "1" / "model.py")
 
 
 # --- FALLBACK --------------------------------------------------------------------------------
@@ -503,18 +518,26 @@ def test_factory_of_the_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "files", "kind", "beside"),
     [
-        pytest.param("slow.pt2", {"slow.pt2": exported}, Kind.EXPORTED, None, id="exported"),
-        pytest.param("net.pt", {"net.pt": script}, Kind.TORCHSCRIPT, None, id="jit"),
-        pytest.param("../slow.pt2", {"../slow.pt2": exported}, Kind.EXPORTED, None, id="shared"),
         pytest.param(
-            "net.py", {"net.py": source, "net.pth": weights}, Kind.MODULE, "net.pth", id="source"
+            "slow.pt2", {"slow.pt2": exported}, ArtifactType.EXPORTED, None, id="exported"
+        ),
+        pytest.param("net.pt", {"net.pt": script}, ArtifactType.TORCHSCRIPT, None, id="jit"),
+        pytest.param(
+            "../slow.pt2", {"../slow.pt2": exported}, ArtifactType.EXPORTED, None, id="shared"
+        ),
+        pytest.param(
+            "net.py",
+            {"net.py": source, "net.pth": weights},
+            ArtifactType.MODULE,
+            "net.pth",
+            id="source",
         ),
     ],
 )
 def test_fallback_of_a_package(
     name: str,
     files: dict[str, Callable[[Path], None]],
-    kind: Kind,
+    kind: ArtifactType,
     beside: str | None,
     tmp_path: Path,
 ) -> None:
@@ -525,7 +548,7 @@ def test_fallback_of_a_package(
     found = discovery.find(build.config(tmp_path, fallback=name))
 
     fallback = Artifact(kind, version / name, version / beside if beside else None)
-    assert found == Artifact(Kind.AOTI, version / "model.pt2", fallback=fallback)
+    assert found == Artifact(ArtifactType.AOTI, version / "model.pt2", fallback=fallback)
 
 
 @pytest.mark.parametrize(
@@ -597,17 +620,25 @@ def test_fallback_of_another_artifact(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("artifact", "expected"),
     [
-        (Artifact(Kind.MODULE, Path("model.py")), ["model.py"]),
-        (Artifact(Kind.MODULE, Path("model.py"), Path("model.pt")), ["model.py", "model.pt"]),
+        (Artifact(ArtifactType.MODULE, Path("model.py")), ["model.py"]),
         (
-            Artifact(Kind.MODULE, Path("model.py"), Path("model.safetensors.index.json")),
+            Artifact(ArtifactType.MODULE, Path("model.py"), Path("model.pt")),
+            ["model.py", "model.pt"],
+        ),
+        (
+            Artifact(ArtifactType.MODULE, Path("model.py"), Path("model.safetensors.index.json")),
             ["model.py", "model.safetensors.index.json", "a", "b"],
         ),
-        (Artifact(Kind.MODULE, Path("model.py"), Path("broken.json")), ["model.py", "broken.json"]),
-        (Artifact(Kind.FACTORY, Path()), ["a", "b", "broken.json", "model.pt", "model.py"]),
-        (Artifact(Kind.FACTORY, Path(), Path("model.pt")), ["model.pt"]),
         (
-            Artifact(Kind.AOTI, Path("a"), fallback=Artifact(Kind.TORCHSCRIPT, Path("b"))),
+            Artifact(ArtifactType.MODULE, Path("model.py"), Path("broken.json")),
+            ["model.py", "broken.json"],
+        ),
+        (Artifact(ArtifactType.FACTORY, Path()), ["a", "b", "broken.json", "model.pt", "model.py"]),
+        (Artifact(ArtifactType.FACTORY, Path(), Path("model.pt")), ["model.pt"]),
+        (
+            Artifact(
+                ArtifactType.AOTI, Path("a"), fallback=Artifact(ArtifactType.TORCHSCRIPT, Path("b"))
+            ),
             ["a", "b"],
         ),
     ],
@@ -619,7 +650,7 @@ def test_files_of_an_artifact(
     for name in ("model.py", "model.pt", "broken.json", "a", "b"):
         (tmp_path / name).write_text("x")
     index = tmp_path / "model.safetensors.index.json"
-    if artifact.kind is not Kind.FACTORY:
+    if artifact.kind is not ArtifactType.FACTORY:
         index.write_text('{"weight_map": {"x": "a", "y": "b", "z": "missing"}}')
     monkeypatch.chdir(tmp_path)
     assert [path.name for path in artifact.files()] == expected

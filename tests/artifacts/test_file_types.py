@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts import discovery, file_types
-from torch_py_backend.artifacts.file_types import Content
+from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.errors import ArtifactError
 
 
@@ -124,87 +124,91 @@ def many_keys(path: Path) -> None:
 
 
 CONTENTS = [
-    pytest.param(script, Content.TORCHSCRIPT, id="torch.jit.script"),
-    pytest.param(trace, Content.TORCHSCRIPT, id="torch.jit.trace"),
-    pytest.param(freeze, Content.TORCHSCRIPT, id="torch.jit.freeze"),
+    pytest.param(script, FileType.TORCHSCRIPT, id="torch.jit.script"),
+    pytest.param(trace, FileType.TORCHSCRIPT, id="torch.jit.trace"),
+    pytest.param(freeze, FileType.TORCHSCRIPT, id="torch.jit.freeze"),
     pytest.param(
-        archive(**{"data.pkl": b"", "code/__torch__.py": b""}), Content.TORCHSCRIPT, id="code alone"
+        archive(**{"data.pkl": b"", "code/__torch__.py": b""}),
+        FileType.TORCHSCRIPT,
+        id="code alone",
     ),
     pytest.param(
-        archive(**{"data.pkl": b"", "constants.pkl": b""}), Content.TORCHSCRIPT, id="constants"
+        archive(**{"data.pkl": b"", "constants.pkl": b""}), FileType.TORCHSCRIPT, id="constants"
     ),
-    pytest.param(save(lambda: Doubled().state_dict()), Content.STATE_DICT, id="state_dict"),
+    pytest.param(save(lambda: Doubled().state_dict()), FileType.STATE_DICT, id="state_dict"),
     pytest.param(
         save(lambda: Doubled().state_dict(), _use_new_zipfile_serialization=False),
-        Content.STATE_DICT,
+        FileType.STATE_DICT,
         id="legacy state_dict",
     ),
-    pytest.param(many_keys, Content.STATE_DICT, id="state_dict of 4000 keys"),
+    pytest.param(many_keys, FileType.STATE_DICT, id="state_dict of 4000 keys"),
     pytest.param(
         save(lambda: {"epoch": 3, "state_dict": Doubled().state_dict()}),
-        Content.STATE_DICT,
+        FileType.STATE_DICT,
         id="checkpoint",
     ),
-    pytest.param(save(lambda: torch.ones(3)), Content.STATE_DICT, id="bare tensor"),
-    pytest.param(save(Doubled), Content.PICKLED_MODULE, id="own module"),
+    pytest.param(save(lambda: torch.ones(3)), FileType.STATE_DICT, id="bare tensor"),
+    pytest.param(save(Doubled), FileType.PICKLED_MODULE, id="own module"),
     pytest.param(
-        save(lambda: nn.Sequential(nn.Linear(2, 2))), Content.PICKLED_MODULE, id="torch's module"
+        save(lambda: nn.Sequential(nn.Linear(2, 2))), FileType.PICKLED_MODULE, id="torch's module"
     ),
     pytest.param(
         save(Doubled, _use_new_zipfile_serialization=False),
-        Content.PICKLED_MODULE,
+        FileType.PICKLED_MODULE,
         id="legacy module",
     ),
-    pytest.param(save(Doubled, pickle_protocol=4), Content.PICKLED_MODULE, id="protocol 4 module"),
+    pytest.param(save(Doubled, pickle_protocol=4), FileType.PICKLED_MODULE, id="protocol 4 module"),
     # Its second storage takes the name "torch" from the pickle's memo.
     pytest.param(
         save(lambda: {"a": torch.ones(1), "b": torch.ones(1, dtype=torch.int8)}, pickle_protocol=4),
-        Content.STATE_DICT,
+        FileType.STATE_DICT,
         id="protocol 4 state_dict",
     ),
-    pytest.param(raw(b""), Content.EMPTY, id="empty"),
+    pytest.param(raw(b""), FileType.EMPTY, id="empty"),
     pytest.param(
         raw(b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"),
-        Content.GIT_LFS,
+        FileType.GIT_LFS,
         id="git-lfs pointer",
     ),
-    pytest.param(raw(b"<!DOCTYPE html>\n<html>404"), Content.HTML, id="HTML"),
-    pytest.param(raw(b"\n  <HTML lang='en'>"), Content.HTML, id="HTML in capitals"),
-    pytest.param(raw(b'<?xml version="1.0"?><Error>'), Content.HTML, id="XML of an object store"),
-    pytest.param(raw(gzip.compress(b"model")), Content.COMPRESSED, id="gzip"),
-    pytest.param(raw(bz2.compress(b"model")), Content.COMPRESSED, id="bzip2"),
-    pytest.param(raw(lzma.compress(b"model")), Content.COMPRESSED, id="xz"),
-    pytest.param(raw(b"(\xb5/\xfd" + bytes(20)), Content.COMPRESSED, id="zstandard"),
-    pytest.param(raw(b"\x89HDF\r\n\x1a\n" + bytes(60)), Content.TENSORFLOW, id="HDF5"),
-    pytest.param(raw(b"\x08\x07\x12\x07pytorch\x1a\x052.1.0"), Content.ONNX, id="ONNX of torch"),
-    pytest.param(raw(b"\x08\x08\x12\x08skl2onnx:"), Content.ONNX, id="ONNX of others"),
-    pytest.param(raw(numpy_file(np.save, np.ones(3))), Content.NUMPY, id="numpy array"),
+    pytest.param(raw(b"<!DOCTYPE html>\n<html>404"), FileType.HTML, id="HTML"),
+    pytest.param(raw(b"\n  <HTML lang='en'>"), FileType.HTML, id="HTML in capitals"),
+    pytest.param(raw(b'<?xml version="1.0"?><Error>'), FileType.HTML, id="XML of an object store"),
+    pytest.param(raw(gzip.compress(b"model")), FileType.COMPRESSED, id="gzip"),
+    pytest.param(raw(bz2.compress(b"model")), FileType.COMPRESSED, id="bzip2"),
+    pytest.param(raw(lzma.compress(b"model")), FileType.COMPRESSED, id="xz"),
+    pytest.param(raw(b"(\xb5/\xfd" + bytes(20)), FileType.COMPRESSED, id="zstandard"),
+    pytest.param(raw(b"\x89HDF\r\n\x1a\n" + bytes(60)), FileType.TENSORFLOW, id="HDF5"),
+    pytest.param(raw(b"\x08\x07\x12\x07pytorch\x1a\x052.1.0"), FileType.ONNX, id="ONNX of torch"),
+    pytest.param(raw(b"\x08\x08\x12\x08skl2onnx:"), FileType.ONNX, id="ONNX of others"),
+    pytest.param(raw(numpy_file(np.save, np.ones(3))), FileType.NUMPY, id="numpy array"),
     pytest.param(
-        archive(**{"variables/x": b"", "keras_metadata.pb": b""}), Content.TENSORFLOW, id="Keras"
+        archive(**{"variables/x": b"", "keras_metadata.pb": b""}), FileType.TENSORFLOW, id="Keras"
     ),
     pytest.param(
-        archive(**{"config.json": b"{}", "model.weights.h5": b""}), Content.TENSORFLOW, id="Keras 3"
+        archive(**{"config.json": b"{}", "model.weights.h5": b""}),
+        FileType.TENSORFLOW,
+        id="Keras 3",
     ),
-    pytest.param(raw(numpy_file(np.savez, np.ones(3))), Content.UNKNOWN, id="numpy archive"),
-    pytest.param(raw(bytes(range(7, 250))), Content.UNKNOWN, id="random bytes"),
-    pytest.param(raw(b"P"), Content.UNKNOWN, id="one byte"),
+    pytest.param(raw(numpy_file(np.savez, np.ones(3))), FileType.UNKNOWN, id="numpy archive"),
+    pytest.param(raw(bytes(range(7, 250))), FileType.UNKNOWN, id="random bytes"),
+    pytest.param(raw(b"P"), FileType.UNKNOWN, id="one byte"),
     pytest.param(
         lambda path: safetensors.torch.save_file(Doubled().state_dict(), path),
-        Content.SAFETENSORS,
+        FileType.SAFETENSORS,
         id="safetensors",
     ),
-    pytest.param(archive(**{"notes.txt": b"hello"}), Content.UNKNOWN, id="other zip"),
+    pytest.param(archive(**{"notes.txt": b"hello"}), FileType.UNKNOWN, id="other zip"),
     pytest.param(
         archive(**{"models/model.json": b"{}", "data/weights/weight_0": b""}),
-        Content.EXPORTED,
+        FileType.EXPORTED,
         id="exported program",
     ),
     pytest.param(
         lambda path: torch.export.save(torch.export.export(Doubled(), (torch.ones(3),)), path),
-        Content.EXPORTED,
+        FileType.EXPORTED,
         id="torch.export.save",
     ),
-    pytest.param(old_program, Content.EXPORTED, id="exported before torch 2.7"),
+    pytest.param(old_program, FileType.EXPORTED, id="exported before torch 2.7"),
     pytest.param(
         archive(
             **{
@@ -213,27 +217,27 @@ CONTENTS = [
                 "version": b"6",
             }
         ),
-        Content.AOTI,
+        FileType.AOTI,
         id="AOTInductor package",
     ),
     pytest.param(
         archive(**{"models/model.json": b"{}", "data/aotinductor/model/abc.so": b""}),
-        Content.AOTI,
+        FileType.AOTI,
         id="package with its program",
     ),
-    pytest.param(raw(b"PK\x03\x04" + bytes(60)), Content.TRUNCATED, id="head of a zip"),
-    pytest.param(compressed_in_an_unknown_way, Content.TRUNCATED, id="unknown compression"),
-    pytest.param(repacked, Content.STATE_DICT, id="compressed again"),
-    pytest.param(crowded, Content.CROWDED, id="absurd list of members"),
+    pytest.param(raw(b"PK\x03\x04" + bytes(60)), FileType.TRUNCATED, id="head of a zip"),
+    pytest.param(compressed_in_an_unknown_way, FileType.TRUNCATED, id="unknown compression"),
+    pytest.param(repacked, FileType.STATE_DICT, id="compressed again"),
+    pytest.param(crowded, FileType.CROWDED, id="absurd list of members"),
 ]
 
 
 @pytest.mark.parametrize(("write", "content"), CONTENTS)
-def test_content(write: Callable[[Path], None], content: Content, tmp_path: Path) -> None:
+def test_content(write: Callable[[Path], None], content: FileType, tmp_path: Path) -> None:
     """The type follows from the first bytes and the members, for every way of saving."""
     write(tmp_path / "model.pt")
 
-    assert file_types.describe(tmp_path / "model.pt") is content
+    assert file_types.file_type(tmp_path / "model.pt") is content
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
@@ -244,7 +248,7 @@ def test_truncated_archive(write: Callable[[Path], None], share: float, tmp_path
     write(path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
-    assert file_types.describe(path) is Content.TRUNCATED
+    assert file_types.file_type(path) is FileType.TRUNCATED
 
 
 def test_damaged_pickle(tmp_path: Path) -> None:
@@ -255,7 +259,7 @@ def test_damaged_pickle(tmp_path: Path) -> None:
     content[content.index(b"_rebuild_tensor_v2")] ^= 0xFF
     path.write_bytes(content)
 
-    assert file_types.describe(path) is Content.TRUNCATED
+    assert file_types.file_type(path) is FileType.TRUNCATED
 
 
 @pytest.mark.parametrize(
@@ -277,7 +281,7 @@ def test_nothing_is_unpickled(write: Callable[[Trap, Path], Any], tmp_path: Path
     path = build.write(tmp_path, "model.pt", "")
     write(Trap(sprung), path)
 
-    file_types.describe(path)
+    file_types.file_type(path)
     with pytest.raises(ArtifactError):
         discovery.find(build.config(tmp_path))
 
@@ -294,14 +298,14 @@ def test_onnx_by_suffix(tmp_path: Path) -> None:
     """An ONNX file without a recognizable header is recognized by its suffix."""
     path = build.write(tmp_path, "model.onnx", b"\x08\x03:\x10" + bytes(70))
 
-    assert file_types.describe(path) is Content.ONNX
+    assert file_types.file_type(path) is FileType.ONNX
 
 
 def test_saved_model_by_name(tmp_path: Path) -> None:
     """A TensorFlow model is recognized by its name."""
     path = build.write(tmp_path, "saved_model.pb", b"\x08\x01\x12\x07")
 
-    assert file_types.describe(path) is Content.TENSORFLOW
+    assert file_types.file_type(path) is FileType.TENSORFLOW
 
 
 def bomb(path: Path, filling: bytes, size: int, compression: int) -> None:
@@ -318,17 +322,17 @@ def bomb(path: Path, filling: bytes, size: int, compression: int) -> None:
 @pytest.mark.parametrize("filling", [b"\x00", b"}"], ids=repr)
 @pytest.mark.parametrize(
     ("compression", "found"),
-    [(zipfile.ZIP_STORED, Content.STATE_DICT), (zipfile.ZIP_DEFLATED, Content.BOMB)],
+    [(zipfile.ZIP_STORED, FileType.STATE_DICT), (zipfile.ZIP_DEFLATED, FileType.BOMB)],
     ids=["stored", "deflated"],
 )
 def test_large_pickle_is_read_in_part(
-    filling: bytes, compression: int, found: Content, tmp_path: Path
+    filling: bytes, compression: int, found: FileType, tmp_path: Path
 ) -> None:
     """A pickle is read up to a bound; one with a high compression ratio is not read."""
     bomb(tmp_path / "model.pt", filling * (1 << 20), 64 << 20, compression)
     tracemalloc.start()
     try:
-        assert file_types.describe(tmp_path / "model.pt") is found
+        assert file_types.file_type(tmp_path / "model.pt") is found
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -339,13 +343,15 @@ def test_large_pickle_is_read_in_part(
 @pytest.mark.parametrize(
     ("flags", "method", "found"),
     [
-        pytest.param(1, None, Content.TRUNCATED, id="encrypted"),
-        pytest.param(0, zipfile.ZIP_DEFLATED, Content.TRUNCATED, id="damaged deflate"),
-        pytest.param(0, zipfile.ZIP_BZIP2, Content.TRUNCATED, id="damaged bzip2"),
-        pytest.param(0, zipfile.ZIP_LZMA, Content.TRUNCATED, id="damaged lzma"),
+        pytest.param(1, None, FileType.TRUNCATED, id="encrypted"),
+        pytest.param(0, zipfile.ZIP_DEFLATED, FileType.TRUNCATED, id="damaged deflate"),
+        pytest.param(0, zipfile.ZIP_BZIP2, FileType.TRUNCATED, id="damaged bzip2"),
+        pytest.param(0, zipfile.ZIP_LZMA, FileType.TRUNCATED, id="damaged lzma"),
     ],
 )
-def test_unreadable_members(flags: int, method: int | None, found: Content, tmp_path: Path) -> None:
+def test_unreadable_members(
+    flags: int, method: int | None, found: FileType, tmp_path: Path
+) -> None:
     """Members that are encrypted or do not inflate make a damaged archive, not a crash."""
     path = tmp_path / "model.pt"
     archive(**{"data.pkl": bytes(range(256)) * 8})(path)
@@ -357,7 +363,7 @@ def test_unreadable_members(flags: int, method: int | None, found: Content, tmp_
             content[start + kind] = method
     path.write_bytes(content)
 
-    assert file_types.describe(path) is found
+    assert file_types.file_type(path) is found
 
 
 # --- what to do --------------------------------------------------------------------------------
@@ -366,23 +372,23 @@ def test_unreadable_members(flags: int, method: int | None, found: Content, tmp_
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (Content.STATE_DICT, "Put the class that it belongs to in net.py beside it"),
-        (Content.SAFETENSORS, "Put the class that it belongs to in net.py beside it"),
-        (Content.PICKLED_MODULE, "Save module.state_dict() instead and put the class in net.py"),
-        (Content.ONNX, "onnxruntime backend serves it"),
-        (Content.TENSORFLOW, "convert it first"),
-        (Content.HTML, "Download it again"),
-        (Content.GIT_LFS, "git lfs pull"),
-        (Content.COMPRESSED, "Unpack it"),
-        (Content.EMPTY, "copy it again"),
-        (Content.TRUNCATED, "copy it again"),
-        (Content.UNKNOWN, "Write it again with torch.jit.save"),
+        (FileType.STATE_DICT, "Put the class that it belongs to in net.py beside it"),
+        (FileType.SAFETENSORS, "Put the class that it belongs to in net.py beside it"),
+        (FileType.PICKLED_MODULE, "Save module.state_dict() instead and put the class in net.py"),
+        (FileType.ONNX, "onnxruntime backend serves it"),
+        (FileType.TENSORFLOW, "convert it first"),
+        (FileType.HTML, "Download it again"),
+        (FileType.GIT_LFS, "git lfs pull"),
+        (FileType.COMPRESSED, "Unpack it"),
+        (FileType.EMPTY, "copy it again"),
+        (FileType.TRUNCATED, "copy it again"),
+        (FileType.UNKNOWN, "Write it again with torch.jit.save"),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )
-def test_cure(found: Content, said: str) -> None:
+def test_cure(found: FileType, said: str) -> None:
     """Each type of file has its own advice."""
-    assert said in file_types.cure(found, Path("/models/digits/1/net.pt"))
+    assert said in file_types.advice(found, Path("/models/digits/1/net.pt"))
 
 
 # --- what a package was built for ------------------------------------------------------------

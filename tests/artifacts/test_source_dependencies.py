@@ -24,7 +24,7 @@ def _lay_out(folder: Path, files: Mapping[str, str]) -> Path:
 
 def _found(source: Path) -> dict[str, str]:
     """Return the found files: name in the version folder → relative path."""
-    found = source_dependencies.of_source("digits", source)
+    found = source_dependencies.find("digits", source)
     return {name: path.relative_to(source.parent).as_posix() for name, path in found.items()}
 
 
@@ -138,7 +138,7 @@ def test_module_named_model(tmp_path: Path) -> None:
     """A source cannot import another file named model.py."""
     source = _lay_out(tmp_path, {"net.py": "import model", "model.py": ""})
     with pytest.raises(ArtifactError, match=r"'digits': net\.py imports model\.py .*Rename model"):
-        source_dependencies.of_source("digits", source)
+        source_dependencies.find("digits", source)
 
 
 # --- weights ---------------------------------------------------------------------------------
@@ -155,7 +155,7 @@ def test_two_weights_files(tmp_path: Path) -> None:
     """Two weights files are an error."""
     source = _lay_out(tmp_path, {"net.py": "", "net.pt": "", "net.safetensors": ""})
     with pytest.raises(ArtifactError, match=r"net\.safetensors and net\.pt lie beside net\.py"):
-        source_dependencies.of_source("digits", source)
+        source_dependencies.find("digits", source)
 
 
 def test_shards_keep_their_names(tmp_path: Path) -> None:

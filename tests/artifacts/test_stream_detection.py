@@ -73,7 +73,7 @@ def test_in_source(text: str, found: bool, tmp_path: Path) -> None:
     """The served class or function yields, or has begin() and step(); others do not count."""
     path = tmp_path / "model.py"
     path.write_text(text)
-    assert stream_detection.in_source(path) is found
+    assert stream_detection.is_streaming(path) is found
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_named_class_and_method(
     """MODEL_CLASS and METHOD select the code to inspect."""
     path = tmp_path / "model.py"
     path.write_text(_YIELDS + _PLAIN + _STEPS + "def f(x):\n    yield x\n")
-    assert stream_detection.in_source(path, named=named, method=method) is found
+    assert stream_detection.is_streaming(path, named=named, method=method) is found
 
 
 def test_missing_file(tmp_path: Path) -> None:
     """A missing file does not stream; loading it reports the error."""
-    assert stream_detection.in_source(tmp_path / "model.py") is False
+    assert stream_detection.is_streaming(tmp_path / "model.py") is False

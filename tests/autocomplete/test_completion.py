@@ -78,7 +78,7 @@ def _complete(monkeypatch: pytest.MonkeyPatch, schema: Entry, **written: Any) ->
 )
 def test_needed(document: Entry, needed: bool) -> None:
     """A config is incomplete if inputs or outputs are missing, or one lacks its type or dims."""
-    assert completion.needed(document) is needed
+    assert completion.is_incomplete(document) is needed
 
 
 _ADAPTER = """
@@ -143,7 +143,7 @@ def test_a_source_that_yields(document: Entry, policy: Entry | None, tmp_path: P
     """A complete config without a transaction policy is decoupled if its source yields."""
     (tmp_path / "model.py").write_text(_YIELDS)
     (tmp_path / "other.py").write_text(_YIELDS.replace("yield", "return"))
-    changed = completion.decide(document, tmp_path)
+    changed = completion.set_decoupled(document, tmp_path)
     assert changed is (policy is _DECOUPLED)
     assert document.get("model_transaction_policy") == policy
 

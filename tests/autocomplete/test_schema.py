@@ -299,7 +299,7 @@ def test_made_up_values_fail(tmp_path: Path) -> None:
 def test_takes(tmp_path: Path) -> None:
     """`takes` returns the required arguments, with the types of their annotations."""
     build.write(tmp_path, "model.py", _ROWS.encode())
-    taken = schema.takes(_arguments(tmp_path))
+    taken = schema.describe_arguments(_arguments(tmp_path))
     assert taken["signature"] == "forward(x, texts: list[str], scale: float = 1.0)"
     assert taken["arguments"] == ["x", "texts", "scale"]
     assert taken["inputs"] == [

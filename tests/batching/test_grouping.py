@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Item
-from torch_py_backend.batching.grouping import Intake
+from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
-from torch_py_backend.config.sequence_config import Sequencing, State
+from torch_py_backend.config.sequence_config import SequenceConfig, State
 from torch_py_backend.errors import BindingError, InputError
 from torch_py_backend.signature import introspection
 
@@ -26,12 +26,12 @@ def optional(spec: TensorSpec) -> TensorSpec:
     return dataclasses.replace(spec, optional=True)
 
 
-def passing(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -> Intake:
+def passing(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -> Grouping:
     config = build.config(inputs=specs, **overrides)
-    return Intake(config, introspection.of_function(forward))
+    return Grouping(config, introspection.from_function(forward))
 
 
-def received(made: Intake, forward: Callable[..., Any], *items: Item) -> list[Any]:
+def received(made: Grouping, forward: Callable[..., Any], *items: Item) -> list[Any]:
     """Return the arguments of each call of forward() for these items."""
     admitted = [made.admit(item) for item in items]
     sound = [(n, item) for n, item in enumerate(admitted) if isinstance(item, dict)]
@@ -43,7 +43,7 @@ def received(made: Intake, forward: Callable[..., Any], *items: Item) -> list[An
     return found
 
 
-def positions(made: Intake, *items: Item) -> list[list[int]]:
+def positions(made: Grouping, *items: Item) -> list[list[int]]:
     """Return the positions of the items of each call."""
     return [list(group.positions) for group in made.group(list(enumerate(items)))]
 
@@ -122,7 +122,7 @@ def test_padded_item_without_rows() -> None:
     specs = [dataclasses.replace(build.spec(name, "INT64", (-1,)), ragged=True) for name in "xn"]
     specs[1] = optional(specs[1])
     config = build.config(inputs=tuple(specs), pad={"x": {"mask": "n"}})
-    made = Intake(config, introspection.of_function(pair), Padding(config))
+    made = Grouping(config, introspection.from_function(pair), Padding(config))
 
     assert isinstance(made.admit({"x": np.ones(3, dtype=np.int64)}), InputError)
 
@@ -521,9 +521,9 @@ class Scripted(nn.Module):
 def test_bytes_for_torchscript_may_be_invalid_utf8() -> None:
     """TorchScript strings are bytes: invalid UTF-8 is passed unchanged."""
     compiled: Any = torch.jit.script(Scripted())
-    signature = introspection.of_schema(compiled.forward.schema)
+    signature = introspection.from_schema(compiled.forward.schema)
     specs = (build.spec("x", "BYTES", (1,)), build.spec("unit", "BYTES", (1,)))
-    made = Intake(build.config(inputs=specs), signature)
+    made = Grouping(build.config(inputs=specs), signature)
 
     item = made.admit({"x": texts([b"\xff"], [b"a"]), "unit": texts([b"\xe9"], [b"\xe9"])})
 
@@ -619,8 +619,8 @@ def test_places() -> None:
 
 def shortcut(settings: ModelConfig, *items: Item) -> bool:
     """Return whether the items share a call without a check of each shape."""
-    signature = introspection.of_function(lambda x, n=None: x)
-    group = Intake(settings, signature).whole(items)
+    signature = introspection.from_function(lambda x, n=None: x)
+    group = Grouping(settings, signature).whole(items)
     assert group is None or list(group.positions) == list(range(len(items)))
     return group is not None
 
@@ -656,7 +656,7 @@ def test_items_that_triton_leaves_on_the_gpu(devices: list[str], short: bool) ->
         {"x": torch.zeros(1, 4, device=device), "n": np.zeros((1, 4), np.float32)}
         for device in devices
     ]
-    intake = Intake(settings, introspection.of_function(lambda x, n=None: x))
+    intake = Grouping(settings, introspection.from_function(lambda x, n=None: x))
 
     assert (intake.whole(items) is not None) is short
     groups = intake.group(list(enumerate(items)))
@@ -689,7 +689,7 @@ def test_items_that_need_the_slow_path(item: Item) -> None:
 )
 def test_states_are_compared(n: Tensor | None, short: bool) -> None:
     """The config has no shapes for STATE: steps share a call if shapes and types are equal."""
-    kept = Sequencing(1, 1.0, 0.0, (), (State("n", "m"),))
+    kept = SequenceConfig(1, 1.0, 0.0, (), (State("n", "m"),))
     items: list[Item] = [{"x": torch.zeros(1, 4), "n": torch.zeros(1, 3)}, {"x": torch.zeros(1, 4)}]
     if n is not None:
         items[1]["n"] = n

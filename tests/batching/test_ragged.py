@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import Kind as Artifacts
+from torch_py_backend.artifacts.discovery import ArtifactType as Artifacts
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
 from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.config import dtypes
-from torch_py_backend.config.batch_io import BatchInput, BatchOutput, Kind
+from torch_py_backend.config.batch_io import BatchInput, BatchInputKind, BatchOutput
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
@@ -33,7 +33,7 @@ BAD = -7.0
 
 
 def batch_input(
-    kind: Kind = Kind.ELEMENT_COUNT, dtype: str = "INT32", name: str = "n"
+    kind: BatchInputKind = BatchInputKind.ELEMENT_COUNT, dtype: str = "INT32", name: str = "n"
 ) -> BatchInput:
     return BatchInput(name, kind, dtypes.from_triton(dtype), "x")
 
@@ -53,8 +53,8 @@ def config(**overrides: Any) -> ModelConfig:
 
 def engine(forward: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any) -> Engine:
     settings = config(**overrides)
-    loaded = Loaded(Artifacts.MODULE, forward, introspection.of_function(forward), None, rows)
-    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    loaded = Loaded(Artifacts.MODULE, forward, introspection.from_function(forward), None, rows)
+    surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 
 
@@ -78,15 +78,15 @@ def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (Kind.ELEMENT_COUNT, [6, 12, 1]),
-        (Kind.ACCUMULATED_ELEMENT_COUNT, [6, 18, 19]),
-        (Kind.ACCUMULATED_ELEMENT_COUNT_WITH_ZERO, [0, 6, 18, 19]),
-        (Kind.MAX_ELEMENT_COUNT_AS_SHAPE, [0] * 12),
-        (Kind.ITEM_SHAPE, [[2, 3], [3, 2], [3, 2], [1, 1]]),
-        (Kind.ITEM_SHAPE_FLATTEN, [2, 3, 3, 2, 3, 2, 1, 1]),
+        (BatchInputKind.ELEMENT_COUNT, [6, 12, 1]),
+        (BatchInputKind.ACCUMULATED_ELEMENT_COUNT, [6, 18, 19]),
+        (BatchInputKind.ACCUMULATED_ELEMENT_COUNT_WITH_ZERO, [0, 6, 18, 19]),
+        (BatchInputKind.MAX_ELEMENT_COUNT_AS_SHAPE, [0] * 12),
+        (BatchInputKind.ITEM_SHAPE, [[2, 3], [3, 2], [3, 2], [1, 1]]),
+        (BatchInputKind.ITEM_SHAPE_FLATTEN, [2, 3, 3, 2, 3, 2, 1, 1]),
     ],
 )
-def test_batch_inputs(kind: Kind, expected: list[Any], dtype: str) -> None:
+def test_batch_inputs(kind: BatchInputKind, expected: list[Any], dtype: str) -> None:
     """Counts are those of requests with all their rows; item shapes are those of rows."""
     made = Ragged(config(inputs=(ragged(dims=(-1, -1)),), batch_inputs=(batch_input(kind, dtype),)))
 

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def settle(**options: Any) -> None:
-    runtime.settle(Options(**options), Threads(1, torch.get_num_interop_threads()))
+    runtime.set_switches(Options(**options), Threads(1, torch.get_num_interop_threads()))
 
 
 def state() -> dict[str, bool]:
@@ -100,7 +100,7 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
 for _ in range(2):
-    runtime.settle(Options(), Threads(intra_op=3, inter_op=5))
+    runtime.set_switches(Options(), Threads(intra_op=3, inter_op=5))
 print(json.dumps([torch.get_num_threads(), torch.get_num_interop_threads()]))
 """
     done = subprocess.run(
@@ -170,14 +170,14 @@ def test_inputs_go_to_the_model(
     device: torch.device | None, weights: list[torch.Tensor], expected: torch.device
 ) -> None:
     """A model that places itself gets its inputs on the device of its first weight."""
-    surroundings = runtime.surround(Options(), device, iter(weights))
+    surroundings = runtime.create(Options(), device, iter(weights))
 
     assert surroundings.device == expected
 
 
 def test_cpu_tensors_are_not_touched() -> None:
     """On the CPU nothing is copied on the way in or out."""
-    surroundings = runtime.surround(Options(), CPU, [])
+    surroundings = runtime.create(Options(), CPU, [])
     columns = [torch.ones(2)]
 
     assert surroundings.to_device(columns) is columns
@@ -186,7 +186,7 @@ def test_cpu_tensors_are_not_touched() -> None:
 
 def test_inputs_that_triton_leaves_on_the_gpu_come_to_a_model_on_the_cpu() -> None:
     """Triton uses the parameter and not the instance's kind."""
-    surroundings = runtime.surround(Options(force_cpu_only_input_tensors=False), CPU, [])
+    surroundings = runtime.create(Options(force_cpu_only_input_tensors=False), CPU, [])
     on_host = torch.ones(2)
 
     with FakeTensorMode():  # it stands for a GPU: shapes and devices without values
@@ -213,7 +213,7 @@ def test_inputs_on_a_gpu_that_torch_does_not_see(
 
 def test_tensors_are_moved_to_another_device() -> None:
     """Columns are moved to the model's device."""
-    surroundings = runtime.surround(Options(), None, [torch.ones(1, device="meta")])
+    surroundings = runtime.create(Options(), None, [torch.ones(1, device="meta")])
 
     (column,) = surroundings.to_device([torch.ones(2, 3)])
 
@@ -225,7 +225,7 @@ def test_tensors_are_moved_to_another_device() -> None:
 @pytest.mark.parametrize("clean", [True, False])
 def test_there_is_no_cuda_cache_to_clean_on_the_cpu(clean: bool) -> None:
     """ENABLE_CACHE_CLEANING has no effect without a GPU."""
-    surroundings = runtime.surround(Options(enable_cache_cleaning=clean), CPU, [])
+    surroundings = runtime.create(Options(enable_cache_cleaning=clean), CPU, [])
 
     assert surroundings.clean is None
 
@@ -236,7 +236,7 @@ def test_there_is_no_cuda_cache_to_clean_on_the_cpu(clean: bool) -> None:
 @pytest.mark.parametrize("inference_mode", [True, False])
 def test_no_gradients_are_recorded(inference_mode: bool) -> None:
     """Every call runs without autograd: in inference mode, or under no_grad if that is disabled."""
-    surroundings = runtime.surround(Options(inference_mode=inference_mode), CPU, [])
+    surroundings = runtime.create(Options(inference_mode=inference_mode), CPU, [])
     weight = torch.ones(2, requires_grad=True)
 
     for _ in range(2):
@@ -249,7 +249,7 @@ def test_no_gradients_are_recorded(inference_mode: bool) -> None:
 
 def test_guard_is_left_when_the_model_fails() -> None:
     """An exception in a call leaves no mode set."""
-    surroundings = runtime.surround(Options(), CPU, [])
+    surroundings = runtime.create(Options(), CPU, [])
 
     def fail() -> None:
         with surroundings.guard():
@@ -319,7 +319,7 @@ def test_autocast_caches_no_weights_that_graphs_read(
 ) -> None:
     """A captured graph would read casts that are freed when autocast ends."""
     options = Options(optimize=("bf16", *optimize))
-    with runtime.surround(options, torch.device("cpu"), ()).guard():
+    with runtime.create(options, torch.device("cpu"), ()).guard():
         assert torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_cache_enabled() == cached
 

@@ -95,13 +95,13 @@ def test_uncopyable_objects_stay_the_same() -> None:
 )
 def test_sent(tree: Any) -> None:
     """Each tensor is moved to the device, in a tree of the same type."""
-    moved = trees.sent(tree, _META)
+    moved = trees.to_device(tree, _META)
     assert type(moved) is type(tree)
     assert moved is not tree
     devices = {leaf.device for leaf in _tensors(moved)}
     assert devices == {_META}
     assert len(_tensors(moved)) == len(_tensors(tree))
-    assert trees.sent(tree, torch.device("cpu")) is tree
+    assert trees.to_device(tree, torch.device("cpu")) is tree
 
 
 def _tensors(tree: Any) -> list[Tensor]:

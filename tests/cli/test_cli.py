@@ -85,7 +85,7 @@ def test_pack(told: bool, tmp_path: Path) -> None:
 def test_pack_without_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no server is installed, the Python must be told."""
 
-    def find() -> tritonserver.Triton:
+    def find() -> tritonserver.TritonInstallation:
         raise ServerError("there is none.")
 
     monkeypatch.setattr(tritonserver, "find", find)
@@ -353,7 +353,7 @@ def test_check_reports_every_model(report: dict[str, Any]) -> None:
     served = [one["model"] for one in report["models"] if "error" not in one]
     assert served == ["gaps [red] ü", "good", "noisy", "other", "typo"]
     assert _model(report, "other") == {"model": "other", "skipped": "python"}
-    assert report["environment"] == list(preflight.environment())
+    assert report["environment"] == list(preflight.machine_problems())
 
 
 def _model(report: dict[str, Any], name: str) -> dict[str, Any]:
@@ -467,7 +467,7 @@ def test_check_of_one_model(tmp_path: Path) -> None:
     before = _tree(tmp_path)
     done = _run("check", ".", cwd=tmp_path / "good")
     assert done.stdout.startswith("OK      good 1\n")
-    assert done.returncode == int(bool(list(preflight.environment())))
+    assert done.returncode == int(bool(list(preflight.machine_problems())))
     assert _tree(tmp_path) == before
 
 
@@ -571,7 +571,7 @@ def test_init_makes_a_model_folder(made: Path, name: str) -> None:
     assert sorted(path.name for path in (folder / "1").iterdir()) == sorted(files)
     document = pbtxt.read(folder)
     assert document["backend"] == "pytorch_py"
-    assert not completion.needed(document)
+    assert not completion.is_incomplete(document)
     assert document["max_batch_size"] == size
     assert "dynamic_batching" in document
     (taken,) = document["input"]
@@ -683,7 +683,7 @@ def test_init_without_examples(tmp_path: Path) -> None:
     assert "the types and sizes of x are not known" in done.stdout
     text = (tmp_path / "net" / "config.pbtxt").read_text()
     assert '# input [{ name: "x" data_type: TYPE_FP32 dims: [ … ] }]' in text
-    assert completion.needed(pbtxt.read(tmp_path / "net"))
+    assert completion.is_incomplete(pbtxt.read(tmp_path / "net"))
     assert "\nmax_batch_size" not in text
 
     *command, wish = _next(done)
@@ -724,7 +724,7 @@ def test_init_without_weights(tmp_path: Path) -> None:
     assert "there is no weights file beside model.py" in done.stdout
     assert "next: save the weights as net.pt" in done.stdout
     # Their shapes do not hang on the weights.
-    assert not completion.needed(pbtxt.read(tmp_path / "net"))
+    assert not completion.is_incomplete(pbtxt.read(tmp_path / "net"))
     torch.save(Classifier().state_dict(), tmp_path / "net.pt")
     done = _run("init", "net.py", _IMAGES, cwd=tmp_path)
     assert done.returncode == 1

@@ -69,9 +69,9 @@ def test_tuned(tmp_path: Path) -> None:
     found = json.loads((tmp_path / "run.json").read_text())
     given = {key: one["string_value"] for key, one in pbtxt.read(model)["parameters"].items()}
     assert given == found["chosen"]["parameters"]
-    here = tuned_settings.fingerprint(tuned_settings.machine())
+    here = tuned_settings.fingerprint(tuned_settings.machine_facts())
     assert json.loads((model / "tuned.json").read_text())["machines"] == {here: found}
-    assert tuned_settings.chosen(model, here) == given
+    assert tuned_settings.read_choice(model, here) == given
     assert (model / "tuned.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -154,7 +154,9 @@ def test_automatic(tmp_path: Path) -> None:
     assert 'OPTIMIZE "auto" takes it from tuned.json' in done.stdout
     assert (model / "config.pbtxt").read_text() == text
     assert (
-        tuned_settings.chosen(model, tuned_settings.fingerprint(tuned_settings.machine()))
+        tuned_settings.read_choice(
+            model, tuned_settings.fingerprint(tuned_settings.machine_facts())
+        )
         is not None
     )
 
@@ -170,7 +172,10 @@ def test_no_candidate_is_exact(tmp_path: Path) -> None:
     assert "inexact" in done.stdout
     assert (model / "config.pbtxt").read_text() == _CONFIG
     assert (
-        tuned_settings.chosen(model, tuned_settings.fingerprint(tuned_settings.machine())) is None
+        tuned_settings.read_choice(
+            model, tuned_settings.fingerprint(tuned_settings.machine_facts())
+        )
+        is None
     )
 
 

@@ -34,7 +34,7 @@ def test_rows_of_a_call(
     """The model's limits, max_batch_size and the buckets are combined."""
     config = build.config(max_batch_size=most, batch_buckets=wished)
 
-    assert batch_buckets.plan(config, takes, fixed=fixed) == expected
+    assert batch_buckets.row_counts(config, takes, fixed=fixed) == expected
 
 
 def test_unusable_buckets() -> None:
@@ -42,7 +42,7 @@ def test_unusable_buckets() -> None:
     config = build.config(max_batch_size=8, batch_buckets=(1, 2))
 
     with pytest.raises(ConfigError, match=r"BATCH_BUCKETS is 1, 2; expected .* 4 to 8"):
-        batch_buckets.plan(config, Rows(4, 8), fixed=False)
+        batch_buckets.row_counts(config, Rows(4, 8), fixed=False)
 
 
 @pytest.mark.parametrize(

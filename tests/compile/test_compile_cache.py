@@ -23,7 +23,7 @@ import models
 import pytest
 import torch
 
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.compile import compile_cache
 from torch_py_backend.compile.compile_cache import Bundle
 from torch_py_backend.errors import PlatformError
@@ -35,7 +35,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def artifact(tmp_path: Path) -> Artifact:
     weights = build.write(tmp_path, "model.safetensors", b"0123")
-    return Artifact(Kind.MODULE, build.write(tmp_path, "model.py", "x = 1\n"), weights)
+    return Artifact(ArtifactType.MODULE, build.write(tmp_path, "model.py", "x = 1\n"), weights)
 
 
 @pytest.fixture(autouse=True)

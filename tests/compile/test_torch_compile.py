@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.compile import torch_compile
 from torch_py_backend.config.model_config import ModelConfig
@@ -38,7 +38,7 @@ def config(parameters: dict[str, Any] | None, **overrides: Any) -> ModelConfig:
 
 def compiled(settings: ModelConfig, module: Any) -> torch_compile.Compiled:
     """Compile a module."""
-    made = torch_compile.apply(settings, Kind.MODULE, module, Counts())
+    made = torch_compile.apply(settings, ArtifactType.MODULE, module, Counts())
     assert made is not None
     return made
 
@@ -72,7 +72,7 @@ def test_requested(parameters: dict[str, Any] | None, requested: bool) -> None:
 @pytest.mark.parametrize("parameters", [None, {"disable": True}], ids=["unset", "disabled"])
 def test_model_without_compilation(parameters: dict[str, Any] | None) -> None:
     """Without the parameter the module is not compiled."""
-    assert torch_compile.apply(config(parameters), Kind.MODULE, Scaled(), Counts()) is None
+    assert torch_compile.apply(config(parameters), ArtifactType.MODULE, Scaled(), Counts()) is None
 
 
 @pytest.mark.parametrize("module", [Scaled(), lambda x: x * 3], ids=["module", "function"])
@@ -104,7 +104,7 @@ def test_torchscript_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
     """TorchScript is not compiled, and a line in the log says so."""
     module = torch.jit.script(Scaled())
 
-    assert torch_compile.apply(config({}), Kind.TORCHSCRIPT, module, Counts()) is None
+    assert torch_compile.apply(config({}), ArtifactType.TORCHSCRIPT, module, Counts()) is None
 
     (record,) = caplog.records
     assert record.levelno == logging.WARNING
@@ -117,7 +117,9 @@ def test_eager_torchscript_is_not_warned_about(
     parameters: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without the parameter nothing is logged for TorchScript."""
-    torch_compile.apply(config(parameters), Kind.TORCHSCRIPT, torch.jit.script(Scaled()), Counts())
+    torch_compile.apply(
+        config(parameters), ArtifactType.TORCHSCRIPT, torch.jit.script(Scaled()), Counts()
+    )
 
     assert caplog.messages == []
 
@@ -137,7 +139,9 @@ def test_recompile_limit(
     """With static shapes torch's limit is raised to the number of batch sizes, never lowered."""
     parameters = {"backend": "eager", "dynamic": dynamic}
 
-    torch_compile.apply(config(parameters, max_batch_size=rows), Kind.MODULE, Scaled(), Counts())
+    torch_compile.apply(
+        config(parameters, max_batch_size=rows), ArtifactType.MODULE, Scaled(), Counts()
+    )
 
     assert torch._dynamo.config.recompile_limit == (limit or recompile_limit)
 
@@ -167,7 +171,7 @@ def test_static_model_is_compiled_for_each_row_count() -> None:
 def test_wrong_parameters(parameters: dict[str, Any], said: str) -> None:
     """A value that torch.compile refuses fails the load."""
     with pytest.raises(OptionError) as raised:
-        torch_compile.apply(config(parameters), Kind.MODULE, Scaled(), Counts())
+        torch_compile.apply(config(parameters), ArtifactType.MODULE, Scaled(), Counts())
 
     assert isinstance(raised.value, LoadError)
     assert "'digits': the parameter TORCH_COMPILE_OPTIONAL_PARAMETERS is" in str(raised.value)
@@ -191,7 +195,7 @@ def test_one_graph_serves_all_row_counts() -> None:
 def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """A shape outside the warm-up runs eagerly, and is logged once."""
     counts = Counts()
-    made = torch_compile.apply(config({"backend": "eager"}), Kind.MODULE, Scaled(), counts)
+    made = torch_compile.apply(config({"backend": "eager"}), ArtifactType.MODULE, Scaled(), counts)
     assert made is not None
     made(torch.ones(8, 4))
     sealed = made.seal()

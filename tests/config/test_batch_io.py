@@ -4,11 +4,11 @@ import build
 import pytest
 
 from torch_py_backend.config import model_config
-from torch_py_backend.config.batch_io import BatchInput, BatchOutput, Kind
+from torch_py_backend.config.batch_io import BatchInput, BatchInputKind, BatchOutput
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
 
-_KINDS = [kind.value for kind in Kind]
+_KINDS = [kind.value for kind in BatchInputKind]
 
 
 def tensor(name: str, *dims: int, **more: Any) -> dict[str, Any]:

@@ -93,19 +93,19 @@ def test_check_uses_the_installed_server(
 ) -> None:
     """`check` compares with the stub of this machine's server, if there is one."""
 
-    def find() -> tritonserver.Triton:
+    def find() -> tritonserver.TritonInstallation:
         if not found:
             raise ServerError("there is none.")
-        return tritonserver.Triton(Path(), Path(), tmp_path / "stub", ())
+        return tritonserver.TritonInstallation(Path(), Path(), tmp_path / "stub", ())
 
     (tmp_path / "stub").write_bytes(b"\x7fELF libpython3.8.so.1.0\0")
     monkeypatch.setattr(tritonserver, "find", find)
     document = _document(str(_folder(tmp_path / "env", "3.12")))
     if not found:
-        preflight.execution_environment(tmp_path, document)
+        preflight.check_execution_environment(tmp_path, document)
         return
     with pytest.raises(PlatformError, match=r"for Python 3\.12.*runs Python 3\.8"):
-        preflight.execution_environment(tmp_path, document)
+        preflight.check_execution_environment(tmp_path, document)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_invalid_stub(content: bytes | None, says: str, tmp_path: Path) -> None:
     if content is not None:
         stub.write_bytes(content)
     with pytest.raises(ServerError, match=says):
-        tritonserver.stub_python(tritonserver.Triton(Path(), Path(), stub, ()))
+        tritonserver.stub_python(tritonserver.TritonInstallation(Path(), Path(), stub, ()))
 
 
 # --- in the stub -----------------------------------------------------------------------------
@@ -156,4 +156,4 @@ def test_stub_in_a_valid_environment(
         monkeypatch.setenv("PATH", str(_folder(tmp_path / "env", python) / "bin"))
     else:
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
-    execution_env.refuse_another_python("net", named)
+    execution_env.check_running_python("net", named)

@@ -50,6 +50,6 @@ def test_column(values: list[Any]) -> None:
 def test_taken() -> None:
     """taken() removes the parameters from an item; the default is empty."""
     item = {"x": torch.ones(1), request_parameters.KEY: request_parameters.column([{"top": 3}])}
-    assert request_parameters.taken(item) == {"top": 3}
+    assert request_parameters.pop(item) == {"top": 3}
     assert list(item) == ["x"]
-    assert request_parameters.taken(item) == {}
+    assert request_parameters.pop(item) == {}

@@ -9,7 +9,12 @@ import pytest
 
 from torch_py_backend.config import dtypes, model_config, sequence_config
 from torch_py_backend.config.model_config import ModelConfig, Origin
-from torch_py_backend.config.sequence_config import Control, Initial, Sequencing, State
+from torch_py_backend.config.sequence_config import (
+    ControlInput,
+    InitialState,
+    SequenceConfig,
+    State,
+)
 from torch_py_backend.errors import ConfigError
 
 _FP32 = dtypes.from_triton("FP32")
@@ -32,7 +37,7 @@ def begins(**changes: Any) -> dict[str, Any]:
     return block(initial_state=[{**initial, **changes}])
 
 
-def parsed(batching: dict[str, Any] | None, **document: Any) -> Sequencing | None:
+def parsed(batching: dict[str, Any] | None, **document: Any) -> SequenceConfig | None:
     if batching is not None:
         document["sequence_batching"] = batching
     return sequence_config.parse("digits", {"max_batch_size": 8, **document}, None)
@@ -75,7 +80,7 @@ def test_schedulers(
     """Slots, idle time and delay are those of Triton's schedulers."""
     found = parsed(batching, max_batch_size=rows)
 
-    assert found == Sequencing(slots, idle, delay, (), ())
+    assert found == SequenceConfig(slots, idle, delay, (), ())
 
 
 @pytest.mark.parametrize(
@@ -99,27 +104,27 @@ def test_controls(told: dict[str, Any], dtype: str) -> None:
     found = parsed({"control_input": [{"name": "c", "control": [{**empty, **told}]}]})
 
     assert found is not None
-    assert found.controls == (Control("c", dtypes.from_triton(dtype)),)
+    assert found.controls == (ControlInput("c", dtypes.from_triton(dtype)),)
 
 
 @pytest.mark.parametrize(
     ("entry", "initial"),
     [
-        pytest.param(block(), Initial((2, 1)), id="by chance in Triton, zeros here"),
-        pytest.param(begins(), Initial((2, 3)), id="zeros"),
-        pytest.param(begins(dims=["2", "0"]), Initial((2, 0)), id="empty"),
+        pytest.param(block(), InitialState((2, 1)), id="by chance in Triton, zeros here"),
+        pytest.param(begins(), InitialState((2, 3)), id="zeros"),
+        pytest.param(begins(dims=["2", "0"]), InitialState((2, 0)), id="empty"),
         pytest.param(
             block(
                 initial_state=[
                     {"name": "b", "data_type": "TYPE_FP32", "dims": [2, 3], "data_file": "f"}
                 ]
             ),
-            Initial((2, 3), "f"),
+            InitialState((2, 3), "f"),
             id="file",
         ),
     ],
 )
-def test_states(entry: dict[str, Any], initial: Initial) -> None:
+def test_states(entry: dict[str, Any], initial: InitialState) -> None:
     """A state has the settings of its block; sizes of -1 are 1 at first, as in Triton."""
     found = parsed({"state": [entry]})
 

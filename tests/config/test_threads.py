@@ -67,15 +67,15 @@ def write(cgroup: Path, files: dict[str, str]) -> Path:
 )
 def test_quota(files: dict[str, str], cores: int, tmp_path: Path) -> None:
     """The container's quota limits the number of cores; it is at least one."""
-    assert threads.cores(write(tmp_path, files)) == cores
+    assert threads.available_cores(write(tmp_path, files)) == cores
 
 
 def test_affinity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """CPU affinity limits the number of cores."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5})
 
-    assert threads.cores(tmp_path) == 2
-    assert threads.cores(write(tmp_path, {"cpu.max": "500000 100000"})) == 2
+    assert threads.available_cores(tmp_path) == 2
+    assert threads.available_cores(write(tmp_path, {"cpu.max": "500000 100000"})) == 2
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_budget_without_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reserve() -> None:
     """reserve() sets the variables of OpenMP and MKL."""
-    threads.reserve(Threads(intra_op=3, inter_op=7))
+    threads.set_environment(Threads(intra_op=3, inter_op=7))
 
     assert {variable: os.environ[variable] for variable in VARIABLES} == dict.fromkeys(
         VARIABLES, "3"

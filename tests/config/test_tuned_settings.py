@@ -39,7 +39,7 @@ def test_machine(tmp_path: Path, text: str, instructions: list[str]) -> None:
     gpu = tmp_path / "gpus" / "0000:01:00.0" / "information"
     gpu.parent.mkdir(parents=True)
     gpu.write_text("Model: \t\t A GPU\nIRQ: 1\n")
-    found = tuned_settings.machine(cpuinfo, tmp_path / "gpus")
+    found = tuned_settings.machine_facts(cpuinfo, tmp_path / "gpus")
     assert found["instructions"] == instructions
     assert found["gpus"] == ["A GPU"]
     assert found["cores"] >= 1
@@ -48,7 +48,7 @@ def test_machine(tmp_path: Path, text: str, instructions: list[str]) -> None:
 
 def test_fingerprint() -> None:
     """Equal machines have equal fingerprints; others differ."""
-    here = tuned_settings.machine()
+    here = tuned_settings.machine_facts()
     assert tuned_settings.fingerprint(here) == tuned_settings.fingerprint(
         dict(reversed(here.items()))
     )
@@ -57,18 +57,18 @@ def test_fingerprint() -> None:
 
 def test_machines_side_by_side(tmp_path: Path) -> None:
     """Each machine reads its own entry; a new run replaces only that one."""
-    tuned_settings.keep(tmp_path, _entry("one", OPTIMIZE="freeze"))
-    tuned_settings.keep(tmp_path, _entry("two", NUM_THREADS="2"))
-    tuned_settings.keep(tmp_path, _entry("one", NUM_THREADS="4"))
-    tuned_settings.keep(tmp_path, _entry("three"))
+    tuned_settings.save(tmp_path, _entry("one", OPTIMIZE="freeze"))
+    tuned_settings.save(tmp_path, _entry("two", NUM_THREADS="2"))
+    tuned_settings.save(tmp_path, _entry("one", NUM_THREADS="4"))
+    tuned_settings.save(tmp_path, _entry("three"))
     one, two, three = (
         tuned_settings.fingerprint({"processor": name}) for name in ("one", "two", "three")
     )
-    assert tuned_settings.chosen(tmp_path, one) == {"NUM_THREADS": "4"}
-    assert tuned_settings.chosen(tmp_path, two) == {"NUM_THREADS": "2"}
-    assert tuned_settings.chosen(tmp_path, three) is None
-    assert tuned_settings.chosen(tmp_path, "unknown") is None
-    assert tuned_settings.chosen(tmp_path / "nowhere", one) is None
+    assert tuned_settings.read_choice(tmp_path, one) == {"NUM_THREADS": "4"}
+    assert tuned_settings.read_choice(tmp_path, two) == {"NUM_THREADS": "2"}
+    assert tuned_settings.read_choice(tmp_path, three) is None
+    assert tuned_settings.read_choice(tmp_path, "unknown") is None
+    assert tuned_settings.read_choice(tmp_path / "nowhere", one) is None
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,9 @@ def test_damaged(tmp_path: Path, text: str) -> None:
     """A tuned.json that tune did not write is rejected, and not overwritten."""
     (tmp_path / tuned_settings.FILE).write_text(text)
     with pytest.raises(ConfigError, match=r"tuned.json cannot be read.*Remove it"):
-        tuned_settings.chosen(tmp_path, "a")
+        tuned_settings.read_choice(tmp_path, "a")
     with pytest.raises(ConfigError, match="cannot be read"):
-        tuned_settings.keep(tmp_path, _entry("one"))
+        tuned_settings.save(tmp_path, _entry("one"))
     assert (tmp_path / tuned_settings.FILE).read_text() == text
 
 
@@ -91,7 +91,7 @@ def test_replace(tmp_path: Path) -> None:
     target.chmod(0o600)
     link = tmp_path / "link"
     link.symlink_to(target)
-    tuned_settings.replace(link, b"new")
+    tuned_settings.write_atomically(link, b"new")
     assert target.read_text() == "new"
     assert target.stat().st_mode & 0o777 == 0o600
     assert link.is_symlink()
@@ -107,22 +107,22 @@ def test_replace_fails_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (tmp_path / "a").write_text("old")
     monkeypatch.setattr(Path, "replace", refuse)
     with pytest.raises(TuneError, match=r"cannot write .*/a: No space left on device\."):
-        tuned_settings.replace(tmp_path / "a", b"new")
+        tuned_settings.write_atomically(tmp_path / "a", b"new")
     assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
 
 
 def test_unwritable(tmp_path: Path) -> None:
     """A folder that is not writable is an error; a missing one is created."""
-    tuned_settings.refuse_unwritable(tmp_path / "new" / "folder")
+    tuned_settings.check_writable(tmp_path / "new" / "folder")
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     (tmp_path / "file").touch()
     with pytest.raises(TuneError, match=r"cannot write into .*/file/x"):
-        tuned_settings.refuse_unwritable(tmp_path / "file" / "x")
+        tuned_settings.check_writable(tmp_path / "file" / "x")
 
 
 def test_json_is_strict(tmp_path: Path) -> None:
     """The file is strict JSON, without NaN."""
-    tuned_settings.keep(tmp_path, _entry("one", A="b"))
+    tuned_settings.save(tmp_path, _entry("one", A="b"))
     text = (tmp_path / tuned_settings.FILE).read_text()
     assert json.loads(text)["machines"]
 
@@ -132,10 +132,10 @@ def test_json_is_strict(tmp_path: Path) -> None:
 
 def _here(folder: Path, **parameters: str) -> None:
     entry = {
-        "machine": tuned_settings.machine(),
+        "machine": tuned_settings.machine_facts(),
         "chosen": {"parameters": parameters, "instances": 1},
     }
-    tuned_settings.keep(folder, entry)
+    tuned_settings.save(folder, entry)
 
 
 def test_auto_takes_the_choice_of_this_machine(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_auto_on_a_machine_that_was_not_tuned(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without an entry nothing is optimized, and the log says what to do."""
-    tuned_settings.keep(tmp_path, _entry("another", OPTIMIZE="freeze"))
+    tuned_settings.save(tmp_path, _entry("another", OPTIMIZE="freeze"))
 
     found = tuned_settings.apply(build.config(tmp_path, optimize=("auto",))).options
 

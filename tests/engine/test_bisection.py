@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from torch_py_backend.engine.bisection import Budget, narrow
+from torch_py_backend.engine.bisection import CallBudget, bisect
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,9 @@ class Model:
 
 def narrowed(model: Model, count: int, calls: int = 1000) -> list[str | Failed]:
     items = range(count)
-    return narrow(items, model, Failed(tuple(items)), calls=Budget(calls), hopeless=lambda: False)
+    return bisect(
+        items, model, Failed(tuple(items)), calls=CallBudget(calls), hopeless=lambda: False
+    )
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 32, 33])
@@ -101,11 +103,11 @@ def test_stop_after_a_fatal_failure(guilty: int) -> None:
         result = model(items)
         return last if len(items) == 1 and items[0] == guilty else result
 
-    found = narrow(
+    found = bisect(
         range(8),
         attempt,
         Failed(tuple(range(8))),
-        calls=Budget(1000),
+        calls=CallBudget(1000),
         hopeless=lambda: model.calls[-1] == (guilty,),
     )
 

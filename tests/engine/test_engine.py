@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.batching.output_extraction import OutputExtractor
@@ -28,7 +28,7 @@ from torch_py_backend.errors import (
 )
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.binding import Argument, Passing, Signature, Takes
+from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
 
 
 class Recorder:
@@ -47,9 +47,9 @@ def engine(function: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any
     """Return an engine with an input `x` and an output `y`, both FP32 [-1] by default."""
     spec = build.spec("x", dims=(-1,))
     settings = build.config(inputs=(spec,), outputs=(build.spec("y", dims=(-1,)),), **overrides)
-    argument = Argument("x", True, Passing.POSITIONAL, Takes.TENSOR, "x")
-    loaded = Loaded(Kind.MODULE, function, Signature((argument,)), None, rows)
-    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    argument = Argument("x", True, Passing.POSITIONAL, ArgumentType.TENSOR, "x")
+    loaded = Loaded(ArtifactType.MODULE, function, Signature((argument,)), None, rows)
+    surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 
 
@@ -132,7 +132,7 @@ def test_inference_mode(mode: bool, expected: bool) -> None:
         return x
 
     made = engine(look)
-    made._runtime = runtime.surround(Options(inference_mode=mode), torch.device("cpu"), ())
+    made._runtime = runtime.create(Options(inference_mode=mode), torch.device("cpu"), ())
     made.run(items((1, 4)))
     assert seen == [(expected, False)]
 
@@ -175,8 +175,8 @@ def whole(
 ) -> Engine:
     """Return an engine for a function as loaded from a source file."""
     settings = build.config(inputs=inputs, outputs=outputs, **overrides)
-    loaded = Loaded(Kind.MODULE, function, introspection.of_function(function))
-    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    loaded = Loaded(ArtifactType.MODULE, function, introspection.from_function(function))
+    surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 
 

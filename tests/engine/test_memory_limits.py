@@ -9,12 +9,12 @@ import pytest
 
 from torch_py_backend.batching.gather_scatter import Rows
 from torch_py_backend.engine import memory_limits
-from torch_py_backend.engine.memory_limits import Capacity
+from torch_py_backend.engine.memory_limits import MemoryLimits
 
 SHAPE = ((4,),)
 
 
-def settle(made: Capacity, fits: int, rows: int) -> int:
+def settle(made: MemoryLimits, fits: int, rows: int) -> int:
     """Run batches of `rows` rows as the engine does if `fits` rows fit; return the failed calls."""
     failures = 0
     while True:
@@ -29,7 +29,7 @@ def settle(made: Capacity, fits: int, rows: int) -> int:
 
 def test_nothing_is_limited_before_memory_runs_out() -> None:
     """Nothing is recorded while no call fails."""
-    made = Capacity(Rows(1, 32))
+    made = MemoryLimits(Rows(1, 32))
     made.fitted(SHAPE, 32)
 
     assert made.most(SHAPE) is None
@@ -54,7 +54,7 @@ def test_nothing_is_limited_before_memory_runs_out() -> None:
 )
 def test_steps_down(rows: Rows, failed: int, steps: list[int | None]) -> None:
     """Each failure halves the rows of a call, down to the smallest possible call."""
-    made = Capacity(rows)
+    made = MemoryLimits(rows)
     found: list[int | None] = []
     tried: int | None = failed
     while tried is not None:
@@ -66,7 +66,7 @@ def test_steps_down(rows: Rows, failed: int, steps: list[int | None]) -> None:
 
 def test_limits_are_per_shape() -> None:
     """A limit for long inputs does not apply to short ones."""
-    made = Capacity(Rows(1, 32))
+    made = MemoryLimits(Rows(1, 32))
     made.failed(((512,),), 32)
 
     assert (made.most(((512,),)), made.most(((8,),))) == (16, None)
@@ -75,7 +75,7 @@ def test_limits_are_per_shape() -> None:
 def test_what_fits_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a failure ever more batches must succeed before a larger call is tried."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 4)
-    made = Capacity(Rows(1, 32))
+    made = MemoryLimits(Rows(1, 32))
 
     failures = [settle(made, 8, 32) for _ in range(40)]
 
@@ -91,7 +91,7 @@ def test_what_fits_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -
 def test_limit_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that is free again is used step by step, until no limit is left."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 4)
-    made = Capacity(Rows(1, 32))
+    made = MemoryLimits(Rows(1, 32))
     settle(made, 4, 32)
     seen = []
     for _ in range(40):
@@ -119,7 +119,7 @@ def test_memory_that_comes_and_goes(rows: Rows, monkeypatch: pytest.MonkeyPatch)
     """Each failure makes the next call smaller, down to the smallest, however much fits."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
     random = Random(0)
-    made = Capacity(rows)
+    made = MemoryLimits(rows)
     for _ in range(3000):
         size, fits = random.randint(1, 32), random.randint(0, 40)
         called = 10_000
@@ -139,7 +139,7 @@ def test_memory_that_comes_and_goes(rows: Rows, monkeypatch: pytest.MonkeyPatch)
 def test_small_batches_do_not_raise_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Batches below the limit do not count as successes."""
     monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
-    made = Capacity(Rows(1, 32))
+    made = MemoryLimits(Rows(1, 32))
     settle(made, 8, 32)
     for _ in range(100):
         settle(made, 32, 5)
@@ -149,7 +149,7 @@ def test_small_batches_do_not_raise_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_memory_of_shapes_is_bounded() -> None:
     """Requests of ever new shapes do not use unbounded memory."""
-    made = Capacity(Rows(1, 32))
+    made = MemoryLimits(Rows(1, 32))
     for size in range(1000):
         made.failed(((size,),), 32)
 
@@ -159,7 +159,7 @@ def test_memory_of_shapes_is_bounded() -> None:
 
 def test_a_row_that_never_fits_is_forgotten() -> None:
     """One request that never fits does not slow down later ones."""
-    made = Capacity(Rows(1, 32))
+    made = MemoryLimits(Rows(1, 32))
     made.failed(SHAPE, 32)
     before = made.remembered(SHAPE)
     for rows in (16, 8, 4, 2):

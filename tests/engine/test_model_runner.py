@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
-from torch_py_backend.batching.grouping import Group, Intake
+from torch_py_backend.batching.grouping import Group, Grouping
 from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.model_runner import ModelRunner
@@ -24,11 +24,11 @@ from torch_py_backend.signature import introspection
 
 def made(
     function: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any
-) -> tuple[ModelRunner, Counts, Intake]:
+) -> tuple[ModelRunner, Counts, Grouping]:
     """Return a model runner for a function of `x`."""
     settings = build.config(**overrides)
-    loaded = Loaded(Kind.MODULE, function, introspection.of_function(function), rows=rows)
-    intake, counts = Intake(settings, loaded.signature), Counts()
+    loaded = Loaded(ArtifactType.MODULE, function, introspection.from_function(function), rows=rows)
+    intake, counts = Grouping(settings, loaded.signature), Counts()
     return (
         ModelRunner(settings, loaded, intake, OutputExtractor(settings).take, counts),
         counts,
@@ -36,7 +36,7 @@ def made(
     )
 
 
-def grouped(intake: Intake, x: Tensor) -> Group:
+def grouped(intake: Grouping, x: Tensor) -> Group:
     (group,) = intake.group([(0, {"x": x})])
     return group
 
@@ -80,7 +80,7 @@ def test_an_eager_model_is_sealed_unchanged() -> None:
         return x
 
     callee, counts, _ = made(forward)
-    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    surroundings = runtime.create(Options(), torch.device("cpu"), ())
 
     with callee.preparing(build.artifact(), surroundings.device):
         pass

@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Item, Rows
 from torch_py_backend.batching.output_extraction import OutputExtractor
@@ -78,8 +78,8 @@ def engine(
     def forward(x: Tensor) -> Any:
         return model(x)
 
-    loaded = Loaded(Kind.MODULE, forward, introspection.of_function(forward), owner, rows)
-    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    loaded = Loaded(ArtifactType.MODULE, forward, introspection.from_function(forward), owner, rows)
+    surroundings = runtime.create(Options(), torch.device("cpu"), ())
     return Engine(settings, loaded, surroundings, build.artifact())
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.engine import side_effects
-from torch_py_backend.engine.side_effects import Purity
+from torch_py_backend.engine.side_effects import SideEffects
 
 
 class Counter(nn.Module):
@@ -36,7 +36,7 @@ class Counter(nn.Module):
 def test_buffers_that_are_written(in_place: bool, mode: Any) -> None:
     """A buffer that is written or replaced is detected."""
     model = Counter(in_place=in_place)
-    made = Purity(model)
+    made = SideEffects(model)
     assert not made.writes_buffers()
 
     with mode():
@@ -61,7 +61,7 @@ class Late(nn.Module):
 def test_buffers_made_in_inference_mode(value: float, writes: bool) -> None:
     """A buffer created in inference mode is compared by its values."""
     model = Late()
-    made = Purity(model)
+    made = SideEffects(model)
     with torch.inference_mode():
         model(torch.ones(1))
         made.settle()
@@ -73,7 +73,7 @@ def test_buffers_made_in_inference_mode(value: float, writes: bool) -> None:
 def test_buffers_written_by_graphs() -> None:
     """A replay changes values without changing their versions."""
     model = Counter()
-    made = Purity(model, captured=True)
+    made = SideEffects(model, captured=True)
     model.count.numpy()[:] = 3  # as a graph does, torch does not see it
     assert made.writes_buffers()
 
@@ -81,7 +81,7 @@ def test_buffers_written_by_graphs() -> None:
 def test_changes_of_the_warm_up_are_the_baseline() -> None:
     """Tables that the first calls fill are not side effects."""
     model = Counter()
-    made = Purity(model)
+    made = SideEffects(model)
     model(torch.ones(1))
 
     made.settle()
@@ -94,7 +94,7 @@ def test_changes_of_the_warm_up_are_the_baseline() -> None:
 )
 def test_models_without_side_effects(model: nn.Module) -> None:
     """A model in eval mode keeps its buffers; also in TorchScript."""
-    made = Purity(model)
+    made = SideEffects(model)
     with torch.inference_mode():
         model(torch.rand(2, 4))
 
@@ -104,7 +104,7 @@ def test_models_without_side_effects(model: nn.Module) -> None:
 def test_batch_norm_in_training() -> None:
     """Statistics that change with every batch are side effects."""
     model = nn.BatchNorm1d(4).train()
-    made = Purity(model)
+    made = SideEffects(model)
     with torch.inference_mode():
         model(torch.rand(2, 4))
 
@@ -113,7 +113,7 @@ def test_batch_norm_in_training() -> None:
 
 def test_models_without_accessible_buffers() -> None:
     """A function or a package has no buffers to compare."""
-    assert not Purity(None).writes_buffers()
+    assert not SideEffects(None).writes_buffers()
 
 
 @pytest.mark.parametrize(
@@ -128,8 +128,8 @@ def test_models_without_accessible_buffers() -> None:
 )
 def test_inputs_that_are_written(value: Any, write: Any) -> None:
     """A model that writes to its inputs is detected."""
-    made, item = Purity(None), {"x": value}
-    before = side_effects.copied(item)
+    made, item = SideEffects(None), {"x": value}
+    before = side_effects.copy_tensors(item)
     assert not made.known
     made.compare(before, item)
     assert made.known
@@ -139,7 +139,7 @@ def test_inputs_that_are_written(value: Any, write: Any) -> None:
     made.compare(before, item)
     assert made.writes_inputs()
 
-    made.compare(side_effects.copied(item), item)
+    made.compare(side_effects.copy_tensors(item), item)
     assert made.writes_inputs()
 
 
@@ -155,8 +155,8 @@ def test_inputs_that_are_written(value: Any, write: Any) -> None:
 )
 def test_inputs_that_are_not_written(value: Any) -> None:
     """NaN compares equal to the same NaN, and strings are not compared."""
-    made, item = Purity(None), {"x": value}
-    made.compare(side_effects.copied(item), item)
+    made, item = SideEffects(None), {"x": value}
+    made.compare(side_effects.copy_tensors(item), item)
 
     assert not made.writes_inputs()
 
@@ -164,8 +164,8 @@ def test_inputs_that_are_not_written(value: Any) -> None:
 def test_one_value_with_a_stride_of_0() -> None:
     """A single number with a stride of 0, as the warm-up creates it, is compared like others."""
     value = torch.rand(1).as_strided((1,), (0,))
-    made = Purity(None)
-    before = side_effects.copied({"x": value})
+    made = SideEffects(None)
+    before = side_effects.copy_tensors({"x": value})
     made.compare(before, {"x": value})
     assert not made.writes_inputs()
     value.add_(1)

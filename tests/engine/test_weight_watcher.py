@@ -541,4 +541,4 @@ def test_the_digest_of_shards_is_of_all_files(tmp_path: Path, closing: list[Weig
     until(lambda: watch.digest != before and torch.equal(answer(made), Net(2)(X)))
     assert len(watch.digest) == 12
     assert len(discovery.find(made.config).weight_files()) == 5
-    assert mapped_files.find(made.loaded.weights).shared
+    assert mapped_files.measure(made.loaded.weights).shared

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config import request_parameters
@@ -47,12 +47,12 @@ class Recorder:
 
 
 def stage(name: str, function: Callable[..., Any]) -> Hook:
-    asks = request_parameters.ASKED in signatures_of(function)
+    asks = request_parameters.ARGUMENT in signatures_of(function)
     return Hook(build.MODEL, name, function, name, asks=asks, blames=name.startswith("preprocess"))
 
 
 def signatures_of(function: Callable[..., Any]) -> list[str]:
-    return [one.name for one in introspection.of_function(function).arguments]
+    return [one.name for one in introspection.from_function(function).arguments]
 
 
 def engine(
@@ -63,8 +63,8 @@ def engine(
 ) -> Engine:
     """Return an engine around a function: input x and output y, both FP32 [-1] by default."""
     settings = build.config(**{"inputs": (_X,), "outputs": (_Y,), **overrides})
-    loaded = Loaded(Kind.MODULE, module, introspection.of_function(module), None, rows)
-    surroundings = runtime.surround(Options(), torch.device("cpu"), ())
+    loaded = Loaded(ArtifactType.MODULE, module, introspection.from_function(module), None, rows)
+    surroundings = runtime.create(Options(), torch.device("cpu"), ())
     found = Hooks(**{name: stage(name, function) for name, function in hooks.items()})
     return Engine(settings, loaded, surroundings, build.artifact(), found)
 

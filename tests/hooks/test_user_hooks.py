@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config.batch_io import BatchOutput
 from torch_py_backend.errors import (
     ArtifactError,
@@ -281,13 +281,13 @@ def script(folder: Path, name: str = "model.pt") -> None:
 @pytest.mark.parametrize(
     ("code", "named", "kind"),
     [
-        pytest.param(_HOOKS, None, Kind.TORCHSCRIPT, id="lent"),
-        pytest.param(_HOOKS, "model.pt", Kind.TORCHSCRIPT, id="as Triton names it"),
-        pytest.param(_NET, None, Kind.MODULE, id="no hooks"),
-        pytest.param(_NET + _HOOKS, "model.py", Kind.MODULE, id="named"),
+        pytest.param(_HOOKS, None, ArtifactType.TORCHSCRIPT, id="lent"),
+        pytest.param(_HOOKS, "model.pt", ArtifactType.TORCHSCRIPT, id="as Triton names it"),
+        pytest.param(_NET, None, ArtifactType.MODULE, id="no hooks"),
+        pytest.param(_NET + _HOOKS, "model.py", ArtifactType.MODULE, id="named"),
     ],
 )
-def test_lent(code: str, named: str | None, kind: Kind, tmp_path: Path) -> None:
+def test_lent(code: str, named: str | None, kind: ArtifactType, tmp_path: Path) -> None:
     """A model.py with hooks adds them to a complete model beside it; one without changes nothing.
 
     What a TorchScript model.pt is beside a module in model.py, its weights' loader says.
@@ -304,7 +304,7 @@ def test_named_class_is_the_model(key: str, tmp_path: Path) -> None:
     """If the config names a class of model.py, that class is the model."""
     script(tmp_path)
     build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
-    assert discovery.find(build.config(tmp_path, **{key: "Net"})).kind is Kind.MODULE
+    assert discovery.find(build.config(tmp_path, **{key: "Net"})).kind is ArtifactType.MODULE
 
 
 def test_two_models(tmp_path: Path) -> None:
@@ -329,7 +329,7 @@ def test_weights_beside_a_module(tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
     torch.save({"weight": torch.ones(2)}, tmp_path / "1" / "model.pt")
     found = discovery.find(build.config(tmp_path))
-    assert (found.kind, found.weights) == (Kind.MODULE, tmp_path / "1" / "model.pt")
+    assert (found.kind, found.weights) == (ArtifactType.MODULE, tmp_path / "1" / "model.pt")
     assert found.hooks == tmp_path / "1" / "model.py"
 
 

@@ -191,7 +191,7 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Image:
     return built
 
 
-def lay_out_base(triton: tritonserver.Triton, base: Path) -> None:
+def lay_out_base(triton: tritonserver.TritonInstallation, base: Path) -> None:
     """What NVIDIA's image holds in /opt/tritonserver: bin, lib, and its Python backend."""
     python = base / "backends" / "python"
     shutil.copytree(triton.python_backend, python)
@@ -218,7 +218,9 @@ def make_python(folder: Path) -> Path:
     return folder
 
 
-def environment_of(triton: tritonserver.Triton, base: Path, python: Path) -> dict[str, str]:
+def environment_of(
+    triton: tritonserver.TritonInstallation, base: Path, python: Path
+) -> dict[str, str]:
     """What RUN lines and the server see: the image's Python and server first, ARGs as variables."""
     foreign = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
     values = {name: value for name, value in os.environ.items() if name not in foreign}

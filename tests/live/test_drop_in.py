@@ -413,7 +413,7 @@ def repository(tmp_path_factory: pytest.TempPathFactory, network: ResNet50) -> P
 def backends(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A server's backend folder, ours in it under both names; LibTorch's is not there."""
     folder = tmp_path_factory.mktemp("server") / "backends"
-    tritonserver.lay_out(tritonserver.find(), folder)
+    tritonserver.populate_backends(tritonserver.find(), folder)
     command = ["install", "--backend-dir", str(folder), "--name", "pytorch"]
     result = CliRunner().invoke(cli.commands, command)
     assert result.exit_code == 0, result.output

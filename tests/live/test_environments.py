@@ -74,7 +74,7 @@ def _pack(folder: Path, output: Path, *, layer: bool) -> None:
     packed.make(folder, layer=layer, names={})
     packed.borrow(folder)
     (folder / SITE / "greeting.py").write_text("VALUE = 42.0\n")
-    packing.write(packing.look(folder), output)
+    packing.write(packing.inspect(folder), output)
 
 
 def _pack_for_another(archive: Path, output: Path) -> None:

@@ -244,13 +244,13 @@ def test_check(imported: Imported) -> None:
 
 def test_torchscript_and_names(imported: Imported) -> None:
     """The probabilities are those of the model itself, for the picture that was sent."""
-    from torch_py_backend.torchserve.images import Standard
+    from torch_py_backend.torchserve.images import ImageNetTransform
 
     image = pytest.importorskip("PIL.Image")
     picture = archives.image(300, 270)
     import io
 
-    x = Standard()(image.open(io.BytesIO(picture)))[None]
+    x = ImageNetTransform()(image.open(io.BytesIO(picture)))[None]
     with torch.inference_mode():
         values, places = torch.softmax(archives.colours()(x), dim=1)[0].topk(5)
     found = json.loads(imported.ask("grpc", "classifier", "body", picture))

@@ -26,7 +26,7 @@ from torch import nn
 from tritonclient.utils import InferenceServerException
 
 from torch_py_backend.observability import metric_families
-from torch_py_backend.observability.metric_families import Kind
+from torch_py_backend.observability.metric_families import MetricKind
 from torch_py_backend.processes import instance_status
 from torch_py_backend.server import Server
 
@@ -271,7 +271,7 @@ def test_names_and_kinds(server: Server) -> None:
             row = rows[sample.name]
             left_out = {"le"} if not sample.name.endswith("_bucket") else set()
             assert sample.labels.keys() == set(row.labels) - left_out
-            kind = "gauge" if row.kind is Kind.GAUGE else "counter"
+            kind = "gauge" if row.kind is MetricKind.GAUGE else "counter"
             assert f"# TYPE {sample.name} {kind}\n" in text
             assert f"# HELP {sample.name} {row.doc}\n" in text
             seen.add(sample.name)

@@ -255,7 +255,7 @@ def test_description_of_a_program(tmp_path: Path) -> None:
     rows = torch.export.Dim("rows")
     path = exported(tmp_path, Scores(), args, dims=({0: rows}, {"weight": {0: rows}}))
 
-    found = exported_program.describe_exported(config(tmp_path), path)
+    found = exported_program.describe(config(tmp_path), path)
 
     assert found.inputs == [
         ("image", torch.uint8, (-1, 3)),
@@ -287,7 +287,7 @@ def test_names_of_inputs_and_outputs(
     """Inputs are named after arguments, and unnamed outputs are numbered."""
     path = exported(tmp_path, module, args)
 
-    found = exported_program.describe_exported(config(tmp_path), path)
+    found = exported_program.describe(config(tmp_path), path)
 
     assert [name for name, _, _ in found.inputs] == inputs
     assert [name for name, _, _ in found.outputs] == outputs
@@ -302,7 +302,7 @@ def test_outputs_are_tensors(tmp_path: Path) -> None:
 
     path = exported(tmp_path, WithNone(), (torch.rand(4, 2),))
 
-    found = exported_program.describe_exported(config(tmp_path), path)
+    found = exported_program.describe(config(tmp_path), path)
 
     assert found.outputs == [("y", torch.float32, (4, 2))]
 

@@ -15,7 +15,7 @@ import build
 import pytest
 from children import Start, starting
 
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.loading import load_queue
 from torch_py_backend.loading.load_queue import Claim
@@ -277,7 +277,7 @@ def test_claims(on_gpu: bool, optimize: tuple[str, ...], expected: Claim, tmp_pa
     path = build.write(tmp_path, "model.py", b"x" * _MIB)
     weights = build.write(tmp_path, "model.pt", b"x" * 3 * _MIB)
     settings = build.config(tmp_path, device_id=1, optimize=optimize)
-    made = load_queue.claim(settings, Artifact(Kind.MODULE, path, weights), on_gpu=on_gpu)
+    made = load_queue.claim(settings, Artifact(ArtifactType.MODULE, path, weights), on_gpu=on_gpu)
     constant = load_queue._CONSTANT
     device = expected.device + constant if expected.gpu is not None else 0
     assert made == Claim(expected.host + constant, device, expected.gpu)

@@ -25,7 +25,7 @@ def saved(tensors: dict[str, Tensor], path: Path) -> dict[str, Tensor]:
 
 
 def shared(*tensors: Tensor) -> int:
-    return mapped_files.find(tensors).shared
+    return mapped_files.measure(tensors).shared
 
 
 @pytest.fixture(params=["weights.pt", "weights.safetensors"])
@@ -48,7 +48,8 @@ def test_copied_weight_is_mapped(path: Path) -> None:
     assert weight.data_ptr() == state["weight"].data_ptr()
     assert torch.equal(weight, state["weight"])
     assert (
-        mapped_files.find(linear.parameters()).shared == linear.weight.nbytes + linear.bias.nbytes
+        mapped_files.measure(linear.parameters()).shared
+        == linear.weight.nbytes + linear.bias.nbytes
     )
 
 
@@ -142,7 +143,7 @@ def test_part_of_a_tensor(path: Path) -> None:
             part.copy_(piece)
     assert torch.equal(torch.cat(parts), state["qkv"])
     assert shared(*parts) == 24 * 4
-    assert all(mapped_files.is_alone(part) for part in parts)
+    assert all(mapped_files.has_no_other_views(part) for part in parts)
 
 
 # --- archives --------------------------------------------------------------------------------
@@ -189,7 +190,7 @@ def test_weights_of_an_archive(make: Callable[[Net, Path], Any], tmp_path: Path)
     path, x = tmp_path / "model.pt", torch.rand(2, 6)
     made = make(net, path)
     before = path.read_bytes()
-    found = mapped_files.find(made.state_dict(keep_vars=True).values())
+    found = mapped_files.measure(made.state_dict(keep_vars=True).values())
     assert found.shared == found.total > 0
     assert torch.equal(made(x), net(x))
     made.state_dict()["table"].add_(1)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import optimization
 from torch_py_backend.loading.loaded import Loaded
@@ -33,7 +33,7 @@ class Convolved(nn.Module):
         return convolved
 
 
-def loaded(kind: Kind, owner: nn.Module | None, served: Any = None) -> Loaded:
+def loaded(kind: ArtifactType, owner: nn.Module | None, served: Any = None) -> Loaded:
     called: Any = served or owner
     return Loaded(kind, called, Signature(()), owner)
 
@@ -47,15 +47,15 @@ def module() -> Iterator[nn.Module]:
 
 def test_without_optimize(module: nn.Module) -> None:
     """Without OPTIMIZE a model is not changed."""
-    assert optimization.apply(build.config(), loaded(Kind.MODULE, module)) is module
+    assert optimization.apply(build.config(), loaded(ArtifactType.MODULE, module)) is module
 
 
-@pytest.mark.parametrize("kind", [Kind.MODULE, Kind.TORCHSCRIPT])
-def test_channels_last(module: nn.Module, kind: Kind) -> None:
+@pytest.mark.parametrize("kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT])
+def test_channels_last(module: nn.Module, kind: ArtifactType) -> None:
     """The weights of convolutions change their layout, not their values."""
     x = torch.rand(2, 3, 8, 8)
     expected = module(x)
-    served: Any = torch.jit.script(module) if kind is Kind.TORCHSCRIPT else module
+    served: Any = torch.jit.script(module) if kind is ArtifactType.TORCHSCRIPT else module
 
     found = optimization.apply(build.config(optimize=("channels_last",)), loaded(kind, served))
 
@@ -69,7 +69,7 @@ def test_channels_last_of_a_method(module: nn.Module) -> None:
     served = module.raw
     config = build.config(optimize=("channels_last",))
 
-    found = optimization.apply(config, loaded(Kind.MODULE, module, served))
+    found = optimization.apply(config, loaded(ArtifactType.MODULE, module, served))
 
     assert found == served
     weight: Any = module.get_parameter("convolution.weight")
@@ -86,7 +86,7 @@ def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
 
     with torch.inference_mode():
         expected = served(x)
-        found: Any = optimization.apply(config, loaded(Kind.TORCHSCRIPT, script, served))
+        found: Any = optimization.apply(config, loaded(ArtifactType.TORCHSCRIPT, script, served))
         torch.testing.assert_close(found(x), expected, rtol=1e-4, atol=1e-5)
 
     assert "GetAttr" not in str(found.graph)
@@ -95,13 +95,13 @@ def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
 @pytest.mark.parametrize(
     ("wished", "kind", "says"),
     [
-        (("freeze",), Kind.MODULE, "TORCH_COMPILE_OPTIONAL_PARAMETERS, too"),
-        (("freeze",), Kind.EXPORTED, "TORCH_COMPILE_OPTIONAL_PARAMETERS, too"),
-        (("bf16",), Kind.AOTI, "take OPTIMIZE out"),
+        (("freeze",), ArtifactType.MODULE, "TORCH_COMPILE_OPTIONAL_PARAMETERS, too"),
+        (("freeze",), ArtifactType.EXPORTED, "TORCH_COMPILE_OPTIONAL_PARAMETERS, too"),
+        (("bf16",), ArtifactType.AOTI, "take OPTIMIZE out"),
     ],
 )
 def test_unsupported_optimizations(
-    module: nn.Module, wished: tuple[str, ...], kind: Kind, says: str
+    module: nn.Module, wished: tuple[str, ...], kind: ArtifactType, says: str
 ) -> None:
     """An optimization that does not apply to the artifact is refused."""
     with pytest.raises(ConfigError, match=says):
@@ -113,11 +113,11 @@ def test_function_has_no_memory_format() -> None:
     config = build.config(optimize=("channels_last",))
 
     with pytest.raises(ConfigError, match="A function has no weights"):
-        optimization.apply(config, loaded(Kind.MODULE, None, lambda x: x))
+        optimization.apply(config, loaded(ArtifactType.MODULE, None, lambda x: x))
 
 
 def test_compiled_module_may_be_frozen(module: nn.Module) -> None:
     """With torch.compile the module is not changed; its graph is frozen later."""
     config = build.config(optimize=("freeze",), torch_compile_optional_parameters={})
 
-    assert optimization.apply(config, loaded(Kind.MODULE, module)) is module
+    assert optimization.apply(config, loaded(ArtifactType.MODULE, module)) is module

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config import sequence_config
 from torch_py_backend.errors import (
@@ -445,7 +445,7 @@ def test_package_builds_the_module(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     loaded = load(folder, model_factory="package_with_a_net:Net")
 
-    assert loaded.kind is Kind.FACTORY
+    assert loaded.kind is ArtifactType.FACTORY
     assert torch.equal(loaded.module(X), Y)
 
 
@@ -504,7 +504,7 @@ def test_exported_program_is_ready_to_be_called(tmp_path: Path) -> None:
 
     loaded = load(tmp_path)
 
-    assert loaded.kind is Kind.EXPORTED
+    assert loaded.kind is ArtifactType.EXPORTED
     assert torch.equal(loaded.module(X.expand(2, -1)), Y.expand(2, -1))
     assert str(loaded.signature) == "forward(x)"
     assert len(list(loaded.weights)) == 3
@@ -570,7 +570,7 @@ def test_fallback_is_served_on_another_machine(
 
     loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
 
-    assert loaded.kind is Kind.MODULE
+    assert loaded.kind is ArtifactType.MODULE
     assert torch.equal(loaded.module(X), Y)
     assert caplog.messages == [
         "model 'digits': model.pt2 was built for processor sparc. model.py is served instead."
@@ -587,7 +587,7 @@ def test_fallback_is_served_where_the_package_does_not_load(
 
     loaded = load(tmp_path, default_model_filename="model.pt2", fallback="model.py")
 
-    assert loaded.kind is Kind.MODULE
+    assert loaded.kind is ArtifactType.MODULE
     (message,) = [one.getMessage() for one in caplog.records if "torch_py" in one.name]
     assert "model.pt2 is an AOTInductor package that torch" in message
     assert message.endswith("model.py is served instead.")
@@ -616,7 +616,7 @@ def test_code_takes_any_number_of_rows(tmp_path: Path) -> None:
 
 def test_each_kind_has_a_loader() -> None:
     """Each kind of artifact has a loader."""
-    assert set(registry.LOADERS) == set(Kind)
+    assert set(registry.LOADERS) == set(ArtifactType)
 
 
 # --- streams ---------------------------------------------------------------------------------
@@ -695,7 +695,7 @@ def test_method_rather_than_steps(tmp_path: Path) -> None:
 )
 def test_handlers_answer_once(overrides: dict[str, Any], says: str) -> None:
     """A handler of TorchServe supports neither streams nor sequences."""
-    archive = Artifact(Kind.TORCHSERVE, Path("/models/digits/1/model.mar"))
+    archive = Artifact(ArtifactType.TORCHSERVE, Path("/models/digits/1/model.mar"))
     with pytest.raises(ConfigError, match=says):
         registry.load(archive, build.config(**overrides), None)
 

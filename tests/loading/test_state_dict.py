@@ -11,7 +11,7 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import ArtifactError, LoadError, WeightsError
 from torch_py_backend.loading import state_dict
 
@@ -117,7 +117,7 @@ FORMATS = [
 
 def artifact(folder: Path, name: str | None) -> Artifact:
     version = folder / "1"
-    return Artifact(Kind.MODULE, version / "model.py", version / name if name else None)
+    return Artifact(ArtifactType.MODULE, version / "model.py", version / name if name else None)
 
 
 def filled(
@@ -130,7 +130,7 @@ def filled(
 ) -> nn.Module:
     """Return a module that was filled from a file with this state."""
     write(state, build.write(folder, name, ""))
-    state_dict.fill(build.config(folder, **options), artifact(folder, name), module)
+    state_dict.load_into(build.config(folder, **options), artifact(folder, name), module)
     return module.eval()
 
 
@@ -211,7 +211,7 @@ def test_file_of_safetensors_save_model_fits(tmp_path: Path) -> None:
     safetensors.torch.save_model(saved, str(path))
 
     module = Tied()
-    state_dict.fill(build.config(tmp_path), artifact(tmp_path, path.name), module)
+    state_dict.load_into(build.config(tmp_path), artifact(tmp_path, path.name), module)
 
     assert torch.equal(module.head.weight, saved.head.weight)
 
@@ -299,7 +299,7 @@ def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: 
 @pytest.mark.parametrize("module", [nn.Identity(), nn.ReLU(), nn.Sequential(nn.GELU())], ids=str)
 def test_module_without_weights_needs_no_file(module: nn.Module, tmp_path: Path) -> None:
     """A module without weights needs no file."""
-    state_dict.fill(build.config(tmp_path), artifact(tmp_path, None), module)
+    state_dict.load_into(build.config(tmp_path), artifact(tmp_path, None), module)
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,7 @@ def test_module_without_weights_needs_no_file(module: nn.Module, tmp_path: Path)
 def test_missing_file(module: nn.Module, count: str, tmp_path: Path) -> None:
     """A module with weights and without a file is refused."""
     with pytest.raises(ArtifactError) as raised:
-        state_dict.fill(build.config(tmp_path), artifact(tmp_path, None), module)
+        state_dict.load_into(build.config(tmp_path), artifact(tmp_path, None), module)
 
     text = str(raised.value)
     assert f"model 'digits': {count}, and there is no weights file beside model.py" in text
@@ -483,7 +483,7 @@ def test_torchscript_is_no_file_of_weights(tmp_path: Path) -> None:
     torch.jit.save(torch.jit.script(Net()), path)
 
     with pytest.raises(ArtifactError, match=r"the weights model\.pt are TorchScript"):
-        state_dict.fill(build.config(tmp_path), artifact(tmp_path, "model.pt"), Net())
+        state_dict.load_into(build.config(tmp_path), artifact(tmp_path, "model.pt"), Net())
 
 
 @pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.safetensors"])
@@ -506,7 +506,7 @@ def test_damaged_weights(content: bytes, name: str, tmp_path: Path) -> None:
     build.write(tmp_path, name, content)
 
     with pytest.raises(ArtifactError) as raised:
-        state_dict.fill(build.config(tmp_path), artifact(tmp_path, name), Net())
+        state_dict.load_into(build.config(tmp_path), artifact(tmp_path, name), Net())
 
     assert f"model 'digits': the weights {name} " in str(raised.value)
 
@@ -520,7 +520,7 @@ def test_truncated_weights(write: Writer, name: str, share: float, tmp_path: Pat
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
     with pytest.raises(ArtifactError) as raised:
-        state_dict.fill(build.config(tmp_path), artifact(tmp_path, name), Net())
+        state_dict.load_into(build.config(tmp_path), artifact(tmp_path, name), Net())
 
     assert f"model 'digits': the weights {name} " in str(raised.value)
 
@@ -540,7 +540,7 @@ def store_shards(folder: Path, shards: Mapping[str, State], **changes: Any) -> N
 
 
 def filled_from_shards(folder: Path, module: nn.Module) -> nn.Module:
-    state_dict.fill(build.config(folder), artifact(folder, INDEX), module)
+    state_dict.load_into(build.config(folder), artifact(folder, INDEX), module)
     return module.eval()
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from torch_py_backend.observability import metric_families
-from torch_py_backend.observability.metric_families import Family, Kind
+from torch_py_backend.observability.metric_families import Family, MetricKind
 
 _UNITS = {"bytes": "_bytes", "seconds": "_seconds", "seconds since 1970": "_timestamp_seconds"}
 # Labels that Prometheus sets itself or would rename.
@@ -18,7 +18,7 @@ _RESERVED = {"job", "instance", "quantile"}
 def test_names(row: Family) -> None:
     """Names have base units, counters end in `_total`, and no label is reserved."""
     assert re.fullmatch(r"pytorch_py_[a-z]+(_[a-z]+)*", row.name)
-    assert row.name.endswith("_total") == (row.kind is Kind.COUNTER)
+    assert row.name.endswith("_total") == (row.kind is MetricKind.COUNTER)
     assert _UNITS.get(row.unit, "") in row.name
     assert row.labels[:2] == ("model", "version")
     assert len(set(row.labels)) == len(row.labels)
@@ -38,7 +38,7 @@ def test_series_are_distinct() -> None:
     series = [name for row in metric_families.TABLE for name in row.series]
     assert len(set(series)) == len(series)
     assert set(metric_families.BY_NAME) & set(series) == {
-        row.name for row in metric_families.TABLE if row.kind is not Kind.HISTOGRAM
+        row.name for row in metric_families.TABLE if row.kind is not MetricKind.HISTOGRAM
     }
 
 

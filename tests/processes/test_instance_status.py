@@ -100,7 +100,7 @@ def test_the_file_is_private(folder: Path) -> None:
 
 def test_a_config_being_completed(folder: Path) -> None:
     """The process that completes a config is seen, too: Triton would wait for it for ever."""
-    status = instance_status.completing("m")
+    status = instance_status.start_completing("m")
     assert _only(folder).identity.model == "m"
     assert _only(folder).read().state is InstanceState.COMPLETING
     status.ended()

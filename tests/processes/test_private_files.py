@@ -47,7 +47,7 @@ def test_made_folder_is_private(tmp_path: Path) -> None:
     """Nobody else may enter what is made here, whatever the umask says."""
     before = os.umask(0)
     try:
-        assert private_files.make(tmp_path / "a" / "cache") == ""
+        assert private_files.create(tmp_path / "a" / "cache") == ""
     finally:
         os.umask(before)
 
@@ -59,7 +59,7 @@ def test_folder_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache").chmod(0o777)
 
-    assert "others may write to it (mode 777)" in private_files.make(tmp_path / "cache")
+    assert "others may write to it (mode 777)" in private_files.create(tmp_path / "cache")
     assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o777
 
 
@@ -121,7 +121,9 @@ def test_instances_share_the_user_s_folder(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     assert (
-        private_files.of_user() == private_files.of_user() == tmp_path / f"torch-py-backend-{_ME}"
+        private_files.user_folder()
+        == private_files.user_folder()
+        == tmp_path / f"torch-py-backend-{_ME}"
     )
 
 
@@ -137,7 +139,7 @@ def test_name_that_somebody_has_taken(
     taken = tmp_path / f"torch-py-backend-{_ME}"
     take(taken)
 
-    found = private_files.of_user()
+    found = private_files.user_folder()
 
     assert found != taken
     assert found.parent == tmp_path

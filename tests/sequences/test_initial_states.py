@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.config.sequence_config import Initial
+from torch_py_backend.config.sequence_config import InitialState
 from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.sequences import initial_states
 
@@ -33,7 +33,7 @@ def test_zeros(dtype: str, rows: int | None) -> None:
 def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> ModelConfig:
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "f").write_bytes(content)
-    return config(kept(dtype=dtype, dims=dims, initial=Initial(dims, "f")), folder=folder)
+    return config(kept(dtype=dtype, dims=dims, initial=InitialState(dims, "f")), folder=folder)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_file_that_does_not_fit(dtype: str, content: bytes, says: str, tmp_pat
 
 def test_missing_file(tmp_path: Path) -> None:
     """The error names the expected path."""
-    settings = config(kept(initial=Initial((4,), "f")), folder=tmp_path)
+    settings = config(kept(initial=InitialState((4,), "f")), folder=tmp_path)
 
     with pytest.raises(ArtifactError, match=r"cannot be read.*initial_state/f in the model's"):
         initial_states.find(settings, 1)
@@ -88,7 +88,7 @@ def test_initial_state_outside_the_model(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     (folder / "initial_state").mkdir(parents=True)
     (folder / "initial_state" / "f").symlink_to(secret)
-    settings = config(kept(initial=Initial((4,), "f")), folder=folder)
+    settings = config(kept(initial=InitialState((4,), "f")), folder=folder)
 
     with pytest.raises(ConfigError, match=r"'total' is 'f'.*in the model's own folder"):
         initial_states.find(settings, 1)

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from stateful import IDLE_S, SLOTS, config, kept
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Outcome
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.config.options import Options
-from torch_py_backend.config.sequence_config import Control, Initial, State
+from torch_py_backend.config.sequence_config import ControlInput, InitialState, State
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
@@ -43,10 +43,15 @@ _FORGOTTEN_S = IDLE_S + 1.5
 
 def engine(settings: ModelConfig, module: nn.Module, device: str = "cpu") -> Engine:
     module.to(device)
-    loaded = Loaded(Kind.MODULE, module, introspection.of_function(module.forward), module)
-    surroundings = runtime.surround(Options(), torch.device(device), ())
+    loaded = Loaded(
+        ArtifactType.MODULE, module, introspection.from_function(module.forward), module
+    )
+    surroundings = runtime.create(Options(), torch.device(device), ())
     return Engine(
-        state_store.bound(settings, loaded.signature), loaded, surroundings, build.artifact()
+        state_store.with_controls(settings, loaded.signature),
+        loaded,
+        surroundings,
+        build.artifact(),
     )
 
 
@@ -370,7 +375,7 @@ def test_failed_write_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_states_that_grow() -> None:
     """Sequences with states of different lengths are different calls."""
     settings = config(
-        kept(("past", "RESULT[1]"), dims=(-1,), initial=Initial((0,))),
+        kept(("past", "RESULT[1]"), dims=(-1,), initial=InitialState((0,))),
         inputs=(build.spec("x", dims=(1,)),),
         outputs=(build.spec("RESULT[0]", dims=(1,)),),
     )
@@ -514,9 +519,9 @@ def test_buckets_fill_up_with_states() -> None:
 
 def test_samples_are_first_steps() -> None:
     """Sample inputs have initial states, and controls of a single step."""
-    settings = config(kept(dims=(-1, 2), initial=Initial((0, 2))), controls=_CONTROLS)
+    settings = config(kept(dims=(-1, 2), initial=InitialState((0, 2))), controls=_CONTROLS)
     found = sample_inputs.item(
-        state_store.bound(settings, introspection.of_function(_takes_total)), 3
+        state_store.with_controls(settings, introspection.from_function(_takes_total)), 3
     )
 
     assert {name: (tuple(value.shape), str(value.dtype)) for name, value in found.items()} == {
@@ -534,7 +539,7 @@ def _takes_total(x: Tensor, total: Tensor, READY: Tensor) -> Tensor:
 # --- controls ----------------------------------------------------------------------------------
 
 _CONTROLS = [
-    Control(name, dtypes.from_triton(dtype))
+    ControlInput(name, dtypes.from_triton(dtype))
     for name, dtype in (("START", "INT32"), ("READY", "FP32"), ("CORRID", "UINT64"))
 ]
 
@@ -578,7 +583,7 @@ def test_controls_are_taken_by_name(function: Callable[..., Any], taken: list[st
     """Controls with an argument of forward() are passed; others are ignored."""
     settings = config(controls=_CONTROLS)
 
-    found = state_store.bound(settings, introspection.of_function(function))
+    found = state_store.with_controls(settings, introspection.from_function(function))
 
     assert [one.name for one in found.inputs if one.origin is Origin.CONTROL] == taken
     assert all(one.dims == (1,) for one in found.inputs if one.origin is Origin.CONTROL)
@@ -586,10 +591,12 @@ def test_controls_are_taken_by_name(function: Callable[..., Any], taken: list[st
 
 def test_controls_by_number() -> None:
     """LibTorch's names are the positions of arguments."""
-    numbered = [Control(f"{one.name}__{place}", one.dtype) for place, one in enumerate(_CONTROLS)]
+    numbered = [
+        ControlInput(f"{one.name}__{place}", one.dtype) for place, one in enumerate(_CONTROLS)
+    ]
     settings = config(controls=numbered[1:])
 
-    found = state_store.bound(settings, introspection.of_function(_takes_one))
+    found = state_store.with_controls(settings, introspection.from_function(_takes_one))
 
     assert [one.name for one in found.inputs] == ["x", "READY__1"]
 
@@ -605,7 +612,7 @@ class Doubles(nn.Module):
 
 
 def doubling(limit: int | None) -> Served:
-    state = kept(dims=(-1,), initial=Initial((1 << 17,)))  # half a megabyte
+    state = kept(dims=(-1,), initial=InitialState((1 << 17,)))  # half a megabyte
     return Served(config(state, sequence_memory_mb=limit), Doubles())
 
 

@@ -16,7 +16,7 @@ import pytest
 from torch_py_backend.config import execution_env, pbtxt
 from torch_py_backend.errors import ConfigError, ServerError
 from torch_py_backend.server import preflight, tritonserver
-from torch_py_backend.server.tritonserver import Triton
+from torch_py_backend.server.tritonserver import TritonInstallation
 
 _WHEEL = Path("/venv/lib/python3.11/site-packages/pytriton/tritonserver/bin/tritonserver")
 _NGC = Path("/opt/tritonserver/bin/tritonserver")
@@ -33,7 +33,7 @@ class _Machine:
         monkeypatch.setattr(tritonserver, "environment", lambda triton: {})
 
     def server(self, executable: Path) -> None:
-        found = Triton(executable, Path("/backend"), Path("/stub"), ())
+        found = TritonInstallation(executable, Path("/backend"), Path("/stub"), ())
         self._patch.setattr(tritonserver, "find", lambda: found)
 
     def shared_memory(self, size: int) -> None:
@@ -57,7 +57,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Machine:
 
 
 def _problems() -> list[str]:
-    return list(preflight.environment())
+    return list(preflight.machine_problems())
 
 
 def test_sound_machine(machine: _Machine) -> None:
@@ -170,7 +170,7 @@ def test_folder_without_a_backend(tmp_path: Path, text: str | bytes, noted: bool
     folder = tmp_path / "digits"
     folder.mkdir()
     (folder / "config.pbtxt").write_bytes(text.encode() if isinstance(text, str) else text)
-    notes = list(preflight.folder(folder))
+    notes = list(preflight.folder_problems(folder))
     assert len(notes) == noted
     assert all(note.startswith("digits: ") and '"pytorch_py"' in note for note in notes)
 
@@ -233,7 +233,7 @@ def test_environment_of_a_models_own(tmp_path: Path) -> None:
     folder.mkdir()
     named = f'key: "{execution_env.KEY}" value {{ string_value: "/env.tar.gz" }}'
     (folder / "config.pbtxt").write_text(f'backend: "pytorch_py" parameters {{ {named} }}')
-    (note,) = preflight.folder(folder)
+    (note,) = preflight.folder_problems(folder)
     assert execution_env.KEY in note
     assert sys.prefix in note
 
@@ -243,7 +243,7 @@ def test_closed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "digits"
     folder.mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != folder)
-    (note,) = preflight.folder(folder)
+    (note,) = preflight.folder_problems(folder)
     assert note == f"{folder} cannot be read by this user."
 
 
@@ -260,7 +260,7 @@ def test_hooks_before_an_idle_gpu(groups: list[tuple[str, int]], noted: bool) ->
     """What would run while hooks do is pointed out where no other instance is there to do so."""
     document = {"instance_group": [{"kind": kind, "count": count} for kind, count in groups]}
 
-    found = list(preflight.waits(document))
+    found = list(preflight.idle_gpu_notes(document))
 
     assert len(found) == noted
     assert all("count: 2" in one for one in found)

@@ -87,7 +87,7 @@ def test_no_server_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_layout_holds_both_backends(tmp_path: Path) -> None:
     """Files, not links: Triton refuses a library whose real path lies elsewhere."""
-    tritonserver.lay_out(tritonserver.find(), tmp_path)
+    tritonserver.populate_backends(tritonserver.find(), tmp_path)
     for name in (
         "python/libtriton_python.so",
         "python/triton_python_backend_utils.py",
@@ -200,9 +200,9 @@ def test_time_to_leave(arguments: list[str], seconds: int) -> None:
 
 def test_states_of_models() -> None:
     """Triton's index as plain data; what is not READY carries a reason."""
-    ready = tritonserver.state({"name": "a", "version": "1", "state": "READY"})
+    ready = tritonserver.parse_state({"name": "a", "version": "1", "state": "READY"})
     assert ready == ModelState("a", "1", True, "")
-    failed = tritonserver.state({"name": "b", "state": "UNAVAILABLE", "reason": "because"})
+    failed = tritonserver.parse_state({"name": "b", "state": "UNAVAILABLE", "reason": "because"})
     assert failed == ModelState("b", "", False, "because")
 
 

@@ -13,13 +13,13 @@ from torch.utils import _pytree as pytree
 
 from torch_py_backend.errors import BindingError, LoadError
 from torch_py_backend.signature import binding, introspection
-from torch_py_backend.signature.binding import Inputs, Rule, Signature, Takes
+from torch_py_backend.signature.binding import ArgumentType, BindingRule, InputBinding, Signature
 
 
 def bound(
     forward: Callable[..., Any], names: Sequence[str], left_out: Collection[str] = ()
-) -> Inputs:
-    return binding.bind_inputs(build.MODEL, names, introspection.of_function(forward), left_out)
+) -> InputBinding:
+    return binding.bind_inputs(build.MODEL, names, introspection.from_function(forward), left_out)
 
 
 def called(forward: Callable[..., Any], names: Sequence[str], *left_out: str) -> Any:
@@ -502,34 +502,46 @@ class OfDict(nn.Module):
 
 def scripted(module: nn.Module) -> Signature:
     compiled: Any = torch.jit.script(module)
-    return introspection.of_schema(compiled.forward.schema)
+    return introspection.from_schema(compiled.forward.schema)
 
 
 @pytest.mark.parametrize(
     ("module", "names", "order", "rule"),
     [
-        pytest.param(Difference, ["INPUT1", "INPUT0"], [1, 0], Rule.ARGUMENTS, id="arguments"),
-        pytest.param(Difference, ["i__1", "i__0"], [1, 0], Rule.NUMBERS, id="numbers"),
-        pytest.param(Difference, ["image", "mask"], [0, 1], Rule.ORDER, id="others"),
-        pytest.param(Difference, ["image", "INPUT__1"], [0, 1], Rule.ORDER, id="other and number"),
-        pytest.param(Difference, ["INPUT__1", "image"], [0, 1], Rule.ORDER, id="number and other"),
         pytest.param(
-            Difference, ["INPUT__1", "INPUT0"], [0, 1], Rule.ORDER, id="number and argument"
+            Difference, ["INPUT1", "INPUT0"], [1, 0], BindingRule.ARGUMENTS, id="arguments"
+        ),
+        pytest.param(Difference, ["i__1", "i__0"], [1, 0], BindingRule.NUMBERS, id="numbers"),
+        pytest.param(Difference, ["image", "mask"], [0, 1], BindingRule.ORDER, id="others"),
+        pytest.param(
+            Difference, ["image", "INPUT__1"], [0, 1], BindingRule.ORDER, id="other and number"
         ),
         pytest.param(
-            Difference, ["INPUT1", "INPUT__0"], [0, 1], Rule.ORDER, id="argument and number"
+            Difference, ["INPUT__1", "image"], [0, 1], BindingRule.ORDER, id="number and other"
         ),
-        pytest.param(Difference, ["INPUT1", "image"], [0, 1], Rule.ORDER, id="argument and other"),
-        pytest.param(Difference, ["a__b__1", "a__b__0"], [0, 1], Rule.ORDER, id="no number"),
-        pytest.param(Difference, ["ARGS[1]", "INPUT0"], [1, 0], Rule.OWN, id="path"),
-        pytest.param(Numbered, ["b", "a__1"], [1, 0], Rule.ARGUMENTS, id="argument with a number"),
-        pytest.param(Numbered, ["a__1", "c__0"], [1, 0], Rule.NUMBERS, id="numbers before one"),
-        pytest.param(WithDefault, ["image"], [0], Rule.ORDER, id="fewer than arguments"),
-        pytest.param(OfDict, ["y", "x__1"], [0, 0], Rule.KEYS, id="dict"),
+        pytest.param(
+            Difference, ["INPUT__1", "INPUT0"], [0, 1], BindingRule.ORDER, id="number and argument"
+        ),
+        pytest.param(
+            Difference, ["INPUT1", "INPUT__0"], [0, 1], BindingRule.ORDER, id="argument and number"
+        ),
+        pytest.param(
+            Difference, ["INPUT1", "image"], [0, 1], BindingRule.ORDER, id="argument and other"
+        ),
+        pytest.param(Difference, ["a__b__1", "a__b__0"], [0, 1], BindingRule.ORDER, id="no number"),
+        pytest.param(Difference, ["ARGS[1]", "INPUT0"], [1, 0], BindingRule.OWN, id="path"),
+        pytest.param(
+            Numbered, ["b", "a__1"], [1, 0], BindingRule.ARGUMENTS, id="argument with a number"
+        ),
+        pytest.param(
+            Numbered, ["a__1", "c__0"], [1, 0], BindingRule.NUMBERS, id="numbers before one"
+        ),
+        pytest.param(WithDefault, ["image"], [0], BindingRule.ORDER, id="fewer than arguments"),
+        pytest.param(OfDict, ["y", "x__1"], [0, 0], BindingRule.KEYS, id="dict"),
     ],
 )
 def test_scripted_arguments_get_their_tensors_by_one_rule(
-    module: type[nn.Module], names: list[str], order: list[int], rule: Rule
+    module: type[nn.Module], names: list[str], order: list[int], rule: BindingRule
 ) -> None:
     """In TorchScript one rule binds all inputs: names, numbers or the config's order."""
     signature = scripted(module())
@@ -589,20 +601,20 @@ def test_names_that_no_rule_binds(names: list[str], said: str) -> None:
 @pytest.mark.parametrize(
     ("forward", "names", "rule"),
     [
-        pytest.param(two, ["y", "x"], Rule.ARGUMENTS, id="arguments"),
-        pytest.param(two, ["i__1", "i__0"], Rule.NUMBERS, id="numbers"),
-        pytest.param(two, ["x", "i__1"], Rule.OWN, id="argument and number"),
-        pytest.param(two, ["x", "ARGS[1]"], Rule.OWN, id="argument and path"),
-        pytest.param(two, ["image", "mask"], Rule.ORDER, id="others"),
-        pytest.param(takes_dict, ["a", "b"], Rule.KEYS, id="dict"),
-        pytest.param(takes_list, ["a", "b"], Rule.KEYS, id="list"),
+        pytest.param(two, ["y", "x"], BindingRule.ARGUMENTS, id="arguments"),
+        pytest.param(two, ["i__1", "i__0"], BindingRule.NUMBERS, id="numbers"),
+        pytest.param(two, ["x", "i__1"], BindingRule.OWN, id="argument and number"),
+        pytest.param(two, ["x", "ARGS[1]"], BindingRule.OWN, id="argument and path"),
+        pytest.param(two, ["image", "mask"], BindingRule.ORDER, id="others"),
+        pytest.param(takes_dict, ["a", "b"], BindingRule.KEYS, id="dict"),
+        pytest.param(takes_list, ["a", "b"], BindingRule.KEYS, id="list"),
     ],
 )
 def test_rule_of_python_functions(
-    forward: Callable[..., Any], names: list[str], rule: Rule
+    forward: Callable[..., Any], names: list[str], rule: BindingRule
 ) -> None:
     """In Python each name is bound separately: a misspelt one is not bound by order."""
-    assert binding.rule(names, introspection.of_function(forward)) is rule
+    assert binding.rule(names, introspection.from_function(forward)) is rule
 
 
 # --- inputs that are left out ----------------------------------------------------------------
@@ -736,14 +748,14 @@ def test_types_of_columns() -> None:
     inputs = bound(typed, names)
 
     assert dict(zip(inputs.names, inputs.takes, strict=True)) == {
-        "n": Takes.INT,
-        "f": Takes.FLOAT,
-        "flag": Takes.BOOL,
-        "s": Takes.STR,
-        "ss": Takes.STRINGS,
-        "bs": Takes.BYTES,
-        "x": Takes.TENSOR,
-        "rest": Takes.TENSOR,
+        "n": ArgumentType.INT,
+        "f": ArgumentType.FLOAT,
+        "flag": ArgumentType.BOOL,
+        "s": ArgumentType.STR,
+        "ss": ArgumentType.STRINGS,
+        "bs": ArgumentType.BYTES,
+        "x": ArgumentType.TENSOR,
+        "rest": ArgumentType.TENSOR,
     }
 
 
@@ -752,8 +764,8 @@ def test_parts_of_an_argument_are_tensors() -> None:
     inputs = bound(takes_tuple_and_list, ["ARGS[0][0]", "ARGS[0][1]", "ARGS[1][0]"])
     whole = bound(takes_tuple_and_list, ["x", "y"])
 
-    assert set(inputs.takes) == {Takes.TENSOR}
-    assert set(whole.takes) == {Takes.TENSOR}
+    assert set(inputs.takes) == {ArgumentType.TENSOR}
+    assert set(whole.takes) == {ArgumentType.TENSOR}
 
 
 # --- dicts of known keys -----------------------------------------------------------------------
@@ -824,8 +836,8 @@ def test_types_of_keys() -> None:
     inputs = bound(takes_more, ["x", "size"])
 
     assert dict(zip(inputs.names, inputs.takes, strict=True)) == {
-        "x": Takes.TENSOR,
-        "size": Takes.INT,
+        "x": ArgumentType.TENSOR,
+        "size": ArgumentType.INT,
     }
 
 
@@ -911,12 +923,12 @@ def closed(
 ) -> Signature:
     """Return the signature of a program that was exported with such a tree."""
     spec = pytree.tree_structure((args, dict(kwargs or {})))
-    return introspection.of_tree(spec, dict(constants or {}), names)
+    return introspection.from_tree(spec, dict(constants or {}), names)
 
 
 def called_closed(signature: Signature, names: Sequence[str]) -> Any:
     inputs = binding.bind_inputs(build.MODEL, names, signature)
-    assert inputs.takes == (Takes.TENSOR,) * len(names)
+    assert inputs.takes == (ArgumentType.TENSOR,) * len(names)
     assert inputs.places == signature.leaves
     return inputs.call(lambda *args, **kwargs: (args, kwargs), inputs.names)
 

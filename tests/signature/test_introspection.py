@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.binding import Argument, Passing, Signature, Takes
+from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
 
 
 def function(signature: str, before: str = "") -> Any:
@@ -38,7 +38,7 @@ def function(signature: str, before: str = "") -> Any:
 
 
 def only(signature: str, before: str = "") -> Argument:
-    (argument,) = introspection.of_function(function(signature, before)).arguments
+    (argument,) = introspection.from_function(function(signature, before)).arguments
     return argument
 
 
@@ -72,64 +72,64 @@ def test_arguments_are_those_of_the_signature(
     signature: str, arguments: list[tuple[str, bool, Passing, str]]
 ) -> None:
     """Name, kind, default and declaration of each argument are read."""
-    found = introspection.of_function(function(signature)).arguments
+    found = introspection.from_function(function(signature)).arguments
 
     assert [(one.name, one.required, one.passing, one.text) for one in found] == arguments
-    assert {one.takes for one in found} <= {Takes.TENSOR}
+    assert {one.takes for one in found} <= {ArgumentType.TENSOR}
 
 
 @pytest.mark.parametrize("future", ["", "from __future__ import annotations"], ids=["", "future"])
 @pytest.mark.parametrize(
     ("annotation", "takes"),
     [
-        ("Tensor", Takes.TENSOR),
-        ("torch.Tensor", Takes.TENSOR),
-        ("Any", Takes.TENSOR),
-        ("DictLike", Takes.TENSOR),
-        ("dict", Takes.DICT),
-        ("dict[str, Tensor]", Takes.DICT),
-        ("Dict[str, Tensor]", Takes.DICT),
-        ("typing.Dict[str, Tensor]", Takes.DICT),
-        ("Dict", Takes.DICT),
-        ("Mapping[str, Tensor]", Takes.DICT),
-        ("MutableMapping[str, Tensor]", Takes.DICT),
-        ("typing.Mapping[str, Tensor]", Takes.DICT),
-        ("list", Takes.LIST),
-        ("list[Tensor]", Takes.LIST),
-        ("List[Tensor]", Takes.LIST),
-        ("Sequence[Tensor]", Takes.LIST),
-        ("Iterable[Tensor]", Takes.LIST),
-        ("tuple", Takes.TUPLE),
-        ("tuple[Tensor, Tensor]", Takes.TUPLE),
-        ("Tuple[Tensor, ...]", Takes.TUPLE),
-        ("int", Takes.INT),
-        ("float", Takes.FLOAT),
-        ("bool", Takes.BOOL),
-        ("str", Takes.STR),
-        ("list[str]", Takes.STRINGS),
-        ("List[str]", Takes.STRINGS),
-        ("Sequence[str]", Takes.STRINGS),
-        ("list[bytes]", Takes.BYTES),
-        ("list[list[str]]", Takes.NESTED_STRINGS),
-        ("List[List[List[str]]]", Takes.NESTED_STRINGS),
-        ("list[list[bytes]]", Takes.NESTED_BYTES),
-        ("list[list[Tensor]]", Takes.LIST),
-        ("Union[int, str]", Takes.TENSOR),
-        ("Annotated[int, 'pixels', []]", Takes.INT),
-        ("typing.Annotated[Annotated[list[str], 1], 2]", Takes.STRINGS),
-        ("Annotated[Tensor, 'batch']", Takes.TENSOR),
-        ("Literal['a', 'b']", Takes.STR),
-        ("typing.Literal[1, 2]", Takes.INT),
-        ("Literal[True]", Takes.BOOL),
-        ("Literal[1, True]", Takes.TENSOR),
-        ("Union[Literal[1], int]", Takes.INT),
-        ("Union[Annotated[int, 1], Literal[2]]", Takes.INT),
-        ("[Tensor, int]", Takes.TENSOR),
-        ("'int'", Takes.INT),
-        ("Keys", Takes.DICT),
+        ("Tensor", ArgumentType.TENSOR),
+        ("torch.Tensor", ArgumentType.TENSOR),
+        ("Any", ArgumentType.TENSOR),
+        ("DictLike", ArgumentType.TENSOR),
+        ("dict", ArgumentType.DICT),
+        ("dict[str, Tensor]", ArgumentType.DICT),
+        ("Dict[str, Tensor]", ArgumentType.DICT),
+        ("typing.Dict[str, Tensor]", ArgumentType.DICT),
+        ("Dict", ArgumentType.DICT),
+        ("Mapping[str, Tensor]", ArgumentType.DICT),
+        ("MutableMapping[str, Tensor]", ArgumentType.DICT),
+        ("typing.Mapping[str, Tensor]", ArgumentType.DICT),
+        ("list", ArgumentType.LIST),
+        ("list[Tensor]", ArgumentType.LIST),
+        ("List[Tensor]", ArgumentType.LIST),
+        ("Sequence[Tensor]", ArgumentType.LIST),
+        ("Iterable[Tensor]", ArgumentType.LIST),
+        ("tuple", ArgumentType.TUPLE),
+        ("tuple[Tensor, Tensor]", ArgumentType.TUPLE),
+        ("Tuple[Tensor, ...]", ArgumentType.TUPLE),
+        ("int", ArgumentType.INT),
+        ("float", ArgumentType.FLOAT),
+        ("bool", ArgumentType.BOOL),
+        ("str", ArgumentType.STR),
+        ("list[str]", ArgumentType.STRINGS),
+        ("List[str]", ArgumentType.STRINGS),
+        ("Sequence[str]", ArgumentType.STRINGS),
+        ("list[bytes]", ArgumentType.BYTES),
+        ("list[list[str]]", ArgumentType.NESTED_STRINGS),
+        ("List[List[List[str]]]", ArgumentType.NESTED_STRINGS),
+        ("list[list[bytes]]", ArgumentType.NESTED_BYTES),
+        ("list[list[Tensor]]", ArgumentType.LIST),
+        ("Union[int, str]", ArgumentType.TENSOR),
+        ("Annotated[int, 'pixels', []]", ArgumentType.INT),
+        ("typing.Annotated[Annotated[list[str], 1], 2]", ArgumentType.STRINGS),
+        ("Annotated[Tensor, 'batch']", ArgumentType.TENSOR),
+        ("Literal['a', 'b']", ArgumentType.STR),
+        ("typing.Literal[1, 2]", ArgumentType.INT),
+        ("Literal[True]", ArgumentType.BOOL),
+        ("Literal[1, True]", ArgumentType.TENSOR),
+        ("Union[Literal[1], int]", ArgumentType.INT),
+        ("Union[Annotated[int, 1], Literal[2]]", ArgumentType.INT),
+        ("[Tensor, int]", ArgumentType.TENSOR),
+        ("'int'", ArgumentType.INT),
+        ("Keys", ArgumentType.DICT),
     ],
 )
-def test_type_of_an_argument(annotation: str, takes: Takes, future: str) -> None:
+def test_type_of_an_argument(annotation: str, takes: ArgumentType, future: str) -> None:
     """Containers, Python types and lists of strings are recognized in all spellings."""
     argument = only(f"x: {annotation}", future)
 
@@ -141,23 +141,23 @@ def test_type_of_an_argument(annotation: str, takes: Takes, future: str) -> None
 @pytest.mark.parametrize(
     ("annotation", "takes"),
     [
-        ("Optional[Tensor]", Takes.TENSOR),
-        ("Tensor | None", Takes.TENSOR),
-        ("None | Tensor", Takes.TENSOR),
-        ("Union[Tensor, None]", Takes.TENSOR),
-        ("Optional[int]", Takes.INT),
-        ("str | None", Takes.STR),
-        ("list[str] | None", Takes.STRINGS),
-        ("Optional[Dict[str, Tensor]]", Takes.DICT),
-        ("Tensor | int | None", Takes.TENSOR),
-        ("Optional[Annotated[int, 1]]", Takes.INT),
-        ("Annotated[Optional[float], 1]", Takes.FLOAT),
-        ("Literal['a', 'b'] | None", Takes.STR),
-        ("Literal['a', None]", Takes.STR),
-        ("Optional[Keys]", Takes.DICT),
+        ("Optional[Tensor]", ArgumentType.TENSOR),
+        ("Tensor | None", ArgumentType.TENSOR),
+        ("None | Tensor", ArgumentType.TENSOR),
+        ("Union[Tensor, None]", ArgumentType.TENSOR),
+        ("Optional[int]", ArgumentType.INT),
+        ("str | None", ArgumentType.STR),
+        ("list[str] | None", ArgumentType.STRINGS),
+        ("Optional[Dict[str, Tensor]]", ArgumentType.DICT),
+        ("Tensor | int | None", ArgumentType.TENSOR),
+        ("Optional[Annotated[int, 1]]", ArgumentType.INT),
+        ("Annotated[Optional[float], 1]", ArgumentType.FLOAT),
+        ("Literal['a', 'b'] | None", ArgumentType.STR),
+        ("Literal['a', None]", ArgumentType.STR),
+        ("Optional[Keys]", ArgumentType.DICT),
     ],
 )
-def test_optional_argument_may_be_none(annotation: str, takes: Takes, future: str) -> None:
+def test_optional_argument_may_be_none(annotation: str, takes: ArgumentType, future: str) -> None:
     """The type inside Optional is used, and None is allowed."""
     argument = only(f"x: {annotation}", future)
 
@@ -171,11 +171,13 @@ def test_optional_argument_may_be_none(annotation: str, takes: Takes, future: st
     ("signature", "by_name"),
     [
         pytest.param(
-            "x, **rest: Unpack[Rest]", {"steps": Takes.INT, "y": Takes.TENSOR}, id="unpacked"
+            "x, **rest: Unpack[Rest]",
+            {"steps": ArgumentType.INT, "y": ArgumentType.TENSOR},
+            id="unpacked",
         ),
         pytest.param(
             "x, generation_config: Optional[GenerationConfig] = None, **kwargs",
-            {"max_new_tokens": Takes.VALUE, "temperature": Takes.VALUE},
+            {"max_new_tokens": ArgumentType.VALUE, "temperature": ArgumentType.VALUE},
             id="generation-config",
         ),
         pytest.param("x, generation_config: GenerationConfig", {}, id="no-rest"),
@@ -183,7 +185,9 @@ def test_optional_argument_may_be_none(annotation: str, takes: Takes, future: st
         pytest.param("x, **kwargs: int", {}, id="not-unpacked"),
     ],
 )
-def test_names_of_keyword_arguments(signature: str, by_name: dict[str, Takes], future: str) -> None:
+def test_names_of_keyword_arguments(
+    signature: str, by_name: dict[str, ArgumentType], future: str
+) -> None:
     """The names of `**` are read from a TypedDict, and for generate() of transformers."""
     before = f"""{future}
 from typing_extensions import TypedDict, Unpack
@@ -194,7 +198,7 @@ class GenerationConfig:
     def __init__(self):
         self.max_new_tokens = self.temperature = None
 """
-    assert introspection.of_function(function(signature, before)).by_name == by_name
+    assert introspection.from_function(function(signature, before)).by_name == by_name
 
 
 _KEYS = """
@@ -222,9 +226,9 @@ def forward(batch: Batch, part: Optional[Part] = None, *rest: Batch): ...
 @pytest.mark.parametrize(
     ("more", "last"),
     [
-        ("y: Tensor", ("y", Takes.TENSOR, True, False)),
-        ("y: 'Unknown'", ("y", Takes.TENSOR, True, False)),
-        ("y: 'Optional[int]'", ("y", Takes.INT, True, True)),
+        ("y: Tensor", ("y", ArgumentType.TENSOR, True, False)),
+        ("y: 'Unknown'", ("y", ArgumentType.TENSOR, True, False)),
+        ("y: 'Optional[int]'", ("y", ArgumentType.INT, True, True)),
     ],
     ids=["plain", "unknown", "text"],
 )
@@ -237,18 +241,18 @@ def test_keys_of_a_typed_dict(
     code = compile(future + _KEYS.format(more=more), "source", "exec", dont_inherit=True)
     exec(code, vars(module))
 
-    first, second, rest = introspection.of_function(module.forward).arguments
+    first, second, rest = introspection.from_function(module.forward).arguments
 
-    def told(argument: Argument) -> list[tuple[str, Takes, bool, bool]]:
+    def told(argument: Argument) -> list[tuple[str, ArgumentType, bool, bool]]:
         return [(one.name, one.takes, one.required, one.nullable) for one in argument.keys]
 
     assert told(first) == [
-        ("image", Takes.TENSOR, True, False),
-        ("mask", Takes.TENSOR, True, True),
-        ("ids", Takes.STRINGS, False, False),
-        ("size", Takes.INT, True, False),
+        ("image", ArgumentType.TENSOR, True, False),
+        ("mask", ArgumentType.TENSOR, True, True),
+        ("ids", ArgumentType.STRINGS, False, False),
+        ("size", ArgumentType.INT, True, False),
     ]
-    assert told(second) == [("scale", Takes.FLOAT, False, False), last]
+    assert told(second) == [("scale", ArgumentType.FLOAT, False, False), last]
     assert second.nullable
     assert rest.keys == ()
 
@@ -257,32 +261,36 @@ def test_keys_of_a_typed_dict(
 @pytest.mark.parametrize("annotation", ["dict", "int", "list[str]"])
 def test_annotation_of_star_args(stars: str, annotation: str) -> None:
     """An annotation of *args applies to each item."""
-    assert only(f"{stars}x: {annotation}").takes is Takes.TENSOR
+    assert only(f"{stars}x: {annotation}").takes is ArgumentType.TENSOR
 
 
 @pytest.mark.parametrize(
     ("annotation", "takes"),
     [
-        ("Unknown", Takes.TENSOR),
-        ("Dict[str, Unknown]", Takes.DICT),
-        ("typing.Mapping[str, Unknown]", Takes.DICT),
-        ("list[Unknown]", Takes.TENSOR),
+        ("Unknown", ArgumentType.TENSOR),
+        ("Dict[str, Unknown]", ArgumentType.DICT),
+        ("typing.Mapping[str, Unknown]", ArgumentType.DICT),
+        ("list[Unknown]", ArgumentType.TENSOR),
     ],
 )
-def test_unresolvable_annotation(annotation: str, takes: Takes) -> None:
+def test_unresolvable_annotation(annotation: str, takes: ArgumentType) -> None:
     """A name that only type checkers import does not fail the load."""
     assert only(f"x: {annotation}", "from __future__ import annotations").takes is takes
 
 
 @pytest.mark.parametrize(
     ("annotation", "takes"),
-    [("int", Takes.INT), ("list[str]", Takes.STRINGS), ("Optional[float]", Takes.FLOAT)],
+    [
+        ("int", ArgumentType.INT),
+        ("list[str]", ArgumentType.STRINGS),
+        ("Optional[float]", ArgumentType.FLOAT),
+    ],
 )
-def test_unknown_annotation_does_not_hide_the_others(annotation: str, takes: Takes) -> None:
+def test_unknown_annotation_does_not_hide_the_others(annotation: str, takes: ArgumentType) -> None:
     """An annotation that cannot be resolved does not affect other arguments."""
     forward = function(f"x: Unknown, y: {annotation}", "from __future__ import annotations")
 
-    _, y = introspection.of_function(forward).arguments
+    _, y = introspection.from_function(forward).arguments
 
     assert y.takes is takes
 
@@ -301,9 +309,12 @@ class Net(nn.Module):
 )
 def test_bound_arguments(served: Any) -> None:
     """`self` and the arguments of a partial are not inputs."""
-    found = introspection.of_function(served).arguments
+    found = introspection.from_function(served).arguments
 
-    assert [(one.name, one.takes) for one in found] == [("x", Takes.TENSOR), ("n", Takes.INT)]
+    assert [(one.name, one.takes) for one in found] == [
+        ("x", ArgumentType.TENSOR),
+        ("n", ArgumentType.INT),
+    ]
 
 
 def test_callable_object() -> None:
@@ -313,7 +324,7 @@ def test_callable_object() -> None:
         def __call__(self, image: Tensor, by: float) -> Tensor:
             return image * by
 
-    assert str(introspection.of_function(Scale())) == "forward(image: 'Tensor', by: 'float')"
+    assert str(introspection.from_function(Scale())) == "forward(image: 'Tensor', by: 'float')"
 
 
 @pytest.mark.parametrize("wrap", [functools.partial, lambda served: served], ids=["partial", ""])
@@ -323,15 +334,15 @@ def test_annotations_of_an_object_are_resolved(wrap: Any) -> None:
     forward = function("self, x: Maybe[int]", before)
     served = wrap(type("Served", (), {"__call__": forward})())
 
-    (argument,) = introspection.of_function(served).arguments
+    (argument,) = introspection.from_function(served).arguments
 
-    assert (argument.takes, argument.nullable) == (Takes.INT, True)
+    assert (argument.takes, argument.nullable) == (ArgumentType.INT, True)
 
 
 def test_function_without_a_signature() -> None:
     """For a built-in function without a signature, the error of inspect is raised."""
     with pytest.raises(ValueError, match="no signature"):
-        introspection.of_function(torch.relu)
+        introspection.from_function(torch.relu)
 
 
 @pytest.mark.parametrize(
@@ -340,7 +351,7 @@ def test_function_without_a_signature() -> None:
 )
 def test_text_of_a_signature(signature: str) -> None:
     """The text of a signature is its declaration."""
-    assert str(introspection.of_function(function(signature))) == f"forward({signature})"
+    assert str(introspection.from_function(function(signature))) == f"forward({signature})"
 
 
 # --- TorchScript -----------------------------------------------------------------------------
@@ -374,21 +385,21 @@ def test_schema() -> None:
     """Types and defaults are read from a TorchScript schema."""
     scripted: Any = torch.jit.script(Everything())
 
-    found = introspection.of_schema(scripted.forward.schema).arguments
+    found = introspection.from_schema(scripted.forward.schema).arguments
 
     assert [(one.name, one.takes, one.required, one.nullable) for one in found] == [
-        ("x", Takes.TENSOR, True, False),
-        ("d", Takes.DICT, True, False),
-        ("tensors", Takes.LIST, True, False),
-        ("t", Takes.TUPLE, True, False),
-        ("maybe", Takes.TENSOR, True, True),
-        ("n", Takes.INT, True, False),
-        ("f", Takes.FLOAT, False, False),
-        ("flag", Takes.BOOL, False, False),
-        ("word", Takes.STR, False, False),
-        ("words", Takes.STRINGS, False, True),
-        ("rows", Takes.NESTED_STRINGS, False, True),
-        ("some", Takes.LIST, False, True),
+        ("x", ArgumentType.TENSOR, True, False),
+        ("d", ArgumentType.DICT, True, False),
+        ("tensors", ArgumentType.LIST, True, False),
+        ("t", ArgumentType.TUPLE, True, False),
+        ("maybe", ArgumentType.TENSOR, True, True),
+        ("n", ArgumentType.INT, True, False),
+        ("f", ArgumentType.FLOAT, False, False),
+        ("flag", ArgumentType.BOOL, False, False),
+        ("word", ArgumentType.STR, False, False),
+        ("words", ArgumentType.STRINGS, False, True),
+        ("rows", ArgumentType.NESTED_STRINGS, False, True),
+        ("some", ArgumentType.LIST, False, True),
     ]
     assert all(one.passing is Passing.POSITIONAL for one in found)
 
@@ -397,7 +408,7 @@ def test_text_of_a_schema() -> None:
     """The text of an argument is that of TorchScript's schema."""
     scripted: Any = torch.jit.script(Everything())
 
-    text = str(introspection.of_schema(scripted.forward.schema))
+    text = str(introspection.from_schema(scripted.forward.schema))
 
     assert text.startswith("forward(Tensor x, Dict(str, Tensor) d, Tensor[] tensors, (Tensor, ")
     assert "Tensor? maybe" in text
@@ -407,16 +418,16 @@ def test_traced_module_has_its_arguments() -> None:
     """A traced module keeps the names of its arguments."""
     traced: Any = torch.jit.trace(Net(), torch.ones(1, 2))
 
-    found = introspection.of_schema(traced.forward.schema).arguments
+    found = introspection.from_schema(traced.forward.schema).arguments
 
-    assert [(one.name, one.takes) for one in found] == [("x", Takes.TENSOR)]
+    assert [(one.name, one.takes) for one in found] == [("x", ArgumentType.TENSOR)]
 
 
 # --- call trees ------------------------------------------------------------------------------
 
 
 def of_tree(args: Any, kwargs: Any = None, **more: Any) -> Signature:
-    return introspection.of_tree(
+    return introspection.from_tree(
         pytree.tree_structure((args, kwargs or {})), **{"constants": {}, **more}
     )
 
@@ -507,4 +518,4 @@ async def _awaited() -> AsyncIterator[int]:
 )
 def test_yields(function: Any, expected: bool) -> None:
     """A generator is recognized for all wrappers and callables."""
-    assert introspection.yields(function) is expected
+    assert introspection.is_generator(function) is expected

@@ -411,5 +411,5 @@ def test_result_of_another_structure(later: Any) -> None:
 )
 def test_every_leaf_has_a_name(result: Any, names: list[str]) -> None:
     """names() returns a name for each leaf, which binds to it."""
-    assert results.names(result) == names
+    assert results.leaf_names(result) == names
     assert len(taken(result, names)) == len(names)

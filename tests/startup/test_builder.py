@@ -57,7 +57,7 @@ def test_in_effect(options: dict[str, Any], parts: str, tmp_path: Path) -> None:
     build.write(tmp_path, "model.py", _NET)
     engine = _build(build.config(tmp_path, **options))
 
-    assert builder.in_effect(engine, Threads(2, 3)) == (
+    assert builder.summary(engine, Threads(2, 3)) == (
         "model 'digits': instance digits_0_0 serves model.py (Python source and weights) on cpu;"
         f" threads 2 intra-op, 3 inter-op; {parts}."
     )

@@ -12,31 +12,31 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError, BindingError, LoadError, WarmupError
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature.binding import Argument, Passing, Signature, Takes
+from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.startup import warmup
 
 
-def engine(config: ModelConfig, forward: Callable[..., Any], **takes: Takes) -> Engine:
+def engine(config: ModelConfig, forward: Callable[..., Any], **takes: ArgumentType) -> Engine:
     """Return an engine without a file; forward() takes the config's inputs, tensors by default."""
     arguments = [
         Argument(
             spec.name,
             not spec.optional,
             Passing.POSITIONAL,
-            takes.get(spec.name, Takes.TENSOR),
+            takes.get(spec.name, ArgumentType.TENSOR),
             spec.name,
         )
         for spec in config.inputs
     ]
-    surroundings = runtime.surround(config.options, torch.device("cpu"), [])
-    loaded = Loaded(Kind.MODULE, forward, Signature(tuple(arguments)))
+    surroundings = runtime.create(config.options, torch.device("cpu"), [])
+    loaded = Loaded(ArtifactType.MODULE, forward, Signature(tuple(arguments)))
     return Engine(config, loaded, surroundings, build.artifact())
 
 
@@ -51,7 +51,7 @@ def shapes(config: ModelConfig) -> list[list[int]]:
 def test_a_scalar_input() -> None:
     """The made-up values of a scalar input are the same in all rows."""
     config = build.config(inputs=(build.spec("x"), build.spec("scale", dims=(1,))))
-    model = engine(config, lambda x, scale: x * scale, scale=Takes.FLOAT)
+    model = engine(config, lambda x, scale: x * scale, scale=ArgumentType.FLOAT)
 
     warmup.run(model)
 
@@ -358,15 +358,17 @@ LENGTHS = dataclasses.replace(ROWS, inputs=(build.spec("x", dims=(-1,)),))
 @pytest.mark.parametrize(
     ("module", "config", "takes", "message"),
     [
-        pytest.param(Parser(), TEXTS, Takes.STRINGS, "could not convert string", id="texts"),
-        pytest.param(Window(), LENGTHS, Takes.TENSOR, "Kernel size can't be greater", id="size"),
-        pytest.param(Once(), ROWS, Takes.TENSOR, "RuntimeError: once", id="counter"),
+        pytest.param(Parser(), TEXTS, ArgumentType.STRINGS, "could not convert string", id="texts"),
+        pytest.param(
+            Window(), LENGTHS, ArgumentType.TENSOR, "Kernel size can't be greater", id="size"
+        ),
+        pytest.param(Once(), ROWS, ArgumentType.TENSOR, "RuntimeError: once", id="counter"),
     ],
 )
 def test_made_up_samples_may_fail_when_serving(
     module: nn.Module,
     config: ModelConfig,
-    takes: Takes,
+    takes: ArgumentType,
     message: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -384,7 +386,7 @@ def test_made_up_samples_may_fail_when_serving(
     assert "It is served all the same" in warning
     assert "Traceback" in warning
     assert not model.recovery.reports
-    value = np.array([[b"1"]], dtype=object) if takes is Takes.STRINGS else torch.ones(1, 12)
+    value = np.array([[b"1"]], dtype=object) if takes is ArgumentType.STRINGS else torch.ones(1, 12)
     (outcome,) = model.run([{"x": value}])
     assert not isinstance(outcome, BackendError)
 
@@ -440,7 +442,7 @@ def test_failures_of_a_handler_that_compiles() -> None:
     """A TorchServe handler that compiles must pass: it would compile during requests."""
     parameters = {"backend": "eager"}
     model = engine(build.config(torch_compile_optional_parameters=parameters), lambda x: x.missing)
-    model.kind = Kind.TORCHSERVE
+    model.kind = ArtifactType.TORCHSERVE
 
     with pytest.raises(WarmupError):
         warmup.run(model, serving=True)

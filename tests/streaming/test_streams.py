@@ -275,11 +275,11 @@ def test_a_context_that_stays_open(context: str) -> None:
         with torch.autocast("cpu") if context == "autocast" else torch.device("cpu"):
             yield x
 
-    before = runtime.contexts(torch.device("cpu"))
+    before = runtime.thread_state(torch.device("cpu"))
     kept = Kept()
     _run(engine(forward), (item(1), kept))
     assert "yields within torch.autocast" in str(kept.error)
-    assert runtime.contexts(torch.device("cpu")) == before
+    assert runtime.thread_state(torch.device("cpu")) == before
 
 
 def test_a_context_open_during_an_await() -> None:
@@ -294,14 +294,14 @@ def test_a_context_open_during_an_await() -> None:
         inside.append(torch.is_autocast_enabled("cpu"))
         yield x
 
-    before = runtime.contexts(torch.device("cpu"))
+    before = runtime.thread_state(torch.device("cpu"))
     failing, other = Kept(), Kept()
     _run(engine(forward), (item(1), failing), (item(2), other))
     assert "or awaits there" in str(failing.error)
     assert failing.text == ""
     assert other.values == [[[2.0]]]
     assert inside == [False]
-    assert runtime.contexts(torch.device("cpu")) == before
+    assert runtime.thread_state(torch.device("cpu")) == before
 
 
 def test_a_trial_takes_the_first_responses() -> None:

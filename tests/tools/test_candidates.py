@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config import options
 from torch_py_backend.tools import candidates
 from torch_py_backend.tools.candidates import AS_CONFIGURED, Allowed, Candidate, Facts
 
-_FACTS = Facts(Kind.MODULE, images=False, gpu=False, batched=True, cores=4, memory_mb=1000)
+_FACTS = Facts(ArtifactType.MODULE, images=False, gpu=False, batched=True, cores=4, memory_mb=1000)
 _CURRENT = Candidate(AS_CONFIGURED, {})
 
 
@@ -29,7 +29,7 @@ def _screen(allowed: Allowed | None = None, **facts: Any) -> list[str]:
             {"batched": False}, ["eager", "compile", "compile + freeze"], id="without-batches"
         ),
         pytest.param(
-            {"images": True, "kind": Kind.EXPORTED},
+            {"images": True, "kind": ArtifactType.EXPORTED},
             [
                 "eager",
                 "channels_last",
@@ -41,11 +41,13 @@ def _screen(allowed: Allowed | None = None, **facts: Any) -> list[str]:
             id="images",
         ),
         pytest.param(
-            {"kind": Kind.TORCHSCRIPT, "images": True},
+            {"kind": ArtifactType.TORCHSCRIPT, "images": True},
             ["TorchScript", "freeze", "freeze + channels_last"],
             id="torchscript",
         ),
-        pytest.param({"kind": Kind.AOTI, "images": True, "gpu": True}, ["AOTInductor"], id="aoti"),
+        pytest.param(
+            {"kind": ArtifactType.AOTI, "images": True, "gpu": True}, ["AOTInductor"], id="aoti"
+        ),
         pytest.param(
             {"gpu": True},
             [
@@ -71,15 +73,15 @@ def test_divided_models_run_eagerly() -> None:
     assert found == [AS_CONFIGURED, "eager"]
 
 
-@pytest.mark.parametrize("kind", Kind)
-def test_reduced_precision_is_optional(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", ArtifactType)
+def test_reduced_precision_is_optional(kind: ArtifactType) -> None:
     """16-bit types are tried only if allowed, fp16 only on a GPU, none for AOTInductor."""
     assert not any("16" in title for title in _screen(kind=kind, gpu=True))
     on_cpu = _screen(Allowed(reduced_precision=True), kind=kind)
     on_gpu = _screen(Allowed(reduced_precision=True), kind=kind, gpu=True)
-    assert any("bf16" in title for title in on_cpu) == (kind is not Kind.AOTI)
+    assert any("bf16" in title for title in on_cpu) == (kind is not ArtifactType.AOTI)
     assert not any("fp16" in title.split() for title in on_cpu)
-    assert ("fp16" in on_gpu) == (kind is not Kind.AOTI)
+    assert ("fp16" in on_gpu) == (kind is not ArtifactType.AOTI)
 
 
 def test_current_settings_under_their_own_name() -> None:
@@ -93,7 +95,7 @@ def test_current_settings_under_their_own_name() -> None:
 def test_values_are_accepted() -> None:
     """Every value of a candidate is valid for its parameter."""
     known = {row.key for row in options.TABLE}
-    for kind in Kind:
+    for kind in ArtifactType:
         facts = dataclasses.replace(_FACTS, kind=kind, gpu=True, images=True)
         for one in candidates.screen(facts, Allowed(reduced_precision=True), _CURRENT):
             given = {key: {"string_value": one.parameters[key]} for key in one.parameters}

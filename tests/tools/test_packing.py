@@ -40,7 +40,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def archive(sound: Path, tmp_path_factory: pytest.TempPathFactory) -> packing.Packed:
     """That environment, packed."""
-    return packing.write(packing.look(sound), tmp_path_factory.mktemp("archive") / "env.tar.gz")
+    return packing.write(packing.inspect(sound), tmp_path_factory.mktemp("archive") / "env.tar.gz")
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def unpacked(archive: packing.Packed, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize("layer", [False, True], ids=["venv", "layer"])
 def test_look(layer: bool, tmp_path: Path) -> None:
     """An environment reports its Python, packages and type."""
-    environment = packing.look(packed.make(tmp_path / "env", layer=layer))
+    environment = packing.inspect(packed.make(tmp_path / "env", layer=layer))
     assert environment.kind is (Kind.LAYER if layer else Kind.VENV)
     assert environment.python == PYTHON
     assert environment.packages["torch"] == "2.13.0+cpu"
@@ -93,7 +93,7 @@ def test_invalid_environments(change: Change, says: str, tmp_path: Path) -> None
     folder = packed.make(tmp_path / "env", names={})
     change(folder)
     with pytest.raises(PackError) as refusal:
-        packing.look(folder)
+        packing.inspect(folder)
     assert says in str(refusal.value)
 
 
@@ -143,7 +143,7 @@ def test_refused(change: Change, stub: str, says: list[str], tmp_path: Path) -> 
     folder = packed.make(tmp_path / "env")
     change(folder)
     with pytest.raises(PackError) as refusal:
-        packing.check(packing.look(folder), stub, numpy_1=True)
+        packing.check(packing.inspect(folder), stub, numpy_1=True)
     assert str(folder) in str(refusal.value)
     for part in says:
         assert part in str(refusal.value)
@@ -164,7 +164,7 @@ def test_accepted(change: Change, layer: bool, tmp_path: Path) -> None:
     """Numpy 2, torch from 2.6 on, and folders outside of a layer are accepted."""
     folder = packed.make(tmp_path / "env", layer=layer)
     change(folder)
-    packing.check(packing.look(folder), PYTHON, numpy_1=False)
+    packing.check(packing.inspect(folder), PYTHON, numpy_1=False)
 
 
 def test_needed_are_the_packages_own() -> None:
@@ -231,7 +231,7 @@ def test_a_layer_needs_the_same_python(tmp_path: Path) -> None:
     """A layer has its packages only."""
     folder = packed.make(tmp_path / "env", layer=True)
     (folder / SITE / "extra.py").write_text("")
-    archive = packing.write(packing.look(folder), tmp_path / "layer.tar.gz")
+    archive = packing.write(packing.inspect(folder), tmp_path / "layer.tar.gz")
     assert archive.unpacked < 1 << 20
     unpacked = packed.unpack(archive.path, tmp_path / "unpacked")
     shutil.rmtree(folder)
@@ -299,7 +299,7 @@ def test_failure_leaves_the_old_archive(
     output.parent.mkdir()
     output.write_bytes(b"old")
     with pytest.raises(PackError) as refusal:
-        packing.write(adjust(packing.look(folder)), output)
+        packing.write(adjust(packing.inspect(folder)), output)
     assert says in str(refusal.value)
     assert output.read_bytes() == b"old"
     assert list(output.parent.iterdir()) == [output]
@@ -320,7 +320,7 @@ def test_invalid_outputs(
     """A wrong name, a missing folder and the environment itself are refused."""
     monkeypatch.chdir(sound.parent)
     with pytest.raises(PackError) as refusal:
-        packing.write(packing.look(sound), Path(output))
+        packing.write(packing.inspect(sound), Path(output))
     assert says in str(refusal.value)
 
 
@@ -352,7 +352,7 @@ def conda(archive: packing.Packed, tmp_path_factory: pytest.TempPathFactory) -> 
 @pytest.mark.filterwarnings("ignore")  # of conda-pack's: there is no cache of conda's here
 def test_conda(conda: Path, tmp_path: Path) -> None:
     """conda-pack packs environments of conda; they run as Triton starts them."""
-    environment = packing.look(conda)
+    environment = packing.inspect(conda)
     assert environment.kind is Kind.CONDA
     archive = packing.write(environment, tmp_path / "conda.tar.gz")
     assert archive.unpacked > archive.size > 0
@@ -369,7 +369,7 @@ def test_conda_pack_fails(conda: Path, tmp_path: Path) -> None:
     shutil.copytree(conda, broken, symlinks=True)
     (broken / f"lib/python{PYTHON}/this.py").unlink()
     with pytest.raises(PackError, match=r"conda-pack: .*deleted") as refusal:
-        packing.write(packing.look(broken), tmp_path / "env.tar.gz")
+        packing.write(packing.inspect(broken), tmp_path / "env.tar.gz")
     assert "\n" not in str(refusal.value)
     assert [one.name for one in tmp_path.iterdir()] == ["env"]
 
@@ -378,4 +378,4 @@ def test_without_conda_pack(conda: Path, monkeypatch: pytest.MonkeyPatch, tmp_pa
     """Without conda-pack, the error names the extra."""
     monkeypatch.setitem(sys.modules, "conda_pack", None)
     with pytest.raises(PackError, match=r"torch-py-backend\[pack\]"):
-        packing.write(packing.look(conda), tmp_path / "env.tar.gz")
+        packing.write(packing.inspect(conda), tmp_path / "env.tar.gz")

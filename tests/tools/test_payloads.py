@@ -62,7 +62,7 @@ def test_models_that_are_refused(config: dict[str, Any], says: str) -> None:
 def test_made_up_of_every_type(dtype: dtypes.DType) -> None:
     """Every type has a value of the protocol's size."""
     target = Model("m", 8, (Input("x", dtype.triton, (-1, 3), optional=False),))
-    (payload,) = payloads.made_up(target, 2)
+    (payload,) = payloads.generate(target, 2)
     tensor = payload["x"]
     assert tensor.datatype == dtype.triton
     assert tensor.array.shape == (2, 1, 3)
@@ -77,14 +77,14 @@ def test_made_up_of_every_type(dtype: dtypes.DType) -> None:
 )
 def test_made_up_shapes(target: Model, rows: int | None, shape: tuple[int, ...]) -> None:
     """Requests have a batch dimension if the model has one."""
-    (payload,) = payloads.made_up(target, rows)
+    (payload,) = payloads.generate(target, rows)
     assert payload["x"].array.shape == shape
 
 
 def test_a_seed_fixes_the_values() -> None:
     """Equal seeds give equal values."""
     first, second, other = (
-        payloads.made_up(_BATCHED, 1, seed)[0]["x"].encoded() for seed in (1, 1, 2)
+        payloads.generate(_BATCHED, 1, seed)[0]["x"].encoded() for seed in (1, 1, 2)
     )
     assert first == second != other
 
@@ -101,7 +101,7 @@ def test_a_seed_fixes_the_values() -> None:
 def test_rows_that_are_refused(target: Model, rows: int, says: str) -> None:
     """A number of rows that the model does not take is refused."""
     with pytest.raises(BenchError, match=says):
-        payloads.made_up(target, rows)
+        payloads.generate(target, rows)
 
 
 def test_bytes_on_the_wire() -> None:

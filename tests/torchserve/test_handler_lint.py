@@ -72,7 +72,7 @@ def test_problems(tmp_path: Path, source: str, message: str | None) -> None:
         "other.py": "",
         "folder.py/notes.txt": "",
     }
-    problems = handler_lint.of(archives.write_folder(tmp_path / "net", files))
+    problems = handler_lint.problems(archives.write_folder(tmp_path / "net", files))
     if message is None:
         assert problems == []
     else:
@@ -85,5 +85,5 @@ def test_one_problem_in_several_files(tmp_path: Path) -> None:
     """A problem of several files is reported once, with their names."""
     source = "import no_such_package\nimport no_such_package.part\n"
     files = {"a.py": source, "b/c.py": source}
-    (problem,) = handler_lint.of(archives.write_folder(tmp_path, files))
+    (problem,) = handler_lint.problems(archives.write_folder(tmp_path, files))
     assert problem.endswith("(a.py, b/c.py)")

@@ -28,7 +28,7 @@ from torch_py_backend.torchserve import (
     stand_in,
     text,
 )
-from torch_py_backend.torchserve.migration import Wishes
+from torch_py_backend.torchserve.migration import MigrationOptions
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -56,7 +56,7 @@ class Served:
         folder: Path,
         files: archives.Files,
         settings: Mapping[str, Any] | None = None,
-        wishes: Wishes | None = None,
+        wishes: MigrationOptions | None = None,
         parameters: Mapping[str, str] | None = None,
         example: bytes | None = None,
     ) -> None:
@@ -69,7 +69,9 @@ class Served:
             (unpacked / archives.MANIFEST).write_text(json.dumps(document))
             (unpacked / "c.yaml").write_text(json.dumps(settings))  # which is YAML, too
             manifest = mar_archive.read_manifest(unpacked, "net.mar")
-        migrated = migration.migrate("net.mar", "net", unpacked, manifest, wishes or Wishes())
+        migrated = migration.migrate(
+            "net.mar", "net", unpacked, manifest, wishes or MigrationOptions()
+        )
         for key, value in (parameters or {}).items():
             migrated.config += migration._parameter(key, value) + "\n"
         (folder / "net" / "config.pbtxt").write_text(migrated.config)
@@ -164,7 +166,9 @@ def test_a_function(tmp_path: Path) -> None:
 def test_context_and_requests(tmp_path: Path) -> None:
     """The context, the fields of requests and the working directory are those of TorchServe."""
     files = {"handler.py": archives.TELLS, archives.MANIFEST: archives.manifest()}
-    served = Served(tmp_path, files, {"batchSize": 4, "mine": [1]}, Wishes(("body", "data")))
+    served = Served(
+        tmp_path, files, {"batchSize": 4, "mine": [1]}, MigrationOptions(("body", "data"))
+    )
     first, second = map(json.loads, served.answer({"body": b"x"}, {"body": b"y"}))
     assert first == {
         "properties": {
@@ -201,7 +205,9 @@ def test_context_and_requests(tmp_path: Path) -> None:
 def test_bodies(tmp_path: Path, content_type: str, kinds: list[str]) -> None:
     """JSON is parsed and text is decoded; a body that is neither stays bytes."""
     body = "return [type(row).__name__ for row in rows]"
-    served = Served(tmp_path, _function(body), _BATCHES, Wishes(content_type=content_type))
+    served = Served(
+        tmp_path, _function(body), _BATCHES, MigrationOptions(content_type=content_type)
+    )
     assert served.answer(b'{"a": 1}', b"{", b"\xff") == [kind.encode() for kind in kinds]
 
 
@@ -221,7 +227,7 @@ def test_a_built_in_handler_with_a_module_named_model(tmp_path: Path, handler: s
     others.__file__ = "/opt/tritonserver/backends/pytorch_py/model.py"
     sys.modules["model"] = others
     built_in = archives.BUILT_IN[handler]
-    wishes = Wishes(content_type=built_in.content_type)
+    wishes = MigrationOptions(content_type=built_in.content_type)
     served = Served(tmp_path, built_in.archive(handler), wishes=wishes)
     (answer,) = served.answer(built_in.body())
     assert built_in.answers(json.loads(answer)), answer[:200]
@@ -446,7 +452,7 @@ def test_weights_are_shared(tmp_path: Path) -> None:
             "base_handler", serializedFile="model.pt", modelFile="model.py"
         ),
     }
-    served = Served(tmp_path, files, _BATCHES, Wishes(content_type="application/json"))
+    served = Served(tmp_path, files, _BATCHES, MigrationOptions(content_type="application/json"))
     assert served.model._engine.sharing.mapped.shared == 4 * (512 * 512 + 512)
     sent = torch.rand(512)
     (answer,) = served.answer(json.dumps(sent.tolist()).encode())
@@ -465,14 +471,14 @@ def test_an_exported_program(tmp_path: Path) -> None:
         "m.pt2": file.getvalue(),
         archives.MANIFEST: archives.manifest("base_handler", serializedFile="m.pt2"),
     }
-    served = Served(tmp_path, files, _BATCHES, Wishes(content_type="application/json"))
+    served = Served(tmp_path, files, _BATCHES, MigrationOptions(content_type="application/json"))
     assert served.answer(b"2.5", b"0") == [b"2.5", b"0.0"]
 
 
 def test_an_example_warms_up(tmp_path: Path) -> None:
     """With an example, the handler is warmed up in batches of several sizes."""
     body = "with open('sizes.txt', 'a') as f: print(*map(bytes, rows), file=f)\n    return rows"
-    wishes = Wishes(example=True)
+    wishes = MigrationOptions(example=True)
     Served(tmp_path, _function(body), {"batchSize": 4}, wishes, example=b"xyz")
     lines = (tmp_path / "net/1/model.mar/sizes.txt").read_text().splitlines()
     assert {line.count("b'xyz'") for line in lines} == {1, 3, 4}
@@ -481,7 +487,7 @@ def test_an_example_warms_up(tmp_path: Path) -> None:
 def test_a_failing_example(tmp_path: Path) -> None:
     """An example that the handler refuses fails the load with the handler's message."""
     with pytest.raises(fake_triton.TritonModelException, match="a number, please"):
-        Served(tmp_path, archives.eager(), None, Wishes(example=True), example=b'"bad"')
+        Served(tmp_path, archives.eager(), None, MigrationOptions(example=True), example=b'"bad"')
 
 
 # --- TorchServe's handlers --------------------------------------------------------------------
@@ -513,7 +519,7 @@ def test_images(width: int, height: int, mode: str) -> None:
     from PIL import Image
 
     picture = archives.image(width, height, mode)
-    tensor = images.Standard()(Image.open(io.BytesIO(picture)))
+    tensor = images.ImageNetTransform()(Image.open(io.BytesIO(picture)))
     assert tensor.shape == (3, 224, 224)
     assert tensor.dtype == torch.float32
     torch.testing.assert_close(tensor, _expected(picture))
@@ -623,10 +629,10 @@ def test_images_as_numbers_and_base64(tmp_path: Path) -> None:
     import base64
 
     served = Served(
-        tmp_path, archives.classifier(), _BATCHES, Wishes(content_type="application/json")
+        tmp_path, archives.classifier(), _BATCHES, MigrationOptions(content_type="application/json")
     )
     picture = archives.image()
-    numbers = json.dumps(images.Standard()(_opened(picture)).tolist()).encode()
+    numbers = json.dumps(images.ImageNetTransform()(_opened(picture)).tolist()).encode()
     encoded = json.dumps(base64.b64encode(picture).decode()).encode()
     first, second, third = served.answer(picture, numbers, encoded)
     assert first == third

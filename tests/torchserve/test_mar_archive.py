@@ -367,7 +367,7 @@ def test_manifest(tmp_path: Path) -> None:
         "model.py",
     )
     assert (manifest.requirements_file, manifest.config_file) == ("", "")
-    assert mar_archive.settings(folder, manifest, "net.mar") == {}
+    assert mar_archive.read_settings(folder, manifest, "net.mar") == {}
 
 
 @pytest.mark.parametrize(
@@ -458,11 +458,11 @@ def test_settings(tmp_path: Path, written: str, message: str) -> None:
     folder = archives.write_folder(tmp_path / "net", files)
     manifest = mar_archive.read_manifest(folder, "net.mar")
     if not message:
-        settings = mar_archive.settings(folder, manifest, "net.mar")
+        settings = mar_archive.read_settings(folder, manifest, "net.mar")
         assert settings == ({"batchSize": 4, "handler": {"profile": True}} if written else {})
         return
     with pytest.raises(ArchiveError) as error:
-        mar_archive.settings(folder, manifest, "net.mar")
+        mar_archive.read_settings(folder, manifest, "net.mar")
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
@@ -478,7 +478,7 @@ def test_settings_without_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     manifest = mar_archive.read_manifest(folder, "net.mar")
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(ArchiveError, match=r"pip install 'torch-py-backend\[torchserve\]'"):
-        mar_archive.settings(folder, manifest, "net.mar")
+        mar_archive.read_settings(folder, manifest, "net.mar")
 
 
 def test_the_source_folder_is_not_changed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import yaml
 from torch_py_backend.config import model_config, pbtxt
 from torch_py_backend.errors import ArchiveError
 from torch_py_backend.torchserve import mar_archive, migration
-from torch_py_backend.torchserve.migration import Migration, Wishes
+from torch_py_backend.torchserve.migration import Migration, MigrationOptions
 
 _HANDLER = "def handle(data, context):\n    return [row['body'] for row in data]\n"
 
@@ -24,7 +24,7 @@ def _migrate(
     tmp_path: Path,
     settings: Any = None,
     handler: str = "handler.py",
-    wishes: Wishes | None = None,
+    wishes: MigrationOptions | None = None,
     files: archives.Files | None = None,
     **more: str,
 ) -> Migration:
@@ -38,7 +38,7 @@ def _migrate(
     }
     folder = archives.write_folder(tmp_path / "archive", written)
     manifest = mar_archive.read_manifest(folder, "net.mar")
-    return migration.migrate("net.mar", "net", folder, manifest, wishes or Wishes())
+    return migration.migrate("net.mar", "net", folder, manifest, wishes or MigrationOptions())
 
 
 def _read(tmp_path: Path, migrated: Migration) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def test_text_classifier_takes_one_at_a_time(tmp_path: Path) -> None:
 
 def test_wishes(tmp_path: Path) -> None:
     """The user's choices: input names, the content type of bodies, and an example."""
-    wishes = Wishes(("question", "context"), "application/json", example=True)
+    wishes = MigrationOptions(("question", "context"), "application/json", example=True)
     document = _read(tmp_path, _migrate(tmp_path, {"batchSize": 4}, wishes=wishes))
     assert [(one["name"], one["optional"]) for one in document["input"]] == [
         ("question", True),

@@ -56,7 +56,7 @@ def test_file_is_written_over(
     """The old bytes stay at the same addresses, and the log says what to do instead."""
     weights = mapped(file)
     expected, address = file.read_bytes(), weights.data_ptr()
-    guard = file_leases.Guard("digits", [file], mapped_files.find([weights]).ranges)
+    guard = file_leases.Guard("digits", [file], mapped_files.measure([weights]).ranges)
     with caplog.at_level(logging.WARNING):
         write(file)
     assert weights.numpy().tobytes() == expected
@@ -64,7 +64,7 @@ def test_file_is_written_over(
     assert file.read_bytes() != expected
     assert "weights.bin is being written over in place" in caplog.text
     assert "renaming" in caplog.text
-    assert mapped_files.find([weights]).shared == 0
+    assert mapped_files.measure([weights]).shared == 0
     guard.close()
 
 
@@ -74,14 +74,14 @@ def test_replacing_and_removing_a_file_costs_no_copy(
     """A file that is replaced or removed keeps its pages."""
     weights = mapped(file)
     expected = file.read_bytes()
-    guard = file_leases.Guard("digits", [file], mapped_files.find([weights]).ranges)
+    guard = file_leases.Guard("digits", [file], mapped_files.measure([weights]).ranges)
     other = file.with_name("other.bin")
     other.write_bytes(bytes(SIZE))
     other.replace(file)
     file.unlink()
     guard.close()
     assert weights.numpy().tobytes() == expected
-    assert mapped_files.find([weights]).shared == SIZE
+    assert mapped_files.measure([weights]).shared == SIZE
     assert not caplog.records
 
 
@@ -92,7 +92,7 @@ def test_one_of_several_files(tmp_path: Path) -> None:
         path.write_bytes(os.urandom(SIZE))
     expected = [path.read_bytes() for path in paths]
     weights = [mapped(path) for path in paths]
-    guard = file_leases.Guard("digits", paths, mapped_files.find(weights).ranges)
+    guard = file_leases.Guard("digits", paths, mapped_files.measure(weights).ranges)
     for path in paths:
         cut_short(path)
     assert [one.numpy().tobytes() for one in weights] == expected

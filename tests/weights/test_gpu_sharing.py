@@ -20,7 +20,7 @@ from children import Start, starting
 from torch import Tensor, nn
 
 from torch_py_backend.adapter import TritonPythonModel
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine.engine import Engine
@@ -28,7 +28,7 @@ from torch_py_backend.errors import BackendError, ConfigError
 from torch_py_backend.startup import builder, warmup
 from torch_py_backend.weights import gpu_sharing
 from torch_py_backend.weights.cuda_ipc import NotShared
-from torch_py_backend.weights.gpu_sharing import Shared, named
+from torch_py_backend.weights.gpu_sharing import SharedWeights, named
 from torch_py_backend.weights.owner_election import Sharer
 
 # An instance, whole, whose GPU is the twin: each line asks for an answer to ones.
@@ -49,7 +49,7 @@ def die(*_):
 
 owner_election._TIMEOUT_S = 60.0
 gpu_sharing.CudaMemory = lambda device: twin.Twin()
-gpu_sharing.wished = lambda config: True
+gpu_sharing.requested = lambda config: True
 exec("".join(sys.argv[3:]))
 outputs = (build.spec("y", dims=(3,)),)
 config = build.config(Path(sys.argv[1]), instance=sys.argv[2], outputs=outputs)
@@ -66,7 +66,7 @@ with torch.inference_mode():
         print(outcome["y"].tolist() if isinstance(outcome, dict) else outcome.code, flush=True)
 """
 
-Join: TypeAlias = "Callable[..., Shared]"
+Join: TypeAlias = "Callable[..., SharedWeights]"
 
 
 @pytest.fixture
@@ -86,11 +86,11 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def join(gpu: None, tmp_path: Path) -> Iterator[Join]:
     """Instances in this process that share the weights of a module; the first one owns them."""
-    joined: list[Shared] = []
+    joined: list[SharedWeights] = []
 
-    def join(module: nn.Module | None, **how: Any) -> Shared:
+    def join(module: nn.Module | None, **how: Any) -> SharedWeights:
         afresh = how.pop("afresh", lambda: None)
-        kind = how.pop("kind", Kind.MODULE)
+        kind = how.pop("kind", ArtifactType.MODULE)
         settings = build.config(tmp_path, instance=f"digits_0_{len(joined)}", **how)
         shared = gpu_sharing.start(
             settings, Artifact(kind, tmp_path / "model.py"), torch.device("cpu"), afresh
@@ -105,15 +105,15 @@ def join(gpu: None, tmp_path: Path) -> Iterator[Join]:
     assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
-def _lay_out(kind: Kind, folder: Path) -> str:
+def _lay_out(kind: ArtifactType, folder: Path) -> str:
     """Write a model into a folder, and return its answer to ones."""
     affine = scenarios.affine()
     version = folder / "1"
     version.mkdir(exist_ok=True)
-    if kind is Kind.MODULE:
+    if kind is ArtifactType.MODULE:
         scenarios.python(models.Affine)(version)
         scenarios.safe(affine.state_dict())(version)
-    elif kind is Kind.TORCHSCRIPT:
+    elif kind is ArtifactType.TORCHSCRIPT:
         scenarios.script(affine)(version)
     else:
         rows = {"x": {0: torch.export.Dim("rows", max=64)}}
@@ -125,8 +125,10 @@ def _lay_out(kind: Kind, folder: Path) -> str:
 # --- instances that are processes ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [Kind.MODULE, Kind.TORCHSCRIPT, Kind.EXPORTED])
-def test_weights_are_mapped(kind: Kind, start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT, ArtifactType.EXPORTED]
+)
+def test_weights_are_mapped(kind: ArtifactType, start: Start, tmp_path: Path) -> None:
     """Both instances answer the same, and the second one maps the memory of the first."""
     expected = _lay_out(kind, tmp_path)
     owner, sharer = start(_INSTANCE, tmp_path, "a"), start(_INSTANCE, tmp_path, "b")
@@ -137,7 +139,7 @@ def test_weights_are_mapped(kind: Kind, start: Start, tmp_path: Path) -> None:
 
 def test_an_owner_killed(start: Start, tmp_path: Path) -> None:
     """After the owner is killed, no batch is wrong; another instance owns the weights."""
-    expected = _lay_out(Kind.MODULE, tmp_path)
+    expected = _lay_out(ArtifactType.MODULE, tmp_path)
     owner = start(_INSTANCE, tmp_path, "a")
     assert owner.hear() == "ready"
     sharers = [start(_INSTANCE, tmp_path, name) for name in "bc"]
@@ -152,7 +154,7 @@ def test_an_owner_killed(start: Start, tmp_path: Path) -> None:
 
 def test_owner_closes(start: Start, tmp_path: Path) -> None:
     """When the owner closes, the others unmap its memory; the next batch maps or loads."""
-    expected = _lay_out(Kind.MODULE, tmp_path)
+    expected = _lay_out(ArtifactType.MODULE, tmp_path)
     owner = start(_INSTANCE, tmp_path, "a")
     assert owner.hear() == "ready"
     sharer = start(_INSTANCE, tmp_path, "b")
@@ -165,7 +167,7 @@ def test_owner_closes(start: Start, tmp_path: Path) -> None:
 @pytest.mark.parametrize("stage", ["registry.load", "Owner.offer", "Owner._serve", "warmup.run"])
 def test_an_owner_killed_at_start(stage: str, start: Start, tmp_path: Path) -> None:
     """The other instances start wherever the first one dies."""
-    expected = _lay_out(Kind.MODULE, tmp_path)
+    expected = _lay_out(ArtifactType.MODULE, tmp_path)
     where = stage.replace("Owner", "owner_election.Owner")
     killed = start(_INSTANCE, tmp_path, "a", f"{where} = die")
     while not list(tmp_path.glob("*/servers/*/weights-*/owner.lock")):
@@ -179,7 +181,7 @@ def test_an_owner_killed_at_start(stage: str, start: Start, tmp_path: Path) -> N
 
 def test_unload_and_reload(start: Start, tmp_path: Path) -> None:
     """Closing in any order leaves no file, no memory and no process, and the model loads again."""
-    expected = _lay_out(Kind.MODULE, tmp_path)
+    expected = _lay_out(ArtifactType.MODULE, tmp_path)
     for order in ([0, 1, 2], [2, 0, 1]):
         instances = [start(_INSTANCE, tmp_path, name) for name in "abc"]
         assert [one.hear() for one in instances] == ["ready"] * 3
@@ -193,7 +195,7 @@ def test_unload_and_reload(start: Start, tmp_path: Path) -> None:
 
 def test_killed_all_together(start: Start, gpu: None, tmp_path: Path) -> None:
     """The next instance removes what a killed server left."""
-    _lay_out(Kind.MODULE, tmp_path)
+    _lay_out(ArtifactType.MODULE, tmp_path)
     instances = [start(_INSTANCE, tmp_path, name) for name in "ab"]
     assert [one.hear() for one in instances] == ["ready", "ready"]
     for one in instances:
@@ -221,7 +223,7 @@ def _answer(made: Engine) -> str:
 
 @pytest.fixture
 def pair(gpu: None, process: None, tmp_path: Path) -> Iterator[tuple[Engine, Engine]]:
-    _lay_out(Kind.MODULE, tmp_path)
+    _lay_out(ArtifactType.MODULE, tmp_path)
     owner, sharer = _engine(tmp_path, "owner"), _engine(tmp_path, "sharer")
     yield owner, sharer
     sharer.leave()
@@ -289,7 +291,7 @@ def test_closed_instance(pair: tuple[Engine, Engine]) -> None:
 
 def test_a_load_that_fails(gpu: None, process: None, tmp_path: Path) -> None:
     """An owner that cannot load leaves nothing."""
-    _lay_out(Kind.MODULE, tmp_path)
+    _lay_out(ArtifactType.MODULE, tmp_path)
     (tmp_path / "1" / "model.safetensors").write_bytes(b"broken")
     for _ in range(2):
         with pytest.raises(BackendError, match="not valid safetensors"):
@@ -498,15 +500,15 @@ def test_owner_dies_while_it_is_mapped(join: Join, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("kind", "overrides", "says"),
     [
-        (Kind.MODULE, {}, ""),
-        (Kind.TORCHSCRIPT, {"optimize": ("channels_last",)}, ""),
-        (Kind.EXPORTED, {"optimize": ("cuda_graphs", "bf16")}, ""),
-        (Kind.MODULE, {"kind": "MODEL"}, "places itself"),
-        (Kind.AOTI, {}, "allocates the memory"),
-        (Kind.TORCHSCRIPT, {"optimize": ("freeze",)}, "OPTIMIZE freezes"),
+        (ArtifactType.MODULE, {}, ""),
+        (ArtifactType.TORCHSCRIPT, {"optimize": ("channels_last",)}, ""),
+        (ArtifactType.EXPORTED, {"optimize": ("cuda_graphs", "bf16")}, ""),
+        (ArtifactType.MODULE, {"kind": "MODEL"}, "places itself"),
+        (ArtifactType.AOTI, {}, "allocates the memory"),
+        (ArtifactType.TORCHSCRIPT, {"optimize": ("freeze",)}, "OPTIMIZE freezes"),
     ],
 )
-def test_refusals(kind: Kind, overrides: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_refusals(kind: ArtifactType, overrides: dict[str, Any], says: str, tmp_path: Path) -> None:
     """Weights that cannot be shared are refused with a reason."""
     settings = build.config(tmp_path, **({"kind": "GPU"} | overrides))
     reason = gpu_sharing.refusal(settings, kind)
@@ -529,7 +531,7 @@ def test_refusals(kind: Kind, overrides: dict[str, Any], says: str, tmp_path: Pa
 def test_requested(kind: str, wish: bool | None, expected: bool) -> None:
     """Weights on a GPU are shared on request only; those on a CPU are shared by mapped files."""
     settings = build.config(kind=kind, enable_weight_sharing=wish)
-    assert gpu_sharing.wished(settings) is expected
+    assert gpu_sharing.requested(settings) is expected
 
 
 def _rewrite(path: Path) -> None:
@@ -567,7 +569,7 @@ def test_keys(
     """Instances with the same files and tensor options on one device share."""
     path = build.write(tmp_path, "model.py", "x = 1")
     weights = build.write(tmp_path, "model.pt", "weights")
-    artifact = Artifact(Kind.MODULE, path, weights)
+    artifact = Artifact(ArtifactType.MODULE, path, weights)
     before = gpu_sharing.key(build.config(tmp_path), artifact, "GPU-1")
     if change is not None:
         change(weights)
@@ -581,7 +583,7 @@ def test_keys_follow_links(tmp_path: Path) -> None:
     link = tmp_path / "link.pt"
     link.symlink_to(path)
     found = {
-        gpu_sharing.key(build.config(tmp_path), Artifact(Kind.TORCHSCRIPT, one), "GPU-1")
+        gpu_sharing.key(build.config(tmp_path), Artifact(ArtifactType.TORCHSCRIPT, one), "GPU-1")
         for one in (path, link)
     }
     assert len(found) == 1

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import mapped_files, optimization, registry, state_dict
@@ -103,7 +103,7 @@ def settled(folder: Path, write: Callable[[Path], None], **options: Any) -> Shar
     artifact = discovery.find(config)
     loaded = registry.load(artifact, config, torch.device("cpu"))
     optimization.apply(config, loaded)
-    return sharing.settle(config, artifact, loaded)
+    return sharing.report(config, artifact, loaded)
 
 
 @pytest.mark.parametrize("wanted", [None, True])
@@ -202,7 +202,9 @@ class Extra(Odd):
 def test_unusual_tensors(kind: type[nn.Module]) -> None:
     """Tensors that are not plain are ignored."""
     module = kind()
-    loaded = Loaded(Kind.FACTORY, module, introspection.of_function(module.forward), module)
+    loaded = Loaded(
+        ArtifactType.FACTORY, module, introspection.from_function(module.forward), module
+    )
     found = sharing.mapped(loaded)
     assert found.shared == 0
     assert found.total == sum(one.nbytes for one in module.parameters())
@@ -213,14 +215,16 @@ def test_unusual_tensors_of_a_file(tmp_path: Path) -> None:
     """Sparse and quantized tensors are copied, beside the shared ones."""
     saved, module = Odd(), Odd()
     torch.save(saved.state_dict(), build.write(tmp_path, "model.pt", b""))
-    artifact = Artifact(Kind.MODULE, tmp_path / "1" / "model.py", tmp_path / "1" / "model.pt")
-    state_dict.fill(build.config(tmp_path), artifact, module)
+    artifact = Artifact(
+        ArtifactType.MODULE, tmp_path / "1" / "model.py", tmp_path / "1" / "model.pt"
+    )
+    state_dict.load_into(build.config(tmp_path), artifact, module)
     assert torch.equal(module.linear.weight, saved.linear.weight)
     for name, tensor in saved.named_buffers():
         filled: Any = module.get_buffer(name)
         dense = filled.dequantize() if filled.is_quantized else filled.to_dense()
         assert torch.equal(dense, tensor.dequantize() if tensor.is_quantized else tensor.to_dense())
-    assert mapped_files.find(module.parameters()).shared
+    assert mapped_files.measure(module.parameters()).shared
 
 
 @_QUANTISED

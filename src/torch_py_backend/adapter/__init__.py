@@ -55,7 +55,7 @@ class TritonPythonModel:
         if not faulthandler.is_enabled():
             faulthandler.enable()
         self._modes = contextlib.ExitStack()
-        self._vitals: instance_status.Vitals = instance_status.Untold()
+        self._vitals: instance_status.InstanceStatus = instance_status.LocalStatus()
         self._streaming: Streaming | None = None
         self._lost = False
         # Triton's stub runs in the C locale, but torch.compile reads its templates as UTF-8.
@@ -79,12 +79,12 @@ class TritonPythonModel:
         loaded in a child process. A complete config does not import torch.
         """
         document = auto_complete_model_config.as_dict()
-        status = instance_status.completing(document["name"])
+        status = instance_status.start_completing(document["name"])
         try:
             _check_python(document)
-            if completion.needed(document):
+            if completion.is_incomplete(document):
                 _complete(auto_complete_model_config, document)
-            elif completion.decide(document, Path(pb_utils.get_model_dir())):
+            elif completion.set_decoupled(document, Path(pb_utils.get_model_dir())):
                 auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
         finally:
             status.ended()
@@ -92,12 +92,10 @@ class TritonPythonModel:
 
     def _start(self, args: Mapping[str, str]) -> None:
         settings = tuned_settings.apply(model_config.parse(args))
-        execution_env.refuse_another_python(
-            settings.name, settings.options.execution_env_path or ""
-        )
+        execution_env.check_running_python(settings.name, settings.options.execution_env_path or "")
         self._vitals = instance_status.start(settings)
         share = threads.budget(settings)
-        threads.reserve(share)
+        threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
         from torch_py_backend.adapter import answering, calling, messages, streaming
         from torch_py_backend.batching import runtime
@@ -106,7 +104,7 @@ class TritonPythonModel:
         from torch_py_backend.startup import builder, warmup
 
         _check_numpy(settings.name)
-        tracing.refuse_impossible(settings, told=messages.tells_traces())
+        tracing.check_available(settings, told=messages.tells_traces())
         if settings.options.profile_dir is not None:
             from torch_py_backend.observability import profiling
 
@@ -124,12 +122,12 @@ class TritonPythonModel:
             warmup.run(self._engine, serving=True)
         # Not as the last step: a log message in transit while the load ends can hang Triton. The
         # metrics that follow wait until it has arrived.
-        log.info("%s", builder.in_effect(self._engine, share))
+        log.info("%s", builder.summary(self._engine, share))
         # Closed after the objects that are created below, to publish their last counts.
         digest = (lambda: self._watch.digest) if watched else None
         self._publisher = metrics.Publisher(self._engine, self._vitals, digest)
         self._modes.callback(self._publisher.close)
-        traced = tracing.wanted(settings, told=messages.tells_traces())
+        traced = tracing.is_enabled(settings, told=messages.tells_traces())
         traces = tracing.Tracing(self._engine) if traced else None
         if traces is None:
             calls = calling.ModelCaller(settings.name)
@@ -137,7 +135,7 @@ class TritonPythonModel:
             self._modes.callback(traces.close)
             calls = calling.ModelCaller(settings.name, traces.handle)
         # Only now: Triton refuses calls of other models while a model loads.
-        composition.connect(calls)
+        composition.set_transport(calls)
         # Only now: loading has no time limit.
         self._engine.recovery.begins = self._vitals.busy
         if settings.options.profile_dir is not None:
@@ -232,7 +230,9 @@ class TritonPythonModel:
 
 def _check_python(document: Mapping[str, Any]) -> None:
     try:
-        execution_env.refuse_another_python(document["name"], execution_env.named(document))
+        execution_env.check_running_python(
+            document["name"], execution_env.environment_path(document)
+        )
     except BackendError as error:
         raise pb_utils.TritonModelException(str(error)) from error
 

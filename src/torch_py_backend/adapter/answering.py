@@ -21,8 +21,8 @@ from torch_py_backend.errors import (
     InputError,
     InternalError,
     OutputError,
-    brief,
-    shown,
+    join_names,
+    summarize,
 )
 from torch_py_backend.observability.metric_families import OK
 
@@ -173,7 +173,7 @@ class Answering:
         try:
             self._read(request)
         except Exception as error:
-            reason, failure = brief(error), recovery.judge(error)
+            reason, failure = summarize(error), recovery.judge(error)
         else:
             return None
         if recovery.fatal is not None or failure.memory:
@@ -206,7 +206,7 @@ class Answering:
                 responses.append(messages.write(outcome))
                 continue
             except Exception as error:
-                reason, failure = brief(error), recovery.judge(error)
+                reason, failure = summarize(error), recovery.judge(error)
             refusal: BackendError = failure.error
             if recovery.fatal is None and not failure.memory:
                 refusal = OutputError(self._model, f"the outputs cannot be sent: {reason}")
@@ -240,4 +240,4 @@ def _names(requests: Iterable[Any]) -> str:
     if not known:
         return f" ({len(ids)} requests without an id)" if ids else ""
     others = f", {len(ids) - len(known)} without an id" if len(known) < len(ids) else ""
-    return f" (requests {shown(known)}{others})"
+    return f" (requests {join_names(known)}{others})"

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch_py_backend.adapter import messages
 from torch_py_backend.batching.gather_scatter import Value, to_column
 from torch_py_backend.composition import Model, Results
-from torch_py_backend.errors import CallError, quoted
+from torch_py_backend.errors import CallError, sanitize_line
 
 # Error codes of the called model to pass on to the client; any other becomes INTERNAL.
 _PASSED_ON = ("INVALID_ARG", "UNAVAILABLE", "CANCELLED")
@@ -51,7 +51,7 @@ class ModelCaller:
         except asyncio.TimeoutError:
             raise _late(called) from None
         except pb_utils.TritonModelException as error:
-            raise CallError(called.name, quoted(str(error))) from None
+            raise CallError(called.name, sanitize_line(str(error))) from None
         return _read(called, response)
 
     def _request(self, called: Model, inputs: Mapping[str, Any]) -> Any:
@@ -133,7 +133,7 @@ def _results(called: Model, execute: Callable[[], Any]) -> Results:
     try:
         response = execute()
     except pb_utils.TritonModelException as error:
-        raise CallError(called.name, quoted(str(error))) from None
+        raise CallError(called.name, sanitize_line(str(error))) from None
     return _read(called, response)
 
 
@@ -142,7 +142,7 @@ def _read(called: Model, response: Any) -> Results:
         error = response.error()
         codes = {getattr(pb_utils.TritonError, name): name for name in _PASSED_ON}
         code = codes.get(error.code(), "INTERNAL")
-        raise CallError(called.name, f"it answers: {quoted(error.message())}", code=code)
+        raise CallError(called.name, f"it answers: {sanitize_line(error.message())}", code=code)
     return {
         tensor.name(): to_column(messages.read_tensor(tensor))
         for tensor in response.output_tensors()

@@ -23,8 +23,8 @@ import triton_python_backend_utils as pb_utils
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.observability import metric_families
-from torch_py_backend.observability.metric_families import Kind
-from torch_py_backend.processes.instance_status import Vitals
+from torch_py_backend.observability.metric_families import MetricKind
+from torch_py_backend.processes.instance_status import InstanceStatus
 
 if TYPE_CHECKING:  # these import torch, which completing a config does not need
     from torch_py_backend.engine.engine import Engine
@@ -71,7 +71,7 @@ class Metric:
             **dict(more),
         }
         labels = {label: known[label] for label in row.labels if label in known}
-        self.grows = row.kind is not Kind.GAUGE
+        self.grows = row.kind is not MetricKind.GAUGE
         # A gauge may have the value of an instance of the same name whose process died.
         self._published = 0.0 if self.grows else math.nan
         self._metric: Any = None
@@ -136,7 +136,7 @@ class Publisher:
     """
 
     def __init__(
-        self, engine: Engine, vitals: Vitals, digest: Callable[[], str] | None = None
+        self, engine: Engine, vitals: InstanceStatus, digest: Callable[[], str] | None = None
     ) -> None:
         self._engine = engine
         self._config = engine.config
@@ -221,7 +221,7 @@ class Publisher:
         for code in dict.fromkeys((*metric_families.CODES, *list(counts.requests))):
             yield ("pytorch_py_requests_total", (("code", code),)), counts.requests.get(code, 0)
         yield from self._batch_rows(dict(counts.batches))
-        around = metric_families.AROUND if self._engine.hooks is not None else ()
+        around = metric_families.HOOK_STAGES if self._engine.hooks is not None else ()
         for stage in (*metric_families.STAGES, *around):
             seconds: float = getattr(counts, f"{stage}_seconds")
             yield ("pytorch_py_stage_seconds_total", (("stage", stage),)), seconds

@@ -27,7 +27,7 @@ from torch_py_backend.errors import (
     InputError,
     InternalError,
     OutputError,
-    brief,
+    summarize,
 )
 from torch_py_backend.observability.metric_families import OK
 from torch_py_backend.observability.tracing import Tracing
@@ -127,7 +127,7 @@ class Streaming:
             return self._read_request(request)
         except Exception as error:  # from Triton's utilities, or because of a lost device
             with self.engine.turn:
-                reason, failure = brief(error), self.engine.recovery.judge(error)
+                reason, failure = summarize(error), self.engine.recovery.judge(error)
         if self.engine.recovery.fatal is not None or failure.memory:
             client.end(failure.error, failure.text)
         else:
@@ -161,7 +161,7 @@ class Streaming:
             log.warning(
                 "model '%s': a task or a callback that the model has started raised %s.",
                 self.model,
-                brief(error),
+                summarize(error),
             )
             return False
         return True
@@ -235,7 +235,7 @@ class _Client:
             self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL * last)
         except Exception as error:
             raise OutputError(
-                self._streaming.model, f"the outputs cannot be sent: {brief(error)}"
+                self._streaming.model, f"the outputs cannot be sent: {summarize(error)}"
             ) from error
         self._streaming.engine.counts.responses += 1
         if last:
@@ -252,7 +252,7 @@ class _Client:
             log.warning(
                 "model '%s': the end of a stream cannot be sent: %s.",
                 self._streaming.model,
-                brief(failed),
+                summarize(failed),
             )
         if error is not None and not isinstance(error, InputError | CancelledError):
             named = f" (request {self._name})" if self._name else ""

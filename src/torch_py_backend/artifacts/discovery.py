@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torch_py_backend.artifacts import file_types
-from torch_py_backend.artifacts.file_types import Content
+from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, ConfigError, brief
+from torch_py_backend.errors import ArtifactError, ConfigError, summarize
 
 
-class Kind(enum.Enum):
+class ArtifactType(enum.Enum):
     """The type of an artifact."""
 
     TORCHSCRIPT = "TorchScript"
@@ -42,7 +42,7 @@ class Artifact:
         hooks: the source file with the class whose methods run around forward(); None: no hooks.
     """
 
-    kind: Kind
+    kind: ArtifactType
     path: Path
     weights: Path | None = None
     weightless: bool = False
@@ -67,8 +67,8 @@ WEIGHT_SUFFIXES = (".safetensors", ".safetensors.index.json", ".pt", ".pth")
 # The folder of an unpacked TorchServe archive.
 ARCHIVE = "model.mar"
 # The default class of hooks, and the methods that it may have.
-HOOKS = "Hooks"
-STAGES = (
+HOOKS_CLASS = "Hooks"
+HOOK_METHODS = (
     "preprocess",
     "preprocess_batch",
     "collate",
@@ -79,9 +79,9 @@ STAGES = (
 )
 _DEFAULTS = ("model.py", "model.pt", "model.pt2", ARCHIVE)
 _KINDS = {
-    Content.TORCHSCRIPT: Kind.TORCHSCRIPT,
-    Content.EXPORTED: Kind.EXPORTED,
-    Content.AOTI: Kind.AOTI,
+    FileType.TORCHSCRIPT: ArtifactType.TORCHSCRIPT,
+    FileType.EXPORTED: ArtifactType.EXPORTED,
+    FileType.AOTI: ArtifactType.AOTI,
 }
 
 
@@ -99,21 +99,21 @@ def find(config: ModelConfig) -> Artifact:
     """
     artifact = _find(config)
     source = config.version_folder / "model.py"
-    if artifact.kind is not Kind.FACTORY:
+    if artifact.kind is not ArtifactType.FACTORY:
         source = artifact.path.with_suffix(".py")
     return dataclasses.replace(artifact, hooks=_hooks(config, source))
 
 
 def _find(config: ModelConfig) -> Artifact:
     if ":" in (config.options.model_factory or ""):
-        _refuse_fallback(config, Kind.FACTORY)
-        return _with_weights(config, Kind.FACTORY, config.version_folder, "model")
+        _refuse_fallback(config, ArtifactType.FACTORY)
+        return _with_weights(config, ArtifactType.FACTORY, config.version_folder, "model")
     artifact = _describe(config, _model_file(config))
     if config.options.fallback is None:
         return artifact
     _refuse_fallback(config, artifact.kind)
     fallback = _describe(config, _inside(config, "FALLBACK", config.options.fallback))
-    return Artifact(Kind.AOTI, artifact.path, fallback=fallback)
+    return Artifact(ArtifactType.AOTI, artifact.path, fallback=fallback)
 
 
 # --- hooks -----------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def _defines_hooks(source: Path) -> bool:
 
 
 def _is_hooks(node: ast.stmt) -> bool:
-    if not isinstance(node, ast.ClassDef) or node.name != HOOKS:
+    if not isinstance(node, ast.ClassDef) or node.name != HOOKS_CLASS:
         return False
     bases = [ast.unparse(base) for base in node.bases]
     if any(base.endswith("Module") for base in bases):
@@ -160,19 +160,19 @@ def _is_hooks(node: ast.stmt) -> bool:
     methods = {
         part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
     }
-    return bool(bases) or not methods.isdisjoint(STAGES)
+    return bool(bases) or not methods.isdisjoint(HOOK_METHODS)
 
 
 def _is_complete(path: Path) -> bool:
     """Return whether a file is a model without further files."""
     try:
-        return file_types.describe(path) in _KINDS
+        return file_types.file_type(path) in _KINDS
     except OSError:
         return False
 
 
-def _refuse_fallback(config: ModelConfig, kind: Kind) -> None:
-    if config.options.fallback is not None and kind is not Kind.AOTI:
+def _refuse_fallback(config: ModelConfig, kind: ArtifactType) -> None:
+    if config.options.fallback is not None and kind is not ArtifactType.AOTI:
         raise ConfigError(
             config.name,
             f"FALLBACK is set, and the model is {kind.value}",
@@ -183,7 +183,7 @@ def _refuse_fallback(config: ModelConfig, kind: Kind) -> None:
 def _describe(config: ModelConfig, path: Path) -> Artifact:
     if path.suffix == ".mar":
         if path.is_dir():
-            return Artifact(Kind.TORCHSERVE, path)
+            return Artifact(ArtifactType.TORCHSERVE, path)
         raise ArtifactError(
             config.name,
             f"{path.name} is a file",
@@ -191,21 +191,23 @@ def _describe(config: ModelConfig, path: Path) -> Artifact:
             cure="Make a model folder of the archive with `torch-py-backend import-mar`.",
         )
     if path.suffix == ".py":
-        return _with_weights(config, Kind.MODULE, path, path.stem)
+        return _with_weights(config, ArtifactType.MODULE, path, path.stem)
     try:
-        content = file_types.describe(path)
+        content = file_types.file_type(path)
     except OSError as error:
-        raise ArtifactError(config.name, f"{path.name} cannot be read: {brief(error)}") from error
+        raise ArtifactError(
+            config.name, f"{path.name} cannot be read: {summarize(error)}"
+        ) from error
     source = path.with_suffix(".py")
-    if content is Content.STATE_DICT and source.is_file():
-        return _with_weights(config, Kind.MODULE, source, source.stem)
+    if content is FileType.STATE_DICT and source.is_file():
+        return _with_weights(config, ArtifactType.MODULE, source, source.stem)
     if content not in _KINDS:
         raise ArtifactError(
             config.name,
             f"{path.name} is {content.value}",
             expected="TorchScript, a torch.export program, an AOTInductor package, or a model.py"
             " that defines the module",
-            cure=file_types.cure(content, path),
+            cure=file_types.advice(content, path),
         )
     return Artifact(_KINDS[content], path)
 
@@ -214,7 +216,7 @@ def _model_file(config: ModelConfig) -> Path:
     folder, options = config.version_folder, config.options
     names = _candidates(config.default_model_filename)
     if names[0] not in _DEFAULTS:  # a default name may be a link to a store of models
-        refuse_outside(config, "default_model_filename", names[0])
+        check_inside(config, "default_model_filename", names[0])
     paths = [folder / name for name in names]
     present = [
         path for path in paths if path.is_file() or (path.suffix == ".mar" and path.is_dir())
@@ -242,18 +244,18 @@ def _candidates(named: str | None) -> tuple[str, ...]:
     return ("model.pt", "model.py", "model.pt2") if named == "model.pt" else (named,)
 
 
-def _with_weights(config: ModelConfig, kind: Kind, path: Path, stem: str) -> Artifact:
+def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str) -> Artifact:
     name = config.options.weights
     if name is not None and name.lower() == "none":
         return Artifact(kind, path, weightless=True)
-    folder = path if kind is Kind.FACTORY else path.parent
+    folder = path if kind is ArtifactType.FACTORY else path.parent
     weights = _inside(config, "WEIGHTS", name) if name else _weights_in(config, folder, stem)
     return Artifact(kind, path, weights)
 
 
 def _inside(config: ModelConfig, option: str, name: str) -> Path:
     """Return the file that an option names; it is in the version folder, or in the model's."""
-    refuse_outside(config, option, name)
+    check_inside(config, option, name)
     path = config.version_folder / name
     if not path.is_file():
         raise ArtifactError(
@@ -264,7 +266,7 @@ def _inside(config: ModelConfig, option: str, name: str) -> Path:
     return path
 
 
-def refuse_outside(config: ModelConfig, option: str, name: str, folder: Path | None = None) -> None:
+def check_inside(config: ModelConfig, option: str, name: str, folder: Path | None = None) -> None:
     """Raise if a file name leads out of the model's folder, also through a link.
 
     Args:
@@ -309,5 +311,5 @@ def _shards(weights: Path) -> list[Path]:
     try:
         names = file_types.shards(weights)
         return [path for name in names if (path := weights.parent / name).is_file()]
-    except (OSError, *file_types.NO_INDEX):  # OSError: a name is too long
+    except (OSError, *file_types.INDEX_ERRORS):  # OSError: a name is too long
         return []

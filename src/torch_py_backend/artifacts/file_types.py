@@ -21,7 +21,7 @@ _INFLATION = 100
 _LISTED_BYTES = 1 << 24
 
 
-class Content(enum.Enum):
+class FileType(enum.Enum):
     """The type of a file."""
 
     TORCHSCRIPT = "TorchScript"
@@ -43,12 +43,12 @@ class Content(enum.Enum):
     UNKNOWN = "not a file that torch.save, torch.jit.save or torch.export.save wrote"
 
 
-def cure(found: Content, path: Path) -> str:
+def advice(found: FileType, path: Path) -> str:
     """Return what to do with a file that cannot be served."""
     source = f"{path.stem}.py beside it"
-    if found in (Content.STATE_DICT, Content.SAFETENSORS):
+    if found in (FileType.STATE_DICT, FileType.SAFETENSORS):
         return f"Put the class that it belongs to in {source}."
-    if found is Content.PICKLED_MODULE:
+    if found is FileType.PICKLED_MODULE:
         return (
             "Pickles can run any code and are not loaded. Save module.state_dict() instead and"
             f" put the class in {source}, or save TorchScript or a torch.export program."
@@ -57,98 +57,98 @@ def cure(found: Content, path: Path) -> str:
 
 
 _CURES = {
-    Content.ONNX: "Triton's onnxruntime backend serves it; here, export the PyTorch model.",
-    Content.TENSORFLOW: "This backend serves PyTorch models; convert it first.",
-    Content.HTML: "Download it again; the page may say why that failed.",
-    Content.GIT_LFS: "Fetch the file with `git lfs pull`.",
-    Content.COMPRESSED: "Unpack it, and put the model file itself here.",
-    Content.BOMB: "Load it with torch.load and write it again with torch.save.",
+    FileType.ONNX: "Triton's onnxruntime backend serves it; here, export the PyTorch model.",
+    FileType.TENSORFLOW: "This backend serves PyTorch models; convert it first.",
+    FileType.HTML: "Download it again; the page may say why that failed.",
+    FileType.GIT_LFS: "Fetch the file with `git lfs pull`.",
+    FileType.COMPRESSED: "Unpack it, and put the model file itself here.",
+    FileType.BOMB: "Load it with torch.load and write it again with torch.save.",
 }
 
 # The first bytes of files.
 _MAGIC = (
-    (b"version https://git-lfs", Content.GIT_LFS),
-    (b"\x1f\x8b", Content.COMPRESSED),
-    (b"BZh", Content.COMPRESSED),
-    (b"\xfd7zXZ", Content.COMPRESSED),
-    (b"(\xb5/\xfd", Content.COMPRESSED),
-    (b"\x89HDF", Content.TENSORFLOW),
-    (b"\x93NUMPY", Content.NUMPY),
+    (b"version https://git-lfs", FileType.GIT_LFS),
+    (b"\x1f\x8b", FileType.COMPRESSED),
+    (b"BZh", FileType.COMPRESSED),
+    (b"\xfd7zXZ", FileType.COMPRESSED),
+    (b"(\xb5/\xfd", FileType.COMPRESSED),
+    (b"\x89HDF", FileType.TENSORFLOW),
+    (b"\x93NUMPY", FileType.NUMPY),
 )
 _HTML = (b"<!doctype html", b"<html", b"<?xml")
 
 
-def describe(path: Path) -> Content:
+def file_type(path: Path) -> FileType:
     """Return the type of a file from its first bytes and its zip members."""
     with path.open("rb") as file:
         head = file.read(64)
         if head.startswith(b"\x80"):  # a pickle's first opcode: torch.save before torch 1.6
             return _describe_pickle(head + file.read(_PICKLE_BYTES))
     if not head:
-        return Content.EMPTY
+        return FileType.EMPTY
     if not head.startswith(b"PK"):
         return _describe_head(path, head)
     try:
-        with Bounded(path) as bounded, zipfile.ZipFile(bounded) as archive:
+        with BoundedFile(path) as bounded, zipfile.ZipFile(bounded) as archive:
             return _describe_archive(archive)
-    except CrowdedError:
-        return Content.CROWDED
+    except DirectoryTooLargeError:
+        return FileType.CROWDED
     except Exception:  # zipfile, zlib, lzma and bz2 raise different errors
-        return Content.TRUNCATED
+        return FileType.TRUNCATED
 
 
-class CrowdedError(Exception):
+class DirectoryTooLargeError(Exception):
     """The central directory of a zip is too large."""
 
 
-class Bounded(io.FileIO):
+class BoundedFile(io.FileIO):
     """A file with a limit per read: a zip states the size of its central directory itself."""
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > _LISTED_BYTES:
-            raise CrowdedError
+            raise DirectoryTooLargeError
         return super().read(size) or b""
 
 
-def _describe_head(path: Path, head: bytes) -> Content:
+def _describe_head(path: Path, head: bytes) -> FileType:
     for magic, content in _MAGIC:
         if head.startswith(magic):
             return content
     if head.lstrip().lower().startswith(_HTML):
-        return Content.HTML
+        return FileType.HTML
     if path.suffix == ".onnx" or b"onnx" in head or (head[:1] == b"\x08" and b"pytorch" in head):
-        return Content.ONNX
+        return FileType.ONNX
     if path.name == "saved_model.pb":
-        return Content.TENSORFLOW
+        return FileType.TENSORFLOW
     # safetensors: eight bytes with the length of the JSON header.
     if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < path.stat().st_size:
-        return Content.SAFETENSORS
-    return Content.UNKNOWN
+        return FileType.SAFETENSORS
+    return FileType.UNKNOWN
 
 
-def _describe_archive(archive: zipfile.ZipFile) -> Content:
+def _describe_archive(archive: zipfile.ZipFile) -> FileType:
     members = archive.namelist()
     if any("/data/aotinductor/" in name for name in members):
-        return Content.AOTI
+        return FileType.AOTI
     if any(_is_program(name) for name in members):
-        return Content.EXPORTED
+        return FileType.EXPORTED
     if any("/code/" in name or name.endswith("/constants.pkl") for name in members):
-        return Content.TORCHSCRIPT
+        return FileType.TORCHSCRIPT
     if any(name.endswith(("keras_metadata.pb", "model.weights.h5")) for name in members):
-        return Content.TENSORFLOW
+        return FileType.TENSORFLOW
     return _describe_saved(archive)
 
 
-def _describe_saved(archive: zipfile.ZipFile) -> Content:
+def _describe_saved(archive: zipfile.ZipFile) -> FileType:
     """Return the type of a zip archive that torch.save may have written."""
     pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
     if not pickles:
-        return Content.UNKNOWN
+        return FileType.UNKNOWN
     entries = archive.infolist()
     # torch.save does not compress. Tools that repack its files reach about half of their size.
     compressed = sum(entry.compress_size for entry in entries)
     if sum(entry.file_size for entry in entries) > _INFLATION * compressed:
-        return Content.BOMB
+        return FileType.BOMB
     with archive.open(pickles[0]) as file:
         return _describe_pickle(file.read(_PICKLE_BYTES))
 
@@ -160,7 +160,7 @@ def _is_program(name: str) -> bool:
     )
 
 
-def unmappable(weights: Path) -> str:
+def mmap_obstacle(weights: Path) -> str:
     """Return why a weights file cannot be mapped into memory; empty if it can.
 
     Raises:
@@ -180,7 +180,7 @@ def unmappable(weights: Path) -> str:
 def aoti_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of an AOTInductor package about its target; empty if it has none."""
     try:
-        with Bounded(path) as bounded, zipfile.ZipFile(bounded) as archive:
+        with BoundedFile(path) as bounded, zipfile.ZipFile(bounded) as archive:
             for name in archive.namelist():
                 if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
                     with archive.open(name) as file:
@@ -190,13 +190,13 @@ def aoti_metadata(path: Path) -> dict[str, str]:
     return {}
 
 
-def built_for_gpu(path: Path) -> bool:
+def is_cuda_package(path: Path) -> bool:
     """Return whether a file is an AOTInductor package for a CUDA device."""
     return aoti_metadata(path).get("AOTI_DEVICE_KEY") == "cuda"
 
 
 # The errors of `shards` for an invalid index.
-NO_INDEX = (ValueError, LookupError, AttributeError, TypeError, RecursionError)
+INDEX_ERRORS = (ValueError, LookupError, AttributeError, TypeError, RecursionError)
 
 
 def shards(index: Path) -> list[str]:
@@ -222,11 +222,11 @@ def _strings(data: bytes) -> dict[str, str]:
     return {name: value for name, value in entries if isinstance(value, str)}
 
 
-def _describe_pickle(pickled: bytes) -> Content:
+def _describe_pickle(pickled: bytes) -> FileType:
     foreign = any(
         name.startswith(_CODE) or name.split(".")[0] not in _DATA for name in _named(pickled)
     )
-    return Content.PICKLED_MODULE if foreign else Content.STATE_DICT
+    return FileType.PICKLED_MODULE if foreign else FileType.STATE_DICT
 
 
 # Packages that pickles of tensors and containers name; and packages of torch that contain code.

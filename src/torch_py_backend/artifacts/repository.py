@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from torch_py_backend.errors import ConfigError, ServerError, shown
+from torch_py_backend.errors import ConfigError, ServerError, join_names
 
 
 def models(path: Path) -> list[Path]:
@@ -66,7 +66,7 @@ def latest(folder: Path) -> str:
         nested = [] if _has_config(folder) else models(folder)
         if nested:
             raise ConfigError(
-                folder.name, f"{folder} is a repository; name one of {shown(map(str, nested))}"
+                folder.name, f"{folder} is a repository; name one of {join_names(map(str, nested))}"
             )
         raise ConfigError(
             folder.name,

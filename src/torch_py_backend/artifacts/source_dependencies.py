@@ -17,7 +17,7 @@ from torch_py_backend.errors import ArtifactError
 _SERVED = "model"
 
 
-def of_source(model: str, source: Path, weights: Path | None = None) -> dict[str, Path]:
+def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Path]:
     """Return the files of a source file by their names in a version folder, where it is model.py.
 
     Args:
@@ -66,7 +66,7 @@ def _shards(index: Path | None) -> dict[str, Path]:
         return {}
     try:
         names = file_types.shards(index)
-    except file_types.NO_INDEX:
+    except file_types.INDEX_ERRORS:
         return {}
     inside = [
         name

@@ -12,7 +12,7 @@ _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.GeneratorExp)
 
 
-def in_source(path: Path, *, named: str | None = None, method: str | None = None) -> bool:
+def is_streaming(path: Path, *, named: str | None = None, method: str | None = None) -> bool:
     """Return whether the model of a source file is a generator, or has begin() and step().
 
     Args:

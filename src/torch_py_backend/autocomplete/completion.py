@@ -9,13 +9,13 @@ from typing import Any
 
 from torch_py_backend.artifacts import stream_detection
 from torch_py_backend.config import options
-from torch_py_backend.errors import ConfigError, shown
+from torch_py_backend.errors import ConfigError, join_names
 from torch_py_backend.processes import child_process
 
 _NO_TYPE = "TYPE_INVALID"
 
 
-def needed(document: Mapping[str, Any]) -> bool:
+def is_incomplete(document: Mapping[str, Any]) -> bool:
     """Return whether a config lacks inputs or outputs, or one of them lacks its type or dims."""
     return any(
         not document.get(role) or not all(_is_complete(entry) for entry in document[role])
@@ -27,7 +27,7 @@ def _is_complete(entry: Mapping[str, Any]) -> bool:
     return entry.get("data_type", _NO_TYPE) != _NO_TYPE and bool(entry.get("dims"))
 
 
-def decide(document: dict[str, Any], version_folder: Path) -> bool:
+def set_decoupled(document: dict[str, Any], version_folder: Path) -> bool:
     """Make a complete config decoupled if it does not say and forward() in model.py yields.
 
     The source is parsed and the model is not loaded, which would take seconds in each load. A model
@@ -47,7 +47,7 @@ def decide(document: dict[str, Any], version_folder: Path) -> bool:
     class_name, method = (
         parameters.get(key, {}).get("string_value") for key in ("MODEL_CLASS", "METHOD")
     )
-    if not stream_detection.in_source(path, named=class_name, method=method):
+    if not stream_detection.is_streaming(path, named=class_name, method=method):
         return False
     document["model_transaction_policy"] = {"decoupled": True}
     return True
@@ -148,7 +148,7 @@ def _fill_entries(
                 model,
                 f"{role} '{entry['name']}' lacks data_type or dims, and the model has no such"
                 f" {role}",
-                expected=f"names among {shown(by_name)}",
+                expected=f"names among {join_names(by_name)}",
             )
         data_type = entry.get("data_type", _NO_TYPE)
         if data_type not in (_NO_TYPE, match["data_type"]):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching import output_extraction, runtime
 from torch_py_backend.batching.gather_scatter import Item, Value
-from torch_py_backend.batching.grouping import Intake
+from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.config import dtypes, model_config
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.errors import (
@@ -27,10 +27,10 @@ from torch_py_backend.errors import (
     InputError,
     LoadError,
     SourceError,
-    shown,
+    join_names,
 )
 from torch_py_backend.hooks import user_hooks
-from torch_py_backend.hooks.hooked_pipeline import Stages
+from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.loading import (
     aotinductor,
@@ -45,8 +45,8 @@ from torch_py_backend.sequences import initial_states, state_store
 from torch_py_backend.signature import results
 from torch_py_backend.signature.binding import (
     Argument,
+    ArgumentType,
     Passing,
-    Takes,
     bind_inputs,
     ordinal,
 )
@@ -62,14 +62,14 @@ _DEFAULT_BATCH_SIZE = 8
 _LARGEST_BATCH_SIZE = 4096
 _NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
 # The data types and dims of annotations.
-_ANNOTATED: Mapping[Takes, tuple[str, tuple[int, ...]]] = {
-    Takes.INT: ("INT64", ()),
-    Takes.FLOAT: ("FP32", ()),
-    Takes.BOOL: ("BOOL", ()),
-    Takes.STR: ("BYTES", ()),
-    Takes.RAW: ("BYTES", ()),
-    Takes.STRINGS: ("BYTES", (-1,)),
-    Takes.BYTES: ("BYTES", (-1,)),
+_ANNOTATED: Mapping[ArgumentType, tuple[str, tuple[int, ...]]] = {
+    ArgumentType.INT: ("INT64", ()),
+    ArgumentType.FLOAT: ("FP32", ()),
+    ArgumentType.BOOL: ("BOOL", ()),
+    ArgumentType.STR: ("BYTES", ()),
+    ArgumentType.RAW: ("BYTES", ()),
+    ArgumentType.STRINGS: ("BYTES", (-1,)),
+    ArgumentType.BYTES: ("BYTES", (-1,)),
 }
 
 
@@ -100,7 +100,7 @@ def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
     """
     undecided = "model_transaction_policy" not in json.loads(arguments["model_config"])
     config = model_config.parse(arguments, complete=False)
-    schema = _infer(config, undecided=undecided, written=model_config.written_inputs(arguments))
+    schema = _infer(config, undecided=undecided, written=model_config.listed_inputs(arguments))
     return {
         "input": [_entry(spec) for spec in schema.inputs],
         "output": [_entry(spec) for spec in schema.outputs],
@@ -110,7 +110,7 @@ def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def takes(arguments: Mapping[str, str]) -> dict[str, Any]:
+def describe_arguments(arguments: Mapping[str, str]) -> dict[str, Any]:
     """Return the arguments of a model's function, from its signature. The model is not run.
 
     Args:
@@ -175,12 +175,14 @@ def _infer(config: ModelConfig, *, undecided: bool, written: Sequence[TensorSpec
     hooks = user_hooks.load(batched, artifact)
     if hooks is not None:
         return _from_hooks(config, artifact, hooks, written)
-    if undecided and artifact.kind in (Kind.MODULE, Kind.FACTORY):
+    if undecided and artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY):
         # Otherwise, a model that makes streams would be refused.
         config = dataclasses.replace(config, decoupled=True)
-    if artifact.kind is Kind.EXPORTED:
-        return _from_program(config, exported_program.describe_exported(config, artifact.path))
-    if artifact.kind is not Kind.AOTI:  # compiled code reads memory, which meta tensors lack
+    if artifact.kind is ArtifactType.EXPORTED:
+        return _from_program(config, exported_program.describe(config, artifact.path))
+    if (
+        artifact.kind is not ArtifactType.AOTI
+    ):  # compiled code reads memory, which meta tensors lack
         try:
             return _from_example(config, artifact, _META, written)
         except LoadError:
@@ -203,7 +205,7 @@ def _infer(config: ModelConfig, *, undecided: bool, written: Sequence[TensorSpec
 
 def _device(artifact: Artifact) -> torch.device:
     """Return the device for trial runs, which happen before an instance has one."""
-    if artifact.kind is Kind.AOTI:
+    if artifact.kind is ArtifactType.AOTI:
         return aotinductor.device_of(artifact.path)
     return torch.device("cpu")
 
@@ -256,7 +258,7 @@ def _whole_specs(config: ModelConfig, values: Mapping[str, Value]) -> tuple[Tens
 # --- exported programs -------------------------------------------------------------------------
 
 
-def _from_program(config: ModelConfig, described: exported_program.Described) -> Schema:
+def _from_program(config: ModelConfig, described: exported_program.Description) -> Schema:
     """Return the schema that an exported program declares; sizes that are not fixed are -1."""
     first_dims = [dims[:1] for _, _, dims in (*described.inputs, *described.outputs)]
     # A fixed first dimension is not taken for a batch.
@@ -357,9 +359,9 @@ def _run_hooks(
     config: ModelConfig, loaded: Loaded, hooks: Hooks, example: Item, device: torch.device
 ) -> Schema:
     """Run the hooks and the model with an example and return the schema."""
-    surroundings = runtime.surround(config.options, device, ())
+    surroundings = runtime.create(config.options, device, ())
     without_outputs = dataclasses.replace(config, outputs=())
-    pipeline = Stages(without_outputs, loaded.signature, hooks, surroundings)
+    pipeline = HookedPipeline(without_outputs, loaded.signature, hooks, surroundings)
     try:
         with surroundings.guard():
             result, of_row = pipeline.tried(loaded.module, example)
@@ -374,7 +376,7 @@ def _run_hooks(
             cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"
             f" {example_inputs.NAME}.safetensors, or write the outputs into config.pbtxt.",
         ) from error
-    names = results.names(result)
+    names = results.leaf_names(result)
     parts = results.bind_outputs(config.name, names, result, "postprocess()")(result)
     values = {
         name: output_extraction.plain(config.name, name, part)
@@ -465,7 +467,7 @@ def _from_written(
         raise ConfigError(
             config.name,
             "config.pbtxt lists no outputs, and the model returns other outputs for other sizes:"
-            f" {shown(map(str, schema.outputs))}, or {shown(map(str, smaller.outputs))}",
+            f" {join_names(map(str, schema.outputs))}, or {join_names(map(str, smaller.outputs))}",
             cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
         )
     outputs = tuple(map(_with_variable_dims, schema.outputs, smaller.outputs))
@@ -509,7 +511,7 @@ def _with_sequence_inputs(config: ModelConfig, loaded: Loaded, example: Item) ->
     rows = {value.shape[0] for value in example.values() if value.ndim}
     count = rows.pop() if config.max_batch_size and len(rows) == 1 else None
     inputs = _whole_specs(config, example)
-    bound = state_store.bound(dataclasses.replace(config, inputs=inputs), loaded.signature)
+    bound = state_store.with_controls(dataclasses.replace(config, inputs=inputs), loaded.signature)
     return {
         **initial_states.find(config, count),
         **sample_inputs.item(bound, count, example=example),
@@ -534,7 +536,7 @@ class _Outputs(NamedTuple):
 
 
 def _run(config: ModelConfig, loaded: Loaded, example: Item, device: torch.device) -> _Outputs:
-    intake = Intake(config, loaded.signature)
+    intake = Grouping(config, loaded.signature)
     admitted = intake.admit(example)
     if isinstance(admitted, InputError):
         raise admitted
@@ -552,7 +554,7 @@ def _run(config: ModelConfig, loaded: Loaded, example: Item, device: torch.devic
             )
     except Exception as error:  # the model's own code runs here
         raise _forward_error(config, loaded, error) from error
-    names = results.names(result)
+    names = results.leaf_names(result)
     parts = results.bind_outputs(config.name, names, result)(result)
     values = {
         name: output_extraction.plain(config.name, name, part)
@@ -597,7 +599,7 @@ def _grew(once: Mapping[str, Value], twice: Mapping[str, Value], rows: int) -> b
 def _most_rows(
     config: ModelConfig, loaded: Loaded, example: Item, device: torch.device
 ) -> int | None:
-    if loaded.kind is not Kind.AOTI:
+    if loaded.kind is not ArtifactType.AOTI:
         return loaded.rows.most
     inputs = bind_inputs(config.name, list(example), loaded.signature)
     values = [example[name] for name in inputs.names]

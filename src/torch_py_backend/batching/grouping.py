@@ -16,7 +16,7 @@ from torch_py_backend.batching.padding import Pad, Padding
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.model_config import ModelConfig, Origin
 from torch_py_backend.errors import BindingError, InputError
-from torch_py_backend.signature.binding import Inputs, Signature, Takes, bind_inputs
+from torch_py_backend.signature.binding import ArgumentType, InputBinding, Signature, bind_inputs
 
 
 class Group(NamedTuple):
@@ -28,12 +28,12 @@ class Group(NamedTuple):
         positions: the positions of the items among all items of the run.
     """
 
-    inputs: Inputs
+    inputs: InputBinding
     items: Sequence[Item]
     positions: Sequence[int]
 
 
-class Intake:
+class Grouping:
     """Checks and groups a model's items, and converts them to arguments.
 
     Attributes:
@@ -96,7 +96,7 @@ class Intake:
         # Triton leaves inputs on their device then, so items may be on different devices.
         self._any_device = not config.options.force_cpu_only_input_tensors
         self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
-        self._partial: dict[frozenset[str], Inputs] = {}
+        self._partial: dict[frozenset[str], InputBinding] = {}
         cast = config.options.cast_inputs
         self._cast: torch.dtype | None = (
             getattr(torch, dtypes.from_triton(cast).torch or "") if cast else None
@@ -214,7 +214,7 @@ class Intake:
     def _admit_special(self, item: Item) -> Item | InputError:
         admitted = dict(item)
         for name, value in item.items():
-            takes = self._special.get(name, Takes.TENSOR)
+            takes = self._special.get(name, ArgumentType.TENSOR)
             if name in self._strings and not takes.raw:
                 try:
                     # A TorchScript string holds bytes of any encoding.
@@ -267,12 +267,12 @@ class Intake:
             return (shape, value.dtype)
         return (shape, _device(value))
 
-    def _inputs(self, item: Item) -> Inputs:
+    def _inputs(self, item: Item) -> InputBinding:
         if len(item) == len(self._names):
             return self._whole
         return self._bound(frozenset(self._names).difference(item))
 
-    def _bound(self, left_out: frozenset[str]) -> Inputs:
+    def _bound(self, left_out: frozenset[str]) -> InputBinding:
         """Return how items without these inputs are passed; bind each set once."""
         inputs = self._partial.get(left_out)
         if inputs is None:
@@ -281,7 +281,7 @@ class Intake:
             self._partial[left_out] = inputs
         return inputs
 
-    def convert(self, inputs: Inputs, columns: Sequence[Value]) -> Sequence[Any]:
+    def convert(self, inputs: InputBinding, columns: Sequence[Value]) -> Sequence[Any]:
         """Convert columns to arguments of forward(): cast them, make scalars and lists of them."""
         if self._cast is None and not self._special:
             return columns
@@ -290,7 +290,7 @@ class Intake:
             for name, column, takes in zip(inputs.names, columns, inputs.takes, strict=True)
         ]
 
-    def _convert(self, column: Value, takes: Takes) -> Any:
+    def _convert(self, column: Value, takes: ArgumentType) -> Any:
         if takes.scalar:
             return _SCALARS[takes](_flat(column)[0])
         if not isinstance(column, Tensor):
@@ -337,21 +337,21 @@ def count_rows(model: str, item: Item, axes: Mapping[str, int]) -> int | InputEr
 
 
 # Strings are passed as a flat list, as LibTorch does, unless the annotation is a nested list.
-_LISTS: Mapping[Takes, Callable[[Strings], list[Any]]] = {
-    Takes.STRINGS: lambda column: column.ravel().tolist(),
-    Takes.BYTES: lambda column: column.ravel().tolist(),
-    Takes.NESTED_STRINGS: lambda column: column.tolist(),
-    Takes.NESTED_BYTES: lambda column: column.tolist(),
+_LISTS: Mapping[ArgumentType, Callable[[Strings], list[Any]]] = {
+    ArgumentType.STRINGS: lambda column: column.ravel().tolist(),
+    ArgumentType.BYTES: lambda column: column.ravel().tolist(),
+    ArgumentType.NESTED_STRINGS: lambda column: column.tolist(),
+    ArgumentType.NESTED_BYTES: lambda column: column.tolist(),
 }
 
 
-_SCALARS: Mapping[Takes, Callable[[Any], Any]] = {
-    Takes.INT: int,
-    Takes.FLOAT: float,
-    Takes.BOOL: bool,
-    Takes.STR: lambda value: value if isinstance(value, bytes) else str(value),
-    Takes.RAW: lambda value: value if isinstance(value, bytes) else value.encode(),
-    Takes.VALUE: lambda value: value,
+_SCALARS: Mapping[ArgumentType, Callable[[Any], Any]] = {
+    ArgumentType.INT: int,
+    ArgumentType.FLOAT: float,
+    ArgumentType.BOOL: bool,
+    ArgumentType.STR: lambda value: value if isinstance(value, bytes) else str(value),
+    ArgumentType.RAW: lambda value: value if isinstance(value, bytes) else value.encode(),
+    ArgumentType.VALUE: lambda value: value,
 }
 
 
@@ -368,7 +368,7 @@ def _patterns(optional: Sequence[str]) -> Iterator[frozenset[str]]:
         yield from map(frozenset, itertools.combinations(optional, size))
 
 
-def _check_types(config: ModelConfig, function: str, special: Mapping[str, Takes]) -> None:
+def _check_types(config: ModelConfig, function: str, special: Mapping[str, ArgumentType]) -> None:
     """Check that each argument takes the config's type of its input without loss."""
     for spec in config.inputs:
         takes = special.get(spec.name)
@@ -383,7 +383,9 @@ def _check_types(config: ModelConfig, function: str, special: Mapping[str, Takes
             )
 
 
-def _check_batch_inputs(config: ModelConfig, function: str, special: Mapping[str, Takes]) -> None:
+def _check_batch_inputs(
+    config: ModelConfig, function: str, special: Mapping[str, ArgumentType]
+) -> None:
     for batch_input in config.batch_inputs:
         name = batch_input.name
         if name in special:
@@ -396,10 +398,10 @@ def _check_batch_inputs(config: ModelConfig, function: str, special: Mapping[str
 
 
 _ACCEPTED = {
-    Takes.INT: ("INT", "UINT"),
-    Takes.FLOAT: ("FP", "BF16", "INT", "UINT"),
-    Takes.BOOL: ("BOOL",),
-    Takes.VALUE: ("",),  # any type
+    ArgumentType.INT: ("INT", "UINT"),
+    ArgumentType.FLOAT: ("FP", "BF16", "INT", "UINT"),
+    ArgumentType.BOOL: ("BOOL",),
+    ArgumentType.VALUE: ("",),  # any type
 }
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Owned, Part, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
-from torch_py_backend.errors import BackendError, OutputError, brief
+from torch_py_backend.errors import BackendError, OutputError, summarize
 from torch_py_backend.signature import results
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class OutputExtractor:
         self._carried = tuple(state.output for state in config.carried)
         self._verify = verifiers(config)
         # Bound to the structure of the first result.
-        self._outputs: results.Outputs | None = None
+        self._outputs: results.OutputBinding | None = None
 
     def take(self, result: Any, rows: int) -> list[Value]:
         """Return the outputs of a result for `rows` rows, in the config's order.
@@ -107,11 +107,11 @@ class OutputExtractor:
         except Exception as error:  # nested tensors, fake tensors, subclasses
             raise OutputError(
                 self._model,
-                f"the outputs cannot be read: {brief(error)}",
+                f"the outputs cannot be read: {summarize(error)}",
                 expected="dense tensors",
             ) from error
 
-    def _bind(self, result: Any) -> results.Outputs:
+    def _bind(self, result: Any) -> results.OutputBinding:
         """Return what reads the outputs from a result, followed by the states of STATE."""
         outputs = results.bind_outputs(self._model, self._names, result, self._of)
         if not self._carried:

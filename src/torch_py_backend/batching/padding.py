@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item, Value, to_column
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
-from torch_py_backend.errors import ConfigError, shown
+from torch_py_backend.errors import ConfigError, join_names
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Padding:
     def _pad(self, config: ModelConfig, name: str, setting: Mapping[str, Any]) -> Pad:
         spec = self._specs.get(name)
         if spec is None:
-            raise _refusal(config, f"'{name}', which is no input", shown(self._specs))
+            raise _refusal(config, f"'{name}', which is no input", join_names(self._specs))
         if spec.dtype.torch is None:
             raise _refusal(config, f"'{name}', which holds strings", "inputs of numbers")
         axes = tuple(_free_axes(spec))
@@ -151,7 +151,7 @@ class Padding:
     def _add_mask(self, config: ModelConfig, name: str, mask: str) -> None:
         spec, pad = self._specs.get(mask), self.pads[name]
         if spec is None or mask == name or spec.dtype.torch is None:
-            raise _refusal(config, f"the mask '{mask}'", f"another of {shown(self._specs)}")
+            raise _refusal(config, f"the mask '{mask}'", f"another of {join_names(self._specs)}")
         if len(spec.dims) != len(pad.axes) or set(spec.dims) != {-1}:
             raise _refusal(
                 config,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Batch, Gather, Item, Owned, Value
-from torch_py_backend.config.batch_io import BatchInput, Kind
+from torch_py_backend.config.batch_io import BatchInput, BatchInputKind
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import OutputError
 
@@ -115,7 +115,9 @@ def _create(batch_input: BatchInput, items: Sequence[Item]) -> Tensor:
     """Create a batch input on the device of its source."""
     values = [item[batch_input.source] for item in items]
     shapes = [value.shape for value in values]
-    if batch_input.kind is Kind.MAX_ELEMENT_COUNT_AS_SHAPE:  # only its shape has a meaning
+    if (
+        batch_input.kind is BatchInputKind.MAX_ELEMENT_COUNT_AS_SHAPE
+    ):  # only its shape has a meaning
         numbers = np.zeros(max(map(math.prod, shapes)), dtype=batch_input.dtype.numpy)
     else:
         numbers = np.array(_NUMBERS[batch_input.kind](shapes), dtype=batch_input.dtype.numpy)
@@ -127,16 +129,16 @@ def _item_shapes(shapes: _Shapes) -> list[list[int]]:
     return [list(shape[1:]) for shape in shapes for _ in range(shape[0])]
 
 
-_NUMBERS: Mapping[Kind, Callable[[_Shapes], list[Any]]] = {
-    Kind.ELEMENT_COUNT: lambda shapes: list(map(math.prod, shapes)),
-    Kind.ACCUMULATED_ELEMENT_COUNT: lambda shapes: list(
+_NUMBERS: Mapping[BatchInputKind, Callable[[_Shapes], list[Any]]] = {
+    BatchInputKind.ELEMENT_COUNT: lambda shapes: list(map(math.prod, shapes)),
+    BatchInputKind.ACCUMULATED_ELEMENT_COUNT: lambda shapes: list(
         itertools.accumulate(map(math.prod, shapes))
     ),
-    Kind.ACCUMULATED_ELEMENT_COUNT_WITH_ZERO: lambda shapes: list(
+    BatchInputKind.ACCUMULATED_ELEMENT_COUNT_WITH_ZERO: lambda shapes: list(
         itertools.accumulate(map(math.prod, shapes), initial=0)
     ),
-    Kind.ITEM_SHAPE: _item_shapes,
-    Kind.ITEM_SHAPE_FLATTEN: lambda shapes: list(
+    BatchInputKind.ITEM_SHAPE: _item_shapes,
+    BatchInputKind.ITEM_SHAPE_FLATTEN: lambda shapes: list(
         itertools.chain.from_iterable(_item_shapes(shapes))
     ),
 }

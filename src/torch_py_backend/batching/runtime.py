@@ -75,7 +75,7 @@ class Runtime:
         return outputs
 
 
-def contexts(device: torch.device) -> tuple[bool, int]:
+def thread_state(device: torch.device) -> tuple[bool, int]:
     """Return thread state that a model may leave changed: autocast, and the torch.device stack."""
     return torch.is_autocast_enabled(device.type), torch._C._len_torch_function_stack()
 
@@ -178,7 +178,7 @@ def free_memory(device: torch.device | None) -> Callable[[], int] | None:
     return lambda: torch.cuda.mem_get_info(device)[0]
 
 
-def settle(options: Options, threads: Threads) -> None:
+def set_switches(options: Options, threads: Threads) -> None:
     """Set PyTorch's process-wide switches: a process serves one instance of one model.
 
     Call it once, in the thread that runs the model, before the model is loaded.
@@ -203,7 +203,7 @@ def _optimize(wanted: bool) -> None:  # noqa: FBT001  the signature of torch's o
     torch._C._set_graph_executor_optimize(wanted)
 
 
-def surround(options: Options, device: torch.device | None, weights: Iterable[Tensor]) -> Runtime:
+def create(options: Options, device: torch.device | None, weights: Iterable[Tensor]) -> Runtime:
     """Return the runtime for a loaded model.
 
     Args:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_py_backend.errors import OutputError
 
 
-def sent(tree: Any, device: torch.device) -> Any:
+def to_device(tree: Any, device: torch.device) -> Any:
     """Move the tensors of a tree to a device; return the same tree if they are there already."""
     return changed(tree, lambda tensor: tensor if tensor.device == device else tensor.to(device))
 

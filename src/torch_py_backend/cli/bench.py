@@ -263,7 +263,7 @@ def _payloads(plan: _Plan, target: Model, folder: Path | None) -> tuple[str, lis
         example = folder / repository.latest(folder) / payloads.EXAMPLE
         if example.is_file():
             return example.name, payloads.read(example, target, plan.rows)
-    return "made up", payloads.made_up(target, plan.rows, plan.seed)
+    return "made up", payloads.generate(target, plan.rows, plan.seed)
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:

@@ -45,7 +45,7 @@ def check(
             reports.append(_report(folder, timeout, traceback=traceback))
             if not as_json:
                 _print_model(console, reports[-1])
-    problems = list(preflight.environment())
+    problems = list(preflight.machine_problems())
     if not folders:
         problems.append(f"{path} holds no models; expected folders with a config.pbtxt.")
     if as_json:
@@ -58,7 +58,7 @@ def check(
 
 def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
     """Load a model in a child process, and return what `check --json` prints for it."""
-    notes = list(preflight.folder(folder))
+    notes = list(preflight.folder_problems(folder))
     deadline = time.monotonic() + timeout
     try:
         document = pbtxt.read(folder)
@@ -71,14 +71,14 @@ def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
                 f"config.pbtxt names the model '{document['name']}'",
                 expected="the folder's name; Triton refuses another",
             )
-        preflight.execution_environment(folder, document)
+        preflight.check_execution_environment(folder, document)
         version = repository.latest(folder)
-        incomplete = completion.needed(document)
+        incomplete = completion.is_incomplete(document)
         if incomplete:
             arguments = pbtxt.arguments(folder, version, document)
             completion.complete(arguments, document, timeout)
         else:
-            completion.decide(document, folder / version)
+            completion.set_decoupled(document, folder / version)
         remaining = max(0.0, round(deadline - time.monotonic(), 1))
         report = model_folder.inspect(folder, version, document, remaining)
     except BackendError as error:
@@ -88,7 +88,7 @@ def _report(folder: Path, timeout: float, *, traceback: bool) -> dict[str, Any]:
     if incomplete:
         notes.append("config.pbtxt leaves out inputs or outputs; they come from the model.")
     if report["hooks"]:
-        notes.extend(preflight.waits(document))
+        notes.extend(preflight.idle_gpu_notes(document))
     return {"model": folder.name, "version": version, "notes": notes, **report}
 
 

@@ -27,7 +27,7 @@ from torch_py_backend.errors import (
 from torch_py_backend.tools import model_folder
 from torch_py_backend.torchserve import mar_archive, migration
 from torch_py_backend.torchserve.mar_archive import Limits
-from torch_py_backend.torchserve.migration import Migration, Wishes
+from torch_py_backend.torchserve.migration import Migration, MigrationOptions
 
 _NAME = re.compile(r"[\w-][\w.\- ]*")
 # An example is a file with the name of an input.
@@ -76,7 +76,7 @@ def import_mar(
         raise ArchiveError(
             "--input", f"it is {', '.join(inputs or ())}", expected="names, each once"
         )
-    wishes = Wishes(tuple(inputs or ()), content_type, example is not None)
+    wishes = MigrationOptions(tuple(inputs or ()), content_type, example is not None)
     parent = (output.absolute().parent if output is not None else Path.cwd()).resolve()
     if output is not None:  # checked before gigabytes are unpacked
         _refuse_name(output.absolute().name, parent)

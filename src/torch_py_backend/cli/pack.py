@@ -33,7 +33,7 @@ def pack(
 ) -> None:
     """Pack a Python environment for EXECUTION_ENV_PATH, with the packages of one model."""
     stub_python, numpy_1 = _stub_python(python)
-    environment = packing.look(env)
+    environment = packing.inspect(env)
     packing.check(environment, stub_python, numpy_1=numpy_1)
     path = output or Path(f"{environment.folder.name}{packing.SUFFIX}")
     console = Console(soft_wrap=True, highlight=False, emoji=False, markup=False)
@@ -51,7 +51,7 @@ def _stub_python(python: str) -> tuple[str, bool]:
         return python, False
     try:
         triton = tritonserver.find()
-        return tritonserver.stub_python(triton), preflight.garbles_numpy_2(triton)
+        return tritonserver.stub_python(triton), preflight.corrupts_numpy_2(triton)
     except ServerError as error:
         raise PackError(
             f"the Python of the server's stub is not known: {error} Or name it: --python 3.12."

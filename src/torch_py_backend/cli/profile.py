@@ -86,10 +86,10 @@ def _arguments(folder: Path, timeout: float) -> dict[str, str]:
     """What Triton would pass, the config completed as a server would."""
     document = pbtxt.read(folder)
     version = repository.latest(folder)
-    if completion.needed(document):
+    if completion.is_incomplete(document):
         completion.complete(pbtxt.arguments(folder, version, document), document, timeout)
     else:
-        completion.decide(document, folder / version)
+        completion.set_decoupled(document, folder / version)
     return pbtxt.arguments(folder, version, document)
 
 

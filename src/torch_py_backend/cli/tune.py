@@ -157,11 +157,11 @@ class _Results:
 def _document(folder: Path) -> dict[str, Any]:
     """Return the model's config, completed as by a server."""
     document = pbtxt.read(folder)
-    if completion.needed(document):
+    if completion.is_incomplete(document):
         arguments = pbtxt.arguments(folder, repository.latest(folder), document)
         completion.complete(arguments, document)
     else:
-        completion.decide(document, folder / repository.latest(folder))
+        completion.set_decoupled(document, folder / repository.latest(folder))
     if document.get("model_transaction_policy", {}).get("decoupled"):
         raise TuneError(
             f"model '{folder.name}' is decoupled; expected one that gives one answer to a request."
@@ -180,12 +180,12 @@ def _check(plan: Plan, results: _Results) -> None:
         )
     _edited(plan, plan.current())
     if results.folder is not None:
-        tuned_settings.refuse_unwritable(results.folder)
-        tuned_settings.chosen(results.folder, "")  # raises for a damaged tuned.json
+        tuned_settings.check_writable(results.folder)
+        tuned_settings.read_choice(results.folder, "")  # raises for a damaged tuned.json
     if results.json_path is not None:
-        tuned_settings.refuse_unwritable(results.json_path.absolute().parent)
+        tuned_settings.check_writable(results.json_path.absolute().parent)
     if not results.dry_run and not plan.automatic:
-        tuned_settings.refuse_unwritable(plan.folder)
+        tuned_settings.check_writable(plan.folder)
     if results.folder is not None and not tuning_report.can_plot():
         _ERR.print("no plot: matplotlib is missing; pip install 'torch-py-backend[tune]'")
 
@@ -239,7 +239,7 @@ def _save(tuning: Tuning, results: _Results, choice: Row | None) -> None:
     for sentence in tuning_report.failures(tuning.rows):
         _OUT.print(sentence, markup=False)
     _OUT.print(f"inputs: {tuning.inputs}; tolerance {plan.max_error:g}; by {plan.prefer.value}")
-    machine = tuned_settings.machine()
+    machine = tuned_settings.machine_facts()
     conditions = {
         "inputs": tuning.inputs,
         "max_error": plan.max_error,
@@ -250,17 +250,17 @@ def _save(tuning: Tuning, results: _Results, choice: Row | None) -> None:
     }
     entry = tuning_report.entry(machine, tuning.rows, choice, conditions)
     if results.json_path is not None:
-        tuned_settings.replace(results.json_path, json.dumps(entry, indent=2).encode())
+        tuned_settings.write_atomically(results.json_path, json.dumps(entry, indent=2).encode())
         _OUT.print(f"wrote {results.json_path}")
     if results.folder is None:
         return
     fingerprint = tuned_settings.fingerprint(machine)
-    if choice is None and tuned_settings.chosen(results.folder, fingerprint) is not None:
+    if choice is None and tuned_settings.read_choice(results.folder, fingerprint) is not None:
         _OUT.print(
             f"{results.folder / tuned_settings.FILE} keeps its earlier choice for this machine"
         )
         return
-    _OUT.print(f"wrote {tuned_settings.keep(results.folder, entry)}")
+    _OUT.print(f"wrote {tuned_settings.save(results.folder, entry)}")
     if tuning_report.can_plot():
         path = results.folder / tuning_report.PLOT
         title = f"{plan.document['name']} on {machine['processor']}, {machine['cores']} cores"
@@ -296,7 +296,7 @@ def _write_config(plan: Plan, results: _Results, choice: Row) -> None:
         )
         _OUT.print("\n".join(lines), markup=False)
         return
-    tuned_settings.replace(path, edited.encode())
+    tuned_settings.write_atomically(path, edited.encode())
     _OUT.print(f"{chosen}: written into {path}")
 
 

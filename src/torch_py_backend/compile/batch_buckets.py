@@ -7,7 +7,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
 
 
-def plan(config: ModelConfig, takes: Rows, *, fixed: bool) -> Rows:
+def row_counts(config: ModelConfig, takes: Rows, *, fixed: bool) -> Rows:
     """Return how many rows calls have.
 
     Args:

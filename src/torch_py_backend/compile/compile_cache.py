@@ -32,7 +32,7 @@ import torch
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.compile import torch_compile
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ConfigError, PlatformError, brief
+from torch_py_backend.errors import ConfigError, PlatformError, summarize
 from torch_py_backend.processes import private_files
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
     path = folder / f"{config.name}-{digest[:16]}.bundle"
     bundle = Bundle(config.name, path, facts, uses_vectors)
     try:
-        reason = private_files.make(folder)
+        reason = private_files.create(folder)
         if reason:
             log.warning(
                 "model '%s': %s is ignored, and nothing is written there: %s. Only its owner may"
@@ -76,7 +76,7 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
         if option is not None:
             raise PlatformError(
                 config.name,
-                f"COMPILE_CACHE_DIR is '{option}', which cannot be written: {brief(error)}",
+                f"COMPILE_CACHE_DIR is '{option}', which cannot be written: {summarize(error)}",
                 cure='Name another folder, or "none".',
             ) from error
         # Not is_file(): it raises if only another user may enter the folder.
@@ -183,7 +183,11 @@ class Bundle:
                 _set_vectors(header["vectors"])
         except Exception as error:  # a file of this name may contain anything
             log.log(
-                level, "model '%s': %s is ignored: %s.", self.model, self.path.name, brief(error)
+                level,
+                "model '%s': %s is ignored: %s.",
+                self.model,
+                self.path.name,
+                summarize(error),
             )
             return False
         return True
@@ -203,7 +207,7 @@ class Bundle:
             _write(self.path, json.dumps(header).encode() + b"\n" + payload)
         except OSError as error:  # a full disk does not prevent serving
             log.warning(
-                "model '%s': %s cannot be kept: %s.", self.model, self.path.name, brief(error)
+                "model '%s': %s cannot be kept: %s.", self.model, self.path.name, summarize(error)
             )
 
 
@@ -215,13 +219,13 @@ def _use_private_folder() -> None:
     """Set inductor's cache to a private folder: any user can create its default folder."""
     folder, reason = os.environ.get(_VARIABLE), ""
     try:
-        reason = private_files.make(Path(folder)) if folder else ""
+        reason = private_files.create(Path(folder)) if folder else ""
     except OSError as error:
-        reason = brief(error)
+        reason = summarize(error)
     if reason:
         log.warning("%s, %s, is not used: %s.", _VARIABLE, folder, reason)
     if reason or not folder:
-        os.environ[_VARIABLE] = str(private_files.of_user())
+        os.environ[_VARIABLE] = str(private_files.user_folder())
 
 
 def _find_vectors(model: str) -> list[str]:
@@ -230,7 +234,7 @@ def _find_vectors(model: str) -> list[str]:
         names = _vectors()
         _set_vectors(names)
     except Exception as error:  # a torch with other internals
-        log.info("model '%s': %s; inductor looks for them itself.", model, brief(error))
+        log.info("model '%s': %s; inductor looks for them itself.", model, summarize(error))
         return []
     return names
 

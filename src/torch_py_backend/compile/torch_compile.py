@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import CompileError, OptionError, brief
+from torch_py_backend.errors import CompileError, OptionError, summarize
 
 log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def requested(config: ModelConfig) -> bool:
     return parameters is not None and not parameters.get("disable", False)
 
 
-def static(config: ModelConfig) -> bool:
+def static_shapes(config: ModelConfig) -> bool:
     """Return whether the config asks for a graph for each shape."""
     parameters = config.options.torch_compile_optional_parameters or {}
     return requested(config) and parameters.get("dynamic") is False
@@ -44,14 +44,14 @@ def by_inductor(config: ModelConfig) -> bool:
     return requested(config) and parameters.get("backend", "inductor") == "inductor"
 
 
-def graphs() -> int:
+def graph_count() -> int:
     """Return how many graphs this process has compiled or loaded from a cache."""
     count: int = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     return count
 
 
 def apply(
-    config: ModelConfig, kind: Kind, module: Callable[..., Any], counts: Counts
+    config: ModelConfig, kind: ArtifactType, module: Callable[..., Any], counts: Counts
 ) -> Compiled | None:
     """Compile a module if the config asks for it; None: it is served without torch.compile.
 
@@ -65,9 +65,9 @@ def apply(
         OptionError: torch.compile does not accept the parameters.
     """
     # The model of a TorchServe handler is compiled by its loader.
-    if not requested(config) or kind is Kind.TORCHSERVE:
+    if not requested(config) or kind is ArtifactType.TORCHSERVE:
         return None
-    if kind in (Kind.TORCHSCRIPT, Kind.AOTI):
+    if kind in (ArtifactType.TORCHSCRIPT, ArtifactType.AOTI):
         log.warning(
             "model '%s': TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect on %s.",
             config.name,
@@ -75,7 +75,7 @@ def apply(
         )
         return None
     parameters = config.options.torch_compile_optional_parameters or {}
-    if static(config):
+    if static_shapes(config):
         # There is one graph for each row count, and torch compiles no more than its limits allow.
         dynamo, graphs = torch._dynamo.config, config.max_batch_size + 1
         dynamo.recompile_limit = max(dynamo.recompile_limit, graphs)
@@ -86,7 +86,7 @@ def apply(
     try:
         compiled = torch.compile(_traced(module, eager_calls), **parameters)
     except Exception as error:  # torch.compile raises various errors for unknown values
-        raise refusal(config, error) from error
+        raise parameter_error(config, error) from error
     return Compiled(config, module, compiled, eager_calls)
 
 
@@ -128,13 +128,13 @@ class _EagerCalls:
             )
 
 
-def refusal(config: ModelConfig, error: Exception) -> OptionError:
+def parameter_error(config: ModelConfig, error: Exception) -> OptionError:
     """Return the error for parameters that torch.compile does not accept."""
     return OptionError(
         config.name,
         "TORCH_COMPILE_OPTIONAL_PARAMETERS",
         json.dumps(config.options.torch_compile_optional_parameters or {}),
-        f"what torch.compile takes ({brief(error)})",
+        f"what torch.compile takes ({summarize(error)})",
     )
 
 
@@ -175,7 +175,7 @@ class Compiled:
         except Exception as error:  # an error of the compiler, or of the model
             result = self._eager(*args, **kwargs)  # raises an error of the model again
             # Dynamo wraps the errors of compiler backends.
-            reason = brief(getattr(error, "inner_exception", error))
+            reason = summarize(getattr(error, "inner_exception", error))
             if self._required:
                 raise CompileError(self._model, reason) from error
             log.warning("model '%s' cannot be compiled and runs eagerly: %s.", self._model, reason)

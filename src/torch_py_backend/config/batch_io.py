@@ -9,14 +9,14 @@ from typing import Any
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.dtypes import DType
-from torch_py_backend.errors import ConfigError, shown
+from torch_py_backend.errors import ConfigError, join_names
 
 # The types that Triton's core accepts.
 _DATA_TYPES = ("TYPE_INT32", "TYPE_FP32")
 _SCATTER = "BATCH_SCATTER_WITH_INPUT_SHAPE"
 
 
-class Kind(enum.Enum):
+class BatchInputKind(enum.Enum):
     """The function of the source's shapes in a batch that a batch input contains."""
 
     ELEMENT_COUNT = "BATCH_ELEMENT_COUNT"
@@ -39,7 +39,7 @@ class BatchInput:
     """
 
     name: str
-    kind: Kind
+    kind: BatchInputKind
     dtype: DType
     source: str
 
@@ -70,14 +70,14 @@ def parse_inputs(model: str, document: Mapping[str, Any]) -> tuple[BatchInput, .
     Raises:
         ConfigError: `batch_input` has unknown values, or does not fit the config's inputs.
     """
-    known = {kind.value: kind for kind in Kind}
+    known = {kind.value: kind for kind in BatchInputKind}
     parsed = []
     taken = {entry["name"] for entry in document.get("input", ())}
     for entry in document.get("batch_input", ()):
-        kind = known.get(entry.get("kind", Kind.ELEMENT_COUNT.value))
+        kind = known.get(entry.get("kind", BatchInputKind.ELEMENT_COUNT.value))
         if kind is None:
             raise ConfigError(
-                model, f"batch_input has the kind {entry['kind']}", expected=shown(known)
+                model, f"batch_input has the kind {entry['kind']}", expected=join_names(known)
             )
         if entry.get("data_type") not in _DATA_TYPES:
             raise ConfigError(
@@ -125,7 +125,7 @@ def parse_outputs(model: str, document: Mapping[str, Any]) -> tuple[BatchOutput,
                 raise ConfigError(
                     model,
                     f"batch_output names '{name}', {problem}",
-                    expected=f"names among {shown(dims)}, each once",
+                    expected=f"names among {join_names(dims)}, each once",
                 )
             if -1 in dims[name][len(source_dims[source]) :]:
                 raise ConfigError(
@@ -162,7 +162,7 @@ def _source(
         raise ConfigError(
             model,
             f"{role} {kind} has the source_input '{source}', which is no input",
-            expected=f"one of {shown(inputs)}",
+            expected=f"one of {join_names(inputs)}",
         )
     if inputs[source].get("optional"):
         raise ConfigError(

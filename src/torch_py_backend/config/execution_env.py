@@ -23,13 +23,13 @@ MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY"
 _LIBRARY = re.compile(r"(?:\./)?lib(?:64)?/python(3\.\d+)/.")
 
 
-def named(document: Mapping[str, Any]) -> str:
+def environment_path(document: Mapping[str, Any]) -> str:
     """Return the environment of a config (Triton's JSON); empty if it names none."""
     entry: Mapping[str, str] = document.get("parameters", {}).get(KEY, {})
     return entry.get("string_value", "")
 
 
-def refuse_another_python(model: str, environment: str) -> None:
+def check_running_python(model: str, environment: str) -> None:
     """Raise if the environment of this stub is for another version of Python.
 
     Args:
@@ -60,7 +60,7 @@ def check(folder: Path, document: Mapping[str, Any], stub: str) -> None:
         PlatformError: it cannot be read, is not an environment, or is for another version of
             Python.
     """
-    environment = named(document)
+    environment = environment_path(document)
     if not environment:
         return
     path = Path(environment.replace(MODEL_FOLDER, str(folder)))

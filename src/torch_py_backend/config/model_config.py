@@ -12,7 +12,7 @@ from typing import Any
 from torch_py_backend.config import batch_io, conflicts, dtypes, options, sequence_config
 from torch_py_backend.config.batch_io import BatchInput, BatchOutput
 from torch_py_backend.config.options import Options
-from torch_py_backend.config.sequence_config import Sequencing, State
+from torch_py_backend.config.sequence_config import SequenceConfig, State
 from torch_py_backend.errors import ConfigError
 
 
@@ -85,7 +85,7 @@ class ModelConfig:
     default_model_filename: str | None
     python_runtime: bool
     options: Options
-    sequencing: Sequencing | None = None
+    sequencing: SequenceConfig | None = None
     decoupled: bool = False
     batch_inputs: tuple[BatchInput, ...] = ()
     batch_outputs: tuple[BatchOutput, ...] = ()
@@ -163,7 +163,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     return config
 
 
-def written_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
+def listed_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
     """Return the inputs that a config lists; empty if one of them lacks its type or dims.
 
     Raises:

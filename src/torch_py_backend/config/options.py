@@ -156,7 +156,7 @@ def _device(value: Any) -> str:
     return "cuda:0" if value == "cuda" else value
 
 
-def devices(text: str) -> dict[str, str]:
+def parse_device_map(text: str) -> dict[str, str]:
     """Parse a device map in JSON.
 
     Raises:
@@ -170,7 +170,7 @@ def devices(text: str) -> dict[str, str]:
 
 def _device_map(text: str) -> dict[str, str] | str:
     name = _text(text)
-    return name if name.endswith(".json") else devices(text)
+    return name if name.endswith(".json") else parse_device_map(text)
 
 
 def _state_paths(text: str) -> dict[str, str]:

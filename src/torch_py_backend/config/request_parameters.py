@@ -13,13 +13,13 @@ import numpy as np
 Parameters: TypeAlias = "Mapping[str, str | int | float | bool]"
 
 # The name of the argument through which a hook receives them.
-ASKED = "parameters"
+ARGUMENT = "parameters"
 # Their key in an item. No tensor has it: Triton requires a name.
 KEY = ""
 _NONE: Parameters = MappingProxyType({})
 
 
-class Held:
+class Opaque:
     """A wrapper that keeps numpy from converting a value."""
 
     __slots__ = ("value",)
@@ -37,7 +37,7 @@ def column(values: Iterable[Any]) -> np.ndarray[Any, np.dtype[np.object_]]:
     """Return a column of a batch with one value of any type per row."""
     rows = list(values)
     array = np.empty(len(rows), dtype=np.object_)
-    array[:] = [Held(value) for value in rows]
+    array[:] = [Opaque(value) for value in rows]
     return array
 
 
@@ -46,7 +46,7 @@ def values(held: Iterable[Any]) -> list[Any]:
     return [row.value for row in held]
 
 
-def taken(item: dict[str, Any]) -> Parameters:
+def pop(item: dict[str, Any]) -> Parameters:
     """Remove the parameters from an item and return them."""
     held = item.pop(KEY, None)
     parameters: Parameters = _NONE if held is None else held[0].value

@@ -18,7 +18,7 @@ _BOOLEANS = {"int32_false_true": "INT32", "fp32_false_true": "FP32", "bool_false
 
 
 @dataclass(frozen=True, slots=True)
-class Initial:
+class InitialState:
     """The value of a state in the first step of a sequence.
 
     Attributes:
@@ -51,11 +51,11 @@ class State:
     output: str
     dtype: DType | None = None
     dims: tuple[int, ...] = ()
-    initial: Initial | None = None
+    initial: InitialState | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Control:
+class ControlInput:
     """An input with which Triton's sequence scheduler signals START, END, READY or CORRID."""
 
     name: str
@@ -63,7 +63,7 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequencing:
+class SequenceConfig:
     """The sequence settings of a model.
 
     Attributes:
@@ -77,13 +77,13 @@ class Sequencing:
     slots: int
     idle_s: float
     delay_s: float
-    controls: tuple[Control, ...]
+    controls: tuple[ControlInput, ...]
     states: tuple[State, ...]
 
 
 def parse(
     model: str, document: Mapping[str, Any], pairs: Mapping[str, str] | None
-) -> Sequencing | None:
+) -> SequenceConfig | None:
     """Return the sequence settings of a model; None: its requests are independent of each other.
 
     Args:
@@ -107,7 +107,7 @@ def parse(
             )
     oldest, direct = batching.get("oldest"), batching.get("direct") or {}
     slots = int((oldest or {}).get("max_candidate_sequences", 0))
-    sequencing = Sequencing(
+    sequencing = SequenceConfig(
         slots=slots or max(1, int(document.get("max_batch_size", 0))),
         idle_s=int(batching.get("max_sequence_idle_microseconds") or _IDLE_MICROSECONDS) / 1e6,
         delay_s=int((oldest or direct).get("max_queue_delay_microseconds", 0)) / 1e6,
@@ -119,7 +119,7 @@ def parse(
     return sequencing
 
 
-def _control(model: str, entry: Mapping[str, Any]) -> Control:
+def _control(model: str, entry: Mapping[str, Any]) -> ControlInput:
     controls = entry.get("control") or [{}]
     boolean = next((dtype for key, dtype in _BOOLEANS.items() if controls[0].get(key)), None)
     if boolean:
@@ -132,7 +132,7 @@ def _control(model: str, entry: Mapping[str, Any]) -> Control:
             f"the control input '{entry.get('name', '')}' has no type",
             expected=f"{', '.join(_BOOLEANS)}, or a data_type for CONTROL_SEQUENCE_CORRID",
         )
-    return Control(entry["name"], dtype)
+    return ControlInput(entry["name"], dtype)
 
 
 def _state(model: str, entry: Mapping[str, Any]) -> State:
@@ -160,11 +160,11 @@ def _dims(entry: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(int(size) for size in entry.get("dims", ()))
 
 
-def _initial(model: str, name: str, dims: Sequence[int], entry: Mapping[str, Any]) -> Initial:
+def _initial(model: str, name: str, dims: Sequence[int], entry: Mapping[str, Any]) -> InitialState:
     blocks = entry.get("initial_state", ())
     if not blocks:
         # Triton leaves the values undefined then, and uses 1 for sizes of -1.
-        return Initial(tuple(1 if size == -1 else size for size in dims))
+        return InitialState(tuple(1 if size == -1 else size for size in dims))
     block, sizes = blocks[0], _dims(blocks[0])
     if len(blocks) > 1:
         raise ConfigError(
@@ -197,10 +197,10 @@ def _initial(model: str, name: str, dims: Sequence[int], entry: Mapping[str, Any
             f"the data_file of the state '{name}' is '{file}'",
             expected="a file in the folder initial_state of the model",
         )
-    return Initial(sizes, file or None)
+    return InitialState(sizes, file or None)
 
 
-def _check_names(model: str, document: Mapping[str, Any], sequencing: Sequencing) -> None:
+def _check_names(model: str, document: Mapping[str, Any], sequencing: SequenceConfig) -> None:
     """Raise if two inputs, or two state outputs, have the same name.
 
     The output of a state may also be listed as an output of the model.

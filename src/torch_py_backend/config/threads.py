@@ -21,7 +21,7 @@ class Threads:
 
 def budget(config: ModelConfig) -> Threads:
     """Return the counts of the config, or an equal share of the cores for each instance."""
-    share = max(1, cores() // config.instances)
+    share = max(1, available_cores() // config.instances)
     variable = os.environ.get("OMP_NUM_THREADS", "")
     omp_threads = int(variable) if variable.isdecimal() else 0
     return Threads(
@@ -30,13 +30,13 @@ def budget(config: ModelConfig) -> Threads:
     )
 
 
-def reserve(threads: Threads) -> None:
+def set_environment(threads: Threads) -> None:
     """Set the thread count of OpenMP and MKL in the environment, which they read once."""
     for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[variable] = str(threads.intra_op)
 
 
-def cores(cgroup: Path = _CGROUP) -> int:
+def available_cores(cgroup: Path = _CGROUP) -> int:
     """Return the number of cores that CPU affinity and the container's quota allow."""
     allowed = len(os.sched_getaffinity(0))
     quota = _quota_v2(cgroup) or _quota_v1(cgroup)

@@ -28,14 +28,14 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 _INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|vnni|asimd|sve|bf16|i8mm)\w*")
 
 
-def machine(cpuinfo: Path = _CPUINFO, gpus: Path = _GPUS) -> dict[str, Any]:
+def machine_facts(cpuinfo: Path = _CPUINFO, gpus: Path = _GPUS) -> dict[str, Any]:
     """Return the facts that decide which settings are fast: processor, cores, GPUs, torch."""
     facts = _facts(cpuinfo)
     flags = facts.get("flags", facts.get("Features", "")).split()
     return {
         "processor": facts.get("model name", os.uname().machine),
         "instructions": sorted(flag for flag in flags if _INSTRUCTIONS.match(flag)),
-        "cores": threads.cores(),
+        "cores": threads.available_cores(),
         "gpus": sorted(_facts(path).get("Model", "unknown") for path in gpus.glob("*/information")),
         "torch": metadata.version("torch"),
     }
@@ -56,7 +56,7 @@ def fingerprint(of: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def chosen(model_folder: Path, fingerprint: str) -> dict[str, str] | None:
+def read_choice(model_folder: Path, fingerprint: str) -> dict[str, str] | None:
     """Return the parameters that `tune` chose for a machine; None if there are none.
 
     Raises:
@@ -80,7 +80,7 @@ def apply(settings: ModelConfig) -> ModelConfig:
     """
     if settings.options.optimize != ("auto",):
         return settings
-    parameters = chosen(settings.folder, fingerprint(machine()))
+    parameters = read_choice(settings.folder, fingerprint(machine_facts()))
     if parameters is None:
         log.warning(
             "model '%s': OPTIMIZE is auto, and %s has no choice for a machine like this one;"
@@ -102,7 +102,7 @@ def apply(settings: ModelConfig) -> ModelConfig:
     return tuned
 
 
-def keep(folder: Path, entry: Mapping[str, Any]) -> Path:
+def save(folder: Path, entry: Mapping[str, Any]) -> Path:
     """Write the results of one machine into tuned.json; the entries of other machines stay.
 
     Args:
@@ -115,11 +115,11 @@ def keep(folder: Path, entry: Mapping[str, Any]) -> Path:
     """
     path = folder / FILE
     machines = _read(path) | {fingerprint(entry["machine"]): entry}
-    replace(path, json.dumps({"machines": machines}, indent=2, allow_nan=False).encode())
+    write_atomically(path, json.dumps({"machines": machines}, indent=2, allow_nan=False).encode())
     return path
 
 
-def refuse_unwritable(folder: Path) -> None:
+def check_writable(folder: Path) -> None:
     """Raise if results cannot be written into a folder; called before the measurements.
 
     Raises:
@@ -136,7 +136,7 @@ def refuse_unwritable(folder: Path) -> None:
         ) from error
 
 
-def replace(path: Path, content: bytes) -> None:
+def write_atomically(path: Path, content: bytes) -> None:
     """Write a file atomically and keep its permissions.
 
     Raises:

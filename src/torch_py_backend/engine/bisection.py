@@ -11,7 +11,7 @@ R = TypeVar("R")
 F = TypeVar("F")
 
 
-class Budget:
+class CallBudget:
     """The number of calls that the bisections of one batch may still make."""
 
     def __init__(self, calls: int) -> None:
@@ -23,12 +23,12 @@ class Budget:
         return self._left >= 0
 
 
-def narrow(
+def bisect(
     items: Sequence[T],
     attempt: Callable[[Sequence[T]], Sequence[R] | F],
     failure: F,
     *,
-    calls: Budget,
+    calls: CallBudget,
     hopeless: Callable[[], bool],
 ) -> list[R | F]:
     """Return one result or failure for each item of a batch that failed as a whole.

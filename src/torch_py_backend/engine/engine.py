@@ -18,7 +18,7 @@ from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching import gather_scatter, output_extraction, runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Batch, Item, Outcome, Owned, Value, rows_in
-from torch_py_backend.batching.grouping import Group, Intake
+from torch_py_backend.batching.grouping import Group, Grouping
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.config.model_config import ModelConfig
@@ -26,11 +26,11 @@ from torch_py_backend.engine import instrumentation, side_effects
 from torch_py_backend.engine.instrumentation import Around, Stage
 from torch_py_backend.engine.model_runner import ModelRunner, Take
 from torch_py_backend.engine.retry import RetryPolicy
-from torch_py_backend.engine.side_effects import Purity
+from torch_py_backend.engine.side_effects import SideEffects
 from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError, InputError, UnavailableError
 from torch_py_backend.hooks import hooked_pipeline
-from torch_py_backend.hooks.hooked_pipeline import Stages
+from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.loading import example_inputs, mapped_files
 from torch_py_backend.loading.loaded import Loaded
@@ -80,14 +80,14 @@ class Engine:
             {name: pad.gather for name, pad in self._padding.pads.items()} if self._padding else {}
         )
         self.hooks = around
-        self._intake: Intake | Stages
+        self._intake: Grouping | HookedPipeline
         if around is None:
-            self._intake = Intake(config, loaded.signature, self._padding)
+            self._intake = Grouping(config, loaded.signature, self._padding)
         else:
-            self._intake = Stages(config, loaded.signature, around, surroundings)
+            self._intake = HookedPipeline(config, loaded.signature, around, surroundings)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
-        self.sharing = sharing.settle(config, artifact, loaded)
+        self.sharing = sharing.report(config, artifact, loaded)
         self.counts = Counts()
         self._batched = config.max_batch_size > 0
         columns = StateColumns(config)
@@ -98,7 +98,7 @@ class Engine:
         take: Take = output_extraction.OutputExtractor(config, f"{loaded.returns}()").take
         self._names = columns.outputs
         self._own: Callable[[Value], Value] = gather_scatter.own
-        if isinstance(self._intake, Stages) and self._intake.finishes:  # after scatter
+        if isinstance(self._intake, HookedPipeline) and self._intake.finishes:  # after scatter
             self._names, take, self._finite = hooked_pipeline.UNREAD, self._intake.split, None
             self._own = hooked_pipeline.own_rows
         self.callee = ModelRunner(config, loaded, self._intake, take, self.counts, own=self._own)
@@ -119,7 +119,7 @@ class Engine:
             self.counts,
             loaded.step,
         )
-        self.purity = Purity(loaded.owner, captured=self.callee.captures)
+        self.purity = SideEffects(loaded.owner, captured=self.callee.captures)
         self.recovery = RetryPolicy(
             config.name,
             lambda group: self._attempt(group, more=True),  # looked up late: it may be instrumented
@@ -133,10 +133,10 @@ class Engine:
         )
         # Empty until memory runs out for the first time.
         self._limits = self.recovery.capacity.limits
-        self._shared: gpu_sharing.Shared | None = None
+        self._shared: gpu_sharing.SharedWeights | None = None
         self._prepares = False
 
-    def share(self, shared: gpu_sharing.Shared) -> None:
+    def share(self, shared: gpu_sharing.SharedWeights) -> None:
         """Share one copy of the weights with other instances.
 
         Raises:
@@ -183,7 +183,7 @@ class Engine:
             yield
         self._prepares = False
         if self._shared is not None and self.purity.writes_buffers():
-            raise gpu_sharing.refused(
+            raise gpu_sharing.not_shared_error(
                 self.config, "the model writes to its buffers, which other instances share"
             )
         self.purity.settle()
@@ -239,7 +239,9 @@ class Engine:
         with self.turn:
             return self._run(items)
 
-    def _run_shared(self, shared: gpu_sharing.Shared, items: Sequence[Item]) -> Sequence[Outcome]:
+    def _run_shared(
+        self, shared: gpu_sharing.SharedWeights, items: Sequence[Item]
+    ) -> Sequence[Outcome]:
         """Return the outcomes, or a refusal for each item if the shared weights are gone."""
         with self.turn:
             outcomes, refusal = self._run_once(shared, items)
@@ -253,7 +255,7 @@ class Engine:
         return [refusal] * len(items)
 
     def _run_once(
-        self, shared: gpu_sharing.Shared, items: Sequence[Item]
+        self, shared: gpu_sharing.SharedWeights, items: Sequence[Item]
     ) -> tuple[Sequence[Outcome], UnavailableError | None]:
         present = shared.present
         refusal = shared.ready()
@@ -266,7 +268,7 @@ class Engine:
 
     def _run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         outcomes: Sequence[Outcome]
-        if isinstance(self._intake, Stages):
+        if isinstance(self._intake, HookedPipeline):
             with self._runtime.guard():
                 outcomes = self._run_staged(self._intake, items)
         else:
@@ -279,7 +281,7 @@ class Engine:
         self.clean()
         return outcomes
 
-    def _run_staged(self, around: Stages, items: Sequence[Item]) -> Sequence[Outcome]:
+    def _run_staged(self, around: HookedPipeline, items: Sequence[Item]) -> Sequence[Outcome]:
         """Return the outcomes; hooks run before and after the engine's own stages."""
         began = time.perf_counter()
         # The result of a hook for one item is in use until all items are prepared and sent.
@@ -356,7 +358,9 @@ class Engine:
             copied = self._state_inputs if known else names
             batch = self._gather(group.items, names, self._pads, copied)
             before = (
-                {} if known else side_effects.copied(dict(zip(names, batch.columns, strict=True)))
+                {}
+                if known
+                else side_effects.copy_tensors(dict(zip(names, batch.columns, strict=True)))
             )
             if self._padding is not None:
                 self._padding.count(self.counts, group.items, names, batch.columns)
@@ -403,7 +407,10 @@ class Engine:
             self._own(value)
             if value is raw
             and not isinstance(value, Owned)
-            and (more or not (mapped_files.is_plain(value) and mapped_files.is_alone(value)))
+            and (
+                more
+                or not (mapped_files.is_dense(value) and mapped_files.has_no_other_views(value))
+            )
             else value
             for raw, value in zip(before, outputs, strict=True)
         ]

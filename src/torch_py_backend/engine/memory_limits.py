@@ -25,7 +25,7 @@ class Limit:
     good: int = 0
 
 
-class Capacity:
+class MemoryLimits:
     """The row limits of one model's calls.
 
     Attributes:

@@ -15,14 +15,14 @@ from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Value
-from torch_py_backend.batching.grouping import Intake
+from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.compile import batch_buckets, compile_cache, torch_compile
 from torch_py_backend.compile.cuda_graphs import Graphs
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.instrumentation import Stage
-from torch_py_backend.hooks.hooked_pipeline import Stages
+from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.loading.loaded import Loaded
-from torch_py_backend.signature.binding import Inputs
+from torch_py_backend.signature.binding import InputBinding
 
 # Extracts the config's outputs from a result for a number of rows.
 Take: TypeAlias = "Callable[[Any, int], list[Value]]"
@@ -52,7 +52,7 @@ class ModelRunner:
         self,
         config: ModelConfig,
         loaded: Loaded,
-        intake: Intake | Stages,
+        intake: Grouping | HookedPipeline,
         take: Take,
         counts: Counts,
         own: Callable[[Value], Value] = gather_scatter.own,
@@ -68,8 +68,8 @@ class ModelRunner:
         self._graphs = Graphs(config.name, self.module, counts) if captured else None
         self.module = self._graphs or self.module
         self.take = take
-        fixed = torch_compile.static(config) or captured
-        self.rows = batch_buckets.plan(config, loaded.rows, fixed=fixed)
+        fixed = torch_compile.static_shapes(config) or captured
+        self.rows = batch_buckets.row_counts(config, loaded.rows, fixed=fixed)
 
     @property
     def captures(self) -> bool:
@@ -89,10 +89,10 @@ class ModelRunner:
             sealed = self._eager
         else:
             bundle = compile_cache.at(self._config, artifact, device)
-            before = torch_compile.graphs()
+            before = torch_compile.graph_count()
             with contextlib.nullcontext() if bundle is None else bundle.used() as hit:
                 yield
-            self._counts.compiled_graphs += torch_compile.graphs() - before
+            self._counts.compiled_graphs += torch_compile.graph_count() - before
             if hit is not None:
                 self._counts.compile_cache["hit" if hit else "miss"] = 1
             sealed = self._compiled.seal()
@@ -102,7 +102,7 @@ class ModelRunner:
         """Return the stages of a call, without the model itself."""
         return [("outputs", self, "take")]
 
-    def call(self, inputs: Inputs, columns: Sequence[Value], rows: int) -> Sequence[Value]:
+    def call(self, inputs: InputBinding, columns: Sequence[Value], rows: int) -> Sequence[Value]:
         """Return the model's outputs for a batch, in as many calls as needed."""
         if self.rows.take(rows):
             return self._call_once(inputs, columns, rows)
@@ -115,7 +115,9 @@ class ModelRunner:
             pieces.append([value[:present] for value in outputs])
         return gather_scatter.join(pieces)
 
-    def _call_once(self, inputs: Inputs, columns: Sequence[Value], rows: int) -> Sequence[Value]:
+    def _call_once(
+        self, inputs: InputBinding, columns: Sequence[Value], rows: int
+    ) -> Sequence[Value]:
         passed = self._intake.convert(inputs, columns)
         self._counts.rows += rows
         return self.take(inputs.call(self.module, passed), rows)

@@ -14,8 +14,8 @@ from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Rows, Value
 from torch_py_backend.batching.grouping import Group
 from torch_py_backend.engine import faults
-from torch_py_backend.engine.bisection import Budget, narrow
-from torch_py_backend.engine.memory_limits import Capacity, Limit
+from torch_py_backend.engine.bisection import CallBudget, bisect
+from torch_py_backend.engine.memory_limits import Limit, MemoryLimits
 from torch_py_backend.errors import (
     BackendError,
     ForwardError,
@@ -24,7 +24,7 @@ from torch_py_backend.errors import (
     OutOfMemoryError,
     OutputError,
     UnavailableError,
-    brief,
+    summarize,
 )
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class RetryPolicy:
         self.places: Sequence[int] | None = None
         self.fatal: UnavailableError | None = None
         self.reason = ""
-        self.capacity = Capacity(rows or gather_scatter.ANY_ROWS)
+        self.capacity = MemoryLimits(rows or gather_scatter.ANY_ROWS)
         self.begins: Callable[[], None] = lambda: None
         self._model = model
         self._attempt = attempt
@@ -119,7 +119,7 @@ class RetryPolicy:
         most = self.capacity.most(shape) if self._batched else None
         if most is not None and sum(sizes) > most:
             before = self.capacity.remembered(shape)
-            return self._in_parts(group, shape, sizes, before, Budget(_CALLS))
+            return self._in_parts(group, shape, sizes, before, CallBudget(_CALLS))
         result = self._try(group)
         if isinstance(result, Failure):
             return self.resolve(group, result)
@@ -127,7 +127,7 @@ class RetryPolicy:
         return result
 
     def resolve(
-        self, group: Group, failure: Failure, calls: Budget | None = None
+        self, group: Group, failure: Failure, calls: CallBudget | None = None
     ) -> Sequence[Outcome]:
         """Return the outcomes of a group that failed: retry it or refuse it.
 
@@ -140,7 +140,7 @@ class RetryPolicy:
             calls: limits the calls of bisections of the batch that the group is a part of; None:
                 the group is the whole batch.
         """
-        calls = calls or Budget(_CALLS)
+        calls = calls or CallBudget(_CALLS)
         if self.fatal is None and failure.memory and self._batched:
             shape, sizes = _shape(group), self._sizes(group)
             before = self.capacity.remembered(shape)
@@ -152,7 +152,7 @@ class RetryPolicy:
             return self._refuse(group, failure)
         return self._bisect(group, failure, calls)
 
-    def _bisect(self, group: Group, failure: Failure, calls: Budget) -> Sequence[Outcome]:
+    def _bisect(self, group: Group, failure: Failure, calls: CallBudget) -> Sequence[Outcome]:
         members = list(zip(group.items, group.positions, strict=True))
 
         def attempt(part_members: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
@@ -160,7 +160,7 @@ class RetryPolicy:
             self._counts.retried_rows += sum(self._sizes(part))
             return self._try(part)
 
-        outcomes: list[Any] = narrow(
+        outcomes: list[Any] = bisect(
             members,
             attempt,
             failure,
@@ -179,7 +179,7 @@ class RetryPolicy:
         shape: Hashable,
         sizes: Sequence[int],
         before: Limit | None,
-        calls: Budget,
+        calls: CallBudget,
     ) -> list[Outcome]:
         """Run a group in calls of as many rows as fit in memory.
 
@@ -265,7 +265,7 @@ class RetryPolicy:
         cause = self._fatal_cause(error)
         if cause is not None:
             if self.fatal is None:
-                self.reason = brief(cause)
+                self.reason = summarize(cause)
                 self.fatal = UnavailableError.fatal(self._model, self.reason)
             failure = Failure(self.fatal, text, repeats=True)
         elif memory:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch_py_backend.batching.gather_scatter import Item, Value, to_column
 
 
-class Purity:
+class SideEffects:
     """The side effects of one model's calls that were observed.
 
     State in attributes, files or other services is not observed.
@@ -70,7 +70,7 @@ def _digest(tensor: Tensor) -> bytes:
     return hashlib.blake2b(_bytes(tensor.detach()).cpu().numpy().data).digest()
 
 
-def copied(item: Item) -> dict[str, Value]:
+def copy_tensors(item: Item) -> dict[str, Value]:
     """Return copies of an item's tensors; strings are always passed as copies."""
     columns = {name: to_column(value) for name, value in item.items()}
     return {name: value.clone() for name, value in columns.items() if isinstance(value, Tensor)}

@@ -13,18 +13,18 @@ from typing import Any
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value, rows_in
-from torch_py_backend.batching.grouping import Intake
+from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.batching.output_extraction import Finite
 from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.instrumentation import Stage
 from torch_py_backend.engine.model_runner import ModelRunner
 from torch_py_backend.errors import BackendError, OutputError
-from torch_py_backend.hooks.hooked_pipeline import Stages
+from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class StreamInputs:
     """The inputs of a stream, which its outputs are checked against.
 
     Attributes:
@@ -56,7 +56,7 @@ class StreamCalls:
     def __init__(
         self,
         config: ModelConfig,
-        intake: Intake | Stages,
+        intake: Grouping | HookedPipeline,
         callee: ModelRunner,
         surroundings: Runtime,
         finite: Finite | None,
@@ -88,13 +88,13 @@ class StreamCalls:
         ]
         return own if self.step is None else [*own, ("step", self, "step")]
 
-    def begin(self, item: Item) -> tuple[Any, Given]:
+    def begin(self, item: Item) -> tuple[Any, StreamInputs]:
         """Call the model for one item; return its result, a stream, and the stream's inputs.
 
         Raises:
             InputError: the item is not what the model takes.
         """
-        assert isinstance(self._intake, Intake)  # noqa: S101  hooks are refused for streams
+        assert isinstance(self._intake, Grouping)  # noqa: S101  hooks are refused for streams
         admitted = self._intake.admit(item)
         if isinstance(admitted, BackendError):
             raise admitted
@@ -104,7 +104,7 @@ class StreamCalls:
         gathered = time.perf_counter()
         columns = self._to_device(batch.columns)
         sent = time.perf_counter()
-        given = Given(rows_in(columns), columns)
+        given = StreamInputs(rows_in(columns), columns)
         passed = self._intake.convert(group.inputs, columns)
         result = group.inputs.call(self._callee.module, passed)
         counts = self._counts
@@ -114,7 +114,7 @@ class StreamCalls:
         counts.batch(given.rows if self._batched else 1)
         return result, given
 
-    def outcomes(self, results: Sequence[tuple[Any, Given]]) -> list[Outcome]:
+    def outcomes(self, results: Sequence[tuple[Any, StreamInputs]]) -> list[Outcome]:
         """Return the outcomes for results of streams, checked against the config."""
         extracted = [self._extract(result, given.rows) for result, given in results]
         outputs = [

@@ -41,7 +41,7 @@ class WeightWatcher:
 
     def __init__(self, engine: Engine) -> None:
         if engine.config.options.watch_weights:
-            weight_swap.refuse_impossible(engine.config, engine.artifact, engine.loaded)
+            weight_swap.refuse_unsupported(engine.config, engine.artifact, engine.loaded)
         self.digest = ""
         self._engine = engine
         self._guard = self._guarded()
@@ -49,7 +49,7 @@ class WeightWatcher:
         self._thread: threading.Thread | None = None
         if engine.config.options.watch_weights:
             _warn_of_copies(engine.config)
-            self._code = weight_swap.code(engine.artifact)
+            self._code = weight_swap.code_checksums(engine.artifact)
             self._thread = threading.Thread(target=self._run, name="watching", daemon=True)
             self._thread.start()
 
@@ -98,7 +98,7 @@ class WeightWatcher:
         config, artifact = self._engine.config, self._engine.artifact
         try:
             before = _identity(artifact)
-            weight_swap.refuse_other_code(config, artifact, self._code)
+            weight_swap.refuse_changed_code(config, artifact, self._code)
             fresh = weight_swap.read(config, artifact, self._engine.loaded)
             digest = _digest(artifact)
             if _identity(artifact) != before:
@@ -107,7 +107,7 @@ class WeightWatcher:
             return error
         with self._engine.turn:
             try:
-                weight_swap.put(config, artifact, self._engine.loaded, fresh)
+                weight_swap.swap(config, artifact, self._engine.loaded, fresh)
                 if self._engine.device.type == "cuda":
                     torch.cuda.synchronize(self._engine.device)
             except Exception as error:  # torch's copy_ may raise any class

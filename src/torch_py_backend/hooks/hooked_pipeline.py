@@ -19,7 +19,7 @@ from torch_py_backend.batching.runtime import Runtime
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.request_parameters import Parameters
-from torch_py_backend.errors import InputError, OutputError, brief, shown
+from torch_py_backend.errors import InputError, OutputError, join_names, summarize
 from torch_py_backend.hooks.preprocessing import (
     NUMBERED,
     ROWS,
@@ -30,9 +30,9 @@ from torch_py_backend.hooks.preprocessing import (
 )
 from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.signature.binding import (
-    Inputs,
+    ArgumentType,
+    InputBinding,
     Signature,
-    Takes,
     bind_inputs,
     is_path,
     ordinal,
@@ -47,7 +47,7 @@ def own_rows(column: Value) -> Value:
     return request_parameters.column(map(trees.owned, request_parameters.values(column)))
 
 
-class Stages:
+class HookedPipeline:
     """The stages before and after the engine's own for a model with hooks.
 
     It has the role of `Intake` for a model without hooks: `begin` prepares items, `group` groups
@@ -82,7 +82,7 @@ class Stages:
         self.patterns = self._intake.patterns
         # Request parameters stay with the rows for hooks after preprocess() that take them.
         self._carries = any(hook.asks for hook in hooks.stages if hook.name != "preprocess")
-        self._bound: dict[tuple[str, ...], Inputs] = {}
+        self._bound: dict[tuple[str, ...], InputBinding] = {}
         row_config = dataclasses.replace(config, max_batch_size=0)
         self._specs = {spec.name: spec for spec in config.outputs}
         self._extractor = OutputExtractor(row_config, "postprocess()")
@@ -114,7 +114,7 @@ class Stages:
             A function that returns the prepared item or its refusal; it raises a hook's exception.
         """
         item = dict(item)
-        parameters = request_parameters.taken(item)
+        parameters = request_parameters.pop(item)
         return partial(self._prepared, self._intake.begin(item, parameters, more=more), parameters)
 
     def _prepared(
@@ -139,29 +139,29 @@ class Stages:
             for inputs, _, positions in self._intake.group(without_parameters)
         ]
 
-    def _passed(self, inputs: Inputs) -> Inputs:
+    def _passed(self, inputs: InputBinding) -> InputBinding:
         """Return how columns are passed, including the column of parameters."""
         extra = (request_parameters.KEY,) if self._carries else ()
-        return Inputs(
+        return InputBinding(
             (*inputs.names, *extra),
-            (*inputs.takes, *(Takes.TENSOR for _ in extra)),
+            (*inputs.takes, *(ArgumentType.TENSOR for _ in extra)),
             partial(self._call, inputs),
             inputs.places,
         )
 
-    def convert(self, _: Inputs, columns: Sequence[Value]) -> Sequence[Value]:
+    def convert(self, _: InputBinding, columns: Sequence[Value]) -> Sequence[Value]:
         """Return the columns unchanged: `_call` converts them."""
         return columns
 
     # --- the module ----------------------------------------------------------------------------
 
-    def _call(self, inputs: Inputs, module: Any, columns: Sequence[Any]) -> Any:
+    def _call(self, inputs: InputBinding, module: Any, columns: Sequence[Any]) -> Any:
         """Return the module's result for a batch, after postprocess_batch() if there is one."""
         parameters: RowParameters = ()
         if self._carries:
             *columns, last = columns
             parameters = request_parameters.values(last)
-        batch = trees.sent(self._intake.batch(inputs, columns, parameters), self._device)
+        batch = trees.to_device(self._intake.batch(inputs, columns, parameters), self._device)
         if self.hooks.inference is not None:
             result = self.hooks.inference.with_parameters(parameters)(module, batch)
         else:
@@ -196,7 +196,7 @@ class Stages:
         Raises:
             OutputError: a part of the result has another number of rows.
         """
-        result = trees.sent(result, torch.device("cpu"))
+        result = trees.to_device(result, torch.device("cpu"))
         parts = trees.split(self._model, result, rows) if self._batched else [result]
         return [request_parameters.column(parts)]
 
@@ -260,7 +260,7 @@ class Stages:
         if named and self._specs and result.keys().isdisjoint(self._specs):
             raise OutputError(
                 self._model,
-                f"postprocess() returned a dict with {shown(map(str, result)) or 'nothing'}",
+                f"postprocess() returned a dict with {join_names(map(str, result)) or 'nothing'}",
                 expected=f"the outputs {', '.join(self._names)}",
             )
 
@@ -290,7 +290,7 @@ class Stages:
                 return torch.tensor(part, dtype=dtype)
             problem = f"numbers of {str(tensor.dtype).removeprefix('torch.')}"
         except Exception as error:  # tensors, strings, ragged lists, numbers that are too large
-            problem = brief(error)
+            problem = summarize(error)
         raise OutputError(
             self._model,
             f"postprocess() gives a {type(part).__name__} for output '{spec.name}': {problem}",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torch_py_backend.batching import trees
 from torch_py_backend.batching.gather_scatter import Item, Value, to_column
-from torch_py_backend.batching.grouping import Group, Intake, count_rows
+from torch_py_backend.batching.grouping import Group, Grouping, count_rows
 from torch_py_backend.batching.runtime import Guard
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig
@@ -24,10 +24,10 @@ from torch_py_backend.errors import BindingError, InputError, OutputError
 from torch_py_backend.hooks.user_hooks import Hook, Hooks
 from torch_py_backend.signature.binding import (
     Argument,
-    Inputs,
+    ArgumentType,
+    InputBinding,
     Passing,
     Signature,
-    Takes,
     bind_inputs,
 )
 
@@ -53,7 +53,7 @@ class BatchPreprocessor:
         if stage is not None:
             signature = stage.signature()
             _refuse_vague(config, signature)
-        self._intake = Intake(config, signature)
+        self._intake = Grouping(config, signature)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
 
@@ -69,7 +69,9 @@ class BatchPreprocessor:
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
         return self._intake.group(items)
 
-    def batch(self, inputs: Inputs, columns: Sequence[Value], parameters: RowParameters) -> Any:
+    def batch(
+        self, inputs: InputBinding, columns: Sequence[Value], parameters: RowParameters
+    ) -> Any:
         """Return the argument for the module's call."""
         passed = self._intake.convert(inputs, columns)
         if self._stage is None:
@@ -142,7 +144,7 @@ class RowPreprocessor:
         self._threads = ThreadPoolExecutor(count) if count is not None else None
         self._guard = guard
         # A row is admitted like a request of a model without a batch dimension.
-        self._intake = Intake(dataclasses.replace(config, max_batch_size=0), signature)
+        self._intake = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
         self.places = self._intake.places
         self.patterns = self._intake.patterns
 
@@ -265,7 +267,9 @@ class RowPreprocessor:
             if isinstance(value, Tensor)
         )
 
-    def batch(self, inputs: Inputs, columns: Sequence[Value], parameters: RowParameters) -> Any:
+    def batch(
+        self, inputs: InputBinding, columns: Sequence[Value], parameters: RowParameters
+    ) -> Any:
         """Return the argument for the module's call."""
         if self._collate is not None:
             (column,) = columns
@@ -289,18 +293,18 @@ def _distinct(prepared: Sequence[_PreparedRow]) -> list[Any]:
     return rows
 
 
-def _columns(item: Item) -> Inputs:
+def _columns(item: Item) -> InputBinding:
     """Return inputs that are known only by their names."""
-    return Inputs(tuple(item), (Takes.TENSOR,) * len(item), lambda *_: None)
+    return InputBinding(tuple(item), (ArgumentType.TENSOR,) * len(item), lambda *_: None)
 
 
 def by_name(config: ModelConfig, *, of_row: bool) -> Signature:
     """Return the signature of a function that takes each input by its name."""
     arguments = []
     for spec in config.inputs:
-        takes = Takes.TENSOR
+        takes = ArgumentType.TENSOR
         if spec.dtype.torch is None:
-            takes = Takes.RAW if of_row and spec.dims in ((), (1,)) else Takes.BYTES
+            takes = ArgumentType.RAW if of_row and spec.dims in ((), (1,)) else ArgumentType.BYTES
         arguments.append(Argument(spec.name, not spec.optional, Passing.KEYWORD, takes, spec.name))
     return Signature(tuple(arguments), name="collate" if of_row else "inference")
 
@@ -311,7 +315,7 @@ def _refuse_vague(config: ModelConfig, signature: Signature) -> None:
     strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
     inputs = bind_inputs(config.name, names, signature)
     for name, takes in zip(inputs.names, inputs.takes, strict=True):
-        if name in strings and takes is Takes.TENSOR:
+        if name in strings and takes is ArgumentType.TENSOR:
             raise BindingError(
                 config.name,
                 f"input '{name}' is BYTES, and {signature} has no annotation for it",

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch_py_backend.artifacts.discovery import STAGES, Artifact, Kind
+from torch_py_backend.artifacts.discovery import HOOK_METHODS, Artifact, ArtifactType
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import (
@@ -23,7 +23,7 @@ from torch_py_backend.errors import (
     HookError,
     InputError,
     SourceError,
-    brief,
+    summarize,
 )
 from torch_py_backend.loading import python_source
 from torch_py_backend.signature import introspection
@@ -80,20 +80,20 @@ class Hook:
             raise
         except BaseException as error:
             if self.blames and _is_refusal(error):
-                reason = brief(error)
+                reason = summarize(error)
                 raise InputError(self.model, f"{self.name}() refuses the input: {reason}") from None
             raise HookError(self.model, self.name, error) from error
 
     def with_parameters(self, parameters: Any) -> Callable[..., Any]:
         """Bind the parameters of a request, or of each row, if the method takes them."""
-        return partial(self, **{request_parameters.ASKED: parameters}) if self.asks else self
+        return partial(self, **{request_parameters.ARGUMENT: parameters}) if self.asks else self
 
     def signature(self) -> Signature:
         """Return the method's signature without the request's parameters."""
         arguments = []
         gap = False
-        for argument in introspection.of_function(self.function).arguments:
-            if argument.name == request_parameters.ASKED:
+        for argument in introspection.from_function(self.function).arguments:
+            if argument.name == request_parameters.ARGUMENT:
                 gap = True  # arguments after a gap cannot be passed by position
             elif gap and argument.passing is Passing.POSITIONAL:
                 arguments.append(dataclasses.replace(argument, passing=Passing.KEYWORD))
@@ -169,7 +169,7 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     _refuse_two_models(config, artifact)
     stages = {
         name: stage
-        for name in STAGES
+        for name in HOOK_METHODS
         if (stage := _stage(config, artifact.hooks.name, built, name)) is not None
     }
     _refuse_contradictions(config, type(built).__name__, stages)
@@ -191,9 +191,13 @@ def _refuse_idle_threads(config: ModelConfig, *, used: bool) -> None:
 def _refuse_two_models(config: ModelConfig, artifact: Artifact) -> None:
     """Refuse a module in the hooks' source beside another model that the config does not name."""
     named = config.default_model_filename not in (None, "model.pt")
-    if named or artifact.hooks is None or artifact.kind in (Kind.MODULE, Kind.FACTORY):
+    if (
+        named
+        or artifact.hooks is None
+        or artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
+    ):
         return
-    modules = python_source.modules_in(config.name, artifact.hooks)
+    modules = python_source.module_names(config.name, artifact.hooks)
     if modules:
         raise ConfigError(
             config.name,
@@ -229,7 +233,7 @@ def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Hook | None
         raise SourceError(
             config.name, f"the arguments of {place}() in {file} cannot be read: {error}"
         ) from error
-    asks = request_parameters.ASKED in signature.parameters
+    asks = request_parameters.ARGUMENT in signature.parameters
     if name in _TAKES:
         _check_arguments(config, f"{place}{signature} in {file}", signature, name, asks=asks)
     blames = name.startswith("preprocess")
@@ -241,13 +245,13 @@ def _check_arguments(
 ) -> None:
     takes = _TAKES[name]
     try:
-        signature.bind(*takes, **({request_parameters.ASKED: None} if asks else {}))
+        signature.bind(*takes, **({request_parameters.ARGUMENT: None} if asks else {}))
     except TypeError as error:
         raise SourceError(
             config.name,
             f"{place} cannot be called: {error}",
-            expected=f"{name}(self, {', '.join(takes)}), and after that {request_parameters.ASKED}"
-            " where it wants them",
+            expected=f"{name}(self, {', '.join(takes)}), and after that"
+            f" {request_parameters.ARGUMENT} where it wants them",
         ) from None
 
 
@@ -256,7 +260,7 @@ def _refuse_contradictions(config: ModelConfig, kind: str, stages: Mapping[str, 
         raise SourceError(
             config.name,
             f"the class {kind}, which is to run around forward(), has no hooks",
-            expected="some of the methods " + ", ".join(STAGES),
+            expected="some of the methods " + ", ".join(HOOK_METHODS),
         )
     for one, other in _RIVALS:
         if one in stages and other in stages:
@@ -266,7 +270,7 @@ def _refuse_contradictions(config: ModelConfig, kind: str, stages: Mapping[str, 
                 expected="one of them: they do the same",
             )
     batches = [name for name in _PER_BATCH if name in stages]
-    named = any(spec.name == request_parameters.ASKED for spec in config.inputs)
+    named = any(spec.name == request_parameters.ARGUMENT for spec in config.inputs)
     contradictions = (
         (
             bool(batches) and not config.max_batch_size,
@@ -300,7 +304,7 @@ def _refuse_contradictions(config: ModelConfig, kind: str, stages: Mapping[str, 
         ),
         (
             named and any(stage.asks for stage in stages.values()),
-            f"an input is named {request_parameters.ASKED}, as the request's own are for hooks",
+            f"an input is named {request_parameters.ARGUMENT}, as the request's own are for hooks",
             "Rename the input.",
         ),
     )

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts import file_types
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, brief
+from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading import size_probing
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.loading.size_probing import Run
@@ -52,11 +52,11 @@ def load(config: ModelConfig, path: Path, device: torch.device | None) -> Loaded
         raise ArtifactError(
             config.name,
             f"{path.name} is an AOTInductor package that torch {torch.__version__} cannot load:"
-            f" {brief(error)}",
+            f" {summarize(error)}",
             cure="Build it again with torch._inductor.aoti_compile_and_package under this version"
             " of torch, or name something else to serve with the parameter FALLBACK.",
         ) from error
-    tree = introspection.of_tree(in_spec, {})
+    tree = introspection.from_tree(in_spec, {})
     # The leaves are the arguments: a tree would only be built to be flattened again.
     signature = Signature(tree.arguments, tree.leaves, lambda columns: (columns, {}))
     run = _runner(package)
@@ -68,7 +68,7 @@ def load(config: ModelConfig, path: Path, device: torch.device | None) -> Loaded
     def module(*leaves: Tensor) -> Any:
         return pytree.tree_unflatten(call(*leaves), out_spec)
 
-    return Loaded(Kind.AOTI, module, signature, None, rows)
+    return Loaded(ArtifactType.AOTI, module, signature, None, rows)
 
 
 def _runner(package: Any) -> Run:
@@ -85,7 +85,7 @@ def device_of(path: Path) -> torch.device:
     A package for CUDA runs on no other device. Without a GPU the CPU is returned, and `mismatch`
     reports the difference.
     """
-    on_gpu = torch.cuda.is_available() and file_types.built_for_gpu(path)
+    on_gpu = torch.cuda.is_available() and file_types.is_cuda_package(path)
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
 

@@ -17,7 +17,7 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.batching import trees
 from torch_py_backend.config import options
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ConfigError, PlatformError, brief, shown
+from torch_py_backend.errors import ConfigError, PlatformError, join_names, summarize
 
 # The forward() of modules that are not called, such as ModuleList.
 _NO_FORWARD = nn.Module.forward
@@ -60,8 +60,8 @@ class Dispatched:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
-        args, kwargs = trees.sent((args, kwargs), self._input_device)
-        return trees.sent(self._call(*args, **kwargs), self._output_device)
+        args, kwargs = trees.to_device((args, kwargs), self._input_device)
+        return trees.to_device(self._call(*args, **kwargs), self._output_device)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the module, for hooks."""
@@ -73,13 +73,13 @@ def _read_map(config: ModelConfig) -> Mapping[str, str]:
     value = config.options.device_map
     if not isinstance(value, str):
         return value or {}
-    discovery.refuse_outside(config, "DEVICE_MAP", value)
+    discovery.check_inside(config, "DEVICE_MAP", value)
     try:
-        return options.devices((config.version_folder / value).read_text(encoding="utf-8"))
+        return options.parse_device_map((config.version_folder / value).read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             config.name,
-            f"DEVICE_MAP is '{value}', which cannot be used: {brief(error)}",
+            f"DEVICE_MAP is '{value}', which cannot be used: {summarize(error)}",
             expected=f"a JSON object from each module once to its device ({options.DEVICES})",
         ) from error
 
@@ -108,17 +108,17 @@ def _devices(
     known = {name for name, _ in (*module.named_modules(remove_duplicate=False), *weights)}
     unknown = [name for name in device_map if name not in known]
     if unknown:
-        children = shown(name for name, _ in module.named_children())
+        children = join_names(name for name, _ in module.named_children())
         raise ConfigError(
             config.name,
-            f"DEVICE_MAP names {shown(unknown)}, and {type(module).__name__} has no such part",
+            f"DEVICE_MAP names {join_names(unknown)}, and {type(module).__name__} has no such part",
             expected=f"modules or weights of it, such as {children}",
         )
     uncovered = [name for name, _ in weights if _device(device_map, name) is None]
     if uncovered:
         raise ConfigError(
             config.name,
-            f"DEVICE_MAP has no device for {len(uncovered)} weights: {shown(uncovered)}",
+            f"DEVICE_MAP has no device for {len(uncovered)} weights: {join_names(uncovered)}",
             cure='Add their modules, or "" for all the rest.',
         )
     return _by_tensor(config, device_map, weights)
@@ -179,13 +179,13 @@ def _caller(module: nn.Module, name: str) -> str:
 
 def _move_inputs(device: torch.device) -> Callable[..., Any]:
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return trees.sent((args, kwargs), device)
+        return trees.to_device((args, kwargs), device)
 
     return hook
 
 
 def _move_result(device: torch.device) -> Callable[..., Any]:
     def hook(_: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
-        return trees.sent(result, device)
+        return trees.to_device(result, device)
 
     return hook

@@ -9,10 +9,10 @@ import safetensors
 import safetensors.torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import Item, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, SourceError, brief
+from torch_py_backend.errors import ArtifactError, SourceError, summarize
 from torch_py_backend.loading import python_source
 
 NAME = "example_inputs"
@@ -35,12 +35,12 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
         except (safetensors.SafetensorError, OSError) as error:
             raise ArtifactError(
                 config.name,
-                f"{path.name} is not valid safetensors: {brief(error)}",
+                f"{path.name} is not valid safetensors: {summarize(error)}",
                 cure="Write it with safetensors.torch.save_file.",
             ) from error
-    if artifact.kind is Kind.TORCHSERVE:
+    if artifact.kind is ArtifactType.TORCHSERVE:
         return _request_bodies(config)
-    source = artifact.path if artifact.kind is Kind.MODULE else artifact.hooks
+    source = artifact.path if artifact.kind is ArtifactType.MODULE else artifact.hooks
     if source is None:
         return None
     inputs = python_source.example_inputs(config.name, source, NAME)

@@ -14,10 +14,10 @@ from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, brief
+from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import binding, introspection, results
@@ -46,11 +46,11 @@ def load(config: ModelConfig, path: Path, device: torch.device | None) -> Loaded
                 cure="Export it with that number as a constant, or as a tensor.",
             )
     rows = _rows(program) if config.max_batch_size else ANY_ROWS
-    return Loaded(Kind.EXPORTED, module, signature, module, rows)
+    return Loaded(ArtifactType.EXPORTED, module, signature, module, rows)
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class Description:
     """The tensors of a program: name, dtype and shape of each (-1 is any size), and its rows."""
 
     inputs: list[tuple[str, torch.dtype, tuple[int, ...]]]
@@ -58,7 +58,7 @@ class Described:
     rows: Rows
 
 
-def describe_exported(config: ModelConfig, path: Path) -> Described:
+def describe(config: ModelConfig, path: Path) -> Description:
     """Return the inputs and outputs of a program without running it.
 
     Raises:
@@ -69,8 +69,8 @@ def describe_exported(config: ModelConfig, path: Path) -> Described:
     nodes = {node.name: node for node in program.graph.nodes}
     output_nodes = program.graph_signature.user_outputs
     out_spec: Any = program.call_spec.out_spec
-    names = results.names(pytree.tree_unflatten(list(range(len(output_nodes))), out_spec))
-    return Described(
+    names = results.leaf_names(pytree.tree_unflatten(list(range(len(output_nodes))), out_spec))
+    return Description(
         [
             _tensor(binding.leaf_name(index, signature), value)
             for index, value in enumerate(_input_values(program))
@@ -95,7 +95,7 @@ def _read(config: ModelConfig, path: Path) -> ExportedProgram:
         raise ArtifactError(
             config.name,
             f"{path.name} is a torch.export program that torch {torch.__version__} cannot load:"
-            f" {brief(error)}",
+            f" {summarize(error)}",
             cure="Write it again with torch.export.save under this version of torch.",
         ) from error
 
@@ -116,7 +116,7 @@ def _signature(program: ExportedProgram, module: Callable[..., Any]) -> Signatur
         if hasattr(argument, "value")
     }
     forward = module.forward  # type: ignore[attr-defined]
-    return introspection.of_tree(in_spec, constants, list(inspect.signature(forward).parameters))
+    return introspection.from_tree(in_spec, constants, list(inspect.signature(forward).parameters))
 
 
 def _user_inputs(program: ExportedProgram) -> list[Any]:

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch_py_backend.loading import mapped_files
 
 
-def unfilled(build: Callable[[], Any]) -> Any:
+def build_uninitialized(build: Callable[[], Any]) -> Any:
     """Return what `build` returns, without random values of weights where that is safe.
 
     It is safe if the skipped values are only in the module's state_dict, which the file fills, and
@@ -119,6 +119,6 @@ class _SkipRandom(mapped_files.DispatchMode):
             mapped_files.storage_id(tensor) for tensor in built.state_dict(keep_vars=True).values()
         }
         return all(
-            storage in filled or mapped_files.is_alone(tensor)
+            storage in filled or mapped_files.has_no_other_views(tensor)
             for storage, tensor in self.skipped.items()
         )

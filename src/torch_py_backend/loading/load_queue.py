@@ -24,7 +24,7 @@ from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config import threads
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import PlatformError, brief
+from torch_py_backend.errors import PlatformError, summarize
 from torch_py_backend.processes import server_folder
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def _mapped(config: ModelConfig, artifact: Artifact) -> bool:
     if artifact.weights is None or config.options.enable_weight_sharing is False:
         return False
     try:
-        return not (config.options.optimize or file_types.unmappable(artifact.weights))
+        return not (config.options.optimize or file_types.mmap_obstacle(artifact.weights))
     except (OSError, zipfile.BadZipFile):  # loading the file reports it
         return False
 
@@ -102,7 +102,7 @@ def turn(
         log.warning("%s It loads without waiting for others.", error)
         yield
         return
-    max_parallel = config.options.parallel_loads or threads.cores()
+    max_parallel = config.options.parallel_loads or threads.available_cores()
     ticket = _Ticket(config.instance, max_parallel, claimed)
     with contextlib.ExitStack() as stack:
         stack.callback(shared_folder.leave)
@@ -111,7 +111,7 @@ def turn(
             _wait(config.name, stack.enter_context(queue.joined(ticket)), device_free)
         except OSError as error:  # such as a full disk
             log.warning(
-                "model '%s' loads without waiting for others: %s.", config.name, brief(error)
+                "model '%s' loads without waiting for others: %s.", config.name, summarize(error)
             )
         yield
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
@@ -32,7 +32,7 @@ class Loaded:
         step: advances several streams at once; `module` begins one then.
     """
 
-    kind: Kind
+    kind: ArtifactType
     module: Callable[..., Any]
     signature: Signature
     owner: nn.Module | None = None
@@ -47,7 +47,7 @@ class Loaded:
     @property
     def streams(self) -> bool:
         """Whether a request has several results, one after another."""
-        return self.step is not None or introspection.yields(
+        return self.step is not None or introspection.is_generator(
             self.module.forward if isinstance(self.module, nn.Module) else self.module
         )
 

@@ -50,7 +50,7 @@ class AliasOnCopy(DispatchMode):
 
     def __init__(self, mapped: Iterable[Tensor]) -> None:
         super().__init__()
-        self._mapped = {storage_id(tensor) for tensor in mapped if is_plain(tensor)}
+        self._mapped = {storage_id(tensor) for tensor in mapped if is_dense(tensor)}
         self._weights: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
@@ -65,9 +65,9 @@ class AliasOnCopy(DispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _aliased(self, weight: Tensor, mapped: Tensor) -> bool:
-        if not is_plain(mapped) or storage_id(mapped) not in self._mapped:
+        if not is_dense(mapped) or storage_id(mapped) not in self._mapped:
             return False
-        if not _interchangeable(weight, mapped) or not is_alone(weight):
+        if not _interchangeable(weight, mapped) or not has_no_other_views(weight):
             return False
         # Two weights that are one in the file must differ after the model writes into one.
         if self._weights.setdefault(mapped.data_ptr(), weight) is not weight:
@@ -78,7 +78,7 @@ class AliasOnCopy(DispatchMode):
 
 def _interchangeable(weight: Tensor, mapped: Tensor) -> bool:
     return (
-        is_plain(weight)
+        is_dense(weight)
         and weight.device == mapped.device
         and weight.dtype == mapped.dtype
         and weight.shape == mapped.shape
@@ -86,7 +86,7 @@ def _interchangeable(weight: Tensor, mapped: Tensor) -> bool:
     )
 
 
-def is_plain(value: object) -> TypeGuard[Tensor]:
+def is_dense(value: object) -> TypeGuard[Tensor]:
     """Return whether a value is a Tensor or Parameter whose values are all in its storage.
 
     Sparse and quantized tensors, other tensor classes, empty tensors and non-tensors are not plain.
@@ -100,7 +100,7 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
     )
 
 
-def is_alone(*weights: Tensor) -> bool:
+def has_no_other_views(*weights: Tensor) -> bool:
     """Return whether no other tensor uses the storage that all of these share."""
     # The Python object of the storage counts as well.
     users: int = torch._C._storage_Use_Count(storage_id(weights[0]))
@@ -139,7 +139,7 @@ def share(weights: Iterable[object], archive: Path) -> None:
     """
     by_storage = defaultdict(list)
     for weight in {id(weight): weight for weight in weights}.values():
-        if is_plain(weight) and weight.device.type == "cpu":
+        if is_dense(weight) and weight.device.type == "cpu":
             by_storage[storage_id(weight)].append(weight)
     file = cast(  # torch declares a base class
         torch.UntypedStorage,
@@ -152,7 +152,7 @@ def share(weights: Iterable[object], archive: Path) -> None:
     for sharers in by_storage.values():
         storage = sharers[0].untyped_storage()
         # Views that other objects hold must keep the memory.
-        if not is_alone(*sharers):
+        if not has_no_other_views(*sharers):
             continue
         candidates = records[_fingerprint(storage)]
         for index, record in enumerate(candidates):
@@ -206,13 +206,13 @@ class Mapped:
     ranges: tuple[tuple[int, int], ...]
 
 
-def find(weights: Iterable[object]) -> Mapped:
+def measure(weights: Iterable[object]) -> Mapped:
     """Return which weights are in mapped files, according to /proc/self/maps."""
     files = list(_file_ranges())
     starts = [start for start, _ in files]
     shared = total = 0
     ranges = set()
-    storages = {storage_id(weight): weight for weight in weights if is_plain(weight)}
+    storages = {storage_id(weight): weight for weight in weights if is_dense(weight)}
     for weight in storages.values():
         storage = weight.untyped_storage()
         total += storage.nbytes()

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.compile import torch_compile
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ConfigError, brief
+from torch_py_backend.errors import ConfigError, summarize
 from torch_py_backend.loading.loaded import Loaded
 
 
@@ -21,16 +21,16 @@ def apply(config: ModelConfig, loaded: Loaded) -> Callable[..., Any]:
         ConfigError: an optimization does not apply to such an artifact.
     """
     optimize, kind = config.options.optimize, loaded.kind
-    if optimize and kind is Kind.AOTI:
+    if optimize and kind is ArtifactType.AOTI:
         raise _refusal(
             config, optimize, kind, "The package is compiled already; take OPTIMIZE out."
         )
     of_graphs = tuple(name for name in ("freeze", "cuda_graphs") if name in optimize)
-    if of_graphs and kind is Kind.TORCHSERVE:
+    if of_graphs and kind is ArtifactType.TORCHSERVE:
         raise _refusal(config, of_graphs, kind, "Its handler is Python code; take that out.")
     set_memory_format(config, loaded)
     if "freeze" in optimize:
-        if kind is Kind.TORCHSCRIPT:
+        if kind is ArtifactType.TORCHSCRIPT:
             return _frozen(config, loaded.owner)
         if not torch_compile.requested(config):
             raise _refusal(
@@ -65,14 +65,16 @@ def _frozen(config: ModelConfig, module: Any) -> Callable[..., Any]:
     except Exception as error:  # unsupported graphs raise nearly anything
         raise ConfigError(
             config.name,
-            f"OPTIMIZE asks for freeze, which fails: {brief(error)}",
+            f"OPTIMIZE asks for freeze, which fails: {summarize(error)}",
             cure="Take freeze out.",
         ) from error
     called: Callable[..., Any] = getattr(ready, method) if method else ready
     return called
 
 
-def _refusal(config: ModelConfig, names: tuple[str, ...], kind: Kind, cure: str) -> ConfigError:
+def _refusal(
+    config: ModelConfig, names: tuple[str, ...], kind: ArtifactType, cure: str
+) -> ConfigError:
     return ConfigError(
         config.name,
         f"OPTIMIZE asks for {', '.join(names)}, and the model is {kind.value}",

@@ -60,7 +60,7 @@ def _load(
         _check_function(artifact, config, built)
     else:
         if not has_weights:
-            state_dict.fill(config, artifact, owner)
+            state_dict.load_into(config, artifact, owner)
         owner.eval()
         for parameter in owner.parameters():  # TorchScript does not support requires_grad_()
             parameter.requires_grad = False
@@ -71,7 +71,7 @@ def _load(
     called, step, name = _entry_point(config, built)
     described = owner.forward if called is owner and owner is not None else called
     try:
-        signature = dataclasses.replace(introspection.of_function(described), name=name)
+        signature = dataclasses.replace(introspection.from_function(described), name=name)
     except (TypeError, ValueError) as error:
         raise SourceError(
             config.name, f"the arguments of what is served cannot be determined: {error}"
@@ -127,7 +127,7 @@ def _has_steps(built: Any) -> bool:
 def _refuse_streams(config: ModelConfig, built: Any, described: Callable[..., Any]) -> None:
     """Raise ConfigError for a streaming model whose config is not decoupled."""
     problem = ""
-    if introspection.yields(described):
+    if introspection.is_generator(described):
         problem = f"{getattr(described, '__name__', 'forward')}() yields its results one by one"
     elif _has_steps(built) and getattr(described, "__func__", None) is _NO_FORWARD:
         problem = "begin() and step() make streams, and there is no forward()"

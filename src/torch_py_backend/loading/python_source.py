@@ -20,7 +20,7 @@ from torch import nn
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import SourceError, brief, shown
+from torch_py_backend.errors import SourceError, join_names, summarize
 from torch_py_backend.loading import initialization
 
 log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def import_source(model: str, path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise SourceError(model, f"{path.name} fails at {place(error, path)}") from error
+        raise SourceError(model, f"{path.name} fails at {error_location(error, path)}") from error
     return module
 
 
@@ -77,7 +77,7 @@ def importing_from(folder: Path) -> Iterator[None]:
         sys.dont_write_bytecode = before
 
 
-def place(error: BaseException, path: Path) -> str:
+def error_location(error: BaseException, path: Path) -> str:
     """Return the line of the model's file that raised an exception, and its message."""
     if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno:
         return f"line {error.lineno}: SyntaxError: {error.msg}: {(error.text or '').strip()}"
@@ -87,7 +87,7 @@ def place(error: BaseException, path: Path) -> str:
         if frame.filename == str(path)
     ]
     where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{brief(error)}"
+    return f"{where}{summarize(error)}"
 
 
 class Built(NamedTuple):
@@ -113,7 +113,7 @@ def construct_from_package(config: ModelConfig, *, filled: bool) -> Built:
     except (Exception, SystemExit) as error:  # the package's own code runs here
         raise SourceError(
             config.name,
-            f"MODEL_FACTORY is '{factory_name}', which cannot be imported: {brief(error)}",
+            f"MODEL_FACTORY is '{factory_name}', which cannot be imported: {summarize(error)}",
             expected="package.module:callable of a package that this Python has",
         ) from error
     keywords = config.options.model_kwargs or {}
@@ -129,7 +129,7 @@ def construct_from_package(config: ModelConfig, *, filled: bool) -> Built:
         raise SourceError(
             config.name,
             f"MODEL_FACTORY '{factory_name}' with {keywords or 'no arguments'} fails:"
-            f" {brief(error)}",
+            f" {summarize(error)}",
             cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
         ) from error
 
@@ -147,7 +147,7 @@ def example_inputs(model: str, path: Path, name: str) -> Mapping[str, Any] | Non
         inputs = function()
     except (Exception, SystemExit) as error:
         raise SourceError(
-            model, f"{name}() in {path.name} fails at {place(error, path)}"
+            model, f"{name}() in {path.name} fails at {error_location(error, path)}"
         ) from error
     if not isinstance(inputs, Mapping):
         raise SourceError(
@@ -167,7 +167,7 @@ def construct_hooks(config: ModelConfig, path: Path) -> Any:
         SourceError: there is no such class, or it cannot be constructed.
     """
     source = import_source(config.name, path)
-    name = config.options.hooks or discovery.HOOKS
+    name = config.options.hooks or discovery.HOOKS_CLASS
     hooks_class = getattr(source, name, None)
     if _is_module_class(hooks_class) and config.options.hooks is None:
         return None
@@ -176,7 +176,7 @@ def construct_hooks(config: ModelConfig, path: Path) -> Any:
         raise SourceError(
             config.name,
             f"{name}, which is to run around forward(), is {kind} in {path.name}",
-            expected="a plain class with some of the methods " + ", ".join(discovery.STAGES),
+            expected="a plain class with some of the methods " + ", ".join(discovery.HOOK_METHODS),
         )
     signature = _signature(hooks_class)
     takes_folder = signature is not None and "folder" in signature.parameters
@@ -194,11 +194,11 @@ def construct_hooks(config: ModelConfig, path: Path) -> Any:
         return hooks_class(**keywords)
     except (Exception, SystemExit) as error:
         raise SourceError(
-            config.name, f"{name}() in {path.name} fails at {place(error, path)}"
+            config.name, f"{name}() in {path.name} fails at {error_location(error, path)}"
         ) from error
 
 
-def modules_in(model: str, path: Path) -> list[str]:
+def module_names(model: str, path: Path) -> list[str]:
     """Return the names of the nn.Module classes that a source defines."""
     return list(_defined(import_source(model, path), _is_module_class))
 
@@ -241,7 +241,7 @@ def construct(config: ModelConfig, path: Path, source: ModuleType, *, filled: bo
         return _call(target, keywords, filled=filled)
     except (Exception, SystemExit) as error:
         raise SourceError(
-            config.name, f"{name}() in {path.name} fails at {place(error, path)}"
+            config.name, f"{name}() in {path.name} fails at {error_location(error, path)}"
         ) from error
 
 
@@ -249,7 +249,7 @@ def _call(factory: Callable[..., Any], keywords: Mapping[str, Any], *, filled: b
     def build() -> Any:
         return factory(**keywords)
 
-    return initialization.unfilled(build) if filled else build()
+    return initialization.build_uninitialized(build) if filled else build()
 
 
 def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
@@ -275,7 +275,7 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
         raise SourceError(
             config.name,
             f"{key} is '{name}', which {path.name} does not define",
-            expected=f"one of {shown(classes | functions) or 'its classes or functions'}",
+            expected=f"one of {join_names(classes | functions) or 'its classes or functions'}",
         )
     candidates = classes or functions
     distinct = {id(value): value for value in candidates.values()}  # a class may have two names
@@ -284,7 +284,9 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
     if classes and config.python_runtime:
         return _first(config, path, classes)
     problem = (
-        f"defines {shown(candidates)}" if candidates else "defines no nn.Module and no function"
+        f"defines {join_names(candidates)}"
+        if candidates
+        else "defines no nn.Module and no function"
     )
     raise SourceError(
         config.name,
@@ -302,7 +304,7 @@ def _first(config: ModelConfig, path: Path, classes: Mapping[str, Any]) -> Any:
         " runtime does. The parameter MODEL_CLASS names another.",
         config.name,
         path.name,
-        shown(classes),
+        join_names(classes),
         name,
     )
     return classes[name]

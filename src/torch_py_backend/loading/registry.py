@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
 from torch_py_backend.loading import aotinductor, exported_program, python_model, torchscript
@@ -37,7 +37,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ArtifactError, SourceError, WeightsError: the artifact cannot be loaded.
         ConfigError: an option does not apply to artifacts of this type.
     """
-    if artifact.kind not in (Kind.MODULE, Kind.FACTORY):
+    if artifact.kind not in (ArtifactType.MODULE, ArtifactType.FACTORY):
         refuse_device_map(config, f"the model is {artifact.kind.value}")
     try:
         return LOADERS[artifact.kind](artifact, config, device)
@@ -77,11 +77,11 @@ def _load_torchserve(
     return loaded
 
 
-LOADERS: Mapping[Kind, Loader] = {
-    Kind.TORCHSCRIPT: torchscript.load,
-    Kind.MODULE: python_model.load_module,
-    Kind.FACTORY: python_model.load_factory,
-    Kind.EXPORTED: _load_exported,
-    Kind.AOTI: _load_aoti,
-    Kind.TORCHSERVE: _load_torchserve,
+LOADERS: Mapping[ArtifactType, Loader] = {
+    ArtifactType.TORCHSCRIPT: torchscript.load,
+    ArtifactType.MODULE: python_model.load_module,
+    ArtifactType.FACTORY: python_model.load_factory,
+    ArtifactType.EXPORTED: _load_exported,
+    ArtifactType.AOTI: _load_aoti,
+    ArtifactType.TORCHSERVE: _load_torchserve,
 }

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import InputError, brief
+from torch_py_backend.errors import InputError, summarize
 from torch_py_backend.loading import sample_inputs
 from torch_py_backend.sequences import state_store
 from torch_py_backend.signature import binding
@@ -57,7 +57,7 @@ def row_limits(
     Packages with a dynamic batch are often built for at least two rows, because torch.export
     specializes a size of 1, or for as many rows as the chosen kernel supports.
     """
-    config = state_store.bound(config, signature)
+    config = state_store.with_controls(config, signature)
     if not config.max_batch_size or len(config.inputs) != len(signature.leaves or ()):
         return ANY_ROWS  # binding reports inputs that do not match
     inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)
@@ -132,7 +132,7 @@ def accept_sizes_of_one(
         rows: how many rows the package accepts.
         device: the device of its inputs.
     """
-    config = state_store.bound(config, signature)
+    config = state_store.with_controls(config, signature)
     if len(config.inputs) != len(signature.leaves or ()):
         return run  # binding reports inputs that do not match
     specs = {spec.name: spec for spec in config.inputs}
@@ -164,7 +164,7 @@ def accept_sizes_of_one(
             with Path(os.devnull).open("wb") as null, _standard_error_to(null.fileno()):
                 correct = {dims for dims in candidates if _correct(run, unchecked, leaves, dims)}
         except RuntimeError as error:  # mostly too little memory
-            log.warning("model '%s': %s", config.name, brief(error))
+            log.warning("model '%s': %s", config.name, summarize(error))
         finally:
             os.environ[CHECKS] = "1"
     if not correct:  # free the second copy and its weights

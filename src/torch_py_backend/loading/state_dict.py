@@ -19,13 +19,13 @@ from torch.nn.parameter import is_lazy
 
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import Artifact
-from torch_py_backend.artifacts.file_types import Content
+from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, WeightsError, brief
+from torch_py_backend.errors import ArtifactError, WeightsError, summarize
 from torch_py_backend.loading import mapped_files
 
 
-def fill(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
+def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
     """Load the weights into the module: all keys, no other keys, the same shapes.
 
     Raises:
@@ -60,7 +60,8 @@ def fill(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
             result = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise ArtifactError(
-            config.name, f"the weights {file} do not fit {type(module).__name__}: {brief(error)}"
+            config.name,
+            f"the weights {file} do not fit {type(module).__name__}: {summarize(error)}",
         ) from error
     missing = _without_twins(result.missing_keys, own, state)
     if missing or result.unexpected_keys:
@@ -70,7 +71,7 @@ def fill(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
 def _sharing(
     config: ModelConfig, path: Path, state: Mapping[str, Tensor]
 ) -> contextlib.AbstractContextManager[Any]:
-    if config.options.enable_weight_sharing is False or file_types.unmappable(path):
+    if config.options.enable_weight_sharing is False or file_types.mmap_obstacle(path):
         return contextlib.nullcontext()
     return mapped_files.AliasOnCopy(state.values())
 
@@ -98,12 +99,12 @@ def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
     if path.suffix == ".json":
         return _read_shards(config, path)
     try:
-        content = file_types.describe(path)
+        content = file_types.file_type(path)
     except OSError as error:
         raise ArtifactError(
-            config.name, f"the weights {path.name} cannot be read: {brief(error)}"
+            config.name, f"the weights {path.name} cannot be read: {summarize(error)}"
         ) from error
-    if content is not Content.STATE_DICT:
+    if content is not FileType.STATE_DICT:
         raise ArtifactError(
             config.name,
             f"the weights {path.name} are {content.value}",
@@ -113,12 +114,12 @@ def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
     try:
         # Compressed entries cannot be mapped: their compressed bytes would be read as values.
         state = torch.load(
-            path, map_location="cpu", mmap=not file_types.unmappable(path), weights_only=True
+            path, map_location="cpu", mmap=not file_types.mmap_obstacle(path), weights_only=True
         )
     except Exception as error:  # a damaged pickle raises nearly anything
         raise ArtifactError(
             config.name,
-            f"the weights {path.name} cannot be read with weights_only: {brief(error)}",
+            f"the weights {path.name} cannot be read with weights_only: {summarize(error)}",
             expected="a state_dict of plain tensors",
             cure="Save module.state_dict() there, or convert it to safetensors.",
         ) from error
@@ -145,10 +146,10 @@ def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
     """Return the weights of all shards that an index names."""
     try:
         files = file_types.shards(index)
-    except file_types.NO_INDEX as error:
+    except file_types.INDEX_ERRORS as error:
         raise ArtifactError(
             config.name,
-            f"the weights {index.name} are not an index of safetensors: {brief(error)}",
+            f"the weights {index.name} are not an index of safetensors: {summarize(error)}",
             expected="a JSON object with a weight_map from keys to files",
         ) from error
     # If the index is a link, its shards may be links into the folder of its target.
@@ -177,6 +178,6 @@ def _read_safetensors(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
     except (safetensors.SafetensorError, OSError) as error:
         raise ArtifactError(
             config.name,
-            f"the weights {path.name} are not valid safetensors: {brief(error)}",
+            f"the weights {path.name} are not valid safetensors: {summarize(error)}",
             cure="Write them again with safetensors.torch.save_file, or copy them again.",
         ) from error

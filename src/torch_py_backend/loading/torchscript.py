@@ -10,13 +10,13 @@ import torch
 
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, brief
+from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded, warn_unused
 from torch_py_backend.signature import introspection
-from torch_py_backend.signature.binding import Takes
+from torch_py_backend.signature.binding import ArgumentType
 
-_TEXTS = (Takes.STR, Takes.STRINGS, Takes.NESTED_STRINGS)
+_TEXTS = (ArgumentType.STR, ArgumentType.STRINGS, ArgumentType.NESTED_STRINGS)
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
@@ -31,7 +31,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         raise ArtifactError(
             config.name,
             f"{artifact.path.name} is TorchScript that torch {torch.__version__} cannot load:"
-            f" {brief(error)}",
+            f" {summarize(error)}",
             cure="Write it again with torch.jit.save under this version of torch.",
         ) from error
     module.eval()
@@ -48,11 +48,11 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     warn_unused(config, "model_class", "model_kwargs", "weights")
     # A call of the module, unlike one of forward(), runs its hooks.
     called = module if config.options.method is None else method
-    signature = dataclasses.replace(introspection.of_schema(method.schema), name=name)
+    signature = dataclasses.replace(introspection.from_schema(method.schema), name=name)
     return Loaded(artifact.kind, called, signature, module)
 
 
-def passing_bytes(loaded: Loaded, called: Callable[..., Any]) -> Callable[..., Any]:
+def accept_bytes(loaded: Loaded, called: Callable[..., Any]) -> Callable[..., Any]:
     """Return a callable that also accepts strings that are not UTF-8, if the model takes strings.
 
     Args:

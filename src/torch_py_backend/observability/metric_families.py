@@ -12,7 +12,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Kind(enum.Enum):
+class MetricKind(enum.Enum):
     COUNTER = "counter"
     GAUGE = "gauge"
     # Counters with the names and labels of a histogram's series; docs/metrics.md has the reason.
@@ -34,7 +34,7 @@ class Family:
     """
 
     name: str
-    kind: Kind
+    kind: MetricKind
     labels: tuple[str, ...]
     unit: str
     models: str
@@ -44,7 +44,7 @@ class Family:
     @property
     def series(self) -> tuple[str, ...]:
         """The names of the series that are scraped."""
-        if self.kind is not Kind.HISTOGRAM:
+        if self.kind is not MetricKind.HISTOGRAM:
             return (self.name,)
         return tuple(f"{self.name}_{part}" for part in ("bucket", "sum", "count"))
 
@@ -67,12 +67,12 @@ OK = "OK"
 CODES = (OK, "INVALID_ARG", "INTERNAL", "UNAVAILABLE", "CANCELLED")
 STAGES = ("gather", "host_to_device", "forward", "device_to_host")
 # The stages of models with hooks before and after STAGES.
-AROUND = ("preprocess", "postprocess")
+HOOK_STAGES = ("preprocess", "postprocess")
 
 TABLE = (
     Family(
         "pytorch_py_requests_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         (*_MODEL, "code"),
         "requests",
         _ALL,
@@ -83,7 +83,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_batch_rows",
-        Kind.HISTOGRAM,
+        MetricKind.HISTOGRAM,
         (*_MODEL, "le"),
         "rows",
         _ALL,
@@ -93,7 +93,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_stage_seconds_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         (*_MODEL, "stage"),
         "seconds",
         _ALL,
@@ -103,7 +103,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_rows_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _MODEL,
         "rows",
         _FILLING,
@@ -112,7 +112,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_filled_rows_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _MODEL,
         "rows",
         _FILLING,
@@ -121,7 +121,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_values_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _MODEL,
         "values",
         _FILLING,
@@ -130,7 +130,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_padded_values_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _MODEL,
         "values",
         _FILLING,
@@ -140,7 +140,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_retried_rows_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _MODEL,
         "rows",
         _ALL,
@@ -149,7 +149,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_memory_splits_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _MODEL,
         "times",
         _ALL,
@@ -158,7 +158,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_compiled_graphs_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _MODEL,
         "graphs",
         _COMPILED,
@@ -167,7 +167,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_compile_cache_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         (*_MODEL, "result"),
         "starts",
         _COMPILED,
@@ -176,7 +176,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_eager_calls_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _MODEL,
         "calls",
         "models that are compiled, or captured in CUDA graphs",
@@ -185,7 +185,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_stream_responses_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _MODEL,
         "responses",
         _DECOUPLED,
@@ -194,7 +194,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_live_streams",
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         _INSTANCE,
         "streams",
         _DECOUPLED,
@@ -203,7 +203,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_steps_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _MODEL,
         "calls",
         _STEPPED,
@@ -212,7 +212,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_stepped_streams_total",
-        Kind.COUNTER,
+        MetricKind.COUNTER,
         _MODEL,
         "streams",
         _STEPPED,
@@ -221,7 +221,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_sequences",
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         _INSTANCE,
         "sequences",
         _STATES,
@@ -230,7 +230,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_sequence_bytes",
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         _INSTANCE,
         "bytes",
         _STATES,
@@ -239,7 +239,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_weights_digest",
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         _INSTANCE,
         "1",
         "`WATCH_WEIGHTS`",
@@ -248,7 +248,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_device_memory_allocated_bytes",
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         (*_INSTANCE, "device"),
         "bytes",
         _CUDA,
@@ -257,7 +257,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_device_memory_reserved_bytes",
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         (*_INSTANCE, "device"),
         "bytes",
         _CUDA,
@@ -266,7 +266,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_poisoned",
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         _INSTANCE,
         "1",
         _ALL,
@@ -275,7 +275,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_ready_timestamp_seconds",
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         _INSTANCE,
         "seconds since 1970",
         _ALL,
@@ -284,7 +284,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_heartbeat_timestamp_seconds",
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         _INSTANCE,
         "seconds since 1970",
         _ALL,
@@ -294,7 +294,7 @@ TABLE = (
     ),
     Family(
         "pytorch_py_running_call_seconds",
-        Kind.GAUGE,
+        MetricKind.GAUGE,
         _INSTANCE,
         "seconds",
         _ALL,

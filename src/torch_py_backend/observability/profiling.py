@@ -22,7 +22,7 @@ from torch.profiler import profile, record_function
 from torch_py_backend.batching.gather_scatter import Item, Outcome
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import ConfigError, brief
+from torch_py_backend.errors import ConfigError, summarize
 
 log = logging.getLogger(__name__)
 
@@ -255,5 +255,5 @@ class LiveProfiler:
             "model '%s': a trace of the profiler %s: %s.",
             self._engine.config.name,
             problem,
-            brief(error),
+            summarize(error),
         )

@@ -21,7 +21,7 @@ from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.batching.grouping import Group
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, PlatformError, brief
+from torch_py_backend.errors import BackendError, PlatformError, summarize
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -58,7 +58,7 @@ class TracedItem(dict[str, Value]):
         return TracedItem({**self, **other}, self.context)
 
 
-def refuse_impossible(config: ModelConfig, *, told: bool) -> None:
+def check_available(config: ModelConfig, *, told: bool) -> None:
     """Check, before the model is loaded, that TRACING can work.
 
     Args:
@@ -83,7 +83,7 @@ def refuse_impossible(config: ModelConfig, *, told: bool) -> None:
         )
 
 
-def wanted(config: ModelConfig, *, told: bool) -> bool:
+def is_enabled(config: ModelConfig, *, told: bool) -> bool:
     """Return whether to trace the model's requests.
 
     If TRACING is unset: yes if the model's code has imported OpenTelemetry, or if OTEL_* variables
@@ -158,7 +158,7 @@ class Tracing:
         try:
             context = self._extract(json.loads(context_json), context)
         except Exception as error:  # the client sends parts of it; they must not fail the request
-            log.warning("model '%s': a trace cannot be read: %s.", self._model, brief(error))
+            log.warning("model '%s': a trace cannot be read: %s.", self._model, summarize(error))
             return item
         return TracedItem(item, context)
 
@@ -307,5 +307,5 @@ def _exporter(config: ModelConfig, name: str) -> Any:
         return points[0].load()()
     except Exception as error:  # any error of an exporter with its variables
         raise PlatformError(
-            config.name, f"the exporter {name} that OTEL_* variables name fails: {brief(error)}"
+            config.name, f"the exporter {name} that OTEL_* variables name fails: {summarize(error)}"
         ) from error

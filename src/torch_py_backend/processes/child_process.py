@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.errors import BackendError, LoadError, brief
+from torch_py_backend.errors import BackendError, LoadError, summarize
 
 _START = (
     # Replaces the current folder, whose files must not shadow other modules.
@@ -206,7 +206,7 @@ def main() -> None:
     except BaseException as error:
         with contextlib.suppress(ValueError, OSError):  # the model may have closed stderr
             traceback.print_exc()
-        outcome = {"error": brief(error), "traceback": traceback.format_exc()}
+        outcome = {"error": summarize(error), "traceback": traceback.format_exc()}
     if os.getpid() == child:  # not a process that the model forked
         temporary = Path(f"{path}.part")
         temporary.write_text(json.dumps(outcome), encoding="utf-8")

@@ -78,7 +78,7 @@ class Status:
     reason: str = ""
 
 
-class Vitals(Protocol):
+class InstanceStatus(Protocol):
     """Publishes the status of this instance."""
 
     def ready(self) -> None:
@@ -100,7 +100,7 @@ class Vitals(Protocol):
         """Report a normal end, after which the model is not loaded again. May be called twice."""
 
 
-class Untold:
+class LocalStatus:
     """The status of an instance without a supervisor; only its metrics use it."""
 
     def __init__(self) -> None:
@@ -123,7 +123,7 @@ class Untold:
     def ended(self) -> None: ...
 
 
-def start(config: ModelConfig) -> Vitals:
+def start(config: ModelConfig) -> InstanceStatus:
     """Publish the status of this instance from now on, if the server is supervised."""
     limit = config.options.execution_timeout_ms
     region = orphan_cleanup.region()
@@ -133,16 +133,16 @@ def start(config: ModelConfig) -> Vitals:
     )
 
 
-def completing(model: str) -> Vitals:
+def start_completing(model: str) -> InstanceStatus:
     """Publish the status of a process that completes a model's config and then ends."""
     identity = Identity(os.getpid(), model, "", "", None, orphan_cleanup.region())
     return _publish(identity, InstanceState.COMPLETING)
 
 
-def _publish(identity: Identity, state: InstanceState) -> Vitals:
+def _publish(identity: Identity, state: InstanceState) -> InstanceStatus:
     folder = os.environ.get(VARIABLE)
     if not folder or not Path(folder).is_dir():
-        return Untold()
+        return LocalStatus()
     return SharedStatus(Path(folder), identity, state)
 
 

@@ -23,7 +23,7 @@ def risk(status: os.stat_result) -> str:
     return ""
 
 
-def make(folder: Path) -> str:
+def create(folder: Path) -> str:
     """Create a folder that only this user can enter.
 
     Returns:
@@ -55,7 +55,7 @@ def read(path: Path) -> bytes:
         return file.read()
 
 
-def of_user() -> Path:
+def user_folder() -> Path:
     """Return this user's private folder for compiled code.
 
     Its name is fixed, so that instances share it. If another user has created a folder of that
@@ -63,7 +63,7 @@ def of_user() -> Path:
     """
     folder = Path(tempfile.gettempdir()) / f"torch-py-backend-{os.geteuid()}"
     try:
-        reason = make(folder)
+        reason = create(folder)
         if folder.is_symlink():
             reason = "it is a link"
     except OSError as error:

@@ -18,13 +18,13 @@ import stat
 import tempfile
 from pathlib import Path
 
-from torch_py_backend.errors import PlatformError, brief
+from torch_py_backend.errors import PlatformError, summarize
 
 # Another process may remove a folder between its creation and its locking: then try again.
 _ATTEMPTS = 100
 
 
-def enter(model: str) -> Rendezvous:
+def enter(model: str) -> ServerFolder:
     """Enter the folder of the server that started this process.
 
     Raises:
@@ -41,12 +41,12 @@ def enter(model: str) -> Rendezvous:
     except OSError as error:
         raise PlatformError(
             model,
-            f"instances of one server cannot share the temporary folder: {brief(error)}",
+            f"instances of one server cannot share the temporary folder: {summarize(error)}",
             cure="Set TMPDIR to a folder that can be written.",
         ) from error
 
 
-class Rendezvous:
+class ServerFolder:
     """A shared folder, which exists while a process holds a lock on it.
 
     Attributes:
@@ -55,7 +55,7 @@ class Rendezvous:
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self.path = path
-        self._descriptor: int | None = keep(descriptor)
+        self._descriptor: int | None = close_on_fork(descriptor)
 
     def folder(self, name: str) -> Path:
         """Create a folder within, and return its path."""
@@ -89,10 +89,10 @@ def lock(path: Path) -> int | None:
     if not _lock_exclusively(descriptor):
         os.close(descriptor)
         return None
-    return keep(descriptor)
+    return close_on_fork(descriptor)
 
 
-def keep(descriptor: int) -> int:
+def close_on_fork(descriptor: int) -> int:
     """Register a descriptor to be closed in processes that the model forks; return it."""
     _inherited.add(descriptor)
     return descriptor
@@ -158,7 +158,7 @@ def _server(process: int) -> str:
     return f"{process}-{started}-{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
-def _lock_folder(path: Path) -> Rendezvous:
+def _lock_folder(path: Path) -> ServerFolder:
     for _ in range(_ATTEMPTS):
         path.mkdir(mode=0o700, exist_ok=True)
         with contextlib.suppress(FileNotFoundError):
@@ -166,7 +166,7 @@ def _lock_folder(path: Path) -> Rendezvous:
             # Blocks only while another process removes the folder.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if _is_same(path, descriptor):
-                return Rendezvous(path, descriptor)
+                return ServerFolder(path, descriptor)
             os.close(descriptor)
     raise OSError(errno.EAGAIN, "it is removed as often as it is made", str(path))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.batching.gather_scatter import Item, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.config.sequence_config import Initial, State
+from torch_py_backend.config.sequence_config import InitialState, State
 from torch_py_backend.errors import ArtifactError
 
 _FOLDER = "initial_state"
@@ -44,7 +44,7 @@ def _in_rows(value: Value, rows: int | None) -> Value:
     return np.repeat(value[None], rows, axis=0)
 
 
-def _row(config: ModelConfig, state: State, initial: Initial) -> Value:
+def _row(config: ModelConfig, state: State, initial: InitialState) -> Value:
     name = state.dtype.torch if state.dtype is not None else None
     if initial.file is None:
         if name is None:
@@ -64,7 +64,7 @@ def _row(config: ModelConfig, state: State, initial: Initial) -> Value:
 
 def _read(config: ModelConfig, state: State, file: str) -> bytes:
     folder = config.folder / _FOLDER
-    discovery.refuse_outside(config, f"the data_file of the state '{state.input}'", file, folder)
+    discovery.check_inside(config, f"the data_file of the state '{state.input}'", file, folder)
     try:
         return (folder / file).read_bytes()
     except OSError as error:
@@ -75,7 +75,7 @@ def _read(config: ModelConfig, state: State, file: str) -> bytes:
         ) from None
 
 
-def _strings(config: ModelConfig, state: State, initial: Initial, content: bytes) -> Strings:
+def _strings(config: ModelConfig, state: State, initial: InitialState, content: bytes) -> Strings:
     """Parse strings, each with its length in four bytes before its text."""
     count = math.prod(initial.dims)
     texts, place = [], 0

@@ -60,18 +60,18 @@ class Step(NamedTuple):
 # --- at load -----------------------------------------------------------------------------------
 
 
-def bound(config: ModelConfig, signature: Signature) -> ModelConfig:
+def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
     """Return the config with the controls added to its inputs that forward() takes."""
     if config.sequencing is None or not config.sequencing.controls:
         return config
     names = [spec.name for spec in config.inputs]
     controls = {control.name: control for control in config.sequencing.controls}
-    taken = binding.among(names, list(controls), signature)
+    taken = binding.accepted_names(names, list(controls), signature)
     specs = (TensorSpec(name, controls[name].dtype, (1,), origin=Origin.CONTROL) for name in taken)
     return dataclasses.replace(config, inputs=(*config.inputs, *specs))
 
 
-def following(config: ModelConfig, item: Item, outcome: dict[str, Value]) -> Item:
+def next_item(config: ModelConfig, item: Item, outcome: dict[str, Value]) -> Item:
     """Return the item of the next step: the same with the states that this step returned."""
     return item | {
         state.input: gather_scatter.taken(outcome[state.output]) for state in config.states

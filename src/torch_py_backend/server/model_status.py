@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch_py_backend.errors import brief
+from torch_py_backend.errors import summarize
 from torch_py_backend.server.tritonserver import ModelState
 
 _LOAD_FAILED = re.compile(r"^load failed for model '.*?': version \d+ is at UNAVAILABLE state: ")
@@ -65,5 +65,8 @@ def public_reason(reason: str) -> str:
     if not text:
         return "no reason was given"
     return (
-        brief(Exception(text)).removeprefix("Exception: ").removeprefix("Internal: ").rstrip(".; ")
+        summarize(Exception(text))
+        .removeprefix("Exception: ")
+        .removeprefix("Internal: ")
+        .rstrip(".; ")
     )

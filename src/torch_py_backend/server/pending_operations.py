@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from torch_py_backend.errors import ServerError, brief
+from torch_py_backend.errors import ServerError, summarize
 from torch_py_backend.server import model_status
 from torch_py_backend.server.tritonserver import ModelState
 
@@ -97,7 +97,7 @@ class PendingOperations:
             except ServerError as error:
                 operation.error = error
             except Exception as error:  # an unexpected response: the operation must complete
-                operation.error = ServerError(brief(error))
+                operation.error = ServerError(summarize(error))
             self._completed.put(operation)
             self._wake()
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch_py_backend.config import execution_env, pbtxt
 from torch_py_backend.errors import BackendError, ConfigError, ServerError
 from torch_py_backend.server import tritonserver
-from torch_py_backend.server.tritonserver import Triton
+from torch_py_backend.server.tritonserver import TritonInstallation
 
 # Each instance needs a region of 1 MB, and more for larger tensors.
 _SHARED_MEMORY_BYTES = 256 << 20
@@ -28,7 +28,7 @@ _OWN_NAMES = {
 _SIMILARITY = 0.85
 
 
-def environment() -> Iterator[str]:
+def machine_problems() -> Iterator[str]:
     """Yield the problems of this machine, one sentence each, with their cure."""
     yield from _server_problems()
     for name in ("torch", "numpy", "safetensors"):
@@ -58,14 +58,14 @@ def _server_problems() -> Iterator[str]:
         major = int(metadata.version("numpy").partition(".")[0])
     except metadata.PackageNotFoundError:
         major = 0
-    if garbles_numpy_2(triton) and major >= 2:  # noqa: PLR2004
+    if corrupts_numpy_2(triton) and major >= 2:  # noqa: PLR2004
         yield (
             f"numpy {metadata.version('numpy')} garbles tensors in the wheel's tritonserver;"
             " pip install 'numpy<2'."
         )
 
 
-def garbles_numpy_2(triton: Triton) -> bool:
+def corrupts_numpy_2(triton: TritonInstallation) -> bool:
     """Return whether the stub is known to corrupt tensors of numpy 2.
 
     This is true of the wheel, which has Triton 24.10. For other servers, the adapter checks it when
@@ -74,7 +74,7 @@ def garbles_numpy_2(triton: Triton) -> bool:
     return "pytriton" in triton.executable.parts
 
 
-def execution_environment(path: Path, document: Mapping[str, Any]) -> None:
+def check_execution_environment(path: Path, document: Mapping[str, Any]) -> None:
     """Check the Python environment that a model's config names, if it names one.
 
     Raises:
@@ -87,7 +87,7 @@ def execution_environment(path: Path, document: Mapping[str, Any]) -> None:
     execution_env.check(path, document, stub)
 
 
-def folder(path: Path) -> Iterator[str]:
+def folder_problems(path: Path) -> Iterator[str]:
     """Yield the problems of a model folder that loading the model does not show."""
     if not os.access(path, os.R_OK | os.X_OK):
         yield f"{path} cannot be read by this user."
@@ -96,7 +96,7 @@ def folder(path: Path) -> Iterator[str]:
         document = pbtxt.read(path)
     except BackendError:
         return  # reported when the model is loaded
-    if execution_env.named(document):
+    if execution_env.environment_path(document):
         yield (
             f"{path.name}: {execution_env.KEY} names an environment for this model; here it is"
             f" tried without that, with the packages of {sys.prefix}."
@@ -137,7 +137,7 @@ def other_backend(path: Path, document: Mapping[str, Any]) -> str:
     return ""
 
 
-def waits(document: Mapping[str, Any]) -> Iterator[str]:
+def idle_gpu_notes(document: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note if a model with hooks has one instance only on a GPU."""
     groups = document["instance_group"]
     if any(group["kind"] == "KIND_GPU" and group["count"] == 1 for group in groups):

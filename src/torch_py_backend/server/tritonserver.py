@@ -54,7 +54,7 @@ _OTHER_ADDRESS = "Choose an --address of this machine."
 
 
 @dataclass(frozen=True, slots=True)
-class Triton:
+class TritonInstallation:
     """The paths of an installed tritonserver.
 
     Attributes:
@@ -89,7 +89,7 @@ class ModelState:
     unloaded: bool = False
 
 
-def find(executable: Path | None = None) -> Triton:
+def find(executable: Path | None = None) -> TritonInstallation:
     """Find a tritonserver: on PATH, in /opt/tritonserver, or in the wheel nvidia-pytriton.
 
     Args:
@@ -116,14 +116,14 @@ def find(executable: Path | None = None) -> Triton:
     )
 
 
-def _installed(executable: Path) -> Triton:
+def _installed(executable: Path) -> TritonInstallation:
     """Return the paths in the layout of NVIDIA's containers: bin/, lib/ and backends/."""
     prefix = executable.resolve().parents[1]
     backend = prefix / "backends" / "python"
     return _checked(executable, backend, backend / _STUB, (prefix / "lib",))
 
 
-def _wheel() -> Triton | None:
+def _wheel() -> TritonInstallation | None:
     """Return the paths in the wheel nvidia-pytriton, without importing it; None: not installed."""
     spec = importlib.util.find_spec("pytriton")
     if spec is None or spec.origin is None:
@@ -139,7 +139,9 @@ def _wheel() -> Triton | None:
     )
 
 
-def _checked(executable: Path, backend: Path, stub: Path, libraries: tuple[Path, ...]) -> Triton:
+def _checked(
+    executable: Path, backend: Path, stub: Path, libraries: tuple[Path, ...]
+) -> TritonInstallation:
     for part in (backend / "libtriton_python.so", stub):
         if not part.is_file():
             raise ServerError(
@@ -147,10 +149,12 @@ def _checked(executable: Path, backend: Path, stub: Path, libraries: tuple[Path,
                 f" {sys.version_info.major}.{sys.version_info.minor}, or is not installed."
             )
     libpython = sysconfig.get_config_var("LIBDIR")
-    return Triton(executable, backend, stub, (*libraries, Path(libpython or "/usr/lib")))
+    return TritonInstallation(
+        executable, backend, stub, (*libraries, Path(libpython or "/usr/lib"))
+    )
 
 
-def stub_python(triton: Triton) -> str:
+def stub_python(triton: TritonInstallation) -> str:
     """Return the Python version of a server's stub, such as 3.12, from the library that it loads.
 
     Raises:
@@ -165,7 +169,7 @@ def stub_python(triton: Triton) -> str:
     return match[1].decode()
 
 
-def lay_out(triton: Triton, backends: Path) -> None:
+def populate_backends(triton: TritonInstallation, backends: Path) -> None:
     """Fill a backend directory with Triton's Python backend and this backend.
 
     Files are copied: Triton refuses a library whose real path is outside its backend folder.
@@ -177,7 +181,7 @@ def lay_out(triton: Triton, backends: Path) -> None:
     installation.install(backends, "pytorch_py")
 
 
-def environment(triton: Triton) -> dict[str, str]:
+def environment(triton: TritonInstallation) -> dict[str, str]:
     """Return the environment variables with which a server finds its libraries and this Python.
 
     Raises:
@@ -346,7 +350,7 @@ class Server:
         values[orphan_cleanup.VARIABLE] = str(owned.status_folder)
         try:
             self._ownership.start_guard()
-            lay_out(self._triton, owned.backends)
+            populate_backends(self._triton, owned.backends)
             # A session of its own: Ctrl-C reaches this process, which then stops the server. A
             # folder of its own: Triton's stub would import a model.py from the current folder.
             self._process = subprocess.Popen(  # noqa: S603  the executable found above
@@ -401,7 +405,7 @@ class Server:
     def models(self) -> list[ModelState]:
         """Return the current states of the models in the repository."""
         with self._request("repository/index", b"{}") as response:
-            return [state(entry) for entry in json.load(response)]
+            return [parse_state(entry) for entry in json.load(response)]
 
     def lives(self) -> bool:
         """Return whether the server answers that it is live."""
@@ -460,7 +464,7 @@ class Server:
         self.stop()
 
 
-def state(entry: Mapping[str, str]) -> ModelState:
+def parse_state(entry: Mapping[str, str]) -> ModelState:
     """Return the state of a model from an entry of Triton's repository index."""
     status, reason = entry.get("state"), entry.get("reason", "")
     unloaded = status == "UNLOADING" or reason == "unloaded"

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from torch_py_backend.errors import BindingError, shown
+from torch_py_backend.errors import BindingError, join_names
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Passing(enum.Enum):
     REST_BY_NAME = "**"
 
 
-class Takes(enum.Enum):
+class ArgumentType(enum.Enum):
     """The type of an argument, from its annotation."""
 
     TENSOR = "a tensor"
@@ -63,21 +63,21 @@ class Takes(enum.Enum):
     @property
     def scalar(self) -> bool:
         return self in (
-            Takes.INT,
-            Takes.FLOAT,
-            Takes.BOOL,
-            Takes.STR,
-            Takes.RAW,
-            Takes.VALUE,
+            ArgumentType.INT,
+            ArgumentType.FLOAT,
+            ArgumentType.BOOL,
+            ArgumentType.STR,
+            ArgumentType.RAW,
+            ArgumentType.VALUE,
         )
 
     @property
     def raw(self) -> bool:
         """Whether strings are passed as bytes, not decoded."""
-        return self in (Takes.RAW, Takes.BYTES, Takes.NESTED_BYTES)
+        return self in (ArgumentType.RAW, ArgumentType.BYTES, ArgumentType.NESTED_BYTES)
 
 
-_CONTAINERS = (Takes.DICT, Takes.LIST, Takes.TUPLE)
+_CONTAINERS = (ArgumentType.DICT, ArgumentType.LIST, ArgumentType.TUPLE)
 _NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
 
 
@@ -99,7 +99,7 @@ class Argument:
     name: str
     required: bool
     passing: Passing
-    takes: Takes
+    takes: ArgumentType
     text: str
     nullable: bool = False
     unnamed: bool = False
@@ -125,7 +125,7 @@ class Signature:
     unflatten: Callable[[Sequence[Any]], tuple[Sequence[Any], Mapping[str, Any]]] | None = None
     name: str = "forward"
     torchscript: bool = False
-    by_name: Mapping[str, Takes] = field(default_factory=dict)
+    by_name: Mapping[str, ArgumentType] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Return the declaration of the function."""
@@ -137,7 +137,7 @@ class Signature:
 
 
 @dataclass(frozen=True, slots=True)
-class Inputs:
+class InputBinding:
     """The binding of the columns of a batch to arguments.
 
     Attributes:
@@ -148,12 +148,12 @@ class Inputs:
     """
 
     names: tuple[str, ...]
-    takes: tuple[Takes, ...]
+    takes: tuple[ArgumentType, ...]
     call: Callable[[Callable[..., Any], Sequence[Any]], Any]
     places: tuple[str, ...] = ()
 
 
-class Rule(enum.Enum):
+class BindingRule(enum.Enum):
     """The rule that binds input names to arguments; the values are for reports."""
 
     ARGUMENTS = "by argument name"
@@ -163,7 +163,7 @@ class Rule(enum.Enum):
     OWN = "each name by itself"
 
 
-def rule(names: Sequence[str], signature: Signature) -> Rule:
+def rule(names: Sequence[str], signature: Signature) -> BindingRule:
     """Return the rule that binds input names to arguments.
 
     Args:
@@ -172,16 +172,16 @@ def rule(names: Sequence[str], signature: Signature) -> Rule:
     """
     named = {argument.name for argument in signature.arguments if argument.passing in _NAMED}
     if signature.leaves is None and _container_argument(names, signature) is not None:
-        return Rule.KEYS
+        return BindingRule.KEYS
     if named.issuperset(names):
-        return Rule.ARGUMENTS
+        return BindingRule.ARGUMENTS
     if all(ordinal(name) is not None for name in names):
-        return Rule.NUMBERS
+        return BindingRule.NUMBERS
     slots = _slots(names, signature)
     fits = any(_place(name, slots, signature) is not None for name in names)
     if signature.leaves is not None or any(map(_parse_path, names)):
-        return Rule.OWN
-    return Rule.OWN if fits and not signature.torchscript else Rule.ORDER
+        return BindingRule.OWN
+    return BindingRule.OWN if fits and not signature.torchscript else BindingRule.ORDER
 
 
 def ordinal(name: str) -> int | None:
@@ -219,7 +219,7 @@ def bind_inputs(
     *,
     ordered: bool = True,
     kept: Collection[str] = (),
-) -> Inputs:
+) -> InputBinding:
     """Bind input names to the leaves of forward()'s call tree.
 
     Args:
@@ -235,21 +235,21 @@ def bind_inputs(
         BindingError: a name matches no leaf, or a leaf has no input or two.
     """
     if len(set(names)) < len(names):
-        raise BindingError(model, f"the inputs {shown(names)} carry the same name twice")
+        raise BindingError(model, f"the inputs {join_names(names)} carry the same name twice")
     if signature.leaves is not None:
         return _bind_leaves(model, names, signature, left_out)
     places = _places(model, names, signature, ordered=ordered, kept=kept)
     return _assemble(model, places, signature, left_out)
 
 
-def among(names: Sequence[str], more: Sequence[str], signature: Signature) -> list[str]:
+def accepted_names(names: Sequence[str], more: Sequence[str], signature: Signature) -> list[str]:
     """Return the names in `more` that forward() accepts in addition to the inputs `names`."""
     if signature.leaves is not None:
         aliases = _leaf_aliases(signature.leaves, signature)
         count = len(signature.leaves)
         return [name for name in more if _leaf_index(name, aliases, count) is not None]
     single = _single_argument(signature)
-    if single is not None and single.takes is Takes.DICT:
+    if single is not None and single.takes is ArgumentType.DICT:
         return list(more)
     slots = _slots([*names, *more], signature)
     return [name for name in more if _place(name, slots, signature) is not None]
@@ -257,7 +257,7 @@ def among(names: Sequence[str], more: Sequence[str], signature: Signature) -> li
 
 def _bind_leaves(
     model: str, names: Sequence[str], signature: Signature, left_out: Collection[str]
-) -> Inputs:
+) -> InputBinding:
     """Bind names to the leaves of the artifact's own tree; each leaf needs an input."""
     leaves = signature.leaves or ()
     unflatten = signature.unflatten
@@ -271,13 +271,13 @@ def _bind_leaves(
         valid = [*leaves, *(f"INPUT__{index}" for index in range(len(leaves)))]
         raise BindingError(
             model,
-            f"the inputs {shown(names)} do not feed each tensor of {signature} once",
-            expected=f"{len(leaves)} inputs with names among {shown(valid)}",
+            f"the inputs {join_names(names)} do not feed each tensor of {signature} once",
+            expected=f"{len(leaves)} inputs with names among {join_names(valid)}",
         )
     if left_out:
         raise BindingError(
             model,
-            f"input {shown(left_out)} is optional, and {signature} has no defaults",
+            f"input {join_names(left_out)} is optional, and {signature} has no defaults",
             cure="Remove `optional` from config.pbtxt.",
         )
 
@@ -286,7 +286,7 @@ def _bind_leaves(
         return module(*args, **kwargs)
 
     ordered = tuple(chosen[index] for index in range(len(leaves)))
-    return Inputs(ordered, (Takes.TENSOR,) * len(ordered), call, tuple(leaves))
+    return InputBinding(ordered, (ArgumentType.TENSOR,) * len(ordered), call, tuple(leaves))
 
 
 def _leaf_aliases(leaves: Sequence[str], signature: Signature) -> dict[str, int]:
@@ -342,13 +342,13 @@ def _places(
     if signature.torchscript and ordered:
         own = [name for name in names if name not in kept]
         chosen = rule(own, signature)
-        if chosen is Rule.NUMBERS:  # also for a number that is the name of an argument
+        if chosen is BindingRule.NUMBERS:  # also for a number that is the name of an argument
             numbers = {name: ordinal(name) or 0 for name in own}
             places |= {
                 name: (slots[number], ()) if number < len(slots) else None
                 for name, number in numbers.items()
             }
-        if chosen is Rule.ORDER:
+        if chosen is BindingRule.ORDER:
             return _ordered_places(model, own, {n: places[n] for n in kept}, slots, signature)
     known = {name: place for name, place in places.items() if place is not None}
     if len(known) == len(names):
@@ -360,8 +360,8 @@ def _places(
     unknown = [name for name, place in places.items() if place is None]
     raise BindingError(
         model,
-        f"{signature} has no {shown(unknown)}",
-        expected=f"names among {shown(_valid_names(slots, signature))}",
+        f"{signature} has no {join_names(unknown)}",
+        expected=f"names among {join_names(_valid_names(slots, signature))}",
     )
 
 
@@ -400,7 +400,7 @@ def _part_places(
     model: str, names: Sequence[str], container: Argument, signature: Signature
 ) -> dict[str, tuple[str, Path]]:
     """Return the places in an argument that contains all inputs, by keys or by numbers."""
-    if container.takes is not Takes.DICT:
+    if container.takes is not ArgumentType.DICT:
         numbers = [ordinal(name) for name in names]
         indices = [number for number in numbers if number is not None]
         order = indices if len(indices) == len(names) else range(len(names))
@@ -417,8 +417,8 @@ def _part_places(
     if unknown:
         raise BindingError(
             model,
-            f"{container.name} of {signature} has no key {shown(unknown)}",
-            expected=f"names among {shown(keys)}",
+            f"{container.name} of {signature} has no key {join_names(unknown)}",
+            expected=f"names among {join_names(keys)}",
         )
     places: dict[str, tuple[str, Path]] = {
         name: (container.name, (aliases[name],)) for name in names
@@ -482,7 +482,7 @@ def _check_duplicates(model: str, names: Sequence[str], places: Sequence[tuple[s
     if len(set(places)) < len(places):
         raise BindingError(
             model,
-            f"two of the inputs {shown(names)} feed the same argument",
+            f"two of the inputs {join_names(names)} feed the same argument",
             expected="one input for each",
         )
 
@@ -499,7 +499,7 @@ def _assemble(
     places: Mapping[str, tuple[str, Path]],
     signature: Signature,
     left_out: Collection[str],
-) -> Inputs:
+) -> InputBinding:
     """Pass arguments by position up to the first one without input, then by keyword."""
     fed: dict[str, dict[Path, str]] = {}
     for name, (slot, path) in places.items():
@@ -531,7 +531,7 @@ def _assemble(
         for slot in (*leading, *trailing)
     }
     takes = _takes(signature, places)
-    return Inputs(
+    return InputBinding(
         tuple(names),
         tuple(takes[name] for name in names),
         _caller(
@@ -552,11 +552,11 @@ def _argument_template(
         feeds: the inputs of the argument, by their paths in it.
         names: the names of all columns so far; those of this argument are appended.
     """
-    takes = argument.takes if argument is not None else Takes.TENSOR
-    if takes is Takes.DICT:  # all keys are strings
+    takes = argument.takes if argument is not None else ArgumentType.TENSOR
+    if takes is ArgumentType.DICT:  # all keys are strings
         feeds = {(str(path[0]), *path[1:]) if path else path: feeds[path] for path in feeds}
     template = _template(model, feeds, names)
-    if takes is Takes.TUPLE and isinstance(template, list):
+    if takes is ArgumentType.TUPLE and isinstance(template, list):
         return tuple(template)
     if argument is not None and isinstance(template, dict):
         # Required keys that allow None.
@@ -575,9 +575,9 @@ def _check_keys(model: str, fed: Mapping[str, Mapping[Path, str]], signature: Si
         if not set(needed) <= names or not names <= {key.name for key in argument.keys}:
             raise BindingError(
                 model,
-                f"the inputs {shown(fed[argument.name].values())} do not make the dict"
+                f"the inputs {join_names(fed[argument.name].values())} do not make the dict"
                 f" {argument.name} of {signature}",
-                expected=f"inputs for its keys {shown(key.name for key in argument.keys)}",
+                expected=f"inputs for its keys {join_names(key.name for key in argument.keys)}",
             )
 
 
@@ -589,16 +589,18 @@ def _check_tuples(
 ) -> None:
     """Raise if only some parts of an optional tuple are left out."""
     for argument in signature.arguments:
-        if argument.takes is not Takes.TUPLE or (argument.required and not argument.nullable):
+        if argument.takes is not ArgumentType.TUPLE or (
+            argument.required and not argument.nullable
+        ):
             continue
         parts = [name for name, (slot, _) in places.items() if slot == argument.name]
         missing = [name for name in parts if name in left_out]
         if missing and len(missing) < len(parts):
             raise BindingError(
                 model,
-                f"{argument.name} of {signature} is a tuple, and {shown(missing)} are left out of"
-                " it",
-                expected=f"all of {shown(parts)}, or none of them",
+                f"{argument.name} of {signature} is a tuple, and {join_names(missing)} are left out"
+                " of it",
+                expected=f"all of {join_names(parts)}, or none of them",
             )
 
 
@@ -618,7 +620,7 @@ def _filled(
         if argument.nullable:
             filled[argument.name] = {}
             continue
-        optional = f"; {shown(left_out)} cannot be optional" if left_out else ""
+        optional = f"; {join_names(left_out)} cannot be optional" if left_out else ""
         raise BindingError(
             model,
             f"no input feeds {signature.name}()'s argument {argument.name}{optional}",
@@ -628,21 +630,25 @@ def _filled(
     return filled
 
 
-def _takes(signature: Signature, places: Mapping[str, tuple[str, Path]]) -> dict[str, Takes]:
+def _takes(signature: Signature, places: Mapping[str, tuple[str, Path]]) -> dict[str, ArgumentType]:
     """Return the type of each column: that of its argument or key, a tensor within containers."""
     types = {
         **signature.by_name,
         **{argument.name: argument.takes for argument in signature.arguments},
     }
-    keys: dict[tuple[str, Path], Takes] = {
+    keys: dict[tuple[str, Path], ArgumentType] = {
         (argument.name, (key.name,)): key.takes
         for argument in signature.arguments
         for key in argument.keys
     }
     columns = {}
     for name, (slot, path) in places.items():
-        takes = keys.get((slot, path), Takes.TENSOR) if path else types.get(slot, Takes.TENSOR)
-        columns[name] = Takes.TENSOR if takes in _CONTAINERS else takes
+        takes = (
+            keys.get((slot, path), ArgumentType.TENSOR)
+            if path
+            else types.get(slot, ArgumentType.TENSOR)
+        )
+        columns[name] = ArgumentType.TENSOR if takes in _CONTAINERS else takes
     return columns
 
 
@@ -653,7 +659,7 @@ def _template(model: str, feeds: Mapping[Path, str], names: list[str]) -> Templa
     if () in feeds:
         if len(feeds) > 1:
             raise BindingError(
-                model, f"{shown(feeds.values())} feed an argument and a part of it at once"
+                model, f"{join_names(feeds.values())} feed an argument and a part of it at once"
             )
         names.append(feeds[()])
         return len(names) - 1
@@ -664,7 +670,7 @@ def _template(model: str, feeds: Mapping[Path, str], names: list[str]) -> Templa
         if sorted(branches, key=int) != list(range(len(branches))):
             raise BindingError(
                 model,
-                f"{shown(feeds.values())} leave gaps in a list",
+                f"{join_names(feeds.values())} leave gaps in a list",
                 expected=f"items 0 to {len(branches) - 1}",
             )
         return [_template(model, branches[index], names) for index in range(len(branches))]  # type: ignore[misc]

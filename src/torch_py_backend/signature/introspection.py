@@ -12,7 +12,7 @@ from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_ori
 
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.signature.binding import Argument, Passing, Signature, Takes, path_text
+from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature, path_text
 
 _PASSING = {
     inspect.Parameter.POSITIONAL_ONLY: Passing.POSITIONAL,
@@ -27,7 +27,7 @@ _REST = (Passing.REST, Passing.REST_BY_NAME)
 # --- Python ----------------------------------------------------------------------------------
 
 
-def of_function(function: Callable[..., Any]) -> Signature:
+def from_function(function: Callable[..., Any]) -> Signature:
     """Return the signature of a Python callable.
 
     Raises:
@@ -44,7 +44,7 @@ def of_function(function: Callable[..., Any]) -> Signature:
     )
 
 
-def yields(function: Callable[..., Any]) -> bool:
+def is_generator(function: Callable[..., Any]) -> bool:
     """Return whether a call returns a generator, synchronous or asynchronous."""
     # The __call__ of an object is looked up in its class.
     callables = (function, type(function).__call__)
@@ -83,7 +83,7 @@ def _argument(parameter: inspect.Parameter, annotation: Any) -> Argument:
         name=parameter.name,
         required=parameter.default is inspect.Parameter.empty and passing not in _REST,
         passing=passing,
-        takes=Takes.TENSOR if passing in _REST else _takes(kind),
+        takes=ArgumentType.TENSOR if passing in _REST else _takes(kind),
         text=str(parameter),
         nullable=nullable,
         unnamed=parameter.kind is inspect.Parameter.POSITIONAL_ONLY,
@@ -93,7 +93,7 @@ def _argument(parameter: inspect.Parameter, annotation: Any) -> Argument:
 
 def _by_name(
     parameters: Iterable[inspect.Parameter], annotations: Mapping[str, Any]
-) -> dict[str, Takes]:
+) -> dict[str, ArgumentType]:
     """Return the types of the known names that `**` accepts.
 
     These are the keys of `Unpack[SomeTypedDict]`, and the attributes of GenerationConfig for
@@ -106,10 +106,10 @@ def _by_name(
     ]
     if not rest:
         return {}
-    known: dict[str, Takes] = {}
+    known: dict[str, ArgumentType] = {}
     _, settings = _without_none(annotations.get("generation_config"))
     if isinstance(settings, type) and settings.__name__ == "GenerationConfig":
-        known |= dict.fromkeys(vars(settings()), Takes.VALUE)
+        known |= dict.fromkeys(vars(settings()), ArgumentType.VALUE)
     annotation = annotations[rest[0]]
     if _name(get_origin(annotation)) == "Unpack":
         known |= {key.name: key.takes for key in _keys(get_args(annotation)[0])}
@@ -176,77 +176,77 @@ def _key_argument(owner: Any, name: str, hint: Any) -> Argument:
 
 
 _SCALARS = {
-    int: Takes.INT,
-    float: Takes.FLOAT,
-    bool: Takes.BOOL,
-    str: Takes.STR,
-    bytes: Takes.RAW,
+    int: ArgumentType.INT,
+    float: ArgumentType.FLOAT,
+    bool: ArgumentType.BOOL,
+    str: ArgumentType.STR,
+    bytes: ArgumentType.RAW,
 }
 _MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
 _SEQUENCES = (list, collections.abc.Sequence, collections.abc.Iterable)
 
 
-def _takes(annotation: Any) -> Takes:
+def _takes(annotation: Any) -> ArgumentType:
     if isinstance(annotation, str):  # not resolvable
         return _takes_text(annotation)
     if isinstance(annotation, type) and annotation in _SCALARS:
         return _SCALARS[annotation]
     origin = get_origin(annotation) or annotation
     if origin in _MAPPINGS or _is_typed_dict(origin):
-        return Takes.DICT
+        return ArgumentType.DICT
     if origin is tuple:
-        return Takes.TUPLE
+        return ArgumentType.TUPLE
     if origin in _SEQUENCES:
         return _takes_sequence(get_args(annotation))
-    return Takes.TENSOR
+    return ArgumentType.TENSOR
 
 
-def _takes_sequence(items: Sequence[Any]) -> Takes:
+def _takes_sequence(items: Sequence[Any]) -> ArgumentType:
     item = items[0] if items else None
     nested = get_origin(item) is list
     while get_origin(item) is list:
         item = get_args(item)[0]
     if item is str:
-        return Takes.NESTED_STRINGS if nested else Takes.STRINGS
+        return ArgumentType.NESTED_STRINGS if nested else ArgumentType.STRINGS
     if item is bytes:
-        return Takes.NESTED_BYTES if nested else Takes.BYTES
-    return Takes.LIST
+        return ArgumentType.NESTED_BYTES if nested else ArgumentType.BYTES
+    return ArgumentType.LIST
 
 
-def _takes_text(annotation: str) -> Takes:
+def _takes_text(annotation: str) -> ArgumentType:
     outer = annotation.partition("[")[0].rpartition(".")[2].strip()
-    return Takes.DICT if outer in ("dict", "Dict", "Mapping") else Takes.TENSOR
+    return ArgumentType.DICT if outer in ("dict", "Dict", "Mapping") else ArgumentType.TENSOR
 
 
 # --- TorchScript -----------------------------------------------------------------------------
 
 
-def of_schema(schema: Any) -> Signature:
+def from_schema(schema: Any) -> Signature:
     """Return the signature of a TorchScript method from its schema, without self."""
     arguments = tuple(map(_schema_argument, schema.arguments[1:]))
     return Signature(arguments, torchscript=True)
 
 
 _SCHEMA_TYPES = {
-    "Tensor[]": Takes.LIST,
-    "Tensor?[]": Takes.LIST,
-    "int": Takes.INT,
-    "float": Takes.FLOAT,
-    "bool": Takes.BOOL,
-    "str": Takes.STR,
-    "str[]": Takes.STRINGS,
-    "str[][]": Takes.NESTED_STRINGS,
+    "Tensor[]": ArgumentType.LIST,
+    "Tensor?[]": ArgumentType.LIST,
+    "int": ArgumentType.INT,
+    "float": ArgumentType.FLOAT,
+    "bool": ArgumentType.BOOL,
+    "str": ArgumentType.STR,
+    "str[]": ArgumentType.STRINGS,
+    "str[][]": ArgumentType.NESTED_STRINGS,
 }
 
 
 def _schema_argument(argument: Any) -> Argument:
     declared = argument.type.str()
     kind = declared.removesuffix("?")
-    takes = _SCHEMA_TYPES.get(kind, Takes.TENSOR)
+    takes = _SCHEMA_TYPES.get(kind, ArgumentType.TENSOR)
     if kind.startswith("Dict("):
-        takes = Takes.DICT
+        takes = ArgumentType.DICT
     elif kind.startswith("("):  # the schema's syntax for a tuple
-        takes = Takes.TUPLE
+        takes = ArgumentType.TUPLE
     return Argument(
         name=argument.name,
         required=not argument.has_default_value(),
@@ -260,7 +260,7 @@ def _schema_argument(argument: Any) -> Argument:
 # --- artifacts with their own call tree --------------------------------------------------------
 
 
-def of_tree(
+def from_tree(
     spec: pytree.TreeSpec, constants: dict[int, Any], names: Sequence[str] = ()
 ) -> Signature:
     """Return the signature of an exported program.
@@ -290,7 +290,7 @@ def of_tree(
 
 
 def _tree_argument(name: str, passing: Passing) -> Argument:
-    return Argument(name, required=True, passing=passing, takes=Takes.TENSOR, text=name)
+    return Argument(name, required=True, passing=passing, takes=ArgumentType.TENSOR, text=name)
 
 
 def _path(keys: Sequence[Any]) -> str:

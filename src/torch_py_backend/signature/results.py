@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from torch_py_backend.errors import BindingError, shown
+from torch_py_backend.errors import BindingError, join_names
 from torch_py_backend.signature.binding import Path, is_path, ordinal, path_text
 
 log = logging.getLogger(__name__)
 
 # A function from the result of forward() to the outputs, in the config's order.
-Outputs: TypeAlias = Callable[[Any], Sequence[Any]]
+OutputBinding: TypeAlias = Callable[[Any], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,9 @@ class _Leaf:
         return result
 
 
-def bind_outputs(model: str, names: Sequence[str], result: Any, of: str = "forward()") -> Outputs:
+def bind_outputs(
+    model: str, names: Sequence[str], result: Any, of: str = "forward()"
+) -> OutputBinding:
     """Bind output names to the leaves of results with the structure of a sample result.
 
     Args:
@@ -65,13 +67,13 @@ def bind_outputs(model: str, names: Sequence[str], result: Any, of: str = "forwa
         valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
         raise BindingError(
             model,
-            f"the outputs {shown(names)} do not fit what {of} returns, {_describe(result)}",
-            expected=f"names among {shown(valid)}",
+            f"the outputs {join_names(names)} do not fit what {of} returns, {_describe(result)}",
+            expected=f"names among {join_names(valid)}",
         )
     return _selector([leaves[index] for index in indices], result)
 
 
-def names(result: Any) -> list[str]:
+def leaf_names(result: Any) -> list[str]:
     """Return a name for each leaf of a result: its key or field, else `OUTPUT__<number>`."""
     own = set(_names(result))
     return [
@@ -186,11 +188,11 @@ def _warn_result_order(model: str, names: Sequence[str], result: Any, *, mixed: 
             " result's order.",
             model,
             ", ".join(names),
-            shown(_names(result)),
+            join_names(_names(result)),
         )
 
 
-def _selector(leaves: Sequence[_Leaf], result: Any) -> Outputs:
+def _selector(leaves: Sequence[_Leaf], result: Any) -> OutputBinding:
     if leaves[0].path == ():
         return lambda result: (result,)
     if isinstance(result, tuple | list):
@@ -211,7 +213,7 @@ def _describe(result: Any) -> str:
     kind = type(result).__name__
     names = _names(result)
     if names:
-        return f"{kind} with {shown(names)}"
+        return f"{kind} with {join_names(names)}"
     if isinstance(result, tuple | list) and not _is_strings(result):
         return f"{kind} of {len(result)}"
     return f"one {kind}"

@@ -8,7 +8,7 @@ import json
 import torch
 
 from torch_py_backend.artifacts import discovery
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import TABLE
@@ -34,10 +34,10 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     Raises:
         LoadError: the model cannot be served.
     """
-    runtime.settle(config.options, threads)
+    runtime.set_switches(config.options, threads)
     device = runtime.placement(config)
     artifact = discovery.find(config)
-    if not gpu_sharing.wished(config):
+    if not gpu_sharing.requested(config):
         return _engine(config, artifact, device, device)
     shared = gpu_sharing.start(
         config, artifact, device, lambda: _load(config, artifact, device).owner
@@ -45,7 +45,7 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     try:
         # A module is built on the CPU: the weights that it shares need not be copied to the device.
         # A graph is loaded on the device, because its constants are not shared.
-        on_cpu = artifact.kind in (Kind.MODULE, Kind.FACTORY) and not shared.owns
+        on_cpu = artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY) and not shared.owns
         engine = _engine(config, artifact, device, torch.device("cpu") if on_cpu else device)
         engine.share(shared)
     except BaseException:
@@ -54,7 +54,7 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     return engine
 
 
-def in_effect(engine: Engine, threads: Threads) -> str:
+def summary(engine: Engine, threads: Threads) -> str:
     """Return a line for the log with the artifact, device, threads and switches of an instance."""
     config, options = engine.config, engine.config.options
     artifact = engine.artifact
@@ -88,8 +88,8 @@ def _engine(
 ) -> Engine:
     """Return an engine for a device; its weights are loaded on `weights_device`."""
     loaded = _load(config, artifact, weights_device)
-    config = state_store.bound(config, loaded.signature)
-    surroundings = runtime.surround(config.options, device, loaded.weights)
+    config = state_store.with_controls(config, loaded.signature)
+    surroundings = runtime.create(config.options, device, loaded.weights)
     return Engine(config, loaded, surroundings, artifact, user_hooks.load(config, artifact))
 
 
@@ -104,4 +104,4 @@ def _load(config: ModelConfig, artifact: Artifact, device: torch.device | None) 
     with load_queue.turn(config, claim, runtime.free_memory(device)):
         loaded = registry.load(artifact, config, device)
         module = optimization.apply(config, loaded)
-        return dataclasses.replace(loaded, module=torchscript.passing_bytes(loaded, module))
+        return dataclasses.replace(loaded, module=torchscript.accept_bytes(loaded, module))

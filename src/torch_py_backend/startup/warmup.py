@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.compile import batch_buckets, torch_compile
 from torch_py_backend.config.model_config import ModelConfig, Origin
@@ -116,7 +116,7 @@ def _shapes(item: Item) -> str:
 
 def _try(engine: Engine, call: _Call, item: Item) -> _SampleError | None:
     """Call the engine with a sample until a request of this kind costs no first call."""
-    before = side_effects.copied(item)
+    before = side_effects.copy_tensors(item)
     items = sample_inputs.requests(engine.config, item)
     try:
         for _ in range(_REPEATS):
@@ -126,7 +126,7 @@ def _try(engine: Engine, call: _Call, item: Item) -> _SampleError | None:
         for _ in range(_REPEATS if engine.config.states else 0):
             steps = zip(items, outcomes, strict=True)
             outcomes = _call_once(
-                engine, call, [state_store.following(engine.config, *step) for step in steps]
+                engine, call, [state_store.next_item(engine.config, *step) for step in steps]
             )
     except _SampleError as failure:
         return failure
@@ -167,9 +167,9 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
         and not engine.callee.captures
         and not torch_compile.required(engine.config)
         # Compilation by a TorchServe handler cannot be disabled once requests come.
-        and not (engine.kind is Kind.TORCHSERVE and torch_compile.requested(engine.config))
+        and not (engine.kind is ArtifactType.TORCHSERVE and torch_compile.requested(engine.config))
         # Other instances read the same memory: the warm-up must show that the model does not write.
-        and not gpu_sharing.wished(engine.config)
+        and not gpu_sharing.requested(engine.config)
         and not engine.example()
     )
 
@@ -240,7 +240,11 @@ def _row_counts(engine: Engine) -> Sequence[int | None]:
         return engine.callee.rows.buckets[::-1]
     if engine.callee.compiles:
         # A graph for all row counts may have guards that only some row counts pass.
-        every = largest if torch_compile.static(engine.config) else min(largest, _EVERY_ROW_COUNT)
+        every = (
+            largest
+            if torch_compile.static_shapes(engine.config)
+            else min(largest, _EVERY_ROW_COUNT)
+        )
         counts = {*range(1, every + 1), *batch_buckets.powers_of_two(largest)}
         return sorted(counts, reverse=True)
     return sorted({largest, max(1, largest - 1), 1}, reverse=True)

@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Outcome
-from torch_py_backend.engine.bisection import Budget, narrow
+from torch_py_backend.engine.bisection import CallBudget, bisect
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.memory_limits import Capacity
+from torch_py_backend.engine.memory_limits import MemoryLimits
 from torch_py_backend.engine.retry import Failure
-from torch_py_backend.engine.stream_calls import Given
+from torch_py_backend.engine.stream_calls import StreamInputs
 from torch_py_backend.errors import BackendError, OutputError
 
 # The most calls that a bisection may take: enough for any step of up to 64 streams.
@@ -60,7 +60,7 @@ class _PendingStep:
     """A stream that waits for its next step."""
 
     state: Any
-    given: Given
+    given: StreamInputs
     result: asyncio.Future[StepResult]
     context: contextvars.Context
 
@@ -81,11 +81,11 @@ class Stepper:
         self.calls = self.streams = 0
         self._engine = engine
         self._calling = calling
-        self._capacity = Capacity(ANY_ROWS)
+        self._capacity = MemoryLimits(ANY_ROWS)
         self._pending: list[_PendingStep] = []
         self._running: asyncio.Task[None] | None = None
 
-    async def next(self, state: Any, given: Given) -> StepResult:
+    async def next(self, state: Any, given: StreamInputs) -> StepResult:
         """Return the result of a stream's next step, shared with all streams that wait by then.
 
         Raises:
@@ -125,11 +125,11 @@ class Stepper:
         final = results.repeats or engine.recovery.fatal is not None or not engine.repeats()
         if len(batch) == 1 or final:
             return [results] * len(batch)
-        return narrow(
+        return bisect(
             batch,
             self._retry,
             results,
-            calls=Budget(_MAX_BISECTION_CALLS),
+            calls=CallBudget(_MAX_BISECTION_CALLS),
             hopeless=lambda: engine.recovery.fatal is not None,
         )
 

@@ -23,13 +23,13 @@ from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.engine import faults
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.retry import Failure
-from torch_py_backend.engine.stream_calls import Given
+from torch_py_backend.engine.stream_calls import StreamInputs
 from torch_py_backend.errors import (
     BackendError,
     CancelledError,
     OutputError,
     UnavailableError,
-    brief,
+    summarize,
 )
 from torch_py_backend.streaming import continuous_batching
 from torch_py_backend.streaming.continuous_batching import StepError, Stepper
@@ -105,7 +105,7 @@ class Streams:
                     await source.close()
                 except BaseException as error:  # the model's own code, after its last response
                     log.warning(
-                        "model '%s': closing a stream raised %s.", self._model, brief(error)
+                        "model '%s': closing a stream raised %s.", self._model, summarize(error)
                     )
             self._engine.clean()
         finally:
@@ -130,9 +130,9 @@ class Streams:
             OutputError: the model leaves a context open, which would affect all streams.
         """
         with self.calling():
-            before = runtime.contexts(self._engine.device)
+            before = runtime.thread_state(self._engine.device)
             yield
-            if runtime.contexts(self._engine.device) != before:
+            if runtime.thread_state(self._engine.device) != before:
                 raise OutputError(
                     self._model,
                     "the model yields within torch.autocast or a torch.device, or awaits there:"
@@ -152,7 +152,7 @@ class Streams:
         """Resume one stream and return the result. Called within `calling`."""
         return self._engine.stream_calls.advance(resume)
 
-    def outcome(self, result: Any, given: Given) -> Outcome:
+    def outcome(self, result: Any, given: StreamInputs) -> Outcome:
         """Return the outcome for a result of the model. Called within `calling`."""
         (outcome,) = self._engine.stream_calls.outcomes([(result, given)])
         return outcome
@@ -208,7 +208,7 @@ class Streams:
 class _SingleSource:
     """A result that is not a stream: the only response."""
 
-    def __init__(self, streams: Streams, result: Any, given: Given) -> None:
+    def __init__(self, streams: Streams, result: Any, given: StreamInputs) -> None:
         self._streams, self._result, self._given = streams, result, given
 
     async def next(self) -> tuple[Outcome | None, bool]:
@@ -222,7 +222,7 @@ class _SingleSource:
 class _IteratorSource:
     """The values of a generator or another iterator."""
 
-    def __init__(self, streams: Streams, results: Iterator[Any], given: Given) -> None:
+    def __init__(self, streams: Streams, results: Iterator[Any], given: StreamInputs) -> None:
         self._streams, self._results, self._given = streams, results, given
 
     async def next(self) -> tuple[Outcome | None, bool]:
@@ -244,7 +244,7 @@ class _IteratorSource:
 class _AsyncIteratorSource:
     """The values of an asynchronous iterator. While it awaits, other streams run."""
 
-    def __init__(self, streams: Streams, results: AsyncIterator[Any], given: Given) -> None:
+    def __init__(self, streams: Streams, results: AsyncIterator[Any], given: StreamInputs) -> None:
         self._streams, self._results, self._given = streams, results, given
 
     async def next(self) -> tuple[Outcome | None, bool]:
@@ -264,7 +264,7 @@ class _AsyncIteratorSource:
 class _StepSource:
     """The outcomes of a stream of a module with begin() and step()."""
 
-    def __init__(self, stepper: Stepper, state: Any, given: Given) -> None:
+    def __init__(self, stepper: Stepper, state: Any, given: StreamInputs) -> None:
         self._stepper, self._state, self._given = stepper, state, given
 
     async def next(self) -> tuple[Outcome | None, bool]:

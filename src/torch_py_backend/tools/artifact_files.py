@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from torch_py_backend.artifacts import file_types, source_dependencies
-from torch_py_backend.artifacts.file_types import Content
+from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.errors import ArtifactError
 
 EXAMPLE = "example_inputs.safetensors"
 _SERVED_NAMES = {
-    Content.TORCHSCRIPT: "model.pt",
-    Content.EXPORTED: "model.pt2",
-    Content.AOTI: "model.pt2",
+    FileType.TORCHSCRIPT: "model.pt",
+    FileType.EXPORTED: "model.pt2",
+    FileType.AOTI: "model.pt2",
 }
-_WEIGHTS = (Content.STATE_DICT, Content.SAFETENSORS)
+_WEIGHTS = (FileType.STATE_DICT, FileType.SAFETENSORS)
 _SOURCE = "Python source and weights"
 # Suffixes of weights of other frameworks, which `save_pretrained` folders may hold too.
 _FOREIGN_SUFFIXES = (".h5", ".msgpack", ".onnx", ".ot", ".tflite", ".gguf")
@@ -69,14 +69,14 @@ def find(model: str, path: Path, example: Path | None) -> ArtifactFiles:
     if path.is_dir():
         return _pretrained(model, path, {} if example is None else extra)
     if path.suffix == ".py":
-        return ArtifactFiles(_SOURCE, path.name, source_dependencies.of_source(model, path) | extra)
-    content = file_types.describe(path)
+        return ArtifactFiles(_SOURCE, path.name, source_dependencies.find(model, path) | extra)
+    content = file_types.file_type(path)
     source = path.with_suffix(".py")
     if content in _WEIGHTS and source.is_file():
-        files = source_dependencies.of_source(model, source, path)
+        files = source_dependencies.find(model, source, path)
         return ArtifactFiles(_SOURCE, source.name, files | extra)
     if content not in _SERVED_NAMES:
-        cure = file_types.cure(content, path)
+        cure = file_types.advice(content, path)
         if content in _WEIGHTS:
             cure = (
                 f"Write {source.name} beside it, with the class that it belongs to, and run this"

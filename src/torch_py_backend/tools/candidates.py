@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 
 # The parameters that tuning chooses, beside the instance count.
 TUNED = ("OPTIMIZE", "TORCH_COMPILE_OPTIONAL_PARAMETERS", "BATCH_BUCKETS", "NUM_THREADS")
@@ -30,7 +30,7 @@ class Facts:
         divided: whether an instance is spread over several devices or processes.
     """
 
-    kind: Kind
+    kind: ArtifactType
     images: bool
     gpu: bool
     batched: bool
@@ -89,9 +89,9 @@ class Candidate:
         return f"{self.title}, {self.threads} thread{plural} x {self.instances}"
 
 
-_EAGER = (Kind.MODULE, Kind.FACTORY, Kind.EXPORTED)
-_SCRIPT = (Kind.TORCHSCRIPT,)
-_AUTOCAST = tuple(kind for kind in Kind if kind is not Kind.AOTI)
+_EAGER = (ArtifactType.MODULE, ArtifactType.FACTORY, ArtifactType.EXPORTED)
+_SCRIPT = (ArtifactType.TORCHSCRIPT,)
+_AUTOCAST = tuple(kind for kind in ArtifactType if kind is not ArtifactType.AOTI)
 
 
 class _Runtime(NamedTuple):
@@ -108,7 +108,7 @@ class _Runtime(NamedTuple):
     """
 
     title: str
-    kinds: tuple[Kind, ...]
+    kinds: tuple[ArtifactType, ...]
     optimize: tuple[str, ...] = ()
     compiled: Mapping[str, Any] | None = None
     buckets: str = ""
@@ -139,7 +139,7 @@ class _Runtime(NamedTuple):
 _FULL_PRECISION = (
     _Runtime("eager", _EAGER, divisible=True),
     _Runtime("TorchScript", _SCRIPT, divisible=True),
-    _Runtime("AOTInductor", (Kind.AOTI,), divisible=True),
+    _Runtime("AOTInductor", (ArtifactType.AOTI,), divisible=True),
     _Runtime("channels_last", _EAGER, ("channels_last",), needs=("images",)),
     _Runtime("freeze", _SCRIPT, ("freeze",), divisible=True),
     _Runtime(

@@ -131,7 +131,7 @@ class _GrpcClient:
 
     async def states(self) -> list[ModelState]:
         index = await self._call("RepositoryIndex", self._messages.RepositoryIndexRequest())
-        return [tritonserver.state(entry) for entry in index.get("models", ())]
+        return [tritonserver.parse_state(entry) for entry in index.get("models", ())]
 
     async def config(self, model: str) -> dict[str, Any]:
         response = await self._call("ModelConfig", self._messages.ModelConfigRequest(name=model))
@@ -188,7 +188,7 @@ class _HttpClient:
 
     async def states(self) -> list[ModelState]:
         entries = await self._call("POST", "/repository/index", data=b"{}")
-        return [tritonserver.state(entry) for entry in entries]
+        return [tritonserver.parse_state(entry) for entry in entries]
 
     async def config(self, model: str) -> dict[str, Any]:
         config: dict[str, Any] = await self._call("GET", f"/models/{model}/config")

@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_py_backend.errors import BackendError, brief
+from torch_py_backend.errors import BackendError, summarize
 
 Send = Callable[[], Awaitable[object]]
 """A function that sends one request and waits for its response, or raises."""
@@ -169,7 +169,7 @@ class _Record:
             await self._send()
         except Exception as error:  # any exception of a client is a failed request
             self.errors += 1
-            message = str(error) if isinstance(error, BackendError) else brief(error)
+            message = str(error) if isinstance(error, BackendError) else summarize(error)
             self.first_error = self.first_error or message
             await asyncio.sleep(0)  # lets other tasks run if requests fail immediately
         else:

@@ -18,7 +18,7 @@ from typing import Any
 from torch_py_backend.artifacts import file_types, repository
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import dtypes, pbtxt
-from torch_py_backend.errors import BackendError, InstallError, LoadError, shown
+from torch_py_backend.errors import BackendError, InstallError, LoadError, join_names
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import artifact_files
 from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
@@ -147,7 +147,7 @@ def _write_config(
         _configure_pretrained(folder, artifact, document)
     others = list(artifact.files)[1:]
     lines = [f"{artifact.title} is {artifact.description}"]
-    lines += [f"with {shown(others)}"] if others and not artifact.pretrained_config else []
+    lines += [f"with {join_names(others)}"] if others and not artifact.pretrained_config else []
     signature: Mapping[str, Any] = {}
     try:
         _complete(folder, document, _weightless(document) if artifact.lacks_weights else document)
@@ -165,7 +165,7 @@ def _write_config(
         )
     text = "\n".join(_config_lines(folder.name, artifact, document, signature)) + "\n"
     (folder / "config.pbtxt").write_text(text, encoding="utf-8")
-    if not completion.needed(document):
+    if not completion.is_incomplete(document):
         report = _loaded(folder, artifact, report)
     return replace(report, lines=[*lines, *report.lines])
 
@@ -189,7 +189,7 @@ def _signature(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     """
     signature: dict[str, Any] = child_process.run(
         folder.name,
-        "torch_py_backend.autocomplete.schema:takes",
+        "torch_py_backend.autocomplete.schema:describe_arguments",
         {"arguments": pbtxt.arguments(folder, "1", document)},
         _TIMEOUT_S,
     )
@@ -256,7 +256,7 @@ def _incomplete(
         source.is_file() and b"def example_inputs" in source.read_bytes()
     )
     missing = [] if document["input"] or has_example else signature["inputs"]
-    names = shown(argument["name"] for argument in missing)
+    names = join_names(argument["name"] for argument in missing)
     reason = f"the types and sizes of {names} are not known" if missing else str(error)
     lines = [f"takes    {signature['signature']}", f"not complete: {reason}"]
     lines += [f"does not load: {problem}"] if problem else []
@@ -300,7 +300,7 @@ def _config_lines(
     yield f"# {name}: {artifact.description}, served by PyTorch."
     yield 'backend: "pytorch_py"'
     yield ""
-    if not completion.needed(document) or document["input"]:
+    if not completion.is_incomplete(document) or document["input"]:
         yield "# The largest number of rows in one call of the model; 0: requests are not batched."
         yield f"max_batch_size: {document['max_batch_size']}"
     else:
@@ -320,7 +320,7 @@ def _config_lines(
     yield from _tensors("output", document, {})
     yield ""
     yield "# Copies of the model, each in a process of its own. KIND_GPU: one on every GPU."
-    on_gpu = file_types.built_for_gpu(next(iter(artifact.files.values())))
+    on_gpu = file_types.is_cuda_package(next(iter(artifact.files.values())))
     yield f"instance_group [{{ kind: KIND_{'GPU' if on_gpu else 'CPU'} count: 1 }}]"
     yield "# With KIND_GPU, inputs that are on the GPU already stay there:"
     yield f"{'' if on_gpu else '# '}{_INPUTS_ON_GPU}"

@@ -24,7 +24,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend.errors import PackError, shown
+from torch_py_backend.errors import PackError, join_names
 
 SUFFIX = ".tar.gz"
 # The packages that an instance imports, with the least version of each.
@@ -143,7 +143,7 @@ class Packed:
     unpacked: int
 
 
-def look(folder: Path) -> Environment:
+def inspect(folder: Path) -> Environment:
     """Return the environment in a folder, as reported by its interpreter.
 
     Raises:
@@ -232,13 +232,13 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
     if environment.editable:
         raise PackError(
             f"{folder} has packages installed with pip's -e, whose files lie"
-            f" elsewhere: {shown(environment.editable)}. Install them without -e."
+            f" elsewhere: {join_names(environment.editable)}. Install them without -e."
         )
     if environment.outside:
         raise PackError(
             f"{folder} imports from folders outside itself:"
-            f" {shown(environment.outside)}. Install what is in them, or take out the .pth files"
-            " that name them."
+            f" {join_names(environment.outside)}. Install what is in them, or take out the .pth"
+            " files that name them."
         )
 
 

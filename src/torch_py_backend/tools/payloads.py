@@ -15,7 +15,7 @@ import safetensors
 from numpy.typing import NDArray
 
 from torch_py_backend.config import dtypes
-from torch_py_backend.errors import BenchError, shown
+from torch_py_backend.errors import BenchError, join_names
 
 EXAMPLE = "example_inputs.safetensors"
 _JSON_FORM = '{"inputs": [{"name", "shape", "datatype", "data"}]} as Triton reads it'
@@ -93,7 +93,7 @@ def model(name: str, config: Mapping[str, Any]) -> Model:
     return Model(name, int(config.get("max_batch_size", 0)), tuple(inputs))
 
 
-def made_up(target: Model, rows: int | None, seed: int = 0) -> list[Payload]:
+def generate(target: Model, rows: int | None, seed: int = 0) -> list[Payload]:
     """Return one request of valid values: random floats below 1, ones, a short text.
 
     Dimensions of -1 become 1. Optional inputs are included.
@@ -231,8 +231,8 @@ def _check(path: Path, payload: Payload, target: Model) -> None:
     required = {spec.name for spec in target.inputs if not spec.optional}
     if not required <= payload.keys() <= specs.keys():
         raise BenchError(
-            f"{path} holds {shown(sorted(payload)) or 'nothing'}; model '{target.name}' takes"
-            f" {shown(specs)}."
+            f"{path} holds {join_names(sorted(payload)) or 'nothing'}; model '{target.name}' takes"
+            f" {join_names(specs)}."
         )
     batch = (-1,) if target.max_batch_size else ()
     for name, tensor in payload.items():

@@ -37,7 +37,7 @@ from torch_py_backend.errors import (
     LoadError,
     OutputError,
     WarmupError,
-    brief,
+    summarize,
 )
 from torch_py_backend.loading import example_inputs, sample_inputs
 from torch_py_backend.startup import builder, warmup
@@ -106,7 +106,7 @@ def _read_inputs(settings: ModelConfig, path: Path) -> Item:
     except (safetensors.SafetensorError, OSError) as error:
         raise ArtifactError(
             settings.name,
-            f"the inputs in {path.name} cannot be read: {brief(error)}",
+            f"the inputs in {path.name} cannot be read: {summarize(error)}",
             expected="a file that safetensors.torch.save_file wrote",
         ) from error
     _check_inputs(settings, item, path.name)

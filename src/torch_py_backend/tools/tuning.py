@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from torch_py_backend.artifacts.discovery import Kind
+from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.config import options, pbtxt, threads
 from torch_py_backend.config.options import TABLE
 from torch_py_backend.errors import BackendError, TuneError
@@ -142,7 +142,7 @@ class Tuning:
         """
         with tempfile.TemporaryDirectory(prefix="torch-py-backend-tune-") as folder:
             prepared = self._prepare(folder)
-            facts = self._facts(Kind[prepared["kind"]])
+            facts = self._facts(ArtifactType[prepared["kind"]])
             self.inputs = prepared["inputs"]
             allowed = self.plan.allowed
             if reason := candidates.contradiction(facts, allowed):
@@ -154,7 +154,7 @@ class Tuning:
     def _prepare(self, folder: str) -> dict[str, Any]:
         inputs = None if self.plan.inputs is None else str(self.plan.inputs.absolute())
         # Not all cores, as in `candidates.screen`.
-        settings = _REFERENCE | {"NUM_THREADS": str(max(1, threads.cores() // 2))}
+        settings = _REFERENCE | {"NUM_THREADS": str(max(1, threads.available_cores() // 2))}
         arguments = self.plan.arguments(settings, 1)
         (prepared,) = child_process.run_together(
             self.plan.document["name"],
@@ -164,7 +164,7 @@ class Tuning:
         )
         return dict(prepared)
 
-    def _facts(self, kind: Kind) -> Facts:
+    def _facts(self, kind: ArtifactType) -> Facts:
         document = self.plan.document
         configured = options.parse(document["name"], document.get("parameters", {}))
         batched = document["max_batch_size"] > 0
@@ -178,7 +178,7 @@ class Tuning:
             images=_IMAGE_RANK in ranks,
             gpu=document["instance_group"][0]["kind"] == "KIND_GPU",
             batched=batched,
-            cores=threads.cores(),
+            cores=threads.available_cores(),
             memory_mb=_MEMORY * psutil.virtual_memory().available / (1 << 20),
             divided=configured.device_map is not None,
         )

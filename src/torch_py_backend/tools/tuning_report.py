@@ -84,7 +84,7 @@ def entry(
     """Return the entry of tuned.json of one machine.
 
     Args:
-        machine: the result of `tuned_settings.machine`.
+        machine: the result of `tuned_settings.machine_facts`.
         rows: the measurements.
         choice: the chosen row.
         conditions: the options of the run.
@@ -159,7 +159,7 @@ def plot(path: Path, title: str, rows: Sequence[Row], max_error: float, choice: 
         figure.legend(loc="outside lower center", ncols=4)
     png = io.BytesIO()
     figure.savefig(png, format="png", dpi=120)
-    tuned_settings.replace(path, png.getvalue())
+    tuned_settings.write_atomically(path, png.getvalue())
 
 
 def _points(rows: Sequence[Row]) -> tuple[list[float], list[float]]:

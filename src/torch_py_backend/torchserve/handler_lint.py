@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torch_py_backend.errors import shown
+from torch_py_backend.errors import join_names
 from torch_py_backend.torchserve import mar_archive
 
 # The modules of TorchServe that handlers can import; `stand_in` provides them.
@@ -61,14 +61,16 @@ def body(folder: Path, module: str) -> str | None:
     return next((name for name in _BODIES if name in texts), None)
 
 
-def of(folder: Path) -> list[str]:
+def problems(folder: Path) -> list[str]:
     """Return the problems of an archive's sources, each with the files that have it."""
     problems: dict[str, list[str]] = {}
     for path in sorted(folder.rglob("*.py")):
         tree = _parsed(path)
         for problem in _problems(folder, tree) if tree is not None else ():
             problems.setdefault(problem, []).append(path.relative_to(folder).as_posix())
-    return [f"{problem} ({shown(dict.fromkeys(files))})" for problem, files in problems.items()]
+    return [
+        f"{problem} ({join_names(dict.fromkeys(files))})" for problem, files in problems.items()
+    ]
 
 
 def _parsed(path: Path) -> ast.Module | None:

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts import file_types
-from torch_py_backend.artifacts.discovery import Artifact, Kind
-from torch_py_backend.artifacts.file_types import Content
-from torch_py_backend.errors import ArtifactError, SourceError, shown
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
+from torch_py_backend.artifacts.file_types import FileType
+from torch_py_backend.errors import ArtifactError, SourceError, join_names
 from torch_py_backend.loading import initialization, mapped_files, state_dict
 from torch_py_backend.torchserve.context import Context, settings
-from torch_py_backend.torchserve.images import Standard, opened, pillow
+from torch_py_backend.torchserve.images import ImageNetTransform, opened, pillow
 from torch_py_backend.torchserve.labels import (
     list_classes_from_module,
     load_label_mapping,
@@ -86,22 +86,22 @@ class BaseHandler:
             raise ArtifactError(
                 config.name, "the manifest names neither a serializedFile nor a modelFile"
             )
-        content = file_types.describe(Path(self.model_pt_path))
-        if content is Content.AOTI:
+        content = file_types.file_type(Path(self.model_pt_path))
+        if content is FileType.AOTI:
             return torch._inductor.aoti_load_package(self.model_pt_path)  # noqa: SLF001  public
-        if content is Content.EXPORTED:
+        if content is FileType.EXPORTED:
             return torch.export.load(self.model_pt_path).module().to(self.device)
         return self._load_torchscript_model(self.model_pt_path).eval()
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
         config, path = settings.get(), Path(model_pt_path)
-        content = file_types.describe(path)
-        if content is not Content.TORCHSCRIPT:
+        content = file_types.file_type(path)
+        if content is not FileType.TORCHSCRIPT:
             raise ArtifactError(
                 config.name,
                 f"{path.name} is {content.value}",
                 expected="TorchScript, or a modelFile in the manifest that defines its class",
-                cure=file_types.cure(content, path),
+                cure=file_types.advice(content, path),
             )
         module: Any = torch.jit.load(path, map_location=self.device)
         if config.options.enable_weight_sharing is not False:
@@ -116,16 +116,18 @@ class BaseHandler:
         source = importlib.import_module(model_file.partition(".")[0])
         classes = list_classes_from_module(source, nn.Module)
         if len(classes) != 1:
-            names = shown(cls.__name__ for cls in classes) or "no nn.Module"
+            names = join_names(cls.__name__ for cls in classes) or "no nn.Module"
             raise SourceError(
                 config.name, f"{model_file} defines {names}", expected="one nn.Module"
             )
         if model_pt_path is None:
             whole: nn.Module = classes[0]()
             return whole
-        module: nn.Module = initialization.unfilled(classes[0])
+        module: nn.Module = initialization.build_uninitialized(classes[0])
         path = Path(model_dir, model_file)
-        state_dict.fill(config, Artifact(Kind.MODULE, path, Path(model_pt_path)), module)
+        state_dict.load_into(
+            config, Artifact(ArtifactType.MODULE, path, Path(model_pt_path)), module
+        )
         return module
 
     def preprocess(self, data: Any) -> Any:
@@ -159,7 +161,7 @@ def body(row: Mapping[str, Any]) -> Any:
 class VisionHandler(BaseHandler):
     """Handles images: files as bytes or in base64, or lists of numbers."""
 
-    image_processing: ClassVar[Any] = Standard()
+    image_processing: ClassVar[Any] = ImageNetTransform()
 
     def initialize(self, context: Context) -> None:
         pillow()  # if it is not installed, fail at load
@@ -204,7 +206,7 @@ class ImageSegmenter(VisionHandler):
 class ObjectDetector(VisionHandler):
     """Returns the objects in each image: the box by the name of its class, and the score."""
 
-    image_processing: ClassVar[Any] = Standard(side=None)
+    image_processing: ClassVar[Any] = ImageNetTransform(side=None)
     threshold = 0.5
 
     def postprocess(self, data: Any) -> Any:

@@ -54,7 +54,7 @@ def opened(file: bytes | bytearray, processing: Any) -> Any:
     """
     image = pillow().open(io.BytesIO(file), formats=FORMATS)
     most = pillow().MAX_IMAGE_PIXELS
-    if most is not None and isinstance(processing, Standard) and processing.side is None:
+    if most is not None and isinstance(processing, ImageNetTransform) and processing.side is None:
         most = min(most, _MOST_PIXELS_AS_FLOATS)
     width, height = image.size
     if most is not None and width * height > most:
@@ -67,7 +67,7 @@ def opened(file: bytes | bytearray, processing: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Standard:
+class ImageNetTransform:
     """The transforms Resize(256), CenterCrop(224), ToTensor and Normalize of torchvision.
 
     Attributes:

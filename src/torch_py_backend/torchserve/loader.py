@@ -31,11 +31,11 @@ from torch_py_backend.errors import (
     ConfigError,
     OptionError,
     SourceError,
-    shown,
+    join_names,
 )
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.loaded import Loaded, warn_unused
-from torch_py_backend.signature.binding import Argument, Passing, Signature, Takes
+from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.torchserve import mar_archive, stand_in
 from torch_py_backend.torchserve.context import Context, settings
 from torch_py_backend.torchserve.mar_archive import Manifest
@@ -76,7 +76,8 @@ def _signature(config: ModelConfig) -> Signature:
     if wrong or len(config.outputs) != 1:
         raise ConfigError(
             config.name,
-            f"config.pbtxt has the tensors {shown(map(str, (*config.inputs, *config.outputs)))}",
+            "config.pbtxt has the tensors"
+            f" {join_names(map(str, (*config.inputs, *config.outputs)))}",
             expected="inputs and one output of TYPE_STRING with dims: [ 1 ], as a request to"
             " TorchServe has fields and one answer",
         )
@@ -85,7 +86,7 @@ def _signature(config: ModelConfig) -> Signature:
             spec.name,
             not spec.optional,
             Passing.KEYWORD,
-            Takes.BYTES,
+            ArgumentType.BYTES,
             f"{spec.name}: list[bytes]",
         )
         for spec in config.inputs
@@ -107,7 +108,7 @@ def _handler(config: ModelConfig, folder: Path, device: torch.device | None) -> 
     content_type = _content_type(config)
     try:
         manifest = mar_archive.read_manifest(folder, folder.name)
-        yaml_config = mar_archive.settings(folder, manifest, folder.name)
+        yaml_config = mar_archive.read_settings(folder, manifest, folder.name)
     except ArchiveError as error:
         raise ArtifactError(config.name, str(error).rstrip(".")) from error
     gpu = device.index if device is not None and device.type == "cuda" else None
@@ -157,7 +158,7 @@ def _initializing(config: ModelConfig, manifest: Manifest) -> Iterator[None]:
         path = Path(f"{manifest.handler_module}.py").absolute()
         raise SourceError(
             config.name,
-            f"the handler {manifest.handler} fails at {python_source.place(error, path)}",
+            f"the handler {manifest.handler} fails at {python_source.error_location(error, path)}",
         ) from error
 
 
@@ -182,7 +183,7 @@ def _entry(
     if not module.__name__.startswith("ts."):
         classes = [cls for cls in classes if cls.__module__ == module.__name__]
     if len(classes) != 1:
-        names = shown(cls.__name__ for cls in classes) or "no class with handle()"
+        names = join_names(cls.__name__ for cls in classes) or "no class with handle()"
         raise SourceError(
             config.name,
             f"the handler {module.__name__} defines {names}, and no function {function}()",
@@ -228,4 +229,4 @@ def _compile(config: ModelConfig, owner: Any) -> None:
     try:
         model.compile(**parameters)
     except Exception as error:  # any error of torch.compile for an unknown value
-        raise torch_compile.refusal(config, error) from error
+        raise torch_compile.parameter_error(config, error) from error

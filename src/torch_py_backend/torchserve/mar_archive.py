@@ -23,8 +23,8 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple
 
 from torch_py_backend.artifacts import file_types
-from torch_py_backend.artifacts.file_types import Content
-from torch_py_backend.errors import ArchiveError, brief, shown
+from torch_py_backend.artifacts.file_types import FileType
+from torch_py_backend.errors import ArchiveError, join_names, summarize
 
 MANIFEST = Path("MAR-INF", "MANIFEST.json")
 # Handlers of TorchServe that are supported here.
@@ -95,7 +95,7 @@ def _root(archive: Path, scratch: Path) -> Path:
     for folder in (scratch, *tops) if len(tops) == 1 else (scratch,):
         if (folder / MANIFEST).is_file():
             return folder
-    content = file_types.describe(archive) if archive.is_file() else Content.UNKNOWN
+    content = file_types.file_type(archive) if archive.is_file() else FileType.UNKNOWN
     also = f"; it is {content.value}" if content in _MODELS else ""
     raise ArchiveError(
         archive.name,
@@ -105,7 +105,7 @@ def _root(archive: Path, scratch: Path) -> Path:
     )
 
 
-_MODELS = (Content.TORCHSCRIPT, Content.EXPORTED, Content.AOTI)
+_MODELS = (FileType.TORCHSCRIPT, FileType.EXPORTED, FileType.AOTI)
 # Exceptions for damaged files, beside OSError. RecursionError: tarfile is recursive for chains of
 # headers.
 _DAMAGE_ERRORS = (
@@ -119,13 +119,15 @@ def _members(archive: Path) -> Iterator[Iterator[_Member]]:
     try:
         with _opened(archive) as members:
             yield members
-    except file_types.CrowdedError:
+    except file_types.DirectoryTooLargeError:
         raise ArchiveError(
             archive.name, "its list of files, or one name in it, is longer than any archive's"
         ) from None
     except _DAMAGE_ERRORS as error:
         raise ArchiveError(
-            archive.name, f"it is damaged: {brief(error)}", cure="Copy it again, or make it anew."
+            archive.name,
+            f"it is damaged: {summarize(error)}",
+            cure="Copy it again, or make it anew.",
         ) from error
 
 
@@ -140,7 +142,7 @@ def _opened(archive: Path) -> contextlib.AbstractContextManager[Iterator[_Member
         return _in_tar(archive)
     raise ArchiveError(
         archive.name,
-        f"it is {file_types.describe(archive).value}",
+        f"it is {file_types.file_type(archive).value}",
         expected="an archive of torch-model-archiver: .mar, .tar.gz, or a folder",
     )
 
@@ -156,7 +158,7 @@ def _in_folder(folder: Path) -> Iterator[_Member]:
 
 @contextlib.contextmanager
 def _in_zip(path: Path) -> Iterator[Iterator[_Member]]:
-    with file_types.Bounded(path) as file, zipfile.ZipFile(file) as archive:
+    with file_types.BoundedFile(path) as file, zipfile.ZipFile(file) as archive:
         yield _zip_files(path, archive)
 
 
@@ -194,7 +196,7 @@ class _Inflated(gzip.GzipFile):
 
     def read(self, size: int | None = -1) -> bytes:
         if size is None or not 0 <= size <= _CHUNK_BYTES:
-            raise file_types.CrowdedError
+            raise file_types.DirectoryTooLargeError
         return super().read(size)
 
 
@@ -393,7 +395,7 @@ def _json(path: Path, archive: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise ArchiveError(archive, f"it holds no {MANIFEST}") from None
     except (ValueError, RecursionError) as error:
-        raise ArchiveError(archive, f"{MANIFEST} is no JSON: {brief(error)}") from None
+        raise ArchiveError(archive, f"{MANIFEST} is no JSON: {summarize(error)}") from None
     if not isinstance(document, dict):
         raise ArchiveError(archive, f"{MANIFEST} is no JSON object")
     return document
@@ -437,7 +439,7 @@ def _check_handler(archive: str, folder: Path, manifest: Manifest) -> None:
         raise ArchiveError(
             archive,
             f"its handler is {name}, which it does not hold",
-            expected=f"a file {name}.py in it, or one of {shown(HANDLERS)}",
+            expected=f"a file {name}.py in it, or one of {join_names(HANDLERS)}",
             cure=_CURES.get(name, ""),
         )
 
@@ -449,7 +451,7 @@ _CURES = {
 }
 
 
-def settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
+def read_settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
     """Return the settings in the archive's model-config.yaml; empty: there is none.
 
     Raises:

@@ -14,8 +14,8 @@ from typing import Any
 
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import ARCHIVE
-from torch_py_backend.artifacts.file_types import Content
-from torch_py_backend.errors import ArchiveError, shown
+from torch_py_backend.artifacts.file_types import FileType
+from torch_py_backend.errors import ArchiveError, join_names
 from torch_py_backend.torchserve import handler_lint, mar_archive
 from torch_py_backend.torchserve.mar_archive import Manifest
 
@@ -27,7 +27,7 @@ _SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class MigrationOptions:
     """Choices of the user.
 
     Attributes:
@@ -58,7 +58,9 @@ class Migration:
     left: list[str] = field(default_factory=list)
 
 
-def migrate(archive: str, name: str, folder: Path, manifest: Manifest, wishes: Wishes) -> Migration:
+def migrate(
+    archive: str, name: str, folder: Path, manifest: Manifest, wishes: MigrationOptions
+) -> Migration:
     """Return the config for an unpacked archive.
 
     Args:
@@ -72,7 +74,7 @@ def migrate(archive: str, name: str, folder: Path, manifest: Manifest, wishes: W
         ArchiveError: the archive cannot be served here, or its settings are invalid.
     """
     settings = _Settings(
-        archive, manifest.config_file, mar_archive.settings(folder, manifest, archive)
+        archive, manifest.config_file, mar_archive.read_settings(folder, manifest, archive)
     )
     problems = [*_problems(settings), *_handler_problems(folder, manifest)]
     if problems:
@@ -89,7 +91,7 @@ def migrate(archive: str, name: str, folder: Path, manifest: Manifest, wishes: W
     ]
     _report_settings(settings, migration)
     _report_files(folder, manifest, migration)
-    migration.left += handler_lint.of(folder)
+    migration.left += handler_lint.problems(folder)
     migration.config = _text(name, archive, lines, migration.left)
     return migration
 
@@ -248,7 +250,7 @@ def _gpus(settings: _Settings) -> list[int]:
     return gpus
 
 
-def _parameters(settings: _Settings, wishes: Wishes, migration: Migration) -> list[str]:
+def _parameters(settings: _Settings, wishes: MigrationOptions, migration: Migration) -> list[str]:
     lines = []
     timeout = settings.integer("responseTimeout")
     if timeout is not None:
@@ -306,7 +308,7 @@ def _compile_parameters(settings: _Settings, migration: Migration) -> dict[str, 
     arguments = {key: value for key, value in inner.items() if key in _COMPILE_KEYS}
     others = [str(key) for key in inner if key not in (*_COMPILE_KEYS, "enable")]
     if others:
-        migration.left.append(f"pt2's {shown(others)}: torch.compile has no such argument")
+        migration.left.append(f"pt2's {join_names(others)}: torch.compile has no such argument")
     try:
         json.dumps(arguments)
     except (TypeError, ValueError, RecursionError):
@@ -342,7 +344,7 @@ def _report_settings(settings: _Settings, migration: Migration) -> None:
         str(key) for key in settings.document if key not in _TAKEN and key not in _WITHOUT_EFFECT
     ]
     if own:
-        migration.taken.append(f"{shown(own)}: for the handler, in context.model_yaml_config")
+        migration.taken.append(f"{join_names(own)}: for the handler, in context.model_yaml_config")
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -363,13 +365,13 @@ def _model_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
         if not manifest.model_file:
             yield "the manifest names neither a serializedFile nor a modelFile"
         return
-    content = file_types.describe(folder / name)
+    content = file_types.file_type(folder / name)
     if manifest.model_file:
-        supported: tuple[Content, ...] = (Content.STATE_DICT, Content.SAFETENSORS)
+        supported: tuple[FileType, ...] = (FileType.STATE_DICT, FileType.SAFETENSORS)
     else:
-        supported = (Content.TORCHSCRIPT, Content.EXPORTED, Content.AOTI)
+        supported = (FileType.TORCHSCRIPT, FileType.EXPORTED, FileType.AOTI)
     if content not in supported:
-        cure = file_types.cure(content, Path(manifest.model_file or name)).rstrip(".")
+        cure = file_types.advice(content, Path(manifest.model_file or name)).rstrip(".")
         yield f"{name} is {content.value} ({cure})"
 
 
@@ -378,7 +380,7 @@ def _vocabulary_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
     path = folder / name
     if not path.is_file():
         yield f"it holds no {name}, which text_classifier needs"
-    elif file_types.describe(path) is not Content.STATE_DICT:
+    elif file_types.file_type(path) is not FileType.STATE_DICT:
         yield (
             f"{name} is no dict of tokens (torchtext, whose objects it may hold, is not maintained:"
             " save vocab.get_stoi() with torch.save)"
@@ -421,7 +423,7 @@ def _tensors(migration: Migration) -> list[str]:
         for name in inputs
     ]
     migration.taken.append(
-        f"a request's {shown(inputs)}: {'inputs' if several else 'input'} of bytes"
+        f"a request's {join_names(inputs)}: {'inputs' if several else 'input'} of bytes"
     )
     return [
         "# What TorchServe's clients send: a request's body, or the fields of a form.",

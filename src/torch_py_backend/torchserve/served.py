@@ -14,7 +14,7 @@ from torch import nn
 
 from torch_py_backend.batching.gather_scatter import Strings
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import InputError, OutputError, UnavailableError, brief
+from torch_py_backend.errors import InputError, OutputError, UnavailableError, summarize
 from torch_py_backend.torchserve.context import Context
 
 # A handler: called with (requests, context).
@@ -114,14 +114,15 @@ class Served(nn.Module):
         except (TypeError, ValueError, RecursionError) as error:
             raise OutputError(
                 self._model,
-                f"the handler returned a {type(answer).__name__} that is no JSON: {brief(error)}",
+                f"the handler returned a {type(answer).__name__} that is no JSON:"
+                f" {summarize(error)}",
                 expected="bytes, text, a tensor, or what JSON can hold",
             ) from None
 
 
 def _message(status: Any, message: Any) -> str:
     """Return an error message with the handler's status and message, without traceback or paths."""
-    text = brief(Exception(message)).removeprefix("Exception: ") if message else ""
+    text = summarize(Exception(message)).removeprefix("Exception: ") if message else ""
     return f"the handler answered {status}" + (f": {text}" if text else "")
 
 

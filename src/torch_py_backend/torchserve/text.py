@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_py_backend.errors import ArtifactError, brief
+from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.torchserve.context import Context, settings
 from torch_py_backend.torchserve.handlers import BaseHandler, body
 from torch_py_backend.torchserve.labels import map_class_to_label
@@ -144,7 +144,7 @@ def _vocabulary(path: Path) -> Vocabulary:
     try:
         vocabulary = torch.load(path, weights_only=True)
     except Exception as error:  # a missing or damaged file, or objects of torchtext
-        raise _no_vocabulary(path, brief(error)) from error
+        raise _no_vocabulary(path, summarize(error)) from error
     if not isinstance(vocabulary, dict):
         raise _no_vocabulary(path, f"it holds a {type(vocabulary).__name__}")
     return Vocabulary(vocabulary)

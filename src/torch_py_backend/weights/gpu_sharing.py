@@ -22,10 +22,10 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.compile import torch_compile
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ConfigError, UnavailableError, shown
+from torch_py_backend.errors import ConfigError, UnavailableError, join_names
 from torch_py_backend.processes import server_folder
 from torch_py_backend.weights import owner_election
 from torch_py_backend.weights.cuda_ipc import CudaMemory, NotShared
@@ -60,18 +60,18 @@ class Memory(Protocol):
         """Free the memory that torch's allocator caches."""
 
 
-def wished(config: ModelConfig) -> bool:
+def requested(config: ModelConfig) -> bool:
     """Return whether the config asks for sharing weights on a GPU."""
     return config.kind != "CPU" and bool(config.options.enable_weight_sharing)
 
 
-def refusal(config: ModelConfig, kind: Kind) -> str:
+def refusal(config: ModelConfig, kind: ArtifactType) -> str:
     """Return why the weights of a model on a GPU cannot be shared; empty: they can."""
     if config.kind == "MODEL":
         return "the instance is KIND_MODEL: the model places itself"
-    if kind is Kind.AOTI:
+    if kind is ArtifactType.AOTI:
         return "an AOTInductor package allocates the memory of its constants itself"
-    if kind is Kind.TORCHSERVE:
+    if kind is ArtifactType.TORCHSERVE:
         return "the handler of a TorchServe archive places its weights itself"
     if "freeze" in config.options.optimize:
         return "OPTIMIZE freezes them: they become constants of each instance's own graph"
@@ -101,7 +101,7 @@ def start(
     artifact: Artifact,
     device: torch.device | None,
     afresh: Callable[[], nn.Module | None],
-) -> Shared:
+) -> SharedWeights:
     """Join the instances that share weights: become the owner, or wait for the owner's offer.
 
     Args:
@@ -116,11 +116,11 @@ def start(
     """
     reason = refusal(config, artifact.kind)
     if reason or device is None:
-        raise refused(config, reason)
-    return Shared(config, artifact, CudaMemory(device), afresh)
+        raise not_shared_error(config, reason)
+    return SharedWeights(config, artifact, CudaMemory(device), afresh)
 
 
-class Shared:
+class SharedWeights:
     """The weights of one instance, shared with the others.
 
     Attributes:
@@ -163,7 +163,7 @@ class Shared:
         """Whether the module has its weights."""
         return self._role is not None
 
-    def hold(self, module: nn.Module | None, kind: Kind) -> None:
+    def hold(self, module: nn.Module | None, kind: ArtifactType) -> None:
         """Share the weights of a module from now on.
 
         Args:
@@ -175,7 +175,7 @@ class Shared:
         """
         reason = refusal(self._config, kind)
         if reason or module is None or not named(module):
-            raise refused(self._config, reason or "the model exposes none")
+            raise not_shared_error(self._config, reason or "the model exposes none")
         with self.lock:
             self._unplaced, self._weights = module, named(module)
             self._facts = _facts(self._weights)
@@ -261,7 +261,7 @@ class Shared:
                 }
             )
         except NotShared as error:
-            raise refused(self._config, str(error)) from error
+            raise not_shared_error(self._config, str(error)) from error
         log.info("model '%s': '%s' owns the weights.", self._config.name, self._config.instance)
 
     def _map(self, sharer: Sharer) -> bool:
@@ -272,7 +272,7 @@ class Shared:
             self._put(_views(offer, self._memory))
         except NotShared as error:
             if sharer.alive():
-                raise refused(self._config, str(error)) from error
+                raise not_shared_error(self._config, str(error)) from error
             return False
         self._memory.synchronize()
         self._memory.empty_cache()
@@ -301,9 +301,10 @@ class Shared:
             name for name in facts.keys() | self._facts if facts.get(name) != self._facts.get(name)
         }
         if differing:
-            raise refused(
+            raise not_shared_error(
                 self._config,
-                f"{source} and '{self._config.instance}' disagree about {shown(sorted(differing))}",
+                f"{source} and '{self._config.instance}' disagree about"
+                f" {join_names(sorted(differing))}",
             )
 
     def _owner_ended(self, sharer: Sharer) -> None:
@@ -333,7 +334,7 @@ class Shared:
         )
 
 
-def refused(config: ModelConfig, reason: str) -> ConfigError:
+def not_shared_error(config: ModelConfig, reason: str) -> ConfigError:
     """Return the error for ENABLE_WEIGHT_SHARING where the weights cannot be shared."""
     return ConfigError(
         config.name,

@@ -79,7 +79,7 @@ class Owner:
             # A socket there belongs to an owner that died: this process holds the lock.
             (self._folder / _SOCKET).unlink(missing_ok=True)
             self._listening = socket.socket(socket.AF_UNIX)
-            server_folder.keep(self._listening.fileno())
+            server_folder.close_on_fork(self._listening.fileno())
             self._listening.bind(address)
             self._listening.listen()
         line = json.dumps(document).encode() + b"\n"
@@ -111,7 +111,7 @@ class Owner:
                 sharer, _ = listening.accept()
             except OSError:  # it was shut down
                 return
-            server_folder.keep(sharer.fileno())
+            server_folder.close_on_fork(sharer.fileno())
             self._remove_dead()
             sharer.settimeout(_TIMEOUT_S)
             try:
@@ -201,7 +201,7 @@ class Sharer:
 def _connect(folder: Path) -> Sharer | None:
     """Connect to the owner; None: it has made no offer yet, or it died."""
     connection = socket.socket(socket.AF_UNIX)
-    server_folder.keep(connection.fileno())
+    server_folder.close_on_fork(connection.fileno())
     status = -1
     try:
         connection.settimeout(_TIMEOUT_S)
@@ -210,7 +210,9 @@ def _connect(folder: Path) -> Sharer | None:
         process, user, _ = _peer(connection)
         if user != os.geteuid():
             raise PermissionError
-        status = server_folder.keep(os.open(f"/proc/{process}/stat", os.O_RDONLY | os.O_CLOEXEC))
+        status = server_folder.close_on_fork(
+            os.open(f"/proc/{process}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        )
         document = json.loads(_line(connection))
         if _hung_up(connection):  # another process may have its process ID by now
             raise EOFError

@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass
 
 from torch_py_backend.artifacts import file_types
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import mapped_files
@@ -41,14 +41,14 @@ class Sharing:
         return f"{sizes} shared by {where}" + (f"; {self.obstacle}" if self.obstacle else "")
 
 
-def settle(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Sharing:
+def report(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Sharing:
     """Return how much of a model's weights is shared, once it has its final form.
 
     Raises:
         ConfigError: ENABLE_WEIGHT_SHARING is true, and some weights are not shared.
     """
     weights = mapped(loaded)
-    if gpu_sharing.wished(config):
+    if gpu_sharing.requested(config):
         return Sharing(weights, "", on_gpu=True)
     sharing = Sharing(weights, _obstacle(config, artifact, loaded, weights))
     if sharing.obstacle and config.options.enable_weight_sharing:
@@ -68,19 +68,19 @@ def mapped(loaded: Loaded) -> Mapped:
     Buffers that a module computes when it is built are not in the files: each instance has its own.
     """
     owner = loaded.owner
-    return mapped_files.find([] if owner is None else owner.state_dict(keep_vars=True).values())
+    return mapped_files.measure([] if owner is None else owner.state_dict(keep_vars=True).values())
 
 
 def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, weights: Mapped) -> str:
     optimize = config.options.optimize
-    if loaded.kind is Kind.AOTI:
+    if loaded.kind is ArtifactType.AOTI:
         return "an AOTInductor package does not expose its weights"
     if "freeze" in optimize:
         return "OPTIMIZE's freeze makes them constants of a graph"
     if weights.shared == weights.total:
         return ""
     file = artifact.weights
-    unmappable = file_types.unmappable(file) if file is not None else ""
+    unmappable = file_types.mmap_obstacle(file) if file is not None else ""
     causes = (
         (config.options.enable_weight_sharing is False, "ENABLE_WEIGHT_SHARING is false"),
         (config.kind != "CPU", "each instance has a copy on its device"),

@@ -9,14 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from torch_py_backend.artifacts.discovery import Artifact, Kind
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, WeightsError
 from torch_py_backend.loading import mapped_files, optimization, registry
 from torch_py_backend.loading.loaded import Loaded
 
 
-def refuse_impossible(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> None:
+def refuse_unsupported(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> None:
     """Refuse WATCH_WEIGHTS for a model whose weights cannot be replaced without a reload.
 
     Raises:
@@ -24,16 +24,19 @@ def refuse_impossible(config: ModelConfig, artifact: Artifact, loaded: Loaded) -
     """
     own = weights(loaded)
     causes = (
-        (loaded.kind is Kind.AOTI, "an AOTInductor package does not expose its weights"),
-        (loaded.kind is Kind.TORCHSERVE, "the handler of a TorchServe archive reads them itself"),
+        (loaded.kind is ArtifactType.AOTI, "an AOTInductor package does not expose its weights"),
+        (
+            loaded.kind is ArtifactType.TORCHSERVE,
+            "the handler of a TorchServe archive reads them itself",
+        ),
         (not own, "the model has no weights outside of its code"),
         ("freeze" in config.options.optimize, "OPTIMIZE's freeze makes them constants of a graph"),
         (
-            loaded.kind in (Kind.MODULE, Kind.FACTORY) and artifact.weights is None,
+            loaded.kind in (ArtifactType.MODULE, ArtifactType.FACTORY) and artifact.weights is None,
             "there is no file of weights beside the model",
         ),
         (
-            loaded.kind is Kind.TORCHSCRIPT and _has_other_tensors(artifact, own),
+            loaded.kind is ArtifactType.TORCHSCRIPT and _has_other_tensors(artifact, own),
             f"{artifact.path.name} holds tensors that are not parameters or buffers",
         ),
     )
@@ -45,7 +48,7 @@ def refuse_impossible(config: ModelConfig, artifact: Artifact, loaded: Loaded) -
 
 
 def _has_other_tensors(artifact: Artifact, own: Mapping[str, Tensor]) -> bool:
-    tensors = filter(mapped_files.is_plain, own.values())
+    tensors = filter(mapped_files.is_dense, own.values())
     storages = {mapped_files.storage_id(tensor) for tensor in tensors}
     with zipfile.ZipFile(artifact.path) as archive:
         members = archive.infolist()
@@ -92,7 +95,7 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def put(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded) -> None:
+def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded) -> None:
     """Replace all weights of a model with the fresh ones, or none; call it between two batches.
 
     On the CPU the model takes over their memory, and the memory of the old ones is freed. On a
@@ -130,13 +133,13 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def _movable(tensor: Tensor, fresh: Tensor) -> bool:
-    plain = mapped_files.is_plain(tensor) and mapped_files.is_plain(fresh)
-    return plain and tensor.device.type == "cpu" and mapped_files.is_alone(tensor)
+    plain = mapped_files.is_dense(tensor) and mapped_files.is_dense(fresh)
+    return plain and tensor.device.type == "cpu" and mapped_files.has_no_other_views(tensor)
 
 
-def code(artifact: Artifact) -> dict[str, int]:
+def code_checksums(artifact: Artifact) -> dict[str, int]:
     """Return the checksums of an archive's members that are not weights."""
-    if artifact.kind not in (Kind.TORCHSCRIPT, Kind.EXPORTED):
+    if artifact.kind not in (ArtifactType.TORCHSCRIPT, ArtifactType.EXPORTED):
         return {}
     with zipfile.ZipFile(artifact.path) as archive:
         return {
@@ -146,13 +149,13 @@ def code(artifact: Artifact) -> dict[str, int]:
         }
 
 
-def refuse_other_code(config: ModelConfig, artifact: Artifact, known: Mapping[str, int]) -> None:
+def refuse_changed_code(config: ModelConfig, artifact: Artifact, known: Mapping[str, int]) -> None:
     """Refuse an archive whose code has changed: it needs a reload.
 
     Raises:
         ArtifactError: the code has changed.
     """
-    now = code(artifact)
+    now = code_checksums(artifact)
     changed = sorted(name for name in {*known, *now} if known.get(name) != now.get(name))
     if changed:
         raise ArtifactError(
