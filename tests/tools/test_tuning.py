@@ -85,7 +85,7 @@ class _Children:
 def children(monkeypatch: pytest.MonkeyPatch) -> _Children:
     children = _Children("TORCHSCRIPT")
     monkeypatch.setattr(child_process, "run_together", children)
-    monkeypatch.setattr(threads, "cores", lambda: 2)
+    monkeypatch.setattr(threads, "available_cores", lambda: 2)
     return children
 
 
