@@ -42,12 +42,22 @@ class Supervised:
     def __init__(self, process: subprocess.Popen[bytes], log: Path) -> None:
         self.process = process
         self._log = log
+        self._start = 0
         self.http = self.grpc = self.health = ""
 
     @property
-    def text(self) -> str:
-        """What it and its server have said."""
+    def log(self) -> str:
+        """What `serve` and its server have logged since they started."""
         return self._log.read_text(errors="replace")
+
+    @property
+    def text(self) -> str:
+        """What `serve` and its server have logged since the last call of `skip_log`."""
+        return self.log[self._start :]
+
+    def skip_log(self) -> None:
+        """Leave what was logged until now out of `text`."""
+        self._start = len(self.log)
 
     def settle(self) -> None:
         """Wait until the first load of every model has ended."""

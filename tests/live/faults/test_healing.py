@@ -98,6 +98,13 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Supervised]:
         yield running
 
 
+@pytest.fixture(autouse=True)
+def _log_of_this_test(request: pytest.FixtureRequest) -> None:
+    """Let a test see only what is logged while it runs: the server is shared."""
+    if "served" in request.fixturenames:
+        request.getfixturevalue("served").skip_log()
+
+
 @contextlib.contextmanager
 def _undisturbed(served: Supervised) -> Iterator[None]:
     """Meanwhile another model answers every request."""
@@ -122,6 +129,10 @@ def _healed(served: Supervised, model: str, old: list[psutil.Process], says: str
 def _why(served: Supervised, model: str) -> str:
     """Why a model does not serve; empty where it does."""
     return str(served.ask("/ready")[1].get("models", {}).get(model, ""))
+
+
+def _given_up(served: Supervised) -> set[str]:
+    return set(re.findall(r"GIVEN UP (\w+)", served.log))
 
 
 def _until_told(served: Supervised, says: str) -> None:
@@ -211,12 +222,11 @@ def test_stopped_under_load(model: str, served: Supervised) -> None:
     with _undisturbed(served):
         load = Steady(served, model)
         until(lambda: load.answers > 10, served)
-        before = len(served.text)
         for one in old:
             one.suspend()
         # A call that began before may exceed EXECUTION_TIMEOUT_MS, 2 s as well, first.
         says = rf"DOWN    {model}: instance {model}_0_\d (was stopped for 2 s|hung: a call took)"
-        until(lambda: re.search(says, served.text[before:]), served)
+        until(lambda: re.search(says, served.text), served)
         _healed(served, model, old, f"DOWN    {model}")
         load.end()
     assert served.triton() == triton
@@ -251,18 +261,18 @@ def test_stopped_during_its_load(served: Supervised) -> None:
 
 def test_crash_loops_at_start_up(served: Supervised) -> None:
     """Models that never load are given up, with the reason; the others serve all the while."""
+    until(lambda: {"dies_in_init", "dies_at_import"} <= _given_up(served), served)
     for name, says in (("dies_in_init", "exit code 4"), ("dies_at_import", "SIGSEGV")):
-        _until_told(served, f"GIVEN UP {name}")
         status, told = served.ask(f"/ready/{name}")
         assert status == 503
         assert told["reason"].startswith("stays down: instance")
         # Of one death or another: how a process ended is lost where Triton looks first.
-        assert any(name in line and says in line for line in served.text.splitlines())
+        assert any(name in line and says in line for line in served.log.splitlines())
     status, told = served.ask("/ready/refused")
     assert status == 503
     assert "ValueError: no luck" in told["reason"]
     assert "/repository" not in str(told)
-    assert served.text.count("FAILED  refused") == 1
+    assert served.log.count("FAILED  refused") == 1
     assert served.ask("/live") == (200, {"live": True})
 
 
