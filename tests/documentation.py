@@ -85,7 +85,9 @@ def anchors(page: Path) -> set[str]:
         for token, after in itertools.pairwise(_tokens(page))
         if token.type == "heading_open"
     ]
-    slugs = {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text.lower()).strip()) for text in headings}
+    slugs = {
+        re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text.lower()).strip()) for text in headings
+    }
     return slugs | set(re.findall(r'<a id="([^"]+)"', page.read_text(encoding="utf-8")))
 
 

@@ -119,7 +119,7 @@ def table() -> str:
 
 def _row(row: Family) -> str:
     name = row.name.removeprefix("pytorch_py_")
-    labels = ", ".join(f"`{label}`" for label in row.labels)
+    labels = ", ".join(f"`{label}`" for label in row.labels if label not in ("model", "version"))
     kind = f"{row.kind.value}, {row.unit}" if row.unit != "1" else row.kind.value
     if row.kind is MetricKind.HISTOGRAM:
         kind += "; `_bucket`, `_sum`, `_count`"
