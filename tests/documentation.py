@@ -115,6 +115,8 @@ def _row(row: OptionRow) -> str:
     if row.parser is YES_NO:
         default = "`yes`" if row.default else "`no`"
     accepted = "boolean" if row.parser is BOOLEAN else row.parser.accepted
+    if accepted.startswith("a JSON object"):  # the meaning has an example
+        accepted = "a JSON object"
     return f'| <a id="{row.key.lower()}"></a>{keys} | {accepted} | {default} | {row.doc} |'
 
 
