@@ -59,7 +59,8 @@ digits_lstm         a recurrent network that gets an image row by row, in a
 digits_png          the exported network with hooks: PNG files in, labels out
 
 accuracy            share of held-out digits classified correctly; required:
-                    {REQUIRED_ACCURACY:.0%}, linear {REQUIRED_LINEAR_ACCURACY:.0%}, recurrent {REQUIRED_ROWS_ACCURACY:.0%}
+                    {REQUIRED_ACCURACY:.0%}, linear {REQUIRED_LINEAR_ACCURACY:.0%},
+                    recurrent {REQUIRED_ROWS_ACCURACY:.0%}
 p50, p99            latency with one client that sends one image at a time:
                     median and 99th percentile
 images/s            throughput with {CLIENTS} clients and {CLIENT_BATCH} images per request
