@@ -23,17 +23,6 @@ def test_schema(name: str) -> None:
     deployed.validate(_read(name), "1.37")
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("container", []), ("containers", "triton"), ("containers", None)]
-)
-def test_schema_finds_mistakes(key: str, value: object) -> None:
-    """A misspelt field, a value of another type and a missing one do not fit."""
-    runtime = _read("runtime.yaml")
-    runtime["spec"][key] = value
-    with pytest.raises(deployed.Misfit):
-        deployed.validate(runtime, "1.37")
-
-
 def test_service_selects_the_runtime() -> None:
     """The InferenceService has the runtime's format and protocol, and time to stop."""
     runtime = _read("runtime.yaml")["spec"]

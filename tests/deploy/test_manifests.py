@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import deployed
 import monitoring
 import pytest
 import yaml
-from deployed import BASE, CHART, DEPLOY, NAME, Document
+from deployed import BASE, CHART, DEPLOY, KSERVE, NAME, Document
 
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.readiness import ReadinessServer
@@ -65,31 +64,30 @@ def test_schemas(documents: list[Document]) -> None:
 @pytest.mark.parametrize(
     ("kind", "key", "value"),
     [
-        ("Deployment", "strategie", {}),
         ("HorizontalPodAutoscaler", "metrics", "queue"),
         ("PodMonitor", "podMetricsEndpoint", []),
         ("PrometheusRule", "groups", [{"name": "mine", "rules": [{"alert": "Mine"}]}]),
+        ("ClusterServingRuntime", "container", []),
+        ("ClusterServingRuntime", "containers", None),
     ],
 )
 def test_schemas_find_mistakes(kind: str, key: str, value: object) -> None:
     """A misspelt field, a value of another type and a missing field do not fit."""
-    document = copy.deepcopy(deployed.one(deployed.build(BASE), kind))
+    runtime = deployed.parse((KSERVE / "runtime.yaml").read_text(encoding="utf-8"))
+    documents = [*deployed.build(BASE), *runtime]
+    (document,) = [document for document in documents if document["kind"] == kind]
     document["spec"][key] = value
     with pytest.raises(deployed.Misfit):
         deployed.validate(document, "1.37")
 
 
-def test_alerts(documents: list[Document]) -> None:
-    """The alerts are those of deploy/prometheus/alerts.yaml, for the job that the pods get."""
-    assert deployed.one(documents, "PrometheusRule")["spec"] == monitoring.alerts()
-    monitor = deployed.one(documents, "PodMonitor")["spec"]
-    pods = deployed.one(documents, "Deployment")["spec"]["template"]["metadata"]["labels"]
-    assert pods[monitor["jobLabel"]] == monitoring.JOB
-
-
 def test_selectors(documents: list[Document]) -> None:
-    """Services, disruption budget, PodMonitor and topology spread select the Deployment's pods."""
+    """Services, disruption budget, PodMonitor and topology spread select the Deployment's pods.
+
+    The alerts are those of deploy/prometheus/alerts.yaml, for the job that these pods get.
+    """
     deployment = deployed.one(documents, "Deployment")
+    monitor = deployed.one(documents, "PodMonitor")["spec"]
     (spread,) = deployed.pod(documents)["topologySpreadConstraints"]
     selectors = [
         deployment["spec"]["selector"]["matchLabels"],
@@ -97,10 +95,12 @@ def test_selectors(documents: list[Document]) -> None:
         deployed.one(documents, "Service")["spec"]["selector"],
         deployed.one(documents, "Service", f"{NAME}-hosts")["spec"]["selector"],
         deployed.one(documents, "PodDisruptionBudget")["spec"]["selector"]["matchLabels"],
-        deployed.one(documents, "PodMonitor")["spec"]["selector"]["matchLabels"],
+        monitor["selector"]["matchLabels"],
     ]
-    labels = deployment["spec"]["template"]["metadata"]["labels"].items()
-    assert all(selector and selector.items() <= labels for selector in selectors)
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert all(selector and selector.items() <= labels.items() for selector in selectors)
+    assert labels[monitor["jobLabel"]] == monitoring.JOB
+    assert deployed.one(documents, "PrometheusRule")["spec"] == monitoring.alerts()
 
 
 def test_ports(documents: list[Document]) -> None:
