@@ -1,9 +1,9 @@
-"""Serve handwritten-digit models with Triton, check every answer, measure the speed.
+"""Serve handwritten-digit models with Triton, check every response, measure the speed.
 
     python examples/demo.py
 
-Starts a real server on free ports of this machine, asks it for the 450 digits that training never
-saw, and stops it again. Ends with exit code 0 when the answers are right, and 1 otherwise.
+Starts a real server on free ports, classifies the 450 digits that were held out of training, and
+stops the server. Exits with 0 if the accuracy is as required, else with 1.
 """
 
 import os
@@ -55,16 +55,16 @@ digits_exported     the same as a torch.export program: model.pt2
 digits_aoti         the same, compiled to machine code by AOTInductor: model.pt2
 digits_factory      a linear model: a class of torch and model.safetensors
 digits_lstm         a recurrent network that gets an image row by row, in a
-                    sequence of eight requests, and remembers what it read
-digits_png          the exported network with hooks: PNG files in, names out
+                    sequence of eight requests, and keeps state between them
+digits_png          the exported network with hooks: PNG files in, labels out
 
-accuracy            share of the held-out digits that were read correctly:
-                    at least {REQUIRED_ACCURACY:.0%}; the linear one {REQUIRED_LINEAR_ACCURACY:.0%},
-                    the recurrent one {REQUIRED_ROWS_ACCURACY:.0%}
-p50, p99            one client, one image at a time: half of the answers, and
-                    99 of 100, came within this time
-images/s            {CLIENTS} clients at once, {CLIENT_BATCH} images in each request
-images per call     how many images Triton put into one call of the model
+accuracy            share of held-out digits classified correctly; required:
+                    {REQUIRED_ACCURACY:.0%}, linear {REQUIRED_LINEAR_ACCURACY:.0%},
+                    recurrent {REQUIRED_ROWS_ACCURACY:.0%}
+p50, p99            latency with one client that sends one image at a time:
+                    median and 99th percentile
+images/s            throughput with {CLIENTS} clients and {CLIENT_BATCH} images per request
+images per call     mean number of images in one call of the model
 """
 
 console = Console(highlight=False, markup=False)
@@ -78,8 +78,7 @@ class DemoError(Exception):
 class Endpoint:
     """One served model: its name and those of its only input and output.
 
-    `network` says what is served: endpoints of one network hold the same weights. `required` is
-    the share of the held-out digits that it has to read correctly.
+    Endpoints of the same `network` have the same weights. `required` is the minimum accuracy.
     """
 
     model: str
@@ -99,7 +98,7 @@ ENDPOINTS = (
 
 
 RECURRENT = "digits_lstm"
-# Takes files instead of pixels, and gives names instead of scores.
+# Takes image files and returns labels.
 PIPELINE = "digits_png"
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
@@ -108,7 +107,7 @@ NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight",
 class Speed:
     """`p50` and `p99` in milliseconds; `throughput` in images per second.
 
-    `batch` is the mean number of images that Triton handed to the model in one call.
+    `batch` is the mean number of images in one call of the model.
     """
 
     p50: float
@@ -134,7 +133,7 @@ def ask(client: InferenceServerClient, endpoint: Endpoint, images: FloatArray) -
     tensor.set_data_from_numpy(images)
     logits: FloatArray | None = client.infer(endpoint.model, [tensor]).as_numpy(endpoint.output)
     if logits is None:
-        raise DemoError(f"{endpoint.model} answered without {endpoint.output}.")
+        raise DemoError(f"{endpoint.model} returned no {endpoint.output}.")
     return logits
 
 
@@ -185,7 +184,7 @@ def read_files(address: str, files: list[bytes]) -> list[str]:
             tensor.set_data_from_numpy(np.array([[file]], dtype=np.object_))
             label = client.infer(PIPELINE, [tensor]).as_numpy("label")
             if label is None:
-                raise DemoError(f"{PIPELINE} answered without label.")
+                raise DemoError(f"{PIPELINE} returned no label.")
             names.append(label[0, 0].decode())
     return names
 
@@ -196,7 +195,7 @@ def check_files(address: str, digits: Digits) -> float:
     expected = [NAMES[label] for label in digits.labels]
     share = sum(map(str.__eq__, named, expected)) / len(expected)
     if share < REQUIRED_ACCURACY:
-        raise DemoError(f"{PIPELINE} named only {share:.1%} of the held-out digits correctly.")
+        raise DemoError(f"{PIPELINE} labeled only {share:.1%} of the held-out digits correctly.")
     return share
 
 
@@ -206,8 +205,8 @@ def check_agreement(logits: dict[str, FloatArray]) -> None:
     for endpoint in ENDPOINTS:
         model, other = endpoint.model, first.setdefault(endpoint.network, endpoint.model)
         difference = float(np.abs(logits[model] - logits[other]).max())
-        if not difference <= LOGITS_TOLERANCE:  # also when it is not a number
-            raise DemoError(f"{other} and {model} differ by up to {difference:g} in their scores.")
+        if not difference <= LOGITS_TOLERANCE:  # also if it is NaN
+            raise DemoError(f"{other} and {model} differ by up to {difference:g} in their logits.")
 
 
 def accuracy(logits: FloatArray, labels: IntArray) -> float:
@@ -219,7 +218,7 @@ def check_accuracy(shares: dict[str, float]) -> None:
         share = shares[endpoint.model]
         if share < endpoint.required:
             raise DemoError(
-                f"{endpoint.model} read only {share:.1%} of the held-out digits correctly; "
+                f"{endpoint.model} classified only {share:.1%} of the held-out digits correctly; "
                 f"at least {endpoint.required:.0%} are required."
             )
 
@@ -299,7 +298,7 @@ def result_table(shares: dict[str, float], speeds: dict[str, Speed]) -> Table:
 
 
 def chosen_for_picture(predicted: IntArray, labels: IntArray) -> IntArray:
-    """Return indices of correctly read digits, followed by misread ones."""
+    """Return indices of correctly classified digits, followed by misclassified ones."""
     misread = np.flatnonzero(predicted != labels)[:PICTURED]
     correct = np.flatnonzero(predicted == labels)[: PICTURED - len(misread)]
     return np.concatenate([correct, misread])
@@ -325,7 +324,7 @@ def draw(digits: Digits, predicted: IntArray, path: Path) -> None:
     figure = Figure(figsize=(10, 5.2), layout=ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.07))
     correct = int((predicted == digits.labels).sum())
     figure.suptitle(
-        f"{correct} of {len(predicted)} held-out digits read correctly; misread ones in red",
+        f"{correct} of {len(predicted)} held-out digits classified correctly; errors in red",
         fontsize=14,
     )
     grid = figure.subplots(PICTURE_ROWS, PICTURED // PICTURE_ROWS)
@@ -341,40 +340,40 @@ def demonstrate(output: Path, log: Path, seconds: float) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     console.print("Starting Triton and loading the models ...")
     with log.open("w") as lines, running_server(lines) as address:
-        console.print(f"Asking for all {len(held_out.labels)} held-out digits ...")
+        console.print(f"Classifying {len(held_out.labels)} held-out digits ...")
         logits = {e.model: ask_all(address, e, held_out.images) for e in ENDPOINTS}
         shares = {name: accuracy(scores, held_out.labels) for name, scores in logits.items()}
         check_accuracy(shares)
         check_agreement(logits)
         by_rows = accuracy(read_rows(address, held_out.images), held_out.labels)
         if by_rows < REQUIRED_ROWS_ACCURACY:
-            raise DemoError(f"{RECURRENT} read only {by_rows:.1%} of the digits correctly.")
+            raise DemoError(f"{RECURRENT} classified only {by_rows:.1%} of the digits correctly.")
         named = check_files(address, held_out)
-        console.print(f"{PIPELINE} names {named:.2%} of them correctly, from PNG files.")
-        console.print(f"Measuring, {seconds:g} s for each figure ...")
+        console.print(f"{PIPELINE} labels {named:.2%} of the PNG files correctly.")
+        console.print(f"Measuring, {seconds:g} s per figure ...")
         speeds = {e.model: measure(address, e, held_out.images, seconds) for e in ENDPOINTS}
     draw(held_out, logits[ENDPOINTS[0].model].argmax(axis=1), output)
     console.print(result_table(shares, speeds))
-    console.print(f"{RECURRENT} read {by_rows:.2%} of the digits, row by row.")
+    console.print(f"{RECURRENT} classified {by_rows:.2%} of the digits correctly, row by row.")
     console.print(LEGEND)
     console.print(
-        "Passed: the same weights give the same scores; each model reads enough digits.",
+        "Passed: the same weights give the same logits, and each model has the required accuracy.",
         style="green",
     )
-    console.print(f"Picture of {PICTURED} of the digits: {output}", soft_wrap=True)
+    console.print(f"Picture of {PICTURED} digits: {output}", soft_wrap=True)
 
 
 def main(
     output: Annotated[Path, typer.Option(help="Where to save the picture.")] = Path("demo.png"),
     seconds: Annotated[float, typer.Option(help="Time for each measurement.", min=0)] = 1.0,
 ) -> None:
-    """Serve handwritten-digit models with Triton, check every answer, measure the speed."""
+    """Serve handwritten-digit models with Triton, check every response, measure the speed."""
     log = output.with_suffix(".log")
     try:
         demonstrate(output, log, seconds)
     except (DemoError, BackendError, InferenceServerException) as error:
         console.print(f"The demonstration failed: {error}", style="red", soft_wrap=True)
-        console.print(f"The log of the server: {log}", soft_wrap=True)
+        console.print(f"Server log: {log}", soft_wrap=True)
         raise typer.Exit(1) from None
 
 

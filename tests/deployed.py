@@ -21,8 +21,11 @@ import helm_python
 import kubernetes_validate
 import promql_parser
 import pydantic
+import typer.main
 import yaml
 from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
+
+from torch_py_backend.cli import commands
 
 ROOT = Path(__file__).parents[1]
 DEPLOY = ROOT / "deploy"
@@ -223,3 +226,12 @@ def server(documents: list[Document]) -> Document:
     (container,) = pod(documents)["containers"]
     found: Document = container
     return found
+
+
+def serve_arguments(words: list[str]) -> dict[str, Any]:
+    """Return the parameters of `torch-py-backend serve`, as the command line parses them."""
+    program, command, *rest = words
+    assert Path(program).name == "torch-py-backend"
+    group = typer.main.get_command(commands)
+    with group.commands[command].make_context(command, rest) as context:  # type: ignore[attr-defined]
+        return dict(context.params)

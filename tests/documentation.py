@@ -1,9 +1,9 @@
-"""The documents as data: pages, their code blocks and links; and the table of options in them.
+"""The documentation as data: pages, their code blocks and links; and the table of options.
 
 Every fenced block has a language, and one of these titles or none:
 
     title="model_repository/net/1/model.py"       the file that the block is
-    title="prints"                                what the command or code before it prints
+    title="prints"                                the output of the block before it
     title="Example: requires Docker"              an example that the tests do not run, and why
 """
 
@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
-from torch_py_backend.config.options import TABLE, YES_NO, OptionRow
+from torch_py_backend.config.options import BOOLEAN, TABLE, YES_NO, OptionRow
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -31,14 +32,7 @@ _MARKDOWN = MarkdownIt().enable("table")
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code.
-
-    Attributes:
-        place: page and line, for messages.
-        language: as the fence says; empty where it says none, or nothing that can be read.
-        title: as the fence says.
-        text: what is in it.
-    """
+    """A block of code; `place` is its page and line, `language` is empty if the fence has none."""
 
     place: str
     language: str
@@ -52,56 +46,57 @@ class Block:
 
     @property
     def file(self) -> str:
-        """The file that it is; empty where it is none."""
+        """Return the path of the file that the block is; empty for other blocks."""
         return "" if self.reason or self.title == PRINTS else self.title
 
     @property
     def runs(self) -> bool:
-        """Whether it is code to be executed."""
         return self.language in ("python", "sh") and not self.title
 
 
+def _tokens(page: Path) -> list[Token]:
+    return _MARKDOWN.parse(page.read_text(encoding="utf-8"))
+
+
 def blocks(page: Path) -> list[Block]:
-    """The page's blocks of code, those without a fence included."""
-    found = []
-    for token in _MARKDOWN.parse(page.read_text(encoding="utf-8")):
+    """Return the page's blocks of code, those without a fence included."""
+    result = []
+    for token in _tokens(page):
         if token.type in ("fence", "code_block"):
             info = _INFO.fullmatch(token.info.strip())
             language, title = (info[1], info[2] or "") if info else ("", "")
             line = (token.map or [0])[0] + 1
-            found.append(Block(f"{page.name}:{line}", language, title, token.content))
-    return found
+            result.append(Block(f"{page.name}:{line}", language, title, token.content))
+    return result
 
 
 def links(page: Path) -> Iterator[str]:
-    """Where the page leads."""
-    for token in _MARKDOWN.parse(page.read_text(encoding="utf-8")):
+    """Yield the targets of links and images."""
+    for token in _tokens(page):
         for child in token.children or ():
             if child.type in ("link_open", "image"):
                 yield str(child.attrs.get("href") or child.attrs.get("src"))
 
 
 def anchors(page: Path) -> set[str]:
-    """What can be linked to within the page: its headings, and elements with an id."""
-    text = page.read_text(encoding="utf-8")
-    tokens = _MARKDOWN.parse(text)
+    """Return the page's anchors, as GitHub and MkDocs make them: headings, elements with an id."""
     headings = [
-        after.content for token, after in itertools.pairwise(tokens) if token.type == "heading_open"
+        after.content
+        for token, after in itertools.pairwise(_tokens(page))
+        if token.type == "heading_open"
     ]
-    return {_slug(heading) for heading in headings} | set(re.findall(r'<a id="([^"]+)"', text))
-
-
-def _slug(heading: str) -> str:
-    """A heading's anchor, as GitHub and MkDocs make it."""
-    return re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip())
+    slugs = {
+        re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", text.lower()).strip()) for text in headings
+    }
+    return slugs | set(re.findall(r'<a id="([^"]+)"', page.read_text(encoding="utf-8")))
 
 
 # --- the table of options --------------------------------------------------------------------
 
 
 def table() -> str:
-    """The table of parameters, as the code has it."""
-    rows = ["| parameter | value | default | meaning |", "|---|---|---|---|"]
+    """Return the table of options in the code."""
+    rows = ["| option | value | default | meaning |", "|---|---|---|---|"]
     return "\n".join([*rows, *map(_row, TABLE)])
 
 
@@ -119,8 +114,10 @@ def _row(row: OptionRow) -> str:
     default = {None: "unset", (): "`none`"}.get(row.default, f"`{str(row.default).lower()}`")
     if row.parser is YES_NO:
         default = "`yes`" if row.default else "`no`"
-    anchor = f'<a id="{row.key.lower()}"></a>'
-    return f"| {anchor}{keys} | {row.parser.accepted} | {default} | {row.doc} |"
+    accepted = "boolean" if row.parser is BOOLEAN else row.parser.accepted
+    if accepted.startswith("a JSON object"):  # the meaning has an example
+        accepted = "a JSON object"
+    return f'| <a id="{row.key.lower()}"></a>{keys} | {accepted} | {default} | {row.doc} |'
 
 
 if __name__ == "__main__":

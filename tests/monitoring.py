@@ -16,7 +16,7 @@ import promql_parser
 import yaml
 
 from torch_py_backend.observability import metric_families
-from torch_py_backend.observability.metric_families import Family, MetricKind
+from torch_py_backend.observability.metric_families import Family
 
 ROOT = Path(__file__).parents[1]
 ALERT_TESTS = ROOT / "tests" / "alerts.yaml"
@@ -113,19 +113,17 @@ def known() -> dict[str, Family | None]:
 
 def table() -> str:
     """The table of metrics, as the code has it."""
-    rows = ["| metric | kind | labels | models | description | what a change means |"]
-    return "\n".join([*rows, "|---|---|---|---|---|---|", *map(_row, metric_families.TABLE)])
+    rows = ["| metric | type | description | what a change means |", "|---|---|---|---|"]
+    return "\n".join([*rows, *map(_row, metric_families.TABLE)])
 
 
 def _row(row: Family) -> str:
     name = row.name.removeprefix("pytorch_py_")
-    labels = ", ".join(f"`{label}`" for label in row.labels)
-    kind = f"{row.kind.value}, {row.unit}" if row.unit != "1" else row.kind.value
-    if row.kind is MetricKind.HISTOGRAM:
-        kind += "; `_bucket`, `_sum`, `_count`"
+    labels = [f"`{label}`" for label in row.labels if label not in ("model", "version")]
+    parts = [row.kind.value, *([row.unit] if row.unit != "1" else []), *labels]
+    only = "" if row.models == "all models" else f" For {row.models}."
     return (
-        f'| <a id="{name}"></a>`{row.name}` | {kind} | {labels} | {row.models} | {row.doc}.'
-        f" | {row.hint} |"
+        f'| <a id="{name}"></a>`{row.name}` | {", ".join(parts)} | {row.doc}.{only} | {row.hint} |'
     )
 
 

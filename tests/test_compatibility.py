@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import compatibility
 import kinds
 import pytest
 import scenarios
 
-_ROOT = Path(__file__).parents[1]
 _PAGE = compatibility.PAGE.read_text(encoding="utf-8")
 _EMPTY = (
     "before\n<!-- servers: x -->\n| a | b | c |\n|---|---|---|\n<!-- end of servers -->\nafter\n"
@@ -63,23 +59,3 @@ def test_modules_without_torch() -> None:
     chosen = compatibility.without_torch()
     assert {"tests/config/test_options.py", "tests/tools/test_packing.py"} <= set(chosen)
     assert not {"tests/engine/test_engine.py", "tests/test_scenarios.py"} & set(chosen)
-
-
-def test_readme_has_what_was_tried() -> None:
-    """The README's table has each row of the page, with its result, and leads to it."""
-    readme = (_ROOT / "README.md").read_text(encoding="utf-8")
-    section = readme.partition("## What was tried")[2].partition("\n## ")[0]
-    assert "docs/compatibility.md" in section
-    lines = section.splitlines()
-    for server, python, torch, _, served in compatibility.rows(_PAGE, "servers"):
-        version = server.partition(" ")[0]
-        parts = (version, _minor(python), torch.partition("+")[0], served.partition(";")[0])
-        assert any(all(part in line for part in parts) for line in lines), server
-    for python, *_, result in compatibility.rows(_PAGE, "tests"):
-        assert re.search(rf"^\| none \|.*\b{re.escape(_minor(python))}\b", section, re.MULTILINE)
-        assert "passed" in result
-        assert "failed" not in result
-
-
-def _minor(version: str) -> str:
-    return re.sub(r"\.\d+$", "", version)
