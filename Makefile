@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 # Where it is set, each of the thousands of processes that tests start would compile our modules anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test docs fuzz soak release lint types clean
+.PHONY: demo serve test test-deploy docs fuzz soak release lint types clean
 
 # What the demo needs; the tests install the rest.
 $(VENV)/demo: pyproject.toml constraints.txt
@@ -29,9 +29,13 @@ demo: $(VENV)/demo
 serve: $(VENV)/demo
 	$(BIN)/torch-py-backend serve examples/model_repository
 
-# Several files at a time, in order, for the longest come first; tests/conftest.py hands them out.
+# The package: unit tests, and real servers. tests/conftest.py distributes files over the processes.
 test: lint types
-	$(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder
+	$(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder --ignore tests/deploy
+
+# What surrounds the package: documentation, images, manifests, monitoring and the release.
+test-deploy: $(VENV)/installed
+	$(BIN)/pytest --numprocesses $(WORKERS) tests/deploy
 
 # The documentation as a site, in site/; a page, link or heading that is missing is an error.
 docs: $(VENV)/installed
@@ -51,7 +55,7 @@ release: $(VENV)/installed
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation
 	$(BIN)/python -m twine check --strict dist/*
-	$(BIN)/pytest tests/test_release.py
+	$(BIN)/pytest tests/deploy/test_release.py
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -32,10 +32,7 @@ hypothesis.settings.load_profile("suite")
 # In tests/live/: those that wait rather than compute.
 _COMMANDS = (
     "faults/",
-    "test_balancer",
     "test_bench",
-    "test_docker",
-    "test_documentation",
     "test_serve",
 )
 

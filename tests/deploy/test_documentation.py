@@ -1,71 +1,184 @@
-"""docs/deployment.md: valid manifests, and names of files and objects that exist."""
+"""The documentation is true: its code runs, its links lead somewhere, its messages exist."""
 
 from __future__ import annotations
 
+import ast
+import json
 import re
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
-import deployed
+import commands
+import documentation
 import pytest
-from deployed import DEPLOY, ROOT
+import walkthrough
+import yaml
+from documentation import DOCS, PAGES, PRINTS, ROOT, Block
+from walkthrough import Walkthrough
 
-_TEXT = (ROOT / "docs" / "deployment.md").read_text(encoding="utf-8")
-_KUSTOMIZATIONS = re.findall(
-    r"`inference/kustomization.yaml`:\n\n```yaml\n(.*?)```", _TEXT, flags=re.DOTALL
+from docs import figures
+from torch_py_backend import errors
+from torch_py_backend.config import model_config, pbtxt
+
+_WITHOUT_SERVER = [
+    page for page in PAGES if walkthrough.followed(page) and not walkthrough.serves(page)
+]
+_TROUBLESHOOTING = (DOCS / "troubleshooting.md").read_text(encoding="utf-8")
+# Where a message continues with a value.
+_VALUE = re.compile(r"…(?: is )?|(?:; |^)expected ")
+_QUOTE = re.compile(r"``(.+?)``|`([^`]+)`")
+_every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def test_table_of_options() -> None:
+    """docs/options.md has the code's options; `python tests/documentation.py` writes them."""
+    assert documentation.table_in_page() == documentation.table()
+
+
+# --- blocks ----------------------------------------------------------------------------------
+
+
+def _check_text(block: Block) -> None:
+    assert block.title in ("", PRINTS)
+
+
+_CHECKS: dict[str, Callable[[Block], object]] = {
+    "python": lambda block: ast.parse(block.text),
+    "sh": commands.check,
+    "pbtxt": lambda _: None,  # test_configs
+    "json": lambda block: json.loads(block.text),
+    "yaml": lambda block: list(yaml.safe_load_all(block.text)),
+    "text": _check_text,
+}
+
+
+@_every_page
+def test_blocks(page: Path) -> None:
+    """Each block parses in its language; the text names its file, because GitHub hides titles."""
+    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    for block in documentation.blocks(page):
+        assert block.language in _CHECKS, block.place
+        _CHECKS[block.language](block)
+        assert not block.file or f"`{block.file}`" in prose, block.place
+
+
+@_every_page
+def test_configs(page: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each config, or piece of one, is read by Triton and accepted without a warning."""
+    for block in documentation.blocks(page):
+        if block.language == "pbtxt":
+            (tmp_path / "config.pbtxt").write_text(block.text, encoding="utf-8")
+            document = pbtxt.read(tmp_path)
+            complete = bool(document["input"] and document["output"])
+            model_config.parse(pbtxt.arguments(tmp_path, "1", document), complete=complete)
+            assert not caplog.messages, block.place
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", _WITHOUT_SERVER, ids=lambda page: page.stem)
+def test_page(page: Path, tmp_path: Path) -> None:
+    """The code and commands of a page run in order, in an empty folder."""
+    with Walkthrough(tmp_path) as reader:
+        reader.follow(page)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "torch-py-backend serf models",
+        "torch-py-backend serve models --htp-port=1",
+        "pip install 'torch-py-backend[servers]'",
+        "python -m benchmarks.nothing",
+        "make nothing",
+        "curl localhost:9000/v2",
+        "docker ps",
+    ],
 )
-# Services of the Prometheus operator, of the chart kube-prometheus-stack, and of KServe.
-_OTHER_SERVICES = ("prometheus-operated", "kube-prometheus-stack-grafana", "digits-predictor")
+def test_misspelt_command(text: str) -> None:
+    """A command that does not exist is found without running it."""
+    with pytest.raises(commands.CommandError):
+        commands.check(Block("here:1", "sh", "", text))
 
 
-@pytest.mark.parametrize("text", _KUSTOMIZATIONS, ids=["plain", "patched", "object-store"])
-def test_kustomizations(text: str, tmp_path: Path) -> None:
-    """A kustomization beside deploy/ builds valid objects with the reader's image."""
-    assert _TEXT.count("```yaml") == len(_KUSTOMIZATIONS)
-    documents = _build(text, tmp_path)
-    for document in documents:
-        deployed.validate(document, "1.37")
-    assert deployed.server(documents)["image"] == "registry.example.com/torch-py-backend:1"
+def test_wrong_output(tmp_path: Path) -> None:
+    """A page that shows another output than its code prints fails."""
+    page = tmp_path / "page.md"
+    page.write_text('```python\nprint(1)\n```\n\n```text title="prints"\n2\n```\n')
+    with Walkthrough(tmp_path) as reader, pytest.raises(AssertionError, match=r"page\.md:5"):
+        reader.follow(page)
 
 
-def test_patches(tmp_path: Path) -> None:
-    """The patches add to the base; they replace neither its volumes nor its variables."""
-    documents = _build(_KUSTOMIZATIONS[1], tmp_path)
-    volumes = {volume["name"]: volume for volume in deployed.pod(documents)["volumes"]}
-    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory", "sizeLimit": "2Gi"}
-    names = {variable["name"] for variable in deployed.server(documents)["env"]}
-    assert names == {"TORCH_PY_BACKEND_ADMIN_KEY", "OTEL_EXPORTER_OTLP_ENDPOINT"}
-    monitor = deployed.one(documents, "PodMonitor")
-    assert monitor["metadata"]["labels"]["release"] == "kube-prometheus-stack"
+# --- links and the site ----------------------------------------------------------------------
 
 
-def _build(text: str, folder: Path) -> list[deployed.Document]:
-    (folder / "deploy").symlink_to(DEPLOY)
-    (folder / "inference").mkdir()
-    (folder / "inference" / "kustomization.yaml").write_text(text, encoding="utf-8")
-    return deployed.build(folder / "inference")
+@_every_page
+def test_links(page: Path) -> None:
+    """Links to files and headings work on GitHub."""
+    for link in documentation.links(page):
+        if "://" not in link:
+            path, _, anchor = link.partition("#")
+            target = (page.parent / path) if path else page
+            assert target.exists(), link
+            assert not anchor or anchor in documentation.anchors(target), link
 
 
-def test_models_volume() -> None:
-    """Replicas and KServe mount the claim; the pod that copies models has the replicas' user."""
-    documents = deployed.parse((DEPLOY / "models-volume.yaml").read_text(encoding="utf-8"))
-    for document in documents:
-        deployed.validate(document, "1.37")
-    base = deployed.pod(deployed.build(deployed.BASE))
-    (volume,) = [volume for volume in base["volumes"] if volume["name"] == "models"]
-    deployed.one(documents, "PersistentVolumeClaim", volume["persistentVolumeClaim"]["claimName"])
-    service = (deployed.KSERVE / "inference-service.yaml").read_text(encoding="utf-8")
-    assert "storageUri: pvc://models\n" in service
-    pod = deployed.one(documents, "Pod", "models")["spec"]
-    assert base["securityContext"].items() <= pod["securityContext"].items()
-    assert deployed.unrestricted(pod) == set()
+def test_site(tmp_path: Path) -> None:
+    """MkDocs builds the site, strictly: every page is in the navigation, every link works."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "index.html").is_file()
+    assert (tmp_path / "contributing" / "index.html").is_file()
+    assert not list(tmp_path.rglob("*.py"))
 
 
-def test_names_exist() -> None:
-    """Each file of this repository, deployment and service that the page names exists."""
-    paths = set(re.findall(r"(?<![\w/])(?:\.\./)?((?:deploy|docker|tests)/[\w./-]*\w)", _TEXT))
-    assert "deploy/kserve/runtime.yaml" in paths
-    assert [path for path in paths if not (ROOT / path).exists()] == []
-    base = deployed.build(deployed.BASE)
-    names = {(document["kind"].lower(), document["metadata"]["name"]) for document in base}
-    names |= {("service", name) for name in _OTHER_SERVICES}
-    assert set(re.findall(r"\b(deployment|service)/([\w-]+)", _TEXT)) <= names
+# --- troubleshooting and figures -------------------------------------------------------------
+
+
+def test_every_error_is_on_the_page() -> None:
+    """docs/troubleshooting.md names each class of the error tree."""
+    classes = [
+        value.__name__
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, errors.BackendError)
+    ]
+    assert [name for name in classes if f"`{name}`" not in _TROUBLESHOOTING] == []
+
+
+def test_messages_are_those_of_the_code() -> None:
+    """Each message on that page is in the code; an ellipsis stands for a value."""
+    code = "\n".join(
+        text
+        for path in (ROOT / "src").rglob("*.py")
+        for text in _strings(ast.parse(path.read_text(encoding="utf-8")))
+    )
+    cells = [row.split(" | ")[0] for row in _TROUBLESHOOTING.splitlines() if row[:3] == "| `"]
+    quotes = [first or second for cell in cells for first, second in _QUOTE.findall(cell)]
+    assert len(quotes) > 80
+    parts = [part.strip() for quote in quotes for part in _VALUE.split(quote)]
+    assert [part for part in parts if part not in code] == []
+
+
+def _strings(tree: ast.AST) -> list[str]:
+    """Return the strings of a file, with an ellipsis for each formatted value."""
+    return [
+        "".join(
+            str(part.value) if isinstance(part, ast.Constant) else "…"
+            for part in (node.values if isinstance(node, ast.JoinedStr) else [node])
+        )
+        for node in ast.walk(tree)
+        if isinstance(node, ast.JoinedStr | ast.Constant)
+    ]
+
+
+def test_figures_are_those_of_the_benchmarks(tmp_path: Path) -> None:
+    """The performance guide has the figures of docs/benchmarks.md; docs/figures.py writes them."""
+    assert figures.table_in_guide() == figures.table()
+    figures.draw(tmp_path / "throughput.svg")
+    # The rest of the file depends on matplotlib's version.
+    for plot in (tmp_path / "throughput.svg", figures.PLOT):
+        assert figures.description() in plot.read_text(encoding="utf-8")

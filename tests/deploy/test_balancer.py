@@ -12,7 +12,7 @@ import pytest
 import yaml
 from balanced import Balancer, Host, Load
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 _CLIENTS = 3  # of each protocol
 _ADAPTER = Path(__file__).parents[2] / "deploy" / "prometheus-adapter.yaml"

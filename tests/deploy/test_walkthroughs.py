@@ -9,6 +9,8 @@ import pytest
 import walkthrough
 from walkthrough import Walkthrough
 
+pytestmark = pytest.mark.server
+
 _PAGES = [page for page in documentation.PAGES if walkthrough.serves(page)]
 
 

@@ -18,7 +18,7 @@ import yaml
 
 import torch_py_backend
 
-_ROOT = Path(__file__).parents[1]
+_ROOT = Path(__file__).parents[2]
 _PACKAGE = _ROOT / "src" / "torch_py_backend"
 _VERSION = torch_py_backend.__version__
 _NAME = f"torch_py_backend-{_VERSION}"
