@@ -1,11 +1,11 @@
-"""The pipeline of a model with hooks: prepare rows, make batches, call the module, read results."""
+"""The pipeline of a model with hooks: prepare rows, make batches, call the module, finish rows."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch_py_backend.hooks.preprocessing import (
     RowPreprocessor,
     by_name,
 )
-from torch_py_backend.hooks.user_hooks import Hooks
+from torch_py_backend.hooks.user_hooks import Hooks, Tree
 from torch_py_backend.signature.binding import (
     ArgumentType,
     InputBinding,
@@ -38,20 +38,23 @@ from torch_py_backend.signature.binding import (
     ordinal,
 )
 
+# The module of the model, or the function that is served instead.
+Module: TypeAlias = "Callable[..., Tree]"
+
 # The name of an outcome's only column before postprocess().
 UNREAD = (ROWS,)
 
 
 def own_rows(column: Value) -> Value:
-    """Copy the results of rows that `Stages.split` returned, including their tensors."""
+    """Copy the results of rows that `HookedPipeline.split` returned, including their tensors."""
     return request_parameters.column(map(trees.owned, request_parameters.values(column)))
 
 
 class HookedPipeline:
     """The stages before and after the engine's own for a model with hooks.
 
-    It has the role of `Intake` for a model without hooks: `begin` prepares items, `group` groups
-    them, and each group has the function that calls the module.
+    It takes the place of `Grouping`: `begin` prepares items, `group` groups them, and each group
+    has the function that calls the module.
 
     Args:
         config: the model's config.
@@ -89,7 +92,7 @@ class HookedPipeline:
         self._names = tuple(self._specs)
         self._finite = Finite(config) if config.options.check_finite else None
 
-    def stages(self) -> list[tuple[str, Any, str]]:
+    def stages(self) -> list[tuple[str, object, str]]:
         """Return the stages: each one's name, owner and attribute."""
         return [
             ("prepare", self, "begin"),
@@ -134,20 +137,18 @@ class HookedPipeline:
             (at, {name: value for name, value in item.items() if name != request_parameters.KEY})
             for at, item in items
         ]
-        return [
-            Group(self._passed(inputs), [by_position[at] for at in positions], positions)
-            for inputs, _, positions in self._intake.group(without_parameters)
-        ]
-
-    def _passed(self, inputs: InputBinding) -> InputBinding:
-        """Return how columns are passed, including the column of parameters."""
         extra = (request_parameters.KEY,) if self._carries else ()
-        return InputBinding(
-            (*inputs.names, *extra),
-            (*inputs.takes, *(ArgumentType.TENSOR for _ in extra)),
-            partial(self._call, inputs),
-            inputs.places,
-        )
+        extra_takes = (ArgumentType.TENSOR,) * len(extra)
+        groups = []
+        for inputs, _, positions in self._intake.group(without_parameters):
+            binding = InputBinding(
+                (*inputs.names, *extra),
+                (*inputs.takes, *extra_takes),
+                partial(self._call, inputs),
+                inputs.places,
+            )
+            groups.append(Group(binding, [by_position[at] for at in positions], positions))
+        return groups
 
     def convert(self, _: InputBinding, columns: Sequence[Value]) -> Sequence[Value]:
         """Return the columns unchanged: `_call` converts them."""
@@ -155,7 +156,7 @@ class HookedPipeline:
 
     # --- the module ----------------------------------------------------------------------------
 
-    def _call(self, inputs: InputBinding, module: Any, columns: Sequence[Any]) -> Any:
+    def _call(self, inputs: InputBinding, module: Module, columns: Sequence[Value]) -> Tree:
         """Return the module's result for a batch, after postprocess_batch() if there is one."""
         parameters: RowParameters = ()
         if self._carries:
@@ -170,7 +171,7 @@ class HookedPipeline:
             result = self.hooks.postprocess_batch.with_parameters(parameters)(result)
         return result
 
-    def _pass(self, module: Any, batch: Any) -> Any:
+    def _pass(self, module: Module, batch: Tree) -> Tree:
         """Call the module with a dict of named arguments, a tuple of arguments, or one argument."""
         if isinstance(batch, Mapping):
             named = {str(name): value for name, value in batch.items()}
@@ -190,7 +191,7 @@ class HookedPipeline:
 
     # --- after the module ----------------------------------------------------------------------
 
-    def split(self, result: Any, rows: int) -> list[Value]:
+    def split(self, result: Tree, rows: int) -> list[Value]:
         """Split a batch's result into a column of results of rows.
 
         Raises:
@@ -219,16 +220,14 @@ class HookedPipeline:
             BackendError: postprocess() fails, or its result contradicts the config.
         """
         results = request_parameters.values(outcome[ROWS])
-        parameters = (
-            request_parameters.values(item[request_parameters.KEY])
-            if self._carries
-            else [()] * len(results)
-        )
+        parameters: Sequence[Parameters] = [{}] * len(results)
+        if self._carries:
+            parameters = request_parameters.values(item[request_parameters.KEY])
         more = more or len(results) > 1
         rows = []
         for result, row_parameters in zip(results, parameters, strict=True):
-            read = self._postprocess(result, row_parameters)
-            row = self._extractor.take(self._converted(read), 1)
+            finished = self._postprocess(result, row_parameters)
+            row = self._extractor.take(self._converted(finished), 1)
             rows.append([gather_scatter.own(value) for value in row] if more else row)
         columns = list(zip(*rows, strict=True))
         outputs = {
@@ -240,11 +239,11 @@ class HookedPipeline:
             raise refusal
         return outputs
 
-    def _postprocess(self, result: Any, parameters: Any) -> Any:
+    def _postprocess(self, result: Tree, parameters: Parameters) -> Tree:
         assert self.hooks.postprocess is not None  # noqa: S101  checked by `finishes`
         return self.hooks.postprocess.with_parameters(parameters)(result)
 
-    def _converted(self, result: Any) -> Any:
+    def _converted(self, result: Tree) -> Tree:
         """Convert lists and arrays in the result of postprocess() to the types of the outputs."""
         if isinstance(result, Mapping):
             self._refuse_other_names(result)
@@ -254,7 +253,7 @@ class HookedPipeline:
             return self._part(spec, result)
         return result
 
-    def _refuse_other_names(self, result: Mapping[Any, Any]) -> None:
+    def _refuse_other_names(self, result: Mapping[str, Tree]) -> None:
         """Refuse a dict without the name of any output: its order must not be relied on."""
         named = not any(is_path(name) or ordinal(name) is not None for name in self._names)
         if named and self._specs and result.keys().isdisjoint(self._specs):
@@ -264,7 +263,7 @@ class HookedPipeline:
                 expected=f"the outputs {', '.join(self._names)}",
             )
 
-    def _part(self, spec: TensorSpec | None, part: Any) -> Any:
+    def _part(self, spec: TensorSpec | None, part: Tree) -> Tree:
         if spec is None or isinstance(part, Tensor | str | bytes):
             return part
         if isinstance(part, np.ndarray) and part.dtype.kind not in "OUS":
@@ -275,17 +274,18 @@ class HookedPipeline:
             return np.array(part, dtype=np.object_)
         return self._numbers(spec, part)
 
-    def _numbers(self, spec: TensorSpec, part: Sequence[Any]) -> Tensor:
+    def _numbers(self, spec: TensorSpec, part: Sequence[Tree]) -> Tensor:
         """Convert numbers to the output's type without loss."""
         dtype: torch.dtype = getattr(torch, spec.dtype.torch or "")
         try:
             tensor = torch.as_tensor(part)
             if not part:
                 return tensor.to(dtype)
-            integers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
-            fits = (integers or tensor.is_floating_point()) if dtype.is_floating_point else integers
+            is_float, is_bool = tensor.is_floating_point(), tensor.dtype is torch.bool
             if dtype is torch.bool:
-                fits = tensor.dtype is torch.bool
+                fits = is_bool
+            else:
+                fits = not is_bool and (dtype.is_floating_point or not is_float)
             if fits:
                 return torch.tensor(part, dtype=dtype)
             problem = f"numbers of {str(tensor.dtype).removeprefix('torch.')}"
@@ -297,10 +297,8 @@ class HookedPipeline:
             expected=str(spec),
         )
 
-    def _stacked(self, name: str, column: Sequence[Any]) -> Value:
-        stack: Callable[[list[Any]], Value] = torch.stack
-        if not isinstance(column[0], Tensor):
-            stack = np.stack
+    def _stacked(self, name: str, column: Sequence[Value]) -> Value:
+        stack: Callable[..., Value] = torch.stack if isinstance(column[0], Tensor) else np.stack
         try:
             return stack(list(column))
         except (RuntimeError, ValueError):
@@ -314,7 +312,7 @@ class HookedPipeline:
 
     # --- without a config ----------------------------------------------------------------------
 
-    def tried(self, module: Any, item: Item) -> tuple[Any, bool]:
+    def tried(self, module: Module, item: Item) -> tuple[Tree, bool]:
         """Return the unchecked result of a request, and whether it is the result of one row.
 
         Raises:
