@@ -12,8 +12,7 @@ from torch import Tensor
 
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.errors import ForwardError, OutOfMemoryError, OutputError
-from torch_py_backend.streaming import continuous_batching
-from torch_py_backend.streaming.streams import Streams
+from torch_py_backend.streaming.streams import Streams, first_outputs
 
 State = tuple[Tensor, int]
 
@@ -224,7 +223,9 @@ def test_step_returns_something_else(returned: Any, message: str) -> None:
 def test_first_outputs() -> None:
     """`first_outputs` returns those of the first step that has some, or raises."""
     model = Silent()
-    assert float(continuous_batching.first_outputs("digits", model.step, 5, 10)) == 4
+    outputs = first_outputs("digits", model.step, 5)
+    assert isinstance(outputs, Tensor)
+    assert float(outputs) == 4
     for state in (1, None):
         with pytest.raises(OutputError, match="without a response"):
-            continuous_batching.first_outputs("digits", model.step, state, 10)
+            first_outputs("digits", model.step, state)

@@ -340,7 +340,9 @@ def test_a_trial_returns_errors() -> None:
 )
 def test_first_outputs(result: Any, outputs: float) -> None:
     """`first_outputs` returns the first value of a stream, or the value itself."""
-    assert float(first_outputs("digits", None, result)) == outputs
+    found = first_outputs("digits", None, result)
+    assert isinstance(found, Tensor)
+    assert float(found) == outputs
 
 
 def test_first_outputs_of_an_empty_stream() -> None:

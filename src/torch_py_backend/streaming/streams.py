@@ -31,7 +31,6 @@ from torch_py_backend.errors import (
     UnavailableError,
     summarize,
 )
-from torch_py_backend.streaming import continuous_batching
 from torch_py_backend.streaming.continuous_batching import StepError, Stepper
 
 log = logging.getLogger(__name__)
@@ -140,35 +139,32 @@ class Streams:
                     expected="such contexts closed before each yield and await",
                 )
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Enter `advancing` and count the time as forward time."""
-        with self.advancing():
-            began = time.perf_counter()
-            yield
+    def advance(self, resume: Callable[[], T]) -> T:
+        """Resume one stream and return the result. Called within `calling`."""
+        began = time.perf_counter()
+        try:
+            result: T = self._engine.stream_calls.advance(resume)
+            return result
+        finally:
             self.counts.forward_seconds += time.perf_counter() - began
 
-    def advance(self, resume: Callable[[], Any]) -> Any:
-        """Resume one stream and return the result. Called within `calling`."""
-        return self._engine.stream_calls.advance(resume)
-
-    def outcome(self, result: Any, given: StreamInputs) -> Outcome:
+    def outcome(self, result: object, inputs: StreamInputs) -> Outcome:
         """Return the outcome for a result of the model. Called within `calling`."""
-        (outcome,) = self._engine.stream_calls.outcomes([(result, given)])
+        (outcome,) = self._engine.stream_calls.outcomes([(result, inputs)])
         return outcome
 
     def _begin(self, item: Item) -> _Source:
         if self._engine.recovery.fatal is not None:
             raise self._engine.recovery.fatal
         with self.calling():
-            result, given = self._engine.stream_calls.begin(item)
+            result, inputs = self._engine.stream_calls.begin(item)
         if self.steps is not None:
-            return _StepSource(self.steps, result, given)
+            return _StepSource(self.steps, result, inputs)
         if isinstance(result, AsyncIterator):
-            return _AsyncIteratorSource(self, result, given)
+            return _AsyncIteratorSource(self, result, inputs)
         if isinstance(result, Iterator):
-            return _IteratorSource(self, result, given)
-        return _SingleSource(self, result, given)
+            return _IteratorSource(self, result, inputs)
+        return _SingleSource(self, result, inputs)
 
     async def _pass_on(self, source: _Source, consumer: Consumer) -> None:
         last = False
@@ -208,12 +204,12 @@ class Streams:
 class _SingleSource:
     """A result that is not a stream: the only response."""
 
-    def __init__(self, streams: Streams, result: Any, given: StreamInputs) -> None:
-        self._streams, self._result, self._given = streams, result, given
+    def __init__(self, streams: Streams, result: object, inputs: StreamInputs) -> None:
+        self._streams, self._result, self._inputs = streams, result, inputs
 
     async def next(self) -> tuple[Outcome | None, bool]:
         with self._streams.calling():
-            return self._streams.outcome(self._result, self._given), True
+            return self._streams.outcome(self._result, self._inputs), True
 
     async def close(self) -> None:
         del self._result
@@ -222,18 +218,16 @@ class _SingleSource:
 class _IteratorSource:
     """The values of a generator or another iterator."""
 
-    def __init__(self, streams: Streams, results: Iterator[Any], given: StreamInputs) -> None:
-        self._streams, self._results, self._given = streams, results, given
+    def __init__(self, streams: Streams, results: Iterator[object], inputs: StreamInputs) -> None:
+        self._streams, self._results, self._inputs = streams, results, inputs
 
     async def next(self) -> tuple[Outcome | None, bool]:
         await asyncio.sleep(0)  # run the other streams
         with self._streams.advancing():
-            began = time.perf_counter()
             result = self._streams.advance(partial(next, self._results, _END))
-            self._streams.counts.forward_seconds += time.perf_counter() - began
             if result is _END:
                 return None, True
-            return self._streams.outcome(result, self._given), False
+            return self._streams.outcome(result, self._inputs), False
 
     async def close(self) -> None:
         if isinstance(self._results, Generator):
@@ -244,8 +238,10 @@ class _IteratorSource:
 class _AsyncIteratorSource:
     """The values of an asynchronous iterator. While it awaits, other streams run."""
 
-    def __init__(self, streams: Streams, results: AsyncIterator[Any], given: StreamInputs) -> None:
-        self._streams, self._results, self._given = streams, results, given
+    def __init__(
+        self, streams: Streams, results: AsyncIterator[object], inputs: StreamInputs
+    ) -> None:
+        self._streams, self._results, self._inputs = streams, results, inputs
 
     async def next(self) -> tuple[Outcome | None, bool]:
         await asyncio.sleep(0)  # run the other streams, even if this one never awaits
@@ -253,7 +249,7 @@ class _AsyncIteratorSource:
         if result is _END:
             return None, True
         with self._streams.calling():
-            return self._streams.outcome(result, self._given), False
+            return self._streams.outcome(result, self._inputs), False
 
     async def close(self) -> None:
         close = getattr(self._results, "aclose", None)
@@ -264,13 +260,13 @@ class _AsyncIteratorSource:
 class _StepSource:
     """The outcomes of a stream of a module with begin() and step()."""
 
-    def __init__(self, stepper: Stepper, state: Any, given: StreamInputs) -> None:
-        self._stepper, self._state, self._given = stepper, state, given
+    def __init__(self, stepper: Stepper, state: object, inputs: StreamInputs) -> None:
+        self._stepper, self._state, self._inputs = stepper, state, inputs
 
     async def next(self) -> tuple[Outcome | None, bool]:
         if self._state is None:
             return None, True
-        result = await self._stepper.next(self._state, self._given)
+        result = await self._stepper.next(self._state, self._inputs)
         self._state = result.state
         return result.outcome, result.state is None
 
@@ -292,11 +288,11 @@ class _Sliced(Awaitable[T]):
         self, awaitable: Awaitable[T], streams: Streams, *, advances: bool = False
     ) -> None:
         self._awaitable, self._streams = awaitable, streams
-        self._calling = streams.computing if advances else streams.calling
+        self._calling = streams.advancing if advances else streams.calling
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[object, None, T]:
         coroutine = self._awaitable.__await__()
-        resume: Callable[[], Any] = coroutine.__next__
+        resume: Callable[[], object] = coroutine.__next__
         while True:
             awaits = False
             try:
@@ -367,27 +363,42 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
     return lambda items: asyncio.run(run(items))
 
 
-def first_outputs(model: str, step: Callable[[list[Any]], Any] | None, result: Any) -> Any:
-    """Return the first outputs of a value of forward(), whether it is a stream or not.
+def first_outputs(model: str, step: Callable[[list[Any]], Any] | None, result: object) -> object:
+    """Return the first outputs of a value of forward(), or of begin(), whether a stream or not.
 
     Raises:
         OutputError: the stream has none.
     """
+    outputs: object = result
     if step is not None:
-        return continuous_batching.first_outputs(model, step, result, _MAX_TRIAL_STEPS)
-    outputs: Any = result
-    if isinstance(result, AsyncIterator):
+        outputs = _first_stepped(step, result)
+    elif isinstance(result, AsyncIterator):
         outputs = asyncio.run(_first_awaited(result))
     elif isinstance(result, Iterator):
         outputs = next(result, _END)
         if isinstance(result, Generator):
             result.close()
     if outputs is _END:
-        raise continuous_batching.no_outputs(model, _MAX_TRIAL_STEPS)
+        raise OutputError(
+            model,
+            f"the stream of the example inputs ended, or took {_MAX_TRIAL_STEPS} steps, without a"
+            " response",
+            expected="a response, from which the outputs are inferred",
+        )
     return outputs
 
 
-async def _first_awaited(results: AsyncIterator[Any]) -> Any:
+def _first_stepped(step: Callable[[list[Any]], Any], state: object) -> object:
+    for _ in range(_MAX_TRIAL_STEPS):
+        if state is None:
+            break
+        ((state, outputs),) = step([state])
+        if outputs is not None:
+            return outputs
+    return _END
+
+
+async def _first_awaited(results: AsyncIterator[object]) -> object:
     outputs = await anext(results, _END)
     close = getattr(results, "aclose", None)
     if close is not None:
