@@ -236,11 +236,11 @@ from torch import nn
 class Detector(nn.Module):
     def __init__(self):
         super().__init__()
-        self.box = nn.Parameter(torch.zeros(1, 4))
+        self.boxes = nn.Parameter(torch.zeros(2, 4))
 
     def forward(self, images):
-        found = {"labels": torch.tensor([1]), "scores": torch.tensor([0.75])}
-        return [{"boxes": self.box, **found} for _ in images]
+        labels, scores = torch.tensor([1, 2]), torch.tensor([0.75, 0.25])
+        return [{"boxes": self.boxes, "labels": labels, "scores": scores} for _ in images]
 """
 
 _BAG_PY = """
@@ -250,7 +250,7 @@ from torch import nn
 class Bag(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding = nn.EmbeddingBag(3, 2)
+        self.embedding = nn.EmbeddingBag(6, 2)
 
     def forward(self, text, offsets):
         return self.embedding(text, offsets)
@@ -304,24 +304,46 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     ),
     "image_segmenter": BuiltIn(
         _SEGMENTS_PY,
-        {"convolution.weight": torch.zeros(2, 3, 1, 1), "convolution.bias": torch.zeros(2)},
+        {
+            "convolution.weight": torch.zeros(2, 3, 1, 1),
+            "convolution.bias": torch.tensor([0.0, 99.0]),
+        },
         body=lambda: image(),  # noqa: PLW0108
-        answers=lambda answer: answer == [[[0.0, 0.5]] * 224] * 224,
+        answers=lambda answer: answer == [[[1.0, 1.0]] * 224] * 224,
     ),
     "object_detector": BuiltIn(
         _DETECTOR_PY,
-        {"box": torch.tensor([[1.0, 2.0, 3.0, 4.0]])},
+        {"boxes": torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])},
         body=lambda: image(),  # noqa: PLW0108
-        answers=lambda answer: answer == [{"1": [1.0, 2.0, 3.0, 4.0], "score": 0.75}],
+        answers=lambda answer: answer == [{"cat": [1.0, 2.0, 3.0, 4.0], "score": 0.75}],
+        files={"index_to_name.json": '{"object_type_names": ["sky", "cat", "dog"]}'},
     ),
     "text_classifier": BuiltIn(
         _BAG_PY,
-        {"embedding.weight": torch.zeros(3, 2)},
-        body=lambda: b"Not bad!",
-        answers=lambda answer: answer == {"0": 0.5, "1": 0.5},
-        files={"source_vocab.pt": saved({"<unk>": 0, "good": 1, "bad": 2})},
+        {"embedding.weight": torch.arange(12.0).reshape(6, 2) * torch.tensor([1.0, 1.1])},
+        # is not bad cafe, and the bigrams: is not, not bad, bad cafe
+        body="<b>Isn't</b> bad, Café!".encode,
+        answers=lambda answer: _is_close(answer, _text_answer([4, 1, 2, 5, 0, 3, 0])),
+        files={
+            "source_vocab.pt": saved(
+                {"<unk>": 0, "not": 1, "bad": 2, "not bad": 3, "is": 4, "cafe": 5}
+            ),
+            "index_to_name.json": '{"0": "negative", "1": "positive"}',
+        },
     ),
 }
+
+
+def _text_answer(numbers: list[int]) -> dict[str, float]:
+    weights = BUILT_IN["text_classifier"].state["embedding.weight"]
+    negative, positive = torch.softmax(weights[numbers].mean(dim=0), dim=0).tolist()
+    return {"negative": negative, "positive": positive}
+
+
+def _is_close(answer: dict[str, float], expected: dict[str, float]) -> bool:
+    return answer.keys() == expected.keys() and all(
+        abs(answer[name] - value) < 1e-5 for name, value in expected.items()
+    )
 
 
 def classifier(**more: str | bytes) -> Files:
