@@ -58,9 +58,6 @@ def methods(*definitions: str) -> str:
         pytest.param(_NET + _HOOKS, {}, id="by its name"),
         pytest.param(_NET + _HOOKS.replace("Hooks", "Around"), {"hooks": "Around"}, id="named"),
         pytest.param(
-            _NET + f"class Base:\n{_POST}\n\nclass Hooks(Base):\n    pass\n", {}, id="inherits"
-        ),
-        pytest.param(
             _NET + "class Hooks:\n    postprocess = staticmethod(lambda result: result)\n",
             {"hooks": "Hooks"},
             id="a function",
@@ -82,7 +79,6 @@ def test_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
         pytest.param(_NET + "class Hooks:\n    def add(self): ...\n", {}, id="other methods"),
         pytest.param(_NET + f"class Hooks(nn.Module):\n{_POST}", {}, id="a module"),
         pytest.param(f"Base = nn.Module\nclass Hooks(Base):\n{_POST}", {}, id="hidden module"),
-        pytest.param(_NET + f"class Outer:\n    class Hooks:\n    {_POST}", {}, id="within"),
         pytest.param(_NET + "def Hooks(): ...\n", {}, id="a function"),
     ],
 )
@@ -145,11 +141,8 @@ def test_refused_class(code: str, options: dict[str, Any], says: str, tmp_path: 
     [
         "def preprocess(self, x, parameters)",
         "def preprocess_batch(self, parameters, x)",
-        "def collate(self, rows)",
         "def collate(self, items, parameters=None)",
-        "def inference(self, module, batch)",
         "def inference(self, net, batch, *, parameters)",
-        "def forward(self, module, batch, parameters)",
         "def postprocess(self, result, extra=1)",
         "def postprocess(self, *everything)",
         "def postprocess_batch(self, out, parameters)",
@@ -168,13 +161,11 @@ def test_signatures(definition: str, tmp_path: Path) -> None:
     ("definition", "says"),
     [
         ("def collate(self)", "expected collate(self, items)"),
-        ("def collate(self, items, device)", "missing a required argument: 'device'"),
-        ("def inference(self, batch)", "expected inference(self, module, batch)"),
         ("def forward(self, x)", "expected forward(self, module, batch)"),
         ("def postprocess(self, result, labels)", "missing a required argument: 'labels'"),
         ("def postprocess(self, parameters, result)", "multiple values for argument 'parameters'"),
-        ("def postprocess_batch(self)", "too many positional arguments"),
         ("async def postprocess(self, result)", "is asynchronous or a generator"),
+        ("def postprocess(self, result):\n        yield result #", "is asynchronous or a gener"),
     ],
 )
 def test_refused_signatures(definition: str, says: str, tmp_path: Path) -> None:
@@ -185,28 +176,10 @@ def test_refused_signatures(definition: str, says: str, tmp_path: Path) -> None:
     assert definition.partition("def ")[2].partition("(")[0] in str(refusal.value)
 
 
-def test_generators_are_refused(tmp_path: Path) -> None:
-    """Generators and coroutines are refused."""
-    code = _NET + "class Hooks:\n    def postprocess(self, result):\n        yield result\n"
-    with pytest.raises(SourceError, match="is asynchronous or a generator"):
-        load(tmp_path, code)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("preprocess", "preprocess_batch"),
-        ("preprocess_batch", "collate"),
-        ("inference", "forward"),
-        ("postprocess", "postprocess_batch"),
-    ],
-)
-def test_exclusive_methods(names: tuple[str, str], tmp_path: Path) -> None:
+def test_exclusive_methods(tmp_path: Path) -> None:
     """Two methods that exclude each other are refused."""
-    two = [f"def {name}(self, x{', y' if 'f' in name else ''})" for name in names]
-    with pytest.raises(SourceError) as refusal:
-        load(tmp_path, methods(*two))
-    assert f"Hooks has {names[0]}() and {names[1]}()" in str(refusal.value)
+    with pytest.raises(SourceError, match=r"Hooks has preprocess_batch\(\) and collate\(\)"):
+        load(tmp_path, methods("def preprocess_batch(self, x)", "def collate(self, rows)"))
 
 
 @pytest.mark.parametrize(
@@ -247,27 +220,24 @@ def test_threads_without_work(code: str, tmp_path: Path) -> None:
     ("error", "refused"),
     [
         (ValueError("no"), True),
-        (TypeError("no"), True),
-        (UnicodeDecodeError("utf-8", b"", 0, 1, "no"), True),
         (OSError("cannot identify image file"), True),
         (FileNotFoundError(2, "no labels"), False),
-        (KeyError("no"), False),
         (RuntimeError("no"), False),
         (SystemExit(3), False),
     ],
 )
-@pytest.mark.parametrize("blames", [True, False])
-def test_client_errors(error: BaseException, refused: bool, blames: bool) -> None:
+def test_client_errors(error: BaseException, refused: bool) -> None:
     """A ValueError in preprocess() is the client's fault; other errors are the model's."""
 
     def fails() -> None:
         raise error
 
-    stage = Hook("digits", "preprocess", fails, "", asks=False, blames=blames)
-    with pytest.raises(InputError if refused and blames else HookError) as told:
-        stage()
-    assert type(error).__name__ in str(told.value)
-    assert isinstance(told.value, HookError) == (told.value.__cause__ is error)
+    for blames in (True, False):
+        hook = Hook("digits", "preprocess", fails, "", asks=False, blames=blames)
+        with pytest.raises(InputError if refused and blames else HookError) as raised:
+            hook()
+        assert type(error).__name__ in str(raised.value)
+        assert isinstance(raised.value, HookError) == (raised.value.__cause__ is error)
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -281,7 +251,6 @@ def script(folder: Path, name: str = "model.pt") -> None:
 @pytest.mark.parametrize(
     ("code", "named", "kind"),
     [
-        pytest.param(_HOOKS, None, ArtifactType.TORCHSCRIPT, id="lent"),
         pytest.param(_HOOKS, "model.pt", ArtifactType.TORCHSCRIPT, id="as Triton names it"),
         pytest.param(_NET, None, ArtifactType.MODULE, id="no hooks"),
         pytest.param(_NET + _HOOKS, "model.py", ArtifactType.MODULE, id="named"),
@@ -299,12 +268,11 @@ def test_lent(code: str, named: str | None, kind: ArtifactType, tmp_path: Path) 
     assert (found.hooks is not None) == ("Hooks" in code)
 
 
-@pytest.mark.parametrize("key", ["model_class", "model_factory"])
-def test_named_class_is_the_model(key: str, tmp_path: Path) -> None:
+def test_named_class_is_the_model(tmp_path: Path) -> None:
     """If the config names a class of model.py, that class is the model."""
     script(tmp_path)
     build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
-    assert discovery.find(build.config(tmp_path, **{key: "Net"})).kind is ArtifactType.MODULE
+    assert discovery.find(build.config(tmp_path, model_class="Net")).kind is ArtifactType.MODULE
 
 
 def test_two_models(tmp_path: Path) -> None:
@@ -346,17 +314,10 @@ def test_named_hooks_without_a_source(tmp_path: Path) -> None:
         discovery.find(build.config(tmp_path, hooks="Around"))
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param("class Hooks:\n    def preprocess(self, x)\n", id="syntax"),
-        pytest.param("class Hooks:\n    def preprocess(self, x): ...\n\nraise OSError\n", id="run"),
-    ],
-)
-def test_broken_source(code: str, tmp_path: Path) -> None:
+def test_broken_source(tmp_path: Path) -> None:
     """Hooks that cannot be imported fail the load."""
     script(tmp_path)
-    build.write(tmp_path, "model.py", code)
+    build.write(tmp_path, "model.py", "class Hooks:\n    def preprocess(self, x)\n")
     settings = build.config(tmp_path, default_model_filename="model.pt")
     with pytest.raises(LoadError, match=r"model\.py fails at line"):
         user_hooks.load(settings, discovery.find(settings))
