@@ -6,6 +6,7 @@ tritonserver over gRPC.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
+from torch_py_backend.streaming.streams import Streams
 
 # --- engines of functions -----------------------------------------------------------------------
 
@@ -67,6 +69,19 @@ class Kept:
 
     def cancelled(self) -> bool:
         return self.leaves_after is not None and len(self.values) >= self.leaves_after
+
+
+def run(model: Engine, *pairs: tuple[dict[str, Value], Kept]) -> Streams:
+    """Run streams that begin together to their ends."""
+    streams = Streams(model)
+
+    async def together() -> None:
+        await asyncio.gather(*(streams.run(*pair) for pair in pairs))
+
+    asyncio.run(together())
+    assert streams.live == 0
+    assert all(kept.ends == 1 for _, kept in pairs)
+    return streams
 
 
 # --- the table ----------------------------------------------------------------------------------

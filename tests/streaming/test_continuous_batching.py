@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from streamed import Kept, engine, item
+from streamed import Kept, engine, item, run
 from torch import Tensor
 
 from torch_py_backend.batching.gather_scatter import Value
@@ -37,15 +37,7 @@ class Counter:
 
 
 def _run(model: Any, *pairs: tuple[Any, Kept], **overrides: Any) -> Streams:
-    streams = Streams(engine(model.begin, model.step, **overrides))
-
-    async def together() -> None:
-        await asyncio.gather(*(streams.run(*pair) for pair in pairs))
-
-    asyncio.run(together())
-    assert streams.live == 0
-    assert all(kept.ends == 1 for _, kept in pairs)
-    return streams
+    return run(engine(model.begin, model.step, **overrides), *pairs)
 
 
 def _kept(count: int) -> list[tuple[Any, Kept]]:
@@ -196,13 +188,12 @@ def test_outputs_that_contradict_the_config() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, "step() returned a NoneType"),
         ([], "step() returned 0 entries for 1 streams"),
         ([torch.ones(1)], "step() returned a Tensor for a stream"),
         ([(None, None, None)], "step() returned a tuple for a stream"),
         (torch.ones(1, 2), "step() returned a Tensor"),
     ],
-    ids=["none", "empty", "no-pair", "triple", "tensor"],
+    ids=["empty", "no-pair", "triple", "tensor"],
 )
 def test_step_returns_something_else(returned: Any, message: str) -> None:
     """If step() does not return a pair for each stream, the error says what it returned."""
