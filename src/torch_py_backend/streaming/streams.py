@@ -201,6 +201,7 @@ class Streams:
                 return
             with self.calling():
                 outcome = self.outcome(result, inputs)
+            del result  # before the next one is computed
             yield outcome, False
 
     async def _iterated(self, results: Iterator[object], inputs: StreamInputs) -> Outcomes:
@@ -211,6 +212,7 @@ class Streams:
                 if result is _END:
                     return
                 outcome = self.outcome(result, inputs)
+            del result
             yield outcome, False
 
     async def _single(self, result: object, inputs: StreamInputs) -> Outcomes:
