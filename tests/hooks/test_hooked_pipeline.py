@@ -48,8 +48,9 @@ class Recorder:
 
 def hook(name: str, function: Callable[..., Any]) -> Hook:
     arguments = introspection.from_function(function).arguments
-    asks = any(argument.name == request_parameters.ARGUMENT for argument in arguments)
-    return Hook(build.MODEL, name, function, name, asks=asks, blames=name.startswith("preprocess"))
+    takes_parameters = any(each.name == request_parameters.ARGUMENT for each in arguments)
+    client_errors = name.startswith("preprocess")
+    return Hook(build.MODEL, name, function, name, takes_parameters, client_errors)
 
 
 def engine(

@@ -68,7 +68,7 @@ def test_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
     """The class is Hooks, or the class that the parameter HOOKS names."""
     found = load(tmp_path, code, **options)
     assert found is not None
-    assert [stage.name for stage in found.stages] == ["postprocess"]
+    assert [hook.name for hook in found.defined] == ["postprocess"]
 
 
 @pytest.mark.parametrize(
@@ -152,9 +152,9 @@ def test_signatures(definition: str, tmp_path: Path) -> None:
     """Arguments may have any name but `parameters`; arguments with defaults are ignored."""
     found = load(tmp_path, methods(definition))
     assert found is not None
-    (stage,) = found.stages
-    assert stage.asks == ("parameters" in definition)
-    assert found.asks == stage.asks
+    (hook,) = found.defined
+    assert hook.takes_parameters == ("parameters" in definition)
+    assert found.takes_parameters == hook.takes_parameters
 
 
 @pytest.mark.parametrize(
@@ -232,9 +232,11 @@ def test_client_errors(error: BaseException, refused: bool) -> None:
     def fails() -> None:
         raise error
 
-    for blames in (True, False):
-        hook = Hook("digits", "preprocess", fails, "", asks=False, blames=blames)
-        with pytest.raises(InputError if refused and blames else HookError) as raised:
+    for client_errors in (True, False):
+        hook = Hook(
+            "digits", "preprocess", fails, "", takes_parameters=False, client_errors=client_errors
+        )
+        with pytest.raises(InputError if refused and client_errors else HookError) as raised:
             hook()
         assert type(error).__name__ in str(raised.value)
         assert isinstance(raised.value, HookError) == (raised.value.__cause__ is error)
@@ -325,8 +327,8 @@ def test_broken_source(tmp_path: Path) -> None:
 
 def test_as_text() -> None:
     """The text lists the methods in the order in which they run, as they are declared."""
-    stages = {
-        name: Hook("m", name, str, f"{name}(x)", asks=False, blames=False)
+    hooks = {
+        name: Hook("m", name, str, f"{name}(x)", takes_parameters=False, client_errors=False)
         for name in ("postprocess", "preprocess")
     }
-    assert str(Hooks(**stages)) == "preprocess(x), postprocess(x)"
+    assert str(Hooks(**hooks)) == "preprocess(x), postprocess(x)"

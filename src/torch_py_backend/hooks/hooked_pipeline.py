@@ -60,31 +60,33 @@ class HookedPipeline:
         config: the model's config.
         signature: the module's signature.
         hooks: the model's hooks.
-        surroundings: the device of the module and the context of its calls.
+        runtime: the device of the module and the context of its calls.
 
     Raises:
         BindingError: the config's inputs do not match the signature of the hooks or the module.
     """
 
     def __init__(
-        self, config: ModelConfig, signature: Signature, hooks: Hooks, surroundings: Runtime
+        self, config: ModelConfig, signature: Signature, hooks: Hooks, runtime: Runtime
     ) -> None:
         self.hooks = hooks
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
-        self._device = surroundings.device
-        self._intake: BatchPreprocessor | RowPreprocessor
+        self._device = runtime.device
+        self._preprocessor: BatchPreprocessor | RowPreprocessor
         if hooks.preprocess is None and hooks.collate is None:
             # inference() gets the inputs by name and calls the module itself.
             target = signature if hooks.inference is None else by_name(config, of_row=False)
-            self._intake = BatchPreprocessor(config, hooks.preprocess_batch, target)
+            self._preprocessor = BatchPreprocessor(config, hooks.preprocess_batch, target)
         else:
-            self._intake = RowPreprocessor(config, hooks, surroundings.guard)
-        self.places = self._intake.places
-        self.patterns = self._intake.patterns
+            self._preprocessor = RowPreprocessor(config, hooks, runtime.guard)
+        self.places = self._preprocessor.places
+        self.patterns = self._preprocessor.patterns
         # Request parameters stay with the rows for hooks after preprocess() that take them.
-        self._carries = any(hook.asks for hook in hooks.stages if hook.name != "preprocess")
+        self._carries = any(
+            hook.takes_parameters for hook in hooks.defined if hook.name != "preprocess"
+        )
         self._bound: dict[tuple[str, ...], InputBinding] = {}
         row_config = dataclasses.replace(config, max_batch_size=0)
         self._specs = {spec.name: spec for spec in config.outputs}
@@ -100,7 +102,7 @@ class HookedPipeline:
             ("group", self, "group"),
             ("forward", self, "_pass"),
             ("finish", self, "finish"),
-            *((hook.name, hook, "function") for hook in self.hooks.stages),
+            *((hook.name, hook, "function") for hook in self.hooks.defined),
         ]
 
     # --- before the module ---------------------------------------------------------------------
@@ -118,7 +120,9 @@ class HookedPipeline:
         """
         item = dict(item)
         parameters = request_parameters.pop(item)
-        return partial(self._prepared, self._intake.begin(item, parameters, more=more), parameters)
+        return partial(
+            self._prepared, self._preprocessor.begin(item, parameters, more=more), parameters
+        )
 
     def _prepared(
         self, prepare: Callable[[], Item | InputError], parameters: Parameters
@@ -140,7 +144,7 @@ class HookedPipeline:
         extra = (request_parameters.KEY,) if self._carries else ()
         extra_takes = (ArgumentType.TENSOR,) * len(extra)
         groups = []
-        for inputs, _, positions in self._intake.group(without_parameters):
+        for inputs, _, positions in self._preprocessor.group(without_parameters):
             binding = InputBinding(
                 (*inputs.names, *extra),
                 (*inputs.takes, *extra_takes),
@@ -162,7 +166,7 @@ class HookedPipeline:
         if self._carries:
             *columns, last = columns
             parameters = request_parameters.values(last)
-        batch = trees.to_device(self._intake.batch(inputs, columns, parameters), self._device)
+        batch = trees.to_device(self._preprocessor.batch(inputs, columns, parameters), self._device)
         if self.hooks.inference is not None:
             result = self.hooks.inference.with_parameters(parameters)(module, batch)
         else:

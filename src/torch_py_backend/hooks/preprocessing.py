@@ -46,18 +46,18 @@ class BatchPreprocessor:
 
     Args:
         config: the model's config.
-        stage: preprocess_batch; None: there is none.
+        hook: preprocess_batch; None: there is none.
         signature: the module's signature.
     """
 
-    def __init__(self, config: ModelConfig, stage: Hook | None, signature: Signature) -> None:
-        self._stage = stage
-        if stage is not None:
-            signature = stage.signature()
+    def __init__(self, config: ModelConfig, hook: Hook | None, signature: Signature) -> None:
+        self._hook = hook
+        if hook is not None:
+            signature = hook.signature()
             _refuse_vague(config, signature)
-        self._intake = Grouping(config, signature)
-        self.places = self._intake.places
-        self.patterns = self._intake.patterns
+        self._grouping = Grouping(config, signature)
+        self.places = self._grouping.places
+        self.patterns = self._grouping.patterns
 
     def begin(
         self,
@@ -66,19 +66,19 @@ class BatchPreprocessor:
         *,
         more: bool = False,  # noqa: ARG002  the interface of `RowPreprocessor.begin`
     ) -> Callable[[], Item | InputError]:
-        return partial(self._intake.admit, item)
+        return partial(self._grouping.admit, item)
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
-        return self._intake.group(items)
+        return self._grouping.group(items)
 
     def batch(
         self, inputs: InputBinding, columns: Sequence[Value], parameters: RowParameters
     ) -> Tree:
         """Return the argument for the module's call."""
-        passed = self._intake.convert(inputs, columns)
-        if self._stage is None:
+        passed = self._grouping.convert(inputs, columns)
+        if self._hook is None:
             return dict(zip(inputs.names, passed, strict=True))
-        return inputs.call(self._stage.with_parameters(parameters), passed)
+        return inputs.call(self._hook.with_parameters(parameters), passed)
 
 
 class _PreparedRow:
@@ -134,9 +134,9 @@ class RowPreprocessor:
         self._threads = ThreadPoolExecutor(count) if count is not None else None
         self._guard = guard
         # A row is admitted like a request of a model without a batch dimension.
-        self._intake = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
-        self.places = self._intake.places
-        self.patterns = self._intake.patterns
+        self._grouping = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
+        self.places = self._grouping.places
+        self.patterns = self._grouping.patterns
 
     def begin(
         self, item: Item, parameters: Parameters, *, more: bool = False
@@ -177,13 +177,13 @@ class RowPreprocessor:
 
     def _prepare(self, row: Item, parameters: Parameters, *, copies: bool) -> Tree:
         """Return the result of preprocess() for one row, or its refusal."""
-        admitted = self._intake.admit(row)
+        admitted = self._grouping.admit(row)
         if isinstance(admitted, InputError):
             return admitted
-        ((inputs, _, _),) = self._intake.group([(0, admitted)])
+        ((inputs, _, _),) = self._grouping.group([(0, admitted)])
         columns = [to_column(admitted[name]) for name in inputs.names]
         call = dict if self._preprocess is None else self._preprocess.with_parameters(parameters)
-        prepared = inputs.call(call, self._intake.convert(inputs, columns))
+        prepared = inputs.call(call, self._grouping.convert(inputs, columns))
         return trees.owned(prepared) if copies else prepared
 
     def _stack(self, rows: Sequence[Tree]) -> Item:

@@ -61,16 +61,16 @@ class Hook:
         name: the method's name.
         function: the method, instrumented where requested.
         text: its declaration, for messages.
-        asks: whether it takes the request's parameters.
-        blames: whether a ValueError or TypeError that it raises is the client's fault.
+        takes_parameters: whether it takes the request's parameters.
+        client_errors: whether a ValueError or TypeError that it raises is the client's fault.
     """
 
     model: str
     name: str
     function: Callable[..., Tree]
     text: str
-    asks: bool
-    blames: bool
+    takes_parameters: bool
+    client_errors: bool
 
     def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the method.
@@ -86,14 +86,18 @@ class Hook:
         except BaseException as error:
             # Decoders raise these for unreadable bytes; Pillow raises OSErrors without an errno.
             unreadable = isinstance(error, OSError) and error.errno is None
-            if self.blames and (isinstance(error, ValueError | TypeError) or unreadable):
+            if self.client_errors and (isinstance(error, ValueError | TypeError) or unreadable):
                 reason = summarize(error)
                 raise InputError(self.model, f"{self.name}() refuses the input: {reason}") from None
             raise HookError(self.model, self.name, error) from error
 
     def with_parameters(self, parameters: Parameters | Sequence[Parameters]) -> Callable[..., Tree]:
         """Bind the parameters of a request, or of each row, if the method takes them."""
-        return partial(self, **{request_parameters.ARGUMENT: parameters}) if self.asks else self
+        return (
+            partial(self, **{request_parameters.ARGUMENT: parameters})
+            if self.takes_parameters
+            else self
+        )
 
     def signature(self) -> Signature:
         """Return the method's signature without the request's parameters."""
@@ -121,20 +125,20 @@ class Hooks:
     postprocess_batch: Hook | None = None
 
     @property
-    def stages(self) -> list[Hook]:
+    def defined(self) -> list[Hook]:
         """The defined hooks, in the order in which they run."""
-        stages = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return [stage for stage in stages if stage is not None]
+        hooks = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return [hook for hook in hooks if hook is not None]
 
     @property
-    def asks(self) -> bool:
+    def takes_parameters(self) -> bool:
         """Whether any hook takes the request's parameters."""
-        return any(stage.asks for stage in self.stages)
+        return any(hook.takes_parameters for hook in self.defined)
 
     @property
     def per_batch(self) -> bool:
         """Whether any hook takes or returns a batch."""
-        return any(stage.name in _PER_BATCH for stage in self.stages)
+        return any(hook.name in _PER_BATCH for hook in self.defined)
 
     @property
     def makes_batches(self) -> bool:
@@ -142,7 +146,7 @@ class Hooks:
         return any((self.preprocess, self.preprocess_batch, self.collate))
 
     def __str__(self) -> str:
-        return ", ".join(stage.text for stage in self.stages)
+        return ", ".join(hook.text for hook in self.defined)
 
 
 # --- load ------------------------------------------------------------------------------------
@@ -157,23 +161,23 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
     """
     file = artifact.hooks
     instance: object = None if file is None else python_source.construct_hooks(config, file)
-    stages: dict[str, Hook] = {}
+    hooks: dict[str, Hook] = {}
     if file is not None and instance is not None:
         _refuse_two_models(config, artifact, file)
         for name in HOOK_METHODS:
-            stage = _stage(config, file.name, instance, name)
-            if stage is not None:
-                stages[name] = stage
-        _refuse_contradictions(config, type(instance).__name__, stages)
-    if config.options.preprocess_threads is not None and "preprocess" not in stages:
+            hook = _hook(config, file.name, instance, name)
+            if hook is not None:
+                hooks[name] = hook
+        _refuse_contradictions(config, type(instance).__name__, hooks)
+    if config.options.preprocess_threads is not None and "preprocess" not in hooks:
         raise ConfigError(
             config.name,
             "PREPROCESS_THREADS is set, and there is no preprocess()",
             cure="Take it out, or write a class Hooks with that method.",
         )
-    if "forward" in stages:
-        stages["inference"] = stages.pop("forward")
-    return Hooks(**stages) if stages else None
+    if "forward" in hooks:
+        hooks["inference"] = hooks.pop("forward")
+    return Hooks(**hooks) if hooks else None
 
 
 def _refuse_two_models(config: ModelConfig, artifact: Artifact, file: Path) -> None:
@@ -192,7 +196,7 @@ def _refuse_two_models(config: ModelConfig, artifact: Artifact, file: Path) -> N
         )
 
 
-def _stage(config: ModelConfig, file: str, instance: object, name: str) -> Hook | None:
+def _hook(config: ModelConfig, file: str, instance: object, name: str) -> Hook | None:
     """Return the hook of this name after checking its arguments; None: it is not defined."""
     method = getattr(instance, name, None)
     if method is None:
@@ -218,11 +222,13 @@ def _stage(config: ModelConfig, file: str, instance: object, name: str) -> Hook 
         raise SourceError(
             config.name, f"the arguments of {place}() in {file} cannot be read: {error}"
         ) from error
-    asks = request_parameters.ARGUMENT in signature.parameters
+    takes_parameters = request_parameters.ARGUMENT in signature.parameters
     takes = _TAKES.get(name)
     try:
         if takes is not None:
-            signature.bind(*takes, **({request_parameters.ARGUMENT: None} if asks else {}))
+            signature.bind(
+                *takes, **({request_parameters.ARGUMENT: None} if takes_parameters else {})
+            )
     except TypeError as error:
         raise SourceError(
             config.name,
@@ -230,25 +236,25 @@ def _stage(config: ModelConfig, file: str, instance: object, name: str) -> Hook 
             expected=f"{name}(self, {', '.join(takes or ())}), and after that"
             f" {request_parameters.ARGUMENT} where it wants them",
         ) from None
-    blames = name.startswith("preprocess")
-    return Hook(config.name, name, method, f"{name}{signature}", asks, blames)
+    client_errors = name.startswith("preprocess")
+    return Hook(config.name, name, method, f"{name}{signature}", takes_parameters, client_errors)
 
 
-def _refuse_contradictions(config: ModelConfig, name: str, stages: Mapping[str, Hook]) -> None:
-    if not stages:
+def _refuse_contradictions(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) -> None:
+    if not hooks:
         raise SourceError(
             config.name,
             f"the class {name}, which is to run around forward(), has no hooks",
             expected="some of the methods " + ", ".join(HOOK_METHODS),
         )
     for first, second in _RIVALS:
-        if first in stages and second in stages:
+        if first in hooks and second in hooks:
             raise SourceError(
                 config.name,
                 f"{name} has {first}() and {second}()",
                 expected="one of them: they do the same",
             )
-    batches = [stage for stage in _PER_BATCH if stage in stages]
+    batches = [hook for hook in _PER_BATCH if hook in hooks]
     named = any(spec.name == request_parameters.ARGUMENT for spec in config.inputs)
     in_forward = "Do in forward() what the hooks do, or take them out."
     contradictions = (
@@ -283,7 +289,7 @@ def _refuse_contradictions(config: ModelConfig, name: str, stages: Mapping[str, 
             in_forward,
         ),
         (
-            named and any(stage.asks for stage in stages.values()),
+            named and any(hook.takes_parameters for hook in hooks.values()),
             f"an input is named {request_parameters.ARGUMENT}, as the request's own are for hooks",
             "Rename the input.",
         ),
