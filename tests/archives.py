@@ -21,7 +21,7 @@ MANIFEST = "MAR-INF/MANIFEST.json"
 
 
 def manifest(handler: str = "handler.py", **more: Any) -> str:
-    """The text of a manifest; `more` goes into its object `model`."""
+    """Return the text of a manifest; `more` goes into its object `model`."""
     model = {"modelName": "net", "handler": handler, "modelVersion": "1.0"} | more
     return json.dumps(
         {
@@ -35,7 +35,7 @@ def manifest(handler: str = "handler.py", **more: Any) -> str:
 
 
 def write(path: Path, files: Files, **how: Any) -> Path:
-    """A .mar file."""
+    """Write a .mar file."""
     with zipfile.ZipFile(path, "w", **how) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
@@ -43,7 +43,7 @@ def write(path: Path, files: Files, **how: Any) -> Path:
 
 
 def write_tar(path: Path, files: Files, top: str = "net") -> Path:
-    """What `--archive-format tgz` makes: everything in one folder."""
+    """Write an archive as `--archive-format tgz` does: everything in one folder."""
     with tarfile.open(path, "w:gz") as archive:
         for name, content in files.items():
             encoded = content.encode() if isinstance(content, str) else content
@@ -54,7 +54,7 @@ def write_tar(path: Path, files: Files, top: str = "net") -> Path:
 
 
 def write_folder(path: Path, files: Files) -> Path:
-    """What `--archive-format no-archive` makes; also what an archive is unpacked into."""
+    """Write a folder as `--archive-format no-archive` does, or as an archive is unpacked."""
     for name, content in files.items():
         target = path / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,14 +63,14 @@ def write_folder(path: Path, files: Files) -> Path:
 
 
 def saved(value: Any) -> bytes:
-    """What torch.save makes of it."""
+    """Return the bytes that torch.save writes."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def scripted(module: nn.Module) -> bytes:
-    """What torch.jit.save makes of it."""
+    """Return the bytes that torch.jit.save writes for the scripted module."""
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(module.eval()), file)
     return file.getvalue()
@@ -98,8 +98,8 @@ class Colours(nn.Module):
         self.linear = nn.Linear(3, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.linear(x.mean(dim=(2, 3)))
-        return made
+        classes: torch.Tensor = self.linear(x.mean(dim=(2, 3)))
+        return classes
 
 
 SCALE = """
@@ -116,7 +116,7 @@ class Scale(nn.Module):
         return x * self.weight
 """
 
-# JSON numbers in, JSON out; a request may be refused, or harm the batch.
+# JSON numbers in, JSON out; a request may be refused, or make the batch fail.
 NUMBERS = """
 import json
 
@@ -145,7 +145,7 @@ class Numbers(BaseHandler):
         return [{"scaled": value + OFFSET} for value in data.tolist()]
 """
 
-# Says what it is told.
+# Answers with its context and the request.
 TELLS = """
 import os
 
@@ -160,7 +160,7 @@ class Tells:
         self.initialized = True
 
     def handle(self, data, context):
-        told = {
+        report = {
             "properties": self.properties,
             "here": os.path.samefile(self.folder, os.getcwd()),
             "name": context.model_name,
@@ -170,7 +170,7 @@ class Tells:
         }
         context.metrics.add_counter("calls", 1)
         return [
-            told | {"id": context.get_request_id(row), "keys": sorted(fields), "types":
+            report | {"id": context.get_request_id(row), "keys": sorted(fields), "types":
              {key: type(value).__name__ for key, value in fields.items()}}
             for row, fields in enumerate(data)
         ]
@@ -350,7 +350,9 @@ def classifier(**more: str | bytes) -> Files:
     """TorchServe's own image_classifier, with TorchScript and names of classes."""
     return {
         "colours.pt": scripted(colours()),
-        "index_to_name.json": json.dumps({str(one): [f"n{one}", NAMES[one]] for one in range(7)}),
+        "index_to_name.json": json.dumps(
+            {str(number): [f"n{number}", NAMES[number]] for number in range(7)}
+        ),
         MANIFEST: manifest("image_classifier", serializedFile="colours.pt"),
         **more,
     }

@@ -210,18 +210,18 @@ TABLE = (
     ),
     Streamed(
         # Nothing but the source says that it streams.
-        Scenario("told_by_source", scenarios.text(TICKER), config(_COUNT, _Y, more="")),
+        Scenario("streams_by_source", scenarios.text(TICKER), config(_COUNT, _Y, more="")),
         (Stream({"count": ints(2)}, _ticks(2)),),
     ),
     Streamed(
         Scenario(
-            "told_by_model",
+            "streams_by_model",
             scenarios.text(
                 TICKER + "\n\ndef example_inputs():\n    return {'count': torch.tensor([2])}\n"
             ),
             'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n',
         ),
-        (Stream({"count": np.array([2])}, [{"OUTPUT__0": one["y"]} for one in _ticks(2)]),),
+        (Stream({"count": np.array([2])}, [{"OUTPUT__0": tick["y"]} for tick in _ticks(2)]),),
     ),
     Streamed(
         Scenario(

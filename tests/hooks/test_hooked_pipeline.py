@@ -92,16 +92,16 @@ def doubled(x: Tensor) -> Tensor:
 
 def test_each_row_is_prepared_separately() -> None:
     """preprocess() gets a row without its batch dimension; the module gets one batch."""
-    seen: list[list[float]] = []
+    received: list[list[float]] = []
 
     def preprocess(x: Tensor) -> Tensor:
-        seen.append(x.tolist())
+        received.append(x.tolist())
         return x + 1
 
     module = Recorder()
     model = engine(module, {"preprocess": preprocess})
     assert values(model.run([item([1.0], [2.0]), item([3.0])])) == [[[2], [3]], [[4]]]
-    assert seen == [[1], [2], [3]]
+    assert received == [[1], [2], [3]]
     assert [call.tolist() for call in module.calls] == [[[2], [3], [4]]]
 
 
@@ -144,18 +144,18 @@ def test_arguments_of_the_module(
 )
 def test_annotations(annotation: Any, kind: str, sent: Any, expected: Any) -> None:
     """A row's value has the annotated type."""
-    seen: list[Any] = []
+    received: list[Any] = []
 
     def preprocess(value: Any) -> Tensor:
-        seen.append(value)
+        received.append(value)
         return torch.zeros(1)
 
     preprocess.__annotations__["value"] = annotation
     inputs = (build.spec("value", kind, (-1,)),)
     model = engine(Recorder(), {"preprocess": preprocess}, inputs=inputs)
     assert values(model.run([{"value": sent}])) == [[[0]]]
-    assert seen == [expected]
-    assert type(seen[0]) is type(expected)
+    assert received == [expected]
+    assert type(received[0]) is type(expected)
 
 
 def test_different_shapes_are_different_calls() -> None:
@@ -169,18 +169,18 @@ def test_different_shapes_are_different_calls() -> None:
 
 def test_collate() -> None:
     """collate() makes one batch of rows of any type from several requests."""
-    seen: list[Any] = []
+    received: list[Any] = []
 
     def preprocess(x: Tensor) -> str:
         return "a" * int(x.sum())
 
     def collate(rows: list[str]) -> Tensor:
-        seen.append(rows)
+        received.append(rows)
         return torch.tensor([[len(row)] for row in rows], dtype=torch.float32)
 
     model = engine(Recorder(), {"preprocess": preprocess, "collate": collate})
     assert values(model.run([item([1.0, 1.0], [3.0, 0.0]), item([1.0])])) == [[[2], [3]], [[1]]]
-    assert seen == [["aa", "aaa", "a"]]
+    assert received == [["aa", "aaa", "a"]]
 
 
 def test_collate_of_lists() -> None:
@@ -268,7 +268,7 @@ def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any)
 
 
 @pytest.mark.parametrize(
-    ("kind", "returned", "says"),
+    ("kind", "returned", "message"),
     [
         ("INT64", [1.5], "a list for output 'y': numbers of float32; expected y INT64 [1]"),
         ("BOOL", [1], "numbers of int64"),
@@ -284,13 +284,13 @@ def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any)
         ("FP32", "text", "output 'y' is a str"),
     ],
 )
-def test_refused_outputs(kind: str, returned: Any, says: str) -> None:
+def test_refused_outputs(kind: str, returned: Any, message: str) -> None:
     """A result that contradicts the config is the request's error and names the value."""
     outputs = (build.spec("y", kind, (1,)),)
     model = engine(doubled, {"postprocess": lambda result: returned}, outputs=outputs)
     (outcome,) = model.run([item([1.0])])
     assert isinstance(outcome, OutputError)
-    assert says in str(outcome)
+    assert message in str(outcome)
 
 
 def test_rows_of_one_request_have_one_shape() -> None:
@@ -460,7 +460,7 @@ def test_a_failed_batch_is_bisected(name: str, kind: type) -> None:
     """An exception of a method for batches becomes the error of the request that causes it."""
 
     def collate(items: list[Any]) -> Tensor:
-        return picky(torch.stack([one["x"] for one in items]))
+        return picky(torch.stack([row["x"] for row in items]))
 
     hook: Callable[..., Any] = collate if name == "collate" else picky
     model = engine(doubled, {name: hook})
@@ -551,7 +551,7 @@ def test_memory_in_hooks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "says"),
+    ("sent", "message"),
     [
         ({}, "the request has no inputs"),
         ({"x": torch.ones(1)}, "has the shape [1] and no rows"),
@@ -559,7 +559,7 @@ def test_memory_in_hooks() -> None:
         ({"z": torch.ones(1, 1)}, "lacks the input 'x'"),
     ],
 )
-def test_refused_requests(sent: dict[str, Any], says: str) -> None:
+def test_refused_requests(sent: dict[str, Any], message: str) -> None:
     """Requests that contradict the config are refused before hooks get them."""
 
     def preprocess(x: Tensor, z: Tensor | None = None) -> Tensor:
@@ -569,11 +569,11 @@ def test_refused_requests(sent: dict[str, Any], says: str) -> None:
     model = engine(doubled, {"preprocess": preprocess}, inputs=(_X, optional))
     (outcome,) = model.run([sent])
     assert isinstance(outcome, InputError)
-    assert says in str(outcome)
+    assert message in str(outcome)
 
 
 @pytest.mark.parametrize(
-    ("returned", "says"),
+    ("returned", "message"),
     [
         (lambda x: object(), "preprocess() returned a object, which cannot be batched"),
         (lambda x: torch.ones(int(x)), "preprocess() returned {'INPUT__0': [1]} and others"),
@@ -581,7 +581,7 @@ def test_refused_requests(sent: dict[str, Any], says: str) -> None:
         (lambda x: {"other": x}, "has no other"),
     ],
 )
-def test_refused_rows(returned: Callable[[Tensor], Any], says: str) -> None:
+def test_refused_rows(returned: Callable[[Tensor], Any], message: str) -> None:
     """Rows that cannot be batched, or that forward() does not take, are named."""
 
     def preprocess(x: Tensor) -> Any:
@@ -590,7 +590,7 @@ def test_refused_rows(returned: Callable[[Tensor], Any], says: str) -> None:
     model = engine(doubled, {"preprocess": preprocess})
     (outcome,) = model.run([item([1.0], [2.0])])
     assert isinstance(outcome, BackendError)
-    assert says in str(outcome)
+    assert message in str(outcome)
 
 
 # --- load ------------------------------------------------------------------------------------
@@ -660,7 +660,7 @@ def test_hooks_and_models_that_reuse_memory(names: set[str], batch: int, wide: b
     model = engine(Scratch(), {name: hooks[name] for name in names}, max_batch_size=batch)
     outcomes = model.run([item(*row) if batch == 0 else item(row) for row in rows])
 
-    firsts = [torch.as_tensor(one["y"]).flatten()[0].item() for one in outcomes]  # type: ignore[index]
+    firsts = [torch.as_tensor(outcome["y"]).flatten()[0].item() for outcome in outcomes]  # type: ignore[index]
     assert firsts == [4 * row[0] for row in rows]
 
 

@@ -45,7 +45,7 @@ def load(folder: Path, code: str, **overrides: Any) -> Hooks | None:
 
 def methods(*definitions: str) -> str:
     """Return the source of a class of hooks with these methods."""
-    lines = [f"    {one}:\n        return None" for one in definitions]
+    lines = [f"    {definition}:\n        return None" for definition in definitions]
     return _NET + "class Hooks:\n" + "\n".join(lines) + "\n"
 
 
@@ -66,9 +66,9 @@ def methods(*definitions: str) -> str:
 )
 def test_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
     """The class is Hooks, or the class that the parameter HOOKS names."""
-    found = load(tmp_path, code, **options)
-    assert found is not None
-    assert [hook.name for hook in found.defined] == ["postprocess"]
+    hooks = load(tmp_path, code, **options)
+    assert hooks is not None
+    assert [hook.name for hook in hooks.defined] == ["postprocess"]
 
 
 @pytest.mark.parametrize(
@@ -90,14 +90,14 @@ def test_not_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
 def test_folder(tmp_path: Path) -> None:
     """A constructor with an argument for the folder gets the version folder."""
     code = f"class Hooks:\n    def __init__(self, folder):\n        self.folder = folder\n{_POST}"
-    found = load(tmp_path, _NET + code)
-    assert found is not None
-    assert found.postprocess is not None
-    assert found.postprocess.function.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
+    hooks = load(tmp_path, _NET + code)
+    assert hooks is not None
+    assert hooks.postprocess is not None
+    assert hooks.postprocess.function.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("code", "options", "says"),
+    ("code", "options", "message"),
     [
         pytest.param(
             f"class Hooks:\n    def __init__(self, folder, size):\n        pass\n{_POST}",
@@ -126,11 +126,11 @@ def test_folder(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refused_class(code: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_refused_class(code: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     """A class that cannot be created, or has no hooks, is named at load."""
     with pytest.raises(SourceError) as refusal:
         load(tmp_path, _NET + code, **options)
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 # --- methods ---------------------------------------------------------------------------------
@@ -150,15 +150,15 @@ def test_refused_class(code: str, options: dict[str, Any], says: str, tmp_path: 
 )
 def test_signatures(definition: str, tmp_path: Path) -> None:
     """Arguments may have any name but `parameters`; arguments with defaults are ignored."""
-    found = load(tmp_path, methods(definition))
-    assert found is not None
-    (hook,) = found.defined
+    hooks = load(tmp_path, methods(definition))
+    assert hooks is not None
+    (hook,) = hooks.defined
     assert hook.takes_parameters == ("parameters" in definition)
-    assert found.takes_parameters == hook.takes_parameters
+    assert hooks.takes_parameters == hook.takes_parameters
 
 
 @pytest.mark.parametrize(
-    ("definition", "says"),
+    ("definition", "message"),
     [
         ("def collate(self)", "expected collate(self, items)"),
         ("def forward(self, x)", "expected forward(self, module, batch)"),
@@ -168,11 +168,11 @@ def test_signatures(definition: str, tmp_path: Path) -> None:
         ("def postprocess(self, result):\n        yield result #", "is asynchronous or a gener"),
     ],
 )
-def test_refused_signatures(definition: str, says: str, tmp_path: Path) -> None:
+def test_refused_signatures(definition: str, message: str, tmp_path: Path) -> None:
     """A method with other arguments is refused with the expected ones."""
     with pytest.raises(SourceError) as refusal:
         load(tmp_path, methods(definition))
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)
     assert definition.partition("def ")[2].partition("(")[0] in str(refusal.value)
 
 
@@ -183,7 +183,7 @@ def test_exclusive_methods(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("definition", "overrides", "says"),
+    ("definition", "overrides", "message"),
     [
         ("def collate(self, items)", {"max_batch_size": 0}, "collate(), and max_batch_size is 0"),
         ("def preprocess(self, x)", {"pad": {"x": {}}}, "PAD is set"),
@@ -201,12 +201,12 @@ def test_exclusive_methods(tmp_path: Path) -> None:
     ],
 )
 def test_contradictions(
-    definition: str, overrides: dict[str, Any], says: str, tmp_path: Path
+    definition: str, overrides: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """Options that exclude hooks are refused at load."""
     with pytest.raises(ConfigError) as refusal:
         load(tmp_path, methods(definition), **overrides)
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("code", [_NET, methods("def postprocess(self, result)")])
@@ -261,13 +261,13 @@ def script(folder: Path, name: str = "model.pt") -> None:
 def test_lent(code: str, named: str | None, kind: ArtifactType, tmp_path: Path) -> None:
     """A model.py with hooks adds them to a complete model beside it; one without changes nothing.
 
-    What a TorchScript model.pt is beside a module in model.py, its weights' loader says.
+    A TorchScript model.pt beside a module in model.py is its weights, which their loader refuses.
     """
     script(tmp_path)
     build.write(tmp_path, "model.py", _HEADER + code)
-    found = discovery.find(build.config(tmp_path, default_model_filename=named))
-    assert found.kind is kind
-    assert (found.hooks is not None) == ("Hooks" in code)
+    artifact = discovery.find(build.config(tmp_path, default_model_filename=named))
+    assert artifact.kind is kind
+    assert (artifact.hooks is not None) == ("Hooks" in code)
 
 
 def test_named_class_is_the_model(tmp_path: Path) -> None:
@@ -298,15 +298,15 @@ def test_weights_beside_a_module(tmp_path: Path) -> None:
     """A state_dict beside a module with hooks is the weights of the module."""
     build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
     torch.save({"weight": torch.ones(2)}, tmp_path / "1" / "model.pt")
-    found = discovery.find(build.config(tmp_path))
-    assert (found.kind, found.weights) == (ArtifactType.MODULE, tmp_path / "1" / "model.pt")
-    assert found.hooks == tmp_path / "1" / "model.py"
+    artifact = discovery.find(build.config(tmp_path))
+    assert (artifact.kind, artifact.weights) == (ArtifactType.MODULE, tmp_path / "1" / "model.pt")
+    assert artifact.hooks == tmp_path / "1" / "model.py"
 
 
 def test_beside_a_factory(tmp_path: Path) -> None:
     """A module from a package has its hooks in model.py."""
-    found = load(tmp_path, _HOOKS, model_factory="torch.nn:Identity")
-    assert found is not None
+    hooks = load(tmp_path, _HOOKS, model_factory="torch.nn:Identity")
+    assert hooks is not None
 
 
 def test_named_hooks_without_a_source(tmp_path: Path) -> None:

@@ -57,20 +57,20 @@ def test_initial_state_of_a_file(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "content", "says"),
+    ("dtype", "content", "message"),
     [
         ("FP32", b"1234567", "holds 7 bytes; expected 8 bytes"),
         ("BYTES", b"\2\0\0\0ab", "holds 1 strings; expected 2"),
         ("BYTES", b"\2\0\0\0ab\5\0\0\0", "holds 2 strings; expected 2, each behind its length"),
     ],
 )
-def test_a_file_that_does_not_fit(dtype: str, content: bytes, says: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit(dtype: str, content: bytes, message: str, tmp_path: Path) -> None:
     """A file with other contents is refused at load."""
     with pytest.raises(ArtifactError) as refusal:
         initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)
 
     assert "data_file of the state 'total'" in str(refusal.value)
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_missing_file(tmp_path: Path) -> None:

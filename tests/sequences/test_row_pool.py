@@ -53,8 +53,8 @@ def test_written_rows_are_copies() -> None:
 
 def test_forms() -> None:
     """Columns with another shape, apart from rows, or another type have another form."""
-    forms = {row_pool.form(one) for one in (columns(1), columns(1, 2), columns(3)[::-1])}
-    forms.add(row_pool.form([one.double() for one in columns(1)]))
+    forms = {row_pool.form(each) for each in (columns(1), columns(1, 2), columns(3)[::-1])}
+    forms.add(row_pool.form([column.double() for column in columns(1)]))
 
     assert len(forms) == 3
 

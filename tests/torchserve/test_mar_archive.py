@@ -357,7 +357,7 @@ def _references(doubled: str) -> str:
     [
         ("- 1\n- 2", "model-config.yaml holds a list; expected keys and values"),
         ("a: !!python/object/apply:os.system ['true']", "cannot be read: could not determine"),
-        ("a: " + "[" * 5000, "model-config.yaml cannot be read"),
+        ("a: " + "[" * 2000, "model-config.yaml cannot be read"),
         ("#" * (2 << 20), "larger than settings are"),
         (_references("[*a{0}, *a{0}]"), "stands for more than 100000 values"),
         (_references("{{<<: [*a{0}, *a{0}]}}"), "stands for more than 100000 values"),

@@ -247,7 +247,7 @@ def test_files_of_handlers(tmp_path: Path, handler: str, files: dict[str, bytes 
 
 def _migrate_files(tmp_path: Path, handler: str, files: dict[str, bytes | str]) -> Migration:
     names = {"serializedFile": "m.pt", "modelFile": "model.py"}
-    entries = {key: name for key, name in names.items() if name in files}
+    entries: dict[str, Any] = {key: name for key, name in names.items() if name in files}
     return _migrate(tmp_path, None, handler, files=files, **entries)
 
 
@@ -265,7 +265,7 @@ def test_options(tmp_path: Path) -> None:
     """The user's choices: input names, the content type of bodies, and an example."""
     options = MigrationOptions(("question", "context"), "application/json", example=True)
     document = _read(tmp_path, _migrate(tmp_path, {"batchSize": 4}, options=options))
-    assert [(one["name"], one["optional"]) for one in document["input"]] == [
+    assert [(spec["name"], spec["optional"]) for spec in document["input"]] == [
         ("question", True),
         ("context", True),
     ]
