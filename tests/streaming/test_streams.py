@@ -13,7 +13,7 @@ from streamed import Kept, engine, item, run
 from torch import Tensor
 
 from torch_py_backend.batching import runtime
-from torch_py_backend.errors import CancelledError, ForwardError, OutputError
+from torch_py_backend.errors import BackendError, CancelledError, ForwardError, OutputError
 from torch_py_backend.streaming.streams import Streams, first_outputs, trial
 
 
@@ -132,11 +132,15 @@ def test_cancellation_closes_the_generator(asynchronous: bool) -> None:
             await asyncio.sleep(0)
             closed.append(int(x))
 
-    kept = Kept(leaves_after=4)
+    class Ended(Kept):
+        def end(self, error: BackendError | None, text: str = "") -> None:
+            super().end(error, text)
+            assert closed == [3]
+
+    kept = Ended(leaves_after=4)
     run(engine(awaited if asynchronous else forward), (item(3), kept))
     assert len(kept.values) == 4
     assert isinstance(kept.error, CancelledError)
-    assert closed == [3]
 
 
 def test_closing_a_generator_fails(caplog: pytest.LogCaptureFixture) -> None:

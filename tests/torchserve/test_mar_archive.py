@@ -184,6 +184,8 @@ def _link_in_folder(path: Path) -> None:
     ("make", "message"),
     [
         pytest.param(_zip("../evil"), "holds the name '../evil'", id="dots"),
+        pytest.param(_zip("x" * 300), "holds the name", id="long"),
+        pytest.param(_zip("a/b", "a"), "holds a twice", id="folder-as-file"),
         pytest.param(_zip("/tmp/evil"), "holds the name '/tmp/evil'", id="absolute"),
         pytest.param(_zip("..\\evil"), "holds the name", id="backslash"),
         pytest.param(_zip("a\nb"), "holds the name 'a?b'", id="newline"),
