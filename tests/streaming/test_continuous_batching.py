@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any
 
 import pytest
@@ -166,6 +167,35 @@ def test_steps_without_a_response(start: float, values: list[float]) -> None:
     _run(Silent(), (item(start), kept))
     assert kept.values == [[[value]] for value in values]
     assert kept.error is None
+
+
+class Held:
+    """A state that a weak reference can point to."""
+
+
+def test_states_are_released() -> None:
+    """A stream keeps its current state only: states may hold most of the memory."""
+    states: list[weakref.ref[Held]] = []
+    alive: list[bool] = []
+
+    class Model:
+        def begin(self, x: Tensor) -> Held:
+            return self._next()
+
+        def step(self, held: list[Held]) -> list[tuple[Held | None, Tensor]]:
+            alive.append(states[0]() is not None)
+            return [(self._next() if len(alive) < 4 else None, torch.ones(1, 1))]
+
+        def _next(self) -> Held:
+            state = Held()
+            states.append(weakref.ref(state))
+            return state
+
+    kept = Kept()
+    _run(Model(), (item(1), kept))
+    assert len(kept.values) == 4
+    assert alive[0]
+    assert not any(alive[2:])
 
 
 def test_outputs_that_contradict_the_config() -> None:

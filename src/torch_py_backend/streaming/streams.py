@@ -97,7 +97,10 @@ class Streams:
                 self._check_device()
                 with self.calling():
                     result, inputs = self._engine.stream_calls.begin(item)
-                async with contextlib.aclosing(self._outcomes(result, inputs)) as outcomes:
+                source = self._outcomes(result, inputs)
+                if self.steps is not None:  # the first state must not live as long as its stream
+                    result = None
+                async with contextlib.aclosing(source) as outcomes:
                     await self._pass_on(outcomes, consumer)
             except BaseException as error:
                 failure = self.failure(error, consumer)
@@ -222,8 +225,6 @@ class Streams:
 
     async def _close(self, result: object) -> None:
         """Free what the model keeps for a stream, which may have ended already."""
-        if self.steps is not None:  # the result is a state, which may be any object
-            return
         if isinstance(result, Generator):
             with self.calling():
                 result.close()
