@@ -21,7 +21,7 @@ MANIFEST = "MAR-INF/MANIFEST.json"
 
 
 def manifest(handler: str = "handler.py", **more: Any) -> str:
-    """The text of a manifest; `more` goes into its object `model`."""
+    """Return the text of a manifest; `more` goes into its object `model`."""
     model = {"modelName": "net", "handler": handler, "modelVersion": "1.0"} | more
     return json.dumps(
         {
@@ -35,7 +35,7 @@ def manifest(handler: str = "handler.py", **more: Any) -> str:
 
 
 def write(path: Path, files: Files, **how: Any) -> Path:
-    """A .mar file."""
+    """Write a .mar file."""
     with zipfile.ZipFile(path, "w", **how) as archive:
         for name, content in files.items():
             archive.writestr(name, content)
@@ -43,7 +43,7 @@ def write(path: Path, files: Files, **how: Any) -> Path:
 
 
 def write_tar(path: Path, files: Files, top: str = "net") -> Path:
-    """What `--archive-format tgz` makes: everything in one folder."""
+    """Write an archive as `--archive-format tgz` does: everything in one folder."""
     with tarfile.open(path, "w:gz") as archive:
         for name, content in files.items():
             encoded = content.encode() if isinstance(content, str) else content
@@ -54,7 +54,7 @@ def write_tar(path: Path, files: Files, top: str = "net") -> Path:
 
 
 def write_folder(path: Path, files: Files) -> Path:
-    """What `--archive-format no-archive` makes; also what an archive is unpacked into."""
+    """Write a folder as `--archive-format no-archive` does, or as an archive is unpacked."""
     for name, content in files.items():
         target = path / name
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -63,14 +63,14 @@ def write_folder(path: Path, files: Files) -> Path:
 
 
 def saved(value: Any) -> bytes:
-    """What torch.save makes of it."""
+    """Return the bytes that torch.save writes."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def scripted(module: nn.Module) -> bytes:
-    """What torch.jit.save makes of it."""
+    """Return the bytes that torch.jit.save writes for the scripted module."""
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(module.eval()), file)
     return file.getvalue()
@@ -98,8 +98,8 @@ class Colours(nn.Module):
         self.linear = nn.Linear(3, 7)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        made: torch.Tensor = self.linear(x.mean(dim=(2, 3)))
-        return made
+        classes: torch.Tensor = self.linear(x.mean(dim=(2, 3)))
+        return classes
 
 
 SCALE = """
@@ -116,7 +116,7 @@ class Scale(nn.Module):
         return x * self.weight
 """
 
-# JSON numbers in, JSON out; a request may be refused, or harm the batch.
+# JSON numbers in, JSON out; a request may be refused, or make the batch fail.
 NUMBERS = """
 import json
 
@@ -145,7 +145,7 @@ class Numbers(BaseHandler):
         return [{"scaled": value + OFFSET} for value in data.tolist()]
 """
 
-# Says what it is told.
+# Answers with its context and the request.
 TELLS = """
 import os
 
@@ -160,7 +160,7 @@ class Tells:
         self.initialized = True
 
     def handle(self, data, context):
-        told = {
+        report = {
             "properties": self.properties,
             "here": os.path.samefile(self.folder, os.getcwd()),
             "name": context.model_name,
@@ -170,7 +170,7 @@ class Tells:
         }
         context.metrics.add_counter("calls", 1)
         return [
-            told | {"id": context.get_request_id(row), "keys": sorted(fields), "types":
+            report | {"id": context.get_request_id(row), "keys": sorted(fields), "types":
              {key: type(value).__name__ for key, value in fields.items()}}
             for row, fields in enumerate(data)
         ]
@@ -236,11 +236,11 @@ from torch import nn
 class Detector(nn.Module):
     def __init__(self):
         super().__init__()
-        self.box = nn.Parameter(torch.zeros(1, 4))
+        self.boxes = nn.Parameter(torch.zeros(2, 4))
 
     def forward(self, images):
-        found = {"labels": torch.tensor([1]), "scores": torch.tensor([0.75])}
-        return [{"boxes": self.box, **found} for _ in images]
+        labels, scores = torch.tensor([1, 2]), torch.tensor([0.75, 0.25])
+        return [{"boxes": self.boxes, "labels": labels, "scores": scores} for _ in images]
 """
 
 _BAG_PY = """
@@ -250,7 +250,7 @@ from torch import nn
 class Bag(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding = nn.EmbeddingBag(3, 2)
+        self.embedding = nn.EmbeddingBag(6, 2)
 
     def forward(self, text, offsets):
         return self.embedding(text, offsets)
@@ -304,31 +304,55 @@ BUILT_IN: Mapping[str, BuiltIn] = {
     ),
     "image_segmenter": BuiltIn(
         _SEGMENTS_PY,
-        {"convolution.weight": torch.zeros(2, 3, 1, 1), "convolution.bias": torch.zeros(2)},
+        {
+            "convolution.weight": torch.zeros(2, 3, 1, 1),
+            "convolution.bias": torch.tensor([0.0, 99.0]),
+        },
         body=lambda: image(),  # noqa: PLW0108
-        answers=lambda answer: answer == [[[0.0, 0.5]] * 224] * 224,
+        answers=lambda answer: answer == [[[1.0, 1.0]] * 224] * 224,
     ),
     "object_detector": BuiltIn(
         _DETECTOR_PY,
-        {"box": torch.tensor([[1.0, 2.0, 3.0, 4.0]])},
+        {"boxes": torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]])},
         body=lambda: image(),  # noqa: PLW0108
-        answers=lambda answer: answer == [{"1": [1.0, 2.0, 3.0, 4.0], "score": 0.75}],
+        answers=lambda answer: answer == [{"cat": [1.0, 2.0, 3.0, 4.0], "score": 0.75}],
+        files={"index_to_name.json": '{"object_type_names": ["sky", "cat", "dog"]}'},
     ),
     "text_classifier": BuiltIn(
         _BAG_PY,
-        {"embedding.weight": torch.zeros(3, 2)},
-        body=lambda: b"Not bad!",
-        answers=lambda answer: answer == {"0": 0.5, "1": 0.5},
-        files={"source_vocab.pt": saved({"<unk>": 0, "good": 1, "bad": 2})},
+        {"embedding.weight": torch.arange(12.0).reshape(6, 2) * torch.tensor([1.0, 1.1])},
+        # is not bad cafe, and the bigrams: is not, not bad, bad cafe
+        body="<b>Isn't</b> bad, Café!".encode,
+        answers=lambda answer: _is_close(answer, _text_answer([4, 1, 2, 5, 0, 3, 0])),
+        files={
+            "source_vocab.pt": saved(
+                {"<unk>": 0, "not": 1, "bad": 2, "not bad": 3, "is": 4, "cafe": 5}
+            ),
+            "index_to_name.json": '{"0": "negative", "1": "positive"}',
+        },
     ),
 }
+
+
+def _text_answer(numbers: list[int]) -> dict[str, float]:
+    weights = BUILT_IN["text_classifier"].state["embedding.weight"]
+    negative, positive = torch.softmax(weights[numbers].mean(dim=0), dim=0).tolist()
+    return {"negative": negative, "positive": positive}
+
+
+def _is_close(answer: dict[str, float], expected: dict[str, float]) -> bool:
+    return answer.keys() == expected.keys() and all(
+        abs(answer[name] - value) < 1e-5 for name, value in expected.items()
+    )
 
 
 def classifier(**more: str | bytes) -> Files:
     """TorchServe's own image_classifier, with TorchScript and names of classes."""
     return {
         "colours.pt": scripted(colours()),
-        "index_to_name.json": json.dumps({str(one): [f"n{one}", NAMES[one]] for one in range(7)}),
+        "index_to_name.json": json.dumps(
+            {str(number): [f"n{number}", NAMES[number]] for number in range(7)}
+        ),
         MANIFEST: manifest("image_classifier", serializedFile="colours.pt"),
         **more,
     }

@@ -76,13 +76,13 @@ class Hooks:
         longest = max(map(len, text))
         ids = torch.zeros(len(text), longest, dtype=torch.int64)
         mask = torch.zeros_like(ids)
-        for row, (one, told) in enumerate(zip(text, parameters, strict=True)):
-            ids[row, : len(one)] = torch.tensor([ord(letter) for letter in one])
-            mask[row, : len(one)] = told.get("weight", 1)
+        for row, (letters, sent) in enumerate(zip(text, parameters, strict=True)):
+            ids[row, : len(letters)] = torch.tensor([ord(letter) for letter in letters])
+            mask[row, : len(letters)] = sent.get("weight", 1)
         return {"ids": ids, "mask": mask}
 
     def postprocess_batch(self, result: dict, parameters: list) -> dict:
-        names = [told.get("name", "none") for told in parameters]
+        names = [sent.get("name", "none") for sent in parameters]
         return {**result, "name": names}
 """
 PADS = """\
@@ -106,7 +106,7 @@ class Scaled(nn.Module):
 
 class Hooks:
     def inference(self, module, batch, parameters):
-        factors = torch.tensor([[float(told.get("factor", 1))] for told in parameters])
+        factors = torch.tensor([[float(sent.get("factor", 1))] for sent in parameters])
         return module(batch["x"], factors)
 """
 ALONE = """\
@@ -139,7 +139,7 @@ class Hooks:
 def example_inputs():
     return {"file": torch.arange(5, dtype=torch.uint8).unsqueeze(0)}
 """
-TOLD = (
+EXAMPLES = (
     COUNTS
     + """
 
@@ -154,12 +154,12 @@ def model(code: str) -> Any:
 
 
 def strings(*rows: str) -> np.ndarray[Any, Any]:
-    """A column of strings, one a row."""
-    return np.array([[one.encode()] for one in rows], dtype=np.object_)
+    """Return a column of strings, one per row."""
+    return np.array([[row.encode()] for row in rows], dtype=np.object_)
 
 
 def numbers(*rows: float) -> np.ndarray[Any, Any]:
-    return np.array([[one] for one in rows], dtype=np.float32)
+    return np.array([[row] for row in rows], dtype=np.float32)
 
 
 _TEXT = tensor("input", "text", [1], "STRING")
@@ -205,10 +205,10 @@ _LONG = floats(1, 6, seed=1)
 
 
 def _totals(*sent: str) -> dict[str, Any]:
-    totals = [[sum(map(ord, one))] for one in sent]
+    totals = [[sum(map(ord, text))] for text in sent]
     return {
         "total": np.array(totals),
-        "length": np.array([[len(one)] for one in sent]),
+        "length": np.array([[len(text)] for text in sent]),
         "name": strings(*["none"] * len(sent)),
     }
 
@@ -228,8 +228,8 @@ GOOD = (
         batches=((_ONE, _NO_LETTER, _TWO, _UNREAD, _LOUD, _CRASHES),),
     ),
     Scenario(
-        "hooks_told",
-        model(TOLD),
+        "hooks_of_examples",
+        model(EXAMPLES),
         'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n',
         (_TWO, _LOUD),
         batches=((_ONE, _NO_LETTER, _TWO),),
@@ -323,8 +323,8 @@ GOOD = (
 )
 
 
-def _refused(name: str, code: str, settings: str, *says: str) -> Scenario:
-    return Scenario(f"hooks_{name}", model(code), settings, load_error=says)
+def _refused(name: str, code: str, settings: str, *messages: str) -> Scenario:
+    return Scenario(f"hooks_{name}", model(code), settings, load_error=messages)
 
 
 BAD = (

@@ -34,15 +34,15 @@ def kept(
 def config(*states: State, controls: Sequence[ControlInput] = (), **overrides: Any) -> ModelConfig:
     """A model whose sequences keep these states."""
     sequencing = SequenceConfig(SLOTS, IDLE_S, 0.0, tuple(controls), states)
-    found = build.config(sequencing=sequencing, **overrides)
+    plain = build.config(sequencing=sequencing, **overrides)
     typed = [state for state in states if state.dtype is not None]
     inputs = (TensorSpec(s.input, s.dtype, s.dims, origin=Origin.STATE) for s in typed if s.dtype)
-    told = {spec.name for spec in found.outputs}
+    names = {spec.name for spec in plain.outputs}
     outputs = (
         TensorSpec(s.output, s.dtype, s.dims, origin=Origin.STATE)
         for s in typed
-        if s.dtype and s.output not in told
+        if s.dtype and s.output not in names
     )
     return dataclasses.replace(
-        found, inputs=(*found.inputs, *inputs), outputs=(*found.outputs, *outputs)
+        plain, inputs=(*plain.inputs, *inputs), outputs=(*plain.outputs, *outputs)
     )

@@ -6,6 +6,7 @@ tritonserver over gRPC.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import BackendError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
+from torch_py_backend.streaming.streams import Streams
 
 # --- engines of functions -----------------------------------------------------------------------
 
@@ -67,6 +69,19 @@ class Kept:
 
     def cancelled(self) -> bool:
         return self.leaves_after is not None and len(self.values) >= self.leaves_after
+
+
+def run(model: Engine, *pairs: tuple[dict[str, Value], Kept]) -> Streams:
+    """Run streams that begin together to their ends."""
+    streams = Streams(model)
+
+    async def together() -> None:
+        await asyncio.gather(*(streams.run(*pair) for pair in pairs))
+
+    asyncio.run(together())
+    assert streams.live == 0
+    assert all(kept.ends == 1 for _, kept in pairs)
+    return streams
 
 
 # --- the table ----------------------------------------------------------------------------------
@@ -195,18 +210,18 @@ TABLE = (
     ),
     Streamed(
         # Nothing but the source says that it streams.
-        Scenario("told_by_source", scenarios.text(TICKER), config(_COUNT, _Y, more="")),
+        Scenario("streams_by_source", scenarios.text(TICKER), config(_COUNT, _Y, more="")),
         (Stream({"count": ints(2)}, _ticks(2)),),
     ),
     Streamed(
         Scenario(
-            "told_by_model",
+            "streams_by_model",
             scenarios.text(
                 TICKER + "\n\ndef example_inputs():\n    return {'count': torch.tensor([2])}\n"
             ),
             'backend: "pytorch_py"\ninstance_group [{ kind: KIND_CPU count: 1 }]\n',
         ),
-        (Stream({"count": np.array([2])}, [{"OUTPUT__0": one["y"]} for one in _ticks(2)]),),
+        (Stream({"count": np.array([2])}, [{"OUTPUT__0": tick["y"]} for tick in _ticks(2)]),),
     ),
     Streamed(
         Scenario(

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import build
 import numpy as np
@@ -46,13 +46,11 @@ class Recorder:
         return self._function(x)
 
 
-def stage(name: str, function: Callable[..., Any]) -> Hook:
-    asks = request_parameters.ARGUMENT in signatures_of(function)
-    return Hook(build.MODEL, name, function, name, asks=asks, blames=name.startswith("preprocess"))
-
-
-def signatures_of(function: Callable[..., Any]) -> list[str]:
-    return [one.name for one in introspection.from_function(function).arguments]
+def hook(name: str, function: Callable[..., Any]) -> Hook:
+    arguments = introspection.from_function(function).arguments
+    takes_parameters = any(each.name == request_parameters.ARGUMENT for each in arguments)
+    client_errors = name.startswith("preprocess")
+    return Hook(build.MODEL, name, function, name, takes_parameters, client_errors)
 
 
 def engine(
@@ -65,21 +63,24 @@ def engine(
     settings = build.config(**{"inputs": (_X,), "outputs": (_Y,), **overrides})
     loaded = Loaded(ArtifactType.MODULE, module, introspection.from_function(module), None, rows)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
-    found = Hooks(**{name: stage(name, function) for name, function in hooks.items()})
-    return Engine(settings, loaded, surroundings, build.artifact(), found)
+    loaded_hooks = Hooks(**{name: hook(name, function) for name, function in hooks.items()})
+    return Engine(settings, loaded, surroundings, build.artifact(), loaded_hooks)
 
 
-def item(*rows: Any, told: dict[str, Any] | None = None) -> dict[str, Any]:
+def item(*rows: Any, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return an item with an input x and parameters."""
-    sent: dict[str, Any] = {"x": torch.tensor(rows, dtype=torch.float32)}
-    return (
-        sent if told is None else sent | {request_parameters.KEY: request_parameters.column([told])}
-    )
+    tensors: dict[str, Any] = {"x": torch.tensor(rows, dtype=torch.float32)}
+    if parameters is None:
+        return tensors
+    return tensors | {request_parameters.KEY: request_parameters.column([parameters])}
 
 
 def values(outcomes: Any, name: str = "y") -> list[Any]:
     """Return each outcome's output as lists, or its error."""
-    return [one if isinstance(one, BackendError) else one[name].tolist() for one in outcomes]
+    return [
+        outcome if isinstance(outcome, BackendError) else outcome[name].tolist()
+        for outcome in outcomes
+    ]
 
 
 # --- before the module -----------------------------------------------------------------------
@@ -91,55 +92,44 @@ def doubled(x: Tensor) -> Tensor:
 
 def test_each_row_is_prepared_separately() -> None:
     """preprocess() gets a row without its batch dimension; the module gets one batch."""
-    seen: list[list[float]] = []
+    received: list[list[float]] = []
 
     def preprocess(x: Tensor) -> Tensor:
-        seen.append(x.tolist())
+        received.append(x.tolist())
         return x + 1
 
     module = Recorder()
-    made = engine(module, {"preprocess": preprocess})
-    assert values(made.run([item([1.0], [2.0]), item([3.0])])) == [[[2], [3]], [[4]]]
-    assert seen == [[1], [2], [3]]
+    model = engine(module, {"preprocess": preprocess})
+    assert values(model.run([item([1.0], [2.0]), item([3.0])])) == [[[2], [3]], [[4]]]
+    assert received == [[1], [2], [3]]
     assert [call.tolist() for call in module.calls] == [[[2], [3], [4]]]
 
 
 @pytest.mark.parametrize(
-    ("returned", "module"),
+    ("returned", "module", "batched"),
     [
-        pytest.param(lambda x: x, lambda a: a, id="tensor"),
-        pytest.param(lambda x: x.numpy(), lambda a: a, id="array"),
-        pytest.param(lambda x: x.tolist(), lambda a: a, id="list of numbers"),
-        pytest.param(lambda x: (2 * x, x), lambda a, b: a - b, id="tuple"),
-        pytest.param(lambda x: {"b": x, "a": 2 * x}, lambda a, b: a - b, id="dict"),
+        pytest.param(lambda x: x.numpy(), lambda a: a, True, id="array"),
+        pytest.param(lambda x: x.tolist(), lambda a: a, False, id="list of numbers"),
+        pytest.param(lambda x: (2 * x, x), lambda a, b: a - b, True, id="tuple"),
+        pytest.param(lambda x: {"b": x, "a": 2 * x}, lambda a, b: a - b, False, id="dict"),
         pytest.param(
-            lambda x: collections.UserDict({"b": x, "a": 2 * x}), lambda a, b: a - b, id="mapping"
+            lambda x: collections.UserDict({"b": x, "a": 2 * x}),
+            lambda a, b: a - b,
+            True,
+            id="mapping",
         ),
         pytest.param(
-            lambda x: {"a": x, "b": 3},
-            lambda a, b: a + b.reshape(-1, *[1] * (a.ndim - 1)) - 3,
-            id="with a number",
+            lambda x: {"a": x, "b": 3}, lambda a, b: a + b[:, None] - 3, True, id="a number"
         ),
     ],
 )
-@pytest.mark.parametrize("batched", [True, False])
 def test_arguments_of_the_module(
     returned: Callable[[Tensor], Any], module: Callable[..., Any], batched: bool
 ) -> None:
     """A dict holds arguments by name, a tuple several arguments, anything else is one argument."""
-
-    def preprocess(x: Tensor) -> Any:
-        return returned(x)
-
-    def plain(a: Any, b: Any = None) -> Any:
-        if b is None:
-            return module(a)
-        return module(a, b)
-
-    made = engine(plain, {"preprocess": preprocess}, max_batch_size=8 if batched else 0)
+    model = engine(module, {"preprocess": returned}, max_batch_size=8 if batched else 0)
     sent = item([1.0, 2.0], [3.0, 4.0]) if batched else item(1.0, 2.0)
-    expected = sent["x"].tolist()
-    assert values(made.run([sent])) == [expected]
+    assert values(model.run([sent])) == [sent["x"].tolist()]
 
 
 @pytest.mark.parametrize(
@@ -148,51 +138,49 @@ def test_arguments_of_the_module(
         (bytes, "BYTES", np.array([[b"\xff"]], dtype=object), b"\xff"),
         (str, "BYTES", np.array([["é".encode()]], dtype=object), "é"),
         (list[str], "BYTES", np.array([[b"a", b"b"]], dtype=object), ["a", "b"]),
-        (list[bytes], "BYTES", np.array([[b"a"]], dtype=object), [b"a"]),
         (int, "INT32", torch.tensor([[7]], dtype=torch.int32), 7),
-        (float, "FP32", torch.tensor([[0.5]]), 0.5),
         (bool, "BOOL", np.array([[True]]), True),
     ],
 )
 def test_annotations(annotation: Any, kind: str, sent: Any, expected: Any) -> None:
     """A row's value has the annotated type."""
-    seen: list[Any] = []
+    received: list[Any] = []
 
     def preprocess(value: Any) -> Tensor:
-        seen.append(value)
+        received.append(value)
         return torch.zeros(1)
 
     preprocess.__annotations__["value"] = annotation
     inputs = (build.spec("value", kind, (-1,)),)
-    made = engine(Recorder(), {"preprocess": preprocess}, inputs=inputs)
-    assert values(made.run([{"value": sent}])) == [[[0]]]
-    assert seen == [expected]
-    assert type(seen[0]) is type(expected)
+    model = engine(Recorder(), {"preprocess": preprocess}, inputs=inputs)
+    assert values(model.run([{"value": sent}])) == [[[0]]]
+    assert received == [expected]
+    assert type(received[0]) is type(expected)
 
 
 def test_different_shapes_are_different_calls() -> None:
     """Without collate(), rows that cannot be stacked are different calls."""
     module = Recorder()
-    made = engine(module, {"preprocess": doubled})
-    outcomes = made.run([item([1.0]), item([1.0, 2.0]), item([3.0])])
+    model = engine(module, {"preprocess": doubled})
+    outcomes = model.run([item([1.0]), item([1.0, 2.0]), item([3.0])])
     assert values(outcomes) == [[[2]], [[2, 4]], [[6]]]
     assert sorted(call.shape for call in module.calls) == [(1, 2), (2, 1)]
 
 
 def test_collate() -> None:
     """collate() makes one batch of rows of any type from several requests."""
-    seen: list[Any] = []
+    received: list[Any] = []
 
     def preprocess(x: Tensor) -> str:
         return "a" * int(x.sum())
 
     def collate(rows: list[str]) -> Tensor:
-        seen.append(rows)
+        received.append(rows)
         return torch.tensor([[len(row)] for row in rows], dtype=torch.float32)
 
-    made = engine(Recorder(), {"preprocess": preprocess, "collate": collate})
-    assert values(made.run([item([1.0, 1.0], [3.0, 0.0]), item([1.0])])) == [[[2], [3]], [[1]]]
-    assert seen == [["aa", "aaa", "a"]]
+    model = engine(Recorder(), {"preprocess": preprocess, "collate": collate})
+    assert values(model.run([item([1.0, 1.0], [3.0, 0.0]), item([1.0])])) == [[[2], [3]], [[1]]]
+    assert received == [["aa", "aaa", "a"]]
 
 
 def test_collate_of_lists() -> None:
@@ -202,39 +190,9 @@ def test_collate_of_lists() -> None:
         return [row["x"] for row in rows]
 
     module = Recorder(lambda images: torch.stack([image.sum(0, keepdim=True) for image in images]))
-    made = engine(module, {"collate": collate})
-    assert values(made.run([item([1.0, 2.0]), item([3.0])])) == [[[3]], [[3]]]
+    model = engine(module, {"collate": collate})
+    assert values(model.run([item([1.0, 2.0]), item([3.0])])) == [[[3]], [[3]]]
     assert [len(call) for call in module.calls] == [2]
-
-
-def test_rows_that_fill() -> None:
-    """Buckets repeat the last prepared row; the results of the repeated rows are dropped."""
-    module = Recorder()
-
-    def collate(rows: list[Tensor]) -> Tensor:
-        return torch.stack(rows)
-
-    made = engine(
-        module,
-        {"preprocess": doubled, "collate": collate, "postprocess": lambda result: result},
-        batch_buckets=(4,),
-    )
-    assert values(made.run([item([1.0], [2.0], [3.0])])) == [[[2], [4], [6]]]
-    assert [len(call) for call in module.calls] == [4]
-
-
-def test_preprocess_batch() -> None:
-    """preprocess_batch() gets all rows of all requests, as forward() would."""
-
-    def preprocess_batch(x: Tensor, text: list[str]) -> dict[str, Tensor]:
-        lengths = torch.tensor([[float(len(one))] for one in text])
-        return {"x": x + lengths}
-
-    inputs = (_X, build.spec("text", "BYTES", (1,)))
-    made = engine(Recorder(), {"preprocess_batch": preprocess_batch}, inputs=inputs)
-    texts = [np.array([[one.encode()]], dtype=object) for one in ("a", "bbb")]
-    outcomes = made.run([item([1.0]) | {"text": one} for one in texts])
-    assert values(outcomes) == [[[2]], [[4]]]
 
 
 def test_inference() -> None:
@@ -248,134 +206,71 @@ def test_inference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("returned", "expects"),
-    [
-        (lambda x: x, Tensor),
-        (lambda x: (x, x), tuple),
-        (lambda x: {"x": x}, dict),
-    ],
+    ("returned", "expects"), [(lambda x: (x, x), tuple), (lambda x: {"x": x}, dict)]
 )
 def test_inference_gets_prepared_rows(returned: Callable[..., Any], expects: type) -> None:
     """inference() gets the batch of the results of preprocess()."""
-    seen: list[Any] = []
-
-    def preprocess(x: Tensor) -> Any:
-        return returned(x)
+    batches: list[Any] = []
 
     def inference(module: Any, batch: Any) -> Tensor:
-        seen.append(batch)
+        batches.append(batch)
         return torch.zeros(2, 1)
 
-    engine(doubled, {"preprocess": preprocess, "inference": inference}).run([item([1.0], [2.0])])
-    assert isinstance(seen[0], expects)
+    engine(doubled, {"preprocess": returned, "inference": inference}).run([item([1.0], [2.0])])
+    assert isinstance(batches[0], expects)
 
 
 # --- after the module ------------------------------------------------------------------------
 
 
-class Parts(NamedTuple):
-    first: Any
-    second: Any
+def test_parts() -> None:
+    """Each row gets its part of the module's result."""
+    model = engine(
+        Recorder(lambda x: {"a": {"b": x}, "c": None}),
+        {"postprocess": lambda row: row["a"]["b"] * 10},
+    )
+    assert values(model.run([item([1.0], [2.0]), item([3.0])])) == [[[10], [20]], [[30]]]
 
 
-@dataclasses.dataclass
-class Record:
-    first: Any
-    second: Any = None
-
-
-@dataclasses.dataclass
-class Output(collections.OrderedDict[str, Any]):
-    """Like Hugging Face's outputs: a dict with attributes; attributes of None are no entries."""
-
-    first: Any = None
-    second: Any = None
-
-    def __post_init__(self) -> None:
-        self.update({name: one for name, one in vars(self).items() if one is not None})
-
-
-@pytest.mark.parametrize(
-    ("result", "read"),
-    [
-        (lambda x: x, lambda row: row),
-        (lambda x: (x, "more"), lambda row: row[0] if row[1] == "more" else None),
-        (lambda x: Parts(x, x), lambda row: row.first),
-        (lambda x: torch.max(x, 1, keepdim=True), lambda row: row.values),
-        (lambda x: {"a": {"b": x}, "c": None}, lambda row: row["a"]["b"]),
-        (Record, lambda row: row.first),
-        (Output, lambda row: row.first),
-        (lambda x: [{"a": one} for one in x], lambda row: row["a"]),
-        (lambda x: (x, torch.tensor(0.5)), lambda row: row[0] + row[1] - 0.5),
-        (lambda x: x.numpy(), torch.from_numpy),
-    ],
-    ids=[
-        "tensor", "tuple", "named tuple", "of torch", "dicts", "dataclass", "of Hugging Face",
-        "list", "a loss", "array",
-    ],
-)  # fmt: skip
-def test_parts(result: Callable[[Tensor], Any], read: Callable[[Any], Any]) -> None:
-    """Each row gets its part of a result of any structure."""
-
-    def postprocess(part: Any) -> Any:
-        return read(part) * 10
-
-    made = engine(Recorder(result), {"postprocess": postprocess})
-    assert values(made.run([item([1.0], [2.0]), item([3.0])])) == [[[10], [20]], [[30]]]
-
-
-@pytest.mark.parametrize(
-    ("result", "found"),
-    [
-        (lambda x: x[:1], "a Tensor [1, 1]"),
-        (lambda x: {"a": x.sum(0)}, "a Tensor [1]"),
-        (lambda x: [x], "a list of 1"),
-    ],
-)
-def test_parts_without_a_row_dimension(result: Callable[[Tensor], Any], found: str) -> None:
+def test_parts_without_a_row_dimension() -> None:
     """A result with another number of rows is an error that says what to do."""
-    made = engine(Recorder(result), {"postprocess": lambda result: result})
-    (outcome,) = made.run([item([1.0], [2.0], [3.0])])
+    model = engine(Recorder(lambda x: {"a": x.sum(0)}), {"postprocess": lambda result: result})
+    (outcome,) = model.run([item([1.0], [2.0], [3.0])])
     assert isinstance(outcome, OutputError)
-    assert f"the result for 3 rows holds {found}" in str(outcome)
+    assert "the result for 3 rows holds a Tensor [1]" in str(outcome)
     assert "write postprocess_batch()" in str(outcome)
 
 
 @pytest.mark.parametrize(
     ("kind", "dims", "returned", "expected"),
     [
-        ("FP32", (1,), 0.5, [[0.5]]),
         ("FP32", (2,), [1, 2.5], [[1, 2.5]]),
         ("FP32", (-1,), [], [[]]),
         ("INT64", (1,), 3, [[3]]),
-        ("INT32", (2,), [1, 2], [[1, 2]]),
         ("INT64", (2, 1), [[1], [2]], [[[1], [2]]]),
         ("FP64", (2,), np.array([1.0, 2.0]), [[1, 2]]),
         ("BOOL", (2,), [True, False], [[True, False]]),
         ("BYTES", (1,), "seven", [["seven"]]),
         ("BYTES", (2,), ["a", b"b"], [["a", b"b"]]),
-        ("BYTES", (-1,), [], [[]]),
         ("BYTES", (2,), np.array(["a", "b"]), [["a", "b"]]),
-        ("FP32", (), torch.tensor(2.0), [2]),
     ],
 )
 def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any) -> None:
     """The result of postprocess() becomes the config's output."""
     outputs = (build.spec("y", kind, dims),)
     for value in (returned, {"y": returned}):
-        made = engine(
+        model = engine(
             doubled,
             {"postprocess": lambda result, value=value: value},
             outputs=outputs,
         )
-        assert values(made.run([item([1.0])])) == [expected]
+        assert values(model.run([item([1.0])])) == [expected]
 
 
 @pytest.mark.parametrize(
-    ("kind", "returned", "says"),
+    ("kind", "returned", "message"),
     [
         ("INT64", [1.5], "a list for output 'y': numbers of float32; expected y INT64 [1]"),
-        ("INT8", [300], "a list for output 'y'"),
         ("BOOL", [1], "numbers of int64"),
         ("FP32", [True], "numbers of bool"),
         ("FP32", [[1.0], [1.0, 2.0]], "a list for output 'y'"),
@@ -385,25 +280,23 @@ def test_outputs(kind: str, dims: tuple[int, ...], returned: Any, expected: Any)
             {"z": torch.ones(1)},
             "postprocess() returned a dict with z; expected the outputs y",
         ),
-        ("BYTES", [1], "output 'y' is"),
-        ("FP32", None, "output 'y' is a NoneType"),
+        ("BYTES", [1], "expected strings [1]"),
         ("FP32", "text", "output 'y' is a str"),
     ],
 )
-def test_refused_outputs(kind: str, returned: Any, says: str) -> None:
+def test_refused_outputs(kind: str, returned: Any, message: str) -> None:
     """A result that contradicts the config is the request's error and names the value."""
     outputs = (build.spec("y", kind, (1,)),)
-    made = engine(doubled, {"postprocess": lambda result: returned}, outputs=outputs)
-    (outcome,) = made.run([item([1.0])])
-    assert isinstance(outcome, OutputError | BindingError)
-    if says != "output 'y' is" or not isinstance(returned, list):
-        assert says in str(outcome)
+    model = engine(doubled, {"postprocess": lambda result: returned}, outputs=outputs)
+    (outcome,) = model.run([item([1.0])])
+    assert isinstance(outcome, OutputError)
+    assert message in str(outcome)
 
 
 def test_rows_of_one_request_have_one_shape() -> None:
     """Outputs of one request are one tensor; other requests may have other shapes."""
-    made = engine(doubled, {"postprocess": lambda result: torch.ones(int(result))})
-    outcomes = made.run([item([1.0], [2.0]), item([0.5])])
+    model = engine(doubled, {"postprocess": lambda result: torch.ones(int(result))})
+    outcomes = model.run([item([1.0], [2.0]), item([0.5])])
     assert isinstance(outcomes[0], OutputError)
     assert "gives output 'y' other shapes for other rows of one request: [[2], [4]]" in str(
         outcomes[0]
@@ -413,18 +306,20 @@ def test_rows_of_one_request_have_one_shape() -> None:
 
 def test_postprocess_batch() -> None:
     """postprocess_batch() gets the whole result; its outputs are checked like forward()'s."""
-    made = engine(doubled, {"postprocess_batch": lambda result: {"y": result + 1}})
-    assert values(made.run([item([1.0]), item([2.0])])) == [[[3]], [[5]]]
-    made = engine(doubled, {"postprocess_batch": lambda result: {"y": result[:1]}})
-    (outcome,) = made.run([item([1.0], [2.0])])
+    model = engine(doubled, {"postprocess_batch": lambda result: {"y": result + 1}})
+    assert values(model.run([item([1.0]), item([2.0])])) == [[[3]], [[5]]]
+    model = engine(doubled, {"postprocess_batch": lambda result: {"y": result[:1]}})
+    (outcome,) = model.run([item([1.0], [2.0])])
     assert isinstance(outcome, OutputError)
     assert "has 1 rows for a batch of 2" in str(outcome)
 
 
 def test_check_finite() -> None:
     """CHECK_FINITE checks the result of postprocess() for each request."""
-    made = engine(doubled, {"postprocess": lambda result: result / (result - 2)}, check_finite=True)
-    outcomes = made.run([item([2.0]), item([1.0])])
+    model = engine(
+        doubled, {"postprocess": lambda result: result / (result - 2)}, check_finite=True
+    )
+    outcomes = model.run([item([2.0]), item([1.0])])
     assert values(outcomes[:1]) == [[[2]]]
     assert isinstance(outcomes[1], OutputError)
     assert "holds NaN or infinity" in str(outcomes[1])
@@ -435,32 +330,32 @@ def test_check_finite() -> None:
 
 def test_parameters_of_each_row() -> None:
     """Every method that takes parameters gets those of its rows."""
-    seen: dict[str, Any] = collections.defaultdict(list)
+    received: dict[str, Any] = collections.defaultdict(list)
 
     def preprocess(x: Tensor, parameters: Any) -> Tensor:
-        seen["preprocess"].append(parameters["n"])
+        received["preprocess"].append(parameters["n"])
         return x
 
     def collate(items: list[Tensor], parameters: Any) -> Tensor:
-        seen["collate"].append([told["n"] for told in parameters])
+        received["collate"].append([row["n"] for row in parameters])
         return torch.stack(items)
 
     def inference(module: Any, batch: Tensor, parameters: Any) -> Any:
-        seen["inference"].append([told["n"] for told in parameters])
+        received["inference"].append([row["n"] for row in parameters])
         return module(batch)
 
     def postprocess(result: Tensor, parameters: Any) -> Tensor:
-        seen["postprocess"].append(parameters["n"])
-        scaled: Tensor = result * parameters["n"]
-        return scaled
+        received["postprocess"].append(parameters["n"])
+        return result * parameters["n"]  # type: ignore[no-any-return]
 
     functions: list[Callable[..., Any]] = [preprocess, collate, inference, postprocess]
-    names = ("preprocess", "collate", "inference", "postprocess")
-    made = engine(doubled, dict(zip(names, functions, strict=True)), batch_buckets=(4,))
-    outcomes = made.run([item([1.0], [2.0], told={"n": 3}), item([3.0], told={"n": 5})])
+    model = engine(doubled, {each.__name__: each for each in functions}, batch_buckets=(4,))
+    outcomes = model.run(
+        [item([1.0], [2.0], parameters={"n": 3}), item([3.0], parameters={"n": 5})]
+    )
     assert values(outcomes) == [[[6], [12]], [[30]]]
-    assert seen["preprocess"] == seen["postprocess"] == [3, 3, 5]
-    assert seen["collate"] == seen["inference"] == [[3, 3, 5, 5]]  # the last row fills
+    assert received["preprocess"] == received["postprocess"] == [3, 3, 5]
+    assert received["collate"] == received["inference"] == [[3, 3, 5, 5]]  # the last row fills
 
 
 def test_parameters_between_arguments() -> None:
@@ -468,10 +363,10 @@ def test_parameters_between_arguments() -> None:
 
     def preprocess_batch(parameters: Any, x: Tensor) -> Tensor:
         assert len(parameters) == len(x)
-        return x + torch.tensor([[float(told.get("n", 0))] for told in parameters])
+        return x + torch.tensor([[float(row.get("n", 0))] for row in parameters])
 
-    made = engine(doubled, {"preprocess_batch": preprocess_batch})
-    outcomes = made.run([item([1.0], told={"n": 3}), item([1.0], [2.0])])
+    model = engine(doubled, {"preprocess_batch": preprocess_batch})
+    outcomes = model.run([item([1.0], parameters={"n": 3}), item([1.0], [2.0])])
     assert values(outcomes) == [[[8]], [[2], [4]]]
 
 
@@ -483,11 +378,11 @@ def test_parameters_without_preprocessing() -> None:
         return x if z is None else x + z
 
     def postprocess_batch(result: Tensor, parameters: Any) -> Tensor:
-        return result * torch.tensor([[float(told.get("n", 1))] for told in parameters])
+        return result * torch.tensor([[float(row.get("n", 1))] for row in parameters])
 
-    made = engine(module, {"postprocess_batch": postprocess_batch}, inputs=(_X, optional))
-    both = item([1.0], told={"n": 2}) | {"z": torch.ones(1, 1)}
-    assert values(made.run([both, item([1.0], told={"n": 3})])) == [[[4]], [[3]]]
+    model = engine(module, {"postprocess_batch": postprocess_batch}, inputs=(_X, optional))
+    both = item([1.0], parameters={"n": 2}) | {"z": torch.ones(1, 1)}
+    assert values(model.run([both, item([1.0], parameters={"n": 3})])) == [[[4]], [[3]]]
 
 
 # --- threads ---------------------------------------------------------------------------------
@@ -504,19 +399,19 @@ def test_rows_are_prepared_at_the_same_time() -> None:
         more: Tensor = x + parameters.get("n", 0)
         return more
 
-    made = engine(doubled, {"preprocess": preprocess}, preprocess_threads=4)
-    sent = [item([1.0], [2.0], told={"n": 1}), item([3.0]), item([4.0])]
+    model = engine(doubled, {"preprocess": preprocess}, preprocess_threads=4)
+    sent = [item([1.0], [2.0], parameters={"n": 1}), item([3.0]), item([4.0])]
     for _ in range(2):
-        assert values(made.run(sent)) == [[[4], [6]], [[6]], [[8]]]
+        assert values(model.run(sent)) == [[[4], [6]], [[6]], [[8]]]
     assert modes == [True] * 8
 
 
 def test_errors_in_threads() -> None:
     """A row that fails in a thread fails only its request."""
-    made = engine(doubled, {"preprocess": picky}, preprocess_threads=2)
-    outcomes = made.run([item([1.0]), item([1.0], [-1.0]), item([0.0]), {}, item([2.0])])
+    model = engine(doubled, {"preprocess": picky}, preprocess_threads=2)
+    outcomes = model.run([item([1.0]), item([1.0], [-1.0]), item([0.0]), {}, item([2.0])])
     assert kinds(outcomes) == [dict, InputError, HookError, InputError, dict]
-    assert list(made.recovery.reports.values()) == [[2]]
+    assert list(model.recovery.reports.values()) == [[2]]
 
 
 # --- errors ----------------------------------------------------------------------------------
@@ -532,14 +427,14 @@ def picky(x: Tensor) -> Tensor:
 
 
 def kinds(outcomes: Any) -> list[type]:
-    return [type(one) for one in outcomes]
+    return [type(outcome) for outcome in outcomes]
 
 
 def test_a_failed_row_fails_only_its_request() -> None:
     """The other requests of the batch are answered in one call of the module."""
     module = Recorder()
-    made = engine(module, {"preprocess": picky})
-    outcomes = made.run([item([1.0]), item([1.0], [-1.0]), item([0.0]), item([2.0])])
+    model = engine(module, {"preprocess": picky})
+    outcomes = model.run([item([1.0]), item([1.0], [-1.0]), item([0.0]), item([2.0])])
     assert kinds(outcomes) == [dict, InputError, HookError, dict]
     assert [len(call) for call in module.calls] == [2]
     assert str(outcomes[1]) == (
@@ -551,38 +446,25 @@ def test_a_failed_row_fails_only_its_request() -> None:
 def test_a_failed_result_fails_only_its_request() -> None:
     """After a failure of postprocess() the module is not called again."""
     module = Recorder()
-    made = engine(module, {"postprocess": picky})
-    outcomes = made.run([item([1.0]), item([-1.0]), item([2.0])])
+    model = engine(module, {"postprocess": picky})
+    outcomes = model.run([item([1.0]), item([-1.0]), item([2.0])])
     assert kinds(outcomes) == [dict, HookError, dict]
     assert [len(call) for call in module.calls] == [3]
 
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [
-        ("preprocess_batch", InputError),
-        ("collate", HookError),
-        ("inference", HookError),
-        ("postprocess_batch", HookError),
-    ],
+    [("preprocess_batch", InputError), ("collate", HookError), ("postprocess_batch", HookError)],
 )
 def test_a_failed_batch_is_bisected(name: str, kind: type) -> None:
     """An exception of a method for batches becomes the error of the request that causes it."""
 
     def collate(items: list[Any]) -> Tensor:
-        return picky(torch.stack([one["x"] for one in items]))
+        return picky(torch.stack([row["x"] for row in items]))
 
-    def inference(module: Any, batch: dict[str, Tensor]) -> Any:
-        return module(picky(batch["x"]))
-
-    hooks: dict[str, Callable[..., Any]] = {
-        "preprocess_batch": picky,
-        "collate": collate,
-        "inference": inference,
-        "postprocess_batch": picky,
-    }
-    made = engine(doubled, {name: hooks[name]})
-    outcomes = made.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])])
+    hook: Callable[..., Any] = collate if name == "collate" else picky
+    model = engine(doubled, {name: hook})
+    outcomes = model.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])])
     assert kinds(outcomes) == [dict, dict, kind, dict]
     assert f"{name}() r" in str(outcomes[2])
 
@@ -608,8 +490,7 @@ def uses_up(rows: list[Changed]) -> Tensor:
     return torch.stack([row.parts.pop("x") for row in rows])
 
 
-@pytest.mark.parametrize("kind", [Changed, Uncopied])
-@pytest.mark.parametrize("threads", [None, 2])
+@pytest.mark.parametrize(("kind", "threads"), [(Changed, None), (Uncopied, 2)])
 def test_collate_may_change_its_rows(kind: type[Changed], threads: int | None) -> None:
     """Rows are prepared again for a retry, so results do not depend on other requests."""
     prepared: list[float] = []
@@ -618,15 +499,15 @@ def test_collate_may_change_its_rows(kind: type[Changed], threads: int | None) -
         prepared.append(float(x))
         return kind(x)
 
-    made = engine(
+    model = engine(
         picky,
         {"preprocess": preprocess, "collate": uses_up},
         preprocess_threads=threads,
     )
 
-    assert values(made.run([item([1.0]), item([2.0], [3.0])])) == [[[11]], [[21], [31]]]
+    assert values(model.run([item([1.0]), item([2.0], [3.0])])) == [[[11]], [[21], [31]]]
     assert sorted(prepared) == [1, 2, 3]
-    outcomes = made.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])])
+    outcomes = model.run([item([1.0]), item([2.0]), item([-1.0]), item([3.0])])
     assert values([*outcomes[:2], outcomes[3]]) == [[[11]], [[21]], [[31]]]
     assert isinstance(outcomes[2], BackendError)
 
@@ -640,19 +521,19 @@ def test_rows_that_fill_a_batch_up_are_copies(kind: type[Changed], calls: int) -
         prepared.append(float(x))
         return kind(x)
 
-    made = engine(doubled, {"preprocess": preprocess, "collate": uses_up}, rows=Rows(4, 4))
+    model = engine(doubled, {"preprocess": preprocess, "collate": uses_up}, rows=Rows(4, 4))
 
-    assert values(made.run([item([1.0], [2.0])])) == [[[22], [42]]]
+    assert values(model.run([item([1.0], [2.0])])) == [[[22], [42]]]
     assert len(prepared) == calls
 
 
 def test_reports() -> None:
     """The log has tracebacks and positions of failures, but none of clients' mistakes."""
-    made = engine(doubled, {"preprocess": picky, "postprocess": lambda result: 1 / 0})
-    made.run([item([-1.0]), item([0.0]), item([1.0])])
-    reports = {sentence: places for (sentence, _), places in made.recovery.reports.items()}
+    model = engine(doubled, {"preprocess": picky, "postprocess": lambda result: 1 / 0})
+    model.run([item([-1.0]), item([0.0]), item([1.0])])
+    reports = {sentence: places for (sentence, _), places in model.recovery.reports.items()}
     assert list(reports.values()) == [[1], [2]]
-    assert all("Traceback" in text for _, text in made.recovery.reports)
+    assert all("Traceback" in text for _, text in model.recovery.reports)
 
 
 def test_memory_in_hooks() -> None:
@@ -670,49 +551,46 @@ def test_memory_in_hooks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "says"),
+    ("sent", "message"),
     [
         ({}, "the request has no inputs"),
         ({"x": torch.ones(1)}, "has the shape [1] and no rows"),
-        ({"x": torch.ones(2, 1), "z": torch.ones(3, 1)}, "inputs have 2 and 3 rows"),
         ({"x": torch.ones(0, 1), "z": torch.ones(0, 1)}, "has no rows"),
         ({"z": torch.ones(1, 1)}, "lacks the input 'x'"),
     ],
 )
-def test_refused_requests(sent: dict[str, Any], says: str) -> None:
+def test_refused_requests(sent: dict[str, Any], message: str) -> None:
     """Requests that contradict the config are refused before hooks get them."""
 
     def preprocess(x: Tensor, z: Tensor | None = None) -> Tensor:
         return x
 
     optional = dataclasses.replace(build.spec("z", dims=(-1,)), optional=True)
-    made = engine(doubled, {"preprocess": preprocess}, inputs=(_X, optional))
-    (outcome,) = made.run([sent])
+    model = engine(doubled, {"preprocess": preprocess}, inputs=(_X, optional))
+    (outcome,) = model.run([sent])
     assert isinstance(outcome, InputError)
-    assert says in str(outcome)
+    assert message in str(outcome)
 
 
 @pytest.mark.parametrize(
-    ("returned", "says"),
+    ("returned", "message"),
     [
         (lambda x: object(), "preprocess() returned a object, which cannot be batched"),
-        (lambda x: "text", "preprocess() returned a str"),
         (lambda x: torch.ones(int(x)), "preprocess() returned {'INPUT__0': [1]} and others"),
         (lambda x: {"a": x} if x > 1 else {"x": x}, "and others for rows of one request"),
         (lambda x: {"other": x}, "has no other"),
-        (lambda x: (x, x), "takes 1 positional argument"),
     ],
 )
-def test_refused_rows(returned: Callable[[Tensor], Any], says: str) -> None:
+def test_refused_rows(returned: Callable[[Tensor], Any], message: str) -> None:
     """Rows that cannot be batched, or that forward() does not take, are named."""
 
     def preprocess(x: Tensor) -> Any:
         return returned(x)
 
-    made = engine(doubled, {"preprocess": preprocess})
-    (outcome,) = made.run([item([1.0], [2.0])])
+    model = engine(doubled, {"preprocess": preprocess})
+    (outcome,) = model.run([item([1.0], [2.0])])
     assert isinstance(outcome, BackendError)
-    assert says in str(outcome)
+    assert message in str(outcome)
 
 
 # --- load ------------------------------------------------------------------------------------
@@ -746,20 +624,6 @@ def test_types_that_differ() -> None:
         engine(doubled, {"preprocess": preprocess})
 
 
-def test_without_batches() -> None:
-    """With max_batch_size 0 a request is one item: nothing is stacked or split."""
-    seen: list[Any] = []
-
-    def postprocess(result: Tensor) -> Tensor:
-        seen.append(result.shape)
-        return result
-
-    hooks = {"preprocess": doubled, "postprocess": postprocess}
-    made = engine(doubled, hooks, max_batch_size=0)
-    assert values(made.run([item(1.0, 2.0), item(3.0)])) == [[4, 8], [12]]
-    assert seen == [(2,), (1,)]
-
-
 class Scratch:
     """Doubles into a buffer that the next call reuses."""
 
@@ -767,13 +631,21 @@ class Scratch:
         self._memory = torch.zeros(4096)
 
     def __call__(self, x: Tensor) -> Tensor:
-        made = self._memory[: x.numel()].view(x.shape)
-        return made.copy_(x * 2)
+        return self._memory[: x.numel()].view(x.shape).copy_(x * 2)
 
 
-@pytest.mark.parametrize("wide", [False, True], ids=["one call", "two calls"])
-@pytest.mark.parametrize("batch", [8, 0], ids=["batched", "unbatched"])
-@pytest.mark.parametrize("names", [{"preprocess"}, {"postprocess"}, {"preprocess", "collate"}])
+@pytest.mark.parametrize(
+    ("names", "batch", "wide"),
+    [
+        ({"preprocess"}, 8, False),
+        ({"preprocess"}, 8, True),
+        ({"preprocess"}, 0, False),
+        ({"postprocess"}, 8, True),
+        ({"postprocess"}, 0, False),
+        ({"preprocess", "collate"}, 8, False),
+        ({"preprocess", "collate"}, 0, False),
+    ],
+)
 def test_hooks_and_models_that_reuse_memory(names: set[str], batch: int, wide: bool) -> None:
     """Rows, batches and results keep their values until they are sent."""
     rows = [(1.0,), (2.0,), (3.0, 4.0)] if wide else [(1.0,), (2.0,), (3.0,)]
@@ -785,10 +657,10 @@ def test_hooks_and_models_that_reuse_memory(names: set[str], batch: int, wide: b
     if batch == 0:
         hooks["collate"] = lambda rows: rows[0]
 
-    made = engine(Scratch(), {name: hooks[name] for name in names}, max_batch_size=batch)
-    outcomes = made.run([item(*row) if batch == 0 else item(row) for row in rows])
+    model = engine(Scratch(), {name: hooks[name] for name in names}, max_batch_size=batch)
+    outcomes = model.run([item(*row) if batch == 0 else item(row) for row in rows])
 
-    firsts = [torch.as_tensor(one["y"]).flatten()[0].item() for one in outcomes]  # type: ignore[index]
+    firsts = [torch.as_tensor(outcome["y"]).flatten()[0].item() for outcome in outcomes]  # type: ignore[index]
     assert firsts == [4 * row[0] for row in rows]
 
 

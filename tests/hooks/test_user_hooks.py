@@ -45,7 +45,7 @@ def load(folder: Path, code: str, **overrides: Any) -> Hooks | None:
 
 def methods(*definitions: str) -> str:
     """Return the source of a class of hooks with these methods."""
-    lines = [f"    {one}:\n        return None" for one in definitions]
+    lines = [f"    {definition}:\n        return None" for definition in definitions]
     return _NET + "class Hooks:\n" + "\n".join(lines) + "\n"
 
 
@@ -58,9 +58,6 @@ def methods(*definitions: str) -> str:
         pytest.param(_NET + _HOOKS, {}, id="by its name"),
         pytest.param(_NET + _HOOKS.replace("Hooks", "Around"), {"hooks": "Around"}, id="named"),
         pytest.param(
-            _NET + f"class Base:\n{_POST}\n\nclass Hooks(Base):\n    pass\n", {}, id="inherits"
-        ),
-        pytest.param(
             _NET + "class Hooks:\n    postprocess = staticmethod(lambda result: result)\n",
             {"hooks": "Hooks"},
             id="a function",
@@ -69,9 +66,9 @@ def methods(*definitions: str) -> str:
 )
 def test_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
     """The class is Hooks, or the class that the parameter HOOKS names."""
-    found = load(tmp_path, code, **options)
-    assert found is not None
-    assert [stage.name for stage in found.stages] == ["postprocess"]
+    hooks = load(tmp_path, code, **options)
+    assert hooks is not None
+    assert [hook.name for hook in hooks.defined] == ["postprocess"]
 
 
 @pytest.mark.parametrize(
@@ -82,7 +79,6 @@ def test_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
         pytest.param(_NET + "class Hooks:\n    def add(self): ...\n", {}, id="other methods"),
         pytest.param(_NET + f"class Hooks(nn.Module):\n{_POST}", {}, id="a module"),
         pytest.param(f"Base = nn.Module\nclass Hooks(Base):\n{_POST}", {}, id="hidden module"),
-        pytest.param(_NET + f"class Outer:\n    class Hooks:\n    {_POST}", {}, id="within"),
         pytest.param(_NET + "def Hooks(): ...\n", {}, id="a function"),
     ],
 )
@@ -94,14 +90,14 @@ def test_not_found(code: str, options: dict[str, Any], tmp_path: Path) -> None:
 def test_folder(tmp_path: Path) -> None:
     """A constructor with an argument for the folder gets the version folder."""
     code = f"class Hooks:\n    def __init__(self, folder):\n        self.folder = folder\n{_POST}"
-    found = load(tmp_path, _NET + code)
-    assert found is not None
-    assert found.postprocess is not None
-    assert found.postprocess.function.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
+    hooks = load(tmp_path, _NET + code)
+    assert hooks is not None
+    assert hooks.postprocess is not None
+    assert hooks.postprocess.function.__self__.folder == tmp_path / "1"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("code", "options", "says"),
+    ("code", "options", "message"),
     [
         pytest.param(
             f"class Hooks:\n    def __init__(self, folder, size):\n        pass\n{_POST}",
@@ -130,11 +126,11 @@ def test_folder(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_refused_class(code: str, options: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_refused_class(code: str, options: dict[str, Any], message: str, tmp_path: Path) -> None:
     """A class that cannot be created, or has no hooks, is named at load."""
     with pytest.raises(SourceError) as refusal:
         load(tmp_path, _NET + code, **options)
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 # --- methods ---------------------------------------------------------------------------------
@@ -145,11 +141,8 @@ def test_refused_class(code: str, options: dict[str, Any], says: str, tmp_path: 
     [
         "def preprocess(self, x, parameters)",
         "def preprocess_batch(self, parameters, x)",
-        "def collate(self, rows)",
         "def collate(self, items, parameters=None)",
-        "def inference(self, module, batch)",
         "def inference(self, net, batch, *, parameters)",
-        "def forward(self, module, batch, parameters)",
         "def postprocess(self, result, extra=1)",
         "def postprocess(self, *everything)",
         "def postprocess_batch(self, out, parameters)",
@@ -157,60 +150,40 @@ def test_refused_class(code: str, options: dict[str, Any], says: str, tmp_path: 
 )
 def test_signatures(definition: str, tmp_path: Path) -> None:
     """Arguments may have any name but `parameters`; arguments with defaults are ignored."""
-    found = load(tmp_path, methods(definition))
-    assert found is not None
-    (stage,) = found.stages
-    assert stage.asks == ("parameters" in definition)
-    assert found.asks == stage.asks
+    hooks = load(tmp_path, methods(definition))
+    assert hooks is not None
+    (hook,) = hooks.defined
+    assert hook.takes_parameters == ("parameters" in definition)
+    assert hooks.takes_parameters == hook.takes_parameters
 
 
 @pytest.mark.parametrize(
-    ("definition", "says"),
+    ("definition", "message"),
     [
         ("def collate(self)", "expected collate(self, items)"),
-        ("def collate(self, items, device)", "missing a required argument: 'device'"),
-        ("def inference(self, batch)", "expected inference(self, module, batch)"),
         ("def forward(self, x)", "expected forward(self, module, batch)"),
         ("def postprocess(self, result, labels)", "missing a required argument: 'labels'"),
         ("def postprocess(self, parameters, result)", "multiple values for argument 'parameters'"),
-        ("def postprocess_batch(self)", "too many positional arguments"),
         ("async def postprocess(self, result)", "is asynchronous or a generator"),
+        ("def postprocess(self, result):\n        yield result #", "is asynchronous or a gener"),
     ],
 )
-def test_refused_signatures(definition: str, says: str, tmp_path: Path) -> None:
+def test_refused_signatures(definition: str, message: str, tmp_path: Path) -> None:
     """A method with other arguments is refused with the expected ones."""
     with pytest.raises(SourceError) as refusal:
         load(tmp_path, methods(definition))
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)
     assert definition.partition("def ")[2].partition("(")[0] in str(refusal.value)
 
 
-def test_generators_are_refused(tmp_path: Path) -> None:
-    """Generators and coroutines are refused."""
-    code = _NET + "class Hooks:\n    def postprocess(self, result):\n        yield result\n"
-    with pytest.raises(SourceError, match="is asynchronous or a generator"):
-        load(tmp_path, code)
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        ("preprocess", "preprocess_batch"),
-        ("preprocess_batch", "collate"),
-        ("inference", "forward"),
-        ("postprocess", "postprocess_batch"),
-    ],
-)
-def test_exclusive_methods(names: tuple[str, str], tmp_path: Path) -> None:
+def test_exclusive_methods(tmp_path: Path) -> None:
     """Two methods that exclude each other are refused."""
-    two = [f"def {name}(self, x{', y' if 'f' in name else ''})" for name in names]
-    with pytest.raises(SourceError) as refusal:
-        load(tmp_path, methods(*two))
-    assert f"Hooks has {names[0]}() and {names[1]}()" in str(refusal.value)
+    with pytest.raises(SourceError, match=r"Hooks has preprocess_batch\(\) and collate\(\)"):
+        load(tmp_path, methods("def preprocess_batch(self, x)", "def collate(self, rows)"))
 
 
 @pytest.mark.parametrize(
-    ("definition", "overrides", "says"),
+    ("definition", "overrides", "message"),
     [
         ("def collate(self, items)", {"max_batch_size": 0}, "collate(), and max_batch_size is 0"),
         ("def preprocess(self, x)", {"pad": {"x": {}}}, "PAD is set"),
@@ -228,12 +201,12 @@ def test_exclusive_methods(names: tuple[str, str], tmp_path: Path) -> None:
     ],
 )
 def test_contradictions(
-    definition: str, overrides: dict[str, Any], says: str, tmp_path: Path
+    definition: str, overrides: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     """Options that exclude hooks are refused at load."""
     with pytest.raises(ConfigError) as refusal:
         load(tmp_path, methods(definition), **overrides)
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize("code", [_NET, methods("def postprocess(self, result)")])
@@ -247,27 +220,26 @@ def test_threads_without_work(code: str, tmp_path: Path) -> None:
     ("error", "refused"),
     [
         (ValueError("no"), True),
-        (TypeError("no"), True),
-        (UnicodeDecodeError("utf-8", b"", 0, 1, "no"), True),
         (OSError("cannot identify image file"), True),
         (FileNotFoundError(2, "no labels"), False),
-        (KeyError("no"), False),
         (RuntimeError("no"), False),
         (SystemExit(3), False),
     ],
 )
-@pytest.mark.parametrize("blames", [True, False])
-def test_client_errors(error: BaseException, refused: bool, blames: bool) -> None:
+def test_client_errors(error: BaseException, refused: bool) -> None:
     """A ValueError in preprocess() is the client's fault; other errors are the model's."""
 
     def fails() -> None:
         raise error
 
-    stage = Hook("digits", "preprocess", fails, "", asks=False, blames=blames)
-    with pytest.raises(InputError if refused and blames else HookError) as told:
-        stage()
-    assert type(error).__name__ in str(told.value)
-    assert isinstance(told.value, HookError) == (told.value.__cause__ is error)
+    for client_errors in (True, False):
+        hook = Hook(
+            "digits", "preprocess", fails, "", takes_parameters=False, client_errors=client_errors
+        )
+        with pytest.raises(InputError if refused and client_errors else HookError) as raised:
+            hook()
+        assert type(error).__name__ in str(raised.value)
+        assert isinstance(raised.value, HookError) == (raised.value.__cause__ is error)
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -281,7 +253,6 @@ def script(folder: Path, name: str = "model.pt") -> None:
 @pytest.mark.parametrize(
     ("code", "named", "kind"),
     [
-        pytest.param(_HOOKS, None, ArtifactType.TORCHSCRIPT, id="lent"),
         pytest.param(_HOOKS, "model.pt", ArtifactType.TORCHSCRIPT, id="as Triton names it"),
         pytest.param(_NET, None, ArtifactType.MODULE, id="no hooks"),
         pytest.param(_NET + _HOOKS, "model.py", ArtifactType.MODULE, id="named"),
@@ -290,21 +261,20 @@ def script(folder: Path, name: str = "model.pt") -> None:
 def test_lent(code: str, named: str | None, kind: ArtifactType, tmp_path: Path) -> None:
     """A model.py with hooks adds them to a complete model beside it; one without changes nothing.
 
-    What a TorchScript model.pt is beside a module in model.py, its weights' loader says.
+    A TorchScript model.pt beside a module in model.py is its weights, which their loader refuses.
     """
     script(tmp_path)
     build.write(tmp_path, "model.py", _HEADER + code)
-    found = discovery.find(build.config(tmp_path, default_model_filename=named))
-    assert found.kind is kind
-    assert (found.hooks is not None) == ("Hooks" in code)
+    artifact = discovery.find(build.config(tmp_path, default_model_filename=named))
+    assert artifact.kind is kind
+    assert (artifact.hooks is not None) == ("Hooks" in code)
 
 
-@pytest.mark.parametrize("key", ["model_class", "model_factory"])
-def test_named_class_is_the_model(key: str, tmp_path: Path) -> None:
+def test_named_class_is_the_model(tmp_path: Path) -> None:
     """If the config names a class of model.py, that class is the model."""
     script(tmp_path)
     build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
-    assert discovery.find(build.config(tmp_path, **{key: "Net"})).kind is ArtifactType.MODULE
+    assert discovery.find(build.config(tmp_path, model_class="Net")).kind is ArtifactType.MODULE
 
 
 def test_two_models(tmp_path: Path) -> None:
@@ -328,15 +298,15 @@ def test_weights_beside_a_module(tmp_path: Path) -> None:
     """A state_dict beside a module with hooks is the weights of the module."""
     build.write(tmp_path, "model.py", _HEADER + _NET + _HOOKS)
     torch.save({"weight": torch.ones(2)}, tmp_path / "1" / "model.pt")
-    found = discovery.find(build.config(tmp_path))
-    assert (found.kind, found.weights) == (ArtifactType.MODULE, tmp_path / "1" / "model.pt")
-    assert found.hooks == tmp_path / "1" / "model.py"
+    artifact = discovery.find(build.config(tmp_path))
+    assert (artifact.kind, artifact.weights) == (ArtifactType.MODULE, tmp_path / "1" / "model.pt")
+    assert artifact.hooks == tmp_path / "1" / "model.py"
 
 
 def test_beside_a_factory(tmp_path: Path) -> None:
     """A module from a package has its hooks in model.py."""
-    found = load(tmp_path, _HOOKS, model_factory="torch.nn:Identity")
-    assert found is not None
+    hooks = load(tmp_path, _HOOKS, model_factory="torch.nn:Identity")
+    assert hooks is not None
 
 
 def test_named_hooks_without_a_source(tmp_path: Path) -> None:
@@ -346,17 +316,10 @@ def test_named_hooks_without_a_source(tmp_path: Path) -> None:
         discovery.find(build.config(tmp_path, hooks="Around"))
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        pytest.param("class Hooks:\n    def preprocess(self, x)\n", id="syntax"),
-        pytest.param("class Hooks:\n    def preprocess(self, x): ...\n\nraise OSError\n", id="run"),
-    ],
-)
-def test_broken_source(code: str, tmp_path: Path) -> None:
+def test_broken_source(tmp_path: Path) -> None:
     """Hooks that cannot be imported fail the load."""
     script(tmp_path)
-    build.write(tmp_path, "model.py", code)
+    build.write(tmp_path, "model.py", "class Hooks:\n    def preprocess(self, x)\n")
     settings = build.config(tmp_path, default_model_filename="model.pt")
     with pytest.raises(LoadError, match=r"model\.py fails at line"):
         user_hooks.load(settings, discovery.find(settings))
@@ -364,8 +327,8 @@ def test_broken_source(code: str, tmp_path: Path) -> None:
 
 def test_as_text() -> None:
     """The text lists the methods in the order in which they run, as they are declared."""
-    stages = {
-        name: Hook("m", name, str, f"{name}(x)", asks=False, blames=False)
+    hooks = {
+        name: Hook("m", name, str, f"{name}(x)", takes_parameters=False, client_errors=False)
         for name in ("postprocess", "preprocess")
     }
-    assert str(Hooks(**stages)) == "preprocess(x), postprocess(x)"
+    assert str(Hooks(**hooks)) == "preprocess(x), postprocess(x)"

@@ -244,7 +244,7 @@ def test_check(imported: Imported) -> None:
 
 def test_torchscript_and_names(imported: Imported) -> None:
     """The probabilities are those of the model itself, for the picture that was sent."""
-    from torch_py_backend.torchserve.images import ImageNetTransform
+    from torch_py_backend.torchserve.handlers import ImageNetTransform
 
     image = pytest.importorskip("PIL.Image")
     picture = archives.image(300, 270)

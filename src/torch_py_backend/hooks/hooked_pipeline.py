@@ -1,11 +1,11 @@
-"""The pipeline of a model with hooks: prepare rows, make batches, call the module, read results."""
+"""The pipeline of a model with hooks: prepare rows, make batches, call the module, finish rows."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from torch_py_backend.hooks.preprocessing import (
     RowPreprocessor,
     by_name,
 )
-from torch_py_backend.hooks.user_hooks import Hooks
+from torch_py_backend.hooks.user_hooks import Hooks, Tree
 from torch_py_backend.signature.binding import (
     ArgumentType,
     InputBinding,
@@ -38,50 +38,55 @@ from torch_py_backend.signature.binding import (
     ordinal,
 )
 
+# The module of the model, or the function that is served instead.
+Module: TypeAlias = "Callable[..., Tree]"
+
 # The name of an outcome's only column before postprocess().
 UNREAD = (ROWS,)
 
 
 def own_rows(column: Value) -> Value:
-    """Copy the results of rows that `Stages.split` returned, including their tensors."""
+    """Copy the results of rows that `HookedPipeline.split` returned, including their tensors."""
     return request_parameters.column(map(trees.owned, request_parameters.values(column)))
 
 
 class HookedPipeline:
     """The stages before and after the engine's own for a model with hooks.
 
-    It has the role of `Intake` for a model without hooks: `begin` prepares items, `group` groups
-    them, and each group has the function that calls the module.
+    It takes the place of `Grouping`: `begin` prepares items, `group` groups them, and each group
+    has the function that calls the module.
 
     Args:
         config: the model's config.
         signature: the module's signature.
         hooks: the model's hooks.
-        surroundings: the device of the module and the context of its calls.
+        runtime: the device of the module and the context of its calls.
 
     Raises:
         BindingError: the config's inputs do not match the signature of the hooks or the module.
     """
 
     def __init__(
-        self, config: ModelConfig, signature: Signature, hooks: Hooks, surroundings: Runtime
+        self, config: ModelConfig, signature: Signature, hooks: Hooks, runtime: Runtime
     ) -> None:
         self.hooks = hooks
         self._model = config.name
         self._batched = config.max_batch_size > 0
         self._signature = signature
-        self._device = surroundings.device
-        self._intake: BatchPreprocessor | RowPreprocessor
+        self._device = runtime.device
+        self._preprocessor: BatchPreprocessor | RowPreprocessor
         if hooks.preprocess is None and hooks.collate is None:
             # inference() gets the inputs by name and calls the module itself.
             target = signature if hooks.inference is None else by_name(config, of_row=False)
-            self._intake = BatchPreprocessor(config, hooks.preprocess_batch, target)
+            self._preprocessor = BatchPreprocessor(config, hooks.preprocess_batch, target)
         else:
-            self._intake = RowPreprocessor(config, hooks, surroundings.guard)
-        self.places = self._intake.places
-        self.patterns = self._intake.patterns
+            self._preprocessor = RowPreprocessor(config, hooks, runtime.guard)
+        self.places = self._preprocessor.places
+        self.patterns = self._preprocessor.patterns
         # Request parameters stay with the rows for hooks after preprocess() that take them.
-        self._carries = any(hook.asks for hook in hooks.stages if hook.name != "preprocess")
+        self._carries = any(
+            hook.takes_parameters for hook in hooks.defined if hook.name != "preprocess"
+        )
         self._bound: dict[tuple[str, ...], InputBinding] = {}
         row_config = dataclasses.replace(config, max_batch_size=0)
         self._specs = {spec.name: spec for spec in config.outputs}
@@ -89,7 +94,7 @@ class HookedPipeline:
         self._names = tuple(self._specs)
         self._finite = Finite(config) if config.options.check_finite else None
 
-    def stages(self) -> list[tuple[str, Any, str]]:
+    def stages(self) -> list[tuple[str, object, str]]:
         """Return the stages: each one's name, owner and attribute."""
         return [
             ("prepare", self, "begin"),
@@ -97,7 +102,7 @@ class HookedPipeline:
             ("group", self, "group"),
             ("forward", self, "_pass"),
             ("finish", self, "finish"),
-            *((hook.name, hook, "function") for hook in self.hooks.stages),
+            *((hook.name, hook, "function") for hook in self.hooks.defined),
         ]
 
     # --- before the module ---------------------------------------------------------------------
@@ -115,7 +120,9 @@ class HookedPipeline:
         """
         item = dict(item)
         parameters = request_parameters.pop(item)
-        return partial(self._prepared, self._intake.begin(item, parameters, more=more), parameters)
+        return partial(
+            self._prepared, self._preprocessor.begin(item, parameters, more=more), parameters
+        )
 
     def _prepared(
         self, prepare: Callable[[], Item | InputError], parameters: Parameters
@@ -134,20 +141,18 @@ class HookedPipeline:
             (at, {name: value for name, value in item.items() if name != request_parameters.KEY})
             for at, item in items
         ]
-        return [
-            Group(self._passed(inputs), [by_position[at] for at in positions], positions)
-            for inputs, _, positions in self._intake.group(without_parameters)
-        ]
-
-    def _passed(self, inputs: InputBinding) -> InputBinding:
-        """Return how columns are passed, including the column of parameters."""
         extra = (request_parameters.KEY,) if self._carries else ()
-        return InputBinding(
-            (*inputs.names, *extra),
-            (*inputs.takes, *(ArgumentType.TENSOR for _ in extra)),
-            partial(self._call, inputs),
-            inputs.places,
-        )
+        extra_takes = (ArgumentType.TENSOR,) * len(extra)
+        groups = []
+        for inputs, _, positions in self._preprocessor.group(without_parameters):
+            binding = InputBinding(
+                (*inputs.names, *extra),
+                (*inputs.takes, *extra_takes),
+                partial(self._call, inputs),
+                inputs.places,
+            )
+            groups.append(Group(binding, [by_position[at] for at in positions], positions))
+        return groups
 
     def convert(self, _: InputBinding, columns: Sequence[Value]) -> Sequence[Value]:
         """Return the columns unchanged: `_call` converts them."""
@@ -155,13 +160,13 @@ class HookedPipeline:
 
     # --- the module ----------------------------------------------------------------------------
 
-    def _call(self, inputs: InputBinding, module: Any, columns: Sequence[Any]) -> Any:
+    def _call(self, inputs: InputBinding, module: Module, columns: Sequence[Value]) -> Tree:
         """Return the module's result for a batch, after postprocess_batch() if there is one."""
         parameters: RowParameters = ()
         if self._carries:
             *columns, last = columns
             parameters = request_parameters.values(last)
-        batch = trees.to_device(self._intake.batch(inputs, columns, parameters), self._device)
+        batch = trees.to_device(self._preprocessor.batch(inputs, columns, parameters), self._device)
         if self.hooks.inference is not None:
             result = self.hooks.inference.with_parameters(parameters)(module, batch)
         else:
@@ -170,7 +175,7 @@ class HookedPipeline:
             result = self.hooks.postprocess_batch.with_parameters(parameters)(result)
         return result
 
-    def _pass(self, module: Any, batch: Any) -> Any:
+    def _pass(self, module: Module, batch: Tree) -> Tree:
         """Call the module with a dict of named arguments, a tuple of arguments, or one argument."""
         if isinstance(batch, Mapping):
             named = {str(name): value for name, value in batch.items()}
@@ -190,7 +195,7 @@ class HookedPipeline:
 
     # --- after the module ----------------------------------------------------------------------
 
-    def split(self, result: Any, rows: int) -> list[Value]:
+    def split(self, result: Tree, rows: int) -> list[Value]:
         """Split a batch's result into a column of results of rows.
 
         Raises:
@@ -219,16 +224,14 @@ class HookedPipeline:
             BackendError: postprocess() fails, or its result contradicts the config.
         """
         results = request_parameters.values(outcome[ROWS])
-        parameters = (
-            request_parameters.values(item[request_parameters.KEY])
-            if self._carries
-            else [()] * len(results)
-        )
+        parameters: Sequence[Parameters] = [{}] * len(results)
+        if self._carries:
+            parameters = request_parameters.values(item[request_parameters.KEY])
         more = more or len(results) > 1
         rows = []
         for result, row_parameters in zip(results, parameters, strict=True):
-            read = self._postprocess(result, row_parameters)
-            row = self._extractor.take(self._converted(read), 1)
+            finished = self._postprocess(result, row_parameters)
+            row = self._extractor.take(self._converted(finished), 1)
             rows.append([gather_scatter.own(value) for value in row] if more else row)
         columns = list(zip(*rows, strict=True))
         outputs = {
@@ -240,11 +243,11 @@ class HookedPipeline:
             raise refusal
         return outputs
 
-    def _postprocess(self, result: Any, parameters: Any) -> Any:
+    def _postprocess(self, result: Tree, parameters: Parameters) -> Tree:
         assert self.hooks.postprocess is not None  # noqa: S101  checked by `finishes`
         return self.hooks.postprocess.with_parameters(parameters)(result)
 
-    def _converted(self, result: Any) -> Any:
+    def _converted(self, result: Tree) -> Tree:
         """Convert lists and arrays in the result of postprocess() to the types of the outputs."""
         if isinstance(result, Mapping):
             self._refuse_other_names(result)
@@ -254,7 +257,7 @@ class HookedPipeline:
             return self._part(spec, result)
         return result
 
-    def _refuse_other_names(self, result: Mapping[Any, Any]) -> None:
+    def _refuse_other_names(self, result: Mapping[str, Tree]) -> None:
         """Refuse a dict without the name of any output: its order must not be relied on."""
         named = not any(is_path(name) or ordinal(name) is not None for name in self._names)
         if named and self._specs and result.keys().isdisjoint(self._specs):
@@ -264,7 +267,7 @@ class HookedPipeline:
                 expected=f"the outputs {', '.join(self._names)}",
             )
 
-    def _part(self, spec: TensorSpec | None, part: Any) -> Any:
+    def _part(self, spec: TensorSpec | None, part: Tree) -> Tree:
         if spec is None or isinstance(part, Tensor | str | bytes):
             return part
         if isinstance(part, np.ndarray) and part.dtype.kind not in "OUS":
@@ -275,17 +278,18 @@ class HookedPipeline:
             return np.array(part, dtype=np.object_)
         return self._numbers(spec, part)
 
-    def _numbers(self, spec: TensorSpec, part: Sequence[Any]) -> Tensor:
+    def _numbers(self, spec: TensorSpec, part: Sequence[Tree]) -> Tensor:
         """Convert numbers to the output's type without loss."""
         dtype: torch.dtype = getattr(torch, spec.dtype.torch or "")
         try:
             tensor = torch.as_tensor(part)
             if not part:
                 return tensor.to(dtype)
-            integers = not tensor.is_floating_point() and tensor.dtype is not torch.bool
-            fits = (integers or tensor.is_floating_point()) if dtype.is_floating_point else integers
+            is_float, is_bool = tensor.is_floating_point(), tensor.dtype is torch.bool
             if dtype is torch.bool:
-                fits = tensor.dtype is torch.bool
+                fits = is_bool
+            else:
+                fits = not is_bool and (dtype.is_floating_point or not is_float)
             if fits:
                 return torch.tensor(part, dtype=dtype)
             problem = f"numbers of {str(tensor.dtype).removeprefix('torch.')}"
@@ -297,10 +301,8 @@ class HookedPipeline:
             expected=str(spec),
         )
 
-    def _stacked(self, name: str, column: Sequence[Any]) -> Value:
-        stack: Callable[[list[Any]], Value] = torch.stack
-        if not isinstance(column[0], Tensor):
-            stack = np.stack
+    def _stacked(self, name: str, column: Sequence[Value]) -> Value:
+        stack: Callable[..., Value] = torch.stack if isinstance(column[0], Tensor) else np.stack
         try:
             return stack(list(column))
         except (RuntimeError, ValueError):
@@ -314,7 +316,7 @@ class HookedPipeline:
 
     # --- without a config ----------------------------------------------------------------------
 
-    def tried(self, module: Any, item: Item) -> tuple[Any, bool]:
+    def tried(self, module: Module, item: Item) -> tuple[Tree, bool]:
         """Return the unchecked result of a request, and whether it is the result of one row.
 
         Raises:

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.request_parameters import Parameters
 from torch_py_backend.errors import BindingError, InputError, OutputError
-from torch_py_backend.hooks.user_hooks import Hook, Hooks
+from torch_py_backend.hooks.user_hooks import Hook, Hooks, Tree
 from torch_py_backend.signature.binding import (
     Argument,
     ArgumentType,
@@ -37,6 +37,8 @@ ROWS = "rows"
 NUMBERED = "INPUT__"
 
 RowParameters: TypeAlias = "Sequence[Parameters]"
+# Returns a row's result of preprocess(), or the refusal of the row.
+Prepare: TypeAlias = "Callable[[], Tree]"
 
 
 class BatchPreprocessor:
@@ -44,18 +46,18 @@ class BatchPreprocessor:
 
     Args:
         config: the model's config.
-        stage: preprocess_batch; None: there is none.
+        hook: preprocess_batch; None: there is none.
         signature: the module's signature.
     """
 
-    def __init__(self, config: ModelConfig, stage: Hook | None, signature: Signature) -> None:
-        self._stage = stage
-        if stage is not None:
-            signature = stage.signature()
+    def __init__(self, config: ModelConfig, hook: Hook | None, signature: Signature) -> None:
+        self._hook = hook
+        if hook is not None:
+            signature = hook.signature()
             _refuse_vague(config, signature)
-        self._intake = Grouping(config, signature)
-        self.places = self._intake.places
-        self.patterns = self._intake.patterns
+        self._grouping = Grouping(config, signature)
+        self.places = self._grouping.places
+        self.patterns = self._grouping.patterns
 
     def begin(
         self,
@@ -64,31 +66,19 @@ class BatchPreprocessor:
         *,
         more: bool = False,  # noqa: ARG002  the interface of `RowPreprocessor.begin`
     ) -> Callable[[], Item | InputError]:
-        return partial(self._intake.admit, item)
+        return partial(self._grouping.admit, item)
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
-        return self._intake.group(items)
+        return self._grouping.group(items)
 
     def batch(
         self, inputs: InputBinding, columns: Sequence[Value], parameters: RowParameters
-    ) -> Any:
+    ) -> Tree:
         """Return the argument for the module's call."""
-        passed = self._intake.convert(inputs, columns)
-        if self._stage is None:
+        passed = self._grouping.convert(inputs, columns)
+        if self._hook is None:
             return dict(zip(inputs.names, passed, strict=True))
-        return inputs.call(self._stage.with_parameters(parameters), passed)
-
-
-class _PendingRow(NamedTuple):
-    """A row that is being prepared.
-
-    Attributes:
-        result: returns the result of preprocess(); runs it unless a thread does.
-        again: runs preprocess() once more, in this thread.
-    """
-
-    result: Callable[[], Any]
-    again: Callable[[], Any]
+        return inputs.call(self._hook.with_parameters(parameters), passed)
 
 
 class _PreparedRow:
@@ -96,24 +86,24 @@ class _PreparedRow:
 
     Args:
         row: the result of preprocess().
-        again: runs preprocess() once more.
+        again: runs preprocess() once more, in this thread.
     """
 
     __slots__ = ("_again", "_row", "_taken")
 
-    def __init__(self, row: Any, again: Callable[[], Any]) -> None:
+    def __init__(self, row: Tree, again: Prepare) -> None:
         self._row = row
         self._again = again
         self._taken = False
 
-    def take(self) -> Any:
+    def take(self) -> Tree:
         """Return the row. Prepare it again if it was taken before, by a batch that failed."""
         if self._taken:
             self._row = self._again()
         self._taken = True
         return self._row
 
-    def copied(self) -> Any:
+    def copied(self) -> Tree:
         """Return a copy of the row that `take` has just returned."""
         try:
             return copy.deepcopy(self._row)
@@ -144,70 +134,59 @@ class RowPreprocessor:
         self._threads = ThreadPoolExecutor(count) if count is not None else None
         self._guard = guard
         # A row is admitted like a request of a model without a batch dimension.
-        self._intake = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
-        self.places = self._intake.places
-        self.patterns = self._intake.patterns
+        self._grouping = Grouping(dataclasses.replace(config, max_batch_size=0), signature)
+        self.places = self._grouping.places
+        self.patterns = self._grouping.patterns
 
     def begin(
         self, item: Item, parameters: Parameters, *, more: bool = False
     ) -> Callable[[], Item | InputError]:
-        if not self._batched:
-            return partial(self._joined, [self._start(item, parameters, more=more)])
-        count = count_rows(self._model, item, self._axes)
+        count = count_rows(self._model, item, self._axes) if self._batched else 1
         if count == 0:
             count = InputError(self._model, "the request has no rows")
         if isinstance(count, InputError):
             refusal = count
             return lambda: refusal
-        rows = [
-            self._start(
-                {name: value[row, ...] for name, value in item.items()},
-                parameters,
-                more=more or count > 1,
-            )
-            for row in range(count)
-        ]
-        return partial(self._joined, rows)
+        rows = [item]
+        if self._batched:
+            rows = [{name: value[row, ...] for name, value in item.items()} for row in range(count)]
+        copies = (more or count > 1) and self._preprocess is not None
+        prepares = [partial(self._prepare, row, parameters, copies=copies) for row in rows]
+        results: Sequence[Prepare] = prepares
+        if self._threads is not None:
+            # Context variables of this request, such as a trace's context, apply to its rows.
+            results = [
+                self._threads.submit(contextvars.copy_context().run, self._guarded, prepare).result
+                for prepare in prepares
+            ]
+        return partial(self._joined, results, prepares)
 
-    def _start(self, row: Item, parameters: Parameters, *, more: bool) -> _PendingRow:
-        prepare = partial(self._prepare, row, parameters)
-        if more and self._preprocess is not None:
-            prepare = partial(_owned, prepare)
-        if self._threads is None:
-            return _PendingRow(prepare, prepare)
-        # Context variables of this request, such as a trace's context, apply to its rows.
-        context = contextvars.copy_context()
-        future = self._threads.submit(context.run, self._guarded, prepare)
-        return _PendingRow(future.result, prepare)
-
-    def _guarded(self, prepare: Callable[[], Any]) -> Any:
+    def _guarded(self, prepare: Prepare) -> Tree:
         with self._guard():  # thread-local
             return prepare()
 
-    def _joined(self, pending: Sequence[_PendingRow]) -> Item | InputError:
+    def _joined(self, results: Sequence[Prepare], prepares: Sequence[Prepare]) -> Item | InputError:
         """Return the item of these rows, or the refusal of one of them."""
-        rows = [row.result() for row in pending]
+        rows = [result() for result in results]
         refused = next((row for row in rows if isinstance(row, InputError)), None)
         if refused is not None:
             return refused
         if self._collate is None:
             return self._stack(rows)
-        prepared = (
-            _PreparedRow(row, source.again) for row, source in zip(rows, pending, strict=True)
-        )
-        return {ROWS: request_parameters.column(prepared)}
+        return {ROWS: request_parameters.column(map(_PreparedRow, rows, prepares))}
 
-    def _prepare(self, row: Item, parameters: Parameters) -> Any:
+    def _prepare(self, row: Item, parameters: Parameters, *, copies: bool) -> Tree:
         """Return the result of preprocess() for one row, or its refusal."""
-        admitted = self._intake.admit(row)
+        admitted = self._grouping.admit(row)
         if isinstance(admitted, InputError):
             return admitted
-        ((inputs, _, _),) = self._intake.group([(0, admitted)])
+        ((inputs, _, _),) = self._grouping.group([(0, admitted)])
         columns = [to_column(admitted[name]) for name in inputs.names]
         call = dict if self._preprocess is None else self._preprocess.with_parameters(parameters)
-        return inputs.call(call, self._intake.convert(inputs, columns))
+        prepared = inputs.call(call, self._grouping.convert(inputs, columns))
+        return trees.owned(prepared) if copies else prepared
 
-    def _stack(self, rows: Sequence[Any]) -> Item:
+    def _stack(self, rows: Sequence[Tree]) -> Item:
         """Stack one request's rows."""
         tensors = [self._tensors(row) for row in rows]
         if not self._batched:
@@ -225,14 +204,14 @@ class RowPreprocessor:
                 cure="Or write collate(), which makes a batch of them.",
             ) from None
 
-    def _tensors(self, row: Any) -> dict[str, Tensor]:
+    def _tensors(self, row: Tree) -> dict[str, Tensor]:
         """Return the tensors of a row by name, or by number if they have no names."""
         if isinstance(row, Mapping):
             return {str(name): self._tensor(value) for name, value in row.items()}
         parts = row if isinstance(row, tuple) else (row,)
         return {f"{NUMBERED}{number}": self._tensor(part) for number, part in enumerate(parts)}
 
-    def _tensor(self, value: Any) -> Tensor:
+    def _tensor(self, value: Tree) -> Tensor:
         if isinstance(value, Tensor):
             return value
         try:
@@ -248,49 +227,40 @@ class RowPreprocessor:
 
     def group(self, items: Sequence[tuple[int, Item]]) -> list[Group]:
         """Group items that can share a batch."""
-        groups: dict[Any, list[tuple[int, Item]]] = {}
+        groups: dict[object, list[tuple[int, Item]]] = {}
         for position, item in items:
-            groups.setdefault(self._key(position, item), []).append((position, item))
+            key: object = None  # collate() makes a batch of any rows
+            if not self._batched:
+                key = position
+            elif self._collate is None:
+                key = tuple(
+                    (name, value.shape[1:], value.dtype, value.device)
+                    for name, value in item.items()
+                    if isinstance(value, Tensor)
+                )
+            groups.setdefault(key, []).append((position, item))
         return [
             Group(_columns(members[0][1]), [item for _, item in members], [at for at, _ in members])
             for members in groups.values()
         ]
 
-    def _key(self, position: int, item: Item) -> Any:
-        if not self._batched:
-            return position
-        if self._collate is not None:
-            return None
-        return tuple(
-            (name, value.shape[1:], value.dtype, value.device)
-            for name, value in item.items()
-            if isinstance(value, Tensor)
-        )
-
     def batch(
         self, inputs: InputBinding, columns: Sequence[Value], parameters: RowParameters
-    ) -> Any:
+    ) -> Tree:
         """Return the argument for the module's call."""
         if self._collate is not None:
             (column,) = columns
-            rows = _distinct(request_parameters.values(column))
+            rows: list[Tree] = []
+            last: _PreparedRow | None = None
+            prepared: list[_PreparedRow] = request_parameters.values(column)
+            for row in prepared:
+                # A batch is filled up with its last row, which collate() gets as copies.
+                rows.append(row.copied() if row is last else row.take())
+                last = row
             return self._collate.with_parameters(parameters)(rows)
         if not inputs.names or not inputs.names[0].startswith(NUMBERED):
             return dict(zip(inputs.names, columns, strict=True))
         return columns[0] if len(columns) == 1 else tuple(columns)
-
-
-def _owned(prepare: Callable[[], Any]) -> Any:
-    return trees.owned(prepare())
-
-
-def _distinct(prepared: Sequence[_PreparedRow]) -> list[Any]:
-    """Return the rows of a batch; copy the last one for each row that fills the batch up."""
-    rows, last = [], None
-    for row in prepared:
-        rows.append(row.copied() if row is last else row.take())
-        last = row
-    return rows
 
 
 def _columns(item: Item) -> InputBinding:

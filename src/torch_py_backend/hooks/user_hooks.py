@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeAlias
 
 from torch_py_backend.artifacts.discovery import HOOK_METHODS, Artifact, ArtifactType
 from torch_py_backend.config import request_parameters
 from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.request_parameters import Parameters
 from torch_py_backend.errors import (
     BackendError,
     ConfigError,
@@ -28,6 +30,9 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import python_source
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.binding import Passing, Signature
+
+# What the methods of a user take and return: trees of anything.
+Tree: TypeAlias = Any
 
 # The arguments of the hooks that do not take the inputs by name.
 _TAKES = {
@@ -56,18 +61,18 @@ class Hook:
         name: the method's name.
         function: the method, instrumented where requested.
         text: its declaration, for messages.
-        asks: whether it takes the request's parameters.
-        blames: whether a ValueError or TypeError that it raises is the client's fault.
+        takes_parameters: whether it takes the request's parameters.
+        client_errors: whether a ValueError or TypeError that it raises is the client's fault.
     """
 
     model: str
     name: str
-    function: Callable[..., Any]
+    function: Callable[..., Tree]
     text: str
-    asks: bool
-    blames: bool
+    takes_parameters: bool
+    client_errors: bool
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         """Call the method.
 
         Raises:
@@ -79,14 +84,20 @@ class Hook:
         except (BackendError, KeyboardInterrupt):
             raise
         except BaseException as error:
-            if self.blames and _is_refusal(error):
+            # Decoders raise these for unreadable bytes; Pillow raises OSErrors without an errno.
+            unreadable = isinstance(error, OSError) and error.errno is None
+            if self.client_errors and (isinstance(error, ValueError | TypeError) or unreadable):
                 reason = summarize(error)
                 raise InputError(self.model, f"{self.name}() refuses the input: {reason}") from None
             raise HookError(self.model, self.name, error) from error
 
-    def with_parameters(self, parameters: Any) -> Callable[..., Any]:
+    def with_parameters(self, parameters: Parameters | Sequence[Parameters]) -> Callable[..., Tree]:
         """Bind the parameters of a request, or of each row, if the method takes them."""
-        return partial(self, **{request_parameters.ARGUMENT: parameters}) if self.asks else self
+        return (
+            partial(self, **{request_parameters.ARGUMENT: parameters})
+            if self.takes_parameters
+            else self
+        )
 
     def signature(self) -> Signature:
         """Return the method's signature without the request's parameters."""
@@ -102,15 +113,6 @@ class Hook:
         return Signature(tuple(arguments), name=self.name)
 
 
-def _is_refusal(error: BaseException) -> bool:
-    """Return whether a decoder may raise this for unreadable bytes.
-
-    Pillow raises OSErrors without an errno.
-    """
-    unreadable = isinstance(error, OSError) and error.errno is None
-    return isinstance(error, ValueError | TypeError) or unreadable
-
-
 @dataclass(frozen=True, slots=True)
 class Hooks:
     """A model's hooks; None for each that is not defined."""
@@ -123,29 +125,28 @@ class Hooks:
     postprocess_batch: Hook | None = None
 
     @property
-    def stages(self) -> list[Hook]:
+    def defined(self) -> list[Hook]:
         """The defined hooks, in the order in which they run."""
-        stages = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return [stage for stage in stages if stage is not None]
+        hooks = (getattr(self, field.name) for field in dataclasses.fields(self))
+        return [hook for hook in hooks if hook is not None]
 
     @property
-    def asks(self) -> bool:
+    def takes_parameters(self) -> bool:
         """Whether any hook takes the request's parameters."""
-        return any(stage.asks for stage in self.stages)
+        return any(hook.takes_parameters for hook in self.defined)
 
     @property
     def per_batch(self) -> bool:
         """Whether any hook takes or returns a batch."""
-        return any(stage.name in _PER_BATCH for stage in self.stages)
+        return any(hook.name in _PER_BATCH for hook in self.defined)
 
     @property
     def makes_batches(self) -> bool:
         """Whether hooks make the arguments of the module's call."""
-        makers = (self.preprocess, self.preprocess_batch, self.collate)
-        return any(stage is not None for stage in makers)
+        return any((self.preprocess, self.preprocess_batch, self.collate))
 
     def __str__(self) -> str:
-        return ", ".join(stage.text for stage in self.stages)
+        return ", ".join(hook.text for hook in self.defined)
 
 
 # --- load ------------------------------------------------------------------------------------
@@ -158,61 +159,49 @@ def load(config: ModelConfig, artifact: Artifact) -> Hooks | None:
         SourceError: the class cannot be created, or its methods take other arguments.
         ConfigError: the config contradicts the hooks.
     """
-    built = (
-        python_source.construct_hooks(config, artifact.hooks)
-        if artifact.hooks is not None
-        else None
-    )
-    if artifact.hooks is None or built is None:
-        _refuse_idle_threads(config, used=False)
-        return None
-    _refuse_two_models(config, artifact)
-    stages = {
-        name: stage
-        for name in HOOK_METHODS
-        if (stage := _stage(config, artifact.hooks.name, built, name)) is not None
-    }
-    _refuse_contradictions(config, type(built).__name__, stages)
-    _refuse_idle_threads(config, used="preprocess" in stages)
-    if "forward" in stages:
-        stages["inference"] = stages.pop("forward")
-    return Hooks(**stages)
-
-
-def _refuse_idle_threads(config: ModelConfig, *, used: bool) -> None:
-    if config.options.preprocess_threads is not None and not used:
+    file = artifact.hooks
+    instance: object = None if file is None else python_source.construct_hooks(config, file)
+    hooks: dict[str, Hook] = {}
+    if file is not None and instance is not None:
+        _refuse_two_models(config, artifact, file)
+        for name in HOOK_METHODS:
+            hook = _hook(config, file.name, instance, name)
+            if hook is not None:
+                hooks[name] = hook
+        _refuse_contradictions(config, type(instance).__name__, hooks)
+    if config.options.preprocess_threads is not None and "preprocess" not in hooks:
         raise ConfigError(
             config.name,
             "PREPROCESS_THREADS is set, and there is no preprocess()",
             cure="Take it out, or write a class Hooks with that method.",
         )
+    if "forward" in hooks:
+        hooks["inference"] = hooks.pop("forward")
+    return Hooks(**hooks) if hooks else None
 
 
-def _refuse_two_models(config: ModelConfig, artifact: Artifact) -> None:
+def _refuse_two_models(config: ModelConfig, artifact: Artifact, file: Path) -> None:
     """Refuse a module in the hooks' source beside another model that the config does not name."""
     named = config.default_model_filename not in (None, "model.pt")
-    if (
-        named
-        or artifact.hooks is None
-        or artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY)
-    ):
+    if named or artifact.kind in (ArtifactType.MODULE, ArtifactType.FACTORY):
         return
-    modules = python_source.module_names(config.name, artifact.hooks)
+    modules = python_source.module_names(config.name, file)
     if modules:
         raise ConfigError(
             config.name,
-            f"{artifact.hooks.name} defines the module {modules[0]} and hooks, and"
+            f"{file.name} defines the module {modules[0]} and hooks, and"
             f" {artifact.path.name} beside it is {artifact.kind.value}",
             expected="one model",
             cure="Say which with default_model_filename.",
         )
 
 
-def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Hook | None:
-    method = getattr(built, name, None)
+def _hook(config: ModelConfig, file: str, instance: object, name: str) -> Hook | None:
+    """Return the hook of this name after checking its arguments; None: it is not defined."""
+    method = getattr(instance, name, None)
     if method is None:
         return None
-    place = f"{type(built).__name__}.{name}"
+    place = f"{type(instance).__name__}.{name}"
     if not callable(method):
         raise SourceError(
             config.name, f"{place} in {file} is a {type(method).__name__}", expected="a method"
@@ -233,77 +222,74 @@ def _stage(config: ModelConfig, file: str, built: Any, name: str) -> Hook | None
         raise SourceError(
             config.name, f"the arguments of {place}() in {file} cannot be read: {error}"
         ) from error
-    asks = request_parameters.ARGUMENT in signature.parameters
-    if name in _TAKES:
-        _check_arguments(config, f"{place}{signature} in {file}", signature, name, asks=asks)
-    blames = name.startswith("preprocess")
-    return Hook(config.name, name, method, f"{name}{signature}", asks, blames)
-
-
-def _check_arguments(
-    config: ModelConfig, place: str, signature: inspect.Signature, name: str, *, asks: bool
-) -> None:
-    takes = _TAKES[name]
+    takes_parameters = request_parameters.ARGUMENT in signature.parameters
+    takes = _TAKES.get(name)
     try:
-        signature.bind(*takes, **({request_parameters.ARGUMENT: None} if asks else {}))
+        if takes is not None:
+            signature.bind(
+                *takes, **({request_parameters.ARGUMENT: None} if takes_parameters else {})
+            )
     except TypeError as error:
         raise SourceError(
             config.name,
-            f"{place} cannot be called: {error}",
-            expected=f"{name}(self, {', '.join(takes)}), and after that"
+            f"{place}{signature} in {file} cannot be called: {error}",
+            expected=f"{name}(self, {', '.join(takes or ())}), and after that"
             f" {request_parameters.ARGUMENT} where it wants them",
         ) from None
+    client_errors = name.startswith("preprocess")
+    return Hook(config.name, name, method, f"{name}{signature}", takes_parameters, client_errors)
 
 
-def _refuse_contradictions(config: ModelConfig, kind: str, stages: Mapping[str, Hook]) -> None:
-    if not stages:
+def _refuse_contradictions(config: ModelConfig, name: str, hooks: Mapping[str, Hook]) -> None:
+    if not hooks:
         raise SourceError(
             config.name,
-            f"the class {kind}, which is to run around forward(), has no hooks",
+            f"the class {name}, which is to run around forward(), has no hooks",
             expected="some of the methods " + ", ".join(HOOK_METHODS),
         )
-    for one, other in _RIVALS:
-        if one in stages and other in stages:
+    for first, second in _RIVALS:
+        if first in hooks and second in hooks:
             raise SourceError(
                 config.name,
-                f"{kind} has {one}() and {other}()",
+                f"{name} has {first}() and {second}()",
                 expected="one of them: they do the same",
             )
-    batches = [name for name in _PER_BATCH if name in stages]
+    batches = [hook for hook in _PER_BATCH if hook in hooks]
     named = any(spec.name == request_parameters.ARGUMENT for spec in config.inputs)
+    in_forward = "Do in forward() what the hooks do, or take them out."
     contradictions = (
         (
             bool(batches) and not config.max_batch_size,
-            f"{kind} has {', '.join(batches)}(), and max_batch_size is 0",
+            f"{name} has {', '.join(batches)}(), and max_batch_size is 0",
             "Set max_batch_size, or take them out: each request is then one item.",
         ),
         (
             config.options.pad is not None,
-            f"PAD is set, and {kind} has hooks",
+            f"PAD is set, and {name} has hooks",
             "Pad in collate() or preprocess_batch(), and take PAD out.",
         ),
         (
             "cuda_graphs" in config.options.optimize,
-            f"OPTIMIZE asks for cuda_graphs, and {kind} has hooks",
+            f"OPTIMIZE asks for cuda_graphs, and {name} has hooks",
             "Take cuda_graphs out.",
         ),
         (
             config.sequencing is not None,
-            f"config.pbtxt has sequence_batching, and {kind} has hooks",
-            "Do in forward() what the hooks do, or take them out.",
+            f"config.pbtxt has sequence_batching, and {name} has hooks",
+            in_forward,
         ),
         (
             config.concatenates,
-            f"config.pbtxt has batch_input or batch_output, and {kind} has hooks",
-            "Do in forward() what the hooks do, or take them out.",
+            f"config.pbtxt has batch_input or batch_output, and {name} has hooks",
+            in_forward,
         ),
         (
             config.decoupled,
-            f"the model is decoupled, and {kind} has hooks",
-            "Do in forward() what the hooks do, or take them out.",
+            f"the model is decoupled, and {name} has hooks",
+            in_forward,
         ),
         (
-            named and any(stage.asks for stage in stages.values()),
+            named and any(hook.takes_parameters for hook in hooks.values()),
             f"an input is named {request_parameters.ARGUMENT}, as the request's own are for hooks",
             "Rename the input.",
         ),

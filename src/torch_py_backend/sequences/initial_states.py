@@ -29,19 +29,18 @@ def find(config: ModelConfig, rows: int | None) -> Item:
         ArtifactError: a file of initial values is missing or too short, or has other strings.
         ConfigError: the file is outside the model's folder.
     """
-    return {
-        state.input: _in_rows(_row(config, state, state.initial), rows)
-        for state in config.states
-        if state.initial is not None
-    }
-
-
-def _in_rows(value: Value, rows: int | None) -> Value:
-    if rows is None:
-        return value
-    if isinstance(value, Tensor):
-        return value.expand(rows, *value.shape).contiguous()
-    return np.repeat(value[None], rows, axis=0)
+    states: Item = {}
+    for state in config.states:
+        if state.initial is None:
+            continue
+        value = _row(config, state, state.initial)
+        if rows is None:
+            states[state.input] = value
+        elif isinstance(value, Tensor):
+            states[state.input] = value.expand(rows, *value.shape).contiguous()
+        else:
+            states[state.input] = np.repeat(value[None], rows, axis=0)
+    return states
 
 
 def _row(config: ModelConfig, state: State, initial: InitialState) -> Value:
@@ -57,7 +56,7 @@ def _row(config: ModelConfig, state: State, initial: InitialState) -> Value:
     needed = initial.size * dtype.itemsize
     if len(content) < needed:
         raise _misfit(config, state, f"{len(content)} bytes", f"{needed} bytes")
-    if not needed:
+    if not needed:  # torch.frombuffer refuses empty buffers
         return torch.zeros(initial.dims, dtype=dtype)
     return torch.frombuffer(bytearray(content[:needed]), dtype=dtype).reshape(initial.dims)
 

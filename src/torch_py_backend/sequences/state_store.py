@@ -12,16 +12,17 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Item, Outcome, Strings, Value
+from torch_py_backend.batching.gather_scatter import Item, Outcome, Part, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, InputError, StateMemoryError
 from torch_py_backend.sequences import initial_states, row_pool
@@ -81,29 +82,28 @@ def next_item(config: ModelConfig, item: Item, outcome: dict[str, Value]) -> Ite
 # --- while it serves ---------------------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class _Sequence:
     """The states of one sequence.
 
     Attributes:
         values: the states by the names of their inputs.
+        used: the time of its last step.
         slot: the row in the pool; negative: the states are not in it.
         form: the form of the states if they could be in a pool.
         size: the bytes of the states; 0 while they are the shared initial states.
-        used: the time of its last step.
         passed: the number of requests run when it was found idle; None: it was not.
     """
 
-    __slots__ = ("form", "passed", "size", "slot", "used", "values")
-
-    def __init__(self, values: Item, used: float) -> None:
-        self.values = values
-        self.slot = -1
-        self.form: Form | None = None
-        self.size = 0
-        self.used = used
-        self.passed: int | None = None
+    values: Item
+    used: float
+    slot: int = -1
+    form: Form | None = None
+    size: int = 0
+    passed: int | None = None
 
 
+@dataclass(eq=False, slots=True)
 class _Batch:
     """Columns whose rows are the new states of several steps.
 
@@ -115,14 +115,15 @@ class _Batch:
         rows: the row of each of the holders.
     """
 
-    __slots__ = ("columns", "fits", "form", "holders", "rows")
+    columns: Sequence[Tensor]
+    form: Form | None
+    fits: bool
+    holders: list[_Sequence] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
 
-    def __init__(self, columns: Sequence[Any], form: Form | None, *, fits: bool) -> None:
-        self.columns = columns
-        self.form = form
-        self.fits = fits
-        self.holders: list[_Sequence] = []
-        self.rows: list[int] = []
+    def add(self, holder: _Sequence, row: int) -> None:
+        self.holders.append(holder)
+        self.rows.append(row)
 
 
 class Sequences:
@@ -145,7 +146,7 @@ class Sequences:
         run: Callable[[Sequence[Item], Sequence[int]], Sequence[Outcome]],
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
-        guard: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        guard: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     ) -> None:
         sequencing = config.sequencing
         assert sequencing is not None  # noqa: S101  only sequences have states
@@ -203,7 +204,7 @@ class Sequences:
         """
         outcomes: list[Outcome] = [{} for _ in steps]
         with self._lock:
-            rounds = list(_rounds(steps))
+            rounds = _rounds(steps)
             for number, places in enumerate(rounds, 1):
                 results = self._run([steps[place] for place in places], places)
                 if number < len(rounds):  # the next round may overwrite the model's outputs
@@ -282,12 +283,14 @@ class Sequences:
         """Store the new states of successful steps; return the outcomes for clients."""
         now = self._clock()
         batches: dict[int, _Batch] = {}
-        updated = [
-            outcome
-            if isinstance(outcome, BackendError)
-            else self._update_one(step, sequence, outcome, batches, now)
-            for (step, sequence), outcome in zip(run, outcomes, strict=True)
-        ]
+        updated: list[Outcome] = []
+        for (step, sequence), outcome in zip(run, outcomes, strict=True):
+            if isinstance(outcome, BackendError):
+                updated.append(outcome)
+                continue
+            sequence.used = now
+            refusal = None if step.ends else self._update_one(step, sequence, outcome, batches)
+            updated.append(self._public_outputs(outcome) if refusal is None else refusal)
         try:
             for batch in batches.values():
                 if batch.holders and self._pool is not None:
@@ -298,58 +301,57 @@ class Sequences:
             raise
         return updated
 
-    def _update_one(
-        self,
-        step: Step,
-        sequence: _Sequence,
-        outcome: dict[str, Any],
-        batches: dict[int, _Batch],
-        now: float,
-    ) -> Outcome:
-        sequence.used = now
-        if not step.ends:
-            first = outcome[self._first]
-            batch, row = None, 0
-            if type(first) is tuple:
-                column, row = first
-                batch = batches.get(id(column))
-                if batch is None:
-                    batch = self._batch([outcome[name] for name in self._outputs])
-                    batches[id(column)] = batch
-            if batch is not None and batch.fits and sequence.slot >= 0:
-                batch.holders.append(sequence)
-                batch.rows.append(row)
-            else:
-                refusal = self._store(step, sequence, outcome, batch, row)
-                if refusal is not None:
-                    return refusal
+    def _public_outputs(self, outcome: dict[str, Value]) -> Outcome:
         for output in self._public:
             outcome[output] = gather_scatter.taken(outcome[output])
         for output in self._hidden:
             del outcome[output]
         return outcome
 
-    def _batch(self, values: Sequence[Any]) -> _Batch:
-        columns = [value[0] if type(value) is tuple else value for value in values]
+    def _update_one(
+        self,
+        step: Step,
+        sequence: _Sequence,
+        outcome: Mapping[str, Value | Part],
+        batches: dict[int, _Batch],
+    ) -> StateMemoryError | None:
+        """Store the new states of one step; return the error if that is refused."""
+        first = outcome[self._first]
+        if not isinstance(first, tuple):
+            return self._store(step, sequence, outcome, None, 0)
+        column, row = first
+        batch = batches.get(id(column))
+        if batch is None:
+            batch = batches[id(column)] = self._batch([outcome[name] for name in self._outputs])
+        if batch.fits and sequence.slot >= 0:
+            batch.add(sequence, row)
+            return None
+        return self._store(step, sequence, outcome, batch, row)
+
+    def _batch(self, values: Sequence[Value | Part]) -> _Batch:
+        columns = [value[0] if isinstance(value, tuple) else value for value in values]
+        tensors = [column for column in columns if isinstance(column, Tensor)]
         if self._fixed is not None and self._pool is not None:  # all states have the pool's form
-            return _Batch(columns, self._pool.form, fits=True)
-        small = self._batched and all(
-            isinstance(column, Tensor)
-            and column.nbytes <= gather_scatter.SMALL_BYTES * column.shape[0]
-            for column in columns
+            return _Batch(tensors, self._pool.form, fits=True)
+        small = (
+            self._batched
+            and len(tensors) == len(columns)
+            and all(
+                column.nbytes <= gather_scatter.SMALL_BYTES * column.shape[0] for column in tensors
+            )
         )
-        form = row_pool.form(columns) if small else None
-        return _Batch(columns, form, fits=self._pool is not None and self._pool.form == form)
+        form = row_pool.form(tensors) if small else None
+        return _Batch(tensors, form, fits=self._pool is not None and self._pool.form == form)
 
     def _store(
         self,
         step: Step,
         sequence: _Sequence,
-        outcome: Mapping[str, Any],
+        outcome: Mapping[str, Value | Part],
         batch: _Batch | None,
         row: int,
     ) -> StateMemoryError | None:
-        """Store states that enter or leave the pool or stay outside; return the error if refused.
+        """Store states that enter or leave the pool or stay outside it.
 
         A step that ran alone has its own copy, which is cheaper than a row in a table.
         """
@@ -367,21 +369,17 @@ class Sequences:
         self._leave_pool(sequence)
         form = None if batch is None else batch.form
         # States that grow would leave the pool in each step.
-        if (
-            batch is not None
-            and form is not None
-            and (self._fixed is not None or sequence.form == form)
-        ):
+        keeps_form = self._fixed is not None or sequence.form == form
+        if batch is not None and form is not None and keeps_form:
             if self._pool is None:
                 self._pool = Pool(self._inputs, batch.columns)
             if self._pool.form == form:
                 self._pool.enter(sequence)
-                batch.holders.append(sequence)
-                batch.rows.append(row)
+                batch.add(sequence, row)
                 return None
         sequence.form = form
         sequence.values = {
-            name: gather_scatter.own(value) if type(outcome[output]) is tuple else value
+            name: gather_scatter.own(value) if isinstance(outcome[output], tuple) else value
             for name, output, value in zip(self._inputs, self._outputs, values, strict=True)
         }
         return None
@@ -427,19 +425,18 @@ class Sequences:
                 self._drop(name)
 
 
-def _rounds(steps: Sequence[Step]) -> Iterator[Sequence[int]]:
-    """Yield the positions of steps in rounds, each sequence once per round; skip slot fillers."""
-    places: Sequence[int] = [place for place, step in enumerate(steps) if step.id]
-    while places:
-        first: dict[Id, int] = {}
-        for place in places:
-            first.setdefault(steps[place].id, place)
-        now = list(first.values())
-        yield now
-        if len(now) == len(places):
-            return
-        done = set(now)
-        places = [place for place in places if place not in done]
+def _rounds(steps: Sequence[Step]) -> list[list[int]]:
+    """Return the positions of steps in rounds, each sequence once per round; skip slot fillers."""
+    rounds: list[list[int]] = []
+    passed: dict[Id, int] = {}
+    for place, step in enumerate(steps):
+        if step.id:
+            number = passed.get(step.id, 0)
+            passed[step.id] = number + 1
+            if number == len(rounds):
+                rounds.append([])
+            rounds[number].append(place)
+    return rounds
 
 
 def _owned(outcome: Outcome) -> Outcome:

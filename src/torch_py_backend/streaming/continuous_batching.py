@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
 
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Outcome
 from torch_py_backend.engine.bisection import CallBudget, bisect
@@ -26,7 +25,7 @@ from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.memory_limits import MemoryLimits
 from torch_py_backend.engine.retry import Failure
 from torch_py_backend.engine.stream_calls import StreamInputs
-from torch_py_backend.errors import BackendError, OutputError
+from torch_py_backend.errors import OutputError
 
 # The most calls that a bisection may take: enough for any step of up to 64 streams.
 _MAX_BISECTION_CALLS = 128
@@ -51,7 +50,7 @@ class StepResult:
         outcome: the response; None: there is none.
     """
 
-    state: Any
+    state: object
     outcome: Outcome | None
 
 
@@ -59,8 +58,8 @@ class StepResult:
 class _PendingStep:
     """A stream that waits for its next step."""
 
-    state: Any
-    given: StreamInputs
+    state: object
+    inputs: StreamInputs
     result: asyncio.Future[StepResult]
     context: contextvars.Context
 
@@ -85,7 +84,7 @@ class Stepper:
         self._pending: list[_PendingStep] = []
         self._running: asyncio.Task[None] | None = None
 
-    async def next(self, state: Any, given: StreamInputs) -> StepResult:
+    async def next(self, state: object, inputs: StreamInputs) -> StepResult:
         """Return the result of a stream's next step, shared with all streams that wait by then.
 
         Raises:
@@ -93,7 +92,7 @@ class Stepper:
         """
         loop = asyncio.get_running_loop()
         result: asyncio.Future[StepResult] = loop.create_future()
-        self._pending.append(_PendingStep(state, given, result, contextvars.copy_context()))
+        self._pending.append(_PendingStep(state, inputs, result, contextvars.copy_context()))
         if self._running is None or self._running.done():
             self._running = loop.create_task(self._run())
         return await result
@@ -151,20 +150,20 @@ class Stepper:
         self.calls += 1
         self.streams += len(batch)
         began = time.perf_counter()
-        pairs = step([pending.state for pending in batch])
+        returned = step([pending.state for pending in batch])
         self._engine.counts.forward_seconds += time.perf_counter() - began
-        problem = _check(pairs, len(batch))
-        if problem:
+        pairs = _pairs(returned, len(batch))
+        if isinstance(pairs, str):
             return Failure(
                 OutputError(
                     self._engine.config.name,
-                    f"step() returned {problem}",
+                    f"step() returned {pairs}",
                     expected="a list with a pair (next state, outputs) for each stream",
                 ),
                 repeats=True,  # no retry: with fewer streams, the wrong value may look right
             )
         results = [
-            (outputs, pending.given)
+            (outputs, pending.inputs)
             for pending, (_, outputs) in zip(batch, pairs, strict=True)
             if outputs is not None
         ]
@@ -175,8 +174,8 @@ class Stepper:
         ]
 
 
-def _check(returned: Any, count: int) -> str:
-    """Return what is wrong with the value of step(); empty if it is a pair for each stream."""
+def _pairs(returned: object, count: int) -> list[tuple[object, object]] | str:
+    """Return a pair for each stream, or what step() returned instead."""
     if not isinstance(returned, list | tuple):
         return f"a {type(returned).__name__}"
     if len(returned) != count:
@@ -184,28 +183,4 @@ def _check(returned: Any, count: int) -> str:
     for entry in returned:
         if not (isinstance(entry, tuple) and len(entry) == 2):  # noqa: PLR2004
             return f"a {type(entry).__name__} for a stream"
-    return ""
-
-
-def first_outputs(model: str, step: Callable[[list[Any]], Any], state: Any, most: int) -> Any:
-    """Return the first outputs of a stream that is stepped alone.
-
-    Raises:
-        OutputError: there are none within `most` steps.
-    """
-    for _ in range(most):
-        if state is None:
-            break
-        ((state, outputs),) = step([state])
-        if outputs is not None:
-            return outputs
-    raise no_outputs(model, most)
-
-
-def no_outputs(model: str, most: int) -> BackendError:
-    """Return the error for a stream that ends without a response."""
-    return OutputError(
-        model,
-        f"the stream of the example inputs ended, or took {most} steps, without a response",
-        expected="a response, from which the outputs are inferred",
-    )
+    return list(returned)

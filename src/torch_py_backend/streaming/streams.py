@@ -14,9 +14,17 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterator,
+    Sequence,
+)
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
@@ -31,12 +39,12 @@ from torch_py_backend.errors import (
     UnavailableError,
     summarize,
 )
-from torch_py_backend.streaming import continuous_batching
 from torch_py_backend.streaming.continuous_batching import StepError, Stepper
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Outcomes: TypeAlias = "AsyncGenerator[tuple[Outcome | None, bool], None]"
 _END = object()
 # Limits of a trial: responses, and steps without a response.
 _TRIAL_RESPONSES = 3
@@ -54,16 +62,6 @@ class Consumer(Protocol):
 
     def cancelled(self) -> bool:
         """Return whether the request was cancelled. Called after each step."""
-
-
-class _Source(Protocol):
-    """The source of a stream's outcomes."""
-
-    async def next(self) -> tuple[Outcome | None, bool]:
-        """Return the next outcome, None if a step made none, and whether it is the last."""
-
-    async def close(self) -> None:
-        """Free what the model keeps for this stream, which may have ended already."""
 
 
 class Streams:
@@ -92,26 +90,52 @@ class Streams:
     async def run(self, item: Item, consumer: Consumer) -> None:
         """Run one stream to its end. Errors go to the consumer."""
         self.live += 1
-        source: _Source | None = None
+        result: object = None
         failure: Failure | None = None
         try:
             try:
-                source = self._begin(item)
-                await self._pass_on(source, consumer)
+                self._check_device()
+                with self.calling():
+                    result, inputs = self._engine.stream_calls.begin(item)
+                source = self._outcomes(result, inputs)
+                if self.steps is not None:  # the first state must not live as long as its stream
+                    result = None
+                async with contextlib.aclosing(source) as outcomes:
+                    await self._pass_on(outcomes, consumer)
             except BaseException as error:
                 failure = self.failure(error, consumer)
-            if source is not None:
-                try:
-                    await source.close()
-                except BaseException as error:  # the model's own code, after its last response
-                    log.warning(
-                        "model '%s': closing a stream raised %s.", self._model, summarize(error)
-                    )
+            try:
+                await self._close(result)
+            except BaseException as error:  # the model's own code, after its last response
+                log.warning(
+                    "model '%s': closing a stream raised %s.", self._model, summarize(error)
+                )
             self._engine.clean()
         finally:
             self.live -= 1
         if failure is not None:
             consumer.end(self._engine.recovery.fatal or failure.error, failure.text)
+
+    async def _pass_on(self, outcomes: Outcomes, consumer: Consumer) -> None:
+        async for outcome, last in outcomes:
+            if isinstance(outcome, BackendError):
+                raise outcome
+            self._check_device()
+            if outcome is not None:
+                consumer.take(outcome, last=last)
+                if last:
+                    return
+            elif last:
+                break
+            if consumer.cancelled():
+                raise CancelledError(self._model, "in mid-stream")
+        self._check_device()
+        consumer.end(None)
+
+    def _check_device(self) -> None:
+        """Raise the fatal error of the process, which another stream may have met."""
+        if self._engine.recovery.fatal is not None:
+            raise self._engine.recovery.fatal
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
@@ -140,50 +164,72 @@ class Streams:
                     expected="such contexts closed before each yield and await",
                 )
 
-    @contextlib.contextmanager
-    def computing(self) -> Iterator[None]:
-        """Enter `advancing` and count the time as forward time."""
-        with self.advancing():
-            began = time.perf_counter()
-            yield
+    def advance(self, resume: Callable[[], T]) -> T:
+        """Resume one stream and return the result. Called within `calling`."""
+        began = time.perf_counter()
+        try:
+            result: T = self._engine.stream_calls.advance(resume)
+            return result
+        finally:
             self.counts.forward_seconds += time.perf_counter() - began
 
-    def advance(self, resume: Callable[[], Any]) -> Any:
-        """Resume one stream and return the result. Called within `calling`."""
-        return self._engine.stream_calls.advance(resume)
-
-    def outcome(self, result: Any, given: StreamInputs) -> Outcome:
+    def outcome(self, result: object, inputs: StreamInputs) -> Outcome:
         """Return the outcome for a result of the model. Called within `calling`."""
-        (outcome,) = self._engine.stream_calls.outcomes([(result, given)])
+        (outcome,) = self._engine.stream_calls.outcomes([(result, inputs)])
         return outcome
 
-    def _begin(self, item: Item) -> _Source:
-        if self._engine.recovery.fatal is not None:
-            raise self._engine.recovery.fatal
-        with self.calling():
-            result, given = self._engine.stream_calls.begin(item)
-        if self.steps is not None:
-            return _StepSource(self.steps, result, given)
-        if isinstance(result, AsyncIterator):
-            return _AsyncIteratorSource(self, result, given)
-        if isinstance(result, Iterator):
-            return _IteratorSource(self, result, given)
-        return _SingleSource(self, result, given)
+    # --- the outcomes of a stream, and whether each is the last; None: a step without a response --
 
-    async def _pass_on(self, source: _Source, consumer: Consumer) -> None:
-        last = False
-        while not last:
-            outcome, last = await source.next()
-            if isinstance(outcome, BackendError):
-                raise outcome
-            if self._engine.recovery.fatal is not None:
-                raise self._engine.recovery.fatal
-            if outcome is not None:
-                consumer.take(outcome, last=last)
-            elif last:
-                consumer.end(None)
-            if not last and consumer.cancelled():
-                raise CancelledError(self._model, "in mid-stream")
+    def _outcomes(self, result: object, inputs: StreamInputs) -> Outcomes:
+        if self.steps is not None:
+            return self._stepped(self.steps, result, inputs)
+        if isinstance(result, AsyncIterator):
+            return self._awaited(result, inputs)
+        if isinstance(result, Iterator):
+            return self._iterated(result, inputs)
+        return self._single(result, inputs)
+
+    async def _stepped(self, steps: Stepper, state: object, inputs: StreamInputs) -> Outcomes:
+        while state is not None:
+            step = await steps.next(state, inputs)
+            state = step.state
+            yield step.outcome, state is None
+
+    async def _awaited(self, results: AsyncIterator[object], inputs: StreamInputs) -> Outcomes:
+        """While the model awaits, other streams run."""
+        while True:
+            await asyncio.sleep(0)  # run the other streams, even if this one never awaits
+            result = await _Sliced(anext(results, _END), self, advances=True)
+            if result is _END:
+                return
+            with self.calling():
+                outcome = self.outcome(result, inputs)
+            del result  # before the next one is computed
+            yield outcome, False
+
+    async def _iterated(self, results: Iterator[object], inputs: StreamInputs) -> Outcomes:
+        while True:
+            await asyncio.sleep(0)  # run the other streams
+            with self.advancing():
+                result = self.advance(partial(next, results, _END))
+                if result is _END:
+                    return
+                outcome = self.outcome(result, inputs)
+            del result
+            yield outcome, False
+
+    async def _single(self, result: object, inputs: StreamInputs) -> Outcomes:
+        with self.calling():
+            outcome = self.outcome(result, inputs)
+        yield outcome, True
+
+    async def _close(self, result: object) -> None:
+        """Free what the model keeps for a stream, which may have ended already."""
+        if isinstance(result, Generator):
+            with self.calling():
+                result.close()
+        elif isinstance(result, AsyncIterator) and hasattr(result, "aclose"):
+            await _Sliced(result.aclose(), self)
 
     def failure(self, error: BaseException, consumer: Consumer) -> Failure:
         """Return the failure for an exception that ended a stream, and clear its frames."""
@@ -205,79 +251,6 @@ class Streams:
             faults.release(error)
 
 
-class _SingleSource:
-    """A result that is not a stream: the only response."""
-
-    def __init__(self, streams: Streams, result: Any, given: StreamInputs) -> None:
-        self._streams, self._result, self._given = streams, result, given
-
-    async def next(self) -> tuple[Outcome | None, bool]:
-        with self._streams.calling():
-            return self._streams.outcome(self._result, self._given), True
-
-    async def close(self) -> None:
-        del self._result
-
-
-class _IteratorSource:
-    """The values of a generator or another iterator."""
-
-    def __init__(self, streams: Streams, results: Iterator[Any], given: StreamInputs) -> None:
-        self._streams, self._results, self._given = streams, results, given
-
-    async def next(self) -> tuple[Outcome | None, bool]:
-        await asyncio.sleep(0)  # run the other streams
-        with self._streams.advancing():
-            began = time.perf_counter()
-            result = self._streams.advance(partial(next, self._results, _END))
-            self._streams.counts.forward_seconds += time.perf_counter() - began
-            if result is _END:
-                return None, True
-            return self._streams.outcome(result, self._given), False
-
-    async def close(self) -> None:
-        if isinstance(self._results, Generator):
-            with self._streams.calling():
-                self._results.close()
-
-
-class _AsyncIteratorSource:
-    """The values of an asynchronous iterator. While it awaits, other streams run."""
-
-    def __init__(self, streams: Streams, results: AsyncIterator[Any], given: StreamInputs) -> None:
-        self._streams, self._results, self._given = streams, results, given
-
-    async def next(self) -> tuple[Outcome | None, bool]:
-        await asyncio.sleep(0)  # run the other streams, even if this one never awaits
-        result = await _Sliced(anext(self._results, _END), self._streams, advances=True)
-        if result is _END:
-            return None, True
-        with self._streams.calling():
-            return self._streams.outcome(result, self._given), False
-
-    async def close(self) -> None:
-        close = getattr(self._results, "aclose", None)
-        if close is not None:
-            await _Sliced(close(), self._streams)
-
-
-class _StepSource:
-    """The outcomes of a stream of a module with begin() and step()."""
-
-    def __init__(self, stepper: Stepper, state: Any, given: StreamInputs) -> None:
-        self._stepper, self._state, self._given = stepper, state, given
-
-    async def next(self) -> tuple[Outcome | None, bool]:
-        if self._state is None:
-            return None, True
-        result = await self._stepper.next(self._state, self._given)
-        self._state = result.state
-        return result.outcome, result.state is None
-
-    async def close(self) -> None:
-        del self._state
-
-
 class _Sliced(Awaitable[T]):
     """An awaitable of the model, run as one call of the model for each slice between two awaits.
 
@@ -292,11 +265,11 @@ class _Sliced(Awaitable[T]):
         self, awaitable: Awaitable[T], streams: Streams, *, advances: bool = False
     ) -> None:
         self._awaitable, self._streams = awaitable, streams
-        self._calling = streams.computing if advances else streams.calling
+        self._calling = streams.advancing if advances else streams.calling
 
-    def __await__(self) -> Generator[Any, None, T]:
+    def __await__(self) -> Generator[object, None, T]:
         coroutine = self._awaitable.__await__()
-        resume: Callable[[], Any] = coroutine.__next__
+        resume: Callable[[], object] = coroutine.__next__
         while True:
             awaits = False
             try:
@@ -367,27 +340,42 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
     return lambda items: asyncio.run(run(items))
 
 
-def first_outputs(model: str, step: Callable[[list[Any]], Any] | None, result: Any) -> Any:
-    """Return the first outputs of a value of forward(), whether it is a stream or not.
+def first_outputs(model: str, step: Callable[[list[Any]], Any] | None, result: object) -> object:
+    """Return the first outputs of a value of forward(), or of begin(), whether a stream or not.
 
     Raises:
         OutputError: the stream has none.
     """
+    outputs: object = result
     if step is not None:
-        return continuous_batching.first_outputs(model, step, result, _MAX_TRIAL_STEPS)
-    outputs: Any = result
-    if isinstance(result, AsyncIterator):
+        outputs = _first_stepped(step, result)
+    elif isinstance(result, AsyncIterator):
         outputs = asyncio.run(_first_awaited(result))
     elif isinstance(result, Iterator):
         outputs = next(result, _END)
         if isinstance(result, Generator):
             result.close()
     if outputs is _END:
-        raise continuous_batching.no_outputs(model, _MAX_TRIAL_STEPS)
+        raise OutputError(
+            model,
+            f"the stream of the example inputs ended, or took {_MAX_TRIAL_STEPS} steps, without a"
+            " response",
+            expected="a response, from which the outputs are inferred",
+        )
     return outputs
 
 
-async def _first_awaited(results: AsyncIterator[Any]) -> Any:
+def _first_stepped(step: Callable[[list[Any]], Any], state: object) -> object:
+    for _ in range(_MAX_TRIAL_STEPS):
+        if state is None:
+            break
+        ((state, outputs),) = step([state])
+        if outputs is not None:
+            return outputs
+    return _END
+
+
+async def _first_awaited(results: AsyncIterator[object]) -> object:
     outputs = await anext(results, _END)
     close = getattr(results, "aclose", None)
     if close is not None:

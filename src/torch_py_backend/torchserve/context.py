@@ -34,7 +34,7 @@ class Dimension:
 class Metric:
     """A metric that is not recorded."""
 
-    def add_or_update(self, *_args: Any, **_named: Any) -> None: ...
+    def add_or_update(self, *_args: object, **_named: object) -> None: ...
 
     update = reset = add_or_update
 
@@ -42,11 +42,11 @@ class Metric:
 class Metrics:
     """`context.metrics`: accepts the calls of TorchServe's and records nothing."""
 
-    def add_metric(self, *_args: Any, **_named: Any) -> None: ...
+    def add_metric(self, *_args: object, **_named: object) -> None: ...
 
     add_counter = add_time = add_size = add_percent = add_error = add_metric
 
-    def get_metric(self, *_args: Any, **_named: Any) -> Metric:
+    def get_metric(self, *_args: object, **_named: object) -> Metric:
         return Metric()
 
     add_metric_to_cache = get_metric
@@ -103,12 +103,13 @@ class Context:
         config: ModelConfig,
         folder: Path,
         manifest: Manifest,
-        yaml_config: Mapping[str, Any],
+        yaml_config: Mapping[str, object],
         gpu: int | None,
         headers: Mapping[str, str],
     ) -> None:
         self.model_name = config.name
-        self.manifest = dict(manifest.document)
+        # The values below are any JSON or YAML.
+        self.manifest: dict[str, Any] = dict(manifest.document)
         self.model_yaml_config = dict(yaml_config)
         self.system_properties: dict[str, Any] = {
             "model_dir": str(folder),
@@ -119,7 +120,7 @@ class Context:
             "limit_max_image_pixels": True,
         }
         self.metrics = Metrics()
-        self.stopping_criteria: Any = None
+        self.stopping_criteria: object = None
         self.request_ids: dict[int, str] | None = None
         self.request_processor: Sequence[RequestProcessor] = ()
         self._headers = headers

@@ -12,33 +12,36 @@ from pathlib import Path
 from torch_py_backend.errors import join_names
 from torch_py_backend.torchserve import mar_archive
 
-# The modules of TorchServe that handlers can import; `stand_in` provides them.
-PROVIDED = frozenset(
-    {
-        "ts",
-        "ts.context",
-        "ts.handler_utils",
-        "ts.handler_utils.text_utils",
-        "ts.handler_utils.timer",
-        "ts.handler_utils.utils",
-        "ts.metrics",
-        "ts.metrics.dimension",
-        "ts.metrics.metric_type_enum",
-        "ts.protocol",
-        "ts.protocol.otf_message_handler",
-        "ts.torch_handler",
-        "ts.torch_handler.base_handler",
-        "ts.torch_handler.image_classifier",
-        "ts.torch_handler.image_segmenter",
-        "ts.torch_handler.object_detector",
-        "ts.torch_handler.text_classifier",
-        "ts.torch_handler.text_handler",
-        "ts.torch_handler.vision_handler",
-        "ts.utils",
-        "ts.utils.util",
-        "ts.version",
-    }
-)
+# The modules of TorchServe that handlers can import, with the names in each; see `stand_in`.
+PROVIDED: Mapping[str, Sequence[str]] = {
+    "ts": ("__version__",),
+    "ts.context": ("Context", "RequestProcessor"),
+    "ts.handler_utils": (),
+    "ts.handler_utils.text_utils": ("get_tokenizer", "ngrams_iterator"),
+    "ts.handler_utils.timer": ("timed",),
+    "ts.handler_utils.utils": ("send_intermediate_predict_response",),
+    "ts.metrics": (),
+    "ts.metrics.dimension": ("Dimension",),
+    "ts.metrics.metric_type_enum": ("MetricTypes",),
+    "ts.protocol": (),
+    "ts.protocol.otf_message_handler": ("send_intermediate_predict_response",),
+    "ts.torch_handler": (),
+    "ts.torch_handler.base_handler": ("BaseHandler",),
+    "ts.torch_handler.image_classifier": ("ImageClassifier",),
+    "ts.torch_handler.image_segmenter": ("ImageSegmenter",),
+    "ts.torch_handler.object_detector": ("ObjectDetector",),
+    "ts.torch_handler.text_classifier": ("TextClassifier",),
+    "ts.torch_handler.text_handler": ("TextHandler",),
+    "ts.torch_handler.vision_handler": ("VisionHandler",),
+    "ts.utils": (),
+    "ts.utils.util": (
+        "PredictionException",
+        "list_classes_from_module",
+        "load_label_mapping",
+        "map_class_to_label",
+    ),
+    "ts.version": ("__version__",),
+}
 _PACKAGES = {name.rpartition(".")[0] for name in PROVIDED} - {""}
 # The names that `curl -T` and `--data` give to the body of a request.
 BODY = "body"
@@ -59,18 +62,6 @@ def body(folder: Path, module: str) -> str | None:
         return BODY
     texts = {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
     return next((name for name in _BODIES if name in texts), None)
-
-
-def problems(folder: Path) -> list[str]:
-    """Return the problems of an archive's sources, each with the files that have it."""
-    problems: dict[str, list[str]] = {}
-    for path in sorted(folder.rglob("*.py")):
-        tree = _parsed(path)
-        for problem in _problems(folder, tree) if tree is not None else ():
-            problems.setdefault(problem, []).append(path.relative_to(folder).as_posix())
-    return [
-        f"{problem} ({join_names(dict.fromkeys(files))})" for problem, files in problems.items()
-    ]
 
 
 def _parsed(path: Path) -> ast.Module | None:
@@ -102,49 +93,47 @@ _NAMES = {
 }
 
 
-def _problems(folder: Path, tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            yield from _lookup(_ATTRIBUTES, node.attr)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _lookup(_NAMES, node.name)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield from _missing_modules(folder, _imported_modules(node))
-            for alias in node.names:
-                yield from _lookup(_NAMES, alias.name)
-        elif isinstance(node, ast.Import):
-            yield from _missing_modules(folder, [alias.name for alias in node.names])
+def problems(folder: Path) -> list[str]:
+    """Return the problems of an archive's sources, each with the files that have it."""
+    files: dict[str, list[str]] = {}
+    for path in sorted(folder.rglob("*.py")):
+        tree = _parsed(path)
+        for node in ast.walk(tree) if tree is not None else ():
+            for problem in _problems(folder, node):
+                files.setdefault(problem, []).append(path.relative_to(folder).as_posix())
+    return [f"{problem} ({join_names(dict.fromkeys(names))})" for problem, names in files.items()]
 
 
-def _lookup(table: Mapping[str, str], name: str) -> Iterator[str]:
-    if name in table:
-        yield table[name]
-
-
-def _imported_modules(node: ast.ImportFrom) -> list[str]:
-    """Return the modules that `from … import …` imports; names from `ts` packages are modules."""
-    module = node.module or ""
-    if module in _PACKAGES:
-        return [f"{module}.{alias.name}" for alias in node.names if alias.name != "__version__"]
-    return [module]
-
-
-def _missing_modules(folder: Path, modules: Sequence[str]) -> Iterator[str]:
+def _problems(folder: Path, node: ast.AST) -> Iterator[str]:
+    modules: list[str] = []
+    if isinstance(node, ast.Attribute):
+        names, table = [node.attr], _ATTRIBUTES
+    elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        names, table = [node.name], _NAMES
+    elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+        names, table = [alias.name for alias in node.names], _NAMES
+        modules = [node.module]
+        if node.module in _PACKAGES:  # the names in packages of `ts` are modules
+            modules = [f"{node.module}.{name}" for name in names if name != "__version__"]
+    elif isinstance(node, ast.Import):
+        names, table = [], _NAMES
+        modules = [alias.name for alias in node.names]
+    else:
+        return
     for module in modules:
         top = module.partition(".")[0]
-        if top == "ts":
-            if module not in PROVIDED:
-                yield f"{module} of TorchServe is not provided: its import fails"
-        elif not (
-            top in sys.stdlib_module_names
-            or mar_archive.holds_module(folder, top)
-            or (folder / top).is_dir()
-            or _is_installed(top)
-        ):
+        if top == "ts" and module not in PROVIDED:
+            yield f"{module} of TorchServe is not provided: its import fails"
+        elif top != "ts" and not _is_present(folder, top):
             yield f"{top} is not installed here: install it where the server's Python runs"
+    yield from (table[name] for name in names if name in table)
 
 
-def _is_installed(top: str) -> bool:
+def _is_present(folder: Path, top: str) -> bool:
+    """Return whether a module is in the archive, in the standard library or installed."""
+    in_archive = mar_archive.holds_module(folder, top) or (folder / top).is_dir()
+    if in_archive or top in sys.stdlib_module_names:
+        return True
     try:
         return importlib.util.find_spec(top) is not None
     except (ImportError, ValueError):

@@ -1,35 +1,133 @@
-"""The handlers of `ts.torch_handler`, from which those of archives are derived.
+"""The handlers of `ts.torch_handler` for numbers and images, and the functions of `ts.utils.util`.
 
-Methods and attributes have TorchServe's names, because handlers override and read them.
-https://docs.pytorch.org/serve/default_handlers.html
+Handlers of archives are derived from them. Methods and attributes have TorchServe's names, because
+handlers override and read them. https://docs.pytorch.org/serve/default_handlers.html
 """
 
 from __future__ import annotations
 
 import base64
 import importlib
+import inspect
+import io
+import json
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.artifacts.file_types import FileType
-from torch_py_backend.errors import ArtifactError, SourceError, join_names
+from torch_py_backend.errors import (
+    ArtifactError,
+    InputError,
+    PlatformError,
+    SourceError,
+    join_names,
+)
 from torch_py_backend.loading import initialization, mapped_files, state_dict
 from torch_py_backend.torchserve.context import Context, settings
-from torch_py_backend.torchserve.images import ImageNetTransform, opened, pillow
-from torch_py_backend.torchserve.labels import (
-    list_classes_from_module,
-    load_label_mapping,
-    map_class_to_label,
-)
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 log = logging.getLogger(__name__)
+
+# What a handler's methods pass on: requests, tensors or answers. Each handler has its own types.
+Data: TypeAlias = Any
+
+_MEAN = (0.485, 0.456, 0.406)
+_DEVIATION = (0.229, 0.224, 0.225)
+# Formats that Pillow decodes itself: for EPS it would start Ghostscript on the client's bytes.
+FORMATS = ("BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+# For images that are not resized: as floats, 12 bytes per pixel or 300 MB in all.
+_MOST_PIXELS_AS_FLOATS = 25_000_000
+
+
+# --- ts.utils.util ---------------------------------------------------------------------------
+
+
+class PredictionException(Exception):  # noqa: N818  TorchServe's name
+    """An error of a handler with the HTTP status of the response."""
+
+    def __init__(self, message: str, error_code: int = 500) -> None:
+        super().__init__(message)
+        self.message = message
+        self.error_code = error_code
+
+    def __str__(self) -> str:
+        return f"{self.message} : {self.error_code}"
+
+
+def list_classes_from_module(module: ModuleType, parent_class: type | None = None) -> list[type]:
+    """Return the classes that a module defines, without imported ones."""
+    return [
+        value
+        for _, value in inspect.getmembers(module, inspect.isclass)
+        if value.__module__ == module.__name__ and issubclass(value, parent_class or object)
+    ]
+
+
+def load_label_mapping(mapping_file_path: str) -> dict[str, str] | None:
+    """Return the names of classes in an index_to_name.json; None: there is no such file.
+
+    The value of a class is its name or a list whose last entry is its name, as for ImageNet. Or the
+    list `object_type_names` has the names in the order of the classes.
+
+    Raises:
+        ValueError: the file has another structure.
+    """
+    path = Path(mapping_file_path)
+    if not path.is_file():
+        log.info("%s does not exist: answers have the numbers of classes.", path.name)
+        return None
+    document = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(document, dict):
+        raise ValueError(f"{path.name} holds no object of names by class")  # noqa: TRY004
+    listed = document.get("object_type_names")
+    if isinstance(listed, list):
+        return {str(number): name for number, name in enumerate(listed)}
+    names = {
+        key: value[-1] if isinstance(value, list) else value for key, value in document.items()
+    }
+    for key, name in names.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path.name} has no name, but {name!r}, for class {key}")  # noqa: TRY004
+    return names
+
+
+def map_class_to_label(
+    probs: Sequence[Sequence[object]],
+    mapping: Mapping[str, str] | None = None,
+    lbl_classes: Sequence[Sequence[int]] | None = None,
+) -> list[dict[str, object]]:
+    """Return the values of each row by the names of their classes.
+
+    Args:
+        probs: for each row, a value for each class.
+        mapping: names by class; None: use their numbers.
+        lbl_classes: for each row, its classes; None: all, in order.
+    """
+    if not isinstance(probs, list):
+        raise TypeError(f"map_class_to_label takes lists of values, not a {type(probs).__name__}")
+    rows = lbl_classes if lbl_classes is not None else [range(len(row)) for row in probs]
+    return [
+        {
+            mapping[str(number)] if mapping is not None else str(number): value
+            for number, value in zip(classes, values, strict=False)
+        }
+        for classes, values in zip(rows, probs, strict=False)
+    ]
+
+
+# --- handlers --------------------------------------------------------------------------------
 
 
 class BaseHandler:
@@ -46,13 +144,13 @@ class BaseHandler:
     def __init__(self) -> None:
         self.model: Any = None
         self.mapping: dict[str, str] | None = None
-        self.device: Any = None
+        self.device: Any = None  # a torch.device after `initialize`
         self.initialized = False
-        self.context: Any = None
-        self.manifest: Any = None
+        self.context: Context | None = None
+        self.manifest: dict[str, Any] = {}
         self.model_pt_path: str | None = None
         self.map_location: str | None = None
-        self.model_yaml_config: dict[str, Any] = {}
+        self.model_yaml_config: dict[str, object] = {}
         self.explain = False
         self.target = 0
 
@@ -69,29 +167,31 @@ class BaseHandler:
         self.map_location = self.device.type
         self.manifest = context.manifest
         self.model_yaml_config = context.model_yaml_config
-        folder = properties["model_dir"]
+        folder = Path(properties["model_dir"])
         model = self.manifest["model"]
         if model.get("serializedFile"):
-            self.model_pt_path = str(Path(folder, model["serializedFile"]))
-        self.model = self._load(folder, model.get("modelFile"))
-        self.mapping = load_label_mapping(str(Path(folder, "index_to_name.json")))
+            self.model_pt_path = str(folder / model["serializedFile"])
+        if model.get("modelFile"):
+            self.model = self._load_pickled_model(
+                str(folder), model["modelFile"], self.model_pt_path
+            )
+            self.model = self.model.to(self.device).eval()
+        elif self.model_pt_path is None:
+            raise ArtifactError(
+                settings.get().name, "the manifest names neither a serializedFile nor a modelFile"
+            )
+        else:
+            self.model = self._load_program(self.model_pt_path)
+        self.mapping = load_label_mapping(str(folder / "index_to_name.json"))
         self.initialized = True
 
-    def _load(self, folder: str, model_file: str | None) -> Any:
-        if model_file:
-            module = self._load_pickled_model(folder, model_file, self.model_pt_path)
-            return module.to(self.device).eval()
-        if self.model_pt_path is None:
-            config = settings.get()
-            raise ArtifactError(
-                config.name, "the manifest names neither a serializedFile nor a modelFile"
-            )
-        content = file_types.file_type(Path(self.model_pt_path))
+    def _load_program(self, path: str) -> Any:
+        content = file_types.file_type(Path(path))
         if content is FileType.AOTI:
-            return torch._inductor.aoti_load_package(self.model_pt_path)  # noqa: SLF001  public
+            return torch._inductor.aoti_load_package(path)  # noqa: SLF001  public
         if content is FileType.EXPORTED:
-            return torch.export.load(self.model_pt_path).module().to(self.device)
-        return self._load_torchscript_model(self.model_pt_path).eval()
+            return torch.export.load(path).module().to(self.device)
+        return self._load_torchscript_model(path).eval()
 
     def _load_torchscript_model(self, model_pt_path: str) -> Any:
         config, path = settings.get(), Path(model_pt_path)
@@ -103,7 +203,7 @@ class BaseHandler:
                 expected="TorchScript, or a modelFile in the manifest that defines its class",
                 cure=file_types.advice(content, path),
             )
-        module: Any = torch.jit.load(path, map_location=self.device)
+        module = torch.jit.load(path, map_location=self.device)
         if config.options.enable_weight_sharing is not False:
             mapped_files.share((*module.parameters(), *module.buffers()), path)
         return module
@@ -120,30 +220,31 @@ class BaseHandler:
             raise SourceError(
                 config.name, f"{model_file} defines {names}", expected="one nn.Module"
             )
+        module: nn.Module
         if model_pt_path is None:
-            whole: nn.Module = classes[0]()
-            return whole
-        module: nn.Module = initialization.build_uninitialized(classes[0])
+            module = classes[0]()
+            return module
+        module = initialization.build_uninitialized(classes[0])
         path = Path(model_dir, model_file)
         state_dict.load_into(
             config, Artifact(ArtifactType.MODULE, path, Path(model_pt_path)), module
         )
         return module
 
-    def preprocess(self, data: Any) -> Any:
+    def preprocess(self, data: Data) -> Data:
         """Return requests, each a number or a list of numbers, as a tensor."""
         if isinstance(data, list) and all(isinstance(row, Mapping) for row in data):
             data = [body(row) for row in data]
         return torch.as_tensor(data, device=self.device)
 
-    def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def inference(self, data: Data, *args: Any, **kwargs: Any) -> Data:
         with torch.inference_mode():
             return self.model(data.to(self.device), *args, **kwargs)
 
-    def postprocess(self, data: Any) -> Any:
+    def postprocess(self, data: Data) -> Data:
         return data.tolist()
 
-    def handle(self, data: Any, context: Context) -> Any:
+    def handle(self, data: Data, context: Context) -> Data:
         """Return one answer for each request."""
         self.context = context
         return self.postprocess(self.inference(self.preprocess(data)))
@@ -152,30 +253,107 @@ class BaseHandler:
         return self.device
 
 
-def body(row: Mapping[str, Any]) -> Any:
+def body(row: Mapping[str, object]) -> Data:
     """Return the body of a request: its field `data`, else `body`."""
     value = row.get("data")
     return row.get("body") if value is None else value
 
 
+@dataclass(frozen=True, slots=True)
+class ImageNetTransform:
+    """The transforms Resize(256), CenterCrop(224), ToTensor and Normalize of torchvision.
+
+    Attributes:
+        side: the size of the shorter side after resizing; None: neither resize, crop nor normalize.
+        crop: the side of the square in the middle.
+    """
+
+    side: int | None = 256
+    crop: int = 224
+
+    def __call__(self, image: Image) -> Tensor:
+        """Return an image as a tensor [3, height, width]."""
+        image = image.convert("RGB")  # mean and deviation are of three channels
+        if self.side is None:
+            return _to_tensor(image)
+        width, height = image.size
+        short, long = sorted(image.size)
+        if short != self.side:
+            other = int(self.side * long / short)
+            width, height = (self.side, other) if width <= height else (other, self.side)
+            image = image.resize((width, height), pillow().Resampling.BILINEAR)
+        left, top = round((width - self.crop) / 2), round((height - self.crop) / 2)
+        image = image.crop((left, top, left + self.crop, top + self.crop))
+        mean, deviation = (torch.tensor(values).view(3, 1, 1) for values in (_MEAN, _DEVIATION))
+        return (_to_tensor(image) - mean) / deviation
+
+
+def _to_tensor(image: Image) -> Tensor:
+    """Return bytes from 0 to 255 as floats from 0 to 1, channels first."""
+    pixels = torch.from_numpy(np.array(image, dtype=np.uint8))
+    return pixels.permute(2, 0, 1).contiguous().to(torch.float32).div_(255)
+
+
+def pillow() -> ModuleType:
+    """Return Pillow's module Image.
+
+    Raises:
+        PlatformError: it is not installed.
+    """
+    try:
+        from PIL import Image  # noqa: PLC0415  only models with images need it
+    except ImportError as error:
+        config = settings.get(None)
+        raise PlatformError(
+            config.name if config is not None else "",
+            f"its handler reads images: {error}",
+            cure="pip install 'torch-py-backend[torchserve]' where the server's Python runs.",
+        ) from None
+    return Image
+
+
 class VisionHandler(BaseHandler):
     """Handles images: files as bytes or in base64, or lists of numbers."""
 
+    # Handlers may set another one, such as a transform of torchvision.
     image_processing: ClassVar[Any] = ImageNetTransform()
 
     def initialize(self, context: Context) -> None:
         pillow()  # if it is not installed, fail at load
         super().initialize(context)
 
-    def preprocess(self, data: Any) -> Any:
+    def preprocess(self, data: Data) -> Data:
         return torch.stack([self._image(body(row)) for row in data]).to(self.device)
 
-    def _image(self, content: Any) -> Tensor:
+    def _image(self, content: Data) -> Tensor:
         if isinstance(content, str):
             content = base64.b64decode(content)
         if not isinstance(content, bytes | bytearray):
             return torch.tensor(content, dtype=torch.float32)
-        image: Tensor = self.image_processing(opened(content, self.image_processing))
+        image: Tensor = self.image_processing(self._open(content))
+        return image
+
+    def _open(self, file: bytes | bytearray) -> Image:
+        """Return an image that is not decoded yet.
+
+        Pillow's `Image.MAX_IMAGE_PIXELS` limits its size; handlers may raise it, or set it to None.
+
+        Raises:
+            PIL.UnidentifiedImageError: it has none of FORMATS.
+            InputError: it has too many pixels.
+        """
+        image: Image = pillow().open(io.BytesIO(file), formats=FORMATS)
+        most = pillow().MAX_IMAGE_PIXELS
+        transform = self.image_processing
+        if most is not None and isinstance(transform, ImageNetTransform) and transform.side is None:
+            most = min(most, _MOST_PIXELS_AS_FLOATS)
+        width, height = image.size
+        if most is not None and width * height > most:
+            raise InputError(
+                settings.get().name,
+                f"the image has {width} x {height} pixels",
+                expected=f"at most {most} pixels in all",
+            )
         return image
 
 
@@ -190,7 +368,7 @@ class ImageClassifier(VisionHandler):
     def get_max_result_classes(self) -> int:
         return self.topk
 
-    def postprocess(self, data: Any) -> Any:
+    def postprocess(self, data: Data) -> Data:
         values, classes = torch.topk(torch.softmax(data, dim=1), self.topk, dim=1)
         return map_class_to_label(values.tolist(), self.mapping, classes.tolist())
 
@@ -198,7 +376,7 @@ class ImageClassifier(VisionHandler):
 class ImageSegmenter(VisionHandler):
     """Returns the most probable class of each pixel with its probability."""
 
-    def postprocess(self, data: Any) -> Any:
+    def postprocess(self, data: Data) -> Data:
         best = torch.softmax(data["out"], dim=1).max(dim=1)
         return torch.stack([best.indices.to(best.values.dtype), best.values], dim=3).tolist()
 
@@ -209,14 +387,12 @@ class ObjectDetector(VisionHandler):
     image_processing: ClassVar[Any] = ImageNetTransform(side=None)
     threshold = 0.5
 
-    def postprocess(self, data: Any) -> Any:
+    def postprocess(self, data: Data) -> Data:
         return [self._objects(detection) for detection in data]
 
-    def _objects(self, detection: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    def _objects(self, detection: Mapping[str, Tensor]) -> list[dict[str, object]]:
         kept = detection["scores"] >= self.threshold
-        columns: Sequence[list[Any]] = [
-            detection[key][kept].tolist() for key in ("boxes", "labels", "scores")
-        ]
+        columns = [detection[key][kept].tolist() for key in ("boxes", "labels", "scores")]
         return [
             map_class_to_label([[box]], self.mapping, [[label]])[0] | {"score": score}
             for box, label, score in zip(*columns, strict=True)

@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
 from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.batching.gather_scatter import Strings
 from torch_py_backend.compile import torch_compile
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import (
@@ -29,9 +32,13 @@ from torch_py_backend.errors import (
     ArtifactError,
     BackendError,
     ConfigError,
+    InputError,
     OptionError,
+    OutputError,
     SourceError,
+    UnavailableError,
     join_names,
+    summarize,
 )
 from torch_py_backend.loading import python_source
 from torch_py_backend.loading.loaded import Loaded, warn_unused
@@ -39,9 +46,19 @@ from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, 
 from torch_py_backend.torchserve import mar_archive, stand_in
 from torch_py_backend.torchserve.context import Context, settings
 from torch_py_backend.torchserve.mar_archive import Manifest
-from torch_py_backend.torchserve.served import Handle, Served
 
 log = logging.getLogger(__name__)
+
+# The values of a request's fields, and all fields of each request.
+Field: TypeAlias = object
+Requests: TypeAlias = "Sequence[Mapping[str, Field]]"
+# A handler; a function that is a handler is first called without requests, to initialize itself.
+Handle: TypeAlias = "Callable[[Requests | None, Context], object]"
+
+# HTTP status codes: the first client error, overload, the first server error.
+_CLIENT_ERROR = 400
+_UNAVAILABLE = (429, 503, 507)
+_SERVER_ERROR = 500
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
@@ -61,7 +78,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
                 cure="A handler sends one response per request and keeps no state; remove it.",
             )
     warn_unused(config, "method", "model_class", "model_factory", "weights")
-    served = _handler(config, artifact.path, device)
+    served = _served(config, artifact.path, device)
     return Loaded(artifact.kind, served, _signature(config), served)
 
 
@@ -94,7 +111,10 @@ def _signature(config: ModelConfig) -> Signature:
     return Signature(arguments, name="handle")
 
 
-def _handler(config: ModelConfig, folder: Path, device: torch.device | None) -> Served:
+# --- the handler -----------------------------------------------------------------------------
+
+
+def _served(config: ModelConfig, folder: Path, device: torch.device | None) -> Served:
     """Import and initialize the handler of an archive.
 
     Args:
@@ -119,7 +139,9 @@ def _handler(config: ModelConfig, folder: Path, device: torch.device | None) -> 
     # Handlers open files of the archive by relative paths.
     os.chdir(folder)
     with _initializing(config, manifest), python_source.importing_from(folder):
-        module = _import(folder, manifest.handler_module)
+        name = manifest.handler_module
+        in_archive = mar_archive.holds_module(folder, name)
+        module = importlib.import_module(name if in_archive else f"ts.torch_handler.{name}")
         handle, initialize, owners = _entry(config, module, manifest.handler_function)
         if inspect.iscoroutinefunction(handle):
             raise SourceError(
@@ -130,7 +152,9 @@ def _handler(config: ModelConfig, folder: Path, device: torch.device | None) -> 
         initialize(context)
     for owner in owners:
         _compile(config, owner)
-    return Served(config, handle, context, content_type, _modules(module, owners))
+    values = [value for holder in (module, *owners) for value in vars(holder).values()]
+    modules = {id(value): value for value in values if isinstance(value, nn.Module)}
+    return Served(config, handle, context, content_type, [*modules.values()])
 
 
 def _content_type(config: ModelConfig) -> str:
@@ -162,26 +186,22 @@ def _initializing(config: ModelConfig, manifest: Manifest) -> Iterator[None]:
         ) from error
 
 
-def _import(folder: Path, name: str) -> ModuleType:
-    """Import the handler's module from the archive, or else from TorchServe."""
-    if not mar_archive.holds_module(folder, name):
-        return importlib.import_module(f"ts.torch_handler.{name}")
-    return importlib.import_module(name)
-
-
 def _entry(
     config: ModelConfig, module: ModuleType, function: str
-) -> tuple[Handle, Callable[[Context], Any], list[Any]]:
+) -> tuple[Handle, Callable[[Context], object], list[object]]:
     """Return the handler's function, its initialization, and the objects that hold its model."""
     handle: Handle | None = getattr(module, function, None)
     if handle is not None:
-        # As in TorchServe: a function is called once without requests, to initialize itself. Its
-        # module may hold instances of handlers.
-        instances = [value for value in vars(module).values() if _is_handler(type(value))]
+        # The module of a function may hold instances of handlers.
+        instances = [value for value in vars(module).values() if hasattr(type(value), "handle")]
         return handle, lambda context: handle(None, context), instances
-    classes = [value for value in vars(module).values() if _is_handler(value)]
-    if not module.__name__.startswith("ts."):
-        classes = [cls for cls in classes if cls.__module__ == module.__name__]
+    classes = [
+        value
+        for value in vars(module).values()
+        if isinstance(value, type)
+        and hasattr(value, "handle")
+        and (value.__module__ == module.__name__ or module.__name__.startswith("ts."))
+    ]
     if len(classes) != 1:
         names = join_names(cls.__name__ for cls in classes) or "no class with handle()"
         raise SourceError(
@@ -193,26 +213,15 @@ def _entry(
     return handler.handle, handler.initialize, [handler]
 
 
-def _is_handler(value: Any) -> bool:
-    return isinstance(value, type) and hasattr(value, "handle")
-
-
-def _modules(module: ModuleType, owners: Sequence[Any]) -> list[nn.Module]:
-    """Return the nn.Modules in the attributes of the handler and of its module."""
-    values = [value for holder in (module, *owners) for value in vars(holder).values()]
-    return list({id(value): value for value in values if isinstance(value, nn.Module)}.values())
-
-
-def _compile(config: ModelConfig, owner: Any) -> None:
+def _compile(config: ModelConfig, owner: object) -> None:
     """Compile the handler's attribute `model`, if the config says so.
 
     Raises:
         OptionError: torch.compile does not accept the parameters.
     """
     model = getattr(owner, "model", None)
-    if not torch_compile.requested(config) or hasattr(
-        model, "_orig_mod"
-    ):  # the handler has compiled it
+    compiled_by_handler = hasattr(model, "_orig_mod")
+    if not torch_compile.requested(config) or compiled_by_handler:
         return
     if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
         log.warning(
@@ -230,3 +239,122 @@ def _compile(config: ModelConfig, owner: Any) -> None:
         model.compile(**parameters)
     except Exception as error:  # any error of torch.compile for an unknown value
         raise torch_compile.parameter_error(config, error) from error
+
+
+# --- requests and answers --------------------------------------------------------------------
+
+
+class Served(nn.Module):
+    """Calls a handler with the rows of a batch and returns one answer for each.
+
+    Args:
+        config: the model's config.
+        handle: the handler.
+        context: the handler's context.
+        content_type: the content type of bodies; empty: bytes.
+        modules: the modules that the handler calls; their weights are the model's.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        handle: Handle,
+        context: Context,
+        content_type: str,
+        modules: Sequence[nn.Module],
+    ) -> None:
+        super().__init__()
+        self._model = config.name
+        self._handle = handle
+        self._context = context
+        self._decode = _decoder(content_type)
+        # TorchServe's own class, if TorchServe is installed.
+        self._prediction_error: type[Exception] = importlib.import_module(
+            "ts.utils.util"
+        ).PredictionException
+        self._held = nn.ModuleList(modules)
+
+    def forward(self, **fields: list[bytes]) -> Strings:
+        """Return the handler's answers as bytes.
+
+        Raises:
+            InputError: the handler answers with a client error.
+            UnavailableError: the handler answers with 429, 503 or 507.
+            OutputError: the handler does not return one answer for each request.
+        """
+        requests = [
+            {name: self._decode(value) for name, value in zip(fields, row, strict=True)}
+            for row in zip(*fields.values(), strict=True)
+        ]
+        self._context.receive(len(requests))
+        try:
+            answers = self._handle(requests, self._context)
+        except self._prediction_error as error:
+            self._raise_status(getattr(error, "error_code", None), getattr(error, "message", error))
+            raise
+        if not isinstance(answers, list) or len(answers) != len(requests):
+            count = f" of {len(answers)}" if isinstance(answers, list) else ""
+            raise OutputError(
+                self._model,
+                f"the handler returned a {type(answers).__name__}{count} for"
+                f" {len(requests)} requests",
+                expected="a list with one answer for each request",
+            )
+        for processor in self._context.request_processor:
+            if processor.status >= _CLIENT_ERROR:
+                self._raise_status(processor.status, processor.phrase)
+                raise OutputError(self._model, _message(processor.status, processor.phrase))
+        encoded: Strings = np.empty(len(answers), dtype=np.object_)
+        encoded[:] = [_encode(self._model, answer) for answer in answers]
+        return encoded
+
+    def _raise_status(self, status: object, message: object) -> None:
+        """Raise the error for a status; nothing if it is a server error."""
+        if status in _UNAVAILABLE:
+            raise UnavailableError(self._model, _message(status, message))
+        if isinstance(status, int) and _CLIENT_ERROR <= status < _SERVER_ERROR:
+            raise InputError(self._model, _message(status, message))
+
+
+def _message(status: object, message: object) -> str:
+    """Return an error message with the handler's status and message, without traceback or paths."""
+    text = summarize(Exception(message)).removeprefix("Exception: ") if message else ""
+    return f"the handler answered {status}" + (f": {text}" if text else "")
+
+
+def _encode(model: str, answer: object) -> bytes:
+    """Return an answer as the bytes that TorchServe sends."""
+    if isinstance(answer, bytes | bytearray):
+        return bytes(answer)
+    if isinstance(answer, torch.Tensor):
+        file = io.BytesIO()
+        torch.save(answer, file)
+        return file.getvalue()
+    try:
+        text = answer if isinstance(answer, str) else json.dumps(answer, indent=2)
+        return text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise OutputError(
+            model,
+            f"the handler returned a {type(answer).__name__} that is no JSON: {summarize(error)}",
+            expected="bytes, text, a tensor, or what JSON can hold",
+        ) from None
+
+
+def _decoder(content_type: str) -> Callable[[bytes], Field]:
+    """Return the decoder of bodies of this type; invalid bodies stay bytes."""
+    decode: Callable[[bytes], Field]
+    if content_type == "application/json":
+        decode = json.loads
+    elif content_type.startswith("text/"):
+        decode = bytes.decode
+    else:
+        return bytearray
+
+    def decoded(body: bytes) -> Field:
+        try:
+            return decode(body)
+        except (ValueError, RecursionError):  # UnicodeDecodeError is a ValueError
+            return bytearray(body)
+
+    return decoded

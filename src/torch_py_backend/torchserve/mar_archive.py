@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import gzip
-import io
 import json
 import shutil
 import stat
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple, Protocol
 
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.file_types import FileType
@@ -62,48 +61,18 @@ class _Member(NamedTuple):
     Attributes:
         name: its name.
         size: its declared size.
-        open: opens the file; None: it is a folder.
+        file: the open file; None: it is a folder.
     """
 
     name: str
     size: int = 0
-    open: Callable[[], IO[bytes] | io.FileIO] | None = None
+    file: IO[bytes] | None = None
+
+
+_Members = Generator[_Member, None, None]
 
 
 # --- unpacking -------------------------------------------------------------------------------
-
-
-def unpack(archive: Path, folder: Path, limits: Limits) -> None:
-    """Unpack an archive into a new folder.
-
-    Raises:
-        ArchiveError: it is damaged, malicious or too large, or not a TorchServe archive.
-        OSError: the folder cannot be written.
-    """
-    scratch = folder.with_name(f"{folder.name}-whole")
-    with _members(archive) as members:
-        writer = _Writer(archive.name, scratch, limits)
-        for member in members:
-            writer.write(member)
-    _root(archive, scratch).rename(folder)
-    shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _root(archive: Path, scratch: Path) -> Path:
-    """Return the folder of the manifest: the top, or the only folder there, as in tar files."""
-    tops = list(scratch.iterdir()) if scratch.is_dir() else []
-    for folder in (scratch, *tops) if len(tops) == 1 else (scratch,):
-        if (folder / MANIFEST).is_file():
-            return folder
-    content = file_types.file_type(archive) if archive.is_file() else FileType.UNKNOWN
-    also = f"; it is {content.value}" if content in _MODELS else ""
-    raise ArchiveError(
-        archive.name,
-        f"it holds no {MANIFEST}{also}",
-        expected="what torch-model-archiver wrote",
-        cure="Make a model folder of it with `torch-py-backend init`." if also else "",
-    )
-
 
 _MODELS = (FileType.TORCHSCRIPT, FileType.EXPORTED, FileType.AOTI)
 # Exceptions for damaged files, beside OSError. RecursionError: tarfile is recursive for chains of
@@ -114,11 +83,17 @@ _DAMAGE_ERRORS = (
 )
 
 
-@contextlib.contextmanager
-def _members(archive: Path) -> Iterator[Iterator[_Member]]:
+def unpack(archive: Path, folder: Path, limits: Limits) -> None:
+    """Unpack an archive into a new folder.
+
+    Raises:
+        ArchiveError: it is damaged, malicious or too large, or not a TorchServe archive.
+        OSError: the folder cannot be written.
+    """
+    scratch = folder.with_name(f"{folder.name}-whole")
     try:
-        with _opened(archive) as members:
-            yield members
+        with contextlib.closing(_members(archive)) as members:
+            _write(archive.name, scratch, members, limits)
     except file_types.DirectoryTooLargeError:
         raise ArchiveError(
             archive.name, "its list of files, or one name in it, is longer than any archive's"
@@ -129,17 +104,20 @@ def _members(archive: Path) -> Iterator[Iterator[_Member]]:
             f"it is damaged: {summarize(error)}",
             cure="Copy it again, or make it anew.",
         ) from error
+    _root(archive, scratch).rename(folder)
+    shutil.rmtree(scratch, ignore_errors=True)
 
 
-def _opened(archive: Path) -> contextlib.AbstractContextManager[Iterator[_Member]]:
+def _members(archive: Path) -> _Members:
+    """Return the members of an archive; each file is closed when the next one is requested."""
     if archive.is_dir():
-        return contextlib.nullcontext(_in_folder(archive))
+        return _folder_members(archive)
     with archive.open("rb") as file:
         head = file.read(4)
     if head.startswith(b"PK"):
-        return _in_zip(archive)
+        return _zip_members(archive)
     if head.startswith(b"\x1f\x8b"):
-        return _in_tar(archive)
+        return _tar_members(archive)
     raise ArchiveError(
         archive.name,
         f"it is {file_types.file_type(archive).value}",
@@ -147,48 +125,42 @@ def _opened(archive: Path) -> contextlib.AbstractContextManager[Iterator[_Member
     )
 
 
-def _in_folder(folder: Path) -> Iterator[_Member]:
+def _folder_members(folder: Path) -> _Members:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         if path.is_symlink() or not (path.is_file() or path.is_dir()):
-            raise _no_file(folder.name, name)
+            raise _not_a_file(folder, name)
         if path.is_file():
-            yield _Member(name, path.stat().st_size, functools.partial(io.FileIO, path))
+            with path.open("rb") as file:
+                yield _Member(name, path.stat().st_size, file)
 
 
-@contextlib.contextmanager
-def _in_zip(path: Path) -> Iterator[Iterator[_Member]]:
-    with file_types.BoundedFile(path) as file, zipfile.ZipFile(file) as archive:
-        yield _zip_files(path, archive)
-
-
-def _zip_files(path: Path, archive: zipfile.ZipFile) -> Iterator[_Member]:
-    for entry in archive.infolist():
-        if entry.is_dir():
-            yield _Member(entry.filename)
-            continue
-        # zipfile cuts a name at a zero byte, which may hide the rest of it.
-        _safe(path.name, entry.orig_filename)
-        if stat.S_IFMT(entry.external_attr >> 16) not in (0, stat.S_IFREG):
-            raise _no_file(path.name, entry.filename)
-        if entry.flag_bits & 1:
-            raise ArchiveError(
-                path.name, f"{entry.filename} is encrypted", cure="Make it without a password."
-            )
-        if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ArchiveError(
-                path.name,
-                f"{entry.filename} is compressed with method {entry.compress_type}",
-                expected="deflate, or no compression, as torch-model-archiver writes",
-            )
-        yield _Member(entry.filename, entry.file_size, functools.partial(_zip_file, archive, entry))
-
-
-def _zip_file(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> IO[bytes]:
-    try:
-        return archive.open(entry)
-    except OSError as error:  # its declared offset is before the beginning of the file
-        raise zipfile.BadZipFile(f"{entry.filename}: {error.strerror}") from error
+def _zip_members(path: Path) -> _Members:
+    with file_types.BoundedFile(path) as bounded, zipfile.ZipFile(bounded) as archive:
+        for entry in archive.infolist():
+            if entry.is_dir():
+                yield _Member(entry.filename)
+                continue
+            # zipfile cuts a name at a zero byte, which may hide the rest of it.
+            _safe(path.name, entry.orig_filename)
+            if stat.S_IFMT(entry.external_attr >> 16) not in (0, stat.S_IFREG):
+                raise _not_a_file(path, entry.filename)
+            if entry.flag_bits & 1:
+                raise ArchiveError(
+                    path.name, f"{entry.filename} is encrypted", cure="Make it without a password."
+                )
+            if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                raise ArchiveError(
+                    path.name,
+                    f"{entry.filename} is compressed with method {entry.compress_type}",
+                    expected="deflate, or no compression, as torch-model-archiver writes",
+                )
+            try:
+                file = archive.open(entry)
+            except OSError as error:  # its declared offset is before the beginning of the file
+                raise zipfile.BadZipFile(f"{entry.filename}: {error.strerror}") from error
+            with file:
+                yield _Member(entry.filename, entry.file_size, file)
 
 
 class _Inflated(gzip.GzipFile):
@@ -200,31 +172,20 @@ class _Inflated(gzip.GzipFile):
         return super().read(size)
 
 
-@contextlib.contextmanager
-def _in_tar(path: Path) -> Iterator[Iterator[_Member]]:
+def _tar_members(path: Path) -> _Members:
     with _Inflated(path) as inflated, tarfile.open(fileobj=inflated, mode="r:") as archive:
-        yield _tar_members(path.name, archive)
+        for entry in archive:
+            if entry.isdir():
+                yield _Member(entry.name)
+            elif not entry.isreg() or entry.issparse():
+                raise _not_a_file(path, entry.name)
+            else:
+                yield _Member(entry.name, entry.size, archive.extractfile(entry))
 
 
-def _tar_members(name: str, archive: tarfile.TarFile) -> Iterator[_Member]:
-    for entry in archive:
-        if not (entry.isreg() or entry.isdir()) or entry.issparse():
-            raise _no_file(name, entry.name)
-        if entry.isdir():
-            yield _Member(entry.name)
-        else:
-            yield _Member(entry.name, entry.size, functools.partial(_tar_file, archive, entry))
-
-
-def _tar_file(archive: tarfile.TarFile, entry: tarfile.TarInfo) -> IO[bytes]:
-    file = archive.extractfile(entry)
-    assert file is not None  # noqa: S101  a regular file
-    return file
-
-
-def _no_file(archive: str, name: str) -> ArchiveError:
+def _not_a_file(archive: Path, name: str) -> ArchiveError:
     return ArchiveError(
-        archive,
+        archive.name,
         f"{name[:_LONGEST_NAME]} is a link or a special file",
         expected="plain files and folders",
         cure="Put the file itself into the archive.",
@@ -236,13 +197,8 @@ def _safe(archive: str, name: str) -> PurePosixPath:
     path = PurePosixPath(name)
     leads_out = path.is_absolute() or ".." in path.parts or not path.parts
     unusual = not name.isprintable() or "\\" in name
-    long = len(path.parts) > _DEEPEST
-    if (
-        leads_out
-        or unusual
-        or long
-        or any(len(part.encode()) > _LONGEST_NAME for part in path.parts)
-    ):
+    long = any(len(part.encode()) > _LONGEST_NAME for part in path.parts)
+    if leads_out or unusual or long or len(path.parts) > _DEEPEST:
         raise ArchiveError(
             archive,
             f"it holds the name '{name[:_LONGEST_NAME]}'",
@@ -252,60 +208,59 @@ def _safe(archive: str, name: str) -> PurePosixPath:
     return path
 
 
-class _Writer:
-    """Writes members into a folder and enforces the limits."""
-
-    def __init__(self, archive: str, folder: Path, limits: Limits) -> None:
-        self._archive = archive
-        self._folder = folder
-        self._limits = limits
-        self._bytes_left = int(limits.gigabytes * _GIGABYTE)
-        self._files: set[PurePosixPath] = set()
-        self._folders: set[PurePosixPath] = set()
-        self._folder_entries = 0
-
-    def write(self, member: _Member) -> None:
-        """Write a file. Folders are only counted here, and created for their files."""
-        if member.open is None:
-            self._folder_entries += 1
-            self._check_count(self._folder_entries, "folders")
-            return
-        path = _safe(self._archive, member.name)
-        self._check_duplicate(path)
-        self._files.add(path)
-        self._folders.update(path.parents)
-        self._check_count(len(self._files), "files")
-        self._check_size(member.size)
-        target = self._folder / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with member.open() as source, target.open("xb") as written:
-            while chunk := source.read(_CHUNK_BYTES):
-                self._bytes_left -= len(chunk)
-                self._check_size(0)
-                written.write(chunk)
-
-    def _check_count(self, count: int, what: str) -> None:
-        if count > self._limits.files:
+def _write(archive: str, folder: Path, members: Iterable[_Member], limits: Limits) -> None:
+    """Write members into a folder, within the limits. Folders are created for their files only."""
+    too_large = ArchiveError(
+        archive,
+        f"unpacked, it is larger than {limits.gigabytes:g} GB",
+        cure="Allow more with --max-gigabytes, if you trust it.",
+    )
+    bytes_left = int(limits.gigabytes * _GIGABYTE)
+    files: set[PurePosixPath] = set()
+    folders: set[PurePosixPath] = set()
+    counts = {"files": 0, "folders": 0}
+    for member in members:
+        kind = "folders" if member.file is None else "files"
+        counts[kind] += 1
+        if counts[kind] > limits.files:
             raise ArchiveError(
-                self._archive,
-                f"it holds more than {self._limits.files} {what}",
+                archive,
+                f"it holds more than {limits.files} {kind}",
                 cure="Allow more with --max-files, if you trust it.",
             )
+        if member.file is None:
+            continue
+        path = _safe(archive, member.name)
+        if path in files or path in folders or not files.isdisjoint(path.parents):
+            raise ArchiveError(archive, f"it holds {path} twice", cure="Make the archive anew.")
+        files.add(path)
+        folders.update(path.parents)
+        if member.size > bytes_left:
+            raise too_large
+        target = folder / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("xb") as written:
+            while chunk := member.file.read(_CHUNK_BYTES):
+                bytes_left -= len(chunk)
+                if bytes_left < 0:
+                    raise too_large
+                written.write(chunk)
 
-    def _check_duplicate(self, path: PurePosixPath) -> None:
-        parents = self._files.intersection(path.parents)
-        if path in self._files or path in self._folders or parents:
-            raise ArchiveError(
-                self._archive, f"it holds {path} twice", cure="Make the archive anew."
-            )
 
-    def _check_size(self, size: int) -> None:
-        if size > self._bytes_left or self._bytes_left < 0:
-            raise ArchiveError(
-                self._archive,
-                f"unpacked, it is larger than {self._limits.gigabytes:g} GB",
-                cure="Allow more with --max-gigabytes, if you trust it.",
-            )
+def _root(archive: Path, scratch: Path) -> Path:
+    """Return the folder of the manifest: the top, or the only folder there, as in tar files."""
+    tops = list(scratch.iterdir()) if scratch.is_dir() else []
+    for folder in (scratch, *tops) if len(tops) == 1 else (scratch,):
+        if (folder / MANIFEST).is_file():
+            return folder
+    content = file_types.file_type(archive) if archive.is_file() else FileType.UNKNOWN
+    is_model = content in _MODELS
+    raise ArchiveError(
+        archive.name,
+        f"it holds no {MANIFEST}" + (f"; it is {content.value}" if is_model else ""),
+        expected="what torch-model-archiver wrote",
+        cure="Make a model folder of it with `torch-py-backend init`." if is_model else "",
+    )
 
 
 # --- manifest and settings ------------------------------------------------------------------
@@ -334,7 +289,7 @@ class Manifest:
     requirements_file: str
     config_file: str
     vocabulary: str
-    document: Mapping[str, Any]
+    document: Mapping[str, object]
 
     @property
     def handler_module(self) -> str:
@@ -373,21 +328,22 @@ def read_manifest(folder: Path, archive: str) -> Manifest:
     model = document.get("model")
     if not isinstance(model, dict):
         raise ArchiveError(archive, f"{MANIFEST} has no object 'model'")
+    file = functools.partial(_file, archive, folder, model)
     manifest = Manifest(
         model_name=_text(archive, model, "modelName"),
         handler=_text(archive, model, "handler"),
-        serialized_file=_file(archive, folder, model, "serializedFile"),
-        model_file=_file(archive, folder, model, "modelFile"),
-        requirements_file=_file(archive, folder, model, "requirementsFile"),
-        config_file=_file(archive, folder, model, "configFile"),
-        vocabulary=_file(archive, folder, model, "sourceVocab"),
+        serialized_file=file("serializedFile"),
+        model_file=file("modelFile"),
+        requirements_file=file("requirementsFile"),
+        config_file=file("configFile"),
+        vocabulary=file("sourceVocab"),
         document=document,
     )
     _check_handler(archive, folder, manifest)
     return manifest
 
 
-def _json(path: Path, archive: str) -> dict[str, Any]:
+def _json(path: Path, archive: str) -> dict[str, object]:
     try:
         if path.stat().st_size > _TEXT_BYTES:
             raise ArchiveError(archive, f"{MANIFEST} is larger than a manifest")
@@ -401,14 +357,14 @@ def _json(path: Path, archive: str) -> dict[str, Any]:
     return document
 
 
-def _text(archive: str, model: Mapping[str, Any], key: str) -> str:
+def _text(archive: str, model: Mapping[str, object], key: str) -> str:
     value = model.get(key)
     if not isinstance(value, str) or not value.strip():
         raise ArchiveError(archive, f"{MANIFEST} has no text for '{key}'")
     return value.strip()
 
 
-def _file(archive: str, folder: Path, model: Mapping[str, Any], key: str) -> str:
+def _file(archive: str, folder: Path, model: Mapping[str, object], key: str) -> str:
     """Return the file that a manifest names; empty: it names none."""
     if model.get(key) in (None, ""):
         return ""
@@ -425,6 +381,13 @@ def _file(archive: str, folder: Path, model: Mapping[str, Any], key: str) -> str
 def holds_module(folder: Path, module: str) -> bool:
     """Return whether the archive contains a module of this name."""
     return (folder / f"{module}.py").is_file() or (folder / module / "__init__.py").is_file()
+
+
+_CURES = {
+    "vllm_handler": "Triton's vLLM backend serves such models.",
+    "trt_llm_handler": "Triton's TensorRT-LLM backend serves such models.",
+    "dali_image_classifier": "Triton's DALI backend reads images on the GPU.",
+}
 
 
 def _check_handler(archive: str, folder: Path, manifest: Manifest) -> None:
@@ -444,14 +407,7 @@ def _check_handler(archive: str, folder: Path, manifest: Manifest) -> None:
         )
 
 
-_CURES = {
-    "vllm_handler": "Triton's vLLM backend serves such models.",
-    "trt_llm_handler": "Triton's TensorRT-LLM backend serves such models.",
-    "dali_image_classifier": "Triton's DALI backend reads images on the GPU.",
-}
-
-
-def read_settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, Any]:
+def read_settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, object]:
     """Return the settings in the archive's model-config.yaml; empty: there is none.
 
     Raises:
@@ -472,7 +428,13 @@ def read_settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, A
         raise ArchiveError(archive, f"{path.name} is larger than settings are")
     try:
         text = path.read_bytes()
-        _check_value_count(archive, path.name, yaml.compose(text, yaml.SafeLoader))
+        root = yaml.compose(text, yaml.SafeLoader)
+        if root is not None and not _is_bounded(root):
+            raise ArchiveError(
+                archive,
+                f"{path.name} stands for more than {_VALUES} values",
+                expected="settings that do not repeat themselves by reference",
+            )
         document = yaml.safe_load(text)
     except ArchiveError:
         raise
@@ -486,26 +448,21 @@ def read_settings(folder: Path, manifest: Manifest, archive: str) -> dict[str, A
     return document or {}
 
 
-def _check_value_count(archive: str, file: str, root: Any) -> None:
-    """Raise an error if settings have too many values.
+class _Node(Protocol):
+    """A node of PyYAML's: `value` is a text, nodes, or pairs of nodes."""
+
+    value: str | list[_Node | tuple[_Node, _Node]]
+
+
+def _is_bounded(root: _Node) -> bool:
+    """Return whether at most `_VALUES` values would be constructed from PyYAML's nodes.
 
     With nested references, a kilobyte of YAML can stand for values that fill any memory.
-
-    Args:
-        archive: the name of the archive in messages.
-        file: the name of the file.
-        root: the nodes that PyYAML composes, from which it would construct the values.
     """
-    pending, count = [root] if root is not None else [], 0
-    while pending:
+    pending, count = [root], 0
+    while pending and count + len(pending) <= _VALUES:
         value = pending.pop().value
         count += 1
-        if isinstance(value, list):  # of nodes, or of pairs of nodes
-            for node in value:
-                pending += node if isinstance(node, tuple) else (node,)
-        if count + len(pending) > _VALUES:
-            raise ArchiveError(
-                archive,
-                f"{file} stands for more than {_VALUES} values",
-                expected="settings that do not repeat themselves by reference",
-            )
+        for node in value if isinstance(value, list) else ():
+            pending += node if isinstance(node, tuple) else (node,)
+    return count + len(pending) <= _VALUES

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard
 
 from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import ARCHIVE
@@ -59,7 +59,7 @@ class Migration:
 
 
 def migrate(
-    archive: str, name: str, folder: Path, manifest: Manifest, wishes: MigrationOptions
+    archive: str, name: str, folder: Path, manifest: Manifest, options: MigrationOptions
 ) -> Migration:
     """Return the config for an unpacked archive.
 
@@ -68,7 +68,7 @@ def migrate(
         name: the model's name.
         folder: the folder of the archive.
         manifest: its manifest.
-        wishes: the choices of the user.
+        options: the choices of the user.
 
     Raises:
         ArchiveError: the archive cannot be served here, or its settings are invalid.
@@ -76,35 +76,37 @@ def migrate(
     settings = _Settings(
         archive, manifest.config_file, mar_archive.read_settings(folder, manifest, archive)
     )
-    problems = [*_problems(settings), *_handler_problems(folder, manifest)]
+    problems = [
+        f"{settings.file} asks for {key} ({meaning})"
+        for key, meaning in _REFUSED.items()
+        if settings.document.get(key)
+    ]
+    if not mar_archive.holds_module(folder, manifest.handler_module):
+        problems += _file_problems(folder, manifest)
     if problems:
         raise ArchiveError(archive, f"it cannot be served here: {'; '.join(problems)}")
     migration = Migration()
-    migration.inputs = wishes.inputs or (_body(folder, manifest, migration),)
+    migration.inputs = options.inputs or (_body(folder, manifest, migration),)
     lines = [
         *_batching(settings, manifest, migration),
         "",
         *_tensors(migration),
         "",
         *_instances(settings, migration),
-        *_parameters(settings, wishes, migration),
+        *_parameters(settings, options, migration),
     ]
-    _report_settings(settings, migration)
-    _report_files(folder, manifest, migration)
-    migration.left += handler_lint.problems(folder)
-    migration.config = _text(name, archive, lines, migration.left)
-    return migration
-
-
-def _text(name: str, archive: str, lines: Sequence[str], left: Sequence[str]) -> str:
-    head = [
+    _report_other_settings(settings, migration)
+    _report_manual_steps(folder, manifest, migration)
+    notes = [f"# - {_one_line(line)}" for line in migration.left]
+    lines = [
         f"# {name}: the TorchServe archive {_one_line(archive)}, answered by its own handler.",
         'backend: "pytorch_py"',
         "",
+        *lines,
+        *(["", "# Not taken over from TorchServe:", *notes] if notes else ()),
     ]
-    tail = [f"# - {_one_line(line)}" for line in left]
-    heading = ["", "# Not taken over from TorchServe:"] if left else []
-    return "\n".join([*head, *lines, *heading, *tail]) + "\n"
+    migration.config = "\n".join(lines) + "\n"
+    return migration
 
 
 def _one_line(text: str) -> str:
@@ -121,7 +123,7 @@ class _Settings:
 
     archive: str
     file: str
-    document: Mapping[str, Any]
+    document: Mapping[str, object]
 
     def integer(self, key: str, least: int = 1) -> int | None:
         value = self.document.get(key)
@@ -129,8 +131,7 @@ class _Settings:
             return None
         if not _is_integer(value, least):
             raise self.error(key, f"an integer of at least {least}")
-        number: int = value
-        return number
+        return value
 
     def error(self, key: str, expected: str) -> ArchiveError:
         return ArchiveError(
@@ -141,11 +142,11 @@ class _Settings:
         )
 
 
-def _brief(value: Any) -> str:
+def _brief(value: object) -> str:
     return _one_line(repr(value))[:_SHOWN]
 
 
-def _is_integer(value: Any, least: int) -> bool:
+def _is_integer(value: object, least: int) -> TypeGuard[int]:
     """Return whether a value is an integer that Triton's config can hold."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= _LARGEST
 
@@ -159,121 +160,95 @@ _REFUSED = {
 }
 
 
-def _problems(settings: _Settings) -> Iterator[str]:
-    for key, meaning in _REFUSED.items():
-        if settings.document.get(key):
-            yield f"{settings.file} asks for {key} ({meaning})"
-
-
 def _batching(settings: _Settings, manifest: Manifest, migration: Migration) -> list[str]:
-    size = _batch_size(settings, manifest, migration)
-    delay = settings.integer("maxBatchDelay", least=0)
-    queue = settings.integer("jobQueueSize")
-    policy = []
-    if delay is not None and size > 1:
-        policy.append(f"max_queue_delay_microseconds: {delay * 1000}")
-        migration.taken.append(f"maxBatchDelay {delay} ms: {policy[-1]}")
-    elif delay is not None:
-        migration.left.append(
-            f"maxBatchDelay {delay}: no request waits for others in batches of one"
-        )
-    if queue is not None:
-        policy.append(f"default_queue_policy {{ max_queue_size: {queue} }}")
-        migration.taken.append(f"jobQueueSize {queue}: {policy[-1]}")
-    lines = ["# Requests in one call of the handler at most.", f"max_batch_size: {size}"]
-    if size > 1 or policy:
-        lines.append(f"dynamic_batching {{ {''.join(f'{field} ' for field in policy)}}}")
-    return lines
-
-
-def _batch_size(settings: _Settings, manifest: Manifest, migration: Migration) -> int:
     size = settings.integer("batchSize")
     if size is None:
         migration.left.append(
             "batchSize is not in the archive, and max_batch_size is 1. If it was given when the"
             " model was registered, write it into config.pbtxt."
         )
-        return 1
-    if manifest.handler_module == "text_classifier" and size > 1:
+        size = 1
+    elif manifest.handler_module == "text_classifier" and size > 1:
         migration.left.append(f"batchSize {size}: text_classifier answers one request at a time")
-        return 1
-    migration.taken.append(f"batchSize {size}: max_batch_size: {size}")
-    return size
+        size = 1
+    else:
+        migration.taken.append(f"batchSize {size}: max_batch_size: {size}")
+    fields = []
+    delay = settings.integer("maxBatchDelay", least=0)
+    if delay is not None and size > 1:
+        fields.append(f"max_queue_delay_microseconds: {delay * 1000}")
+        migration.taken.append(f"maxBatchDelay {delay} ms: {fields[-1]}")
+    elif delay is not None:
+        migration.left.append(
+            f"maxBatchDelay {delay}: no request waits for others in batches of one"
+        )
+    queue = settings.integer("jobQueueSize")
+    if queue is not None:
+        fields.append(f"default_queue_policy {{ max_queue_size: {queue} }}")
+        migration.taken.append(f"jobQueueSize {queue}: {fields[-1]}")
+    lines = ["# Requests in one call of the handler at most.", f"max_batch_size: {size}"]
+    if size > 1 or fields:
+        lines.append(f"dynamic_batching {{ {''.join(f'{field} ' for field in fields)}}}")
+    return lines
 
 
 _KINDS = {"cpu": "KIND_CPU", "gpu": "KIND_GPU"}
 
 
 def _instances(settings: _Settings, migration: Migration) -> list[str]:
-    gpus, kind = _gpus(settings), _kind(settings)
-    parts = [] if kind is None else [f"kind: {kind}"]
-    count = _count(settings, migration)
-    if gpus and kind != "KIND_CPU":
-        # TorchServe distributes its workers over the GPUs, Triton starts `count` on each.
-        count = math.ceil(count / len(gpus))
-        parts = ["kind: KIND_GPU", f"gpus: [ {', '.join(map(str, gpus))} ]"]
-    if parts:
-        migration.taken.append(f"deviceType, deviceIds: instance_group {' '.join(parts)}")
-    comment = "# Copies of the handler, each in a process of its own"
-    where = "." if parts else "; on each GPU, where there are any."
-    return [f"{comment}{where}", f"instance_group [{{ {' '.join([*parts, f'count: {count}'])} }}]"]
-
-
-def _kind(settings: _Settings) -> str | None:
     device = settings.document.get("deviceType")
-    if device is None:
-        return None
     kind = _KINDS.get(str(device).lower())
-    if kind is None:
+    if device is not None and kind is None:
         raise settings.error("deviceType", " or ".join(_KINDS))
-    return kind
-
-
-def _count(settings: _Settings, migration: Migration) -> int:
+    gpus = settings.document.get("deviceIds") or []
+    if not isinstance(gpus, list) or not all(_is_integer(gpu, 0) for gpu in gpus):
+        raise settings.error("deviceIds", "a list of GPUs' numbers")
     least, most = settings.integer("minWorkers", least=0), settings.integer("maxWorkers", least=0)
     count = least or most or 1
     if least or most:
-        migration.taken.append(
-            f"{'minWorkers' if least else 'maxWorkers'} {count}: instance_group count"
-        )
+        key = "minWorkers" if least else "maxWorkers"
+        migration.taken.append(f"{key} {count}: instance_group count")
     if least and most is not None and most > least:
         migration.left.append(
             f"maxWorkers {most}: Triton starts a fixed number of instances; minWorkers is taken"
         )
-    return count
+    fields = [] if kind is None else [f"kind: {kind}"]
+    if gpus and kind != "KIND_CPU":
+        # TorchServe distributes its workers over the GPUs, Triton starts `count` on each.
+        count = math.ceil(count / len(gpus))
+        fields = ["kind: KIND_GPU", f"gpus: [ {', '.join(map(str, gpus))} ]"]
+    if fields:
+        migration.taken.append(f"deviceType, deviceIds: instance_group {' '.join(fields)}")
+    where = "." if fields else "; on each GPU, where there are any."
+    return [
+        f"# Copies of the handler, each in a process of its own{where}",
+        f"instance_group [{{ {' '.join([*fields, f'count: {count}'])} }}]",
+    ]
 
 
-def _gpus(settings: _Settings) -> list[int]:
-    gpus = settings.document.get("deviceIds") or []
-    if not isinstance(gpus, list) or not all(_is_integer(gpu, 0) for gpu in gpus):
-        raise settings.error("deviceIds", "a list of GPUs' numbers")
-    return gpus
-
-
-def _parameters(settings: _Settings, wishes: MigrationOptions, migration: Migration) -> list[str]:
+def _parameters(settings: _Settings, options: MigrationOptions, migration: Migration) -> list[str]:
     lines = []
     timeout = settings.integer("responseTimeout")
     if timeout is not None:
+        milliseconds = str(timeout * 1000)
         lines += [
             "# Where `torch-py-backend serve` watches, an instance that takes longer is replaced.",
-            _parameter("EXECUTION_TIMEOUT_MS", str(timeout * 1000)),
+            _parameter("EXECUTION_TIMEOUT_MS", milliseconds),
         ]
-        migration.taken.append(
-            f"responseTimeout {timeout} s: EXECUTION_TIMEOUT_MS {timeout * 1000}"
-        )
+        migration.taken.append(f"responseTimeout {timeout} s: EXECUTION_TIMEOUT_MS {milliseconds}")
     compiled = _compile_parameters(settings, migration)
     if compiled is not None:
         lines += [
             "# How the handler's model is compiled.",
-            _parameter("TORCH_COMPILE_OPTIONAL_PARAMETERS", json.dumps(compiled)),
+            _parameter("TORCH_COMPILE_OPTIONAL_PARAMETERS", compiled),
         ]
-        migration.taken.append(f"pt2: TORCH_COMPILE_OPTIONAL_PARAMETERS {json.dumps(compiled)}")
-    if wishes.content_type:
+        migration.taken.append(f"pt2: TORCH_COMPILE_OPTIONAL_PARAMETERS {compiled}")
+    if options.content_type:
         lines += [
             "# What the handler takes bodies for: JSON is parsed, text decoded, all else bytes.",
-            _parameter("MODEL_KWARGS", json.dumps({"content_type": wishes.content_type})),
+            _parameter("MODEL_KWARGS", json.dumps({"content_type": options.content_type})),
         ]
-    if not wishes.example:
+    if not options.example:
         lines += [
             "# There is no body to warm up with: `import-mar --example FILE` puts one here.",
             _parameter("WARMUP", "false"),
@@ -288,13 +263,13 @@ def _parameter(key: str, value: str) -> str:
 _COMPILE_KEYS = ("backend", "mode", "options", "fullgraph", "dynamic")
 
 
-def _compile_parameters(settings: _Settings, migration: Migration) -> dict[str, Any] | None:
-    """Return the arguments of torch.compile for `pt2`; None: the model is not compiled."""
+def _compile_parameters(settings: _Settings, migration: Migration) -> str | None:
+    """Return the arguments of torch.compile for `pt2` as JSON; None: the model is not compiled."""
     pt2 = settings.document.get("pt2")
     if pt2 is None:
         return None
     if isinstance(pt2, str):
-        return {"backend": pt2}
+        return json.dumps({"backend": pt2})
     if not isinstance(pt2, dict):
         raise settings.error("pt2", "the name of a compiler, or its settings")
     if "export" in pt2:
@@ -305,15 +280,13 @@ def _compile_parameters(settings: _Settings, migration: Migration) -> dict[str, 
         raise settings.error("pt2", "a compile with its settings")
     if not inner.get("enable", "compile" not in pt2):
         return None
-    arguments = {key: value for key, value in inner.items() if key in _COMPILE_KEYS}
     others = [str(key) for key in inner if key not in (*_COMPILE_KEYS, "enable")]
     if others:
         migration.left.append(f"pt2's {join_names(others)}: torch.compile has no such argument")
     try:
-        json.dumps(arguments)
+        return json.dumps({key: value for key, value in inner.items() if key in _COMPILE_KEYS})
     except (TypeError, ValueError, RecursionError):
         raise settings.error("pt2", "values that JSON can hold") from None
-    return arguments
 
 
 _TAKEN = {
@@ -335,59 +308,51 @@ _WITHOUT_EFFECT = {
 }
 
 
-def _report_settings(settings: _Settings, migration: Migration) -> None:
-    for key in settings.document:
-        if key in _WITHOUT_EFFECT:
-            value = _brief(settings.document[key])
-            migration.left.append(f"{key} {value}: {_WITHOUT_EFFECT[key]}")
-    own = [
-        str(key) for key in settings.document if key not in _TAKEN and key not in _WITHOUT_EFFECT
+def _report_other_settings(settings: _Settings, migration: Migration) -> None:
+    others = [key for key in settings.document if key not in _TAKEN]
+    migration.left += [
+        f"{key} {_brief(settings.document[key])}: {_WITHOUT_EFFECT[key]}"
+        for key in others
+        if key in _WITHOUT_EFFECT
     ]
-    if own:
-        migration.taken.append(f"{join_names(own)}: for the handler, in context.model_yaml_config")
+    handler_settings = [str(key) for key in others if key not in _WITHOUT_EFFECT]
+    if handler_settings:
+        migration.taken.append(
+            f"{join_names(handler_settings)}: for the handler, in context.model_yaml_config"
+        )
 
 
 # --- files -----------------------------------------------------------------------------------
 
 
-def _handler_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    """Yield files that a handler of TorchServe cannot load; other handlers load any files."""
-    if mar_archive.holds_module(folder, manifest.handler_module):
-        return
-    yield from _model_problems(folder, manifest)
-    if manifest.handler_module == "text_classifier":
-        yield from _vocabulary_problems(folder, manifest)
+_PROGRAMS = (FileType.TORCHSCRIPT, FileType.EXPORTED, FileType.AOTI)
+_WEIGHTS = (FileType.STATE_DICT, FileType.SAFETENSORS)
 
 
-def _model_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+def _file_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
+    """Yield the files that a handler of TorchServe cannot load; other handlers load any files."""
     name = manifest.serialized_file
-    if not name:
-        if not manifest.model_file:
-            yield "the manifest names neither a serializedFile nor a modelFile"
+    if name:
+        content = file_types.file_type(folder / name)
+        supported = _WEIGHTS if manifest.model_file else _PROGRAMS
+        if content not in supported:
+            cure = file_types.advice(content, Path(manifest.model_file or name)).rstrip(".")
+            yield f"{name} is {content.value} ({cure})"
+    elif not manifest.model_file:
+        yield "the manifest names neither a serializedFile nor a modelFile"
+    if manifest.handler_module != "text_classifier":
         return
-    content = file_types.file_type(folder / name)
-    if manifest.model_file:
-        supported: tuple[FileType, ...] = (FileType.STATE_DICT, FileType.SAFETENSORS)
-    else:
-        supported = (FileType.TORCHSCRIPT, FileType.EXPORTED, FileType.AOTI)
-    if content not in supported:
-        cure = file_types.advice(content, Path(manifest.model_file or name)).rstrip(".")
-        yield f"{name} is {content.value} ({cure})"
-
-
-def _vocabulary_problems(folder: Path, manifest: Manifest) -> Iterator[str]:
-    name = manifest.vocabulary or VOCABULARY
-    path = folder / name
-    if not path.is_file():
-        yield f"it holds no {name}, which text_classifier needs"
-    elif file_types.file_type(path) is not FileType.STATE_DICT:
+    vocabulary = manifest.vocabulary or VOCABULARY
+    if not (folder / vocabulary).is_file():
+        yield f"it holds no {vocabulary}, which text_classifier needs"
+    elif file_types.file_type(folder / vocabulary) is not FileType.STATE_DICT:
         yield (
-            f"{name} is no dict of tokens (torchtext, whose objects it may hold, is not maintained:"
-            " save vocab.get_stoi() with torch.save)"
+            f"{vocabulary} is no dict of tokens (torchtext, whose objects it may hold, is not"
+            " maintained: save vocab.get_stoi() with torch.save)"
         )
 
 
-def _report_files(folder: Path, manifest: Manifest, migration: Migration) -> None:
+def _report_manual_steps(folder: Path, manifest: Manifest, migration: Migration) -> None:
     if manifest.requirements_file:
         migration.left.append(
             f"{manifest.requirements_file}: install it where the server's Python runs: pip install"
@@ -398,6 +363,7 @@ def _report_files(folder: Path, manifest: Manifest, migration: Migration) -> Non
             "base_handler takes numbers: import with --content-type application/json, and send"
             " them as JSON, a list for each request"
         )
+    migration.left += handler_lint.problems(folder)
 
 
 # --- tensors ----------------------------------------------------------------------------------

@@ -7,31 +7,27 @@ import string
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.torchserve.context import Context, settings
-from torch_py_backend.torchserve.handlers import BaseHandler, body
-from torch_py_backend.torchserve.labels import map_class_to_label
+from torch_py_backend.torchserve.handlers import BaseHandler, Data, body, map_class_to_label
 from torch_py_backend.torchserve.migration import VOCABULARY
 
 _MARKUP = re.compile(r"<.*?>|&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
 
+_HAVE = "could i might must should so they to we what when where who why will would you"
+_NOT = "are could did does do had has have is may might must need ought should was were would"
+_IS = "he how it she that there what when where who why"
 # English contractions: endings, their meanings, and the words that they follow.
 _ENDINGS = {
-    "n't": (
-        " not",
-        "are could did does do had has have is may might must need ought should was were would",
-    ),
-    "'ve": (
-        " have",
-        "could i might must should so they to we what when where who why will would you",
-    ),
+    "n't": (" not", _NOT),
+    "'ve": (" have", _HAVE),
     "'d": (" would", "he i it she that there they we you"),
     "'ll": (" will", "he how i it she they we what who you"),
-    "'s": (" is", "he how it she that there what when where who why"),
+    "'s": (" is", _IS),
     "'re": (" are", "they we what you"),
     "'m": (" am", "i"),
 }
@@ -59,6 +55,9 @@ _CONTRACTION = re.compile(
 )
 
 
+Tokenizer: TypeAlias = "Callable[[str], list[str]]"
+
+
 def ngrams_iterator(token_list: Sequence[str], ngrams: int) -> Iterator[str]:
     """Yield the tokens, then all runs of two tokens, and so on up to `ngrams`."""
     for size in range(1, ngrams + 1):
@@ -66,7 +65,7 @@ def ngrams_iterator(token_list: Sequence[str], ngrams: int) -> Iterator[str]:
             yield " ".join(token_list[start : start + size])
 
 
-def get_tokenizer(tokenizer: Any, language: str = "en") -> Callable[[str], list[str]]:
+def get_tokenizer(tokenizer: str | Tokenizer | None, language: str = "en") -> Tokenizer:
     """Return a tokenizer: str.split for None, `basic_english`, or the given function.
 
     Raises:
@@ -77,8 +76,7 @@ def get_tokenizer(tokenizer: Any, language: str = "en") -> Callable[[str], list[
     if tokenizer == "basic_english" and language == "en":
         return _basic_english
     if callable(tokenizer):
-        function: Callable[[str], list[str]] = tokenizer
-        return function
+        return tokenizer
     raise ValueError(f"there is no tokenizer {tokenizer!r} for {language!r}, only basic_english")
 
 
@@ -102,7 +100,7 @@ class TextHandler(BaseHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.source_vocab: Any = None
+        self.source_vocab = Vocabulary()
         self.tokenizer = get_tokenizer("basic_english")
 
     def initialize(self, context: Context) -> None:
@@ -143,20 +141,17 @@ def _expand(match: re.Match[str]) -> str:
 def _vocabulary(path: Path) -> Vocabulary:
     try:
         vocabulary = torch.load(path, weights_only=True)
+        problem = "" if isinstance(vocabulary, dict) else f"it holds a {type(vocabulary).__name__}"
     except Exception as error:  # a missing or damaged file, or objects of torchtext
-        raise _no_vocabulary(path, summarize(error)) from error
-    if not isinstance(vocabulary, dict):
-        raise _no_vocabulary(path, f"it holds a {type(vocabulary).__name__}")
+        problem = summarize(error)
+    if problem:
+        raise ArtifactError(
+            settings.get().name,
+            f"the vocabulary {path.name} cannot be read: {problem}",
+            expected="a dict of numbers by token",
+            cure="Save one with torch.save; of torchtext's Vocab, what get_stoi() returns.",
+        )
     return Vocabulary(vocabulary)
-
-
-def _no_vocabulary(path: Path, reason: str) -> ArtifactError:
-    return ArtifactError(
-        settings.get().name,
-        f"the vocabulary {path.name} cannot be read: {reason}",
-        expected="a dict of numbers by token",
-        cure="Save one with torch.save; of torchtext's Vocab, what get_stoi() returns.",
-    )
 
 
 class TextClassifier(TextHandler):
@@ -164,7 +159,7 @@ class TextClassifier(TextHandler):
 
     ngrams = 2
 
-    def preprocess(self, data: Any) -> Any:
+    def preprocess(self, data: Data) -> Data:
         """Return the numbers of the text's words and n-grams, and its words."""
         text = body(data[0])
         if isinstance(text, bytes | bytearray):
@@ -175,9 +170,9 @@ class TextClassifier(TextHandler):
         numbers = [self.source_vocab[token] for token in ngrams_iterator(tokens, self.ngrams)]
         return torch.as_tensor(numbers, device=self.device), tokens
 
-    def inference(self, data: Any, *args: Any, **kwargs: Any) -> Any:
+    def inference(self, data: Data, *args: Any, **kwargs: Any) -> Data:
         offsets = torch.as_tensor([0], device=self.device)
         return super().inference(data[0], offsets, *args, **kwargs)
 
-    def postprocess(self, data: Any) -> Any:
+    def postprocess(self, data: Data) -> Data:
         return map_class_to_label(torch.softmax(data, dim=-1).tolist(), self.mapping)
