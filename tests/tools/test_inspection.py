@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from torch_py_backend.errors import LoadError
-from torch_py_backend.tools import inspection
+from torch_py_backend.tools import trial
 
 _MODEL = """
 from torch import nn
@@ -52,7 +52,7 @@ def _inspect(folder: Path, source: str = _MODEL, **document: Any) -> dict[str, A
     build.write(folder, "model.py", source)
     y = {"name": "y", "data_type": "TYPE_FP32", "dims": [3]}
     given = build.arguments(**{"output": [y], **document})
-    return inspection.inspect(given | {"model_repository": str(folder)})
+    return trial.inspect(given | {"model_repository": str(folder)})
 
 
 def _save_weights(folder: Path, out: int = 3) -> None:
@@ -88,7 +88,7 @@ def test_rule_of_names(tmp_path: Path) -> None:
     x = {"data_type": "TYPE_FP32", "dims": [4]}
     given = build.arguments(input=[{"name": "INPUT__1", **x}, {"name": "INPUT0", **x}])
 
-    report = inspection.inspect(given | {"model_repository": str(tmp_path)})
+    report = trial.inspect(given | {"model_repository": str(tmp_path)})
 
     assert report["binding"] == "in the config's order"
     assert report["inputs"] == ["INPUT__1 FP32 [4] → INPUT0", "INPUT0 FP32 [4] → INPUT1"]

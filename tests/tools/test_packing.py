@@ -59,8 +59,8 @@ def test_look(layer: bool, tmp_path: Path) -> None:
     assert environment.kind is (Kind.LAYER if layer else Kind.VENV)
     assert environment.python == PYTHON
     assert environment.packages["torch"] == "2.13.0+cpu"
-    assert environment.base == Path(sys.base_prefix)
-    assert environment.editable == ()
+    assert environment.base == sys.base_prefix
+    assert environment.editable == []
     packing.check(environment, PYTHON, numpy_1=True)
 
 
@@ -274,7 +274,7 @@ def _folder_elsewhere(folder: Path) -> None:
 
 
 def _no_library(environment: Environment) -> Environment:
-    return dataclasses.replace(environment, libraries=())
+    return dataclasses.replace(environment, library=None)
 
 
 def _same(environment: Environment) -> Environment:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -106,17 +107,32 @@ def create(
     return report
 
 
+def completed(folder: Path, seconds: float = math.inf) -> tuple[str, dict[str, Any]]:
+    """Return the latest version and the config of a model, completed as by a server.
+
+    Raises:
+        LoadError: the config cannot be read or completed.
+    """
+    document = pbtxt.read(folder)
+    version = repository.latest(folder)
+    if completion.is_incomplete(document):
+        completion.complete(pbtxt.arguments(folder, version, document), document, seconds)
+    else:
+        completion.set_decoupled(document, folder / version)
+    return version, document
+
+
 def inspect(
     folder: Path, version: str, document: Mapping[str, Any], seconds: float = _TIMEOUT_S
 ) -> dict[str, Any]:
-    """Load and warm up a model in a child process, and return the report of `inspection.inspect`.
+    """Load and warm up a model in a child process, and return the report of `trial.inspect`.
 
     Raises:
         LoadError: the model cannot be served; the message says why.
     """
     report: dict[str, Any] = child_process.run(
         folder.name,
-        "torch_py_backend.tools.inspection:inspect",
+        "torch_py_backend.tools.trial:inspect",
         {"arguments": pbtxt.arguments(folder, version, document)},
         seconds,
     )
