@@ -200,13 +200,52 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
     assert process.returncode == 130
     assert "Traceback" not in stderr
     assert "rows/s" in stdout
-    assert "stopped before every runtime was measured; config.pbtxt is as it was" in stdout
+    assert "stopped before everything was measured; the choice is the best so far" in stdout
     assert (model / "config.pbtxt").read_text() == _CONFIG
     (entry,) = json.loads((model / "tuned.json").read_text())["machines"].values()
-    assert entry["chosen"] is None
+    assert entry["chosen"] == {"parameters": {}, "instances": 1}
     assert len(entry["rows"]) == 1
     # What they have started is killed with them, and takes a moment to be gone.
     assert living.all_end(children)
+
+
+# The first two candidates are measured at once, the third takes longer than the test.
+_SIMULATED = """
+import time
+from torch_py_backend.cli import app
+from torch_py_backend.processes import child_process
+
+speeds = iter([10.0, 20.0])
+
+def run_together(model, task, arguments, seconds):
+    if task.endswith(":prepare"):
+        return [{"kind": "TORCHSCRIPT", "inputs": "made-up values"}]
+    speed = next(speeds, None)
+    if speed is None:
+        time.sleep(600)
+    measured = {"p99_ms": 1, "memory_mb": 1, "device_memory_mb": 0, "error": 0, "load_s": 1}
+    return [{"latency_ms": 1 / speed, "throughput": {"1": speed}, **measured} for _ in arguments]
+
+child_process.run_together = run_together
+app()
+"""
+
+
+def test_deadline(tmp_path: Path) -> None:
+    """At the deadline, the best so far is written; tuned.json keeps the choice of a whole run."""
+    model = _model(tmp_path)
+    here = tuned_settings.machine_facts()
+    whole = {"machine": here, "chosen": {"parameters": {"NUM_THREADS": "7"}, "instances": 1}}
+    tuned_settings.save(model, whole)
+    command = [sys.executable, "-c", _SIMULATED, "tune", str(model), "--deadline=3"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=_ENVIRONMENT)
+    assert done.returncode == 0, done.stderr
+    assert "stopped before everything was measured; the choice is the best so far" in done.stdout
+    assert "keeps its earlier choice" in done.stdout
+    assert pbtxt.read(model)["parameters"].keys() == {"NUM_THREADS"}
+    assert tuned_settings.read_choice(model, tuned_settings.fingerprint(here)) == {
+        "NUM_THREADS": "7"
+    }
 
 
 @pytest.mark.parametrize(
@@ -221,7 +260,7 @@ def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
         pytest.param(["--max-error=nan"], "--max-error is nan", id="nan"),
         pytest.param(["--inputs=/no/such/file"], "/no/such/file is not a file", id="inputs"),
         pytest.param(["--output=/dev/null/x"], "cannot write into /dev/null/x", id="output"),
-        pytest.param(["--json=/dev/null/x"], "cannot write into /dev/null", id="json"),
+        pytest.param(["--json=/dev/null/x"], "cannot write /dev/null/x: Not a dir", id="json"),
     ],
 )
 def test_refusals(tmp_path: Path, arguments: list[str], says: str) -> None:
