@@ -30,7 +30,7 @@ import tritonclient.grpc
 from rich.console import Console
 from tritonclient.utils import InferenceServerException
 
-from benchmarks import marks
+from benchmarks import harness
 
 _CODE = """\
 from torch import Tensor, nn
@@ -60,12 +60,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output", type=Path, help="a file whose table is replaced, or appended")
-    wished = parser.parse_args()
+    settings = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, _server(Path(folder)) as (process, address):
-        text = _measure(psutil.Process(process.pid), address, wished.rounds)
+        text = _measure(psutil.Process(process.pid), address, settings.rounds)
     print(text)
-    if wished.output is not None:
-        marks.write(wished.output, "recovery", text)
+    if settings.output is not None:
+        harness.write_table(settings.output, "recovery", text)
 
 
 @contextlib.contextmanager

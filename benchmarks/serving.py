@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,19 +28,17 @@ import psutil
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import contenders, forward, pairs, report, repositories
+from benchmarks import clients, contenders, forward, harness, report, repositories
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
+from benchmarks.harness import Pair
 from benchmarks.models import MODELS
-from benchmarks.pairs import Pair
 from benchmarks.report import FLOOR, FORWARD, HTTP, PLAIN, Report, Row
-from torch_py_backend.errors import BackendError, BenchError
-from torch_py_backend.server import Server
+from torch_py_backend.errors import BackendError
 
 _AGAINST = (FLOOR, PLAIN, HTTP, FORWARD, *PEERS)
 # The model that the clocks around the forward are promised for.
 _CLOCKED = "mlp"
-_LOAD_SECONDS = 120
 
 
 @dataclass(frozen=True)
@@ -72,34 +69,36 @@ def main(words: Sequence[str]) -> int:
     settings = _settings(words)
     # Every server reads it, ours too.
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    found = Report(" ".join(["python -m benchmarks.serving", *words]), _facts(settings))
+    results = Report(" ".join(["python -m benchmarks.serving", *words]), _facts(settings))
     with Progress(console=Console(stderr=True)) as progress:
         try:
-            _run(settings, found, progress)
+            _run(settings, results, progress)
         except KeyboardInterrupt:
-            found.interrupted = True
-    document = report.markdown(found)
+            results.interrupted = True
+    document = report.markdown(results)
     if settings.output is None:
         print(document, end="")
     else:
         settings.output.write_text(document, encoding="utf-8")
-    return 0 if found.rows or found.costs else 1
+    return 0 if results.rows or results.costs else 1
 
 
-def _run(settings: Settings, found: Report, progress: Progress) -> None:
+def _run(settings: Settings, results: Report, progress: Progress) -> None:
     """Fill the report; what fails is noted in it and ends nothing else."""
     each = settings.pairs * len(settings.concurrency)
     task = progress.add_task("", total=each * len(settings.models) * len(settings.against))
     done = 0
     for model in settings.models:
         with _serving(model, settings.protocol) as ours:
-            found.facts["tritonserver"] = ours.version
+            results.facts["tritonserver"] = ours.version
             for against in settings.against:
                 progress.update(task, description=f"{model} against {against}", completed=done)
                 try:
-                    _against(model, against, ours, settings, found, lambda: progress.advance(task))
+                    _against(
+                        model, against, ours, settings, results, lambda: progress.advance(task)
+                    )
                 except BackendError as error:
-                    found.missing[model, against] = str(error)
+                    results.missing[model, against] = str(error)
                 done += each
     progress.update(task, completed=done)
 
@@ -107,20 +106,12 @@ def _run(settings: Settings, found: Report, progress: Progress) -> None:
 @contextlib.contextmanager
 def _serving(model: str, protocol: str) -> Iterator[Ours]:
     """Our model, the floor and one by hand in a tritonserver, answering as eager PyTorch does."""
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
-        folder = Path(scratch)
-        repositories.write(model, folder / "repository")
-        floor = repositories.write_floor(model, folder / "repository")
-        plain = repositories.write_plain(model, folder / "repository")
-        with (
-            (folder / "server.log").open("wb") as log,
-            Server(
-                folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log
-            ) as server,
-        ):
-            for state in server.wait_loaded(timeout=_LOAD_SECONDS):
-                if not state.ready:
-                    raise BenchError(f"{state.name} was not loaded: {state.reason}")
+    with harness.scratch() as scratch:
+        repository = Path(scratch) / "repository"
+        repositories.write(model, repository)
+        floor = repositories.write_floor(model, repository)
+        plain = repositories.write_plain(model, repository)
+        with harness.served(repository) as server:
             addresses = {"grpc": server.grpc_address, "http": server.http_address}
             ours = Ours(
                 Endpoint(model, protocol, addresses[protocol], model, counts=True),
@@ -141,18 +132,18 @@ def _against(
     against: str,
     ours: Ours,
     settings: Settings,
-    found: Report,
+    results: Report,
     advance: Callable[[], None],
 ) -> None:
     """Measure one contender at every concurrency."""
     if against == FORWARD:
         if model == _CLOCKED:
             for concurrency in settings.concurrency:
-                found.costs.append(forward.measure(model, concurrency, settings.seconds))
+                results.costs.append(forward.measure(model, concurrency, settings.seconds))
         return
     other: contextlib.AbstractContextManager[Endpoint]
     if against in PEERS:
-        found.versions[against] = contenders.version(against)
+        results.versions[against] = contenders.version(against)
         other = contenders.started(against, model)
     else:
         other = contextlib.nullcontext(ours.others[against])
@@ -163,7 +154,7 @@ def _against(
                 asyncio.run(_measure(ours.asked, endpoint, concurrency, settings, done, advance))
             finally:
                 if done:
-                    found.rows.append(Row(model, against, concurrency, tuple(done)))
+                    results.rows.append(Row(model, against, concurrency, tuple(done)))
 
 
 async def _measure(
@@ -174,9 +165,11 @@ async def _measure(
     done: list[Pair],
     advance: Callable[[], None],
 ) -> None:
-    async for pair in pairs.measure(ours, other, concurrency, settings.seconds, settings.pairs):
-        done.append(pair)
-        advance()
+    async with clients.connected(ours) as first, clients.connected(other) as second:
+        measured = harness.in_turn(first, second, concurrency, settings.seconds, settings.pairs)
+        async for pair in measured:
+            done.append(pair)
+            advance()
 
 
 def _facts(settings: Settings) -> dict[str, str]:

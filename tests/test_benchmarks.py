@@ -16,20 +16,20 @@ import pytest
 import torch
 from aiohttp import web
 
-from benchmarks import contenders, forward, pairs, report, repositories, serving
+from benchmarks import clients, contenders, forward, harness, report, repositories, serving
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
+from benchmarks.harness import Pair
 from benchmarks.models import MAX_BATCH_SIZE, MODELS, Model, Parameter
-from benchmarks.pairs import Pair, Turn
 from benchmarks.peers import wire
 from benchmarks.report import Report, Row
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.errors import BenchError, ServerError
 from torch_py_backend.startup import builder
+from torch_py_backend.tools.load_generator import Closed, Point, Result, ServerWork
 
 _PEERS = Path(contenders.__file__).parent / "peers"
-_TURN = Turn(throughput=100.0, p50=0.001, p99=0.002, batch=4.0, busy=0.5)
 
 
 @pytest.fixture(params=MODELS)
@@ -260,39 +260,38 @@ def test_check_refuses_a_wrong_answer(answer: bytes) -> None:
     asyncio.run(run())
 
 
-def test_pairs_alternate_and_count() -> None:
-    """So many pairs as asked for, each with answers of both sides."""
-
-    async def run() -> list[Pair]:
-        async with _http_server(_right("bytes")) as host:
-            endpoint = Endpoint("add", "bytes", host, "predict")
-            return [pair async for pair in pairs.measure(endpoint, endpoint, 2, 0.5, 3)]
-
-    found = asyncio.run(run())
-    assert len(found) == 3
-    assert all(pair.ratio > 0 and pair.ours.batch is None for pair in found)
+async def _in_turn(body: bytes, status: int = 200) -> list[Pair]:
+    async with _http_server(body, status) as host:
+        endpoint = Endpoint("add", "bytes", host, "predict")
+        async with clients.connected(endpoint) as ours, clients.connected(endpoint) as other:
+            return [pair async for pair in harness.in_turn(ours, other, 2, 0.3, 3)]
 
 
-def test_pairs_refuse_failed_requests() -> None:
-    """A throughput of refusals is none."""
+def test_pairs_are_counted() -> None:
+    """A comparison has the given number of pairs, each with responses of both servers."""
+    pairs = asyncio.run(_in_turn(_right("bytes")))
+    assert len(pairs) == 3
+    assert all(ratio > 0 for ratio in harness.ratios(pairs))
+    assert {harness.rows_in_a_call(point) for pair in pairs for point in pair} == {None}
 
-    async def run() -> None:
-        async with _http_server(b"too much", status=503) as host:
-            endpoint = Endpoint("add", "bytes", host, "predict")
-            async for _ in pairs.measure(endpoint, endpoint, 1, 0.5, 1):
-                pass
 
+def test_failed_requests_are_no_throughput() -> None:
+    """A server that refuses requests is an error with its message."""
     with pytest.raises(BenchError, match=r"503.*too much"):
-        asyncio.run(run())
+        asyncio.run(_in_turn(b"too much", status=503))
+
+
+def _point(throughput: float, p50: float, p99: float, busy: float, batch: int | None) -> Point:
+    latencies = np.sort(np.concatenate([np.full(51, p50), np.full(48, p99), [p99, p99]]))
+    server = None if batch is None else ServerWork(0, 0, {}, {batch: 1})
+    result = Result(len(latencies) / throughput, latencies, np.empty(0), 0, "", busy)
+    return Point(Closed(1), result, server)
 
 
 def _row(model: str, against: str, concurrency: int, ratios: list[float], p99: float) -> Row:
-    other = Turn(throughput=50.0, p50=0.004, p99=p99, batch=None, busy=0.25)
-    made = tuple(
-        Pair(Turn(50.0 * ratio, _TURN.p50, _TURN.p99, _TURN.batch, _TURN.busy), other)
-        for ratio in ratios
-    )
-    return Row(model, against, concurrency, made)
+    other = _point(50.0, min(0.004, p99), p99, 0.25, None)
+    pairs = tuple((_point(50.0 * ratio, 0.001, 0.002, 0.5, 4), other) for ratio in ratios)
+    return Row(model, against, concurrency, pairs)
 
 
 def test_markdown() -> None:
@@ -307,14 +306,13 @@ def test_markdown() -> None:
             missing={("mlp", "ray"): "it ended\nwith a | in its log"},
         )
     )
-    assert "| machine | a box |" in document
+    assert "|machine|a box|" in document
     assert (
-        "| mlp | LitServe | 32 | **3.00** (2.00..4.00) | 150 | 50 | 1.00 / 2.00 | 4.00 / 8.00 |"
-        " 4.0 / ? | 0.50 / 0.25 |"
+        "|mlp|LitServe|32|**3.00** (2.00..4.00)|150|50|1.00/2.00|4.00/8.00|4.0/?|0.50/0.25|"
     ) in document
-    assert "| mlp | 8 | 4.0 | 10.000 | 3.000 | 0.100 | 0.200 | 3.0% |" in document
-    assert "| mlp | ray | it ended<br>with a \\| in its log |" in document
-    assert f"| LitServe | 0.2 | {PEERS['litserve'].words} |" in document
+    assert "|mlp|8|4.0|10.000|3.000|0.100|0.200|3.0%|" in document
+    assert "|mlp|ray|it ended<br>with a \\| in its log|" in document
+    assert f"|LitServe|0.2|{PEERS['litserve'].words}|" in document
     assert "interrupted" not in document
 
 
@@ -335,35 +333,32 @@ def test_targets(row: Row, met: str | None) -> None:
     document = report.markdown(Report("", {}, rows=[row]))
     assert ("## Targets" in document) == (met is not None)
     if met is not None:
-        assert document.partition("## Targets")[2].splitlines()[4].endswith(f"| {met} |")
+        assert f"|{met}|" in document.partition("## Targets")[2]
 
 
 def test_reasons() -> None:
-    """What is missed is said with the figures that explain it; of what is kept, nothing."""
+    """A missed target has the figures that explain it; a kept one has no reason."""
     rows = [
         _row("add", "floor", 1, [0.8], 1.0),
         _row("add", "plain", 1, [1.0], 1.0),
         _row("add", "floor", 8, [1.0], 1.0),
         _row("mlp", "ray", 32, [1.9], 0.002),
     ]
-    cost = forward.Cost("mlp", 1, 1.0, 0.001, 0.0006, 0.0001, 0.0001)
-    document = report.markdown(Report("", {}, rows=rows, costs=[cost]))
-    found = document.partition("What is missed, why, and what would be needed:\n\n")[2]
-    floor, peer, around = found.partition("\n\n")[0].splitlines()
-    assert floor.startswith("- add: at least 0.95 of the floor at concurrency 1: ")
-    assert "reaches 0.80." in floor
-    assert "takes 0.50 and 0.25 of one" in peer
-    assert "0.20 ms around the forward, 0.10 of them" in around
-    assert "Requests of 4.0 ms would be needed; these take 1.0." in around
-
-
-@pytest.mark.parametrize(
-    ("messages", "met"), [(0.0002, "yes"), (0.0004, "**no**")], ids=["kept", "missed"]
-)
-def test_target_around_forward(messages: float, met: str) -> None:
-    """Five percent of a request, and no more."""
-    cost = forward.Cost("mlp", 1, 1.0, 0.010, 0.003, 0.0002, messages)
-    assert f"% | {met} |" in report.markdown(Report("", {}, costs=[cost]))
+    costs = [
+        forward.Cost("mlp", 1, 1.0, 0.001, 0.0006, 0.0001, 0.0001),
+        forward.Cost("mlp", 8, 1.0, 0.010, 0.0030, 0.0002, 0.0002),
+    ]
+    document = report.markdown(Report("", {}, rows=rows, costs=costs))
+    lines = document.partition("## Targets")[2].partition("\n## ")[0].splitlines()
+    floor, kept, peer, around, small = [line.split("|") for line in lines if line.startswith("|")][
+        2:
+    ]
+    assert floor[1] == "add: at least 0.95 of the floor at concurrency 1"
+    assert floor[3:5] == ["**no**", "by hand, without checks: 0.80"]
+    assert kept[3:5] == small[3:5] == ["yes", ""]
+    assert peer[4] == "the client takes 0.50 and 0.25 of a core"
+    assert around[4].startswith("0.20 ms for a batch of 1.0, 0.10 of them")
+    assert around[4].endswith("needs requests of 4.0 ms, these take 1.0")
 
 
 def test_markdown_of_an_interrupted_run() -> None:
@@ -410,19 +405,19 @@ def test_what_fails_is_noted(
     monkeypatch.setattr(serving, "_against", fail)
     assert serving.main(["--models", "add", "--against", "floor,ray"]) == 1
     printed = capsys.readouterr().out
-    assert "| add | floor | floor did not want add. |" in printed
-    assert "| add | ray | ray did not want add. |" in printed
+    assert "|add|floor|floor did not want add.|" in printed
+    assert "|add|ray|ray did not want add.|" in printed
 
 
 def test_interrupt_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Ctrl-C in the second contender leaves the first one's row in the file."""
 
     def once(
-        model: str, against: str, ours: object, settings: object, found: Report, advance: object
+        model: str, against: str, ours: object, settings: object, results: Report, advance: object
     ) -> None:
-        if found.rows:
+        if results.rows:
             raise KeyboardInterrupt
-        found.rows.append(_row(model, against, 1, [1.0], 0.002))
+        results.rows.append(_row(model, against, 1, [1.0], 0.002))
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(serving, "_serving", _no_server)
@@ -430,5 +425,5 @@ def test_interrupt_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path
     output = tmp_path / "benchmarks.md"
     assert serving.main(["--against", "floor,ray", "--output", str(output)]) == 0
     document = output.read_text()
-    assert "| add | no-op floor | 1 |" in document
+    assert "|add|no-op floor|1|" in document
     assert "interrupted" in document
