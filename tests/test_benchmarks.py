@@ -1,4 +1,4 @@
-"""The comparisons in `benchmarks/`: what is served is what is compared, and what is written."""
+"""The comparisons in `benchmarks/`: their models, servers, measurements and report."""
 
 from __future__ import annotations
 
@@ -35,17 +35,19 @@ _PEERS = Path(contenders.__file__).parent / "peers"
 @pytest.fixture(params=MODELS)
 def name(request: pytest.FixtureRequest) -> str:
     """A model of the comparison."""
-    found: str = request.param
-    return found
+    return str(request.param)
 
 
 def test_models_are_the_same_everywhere(name: str) -> None:
-    """Weights, example and answer do not depend on who builds them, or on torch's own seed."""
+    """Weights, example and answer do not depend on torch's own seed, and do not change it."""
     model = MODELS[name]
     torch.manual_seed(1)
     first, example, expected = model.build(), model.example(), model.expected()
     torch.manual_seed(2)
+    following = torch.rand(2)
+    torch.manual_seed(2)
     second = model.build()
+    assert torch.equal(torch.rand(2), following)
     assert first.state_dict().keys() == second.state_dict().keys()
     for key, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[key]), key
@@ -53,17 +55,8 @@ def test_models_are_the_same_everywhere(name: str) -> None:
     assert torch.equal(expected, model.expected())
 
 
-def test_models_leave_the_seed_alone() -> None:
-    """Building a model does not change the random numbers of who builds it."""
-    torch.manual_seed(3)
-    wanted = torch.rand(2)
-    torch.manual_seed(3)
-    MODELS["mlp"].build()
-    assert torch.equal(torch.rand(2), wanted)
-
-
-def test_models_answer_what_they_say(name: str) -> None:
-    """Inputs and the output have the names, types and dims that every server is told."""
+def test_models_have_their_types_and_dims(name: str) -> None:
+    """Inputs and the output have the types and dims that every server is configured with."""
     model = MODELS[name]
     for parameter, tensor in zip(model.inputs, model.example(), strict=True):
         assert tuple(tensor.shape) == parameter.dims
@@ -87,11 +80,11 @@ def test_repository_loads_and_equals_eager(name: str, tmp_path: Path) -> None:
     assert document["max_batch_size"] == MAX_BATCH_SIZE
     assert "dynamic_batching" in document
     settings = model_config.parse(pbtxt.arguments(tmp_path / name, "1", document))
-    made = builder.build(settings, threads.Threads(1, 1))
+    engine = builder.build(settings, threads.Threads(1, 1))
     model = MODELS[name]
     named = zip(model.inputs, model.example(), strict=True)
-    item: Any = {one.name: tensor[None] for one, tensor in named}
-    for outcome in made.run([item, item]):
+    item: Any = {spec.name: tensor[None] for spec, tensor in named}
+    for outcome in engine.run([item, item]):
         assert not isinstance(outcome, Exception)
         torch.testing.assert_close(
             torch.as_tensor(outcome[model.output.name][0]),
@@ -102,16 +95,16 @@ def test_repository_loads_and_equals_eager(name: str, tmp_path: Path) -> None:
 
 
 def test_others_in_the_server_have_the_same_config(name: str, tmp_path: Path) -> None:
-    """They differ from our model in who serves them, and in nothing that clients see."""
+    """The floor and the model written by hand differ from ours in nothing that clients see."""
     repositories.write(name, tmp_path)
     floor = repositories.write_floor(name, tmp_path)
     plain = repositories.write_plain(name, tmp_path)
     ours = pbtxt.read(tmp_path / name)
     for other in (floor, plain):
-        its = pbtxt.read(tmp_path / other)
-        assert its["backend"] == "python"
+        theirs = pbtxt.read(tmp_path / other)
+        assert theirs["backend"] == "python"
         for key in ("input", "output", "max_batch_size", "dynamic_batching", "instance_group"):
-            assert ours[key] == its[key], key
+            assert ours[key] == theirs[key], key
     answer = np.load(tmp_path / floor / "1" / "answer.npy")
     assert np.array_equal(answer[0], MODELS[name].expected().numpy())
 
@@ -145,23 +138,23 @@ def test_clocked_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert clock["3"]["execute"] > clock["3"]["engine"] > clock["3"]["forward"] > 0
 
 
-def test_cost_is_told_by_request() -> None:
+def test_cost_of_a_request() -> None:
     """Each request of a batch waits for all of it: large batches weigh by their requests."""
     clock = {
         "1": {"calls": 2, "execute": 0.4, "engine": 0.3, "forward": 0.2},
         "3": {"calls": 2, "execute": 1.4, "engine": 1.2, "forward": 0.6},
     }
-    found = forward.cost("mlp", 8, clock, request=1.0)
-    assert found.batch == pytest.approx(2.0)
-    assert found.forward == pytest.approx((1 * 0.2 + 3 * 0.6) / 8)
-    assert found.engine == pytest.approx((1 * 0.1 + 3 * 0.6) / 8)
-    assert found.messages == pytest.approx((1 * 0.1 + 3 * 0.2) / 8)
-    assert found.share == pytest.approx(found.engine + found.messages)
+    cost = forward.cost("mlp", 8, clock, request=1.0)
+    assert cost.batch == pytest.approx(2.0)
+    assert cost.forward == pytest.approx((1 * 0.2 + 3 * 0.6) / 8)
+    assert cost.engine == pytest.approx((1 * 0.1 + 3 * 0.6) / 8)
+    assert cost.messages == pytest.approx((1 * 0.1 + 3 * 0.2) / 8)
+    assert cost.share == pytest.approx(cost.engine + cost.messages)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("name", "rows"), [("add", 1), ("mlp", 3), ("transformer", 2)])
 def test_wire_answers_bodies(name: str, rows: int) -> None:
-    """Bytes in, bytes out: what the peers over HTTP do equals eager PyTorch, in any batch."""
+    """The peers over HTTP answer as eager PyTorch does, in any batch."""
     model = MODELS[name]
     answers = wire.Forward(name)([wire.body(model)] * rows)
     assert len(answers) == rows
@@ -188,7 +181,7 @@ def test_wire_keeps_inputs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         np.array([1, 2], np.float32).tobytes() + np.array([1], np.int64).tobytes(),
         np.array([3, 4], np.float32).tobytes() + np.array([0], np.int64).tobytes(),
     ]
-    answers = [wire.answer(pick, one).item() for one in wire.Forward("pick")(bodies)]
+    answers = [wire.answer(pick, content).item() for content in wire.Forward("pick")(bodies)]
     assert answers == [2.0, 3.0]
 
 
@@ -203,7 +196,7 @@ def test_each_peer_is_complete(peer: str) -> None:
 
 def test_no_peer_is_forgotten() -> None:
     """Each requirements file belongs to a peer of the table."""
-    files = {one.stem.removeprefix("requirements-") for one in _PEERS.glob("requirements-*.txt")}
+    files = {path.stem.removeprefix("requirements-") for path in _PEERS.glob("requirements-*.txt")}
     assert files == set(PEERS)
 
 
@@ -230,7 +223,7 @@ def _right(protocol: str) -> bytes:
 
 
 @pytest.mark.parametrize("protocol", ["bytes", "json"])
-def test_check_takes_what_eager_says(protocol: str) -> None:
+def test_check_accepts_a_right_answer(protocol: str) -> None:
     """A right answer passes, over each way in which a peer may answer."""
 
     async def run() -> None:
@@ -241,15 +234,10 @@ def test_check_takes_what_eager_says(protocol: str) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        pytest.param(np.zeros(16, np.float32).tobytes(), id="zeros"),
-        pytest.param(np.full(16, np.nan, np.float32).tobytes(), id="nan"),
-    ],
-)
-def test_check_refuses_a_wrong_answer(answer: bytes) -> None:
+@pytest.mark.parametrize("value", [0, np.nan])
+def test_check_refuses_a_wrong_answer(value: float) -> None:
     """A fast wrong answer is not a result."""
+    answer = np.full(16, value, np.float32).tobytes()
 
     async def run() -> None:
         async with _http_server(answer) as host:
@@ -295,7 +283,7 @@ def _row(model: str, against: str, concurrency: int, ratios: list[float], p99: f
 
 
 def test_markdown() -> None:
-    """Medians, spreads, versions and reasons stand where a reader looks for them."""
+    """The report has the facts, medians, spreads, versions and reasons."""
     document = report.markdown(
         Report(
             command="python -m benchmarks.serving",
@@ -329,7 +317,7 @@ def test_markdown() -> None:
     ],
 )
 def test_targets(row: Row, met: str | None) -> None:
-    """What is promised is judged by the figures, and what is not promised is not judged."""
+    """A target is judged by the figures; other rows have no target."""
     document = report.markdown(Report("", {}, rows=[row]))
     assert ("## Targets" in document) == (met is not None)
     if met is not None:
@@ -362,7 +350,7 @@ def test_reasons() -> None:
 
 
 def test_markdown_of_an_interrupted_run() -> None:
-    """A run that was ended early says so, and is a whole document also if it is empty."""
+    """An interrupted run is reported as such, even without a measurement."""
     assert "interrupted" in report.markdown(Report("", {}, interrupted=True))
 
 
@@ -379,7 +367,7 @@ def test_markdown_of_an_interrupted_run() -> None:
     ],
 )
 def test_bad_settings(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A word that cannot be meant is refused before anything is started, with what is known."""
+    """A wrong option is refused before anything is started, with the accepted values."""
     with pytest.raises(SystemExit) as end:
         serving.main(words)
     assert end.value.code == 2
@@ -395,7 +383,7 @@ def _no_server(_model: str, _protocol: str) -> Iterator[serving.Ours]:
 def test_what_fails_is_noted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A contender that fails costs its own rows only; a run without any is an error."""
+    """A contender that fails is listed with its error; a run without any row is an error."""
 
     def fail(model: str, against: str, *_: object) -> None:
         raise ServerError(f"{against} did not want {model}.")
@@ -410,7 +398,7 @@ def test_what_fails_is_noted(
 
 
 def test_interrupt_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ctrl-C in the second contender leaves the first one's row in the file."""
+    """Ctrl-C during the second contender keeps the first one's row."""
 
     def once(
         model: str, against: str, ours: object, settings: object, results: Report, advance: object
