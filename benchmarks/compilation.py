@@ -2,11 +2,11 @@
 
     python -m benchmarks.compilation [--model transformer] [--pairs 3] [--seconds 60]
 
-A cold start compiles, a warm one finds the bundle of a cold one beside the model and nothing else;
-an eager one shows what of a start is not compilation. A package of AOTInductor was compiled
-beforehand: its start neither traces nor imports a compiler. They take turns, each with a server of
-its own and an empty cache of torch's. Then requests of 1 to 8 rows come for a while, in an order
-that is drawn once; what inductor writes into its cache after READY would be a compilation.
+A cold start compiles. A warm start has the bundle of a cold start beside the model. An eager start
+has no compilation. A package of AOTInductor is compiled beforehand: its start neither traces nor
+imports a compiler. The starts take turns, each with its own server and an empty cache of torch's.
+Then requests of 1 to 8 rows are sent in random order; what inductor writes into its cache after
+READY is a compilation.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def started(name: str, how: str, repository: Path) -> Iterator[Start]:
 
 
 def mixture(name: str) -> list[Payload]:
-    """Requests of 1 to 8 rows, in an order that is the same each time."""
+    """Return requests of 1 to 8 rows, in the same order each time."""
     rows = random.Random(0).choices(range(1, MAX_BATCH_SIZE + 1), k=_PAYLOADS)  # noqa: S311
     return [clients.payload(MODELS[name], count) for count in rows]
 

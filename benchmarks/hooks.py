@@ -2,15 +2,15 @@
 
     python -m benchmarks.hooks [--side 128] [--concurrency 1,8,32] [--seconds 5] [--pairs 3]
 
-Image files go in, names of digits come out. One folder holds the network and hooks that decode a
-file and name the digit; the ensemble has a Python model of Triton's own that decodes, the network
-alone, and a Python model that names. All are on one server; answers are compared first; then they
-are loaded in turn, A B A B.
+The input is an image file, the output the name of a digit. One folder has the network and hooks
+that decode the file and name the digit; the ensemble has a Python model that decodes, the network,
+and a Python model that names. All run in one server. Their outputs are compared; then they are
+loaded in turn, A B A B.
 
-The second table is of one instance against two, whose hooks decode files while the other's module
-computes. No device is needed: forward() sleeps so long for each row (--device), and holds a lock,
-for there is one device. So it needs no CPU, as little as a GPU's work does, and the figures tell
-what overlaps; they are no GPU's. With --device 0 they tell what a second core gains by itself.
+The second table compares one instance with two, whose hooks decode files while the other's module
+computes. The device is simulated: forward() sleeps for each row (--device) and holds a lock. It
+needs no CPU, as a GPU's work, so the figures show the overlap, but are not those of a GPU. With
+--device 0 they show the gain of a second core alone.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ ensemble_scheduling {{
 }}
 """,
 }
-# What stands in for a device: rows take their time, one batch after another, and no CPU.
+# A simulated device: a row takes a fixed time and no CPU, and batches run one after another.
 _DEVICE = """
 import fcntl
 import time
@@ -211,8 +211,8 @@ def main(words: Sequence[str] | None = None) -> None:
             print("\n" + markdown(columns, rows))
 
 
-def _columns(one: str, other: str) -> list[str]:
-    return ["in flight", f"{one}, req/s", "p50 ms", f"{other}, req/s", "p50 ms", "ratio"]
+def _columns(first: str, second: str) -> list[str]:
+    return ["in flight", f"{first}, req/s", "p50 ms", f"{second}, req/s", "p50 ms", "ratio"]
 
 
 def files(side: int) -> list[bytes]:
@@ -244,7 +244,7 @@ def write_pipelines(repository: Path, threads: int | None) -> Path:
 
 
 def write_instances(repository: Path, device: float) -> None:
-    """Write a model with two instances and one with one, on such a device."""
+    """Write a model with two instances, and one with one instance, on such a device."""
     for name, count in zip(_instances(device), (2, 1), strict=True):
         config = _INSTANCES.format(count=count, device=device)
         harness.write_model(repository / name, config, {"model.py": _DEVICE})
@@ -263,11 +263,11 @@ def compare(address: str, images: Sequence[bytes]) -> None:
     tensor = tritonclient.grpc.InferInput("image", [len(images), 1], "BYTES")
     tensor.set_data_from_numpy(_column(images))
     with tritonclient.grpc.InferenceServerClient(address) as client:
-        one, three = (client.infer(name, [tensor]) for name in (_ONE, _THREE))
-    if not (one.as_numpy("label") == three.as_numpy("label")).all():
+        single, ensemble = (client.infer(name, [tensor]) for name in (_ONE, _THREE))
+    if not (single.as_numpy("label") == ensemble.as_numpy("label")).all():
         raise BenchError("the pipelines name different digits.")
     np.testing.assert_allclose(
-        one.as_numpy("probability"), three.as_numpy("probability"), rtol=1e-4, atol=1e-6
+        single.as_numpy("probability"), ensemble.as_numpy("probability"), rtol=1e-4, atol=1e-6
     )
 
 
@@ -286,10 +286,10 @@ async def measure(
     """Load two models in turn, with one image in a request."""
     payloads = [{"image": Tensor("BYTES", _column([image]))} for image in images]
     async with (
-        harness.connected(address, "grpc", models[0], payloads) as one,
-        harness.connected(address, "grpc", models[1], payloads) as other,
+        harness.connected(address, "grpc", models[0], payloads) as first,
+        harness.connected(address, "grpc", models[1], payloads) as second,
     ):
-        return [pair async for pair in harness.in_turn(one, other, concurrency, seconds, pairs)]
+        return [pair async for pair in harness.in_turn(first, second, concurrency, seconds, pairs)]
 
 
 def figures(pairs: Sequence[Pair]) -> list[str]:

@@ -2,15 +2,15 @@
 
     python -m benchmarks.sequences [--sequences 1000] [--steps 100] [--pairs 3] [--way state]
 
-So many sequences at a time over gRPC, each with its next step under way as soon as the last one is
-answered: calls over a few connections, or with --stream as many streams, which now and then bring
-tritonserver 24.10 down (with any backend: a race of its own when requests are released). The values
-of all steps are compared with eager PyTorch's first. Then turns of the model with state and of two
-that take zeros each time, A B C A B C …: "scheduled" has the same sequence_batching, so that what
-Triton's scheduler costs is told from what states do; "stateless" has dynamic_batching. All compute
-the same, are asked by the same client, and batch up to as many rows. "state" keeps the states that
-sequence_batching names, "option" those that STATE does: for the first, Triton hands over memory of
-its own, too.
+All sequences run at the same time over gRPC; the next step of a sequence is sent when the last one
+is answered. They are calls over a few connections or, with --stream, as many streams, which crash
+tritonserver 24.10 now and then, with any backend (a race when requests are released). The values of
+all steps are compared with eager PyTorch's. Then three models are measured in turn, A B C A B C …:
+the model with state, "scheduled" and "stateless". The last two get zeros as state each time;
+"scheduled" has the same sequence_batching, so that the cost of Triton's scheduler is separate from
+that of states; "stateless" has dynamic_batching. All compute the same and batch as many rows.
+"state" keeps the states that sequence_batching names, "option" those of STATE: for the former,
+Triton allocates memory, too.
 """
 
 from __future__ import annotations

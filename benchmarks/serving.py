@@ -1,11 +1,11 @@
-"""Our backend against the no-op floor, and against what else serves PyTorch models from PyPI.
+"""Our backend against the no-op floor, and against other servers of PyTorch models from PyPI.
 
     python -m benchmarks.serving --output docs/benchmarks.md
         [--models add,mlp] [--against floor,pytriton] [--concurrency 1,8,32]
         [--seconds 5] [--pairs 5] [--threads 1] [--protocol grpc]
 
-Answers are compared with eager PyTorch first; then both sides are loaded in turn. What a peer needs
-is installed at first use. Ctrl-C ends the run and keeps what was measured.
+Outputs are compared with eager PyTorch; then both servers are loaded in turn. The packages of a
+peer are installed at first use. Ctrl-C ends the run and keeps its measurements.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from benchmarks.report import FLOOR, FORWARD, HTTP, PLAIN, Report, Row
 from torch_py_backend.errors import BackendError
 
 _AGAINST = (FLOOR, PLAIN, HTTP, FORWARD, *PEERS)
-# The model that the clocks around the forward are promised for.
+# The model of the targets around the forward.
 _CLOCKED = "mlp"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says."""
+    """The command line."""
 
     models: tuple[str, ...]
     against: tuple[str, ...]
@@ -57,15 +57,15 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ours:
-    """One tritonserver with our model, over one of its protocols, and what else it serves."""
+    """A tritonserver with our model over one protocol, and its other endpoints."""
 
-    asked: Endpoint
+    endpoint: Endpoint
     others: Mapping[str, Endpoint]
     version: str
 
 
 def main(words: Sequence[str]) -> int:
-    """Measure what the command line says; 1 if nothing could be measured."""
+    """Measure; return 1 if nothing could be measured."""
     settings = _settings(words)
     # Every server reads it, ours too.
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
@@ -84,7 +84,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _run(settings: Settings, results: Report, progress: Progress) -> None:
-    """Fill the report; what fails is noted in it and ends nothing else."""
+    """Fill the report; failures are noted in it."""
     each = settings.pairs * len(settings.concurrency)
     task = progress.add_task("", total=each * len(settings.models) * len(settings.against))
     done = 0
@@ -105,7 +105,7 @@ def _run(settings: Settings, results: Report, progress: Progress) -> None:
 
 @contextlib.contextmanager
 def _serving(model: str, protocol: str) -> Iterator[Ours]:
-    """Our model, the floor and one by hand in a tritonserver, answering as eager PyTorch does."""
+    """Serve our model, the floor and the model written by hand; check their outputs."""
     with harness.scratch() as scratch:
         repository = Path(scratch) / "repository"
         repositories.write(model, repository)
@@ -122,7 +122,7 @@ def _serving(model: str, protocol: str) -> Iterator[Ours]:
                 },
                 _triton_version(server.http_address),
             )
-            for endpoint in (ours.asked, *ours.others.values()):
+            for endpoint in (ours.endpoint, *ours.others.values()):
                 contenders.check(endpoint)
             yield ours
 
@@ -151,7 +151,7 @@ def _against(
         for concurrency in settings.concurrency:
             done: list[Pair] = []
             try:
-                asyncio.run(_measure(ours.asked, endpoint, concurrency, settings, done, advance))
+                asyncio.run(_measure(ours.endpoint, endpoint, concurrency, settings, done, advance))
             finally:
                 if done:
                     results.rows.append(Row(model, against, concurrency, tuple(done)))
@@ -173,7 +173,7 @@ async def _measure(
 
 
 def _facts(settings: Settings) -> dict[str, str]:
-    """The machine, the versions and the settings."""
+    """Return the machine, the versions and the settings."""
     memory = psutil.virtual_memory().total / 2**30
     versions = {
         name: importlib.metadata.version(name)
@@ -187,7 +187,7 @@ def _facts(settings: Settings) -> dict[str, str]:
         "Python": platform.python_version(),
         **versions,
         "OMP_NUM_THREADS": str(settings.threads),
-        "ours is asked over": settings.protocol,
+        "our protocol": settings.protocol,
         "turns": f"{settings.pairs} pairs of {settings.seconds:g} s each, after one to warm up",
     }
 
@@ -215,7 +215,7 @@ def _settings(words: Sequence[str]) -> Settings:
     add("--seconds", type=_seconds, default=5.0, help="of one turn")
     add("--pairs", type=_count, default=5, help="turns of each side")
     add("--threads", type=_count, default=1, help="OMP_NUM_THREADS of every server")
-    add("--protocol", choices=("grpc", "http"), default="grpc", help="over which ours is asked")
+    add("--protocol", choices=("grpc", "http"), default="grpc", help="of our server")
     add("--output", type=_file, help="the Markdown file to write; unset: print it")
     return Settings(**vars(parser.parse_args(words)))
 
@@ -253,7 +253,7 @@ def _seconds(text: str) -> float:
 
 
 def _file(text: str) -> Path:
-    """A run takes long: a file that cannot be written is told before it."""
+    """Return a path that can be written: a run takes long."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"'{text}' is no file that can be written")

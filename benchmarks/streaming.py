@@ -2,10 +2,9 @@
 
     python -m benchmarks.streaming [--streams 64] [--pairs 5] [--output docs/streaming.md]
 
-One server, and the same network twice: with begin() and step(), whose steps all live streams share,
-and as a generator, which makes its own steps. In turn, A B A B, each is asked for so many streams
-at once, and for as many one after the other. First all tokens are compared with those that the
-network gives without a server.
+One server has the same network twice: with begin() and step(), whose steps all live streams share,
+and as a generator, which makes its own steps. Both get all streams at once, and one after the
+other, in turn, A B A B. All tokens are compared with those of the network without a server.
 """
 
 from __future__ import annotations
