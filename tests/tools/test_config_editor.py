@@ -26,11 +26,11 @@ _COMPILE = '{"dynamic": false, "mode": "default"}'
         (f"# one line\n{_THREADS} # behind it\n", f"# one line\n{_CHANGED} # behind it\n"),
         (
             (
-                'parameters: {\n  key: "NUM_THREADS" # key\n  value: {\n    string_value: "1" # four\n'
+                'parameters: {\n  key: "NUM_THREADS" # key\n  value: {\n    string_value: "1" # 4\n'
                 "  }\n}\n"
             ),
             (
-                'parameters: {\n  key: "NUM_THREADS" # key\n  value: {\n    string_value: "4" # four\n'
+                'parameters: {\n  key: "NUM_THREADS" # key\n  value: {\n    string_value: "4" # 4\n'
                 "  }\n}\n"
             ),
         ),
