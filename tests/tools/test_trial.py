@@ -131,7 +131,7 @@ def test_inputs_of_a_file(tmp_path: Path) -> None:
     assert _prepare(tmp_path, given, str(tmp_path / "real.safetensors"))["inputs"] == (
         "real.safetensors"
     )
-    reference = trial._read(tmp_path / "exchange" / "reference_4.pt")
+    reference = trial.read_values(tmp_path / "exchange" / "reference_4.pt")
     assert torch.equal(torch.as_tensor(reference["y"]), 2 * rows[[0, 1, 2, 0]])
 
 
@@ -140,7 +140,7 @@ def test_inputs_of_the_model(tmp_path: Path) -> None:
     source = _DOUBLE + "\n\ndef example_inputs():\n    return {'x': 7 * torch.ones(2, 4)}\n"
     given = _arguments(tmp_path, "import torch\n" + source)
     assert _prepare(tmp_path, given)["inputs"] == "example_inputs"
-    reference = trial._read(tmp_path / "exchange" / "reference_8.pt")
+    reference = trial.read_values(tmp_path / "exchange" / "reference_8.pt")
     assert torch.equal(torch.as_tensor(reference["y"]), torch.full((8, 4), 14.0))
 
 
@@ -204,10 +204,10 @@ def test_strings(tmp_path: Path) -> None:
 def test_difference(actual: list[float], expected: list[float], error: float) -> None:
     """Neither values close to zero nor large values distort the error."""
     for dtype in (torch.float32, torch.float64):
-        difference = trial._difference(
+        error_of_output = trial.difference(
             "digits", "y", torch.tensor(actual, dtype=dtype), torch.tensor(expected, dtype=dtype)
         )
-        assert difference == pytest.approx(error, rel=1e-3)
+        assert error_of_output == pytest.approx(error, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_difference(actual: list[float], expected: list[float], error: float) ->
 )
 def test_share_that_differs(actual: Any, expected: Any, error: float) -> None:
     """The error of integers, booleans and strings is the share that differs."""
-    assert trial._difference("digits", "y", actual, expected) == error
+    assert trial.difference("digits", "y", actual, expected) == error
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_outputs_that_cannot_be_compared(
 ) -> None:
     """Another shape, or NaN in other places than eager, is refused."""
     with pytest.raises(OutputError, match=says):
-        trial._difference("digits", "y", torch.tensor(actual), torch.tensor(expected))
+        trial.difference("digits", "y", torch.tensor(actual), torch.tensor(expected))
 
 
 # --- the report --------------------------------------------------------------------------------

@@ -168,35 +168,36 @@ def _reference(rows: int) -> str:
     return f"reference_{rows}.pt"
 
 
-def _read(path: Path) -> dict[str, Value]:
+def read_values(path: Path) -> dict[str, Value]:
+    """Return inputs or outputs that `prepare` wrote."""
     values: dict[str, Value] = torch.load(path, "cpu", weights_only=False)
     return values
 
 
 def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
-    """Return the inputs and their source."""
-    if inputs is not None:
-        return _read_inputs(settings, Path(inputs)), Path(inputs).name
+    """Return the inputs of a file, else the model's examples, else made-up values; their source.
+
+    Raises:
+        LoadError: the inputs cannot be read, or do not fit the config.
+    """
     torch.manual_seed(0)
-    example = example_inputs.find(settings, discovery.find(settings))
-    if example is not None:
-        _check_inputs(settings, example, example_inputs.NAME)
-        return example, example_inputs.NAME
-    rows = settings.max_batch_size or None
-    return sample_inputs.item(settings, rows), "made-up values"
-
-
-def _read_inputs(settings: ModelConfig, path: Path) -> Item:
-    try:
-        item: Item = dict(safetensors.torch.load_file(path))
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ArtifactError(
-            settings.name,
-            f"the inputs in {path.name} cannot be read: {summarize(error)}",
-            expected="a file that safetensors.torch.save_file wrote",
-        ) from error
-    _check_inputs(settings, item, path.name)
-    return item
+    if inputs is None:
+        example = example_inputs.find(settings, discovery.find(settings))
+        if example is None:
+            return sample_inputs.item(settings, settings.max_batch_size or None), "made-up values"
+        item, source = example, example_inputs.NAME
+    else:
+        source = Path(inputs).name
+        try:
+            item = dict(safetensors.torch.load_file(inputs))
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ArtifactError(
+                settings.name,
+                f"the inputs in {source} cannot be read: {summarize(error)}",
+                expected="a file that safetensors.torch.save_file wrote",
+            ) from error
+    _check_inputs(settings, item, source)
+    return item, source
 
 
 def _check_inputs(settings: ModelConfig, item: Item, source: str) -> None:
@@ -282,10 +283,10 @@ def measure(
             raise ConfigError.told(sentence)
     with runtime.mode(settings.options):
         warm_up(engine)
-        item = _read(Path(folder) / _INPUTS)
+        item = read_values(Path(folder) / _INPUTS)
         batches = {rows: tile(settings, item, rows) for rows in sizes(settings)}
         errors = [
-            _error(engine, batch, _read(Path(folder) / _reference(rows)))
+            _error(engine, batch, read_values(Path(folder) / _reference(rows)))
             for rows, batch in batches.items()
         ]
         load_s = time.perf_counter() - started
@@ -333,12 +334,17 @@ def _error(engine: Engine, batch: Item, reference: Mapping[str, Value]) -> float
     for _ in range(_FEWEST_CALLS):
         outputs = _run(engine, batch)
     return max(
-        _difference(engine.config.name, name, outputs[name], expected)
+        difference(engine.config.name, name, outputs[name], expected)
         for name, expected in reference.items()
     )
 
 
-def _difference(model: str, name: str, actual: Value, expected: Value) -> float:
+def difference(model: str, name: str, actual: Value, expected: Value) -> float:
+    """Return the error of an output, as the module's docstring defines it.
+
+    Raises:
+        OutputError: it differs in shape, or has infinities or NaN in other places.
+    """
     if actual.shape != expected.shape:
         raise OutputError(
             model,
