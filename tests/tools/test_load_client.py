@@ -138,6 +138,21 @@ def test_not_a_tritonserver(protocol: str, status: int, body: bytes, says: str) 
         asyncio.run(_states(protocol, port))
 
 
+def test_an_answer_in_another_protocol() -> None:
+    """An answer that is not HTTP is an error with the address."""
+
+    async def answer(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"SSH-2.0-OpenSSH\r\n\r\n")
+        writer.close()
+
+    async def ask() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            await _states("http", server.sockets[0].getsockname()[1])
+
+    with pytest.raises(ServerError, match=r"no tritonserver answers at http://127.0.0.1:\d+: \S"):
+        asyncio.run(ask())
+
+
 def test_a_failed_request_has_tritons_message() -> None:
     """A request that Triton refuses raises an error with its message."""
 

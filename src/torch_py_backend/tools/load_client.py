@@ -109,12 +109,11 @@ class Client(abc.ABC):
             call = getattr(self._triton, method)
             return await asyncio.wait_for(call(*arguments, **self._options), _TIMEOUT_S)
         except Exception as error:  # of tritonclient, aiohttp or a JSON parser
-            reason = error.message() if hasattr(error, "message") else str(error)
-            if not isinstance(reason, str) or not reason:
-                reason = "no answer in time"
-            first = reason.strip().splitlines()[0].rstrip(".")
+            message = getattr(error, "message", None)  # a method of tritonclient's exception
+            text = str(message() if callable(message) else error).strip() or "no answer in time"
+            reason = text.splitlines()[0].rstrip(".")
             raise ServerError(
-                f"no tritonserver answers at {self._address}: {first}."
+                f"no tritonserver answers at {self._address}: {reason}."
                 f" Is it running, and is this its {self._address.protocol} port?"
             ) from error
 
