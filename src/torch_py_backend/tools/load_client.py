@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.tritonserver import ModelState
-from torch_py_backend.tools.load_generator import Send
+from torch_py_backend.tools.load_generator import JsonObject, Send
 from torch_py_backend.tools.payloads import Payload
 
 if TYPE_CHECKING:
@@ -93,15 +93,15 @@ class Client(abc.ABC):
         entries = index.get("models", ()) if isinstance(index, dict) else index
         return [tritonserver.parse_state(entry) for entry in entries]
 
-    async def config(self, model: str) -> dict[str, Any]:
+    async def config(self, model: str) -> JsonObject:
         """Return the config of a model, as the server completed it."""
-        reply: dict[str, Any] = await self._reply("get_model_config", model)
-        config: dict[str, Any] = reply.get("config", reply)
+        reply: JsonObject = await self._reply("get_model_config", model)
+        config: JsonObject = reply.get("config", reply)
         return config
 
-    async def statistics(self, model: str) -> dict[str, Any]:
+    async def statistics(self, model: str) -> JsonObject:
         """Return Triton's statistics of a model since the server's start."""
-        statistics: dict[str, Any] = await self._reply("get_inference_statistics", model)
+        statistics: JsonObject = await self._reply("get_inference_statistics", model)
         return statistics
 
     async def _reply(self, method: str, *arguments: str) -> Any:

@@ -15,7 +15,7 @@ import select
 import selectors
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -26,7 +26,8 @@ from torch_py_backend.errors import BackendError, BenchError, summarize
 
 Send: TypeAlias = Callable[[], Awaitable[object]]
 """A function that sends one request and waits for its response, or raises."""
-ReadStatistics: TypeAlias = Callable[[], Awaitable[dict[str, Any]]]
+JsonObject: TypeAlias = dict[str, Any]
+ReadStatistics: TypeAlias = Callable[[], Awaitable[JsonObject]]
 """A function that returns Triton's statistics of a model since the server's start."""
 
 STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
@@ -188,7 +189,7 @@ async def measure(
     return Point(load, result, server_work(before, await _stable(statistics, expected)))
 
 
-async def _stable(statistics: ReadStatistics, least: int = 0) -> dict[str, Any]:
+async def _stable(statistics: ReadStatistics, least: int = 0) -> JsonObject:
     """Return Triton's statistics once they no longer change and count `least` requests.
 
     Triton counts a request after it has answered it, on a busy machine much later.
@@ -214,7 +215,7 @@ def _check(load: Load, result: Result) -> None:
     raise BenchError(f"{load}: {reason}")
 
 
-def server_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> ServerWork:
+def server_work(before: JsonObject, after: JsonObject) -> ServerWork:
     """Return the difference of two statistics, summed over the model's versions.
 
     Statistics of gRPC leave zeros out and hold large numbers as strings; both forms are read.
@@ -237,7 +238,7 @@ def server_work(before: Mapping[str, Any], after: Mapping[str, Any]) -> ServerWo
     )
 
 
-def _totals(statistics: Mapping[str, Any]) -> Counter[tuple[str, str | int]]:
+def _totals(statistics: JsonObject) -> Counter[tuple[str, str | int]]:
     totals: Counter[tuple[str, str | int]] = Counter()
     for version in statistics.get("model_stats", ()):
         inference = version.get("inference_stats", {})

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
@@ -22,7 +22,7 @@ from rich.table import Table
 from torch_py_backend.config import tuned_settings
 from torch_py_backend.errors import BenchError
 from torch_py_backend.tools import tuning
-from torch_py_backend.tools.load_generator import STAGES, Open, Point, ServerWork
+from torch_py_backend.tools.load_generator import STAGES, JsonObject, Open, Point, ServerWork
 from torch_py_backend.tools.tuning import Row
 
 PLOT = "tuned.png"
@@ -72,9 +72,23 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
 
 
-def table(headings: Sequence[str], *, text_columns: int = 1, **options: Any) -> Table:
+def table(
+    headings: Sequence[str],
+    *,
+    text_columns: int = 1,
+    title: str | None = None,
+    caption: str | None = None,
+) -> Table:
     """Return an empty table for a terminal; figures, after the columns of text, are not cut off."""
-    result = Table(box=SIMPLE_HEAD, show_edge=False, padding=0, title_justify="left", **options)
+    result = Table(
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+        title=title,
+        title_justify="left",
+        caption=caption,
+        caption_justify="left",
+    )
     for number, heading in enumerate(headings):
         if number < text_columns:
             result.add_column(heading, min_width=12, max_width=60, no_wrap=True)
@@ -100,7 +114,7 @@ def check_writable(path: Path) -> None:
         raise BenchError(f"cannot write {path}: {error.strerror}.") from error
 
 
-def write_json(path: Path, document: Mapping[str, Any]) -> None:
+def write_json(path: Path, document: Mapping[str, object]) -> None:
     """Write the whole file, or nothing.
 
     Raises:
@@ -147,7 +161,7 @@ class Report:
         """The quantity that differs between the points."""
         return "rate" if isinstance(self.points[0].load, Open) else "concurrency"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Return all figures; an unknown figure is null."""
         return {
             "model": self.model,
@@ -169,7 +183,6 @@ class Report:
             title=f"{self.model} on {self.server},"
             f" {'1 row' if self.rows == 1 else f'{self.rows:g} rows'} in a request",
             caption="p50 to max: latency; queue to output: means of Triton's own; all in ms",
-            caption_justify="left",
         )
         for point in self.points:
             throughput, server = point.result.throughput, _work(point)
@@ -197,7 +210,7 @@ class Report:
         return sentences
 
 
-def _entry(report: Report, point: Point) -> dict[str, Any]:
+def _entry(report: Report, point: Point) -> JsonObject:
     result, server = point.result, _work(point)
     latencies = zip(_PERCENTILES, result.percentiles(*_PERCENTILES.values()), strict=True)
     return {
@@ -294,11 +307,11 @@ def tuning_table(rows: Sequence[Row], max_error: float, choice: Row | None) -> T
 
 
 def tuning_entry(
-    machine: Mapping[str, Any],
+    machine: Mapping[str, object],
     rows: Sequence[Row],
     choice: Row | None,
-    conditions: Mapping[str, Any],
-) -> dict[str, Any]:
+    conditions: Mapping[str, object],
+) -> dict[str, object]:
     """Return the entry of tuned.json of one machine.
 
     Args:

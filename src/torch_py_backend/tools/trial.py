@@ -307,7 +307,7 @@ def measure(
     }
 
 
-def _timed(call: Callable[[], Any], seconds: float) -> Iterator[float]:
+def _timed(call: Callable[[], object], seconds: float) -> Iterator[float]:
     until = time.perf_counter() + seconds
     calls = 0
     while calls < _FEWEST_CALLS or time.perf_counter() < until:
