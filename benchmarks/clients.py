@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import urllib.request
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,16 +15,15 @@ import torch
 import tritonclient.grpc
 import tritonclient.http
 
+from benchmarks import harness
+from benchmarks.harness import Connection
 from benchmarks.models import MODELS, Model
 from benchmarks.peers import wire
-from torch_py_backend.errors import BenchError
-from torch_py_backend.tools import load_client, load_generator
-from torch_py_backend.tools.load_client import Address, HttpRequest
-from torch_py_backend.tools.load_generator import Closed, Result, Send
+from torch_py_backend.tools import load_client
+from torch_py_backend.tools.load_client import HttpRequest
 from torch_py_backend.tools.payloads import Payload, Tensor
 
 _TRITON = {"grpc": tritonclient.grpc, "http": tritonclient.http}
-Statistics = Callable[[], Awaitable[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
@@ -91,35 +88,16 @@ def _post(protocol: str, model: Model) -> HttpRequest:
 
 
 @contextlib.asynccontextmanager
-async def connected(endpoint: Endpoint) -> AsyncIterator[tuple[Send, Statistics | None]]:
+async def connected(endpoint: Endpoint) -> AsyncIterator[Connection]:
     """Yield functions that send the example and that return Triton's statistics, if any."""
     model = MODELS[endpoint.model]
     if endpoint.protocol in _TRITON:
-        client = load_client.connect(Address(endpoint.protocol, endpoint.host))
-        async with contextlib.aclosing(client):
-            statistics = partial(client.statistics, endpoint.served) if endpoint.counts else None
-            yield client.sender(endpoint.served, [payload(model)]), statistics
+        triton = harness.connected(
+            endpoint.host, endpoint.protocol, endpoint.served, [payload(model)]
+        )
+        async with triton as (send, statistics):
+            yield send, statistics if endpoint.counts else None
         return
     async with load_client.session() as session:
         request = _post(endpoint.protocol, model)
         yield load_client.http_sender(session, endpoint.url, [request]), None
-
-
-def load(
-    host: str, model: str, payloads: Sequence[Payload], concurrency: int, seconds: float
-) -> Result:
-    """Put a closed load on a model over gRPC.
-
-    Raises:
-        BenchError: a request failed.
-    """
-
-    async def run() -> Result:
-        async with contextlib.aclosing(load_client.connect(Address("grpc", host))) as client:
-            send = client.sender(model, payloads)
-            return await load_generator.run(send, Closed(concurrency), seconds)
-
-    result = asyncio.run(run())
-    if result.errors or not result.latencies.size:
-        raise BenchError(f"{result.errors} requests failed: {result.first_error}")
-    return result

@@ -9,26 +9,21 @@ in the queue, comes from Triton's statistics.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from benchmarks import clients, repositories
+import tritonclient.grpc
+
+from benchmarks import clients, harness, repositories
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import check
 from benchmarks.models import MODELS
-from torch_py_backend.errors import BenchError
-from torch_py_backend.server import Server
-from torch_py_backend.tools import load_generator
-from torch_py_backend.tools.load_generator import Closed
+from torch_py_backend.tools.report import markdown
 
-_LOAD_SECONDS = 120
-_COLUMNS = (
+COLUMNS = (
     "model", "concurrency", "batch",
     "request, ms", "forward, ms", "engine, ms", "messages, ms", "share",
 )  # fmt: skip
@@ -66,36 +61,18 @@ def measure(model: str, concurrency: int, seconds: float) -> Cost:
     Raises:
         BenchError: the model did not load, or a request failed.
     """
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
-        folder = Path(scratch)
-        repository, clock = folder / "repository", folder / "clock.json"
+    with harness.scratch() as scratch:
+        repository, clock = Path(scratch) / "repository", Path(scratch) / "clock.json"
         repositories.write_clocked(model, repository, clock)
-        with (
-            (folder / "server.log").open("wb") as log,
-            Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-        ):
-            for state in server.wait_loaded(timeout=_LOAD_SECONDS):
-                if not state.ready:
-                    raise BenchError(f"{state.name} was not loaded: {state.reason}")
-            endpoint = Endpoint(model, "grpc", server.grpc_address, model, counts=True)
-            check(endpoint)
-            request = asyncio.run(_load(endpoint, concurrency, seconds))
+        with harness.served(repository) as server:
+            check(Endpoint(model, "grpc", server.grpc_address, model, counts=True))
+            payloads = [clients.payload(MODELS[model])]
+            harness.load(server.grpc_address, model, payloads, concurrency, seconds)
+            with tritonclient.grpc.InferenceServerClient(server.grpc_address) as client:
+                statistics = client.get_inference_statistics(model, as_json=True)
+        success = statistics["model_stats"][0]["inference_stats"]["success"]
+        request = int(success["ns"]) / int(success["count"]) / 1e9
         return cost(model, concurrency, json.loads(clock.read_text()), request)
-
-
-async def _load(endpoint: Endpoint, concurrency: int, seconds: float) -> float:
-    """Return Triton's mean time of a request in seconds."""
-    async with clients.connected(endpoint) as (send, statistics):
-        assert statistics is not None  # noqa: S101  it is a tritonserver
-        result = await load_generator.run(send, Closed(concurrency), seconds)
-        if result.errors or not result.latencies.size:
-            raise BenchError(f"{result.errors} requests failed: {result.first_error}")
-        return _mean_request(await statistics())
-
-
-def _mean_request(document: Mapping[str, Any]) -> float:
-    done = document["model_stats"][0]["inference_stats"]["success"]
-    return int(done["ns"]) / int(done["count"]) / 1e9
 
 
 def cost(
@@ -109,11 +86,11 @@ def cost(
         clock: number of calls and seconds on each clock, by requests in a call.
         request: Triton's mean time for a request, in seconds.
     """
-    rows = {int(size): spent for size, spent in clock.items()}
-    calls = sum(spent["calls"] for spent in rows.values())
-    requests = sum(size * spent["calls"] for size, spent in rows.items())
+    times = {int(size): spent for size, spent in clock.items()}
+    calls = sum(spent["calls"] for spent in times.values())
+    requests = sum(size * spent["calls"] for size, spent in times.items())
     execute, engine, forward = (
-        sum(size * spent[name] for size, spent in rows.items()) / requests
+        sum(size * spent[name] for size, spent in times.items()) / requests
         for name in ("execute", "engine", "forward")
     )
     return Cost(
@@ -127,19 +104,19 @@ def cost(
     )
 
 
-def table(costs: Sequence[Cost]) -> str:
-    """Return the costs as a Markdown table."""
-    lines = [
-        f"| {' | '.join(_COLUMNS)} |",
-        f"|{'---|' * len(_COLUMNS)}",
+def rows(costs: Sequence[Cost]) -> list[tuple[str, ...]]:
+    """Return the rows of a table with COLUMNS."""
+    return [
+        (
+            cost.model,
+            str(cost.concurrency),
+            f"{cost.batch:.1f}",
+            *(f"{value * 1e3:.3f}" for value in (cost.request, cost.forward, cost.engine)),
+            f"{cost.messages * 1e3:.3f}",
+            f"{cost.share:.1%}",
+        )
+        for cost in costs
     ]
-    lines += [
-        f"| {one.model} | {one.concurrency} | {one.batch:.1f} | {one.request * 1e3:.3f} |"
-        f" {one.forward * 1e3:.3f} | {one.engine * 1e3:.3f} | {one.messages * 1e3:.3f} |"
-        f" {one.share:.1%} |"
-        for one in costs
-    ]
-    return "\n".join(lines)
 
 
 def main() -> None:
@@ -151,7 +128,7 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     levels = [int(level) for level in arguments.concurrency.split(",")]
     costs = [measure(arguments.model, level, arguments.seconds) for level in levels]
-    print(table(costs))
+    print(markdown(COLUMNS, rows(costs)))
 
 
 if __name__ == "__main__":

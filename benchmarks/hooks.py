@@ -2,15 +2,15 @@
 
     python -m benchmarks.hooks [--side 128] [--concurrency 1,8,32] [--seconds 5] [--pairs 3]
 
-Image files go in, names of digits come out. One folder holds the network and hooks that decode a
-file and name the digit; the ensemble has a Python model of Triton's own that decodes, the network
-alone, and a Python model that names. All are on one server; answers are compared first; then they
-are loaded in turn, A B A B.
+The input is an image file, the output the name of a digit. One folder has the network and hooks
+that decode the file and name the digit; the ensemble has a Python model that decodes, the network,
+and a Python model that names. All run in one server. Their outputs are compared; then they are
+loaded in turn, A B A B.
 
-The second table is of one instance against two, whose hooks decode files while the other's module
-computes. No device is needed: forward() sleeps so long for each row (--device), and holds a lock,
-for there is one device. So it needs no CPU, as little as a GPU's work does, and the figures tell
-what overlaps; they are no GPU's. With --device 0 they tell what a second core gains by itself.
+The second table compares one instance with two, whose hooks decode files while the other's module
+computes. The device is simulated: forward() sleeps for each row (--device) and holds a lock. It
+needs no CPU, as a GPU's work, so the figures show the overlap, but are not those of a GPU. With
+--device 0 they show the gain of a second core alone.
 """
 
 from __future__ import annotations
@@ -19,23 +19,20 @@ import argparse
 import asyncio
 import itertools
 import shutil
-import tempfile
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import tritonclient.grpc
 from numpy.typing import NDArray
 from PIL import Image
 
+from benchmarks import harness
+from benchmarks.harness import Pair
 from torch_py_backend.errors import BenchError
-from torch_py_backend.server import Server
-from torch_py_backend.tools import load_client, sweep
-from torch_py_backend.tools.load_client import Client
-from torch_py_backend.tools.load_generator import Closed
 from torch_py_backend.tools.payloads import Tensor
+from torch_py_backend.tools.report import markdown, spread
 
 _EXAMPLE = Path(__file__).parents[1] / "examples" / "model_repository" / "digits_png"
 _IMAGES = 64
@@ -126,7 +123,7 @@ ensemble_scheduling {{
 }}
 """,
 }
-# What stands in for a device: rows take their time, one batch after another, and no CPU.
+# A simulated device: a row takes a fixed time and no CPU, and batches run one after another.
 _DEVICE = """
 import fcntl
 import time
@@ -173,27 +170,10 @@ _THREADS = """
 parameters {{ key: "PREPROCESS_THREADS" value {{ string_value: "{}" }} }}
 """
 _ONE, _THREE = "digits_png", "ensemble"
-_HEAD = (
-    "| device, ms a row | in flight | 2 instances, req/s | p50 ms | 1 instance, req/s | p50 ms"
-    " | ratio |"
-)
-
-
-class Load(NamedTuple):
-    """What a model is asked, and for how long.
-
-    Attributes:
-        images: the files, one a request.
-        seconds: of a turn.
-        pairs: turns of each.
-    """
-
-    images: Sequence[bytes]
-    seconds: float
-    pairs: int
 
 
 def main(words: Sequence[str] | None = None) -> None:
+    """Compare answers, measure, and print two tables."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--side", type=int, default=128, help="pixels, of square images")
     parser.add_argument("--threads", type=int, help="PREPROCESS_THREADS of the one folder")
@@ -201,73 +181,73 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--concurrency", default="1,8,32")
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--pairs", type=int, default=3)
-    wished = parser.parse_args(words)
-    counts = [int(one) for one in wished.concurrency.split(",")]
-    devices = [float(one) for one in wished.device.split(",")]
-    images = files(wished.side)
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
-        repository = lay_out(Path(scratch) / "repository", wished.threads)
+    settings = parser.parse_args(words)
+    counts = [int(count) for count in settings.concurrency.split(",")]
+    devices = [float(device) for device in settings.device.split(",")]
+    images = files(settings.side)
+    with harness.scratch() as scratch:
+        repository = write_pipelines(Path(scratch) / "repository", settings.threads)
         for device in devices:
-            lay_out_instances(repository, device)
-        log_path = Path(scratch) / "server.log"
-        with (
-            log_path.open("wb") as log,
-            Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-        ):
-            for state in server.wait_loaded(timeout=300):
-                if not state.ready:
-                    raise BenchError(f"{state.name} did not load: {state.reason}")
+            write_instances(repository, device)
+        with harness.served(repository) as server:
             compare(server.grpc_address, images)
-            print(f"{_IMAGES} JPEG files of {wished.side} by {wished.side} pixels, one a request")
-            print("| in flight | one folder, req/s | p50 ms | ensemble, req/s | p50 ms | ratio |")
-            print("|---|---|---|---|---|---|")
-            load = Load(images, wished.seconds, wished.pairs)
-            for count in counts:
-                turns = measure(server.grpc_address, (_ONE, _THREE), load, count)
-                print(row(str(count), asyncio.run(turns)), flush=True)
-            print(f"\n{_HEAD}")
-            print("|---|---|---|---|---|---|---|")
-            for device, count in itertools.product(devices, counts):
-                turns = measure(server.grpc_address, _instances(device), load, count)
-                print(row(f"{device:g} | {count}", asyncio.run(turns)), flush=True)
+
+            def row(models: tuple[str, str], count: int) -> list[str]:
+                measured = measure(
+                    server.grpc_address, models, images, count, settings.seconds, settings.pairs
+                )
+                return figures(asyncio.run(measured))
+
+            print(
+                f"{_IMAGES} JPEG files of {settings.side} by {settings.side} pixels, one a request"
+            )
+            rows = [[str(count), *row((_ONE, _THREE), count)] for count in counts]
+            print(markdown(_columns("one folder", "ensemble"), rows))
+            rows = [
+                [f"{device:g}", str(count), *row(_instances(device), count)]
+                for device, count in itertools.product(devices, counts)
+            ]
+            columns = ["device, ms a row", *_columns("2 instances", "1 instance")]
+            print("\n" + markdown(columns, rows))
+
+
+def _columns(first: str, second: str) -> list[str]:
+    return ["in flight", f"{first}, req/s", "p50 ms", f"{second}, req/s", "p50 ms", "ratio"]
 
 
 def files(side: int) -> list[bytes]:
-    """Pictures of nothing, as JPEG: what decoding and resizing cost does not depend on it."""
+    """Return random pictures as JPEG: the cost of decoding does not depend on their content."""
     random = np.random.default_rng(0)
-    made = []
+    images = []
     for _ in range(_IMAGES):
         coarse = random.integers(0, 256, (8, 8), dtype=np.uint8)
         image = Image.fromarray(coarse).resize((side, side), Image.Resampling.BICUBIC)
         file = BytesIO()
         image.convert("RGB").save(file, format="JPEG")
-        made.append(file.getvalue())
-    return made
+        images.append(file.getvalue())
+    return images
 
 
-def lay_out(repository: Path, threads: int | None) -> Path:
-    """Both pipelines as models of one repository."""
+def write_pipelines(repository: Path, threads: int | None) -> Path:
+    """Write both pipelines as models of one repository."""
     shutil.copytree(_EXAMPLE, repository / _ONE)
     if threads is not None:
         with (repository / _ONE / "config.pbtxt").open("a") as file:
             file.write(_THREADS.format(threads))
+    code = {"decode": _DECODE, "name": _NAME}
     for name, config in _CONFIGS.items():
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "config.pbtxt").write_text(config)
-    (repository / "decode" / "1" / "model.py").write_text(_DECODE)
-    (repository / "name" / "1" / "model.py").write_text(_NAME)
+        sources = {"model.py": code[name]} if name in code else {}
+        harness.write_model(repository / name, config, sources)
     shutil.copyfile(_EXAMPLE / "1" / "labels.txt", repository / "name" / "1" / "labels.txt")
     shutil.copyfile(_EXAMPLE / "1" / "model.pt2", repository / "network" / "1" / "model.pt2")
     return repository
 
 
-def lay_out_instances(repository: Path, device: float) -> None:
-    """Two instances and one of the same model, with such a device."""
+def write_instances(repository: Path, device: float) -> None:
+    """Write a model with two instances, and one with one instance, on such a device."""
     for name, count in zip(_instances(device), (2, 1), strict=True):
-        (repository / name / "1").mkdir(parents=True)
-        (repository / name / "1" / "model.py").write_text(_DEVICE)
-        text = _INSTANCES.format(count=count, device=device)
-        (repository / name / "config.pbtxt").write_text(text)
+        config = _INSTANCES.format(count=count, device=device)
+        harness.write_model(repository / name, config, {"model.py": _DEVICE})
 
 
 def _instances(device: float) -> tuple[str, str]:
@@ -275,15 +255,19 @@ def _instances(device: float) -> tuple[str, str]:
 
 
 def compare(address: str, images: Sequence[bytes]) -> None:
-    """Every image has one answer, whoever is asked."""
-    sent = tritonclient.grpc.InferInput("image", [len(images), 1], "BYTES")
-    sent.set_data_from_numpy(_column(images))
-    with tritonclient.grpc.InferenceServerClient(address) as asked:
-        one, three = (asked.infer(name, [sent]) for name in (_ONE, _THREE))
-    if not (one.as_numpy("label") == three.as_numpy("label")).all():
+    """Raise if the pipelines answer differently.
+
+    Raises:
+        BenchError: they name different digits.
+    """
+    tensor = tritonclient.grpc.InferInput("image", [len(images), 1], "BYTES")
+    tensor.set_data_from_numpy(_column(images))
+    with tritonclient.grpc.InferenceServerClient(address) as client:
+        single, ensemble = (client.infer(name, [tensor]) for name in (_ONE, _THREE))
+    if not (single.as_numpy("label") == ensemble.as_numpy("label")).all():
         raise BenchError("the pipelines name different digits.")
     np.testing.assert_allclose(
-        one.as_numpy("probability"), three.as_numpy("probability"), rtol=1e-4, atol=1e-6
+        single.as_numpy("probability"), ensemble.as_numpy("probability"), rtol=1e-4, atol=1e-6
     )
 
 
@@ -292,49 +276,30 @@ def _column(images: Sequence[bytes]) -> NDArray[np.object_]:
 
 
 async def measure(
-    address: str, models: tuple[str, str], load: Load, concurrency: int
-) -> list[tuple[sweep.Point, sweep.Point]]:
-    """Turns of two models, one after the other."""
-    connected = load_client.connect(load_client.address(f"grpc://{address}"))
-    one, other = models
-    try:
-        return [
-            (
-                await _turn(connected, one, load, concurrency),
-                await _turn(connected, other, load, concurrency),
-            )
-            for _ in range(load.pairs)
-        ]
-    finally:
-        await connected.aclose()
+    address: str,
+    models: tuple[str, str],
+    images: Sequence[bytes],
+    concurrency: int,
+    seconds: float,
+    pairs: int,
+) -> list[Pair]:
+    """Load two models in turn, with one image in a request."""
+    payloads = [{"image": Tensor("BYTES", _column([image]))} for image in images]
+    async with (
+        harness.connected(address, "grpc", models[0], payloads) as first,
+        harness.connected(address, "grpc", models[1], payloads) as second,
+    ):
+        return [pair async for pair in harness.in_turn(first, second, concurrency, seconds, pairs)]
 
 
-async def _turn(connected: Client, name: str, load: Load, concurrency: int) -> sweep.Point:
-    payloads = [{"image": Tensor("BYTES", _column([image]))} for image in load.images]
-    found = await sweep.point(
-        connected,
-        name,
-        connected.sender(name, payloads),
-        Closed(concurrency),
-        seconds=load.seconds,
-        warmup=1.0,
-    )
-    if found is None or found.result.errors:
-        raise BenchError(f"requests to {name} failed.")
-    return found
-
-
-def row(what: str, turns: Sequence[tuple[sweep.Point, sweep.Point]]) -> str:
-    """The medians of the turns, and that of the ratios within the pairs."""
-    ours, others = zip(*turns, strict=True)
-    ratios = [one.result.throughput / other.result.throughput for one, other in turns]
-    figures = [
-        f"{np.median([point.result.throughput for point in points]):,.0f} |"
-        f" {1e3 * np.median([point.result.percentiles(50)[0] for point in points]):.2f}"
-        for points in (ours, others)
-    ]
-    spread = f"{min(ratios):.2f}-{max(ratios):.2f}"
-    return f"| {what} | {' | '.join(figures)} | {np.median(ratios):.2f} ({spread}) |"
+def figures(pairs: Sequence[Pair]) -> list[str]:
+    """Return the medians of the turns, and that of the ratios within the pairs."""
+    cells = []
+    for points in zip(*pairs, strict=True):
+        rate = spread([point.result.throughput for point in points]).median
+        p50 = spread([point.result.percentiles(50)[0] for point in points]).median
+        cells += [f"{rate:,.0f}", f"{1e3 * p50:.2f}"]
+    return [*cells, spread(harness.ratios(pairs)).text(2)]
 
 
 if __name__ == "__main__":

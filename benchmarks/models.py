@@ -1,7 +1,7 @@
 """The models that every server of a comparison serves: networks, weights, example requests.
 
-Needs torch alone: each server imports it in an environment of its own. The same file is what our
-own repository holds as `model.py`.
+Needs only torch: each server imports it in its own environment. The same file is `model.py` in our
+repository.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ VOCABULARY = 1000
 
 
 class Add(nn.Module):
-    """Two vectors [batch, 16], added: nothing but what a server costs."""
+    """Two vectors [batch, 16], added: the cost is that of the server."""
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
         return left + right
@@ -123,7 +123,7 @@ class Model:
     Attributes:
         kind: its class in this file.
         tolerance: how far a batch may be from the eager forward of one row, absolute and relative.
-        words: what it is, for a table.
+        words: its description, for a table.
     """
 
     kind: Callable[[], nn.Module]
@@ -133,19 +133,19 @@ class Model:
     words: str
 
     def build(self) -> nn.Module:
-        """The module with its weights, the same in every process, ready for inference."""
+        """Return the module in eval mode with its weights, the same in every process."""
         with torch.random.fork_rng(devices=()):
             torch.manual_seed(SEED)
             return self.kind().eval()
 
     def example(self) -> tuple[Tensor, ...]:
-        """One request's inputs, without the batch dimension; the same in every process."""
+        """Return one request's inputs, without the batch dimension; the same in every process."""
         generator = torch.Generator().manual_seed(SEED)
-        return tuple(_sample(one, generator) for one in self.inputs)
+        return tuple(_sample(spec, generator) for spec in self.inputs)
 
     @torch.inference_mode()
     def expected(self) -> Tensor:
-        """What eager PyTorch answers to the example."""
+        """Return the output of eager PyTorch for the example."""
         answer: Tensor = self.build()(*(tensor[None] for tensor in self.example()))
         return answer[0]
 

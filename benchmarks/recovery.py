@@ -1,10 +1,10 @@
-"""How long a model is away after kill -9 of its instance, beyond the time that its load takes.
+"""The time that a model is away after kill -9 of its instance, beyond the time of its load.
 
     python -m benchmarks.recovery [--rounds 10] [--output docs/reliability.md]
 
-One server, run by `torch-py-backend serve`. In turn: the model is unloaded and loaded through
-Triton's API and the load is timed; and its instance is killed, and requests are sent until one is
-answered. Another model is under constant requests meanwhile, whose failures are counted.
+The server is run by `torch-py-backend serve`. In turn, the model is unloaded and loaded through
+Triton's API, which is timed; and its instance is killed, and requests are sent until one is
+answered. Meanwhile another model gets constant requests, whose failures are counted.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import itertools
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,7 +29,8 @@ import tritonclient.grpc
 from rich.console import Console
 from tritonclient.utils import InferenceServerException
 
-from benchmarks import marks
+from benchmarks import harness
+from torch_py_backend.tools.report import markdown, spread
 
 _CODE = """\
 from torch import Tensor, nn
@@ -60,21 +60,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--output", type=Path, help="a file whose table is replaced, or appended")
-    wished = parser.parse_args()
+    settings = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, _server(Path(folder)) as (process, address):
-        text = _measure(psutil.Process(process.pid), address, wished.rounds)
+        text = _measure(psutil.Process(process.pid), address, settings.rounds)
     print(text)
-    if wished.output is not None:
-        marks.write(wished.output, "recovery", text)
+    if settings.output is not None:
+        harness.write_table(settings.output, "recovery", text)
 
 
 @contextlib.contextmanager
 def _server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     for name, count in {**_VICTIMS, _OTHER: 1}.items():
-        version = folder / name / "1"
-        version.mkdir(parents=True)
-        (version / "model.py").write_text(_CODE)
-        (folder / name / "config.pbtxt").write_text(_CONFIG.format(count=count))
+        harness.write_model(folder / name, _CONFIG.format(count=count), {"model.py": _CODE})
     # More kills than a model should ever need.
     command = [sys.executable, "-c", _SERVE, "serve", str(folder), *_PORTS, "--restarts=100000"]
     process = subprocess.Popen(  # noqa: S603  this Python, this package
@@ -88,7 +85,7 @@ def _server(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def _address(process: subprocess.Popen[str]) -> str:
-    """Where the server listens, once its models are loaded; what else it says goes nowhere."""
+    """Return the address of the server once its models are loaded; discard its further output."""
     assert process.stdout is not None  # noqa: S101
     for line in process.stdout:
         match = _SERVING.search(line)
@@ -110,33 +107,17 @@ def _measure(serve: psutil.Process, address: str, rounds: int) -> str:
             for _ in range(rounds):
                 loads.append(_load(client, name, serve))
                 recoveries.append(_recovery(client, name, serve))
-                _sound()
+                time.sleep(1.0)  # the machine comes to rest
         beyond = [away - load for away, load in zip(recoveries, loads, strict=True)]
-        figures = [_figure(one) for one in (loads, recoveries, beyond)]
-        rows.append(f"| {count} | {rounds} | {' | '.join(figures)} |")
+        figures = [spread(seconds).text(2) for seconds in (loads, recoveries, beyond)]
+        rows.append((str(count), str(rounds), *figures))
     other.end()
     summary = (
-        f"Seconds: median (least to most). Of {other.answers:,} requests to another model"
+        f"Seconds: median (least..most). Of {other.answers:,} requests to another model"
         f" meanwhile, {other.failures} failed. {os.cpu_count()} cores."
     )
-    return "\n".join(
-        (
-            "| instances | kills | load | kill -9 to first good answer | beyond the load |",
-            "|---|---|---|---|---|",
-            *rows,
-            "",
-            summary,
-        )
-    )
-
-
-def _figure(seconds: list[float]) -> str:
-    return f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
-
-
-def _sound() -> None:
-    """Let the machine come to rest."""
-    time.sleep(1.0)
+    columns = ("instances", "kills", "load", "kill -9 to first good answer", "beyond the load")
+    return f"{markdown(columns, rows)}\n\n{summary}"
 
 
 def _load(
@@ -144,15 +125,15 @@ def _load(
 ) -> float:
     client.unload_model(name)
     _until(lambda: not _instances(serve, name))
-    # `serve` notices that this was a user's wish.
+    # `serve` notices that a user unloaded the model.
     time.sleep(1.0)
     start = time.monotonic()
     client.load_model(name)
     _ask(client, name)
-    taken = time.monotonic() - start
+    seconds = time.monotonic() - start
     _until(lambda: len(_instances(serve, name)) == _VICTIMS[name])
     time.sleep(1.0)
-    return taken
+    return seconds
 
 
 def _recovery(
@@ -161,7 +142,7 @@ def _recovery(
     old = _instances(serve, name)
     start = time.monotonic()
     old[0].kill()
-    # Of two instances one still lives and answers for a moment: what counts is that both are new.
+    # The other of two instances may still answer for a moment: both must be new.
     _until(lambda: _answers(client, name) and not {*old} & {*_instances(serve, name)})
     return time.monotonic() - start
 
@@ -181,19 +162,18 @@ def _ask(client: tritonclient.grpc.InferenceServerClient, name: str) -> None:
 
 
 def _instances(serve: psutil.Process, name: str) -> list[psutil.Process]:
-    found = []
-    for one in serve.children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            # A process that is about to end has none.
-            words = " ".join(one.cmdline()[:2])
+    stubs = []
+    for child in serve.children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # the process is ending
+            words = " ".join(child.cmdline()[:2])
             if "_backend_stub " in words and f"/{name}/" in words:
-                found.append(one)
-    return found
+                stubs.append(child)
+    return stubs
 
 
-def _until(what: Callable[[], object]) -> None:
+def _until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + _LONGEST_S
-    while not what():
+    while not condition():
         if time.monotonic() > deadline:
             raise SystemExit("the server did not heal")
         time.sleep(0.01)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from benchmarks import forward
+from benchmarks import forward, harness
 from benchmarks.contenders import PEERS
 from benchmarks.forward import Cost
+from benchmarks.harness import Pair
 from benchmarks.models import MAX_BATCH_SIZE, MODELS
-from benchmarks.pairs import Pair, Spread, Turn, spread
+from torch_py_backend.tools.load_generator import Point
+from torch_py_backend.tools.report import Spread, spread
 
 FLOOR, PLAIN, HTTP, FORWARD = "floor", "plain", "http", "forward"
 _OURSELVES = {FLOOR: "no-op floor", PLAIN: "written by hand", HTTP: "ours over HTTP"}
 _TITLES = _OURSELVES | {name: peer.title for name, peer in PEERS.items()}
 _SERVED = {
-    FLOOR: "a Python backend model that returns a prepared response; the same server",
-    PLAIN: "a Python backend model for this network only, without checks; the same server",
+    FLOOR: "in the same server: a Python backend model that returns a prepared response",
+    PLAIN: "in the same server: a Python backend model for this network only, without checks",
     HTTP: "this backend in the same server, over HTTP",
 } | {name: peer.words for name, peer in PEERS.items()}
 _COLUMNS = (
     "model", "against", "concurrency", "ours ÷ other", "ours, /s", "other, /s",
-    "ours, p50 / p99 ms", "other, p50 / p99 ms", "batch, ours / other", "client's core",
+    "ours, p50/p99 ms", "other, p50/p99 ms", "batch, ours/other", "client's core",
 )  # fmt: skip
 
 # Targets of the median of the pairs.
@@ -43,17 +47,16 @@ class Row:
     @property
     def ratio(self) -> Spread:
         """Our throughput as a multiple of the other's."""
-        return spread([pair.ratio for pair in self.pairs])
+        return spread(harness.ratios(self.pairs))
 
-    @property
-    def ours(self) -> list[Turn]:
-        """Our turns."""
-        return [pair.ours for pair in self.pairs]
-
-    @property
-    def other(self) -> list[Turn]:
-        """The other's turns."""
-        return [pair.other for pair in self.pairs]
+    def of_both(self, figure: Callable[[Point], float | None], form: str) -> tuple[str, str]:
+        """Return the median of a figure over our turns, and over the other's."""
+        texts = []
+        for points in zip(*self.pairs, strict=True):
+            values = [value for point in points if (value := figure(point)) is not None]
+            texts.append(format(statistics.median(values), form) if values else "?")
+        ours, other = texts
+        return ours, other
 
 
 @dataclass
@@ -81,17 +84,40 @@ def markdown(report: Report) -> str:
     """Return the whole document."""
     parts = [_head(report)]
     if report.rows:
-        parts.append(_throughput(report.rows))
+        names = dict.fromkeys(row.model for row in report.rows)
+        models = "; ".join(f"`{name}`: {MODELS[name].words}" for name in names)
+        throughput = _table(_COLUMNS, [_cells(row) for row in report.rows])
+        parts.append(f"## Throughput\n\n{models}.\n\n{throughput}")
     if report.costs:
-        parts.append(_forward(report.costs))
+        parts.append(_AROUND + _table(forward.COLUMNS, forward.rows(report.costs)))
     if targets := _targets(report):
-        parts.append(_judged(targets))
-    if served := _served(report):
-        parts.append("## How each is served\n\n" + _table(("", "version", "how"), served))
+        parts.append(_TARGETS + _table(("target", "measured", "met", "if not"), targets))
+    if report.rows:
+        others = dict.fromkeys(row.against for row in report.rows)
+        served = [(_TITLES[name], report.versions.get(name, ""), _SERVED[name]) for name in others]
+        parts.append("## How each is served\n\n" + _table(("server", "version", "how"), served))
     if report.missing:
         lines = [(model, name, _line(why)) for (model, name), why in report.missing.items()]
         parts.append("## Not measured\n\n" + _table(("model", "against", "why"), lines))
     return "\n\n".join(parts) + "\n"
+
+
+_AROUND = """\
+## Around the forward
+
+Means of a request, measured in the instance: the model's forward; "engine" gathers, binds, checks
+and scatters; "messages" reads requests and writes responses. "share" is the part of both in
+"request", Triton's time including the queue.
+
+"""
+_TARGETS = f"""\
+## Targets
+
+The floor neither reads inputs nor computes: {FLOOR_SHARE} of it needs a stub that passes a batch in
+one call. Peers run the same forward and share the cores with the client; separate cores would
+measure them better.
+
+"""
 
 
 def _head(report: Report) -> str:
@@ -100,159 +126,94 @@ def _head(report: Report) -> str:
     return f"""\
 # Benchmarks
 
-Written by `{report.command}`. The figures are of one machine on one day.{ended}
+Written by `{report.command}`, on one machine on one day.{ended}
 
-{_table(("", ""), list(report.facts.items()))}
+{_table(("condition", "value"), list(report.facts.items()))}
 
-Two servers run at a time and get load in turn, A B A B …, after their responses were compared with
-eager PyTorch. "ours ÷ other" is the ratio of throughputs within a pair: median (least..most). The
-other figures are medians of the turns.
+Each other server is loaded in turn with ours, A B A B …, after its responses were compared with
+eager PyTorch. "ours ÷ other" is the ratio of throughputs within a pair: median (least..most); the
+other figures are medians.
 
-All servers form batches of at most {MAX_BATCH_SIZE} and run one instance (worker, replica) with
-the same number of threads. One asyncio client sends requests of one row in a closed loop, to the
-others over their best protocol. "client's core" is the share of a core that the client used for
-ours and for the other; near 1 the client limits the throughput. The idle server is not stopped:
-LitServe and Ray Serve use an eighth of a core when idle."""
-
-
-def _throughput(rows: Sequence[Row]) -> str:
-    words = "\n".join(
-        f"- `{name}`: {MODELS[name].words}" for name in dict.fromkeys(row.model for row in rows)
-    )
-    return f"## Throughput\n\n{words}\n\n" + _table(_COLUMNS, [_cells(row) for row in rows])
+All servers form batches of at most {MAX_BATCH_SIZE}, with one instance (worker, replica) and the
+same number of threads. One asyncio client sends requests of one row in a closed loop, over the
+other's best protocol. "client's core" is the share of a core that it used, ours/other; near 1 it
+limits the throughput. The idle server keeps running: LitServe and Ray Serve then use an eighth of a
+core."""
 
 
 def _cells(row: Row) -> Sequence[str]:
-    ratio = row.ratio
+    throughputs = row.of_both(lambda point: point.result.throughput, ",.0f")
+    p50, p99 = (row.of_both(partial(harness.latency_ms, share=share), ".2f") for share in (50, 99))
+    median, _, extremes = row.ratio.text(2).partition(" ")
     return (
         row.model,
         _TITLES[row.against],
         str(row.concurrency),
-        f"**{ratio.median:.2f}** ({ratio.least:.2f}..{ratio.most:.2f})",
-        _throughputs(row.ours),
-        _throughputs(row.other),
-        _latencies(row.ours),
-        _latencies(row.other),
-        f"{_batches(row.ours)} / {_batches(row.other)}",
-        f"{_busy(row.ours)} / {_busy(row.other)}",
+        f"**{median}** {extremes}",
+        *throughputs,
+        *("/".join(latencies) for latencies in zip(p50, p99, strict=True)),
+        "/".join(row.of_both(harness.rows_in_a_call, ".1f")),
+        "/".join(row.of_both(lambda point: point.result.busy, ".2f")),
     )
 
 
-def _throughputs(turns: Sequence[Turn]) -> str:
-    return f"{_middle([one.throughput for one in turns]):,.0f}"
-
-
-def _latencies(turns: Sequence[Turn]) -> str:
-    p50, p99 = _middle([one.p50 for one in turns]), _middle([one.p99 for one in turns])
-    return f"{p50 * 1e3:.2f} / {p99 * 1e3:.2f}"
-
-
-def _batches(turns: Sequence[Turn]) -> str:
-    batches = [turn.batch for turn in turns if turn.batch is not None]
-    return f"{_middle(batches):.1f}" if batches else "?"
-
-
-def _busy(turns: Sequence[Turn]) -> str:
-    return f"{_middle([one.busy for one in turns]):.2f}"
-
-
-def _middle(values: list[float]) -> float:
-    return spread(values).median
-
-
-def _forward(costs: Sequence[Cost]) -> str:
-    return f"""\
-## Around the forward
-
-Measured in the instance: `execute`, all of the backend's work for a batch; the engine, which
-gathers, binds, checks and scatters; and the model's forward. "engine" and "messages" exclude nested
-times. "share" is their part of "request", Triton's time for a request including the queue.
-
-{forward.table(costs)}"""
-
-
-@dataclass(frozen=True)
-class _Target:
-    """A target and its result.
-
-    Attributes:
-        reason: why it is missed, and what would be needed.
-    """
-
-    promise: str
-    measured: str
-    met: bool
-    reason: str
-
-
-def _targets(report: Report) -> list[_Target]:
-    """Return the targets that were measured."""
+def _targets(report: Report) -> list[Sequence[str]]:
+    """Return the targets that were measured, with the result and, if missed, the reason."""
     targets = []
     for row in report.rows:
         if row.against == FLOOR and row.model == "add":
             targets.append(_target_of_floor(row, report.rows))
         if row.against in PEERS and (row.model, row.concurrency) == _PEERS_AT:
             targets.append(_target_of_peer(row))
-    return [*targets, *map(_target_around_forward, report.costs)]
+    targets += [_target_around_forward(cost) for cost in report.costs]
+    return [
+        (promise, measured, "yes" if met else "**no**", "" if met else reason)
+        for promise, measured, met, reason in targets
+    ]
 
 
-def _target_of_floor(row: Row, rows: Sequence[Row]) -> _Target:
+def _target_of_floor(row: Row, rows: Sequence[Row]) -> tuple[str, str, bool, str]:
     ratio = row.ratio.median
     place = (row.model, PLAIN, row.concurrency)
     by_hand = [
-        f" The model written by hand, without checks, reaches {ratio / one.ratio.median:.2f}."
-        for one in rows
-        if (one.model, one.against, one.concurrency) == place
+        f"by hand, without checks: {ratio / other.ratio.median:.2f}"
+        for other in rows
+        if (other.model, other.against, other.concurrency) == place
     ]
-    return _Target(
-        f"add: at least {FLOOR_SHARE} of the floor at concurrency {row.concurrency}",
-        f"{ratio:.2f}",
-        ratio >= FLOOR_SHARE,
-        "The floor reads no input and sends a prepared response, without most of the cost of"
-        f" Triton's Python API.{''.join(by_hand)} The target needs a stub that passes a batch in"
-        " one call.",
-    )
+    promise = f"add: at least {FLOOR_SHARE} of the floor at concurrency {row.concurrency}"
+    return promise, f"{ratio:.2f}", ratio >= FLOOR_SHARE, "".join(by_hand)
 
 
-def _target_of_peer(row: Row) -> _Target:
+def _target_of_peer(row: Row) -> tuple[str, str, bool, str]:
     ratio = row.ratio.median
-    ours, other = (_middle([one.p99 for one in turns]) for turns in (row.ours, row.other))
-    return _Target(
-        f"{row.model}: at least {PEER_MULTIPLE:g} x {_TITLES[row.against]} at concurrency"
-        f" {row.concurrency}, p99 no worse",
-        f"{ratio:.2f} x; p99 {ours * 1e3:.2f} against {other * 1e3:.2f} ms",
-        ratio >= PEER_MULTIPLE and ours <= other,
-        "Both run the same forward and share the cores with the client, which takes"
-        f" {_busy(row.ours)} and {_busy(row.other)} of one. A better measurement needs separate"
-        " cores.",
+    ours, other = row.of_both(partial(harness.latency_ms, share=99), ".2f")
+    busy = row.of_both(lambda point: point.result.busy, ".2f")
+    return (
+        (
+            f"{row.model}: at least {PEER_MULTIPLE:g} x {_TITLES[row.against]} at concurrency"
+            f" {row.concurrency}, p99 no worse"
+        ),
+        f"{ratio:.2f} x; p99 {ours} against {other} ms",
+        ratio >= PEER_MULTIPLE and float(ours) <= float(other),
+        f"the client takes {busy[0]} and {busy[1]} of a core",
     )
 
 
-def _target_around_forward(cost: Cost) -> _Target:
+def _target_around_forward(cost: Cost) -> tuple[str, str, bool, str]:
     around = cost.engine + cost.messages
-    return _Target(
-        f"{cost.model}: at most {FORWARD_SHARE:.0%} of a request around the forward"
-        f" at concurrency {cost.concurrency}",
+    return (
+        (
+            f"{cost.model}: at most {FORWARD_SHARE:.0%} of a request around the forward"
+            f" at concurrency {cost.concurrency}"
+        ),
         f"{cost.share:.1%}",
         cost.share <= FORWARD_SHARE,
-        f"A batch of {cost.batch:.1f} costs {around * 1e3:.2f} ms around the forward,"
-        f" {cost.messages * 1e3:.2f} of them in Triton's Python API. Requests of"
-        f" {around / FORWARD_SHARE * 1e3:.1f} ms would be needed; these take"
-        f" {cost.request * 1e3:.1f}.",
+        (
+            f"{around * 1e3:.2f} ms for a batch of {cost.batch:.1f},"
+            f" {cost.messages * 1e3:.2f} of them in Triton's Python API; needs requests of"
+            f" {around / FORWARD_SHARE * 1e3:.1f} ms, these take {cost.request * 1e3:.1f}"
+        ),
     )
-
-
-def _judged(targets: Sequence[_Target]) -> str:
-    """Return a table of the targets and the reasons of those that are missed."""
-    rows = [(one.promise, one.measured, "yes" if one.met else "**no**") for one in targets]
-    reasons = "".join(f"\n- {one.promise}: {one.reason}" for one in targets if not one.met)
-    missed = f"\n\nWhat is missed, why, and what would be needed:\n{reasons}" * bool(reasons)
-    return "## Targets\n\n" + _table(("target", "measured", "met"), rows) + missed
-
-
-def _served(report: Report) -> list[Sequence[str]]:
-    named = dict.fromkeys(row.against for row in report.rows)
-    return [(_TITLES[one], report.versions.get(one, ""), _SERVED[one]) for one in named]
 
 
 def _line(text: str) -> str:
@@ -261,5 +222,6 @@ def _line(text: str) -> str:
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table without spaces around the thousand cells."""
     lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"|{'|'.join(cells)}|" for cells in lines)

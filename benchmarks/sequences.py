@@ -2,29 +2,26 @@
 
     python -m benchmarks.sequences [--sequences 1000] [--steps 100] [--pairs 3] [--way state]
 
-So many sequences at a time over gRPC, each with its next step under way as soon as the last one is
-answered: calls over a few connections, or with --stream as many streams, which now and then bring
-tritonserver 24.10 down (with any backend: a race of its own when requests are released). The values
-of all steps are compared with eager PyTorch's first. Then turns of the model with state and of two
-that take zeros each time, A B C A B C …: "scheduled" has the same sequence_batching, so that what
-Triton's scheduler costs is told from what states do; "stateless" has dynamic_batching. All compute
-the same, are asked by the same client, and batch up to as many rows. "state" keeps the states that
-sequence_batching names, "option" those that STATE does: for the first, Triton hands over memory of
-its own, too.
+All sequences run at the same time over gRPC; the next step of a sequence is sent when the last one
+is answered. They are calls over a few connections or, with --stream, as many streams, which crash
+tritonserver 24.10 now and then, with any backend (a race when requests are released). The values of
+all steps are compared with eager PyTorch's. Then three models are measured in turn, A B C A B C …:
+the model with state, "scheduled" and "stateless". The last two get zeros as state each time;
+"scheduled" has the same sequence_batching, so that the cost of Triton's scheduler is separate from
+that of states; "stateless" has dynamic_batching. All compute the same and batch as many rows.
+"state" keeps the states that sequence_batching names, "option" those of STATE: for the former,
+Triton allocates memory, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import statistics
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
 
 import grpc
 import numpy as np
@@ -35,9 +32,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from benchmarks import harness
 from torch_py_backend.errors import BenchError
-from torch_py_backend.server import Server
-from torch_py_backend.tools import server_statistics
+from torch_py_backend.tools import load_generator
+from torch_py_backend.tools.report import markdown, spread
 
 _WIDTH = 128
 _MODULE = """
@@ -73,17 +71,21 @@ _SCHEDULED = "scheduled"
 _STATELESS = "stateless"
 _CONNECTIONS = 4
 _LONGEST_S = 600
+_COLUMNS = (
+    "model", "steps/s", "mean batch", "µs a step in the backend", "time ÷ scheduled",
+    "time ÷ stateless",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One model asked for all steps.
+    """All steps of one model.
 
     Attributes:
-        seconds: from the first request to the last answer.
+        seconds: from the first request to the last response.
         batch: mean rows in a call of the model.
         inside: mean seconds that a step spent in our backend, less those of its batch's others.
-        values: what came, [sequences, steps, width].
+        values: the outputs, [sequences, steps, width].
     """
 
     seconds: float
@@ -92,11 +94,8 @@ class Turn:
     values: NDArray[np.float32]
 
 
-Asked: TypeAlias = "Callable[[str], Coroutine[Any, Any, Turn]]"
-
-
 def scheduler(way: str, sequences: int) -> str:
-    """The part of the config in which the ways differ."""
+    """Return the part of the config in which the ways differ."""
     if way == _STATELESS:
         return "dynamic_batching { }"
     oldest = _OLDEST.format(sequences)
@@ -110,14 +109,11 @@ def scheduler(way: str, sequences: int) -> str:
 
 
 def write(repository: Path, way: str, sequences: int) -> None:
-    """A model's folder; all have the same weights."""
-    version = repository / way / "1"
-    version.mkdir(parents=True)
-    (version / "model.py").write_text(_MODULE)
+    """Write a model; all have the same weights."""
+    config = _CONFIG.format(width=_WIDTH, scheduler=scheduler(way, sequences))
+    version = harness.write_model(repository / way, config, {"model.py": _MODULE})
     state = {f"cell.{name}": value for name, value in _cell().state_dict().items()}
     safetensors.torch.save_file(state, version / "model.safetensors")
-    text = _CONFIG.format(width=_WIDTH, scheduler=scheduler(way, sequences))
-    (version.parent / "config.pbtxt").write_text(text)
 
 
 def _cell() -> nn.LSTMCell:
@@ -126,25 +122,30 @@ def _cell() -> nn.LSTMCell:
 
 
 def inputs(sequences: int, steps: int) -> NDArray[np.float32]:
-    """What is sent, [sequences, steps, width]; the same each time."""
+    """Return the inputs, [sequences, steps, width]; the same each time."""
     random = np.random.default_rng(0)
     return random.standard_normal((sequences, steps, _WIDTH), dtype=np.float32)
 
 
 def eager(sent: NDArray[np.float32], *, stateful: bool) -> NDArray[np.float32]:
-    """What PyTorch answers."""
-    cell, made = _cell(), []
+    """Return the outputs of PyTorch."""
+    cell, outputs = _cell(), []
     state: tuple[Tensor, Tensor] | None = None
     with torch.inference_mode():
         for number in range(sent.shape[1]):
             new: tuple[Tensor, Tensor] = cell(torch.from_numpy(sent[:, number]), state)
             state = new if stateful else None
-            made.append(new[0].numpy())
-    return np.stack(made, axis=1)
+            outputs.append(new[0].numpy())
+    return np.stack(outputs, axis=1)
 
 
-async def ask(address: str, model: str, sent: NDArray[np.float32], *, stream: bool = False) -> Turn:
-    """All steps of all sequences.
+async def send_all(
+    address: str,
+    model: str,
+    sent: NDArray[np.float32],
+    stream: bool,  # noqa: FBT001
+) -> Turn:
+    """Send all steps of all sequences.
 
     Raises:
         BenchError: a request failed.
@@ -159,7 +160,7 @@ async def ask(address: str, model: str, sent: NDArray[np.float32], *, stream: bo
         _LONGEST_S,
     )
     seconds = time.perf_counter() - started
-    done = server_statistics.between(before, _statistics(address, model))
+    done = load_generator.server_work(before, _statistics(address, model))
     inside = sum(done.stages[stage] for stage in done.stages if stage != "queue")
     batch = done.rows / done.calls
     return Turn(seconds, batch, inside / batch, values)
@@ -167,8 +168,8 @@ async def ask(address: str, model: str, sent: NDArray[np.float32], *, stream: bo
 
 def _statistics(address: str, model: str) -> dict[str, object]:
     with tritonclient.grpc.InferenceServerClient(address) as client:
-        found: dict[str, object] = client.get_inference_statistics(model, as_json=True)
-        return found
+        statistics: dict[str, object] = client.get_inference_statistics(model, as_json=True)
+        return statistics
 
 
 async def _streamed(
@@ -239,7 +240,7 @@ def _request(
     return request
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str]) -> None:
     """Compare values, measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--sequences", type=int, default=1000)
@@ -247,65 +248,45 @@ def main(words: list[str]) -> int:
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--way", choices=_WAYS, default=_WAYS[0])
     parser.add_argument("--stream", action="store_true", help="gRPC streams instead of calls")
-    wished = parser.parse_args(words)
-    sent = inputs(wished.sequences, wished.steps)
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+    settings = parser.parse_args(words)
+    sent = inputs(settings.sequences, settings.steps)
+    models = (settings.way, _SCHEDULED, _STATELESS)
+    with harness.scratch() as scratch:
         repository = Path(scratch) / "repository"
-        for way in (wished.way, _SCHEDULED, _STATELESS):
-            write(repository, way, wished.sequences)
-        with (
-            (Path(scratch) / "server.log").open("wb") as log,
-            Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-        ):
-            for state in server.wait_loaded(timeout=_LONGEST_S):
-                if not state.ready:
-                    raise BenchError(f"{state.name} was not loaded: {state.reason}")
-            print(f"{wished.sequences} sequences of {wished.steps} steps, LSTM of {_WIDTH}")
-            print(f"torch {torch.__version__}\n")
-            asked = _asked(server.grpc_address, sent, stream=wished.stream)
-            _compare(asked, wished.way, sent)
-            _measure(asked, wished.way, sent, wished.pairs)
-    return 0
+        for way in models:
+            write(repository, way, settings.sequences)
+        with harness.served(repository) as server:
 
+            def send(model: str) -> Turn:
+                return asyncio.run(send_all(server.grpc_address, model, sent, settings.stream))
 
-def _asked(address: str, sent: NDArray[np.float32], *, stream: bool) -> Asked:
-    return lambda model: ask(address, model, sent, stream=stream)
-
-
-def _compare(asked: Asked, way: str, sent: NDArray[np.float32]) -> None:
-    """Every step of all models is eager's."""
-    for model in (way, _SCHEDULED, _STATELESS):
-        turn = asyncio.run(asked(model))
-        wanted = eager(sent, stateful=model == way)
-        np.testing.assert_allclose(turn.values, wanted, rtol=1e-4, atol=1e-5)
-
-
-def _measure(asked: Asked, way: str, sent: NDArray[np.float32], pairs: int) -> None:
-    turns: dict[str, list[Turn]] = {way: [], _SCHEDULED: [], _STATELESS: []}
-    for _ in range(pairs):
-        for model, found in turns.items():
-            found.append(asyncio.run(asked(model)))
-    count = sent.shape[0] * sent.shape[1]
-    print(
-        "| model | steps/s | mean batch | µs a step in the backend | time ÷ scheduled"
-        " | time ÷ stateless |"
-    )
-    print("|---|---|---|---|---|---|")
-    for model, found in turns.items():
-        print(
-            f"| {model} | {count / statistics.median(turn.seconds for turn in found):,.0f}"
-            f" | {statistics.median(turn.batch for turn in found):.1f}"
-            f" | {1e6 * statistics.median(turn.inside for turn in found):.1f}"
-            f" | {_ratio(found, turns[_SCHEDULED]) if model == way else ''}"
-            f" | {_ratio(found, turns[_STATELESS]) if model != _STATELESS else ''} |"
+            for model in models:
+                expected = eager(sent, stateful=model == settings.way)
+                np.testing.assert_allclose(send(model).values, expected, rtol=1e-4, atol=1e-5)
+            turns = [[send(model) for model in models] for _ in range(settings.pairs)]
+    print(f"{settings.sequences} sequences of {settings.steps} steps, LSTM of {_WIDTH}")
+    print(f"torch {torch.__version__}\n")
+    count = settings.sequences * settings.steps
+    stateful, scheduled, stateless = zip(*turns, strict=True)
+    rows = [
+        (
+            model,
+            f"{count / spread([turn.seconds for turn in measured]).median:,.0f}",
+            f"{spread([turn.batch for turn in measured]).median:.1f}",
+            f"{1e6 * spread([turn.inside for turn in measured]).median:.1f}",
+            _ratio(measured, scheduled) if measured is stateful else "",
+            _ratio(measured, stateless) if measured is not stateless else "",
         )
+        for model, measured in zip(models, (stateful, scheduled, stateless), strict=True)
+    ]
+    print(markdown(_COLUMNS, rows))
 
 
 def _ratio(turns: Sequence[Turn], others: Sequence[Turn]) -> str:
-    """The times of some turns as multiples of those beside them."""
-    found = [mine.seconds / other.seconds for mine, other in zip(turns, others, strict=True)]
-    return f"{statistics.median(found):.2f} ({min(found):.2f}..{max(found):.2f})"
+    """Return the times of turns as multiples of those beside them."""
+    pairs = zip(turns, others, strict=True)
+    return spread([turn.seconds / other.seconds for turn, other in pairs]).text(2)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -1,11 +1,11 @@
-"""Our backend against the no-op floor, and against what else serves PyTorch models from PyPI.
+"""Our backend against the no-op floor, and against other servers of PyTorch models from PyPI.
 
     python -m benchmarks.serving --output docs/benchmarks.md
         [--models add,mlp] [--against floor,pytriton] [--concurrency 1,8,32]
         [--seconds 5] [--pairs 5] [--threads 1] [--protocol grpc]
 
-Answers are compared with eager PyTorch first; then both sides are loaded in turn. What a peer needs
-is installed at first use. Ctrl-C ends the run and keeps what was measured.
+Outputs are compared with eager PyTorch; then both servers are loaded in turn. The packages of a
+peer are installed at first use. Ctrl-C ends the run and keeps its measurements.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import json
 import os
 import platform
 import sys
-import tempfile
 import urllib.request
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,24 +28,22 @@ import psutil
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import contenders, forward, pairs, report, repositories
+from benchmarks import clients, contenders, forward, harness, report, repositories
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
+from benchmarks.harness import Pair
 from benchmarks.models import MODELS
-from benchmarks.pairs import Pair
 from benchmarks.report import FLOOR, FORWARD, HTTP, PLAIN, Report, Row
-from torch_py_backend.errors import BackendError, BenchError
-from torch_py_backend.server import Server
+from torch_py_backend.errors import BackendError
 
 _AGAINST = (FLOOR, PLAIN, HTTP, FORWARD, *PEERS)
-# The model that the clocks around the forward are promised for.
+# The model of the targets around the forward.
 _CLOCKED = "mlp"
-_LOAD_SECONDS = 120
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the command line says."""
+    """The command line."""
 
     models: tuple[str, ...]
     against: tuple[str, ...]
@@ -60,67 +57,61 @@ class Settings:
 
 @dataclass(frozen=True)
 class Ours:
-    """One tritonserver with our model, over one of its protocols, and what else it serves."""
+    """A tritonserver with our model over one protocol, and its other endpoints."""
 
-    asked: Endpoint
+    endpoint: Endpoint
     others: Mapping[str, Endpoint]
     version: str
 
 
 def main(words: Sequence[str]) -> int:
-    """Measure what the command line says; 1 if nothing could be measured."""
+    """Measure; return 1 if nothing could be measured."""
     settings = _settings(words)
     # Every server reads it, ours too.
     os.environ["OMP_NUM_THREADS"] = str(settings.threads)
-    found = Report(" ".join(["python -m benchmarks.serving", *words]), _facts(settings))
+    results = Report(" ".join(["python -m benchmarks.serving", *words]), _facts(settings))
     with Progress(console=Console(stderr=True)) as progress:
         try:
-            _run(settings, found, progress)
+            _run(settings, results, progress)
         except KeyboardInterrupt:
-            found.interrupted = True
-    document = report.markdown(found)
+            results.interrupted = True
+    document = report.markdown(results)
     if settings.output is None:
         print(document, end="")
     else:
         settings.output.write_text(document, encoding="utf-8")
-    return 0 if found.rows or found.costs else 1
+    return 0 if results.rows or results.costs else 1
 
 
-def _run(settings: Settings, found: Report, progress: Progress) -> None:
-    """Fill the report; what fails is noted in it and ends nothing else."""
+def _run(settings: Settings, results: Report, progress: Progress) -> None:
+    """Fill the report; failures are noted in it."""
     each = settings.pairs * len(settings.concurrency)
     task = progress.add_task("", total=each * len(settings.models) * len(settings.against))
     done = 0
     for model in settings.models:
         with _serving(model, settings.protocol) as ours:
-            found.facts["tritonserver"] = ours.version
+            results.facts["tritonserver"] = ours.version
             for against in settings.against:
                 progress.update(task, description=f"{model} against {against}", completed=done)
                 try:
-                    _against(model, against, ours, settings, found, lambda: progress.advance(task))
+                    _against(
+                        model, against, ours, settings, results, lambda: progress.advance(task)
+                    )
                 except BackendError as error:
-                    found.missing[model, against] = str(error)
+                    results.missing[model, against] = str(error)
                 done += each
     progress.update(task, completed=done)
 
 
 @contextlib.contextmanager
 def _serving(model: str, protocol: str) -> Iterator[Ours]:
-    """Our model, the floor and one by hand in a tritonserver, answering as eager PyTorch does."""
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
-        folder = Path(scratch)
-        repositories.write(model, folder / "repository")
-        floor = repositories.write_floor(model, folder / "repository")
-        plain = repositories.write_plain(model, folder / "repository")
-        with (
-            (folder / "server.log").open("wb") as log,
-            Server(
-                folder / "repository", http_port=0, grpc_port=0, metrics_port=0, log=log
-            ) as server,
-        ):
-            for state in server.wait_loaded(timeout=_LOAD_SECONDS):
-                if not state.ready:
-                    raise BenchError(f"{state.name} was not loaded: {state.reason}")
+    """Serve our model, the floor and the model written by hand; check their outputs."""
+    with harness.scratch() as scratch:
+        repository = Path(scratch) / "repository"
+        repositories.write(model, repository)
+        floor = repositories.write_floor(model, repository)
+        plain = repositories.write_plain(model, repository)
+        with harness.served(repository) as server:
             addresses = {"grpc": server.grpc_address, "http": server.http_address}
             ours = Ours(
                 Endpoint(model, protocol, addresses[protocol], model, counts=True),
@@ -131,7 +122,7 @@ def _serving(model: str, protocol: str) -> Iterator[Ours]:
                 },
                 _triton_version(server.http_address),
             )
-            for endpoint in (ours.asked, *ours.others.values()):
+            for endpoint in (ours.endpoint, *ours.others.values()):
                 contenders.check(endpoint)
             yield ours
 
@@ -141,18 +132,18 @@ def _against(
     against: str,
     ours: Ours,
     settings: Settings,
-    found: Report,
+    results: Report,
     advance: Callable[[], None],
 ) -> None:
     """Measure one contender at every concurrency."""
     if against == FORWARD:
         if model == _CLOCKED:
             for concurrency in settings.concurrency:
-                found.costs.append(forward.measure(model, concurrency, settings.seconds))
+                results.costs.append(forward.measure(model, concurrency, settings.seconds))
         return
     other: contextlib.AbstractContextManager[Endpoint]
     if against in PEERS:
-        found.versions[against] = contenders.version(against)
+        results.versions[against] = contenders.version(against)
         other = contenders.started(against, model)
     else:
         other = contextlib.nullcontext(ours.others[against])
@@ -160,10 +151,10 @@ def _against(
         for concurrency in settings.concurrency:
             done: list[Pair] = []
             try:
-                asyncio.run(_measure(ours.asked, endpoint, concurrency, settings, done, advance))
+                asyncio.run(_measure(ours.endpoint, endpoint, concurrency, settings, done, advance))
             finally:
                 if done:
-                    found.rows.append(Row(model, against, concurrency, tuple(done)))
+                    results.rows.append(Row(model, against, concurrency, tuple(done)))
 
 
 async def _measure(
@@ -174,13 +165,15 @@ async def _measure(
     done: list[Pair],
     advance: Callable[[], None],
 ) -> None:
-    async for pair in pairs.measure(ours, other, concurrency, settings.seconds, settings.pairs):
-        done.append(pair)
-        advance()
+    async with clients.connected(ours) as first, clients.connected(other) as second:
+        measured = harness.in_turn(first, second, concurrency, settings.seconds, settings.pairs)
+        async for pair in measured:
+            done.append(pair)
+            advance()
 
 
 def _facts(settings: Settings) -> dict[str, str]:
-    """The machine, the versions and the settings."""
+    """Return the machine, the versions and the settings."""
     memory = psutil.virtual_memory().total / 2**30
     versions = {
         name: importlib.metadata.version(name)
@@ -194,7 +187,7 @@ def _facts(settings: Settings) -> dict[str, str]:
         "Python": platform.python_version(),
         **versions,
         "OMP_NUM_THREADS": str(settings.threads),
-        "ours is asked over": settings.protocol,
+        "our protocol": settings.protocol,
         "turns": f"{settings.pairs} pairs of {settings.seconds:g} s each, after one to warm up",
     }
 
@@ -222,7 +215,7 @@ def _settings(words: Sequence[str]) -> Settings:
     add("--seconds", type=_seconds, default=5.0, help="of one turn")
     add("--pairs", type=_count, default=5, help="turns of each side")
     add("--threads", type=_count, default=1, help="OMP_NUM_THREADS of every server")
-    add("--protocol", choices=("grpc", "http"), default="grpc", help="over which ours is asked")
+    add("--protocol", choices=("grpc", "http"), default="grpc", help="of our server")
     add("--output", type=_file, help="the Markdown file to write; unset: print it")
     return Settings(**vars(parser.parse_args(words)))
 
@@ -250,17 +243,14 @@ def _count(text: str) -> int:
 
 
 def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < float(text) < float("inf"):
+            return float(text)
+    raise argparse.ArgumentTypeError(f"'{text}' is no number above 0")
 
 
 def _file(text: str) -> Path:
-    """A run takes long: a file that cannot be written is told before it."""
+    """Return a path that can be written: a run takes long."""
     path = Path(text)
     if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"'{text}' is no file that can be written")

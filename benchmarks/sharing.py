@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,19 +22,17 @@ import numpy as np
 import psutil
 import safetensors.torch
 import torch
-from rich.console import Console
+import tritonclient.grpc
 from torch import nn
 
-from benchmarks import clients
-from torch_py_backend.errors import BenchError
+from benchmarks import harness
 from torch_py_backend.server import Server
-from torch_py_backend.tools.load_generator import Result
 from torch_py_backend.tools.payloads import Payload, Tensor
+from torch_py_backend.tools.report import markdown, spread
 
 _NAME = "large"
 _WIDTH = 4096
 _LAYER_BYTES = 4 * _WIDTH * _WIDTH
-_LOAD_SECONDS = 600
 WAYS = ("shared", "copied", "by hand")
 
 _MODULE = """
@@ -87,29 +83,26 @@ _PARAMETER = 'parameters {{ key: "{key}" value {{ string_value: "{value}" }} }}\
 
 
 def write(repository: Path, way: str, weights: Path, layers: int, instances: int) -> None:
-    """The model, served in one of the ways; the file of weights is linked, not copied."""
-    version = repository / _NAME / "1"
-    version.mkdir(parents=True)
-    (version / "model.safetensors").hardlink_to(weights)
+    """Write the model, served in one of the ways; the file of weights is linked, not copied."""
     width = _WIDTH if layers else 4
     backend = "python" if way == "by hand" else "pytorch_py"
-    text = _CONFIG.format(backend=backend, width=width, instances=instances)
+    config = _CONFIG.format(backend=backend, width=width, instances=instances)
     layers = layers or 1
     if way == "by hand":
-        (version / "network.py").write_text(_MODULE)
-        (version / "model.py").write_text(_BY_HAND.format(layers=layers, width=width))
+        files = {"network.py": _MODULE, "model.py": _BY_HAND.format(layers=layers, width=width)}
     else:
-        (version / "model.py").write_text(_MODULE)
+        files = {"model.py": _MODULE}
         keywords = f'{{\\"layers\\": {layers}, \\"width\\": {width}}}'
-        text += _PARAMETER.format(key="MODEL_KWARGS", value=keywords)
-        text += _PARAMETER.format(key="NUM_THREADS", value="1")
+        config += _PARAMETER.format(key="MODEL_KWARGS", value=keywords)
+        config += _PARAMETER.format(key="NUM_THREADS", value="1")
     if way == "copied":
-        text += _PARAMETER.format(key="ENABLE_WEIGHT_SHARING", value="false")
-    (version.parent / "config.pbtxt").write_text(text)
+        config += _PARAMETER.format(key="ENABLE_WEIGHT_SHARING", value="false")
+    version = harness.write_model(repository / _NAME, config, files)
+    (version / "model.safetensors").hardlink_to(weights)
 
 
 def save(path: Path, layers: int) -> None:
-    """The file of weights; the same each time."""
+    """Write the file of weights; the same each time."""
     torch.manual_seed(0)
     width = _WIDTH if layers else 4
     state = {
@@ -121,19 +114,13 @@ def save(path: Path, layers: int) -> None:
 
 @contextlib.contextmanager
 def started(way: str, weights: Path, layers: int, instances: int) -> Iterator[tuple[Server, float]]:
-    """A server with the model, and the seconds from its start to READY."""
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+    """Yield a server with the model, and the seconds from its start to READY."""
+    with harness.scratch() as scratch:
         repository = Path(scratch) / "repository"
         write(repository, way, weights, layers, instances)
-        begun = time.perf_counter()
-        with (
-            (Path(scratch) / "server.log").open("wb") as log,
-            Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
-        ):
-            (state,) = server.wait_loaded(timeout=_LOAD_SECONDS)
-            if not state.ready:
-                raise BenchError(f"{_NAME} was not loaded: {state.reason}")
-            yield server, time.perf_counter() - begun
+        start = time.perf_counter()
+        with harness.served(repository) as server:
+            yield server, time.perf_counter() - start
 
 
 def payload(layers: int) -> Payload:
@@ -142,18 +129,21 @@ def payload(layers: int) -> Payload:
     return {"x": Tensor("FP32", row[None])}
 
 
-def ask(server: Server, layers: int, concurrency: int, seconds: float) -> Result:
-    """Put a load on a server."""
-    return clients.load(server.grpc_address, _NAME, [payload(layers)], concurrency, seconds)
+def load(server: Server, layers: int, concurrency: int, seconds: float) -> float:
+    """Put a load on a server; return its requests per second."""
+    payloads = [payload(layers)]
+    return harness.load(
+        server.grpc_address, _NAME, payloads, concurrency, seconds
+    ).result.throughput
 
 
 def memory(server: Server) -> int:
     """Bytes of all instances' PSS."""
     family = psutil.Process(server.process.pid).children(recursive=True)
-    return sum(one.memory_full_info().pss for one in family)
+    return sum(process.memory_full_info().pss for process in family)
 
 
-def main(words: list[str]) -> int:
+def main(words: list[str]) -> None:
     """Measure, and print three tables."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--gigabytes", type=float, default=1.0)
@@ -163,90 +153,78 @@ def main(words: list[str]) -> int:
     settings = parser.parse_args(words)
     layers = max(1, round(settings.gigabytes * 1e9 / _LAYER_BYTES))
     counts = [int(count) for count in settings.instances.split(",")]
-    told = Console(stderr=True)
-    with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
+    with harness.scratch() as scratch:
         large, tiny = Path(scratch) / "large.safetensors", Path(scratch) / "tiny.safetensors"
         save(large, layers)
         save(tiny, 0)
-        size = large.stat().st_size
-        print(f"W = {size / 1e9:.2f} GB, {layers} layers; torch {torch.__version__}\n")
+        print(f"W = {large.stat().st_size / 1e9:.2f} GB, {layers} layers; {torch.__version__}\n")
         _check(large, layers)
-        _memory(told, large, tiny, layers, counts)
-        _times(told, large, layers, settings.pairs)
-        _throughput(large, layers, settings.pairs, settings.seconds)
-    return 0
+        rows = [(str(count), *_memory(large, tiny, layers, count)) for count in counts]
+        print(markdown(("instances", *(f"{way}, ÷ W" for way in WAYS)), rows))
+        print(_times(large, layers, settings.pairs))
+        print(_throughput(large, layers, settings.pairs, settings.seconds))
 
 
 def _check(large: Path, layers: int) -> None:
-    """All ways answer what PyTorch does."""
+    """Compare the outputs of all ways with PyTorch's."""
     state = safetensors.torch.load_file(large)
-    x = torch.from_numpy(payload(layers)["x"].array)
+    request = payload(layers)["x"].array
+    x = torch.from_numpy(request)
     with torch.inference_mode():
         for number in range(layers):
             x = nn.functional.linear(x, state[f"layers.{number}.weight"])
     for way in WAYS:
-        with started(way, large, layers, 1) as (server, _):
-            import tritonclient.grpc  # noqa: PLC0415  not on every machine
-
-            connection = tritonclient.grpc.InferenceServerClient(server.grpc_address)
-            sent = tritonclient.grpc.InferInput("x", [1, _WIDTH], "FP32")
-            sent.set_data_from_numpy(payload(layers)["x"].array)
-            came = connection.infer(_NAME, [sent]).as_numpy("y")
-            connection.close()
-        np.testing.assert_allclose(came, x.numpy(), rtol=1e-4, atol=1e-5)
+        with (
+            started(way, large, layers, 1) as (server, _),
+            tritonclient.grpc.InferenceServerClient(server.grpc_address) as client,
+        ):
+            tensor = tritonclient.grpc.InferInput("x", [1, _WIDTH], "FP32")
+            output = client.infer(_NAME, [tensor.set_data_from_numpy(request)]).as_numpy("y")
+        np.testing.assert_allclose(output, x.numpy(), rtol=1e-4, atol=1e-5)
 
 
-def _memory(told: Console, large: Path, tiny: Path, layers: int, counts: list[int]) -> None:
-    print("| instances | " + " | ".join(f"{way}, ÷ W" for way in WAYS) + " |")
-    print("|---|" + "---|" * len(WAYS))
-    size = large.stat().st_size
-    for count in counts:
-        ratios = []
-        for way in WAYS:
-            taken = []
-            for path, used in ((tiny, 0), (large, layers)):
-                with started(way, path, used, count) as (server, _):
-                    ask(server, used, 2 * count, 2.0 + count)
-                    taken.append(memory(server))
-            ratios.append((taken[1] - taken[0]) / size)
-            told.print(f"{count} instances, {way}: {ratios[-1]:.2f} W")
-        print(f"| {count} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |")
+def _memory(large: Path, tiny: Path, layers: int, count: int) -> Iterator[str]:
+    """Yield the memory of each way in multiples of the weights."""
+    for way in WAYS:
+        sizes = []
+        for path, used in ((tiny, 0), (large, layers)):
+            with started(way, path, used, count) as (server, _):
+                load(server, used, 2 * count, 2.0 + count)
+                sizes.append(memory(server))
+        yield f"{(sizes[1] - sizes[0]) / large.stat().st_size:.2f}"
 
 
-def _times(told: Console, large: Path, layers: int, turns: int) -> None:
+def _times(large: Path, layers: int, turns: int) -> str:
     count = 4
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     for _ in range(turns):
-        for way in WAYS:
-            with started(way, large, layers, count) as (_, taken):
-                seconds[way].append(taken)
-                told.print(f"{count} instances, {way}: READY after {taken:.1f} s")
-    print(f"\n| {count} instances, to READY | seconds | shared ÷ it |")
-    print("|---|---|---|")
+        for way, values in seconds.items():
+            with started(way, large, layers, count) as (_, to_ready):
+                values.append(to_ready)
+    rows = []
     for way, values in seconds.items():
-        ratios = [mine / other for mine, other in zip(seconds["shared"], values, strict=True)]
-        middle = statistics.median(values)
-        print(f"| {way} | {middle:.1f} | {statistics.median(ratios):.2f} |")
+        ratios = [ours / other for ours, other in zip(seconds["shared"], values, strict=True)]
+        rows.append((way, f"{spread(values).median:.1f}", f"{spread(ratios).median:.2f}"))
+    return "\n" + markdown((f"{count} instances, to READY", "seconds", "shared ÷ it"), rows)
 
 
-def _throughput(large: Path, layers: int, turns: int, seconds: float) -> None:
+def _throughput(large: Path, layers: int, turns: int, seconds: float) -> str:
     count = 2
-    found: dict[str, list[float]] = {"shared": [], "copied": []}
+    rates: dict[str, list[float]] = {"shared": [], "copied": []}
     with contextlib.ExitStack() as stack:
-        servers = {way: stack.enter_context(started(way, large, layers, count))[0] for way in found}
-        for way in found:
-            ask(servers[way], layers, count, seconds)
+        servers = {way: stack.enter_context(started(way, large, layers, count))[0] for way in rates}
+        for server in servers.values():
+            load(server, layers, count, seconds)  # a warm-up
         for _ in range(turns):
-            for way, values in found.items():
-                values.append(ask(servers[way], layers, count, seconds).throughput)
-    pairs = zip(found["shared"], found["copied"], strict=True)
-    ratios = [mine / other for mine, other in pairs]
-    told = f"{statistics.median(ratios):.3f} ({min(ratios):.3f}..{max(ratios):.3f})"
-    print(f"\n| {count} instances | requests/s | shared ÷ copied |")
-    print("|---|---|---|")
-    for way, values in found.items():
-        print(f"| {way} | {statistics.median(values):.2f} | {told if way == 'shared' else ''} |")
+            for way, values in rates.items():
+                values.append(load(servers[way], layers, count, seconds))
+    ratios = [ours / other for ours, other in zip(*rates.values(), strict=True)]
+    rows = [
+        (way, f"{spread(values).median:.2f}", spread(ratios).text(3) if way == "shared" else "")
+        for way, values in rates.items()
+    ]
+    return "\n" + markdown((f"{count} instances", "requests/s", "shared ÷ copied"), rows)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -21,9 +21,13 @@ from typing import Any
 
 from benchmarks import repositories
 from benchmarks.models import MODELS
+from torch_py_backend.tools.report import markdown
 
 _COMMAND_LINE = "from torch_py_backend.cli import app; app()"
 _TOLERANCES = {"fp32": (), "16 bits allowed": ("--reduced-precision",)}
+_COLUMNS = (
+    "model", "allowed", "as configured, rows/s", "chosen", "rows/s", "gain", "±", "max error",
+)  # fmt: skip
 _TARGETS = {"fp32": 1.5, "16 bits allowed": 2.5}
 
 
@@ -31,80 +35,79 @@ def tune(name: str, words: tuple[str, ...]) -> dict[str, Any]:
     """Run the command on a new repository; return its results as in tuned.json."""
     with tempfile.TemporaryDirectory(prefix="benchmarks-") as scratch:
         repositories.write(name, Path(scratch))
-        findings = Path(scratch) / "findings.json"
-        command = ("tune", str(Path(scratch) / name), "--json", str(findings), *words)
+        path = Path(scratch) / "results.json"
+        command = ("tune", str(Path(scratch) / name), "--json", str(path), *words)
         subprocess.run(  # noqa: S603  this interpreter
             [sys.executable, "-c", _COMMAND_LINE, *command],
             check=True,
             stdout=sys.stderr,
         )
-        found: dict[str, Any] = json.loads(findings.read_text())
-        return found
+        results: dict[str, Any] = json.loads(path.read_text())
+        return results
 
 
 def main(words: list[str]) -> int:
     """Tune, and print a table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", default="resnet18,transformer")
-    parser.add_argument("--output", type=Path, help="all findings, as JSON")
+    parser.add_argument("--output", type=Path, help="all results, as JSON")
     settings = parser.parse_args(words)
     names = settings.models.split(",")
     if unknown := set(names) - set(MODELS):
         parser.error(f"unknown models {sorted(unknown)}; there are {sorted(MODELS)}")
-    everything: dict[str, dict[str, Any]] = {}
+    by_model: dict[str, dict[str, Any]] = {}
     for name in names:
-        everything[name] = {}
+        by_model[name] = {}
         for allowed, flags in _TOLERANCES.items():
-            everything[name][allowed] = tune(name, flags)
+            by_model[name][allowed] = tune(name, flags)
             if settings.output:
-                settings.output.write_text(json.dumps(everything, indent=1))
-    print(table(everything))
+                settings.output.write_text(json.dumps(by_model, indent=1))
+    print(table(by_model))
     return 0
 
 
-def table(everything: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return a Markdown table of the configured model, the choice and the gain."""
-    lines = [
-        "| model | allowed | as configured, rows/s | chosen | rows/s | gain | ± | max error |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+def table(by_model: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return Markdown tables of the configured model, the choice and the gain."""
+    rows = []
     gains: dict[str, list[float]] = {allowed: [] for allowed in _TOLERANCES}
-    for name, runs in everything.items():
-        for allowed, found in runs.items():
-            plain = next(row for row in found["rows"] if not row["candidate"]["parameters"])
-            best = _chosen(found)
+    for name, runs in by_model.items():
+        for allowed, results in runs.items():
+            plain = next(row for row in results["rows"] if not row["candidate"]["parameters"])
+            best = _chosen(results)
             gains[allowed].append(best["throughput"] / plain["throughput"])
-            spread = max(best["throughput_spread"], plain["throughput_spread"])
-            title = f"{best['candidate']['title']}, {_count(best['candidate'])}"
-            lines.append(
-                f"| {name} | {allowed} | {plain['throughput']:.0f} | {title} |"
-                f" {best['throughput']:.0f} | **{gains[allowed][-1]:.2f}** | {spread:.0%} |"
-                f" {best['error']:.0e} |"
+            candidate = best["candidate"]
+            threads = candidate["parameters"].get("NUM_THREADS", "all")
+            rows.append(
+                (
+                    name,
+                    allowed,
+                    f"{plain['throughput']:.0f}",
+                    f"{candidate['title']}, {threads} threads x {candidate['instances']}",
+                    f"{best['throughput']:.0f}",
+                    f"**{gains[allowed][-1]:.2f}**",
+                    f"{max(best['throughput_spread'], plain['throughput_spread']):.0%}",
+                    f"{best['error']:.0e}",
+                )
             )
-    lines += ["", "| allowed | geometric mean of the gains | target |", "|---|---|---|"]
-    lines += [
-        f"| {allowed} | **{statistics.geometric_mean(values):.2f}** | {_TARGETS[allowed]} |"
+    means = [
+        (allowed, f"**{statistics.geometric_mean(values):.2f}**", _TARGETS[allowed])
         for allowed, values in gains.items()
         if values
     ]
-    return "\n".join(lines)
+    columns = ("allowed", "geometric mean of the gains", "target")
+    return f"{markdown(_COLUMNS, rows)}\n\n{markdown(columns, means)}"
 
 
-def _chosen(found: Mapping[str, Any]) -> dict[str, Any]:
+def _chosen(results: Mapping[str, Any]) -> dict[str, Any]:
     """Return the row of the choice, or of the configured model if nothing is faster."""
-    chosen = found["chosen"] or {"parameters": {}, "instances": 1}
+    chosen = results["chosen"] or {"parameters": {}, "instances": 1}
     row: dict[str, Any] = next(
         row
-        for row in found["rows"]
+        for row in results["rows"]
         if row["candidate"]["parameters"] == chosen["parameters"]
         and row["candidate"]["instances"] == chosen["instances"]
     )
     return row
-
-
-def _count(candidate: Mapping[str, Any]) -> str:
-    threads = candidate["parameters"].get("NUM_THREADS", "all")
-    return f"{threads} threads x {candidate['instances']}"
 
 
 if __name__ == "__main__":

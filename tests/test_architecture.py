@@ -56,7 +56,7 @@ def test_without_torch(imports_torch: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["startup.builder", "startup.warmup", "autocomplete.schema", "tools.inspection"]
+    "module", ["startup.builder", "startup.warmup", "autocomplete.schema", "tools.trial"]
 )
 def test_without_the_compiler(module: str) -> None:
     """Inductor takes a second to import: only models that are compiled wait for it."""

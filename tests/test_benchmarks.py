@@ -1,4 +1,4 @@
-"""The comparisons in `benchmarks/`: what is served is what is compared, and what is written."""
+"""The comparisons in `benchmarks/`: their models, servers, measurements and report."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ import pytest
 import torch
 from aiohttp import web
 
-from benchmarks import contenders, forward, pairs, report, repositories, serving
+from benchmarks import clients, contenders, forward, harness, report, repositories, serving
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
+from benchmarks.harness import Pair
 from benchmarks.models import MAX_BATCH_SIZE, MODELS, Model, Parameter
-from benchmarks.pairs import Pair, Turn
 from benchmarks.peers import wire
 from benchmarks.report import Report, Row
 from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import model_config, pbtxt, threads
 from torch_py_backend.errors import BenchError, ServerError
 from torch_py_backend.startup import builder
+from torch_py_backend.tools.load_generator import Closed, Point, Result, ServerWork
 
 _PEERS = Path(contenders.__file__).parent / "peers"
-_TURN = Turn(throughput=100.0, p50=0.001, p99=0.002, batch=4.0, busy=0.5)
 
 
 @pytest.fixture(params=MODELS)
 def name(request: pytest.FixtureRequest) -> str:
     """A model of the comparison."""
-    found: str = request.param
-    return found
+    return str(request.param)
 
 
 def test_models_are_the_same_everywhere(name: str) -> None:
-    """Weights, example and answer do not depend on who builds them, or on torch's own seed."""
+    """Weights, example and answer do not depend on torch's own seed, and do not change it."""
     model = MODELS[name]
     torch.manual_seed(1)
     first, example, expected = model.build(), model.example(), model.expected()
     torch.manual_seed(2)
+    following = torch.rand(2)
+    torch.manual_seed(2)
     second = model.build()
+    assert torch.equal(torch.rand(2), following)
     assert first.state_dict().keys() == second.state_dict().keys()
     for key, tensor in first.state_dict().items():
         assert torch.equal(tensor, second.state_dict()[key]), key
@@ -53,17 +55,8 @@ def test_models_are_the_same_everywhere(name: str) -> None:
     assert torch.equal(expected, model.expected())
 
 
-def test_models_leave_the_seed_alone() -> None:
-    """Building a model does not change the random numbers of who builds it."""
-    torch.manual_seed(3)
-    wanted = torch.rand(2)
-    torch.manual_seed(3)
-    MODELS["mlp"].build()
-    assert torch.equal(torch.rand(2), wanted)
-
-
-def test_models_answer_what_they_say(name: str) -> None:
-    """Inputs and the output have the names, types and dims that every server is told."""
+def test_models_have_their_types_and_dims(name: str) -> None:
+    """Inputs and the output have the types and dims that every server is configured with."""
     model = MODELS[name]
     for parameter, tensor in zip(model.inputs, model.example(), strict=True):
         assert tuple(tensor.shape) == parameter.dims
@@ -87,11 +80,11 @@ def test_repository_loads_and_equals_eager(name: str, tmp_path: Path) -> None:
     assert document["max_batch_size"] == MAX_BATCH_SIZE
     assert "dynamic_batching" in document
     settings = model_config.parse(pbtxt.arguments(tmp_path / name, "1", document))
-    made = builder.build(settings, threads.Threads(1, 1))
+    engine = builder.build(settings, threads.Threads(1, 1))
     model = MODELS[name]
     named = zip(model.inputs, model.example(), strict=True)
-    item: Any = {one.name: tensor[None] for one, tensor in named}
-    for outcome in made.run([item, item]):
+    item: Any = {spec.name: tensor[None] for spec, tensor in named}
+    for outcome in engine.run([item, item]):
         assert not isinstance(outcome, Exception)
         torch.testing.assert_close(
             torch.as_tensor(outcome[model.output.name][0]),
@@ -102,16 +95,16 @@ def test_repository_loads_and_equals_eager(name: str, tmp_path: Path) -> None:
 
 
 def test_others_in_the_server_have_the_same_config(name: str, tmp_path: Path) -> None:
-    """They differ from our model in who serves them, and in nothing that clients see."""
+    """The floor and the model written by hand differ from ours in nothing that clients see."""
     repositories.write(name, tmp_path)
     floor = repositories.write_floor(name, tmp_path)
     plain = repositories.write_plain(name, tmp_path)
     ours = pbtxt.read(tmp_path / name)
     for other in (floor, plain):
-        its = pbtxt.read(tmp_path / other)
-        assert its["backend"] == "python"
+        theirs = pbtxt.read(tmp_path / other)
+        assert theirs["backend"] == "python"
         for key in ("input", "output", "max_batch_size", "dynamic_batching", "instance_group"):
-            assert ours[key] == its[key], key
+            assert ours[key] == theirs[key], key
     answer = np.load(tmp_path / floor / "1" / "answer.npy")
     assert np.array_equal(answer[0], MODELS[name].expected().numpy())
 
@@ -145,23 +138,23 @@ def test_clocked_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert clock["3"]["execute"] > clock["3"]["engine"] > clock["3"]["forward"] > 0
 
 
-def test_cost_is_told_by_request() -> None:
+def test_cost_of_a_request() -> None:
     """Each request of a batch waits for all of it: large batches weigh by their requests."""
     clock = {
         "1": {"calls": 2, "execute": 0.4, "engine": 0.3, "forward": 0.2},
         "3": {"calls": 2, "execute": 1.4, "engine": 1.2, "forward": 0.6},
     }
-    found = forward.cost("mlp", 8, clock, request=1.0)
-    assert found.batch == pytest.approx(2.0)
-    assert found.forward == pytest.approx((1 * 0.2 + 3 * 0.6) / 8)
-    assert found.engine == pytest.approx((1 * 0.1 + 3 * 0.6) / 8)
-    assert found.messages == pytest.approx((1 * 0.1 + 3 * 0.2) / 8)
-    assert found.share == pytest.approx(found.engine + found.messages)
+    cost = forward.cost("mlp", 8, clock, request=1.0)
+    assert cost.batch == pytest.approx(2.0)
+    assert cost.forward == pytest.approx((1 * 0.2 + 3 * 0.6) / 8)
+    assert cost.engine == pytest.approx((1 * 0.1 + 3 * 0.6) / 8)
+    assert cost.messages == pytest.approx((1 * 0.1 + 3 * 0.2) / 8)
+    assert cost.share == pytest.approx(cost.engine + cost.messages)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("name", "rows"), [("add", 1), ("mlp", 3), ("transformer", 2)])
 def test_wire_answers_bodies(name: str, rows: int) -> None:
-    """Bytes in, bytes out: what the peers over HTTP do equals eager PyTorch, in any batch."""
+    """The peers over HTTP answer as eager PyTorch does, in any batch."""
     model = MODELS[name]
     answers = wire.Forward(name)([wire.body(model)] * rows)
     assert len(answers) == rows
@@ -188,7 +181,7 @@ def test_wire_keeps_inputs_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         np.array([1, 2], np.float32).tobytes() + np.array([1], np.int64).tobytes(),
         np.array([3, 4], np.float32).tobytes() + np.array([0], np.int64).tobytes(),
     ]
-    answers = [wire.answer(pick, one).item() for one in wire.Forward("pick")(bodies)]
+    answers = [wire.answer(pick, content).item() for content in wire.Forward("pick")(bodies)]
     assert answers == [2.0, 3.0]
 
 
@@ -203,7 +196,7 @@ def test_each_peer_is_complete(peer: str) -> None:
 
 def test_no_peer_is_forgotten() -> None:
     """Each requirements file belongs to a peer of the table."""
-    files = {one.stem.removeprefix("requirements-") for one in _PEERS.glob("requirements-*.txt")}
+    files = {path.stem.removeprefix("requirements-") for path in _PEERS.glob("requirements-*.txt")}
     assert files == set(PEERS)
 
 
@@ -230,7 +223,7 @@ def _right(protocol: str) -> bytes:
 
 
 @pytest.mark.parametrize("protocol", ["bytes", "json"])
-def test_check_takes_what_eager_says(protocol: str) -> None:
+def test_check_accepts_a_right_answer(protocol: str) -> None:
     """A right answer passes, over each way in which a peer may answer."""
 
     async def run() -> None:
@@ -241,15 +234,10 @@ def test_check_takes_what_eager_says(protocol: str) -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        pytest.param(np.zeros(16, np.float32).tobytes(), id="zeros"),
-        pytest.param(np.full(16, np.nan, np.float32).tobytes(), id="nan"),
-    ],
-)
-def test_check_refuses_a_wrong_answer(answer: bytes) -> None:
+@pytest.mark.parametrize("value", [0, np.nan])
+def test_check_refuses_a_wrong_answer(value: float) -> None:
     """A fast wrong answer is not a result."""
+    answer = np.full(16, value, np.float32).tobytes()
 
     async def run() -> None:
         async with _http_server(answer) as host:
@@ -260,43 +248,42 @@ def test_check_refuses_a_wrong_answer(answer: bytes) -> None:
     asyncio.run(run())
 
 
-def test_pairs_alternate_and_count() -> None:
-    """So many pairs as asked for, each with answers of both sides."""
-
-    async def run() -> list[Pair]:
-        async with _http_server(_right("bytes")) as host:
-            endpoint = Endpoint("add", "bytes", host, "predict")
-            return [pair async for pair in pairs.measure(endpoint, endpoint, 2, 0.5, 3)]
-
-    found = asyncio.run(run())
-    assert len(found) == 3
-    assert all(pair.ratio > 0 and pair.ours.batch is None for pair in found)
+async def _in_turn(body: bytes, status: int = 200) -> list[Pair]:
+    async with _http_server(body, status) as host:
+        endpoint = Endpoint("add", "bytes", host, "predict")
+        async with clients.connected(endpoint) as ours, clients.connected(endpoint) as other:
+            return [pair async for pair in harness.in_turn(ours, other, 2, 0.3, 3)]
 
 
-def test_pairs_refuse_failed_requests() -> None:
-    """A throughput of refusals is none."""
+def test_pairs_are_counted() -> None:
+    """A comparison has the given number of pairs, each with responses of both servers."""
+    pairs = asyncio.run(_in_turn(_right("bytes")))
+    assert len(pairs) == 3
+    assert all(ratio > 0 for ratio in harness.ratios(pairs))
+    assert {harness.rows_in_a_call(point) for pair in pairs for point in pair} == {None}
 
-    async def run() -> None:
-        async with _http_server(b"too much", status=503) as host:
-            endpoint = Endpoint("add", "bytes", host, "predict")
-            async for _ in pairs.measure(endpoint, endpoint, 1, 0.5, 1):
-                pass
 
+def test_failed_requests_are_no_throughput() -> None:
+    """A server that refuses requests is an error with its message."""
     with pytest.raises(BenchError, match=r"503.*too much"):
-        asyncio.run(run())
+        asyncio.run(_in_turn(b"too much", status=503))
+
+
+def _point(throughput: float, p50: float, p99: float, busy: float, batch: int | None) -> Point:
+    latencies = np.sort(np.concatenate([np.full(51, p50), np.full(48, p99), [p99, p99]]))
+    server = None if batch is None else ServerWork(0, 0, {}, {batch: 1})
+    result = Result(len(latencies) / throughput, latencies, np.empty(0), 0, "", busy)
+    return Point(Closed(1), result, server)
 
 
 def _row(model: str, against: str, concurrency: int, ratios: list[float], p99: float) -> Row:
-    other = Turn(throughput=50.0, p50=0.004, p99=p99, batch=None, busy=0.25)
-    made = tuple(
-        Pair(Turn(50.0 * ratio, _TURN.p50, _TURN.p99, _TURN.batch, _TURN.busy), other)
-        for ratio in ratios
-    )
-    return Row(model, against, concurrency, made)
+    other = _point(50.0, min(0.004, p99), p99, 0.25, None)
+    pairs = tuple((_point(50.0 * ratio, 0.001, 0.002, 0.5, 4), other) for ratio in ratios)
+    return Row(model, against, concurrency, pairs)
 
 
 def test_markdown() -> None:
-    """Medians, spreads, versions and reasons stand where a reader looks for them."""
+    """The report has the facts, medians, spreads, versions and reasons."""
     document = report.markdown(
         Report(
             command="python -m benchmarks.serving",
@@ -307,14 +294,13 @@ def test_markdown() -> None:
             missing={("mlp", "ray"): "it ended\nwith a | in its log"},
         )
     )
-    assert "| machine | a box |" in document
+    assert "|machine|a box|" in document
     assert (
-        "| mlp | LitServe | 32 | **3.00** (2.00..4.00) | 150 | 50 | 1.00 / 2.00 | 4.00 / 8.00 |"
-        " 4.0 / ? | 0.50 / 0.25 |"
+        "|mlp|LitServe|32|**3.00** (2.00..4.00)|150|50|1.00/2.00|4.00/8.00|4.0/?|0.50/0.25|"
     ) in document
-    assert "| mlp | 8 | 4.0 | 10.000 | 3.000 | 0.100 | 0.200 | 3.0% |" in document
-    assert "| mlp | ray | it ended<br>with a \\| in its log |" in document
-    assert f"| LitServe | 0.2 | {PEERS['litserve'].words} |" in document
+    assert "|mlp|8|4.0|10.000|3.000|0.100|0.200|3.0%|" in document
+    assert "|mlp|ray|it ended<br>with a \\| in its log|" in document
+    assert f"|LitServe|0.2|{PEERS['litserve'].words}|" in document
     assert "interrupted" not in document
 
 
@@ -331,43 +317,40 @@ def test_markdown() -> None:
     ],
 )
 def test_targets(row: Row, met: str | None) -> None:
-    """What is promised is judged by the figures, and what is not promised is not judged."""
+    """A target is judged by the figures; other rows have no target."""
     document = report.markdown(Report("", {}, rows=[row]))
     assert ("## Targets" in document) == (met is not None)
     if met is not None:
-        assert document.partition("## Targets")[2].splitlines()[4].endswith(f"| {met} |")
+        assert f"|{met}|" in document.partition("## Targets")[2]
 
 
 def test_reasons() -> None:
-    """What is missed is said with the figures that explain it; of what is kept, nothing."""
+    """A missed target has the figures that explain it; a kept one has no reason."""
     rows = [
         _row("add", "floor", 1, [0.8], 1.0),
         _row("add", "plain", 1, [1.0], 1.0),
         _row("add", "floor", 8, [1.0], 1.0),
         _row("mlp", "ray", 32, [1.9], 0.002),
     ]
-    cost = forward.Cost("mlp", 1, 1.0, 0.001, 0.0006, 0.0001, 0.0001)
-    document = report.markdown(Report("", {}, rows=rows, costs=[cost]))
-    found = document.partition("What is missed, why, and what would be needed:\n\n")[2]
-    floor, peer, around = found.partition("\n\n")[0].splitlines()
-    assert floor.startswith("- add: at least 0.95 of the floor at concurrency 1: ")
-    assert "reaches 0.80." in floor
-    assert "takes 0.50 and 0.25 of one" in peer
-    assert "0.20 ms around the forward, 0.10 of them" in around
-    assert "Requests of 4.0 ms would be needed; these take 1.0." in around
-
-
-@pytest.mark.parametrize(
-    ("messages", "met"), [(0.0002, "yes"), (0.0004, "**no**")], ids=["kept", "missed"]
-)
-def test_target_around_forward(messages: float, met: str) -> None:
-    """Five percent of a request, and no more."""
-    cost = forward.Cost("mlp", 1, 1.0, 0.010, 0.003, 0.0002, messages)
-    assert f"% | {met} |" in report.markdown(Report("", {}, costs=[cost]))
+    costs = [
+        forward.Cost("mlp", 1, 1.0, 0.001, 0.0006, 0.0001, 0.0001),
+        forward.Cost("mlp", 8, 1.0, 0.010, 0.0030, 0.0002, 0.0002),
+    ]
+    document = report.markdown(Report("", {}, rows=rows, costs=costs))
+    lines = document.partition("## Targets")[2].partition("\n## ")[0].splitlines()
+    floor, kept, peer, around, small = [line.split("|") for line in lines if line.startswith("|")][
+        2:
+    ]
+    assert floor[1] == "add: at least 0.95 of the floor at concurrency 1"
+    assert floor[3:5] == ["**no**", "by hand, without checks: 0.80"]
+    assert kept[3:5] == small[3:5] == ["yes", ""]
+    assert peer[4] == "the client takes 0.50 and 0.25 of a core"
+    assert around[4].startswith("0.20 ms for a batch of 1.0, 0.10 of them")
+    assert around[4].endswith("needs requests of 4.0 ms, these take 1.0")
 
 
 def test_markdown_of_an_interrupted_run() -> None:
-    """A run that was ended early says so, and is a whole document also if it is empty."""
+    """An interrupted run is reported as such, even without a measurement."""
     assert "interrupted" in report.markdown(Report("", {}, interrupted=True))
 
 
@@ -384,7 +367,7 @@ def test_markdown_of_an_interrupted_run() -> None:
     ],
 )
 def test_bad_settings(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A word that cannot be meant is refused before anything is started, with what is known."""
+    """A wrong option is refused before anything is started, with the accepted values."""
     with pytest.raises(SystemExit) as end:
         serving.main(words)
     assert end.value.code == 2
@@ -400,7 +383,7 @@ def _no_server(_model: str, _protocol: str) -> Iterator[serving.Ours]:
 def test_what_fails_is_noted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A contender that fails costs its own rows only; a run without any is an error."""
+    """A contender that fails is listed with its error; a run without any row is an error."""
 
     def fail(model: str, against: str, *_: object) -> None:
         raise ServerError(f"{against} did not want {model}.")
@@ -410,19 +393,19 @@ def test_what_fails_is_noted(
     monkeypatch.setattr(serving, "_against", fail)
     assert serving.main(["--models", "add", "--against", "floor,ray"]) == 1
     printed = capsys.readouterr().out
-    assert "| add | floor | floor did not want add. |" in printed
-    assert "| add | ray | ray did not want add. |" in printed
+    assert "|add|floor|floor did not want add.|" in printed
+    assert "|add|ray|ray did not want add.|" in printed
 
 
 def test_interrupt_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Ctrl-C in the second contender leaves the first one's row in the file."""
+    """Ctrl-C during the second contender keeps the first one's row."""
 
     def once(
-        model: str, against: str, ours: object, settings: object, found: Report, advance: object
+        model: str, against: str, ours: object, settings: object, results: Report, advance: object
     ) -> None:
-        if found.rows:
+        if results.rows:
             raise KeyboardInterrupt
-        found.rows.append(_row(model, against, 1, [1.0], 0.002))
+        results.rows.append(_row(model, against, 1, [1.0], 0.002))
 
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(serving, "_serving", _no_server)
@@ -430,5 +413,5 @@ def test_interrupt_keeps_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path
     output = tmp_path / "benchmarks.md"
     assert serving.main(["--against", "floor,ray", "--output", str(output)]) == 0
     document = output.read_text()
-    assert "| add | no-op floor | 1 |" in document
+    assert "|add|no-op floor|1|" in document
     assert "interrupted" in document

@@ -41,9 +41,9 @@ class Service:
         rows: Annotated[np.ndarray, DType(_DTYPE)],  # type: ignore[type-arg]
     ) -> np.ndarray:  # type: ignore[type-arg]
         columns, start = [], 0
-        for one in _MODEL.inputs:
-            end = start + math.prod(one.dims)
-            columns.append(torch.from_numpy(rows[:, start:end].reshape(-1, *one.dims)))
+        for spec in _MODEL.inputs:
+            end = start + math.prod(spec.dims)
+            columns.append(torch.from_numpy(rows[:, start:end].reshape(-1, *spec.dims)))
             start = end
         with torch.inference_mode():
             answer: npt.NDArray[Any] = self._module(*columns).numpy()

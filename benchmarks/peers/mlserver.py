@@ -28,8 +28,8 @@ class Runtime(MLModel):
         return True
 
     async def predict(self, payload: InferenceRequest) -> InferenceResponse:
-        named = {one.name: NumpyCodec.decode_input(one) for one in payload.inputs}
-        columns = [torch.from_numpy(named[one.name]) for one in self._model.inputs]
+        named = {tensor.name: NumpyCodec.decode_input(tensor) for tensor in payload.inputs}
+        columns = [torch.from_numpy(named[spec.name]) for spec in self._model.inputs]
         with torch.inference_mode():
             answer = self._module(*columns).numpy()
         output = NumpyCodec.encode_output(self._model.output.name, answer)

@@ -28,7 +28,7 @@ def main() -> None:
 
     @batch
     def infer(**inputs: npt.NDArray[np.generic]) -> dict[str, npt.NDArray[np.generic]]:
-        columns = [torch.from_numpy(inputs[one.name]) for one in model.inputs]
+        columns = [torch.from_numpy(inputs[spec.name]) for spec in model.inputs]
         with torch.inference_mode():
             return {model.output.name: module(*columns).numpy()}
 
@@ -43,7 +43,7 @@ def main() -> None:
         triton.bind(
             model_name=arguments.model,
             infer_func=infer,
-            inputs=[_tensor(one) for one in model.inputs],
+            inputs=[_tensor(spec) for spec in model.inputs],
             outputs=[_tensor(model.output)],
             config=ModelConfig(max_batch_size=MAX_BATCH_SIZE, batcher=DynamicBatcher()),
             strict=False,

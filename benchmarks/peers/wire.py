@@ -76,10 +76,10 @@ class Forward:
     def _columns(self, bodies: Sequence[bytes]) -> list[Tensor]:
         table = np.frombuffer(bytearray().join(bodies), np.uint8).reshape(len(bodies), -1)
         columns, start = [], 0
-        for one in self._model.inputs:
-            dtype = NUMPY_TYPES[one.dtype]
-            end = start + dtype.itemsize * math.prod(one.dims)
+        for spec in self._model.inputs:
+            dtype = NUMPY_TYPES[spec.dtype]
+            end = start + dtype.itemsize * math.prod(spec.dims)
             column = np.ascontiguousarray(table[:, start:end]).view(dtype)
-            columns.append(torch.from_numpy(column.reshape(len(bodies), *one.dims)))
+            columns.append(torch.from_numpy(column.reshape(len(bodies), *spec.dims)))
             start = end
         return columns

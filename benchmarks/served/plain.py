@@ -32,7 +32,7 @@ class TritonPythonModel:
         weights = _FOLDER / "model.safetensors"
         if weights.exists():
             safetensors.torch.load_model(self._module, str(weights))
-        self._inputs = [one["name"] for one in config["input"]]
+        self._inputs = [entry["name"] for entry in config["input"]]
         self._output = config["output"][0]["name"]
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
@@ -41,8 +41,10 @@ class TritonPythonModel:
             columns = [
                 torch.cat(
                     [
-                        torch.from_numpy(pb_utils.get_input_tensor_by_name(one, name).as_numpy())
-                        for one in requests
+                        torch.from_numpy(
+                            pb_utils.get_input_tensor_by_name(request, name).as_numpy()
+                        )
+                        for request in requests
                     ]
                 )
                 for name in self._inputs

@@ -1,4 +1,4 @@
-"""`torch-py-backend tune` as a command, on a model that costs nothing."""
+"""`torch-py-backend tune` as a command: with real measurements, and with simulated ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,34 @@ import living
 import models
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from torch_py_backend import cli
 from torch_py_backend.config import pbtxt, tuned_settings
+from torch_py_backend.errors import BackendError
 
-_COMMAND = (sys.executable, "-c", "from torch_py_backend.cli import app; app()", "tune")
+_COMMAND = "from torch_py_backend.cli import app; app()"
+# Each candidate is twice as fast as the one before it. After ENDS of them, one never ends.
+_SIMULATED = """
+import itertools, os, time
+from torch_py_backend.cli import app
+from torch_py_backend.processes import child_process
+
+numbers = itertools.count()
+
+def run_together(model, task, arguments, seconds):
+    if task.endswith(":prepare"):
+        return [{"kind": "TORCHSCRIPT", "inputs": "made-up values"}]
+    number = next(numbers)
+    if number == int(os.environ.get("ENDS", -1)):
+        time.sleep(600)
+    speed, error = 2.0**number, float(os.environ.get("ERROR", 0))
+    measured = {"p99_ms": 1, "memory_mb": 1, "device_memory_mb": 0, "error": error, "load_s": 1}
+    return [{"latency_ms": 1 / speed, "throughput": {"1": speed}, **measured} for _ in arguments]
+
+child_process.run_together = run_together
+app()
+"""
 _ENVIRONMENT = os.environ | {"COLUMNS": "200", "TERM": "dumb"}
 _CONFIG = """# mine
 backend: "pytorch_py"
@@ -28,66 +52,131 @@ input [{ name: "x" data_type: TYPE_FP32 dims: [ 4 ] }]
 output [{ name: "y" data_type: TYPE_FP32 dims: [ 4 ] }]
 """
 _SETTING = 'parameters {{ key: "{}" value {{ string_value: "{}" }} }}\n'
+_AUTOMATIC = _CONFIG + _SETTING.format("OPTIMIZE", "auto")
+_BEST_SO_FAR = "stopped before everything was measured; the choice is the best so far"
 
 
-class _Random(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + torch.rand_like(x)
-
-
-def _model(folder: Path, module: torch.nn.Module | None = None, text: str = _CONFIG) -> Path:
+def _model(folder: Path, text: str = _CONFIG) -> Path:
     """TorchScript: the kind with the fewest runtimes, and without a compilation."""
     (folder / "negate" / "1").mkdir(parents=True)
-    scripted = torch.jit.script(module or models.Negate())
-    torch.jit.save(scripted, folder / "negate" / "1" / "model.pt")
+    torch.jit.save(torch.jit.script(models.Negate()), folder / "negate" / "1" / "model.pt")
     (folder / "negate" / "config.pbtxt").write_text(text)
     return folder / "negate"
 
 
-def _tune(*arguments: Any) -> subprocess.CompletedProcess[str]:
+def _tune(
+    *arguments: Any, code: str = _SIMULATED, **variables: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*_COMMAND, *map(str, arguments)],
+        [sys.executable, "-c", code, "tune", *map(str, arguments)],
         capture_output=True,
         text=True,
         check=False,
-        env=_ENVIRONMENT,
+        env=_ENVIRONMENT | variables,
+    )
+
+
+def _tree(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {
+        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+def _choice(model: Path) -> dict[str, str] | None:
+    """The choice in tuned.json for this machine."""
+    return tuned_settings.read_choice(
+        model, tuned_settings.fingerprint(tuned_settings.machine_facts())
     )
 
 
 @pytest.mark.slow
-def test_tuned(tmp_path: Path) -> None:
-    """A table, the findings and a plot; the choice in config.pbtxt, which stays as it was."""
+def test_measured(tmp_path: Path) -> None:
+    """A table, the results and a plot; the choice in config.pbtxt, whose rest stays as it was."""
     model = _model(tmp_path)
-    done = _tune(model, "--quick", "--json", tmp_path / "run.json")
+    done = _tune(model, "--quick", "--json", tmp_path / "run.json", code=_COMMAND)
     assert done.returncode == 0, done.stderr
     assert "TorchScript" in done.stdout
     assert "chosen" in done.stdout
     assert "inputs: made-up values; tolerance 0.0001; by throughput" in done.stdout
     assert "1/" in done.stderr
-    text = (model / "config.pbtxt").read_text()
-    assert text.startswith(_CONFIG)
-    found = json.loads((tmp_path / "run.json").read_text())
-    given = {key: one["string_value"] for key, one in pbtxt.read(model)["parameters"].items()}
-    assert given == found["chosen"]["parameters"]
-    here = tuned_settings.fingerprint(tuned_settings.machine_facts())
-    assert json.loads((model / "tuned.json").read_text())["machines"] == {here: found}
-    assert tuned_settings.read_choice(model, here) == given
+    assert (model / "config.pbtxt").read_text().startswith(_CONFIG)
+    results = json.loads((tmp_path / "run.json").read_text())
+    written = pbtxt.read(model)["parameters"]
+    parameters = {key: entry["string_value"] for key, entry in written.items()}
+    assert parameters == results["chosen"]["parameters"] == _choice(model)
+    (entry,) = json.loads((model / "tuned.json").read_text())["machines"].values()
+    assert entry == results
     assert (model / "tuned.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_automatic_dry_run(tmp_path: Path) -> None:
-    """--dry-run writes no tuned.json either, which OPTIMIZE "auto" would read."""
-    model = _model(tmp_path, text=_CONFIG + _SETTING.format("OPTIMIZE", "auto"))
-    before = _tree(model)
-    done = _tune(model, "--quick", "--dry-run")
+def test_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C ends the children; what was measured is printed and saved, and the best is kept."""
+    model = _model(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _COMMAND, "tune", str(model), "--rounds=9"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=_ENVIRONMENT,
+    )
+    assert process.stderr is not None
+    while not process.stderr.readline().startswith("2/"):
+        assert process.poll() is None
+    children = living.descendants(process.pid)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert "rows/s" in stdout
+    assert _BEST_SO_FAR in stdout
+    assert (model / "config.pbtxt").read_text() == _CONFIG
+    (entry,) = json.loads((model / "tuned.json").read_text())["machines"].values()
+    assert entry["chosen"] == {"parameters": {}, "instances": 1}
+    assert len(entry["rows"]) == 1
+    # What they have started is killed with them, and takes a moment to be gone.
+    assert living.all_end(children)
+
+
+def test_deadline(tmp_path: Path) -> None:
+    """At the deadline, the best so far is written; tuned.json keeps the choice of a whole run."""
+    model = _model(tmp_path)
+    whole = {"parameters": {"NUM_THREADS": "7"}, "instances": 1}
+    machine = tuned_settings.machine_facts()
+    tuned_settings.save(model, {"machine": machine, "chosen": whole})
+    done = _tune(model, "--deadline=2", ENDS="2")
     assert done.returncode == 0, done.stderr
-    assert 'OPTIMIZE "auto" would take it from tuned.json' in done.stdout
-    assert "wrote" not in done.stdout
+    assert _BEST_SO_FAR in done.stdout
+    assert "keeps its earlier choice" in done.stdout
+    assert pbtxt.read(model)["parameters"].keys() == {"NUM_THREADS"}
+    assert _choice(model) == {"NUM_THREADS": "7"}
+
+
+def test_stopped_before_the_first_measurement(tmp_path: Path) -> None:
+    """Without a measurement there is no choice, and nothing is written."""
+    model = _model(tmp_path)
+    before = _tree(model)
+    done = _tune(model, "--deadline=1", ENDS="0")
+    assert done.returncode == 130
+    assert "stopped before everything was measured; config.pbtxt is as it was" in done.stdout
     assert _tree(model) == before
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("arguments", [["--dry-run"], []], ids=["dry-run", "write"])
+def test_automatic(tmp_path: Path, arguments: list[str]) -> None:
+    """OPTIMIZE "auto" reads tuned.json at load, so config.pbtxt stays; --dry-run writes neither."""
+    model = _model(tmp_path, _AUTOMATIC)
+    before = _tree(model)
+    done = _tune(model, "--quick", *arguments)
+    assert done.returncode == 0, done.stderr
+    takes = "would take" if arguments else "takes"
+    assert f'OPTIMIZE "auto" {takes} it from tuned.json' in done.stdout
+    assert (model / "config.pbtxt").read_text() == _AUTOMATIC
+    assert (_tree(model) == before) == (_choice(model) is None) == bool(arguments)
+
+
 def test_dry_run_on_a_terminal(tmp_path: Path) -> None:
     """--dry-run writes nothing. The bar shows no number before the candidates are counted."""
     model = _model(tmp_path)
@@ -98,7 +187,7 @@ def test_dry_run_on_a_terminal(tmp_path: Path) -> None:
     reader = threading.Thread(target=_read_all, args=(ours, shown))
     reader.start()
     done = subprocess.run(
-        [*_COMMAND, str(model), "--quick", "--dry-run"],
+        [sys.executable, "-c", _SIMULATED, "tune", str(model), "--quick", "--dry-run"],
         stdout=subprocess.PIPE,
         stderr=theirs,
         check=False,
@@ -110,9 +199,9 @@ def test_dry_run_on_a_terminal(tmp_path: Path) -> None:
     text = b"".join(shown).decode()
     assert done.returncode == 0, text
     assert "the reference, in eager" in text
-    assert "1/3" in text
     assert "None" not in text
     assert b"chosen" in done.stdout
+    assert b"+parameters" in done.stdout
     assert b"wrote" not in done.stdout
     assert _tree(model) == before
 
@@ -123,166 +212,84 @@ def _read_all(terminal: int, shown: list[bytes]) -> None:
             shown.append(read)
 
 
-def _tree(folder: Path) -> dict[str, tuple[int, bytes]]:
-    return {
-        str(path.relative_to(folder)): (path.stat().st_mtime_ns, path.read_bytes())
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-
-
-@pytest.mark.slow
 def test_dry_run_elsewhere(tmp_path: Path) -> None:
-    """With --dry-run and --output the model's folder is left alone; the change is shown."""
-    text = _CONFIG + _SETTING.format("NUM_THREADS", "1") + _SETTING.format("BATCH_BUCKETS", "2")
-    model = _model(tmp_path, text=text)
+    """With --dry-run and --output the model's folder is left alone."""
+    model = _model(tmp_path, _CONFIG + _SETTING.format("NUM_THREADS", "1"))
+    before = _tree(model)
     output = tmp_path / "new" / "folder"
     done = _tune(model, "--quick", "--dry-run", "--output", output)
     assert done.returncode == 0, done.stderr
-    assert (model / "config.pbtxt").read_text() == text
-    assert sorted(path.name for path in model.iterdir()) == ["1", "config.pbtxt"]
+    assert _tree(model) == before
     assert sorted(path.name for path in output.iterdir()) == ["tuned.json", "tuned.png"]
 
 
-@pytest.mark.slow
-def test_automatic(tmp_path: Path) -> None:
-    """OPTIMIZE "auto" reads tuned.json at load, so config.pbtxt stays."""
-    text = _CONFIG + _SETTING.format("OPTIMIZE", "auto")
-    model = _model(tmp_path, text=text)
-    done = _tune(model, "--quick")
-    assert done.returncode == 0, done.stderr
-    assert 'OPTIMIZE "auto" takes it from tuned.json' in done.stdout
-    assert (model / "config.pbtxt").read_text() == text
-    assert (
-        tuned_settings.read_choice(
-            model, tuned_settings.fingerprint(tuned_settings.machine_facts())
-        )
-        is not None
-    )
-
-
-@pytest.mark.slow
 def test_no_candidate_is_exact(tmp_path: Path) -> None:
     """A tolerance that nothing meets: the closest is named, and config.pbtxt is as it was."""
-    model = _model(tmp_path, _Random())
-    done = _tune(model, "--quick", "--max-error", "1e-6")
+    model = _model(tmp_path)
+    done = _tune(model, "--quick", "--max-error", "1e-6", ERROR="0.5")
     assert done.returncode == 1
     assert "no candidate of 'negate' is within --max-error 1e-06" in done.stderr
+    assert "with 0.5" in done.stderr
     assert "Traceback" not in done.stderr
     assert "inexact" in done.stdout
     assert (model / "config.pbtxt").read_text() == _CONFIG
-    assert (
-        tuned_settings.read_choice(
-            model, tuned_settings.fingerprint(tuned_settings.machine_facts())
-        )
-        is None
-    )
+    assert _choice(model) is None
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted(tmp_path: Path, number: signal.Signals) -> None:
-    """Ctrl-C ends the children, prints and saves what was measured, and leaves config.pbtxt."""
-    model = _model(tmp_path)
-    process = subprocess.Popen(
-        [*_COMMAND, str(model), "--rounds=9"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=_ENVIRONMENT,
-    )
-    assert process.stderr is not None
-    while not process.stderr.readline().startswith("2/"):
-        assert process.poll() is None
-    children = living.descendants(process.pid)
-    process.send_signal(number)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "Traceback" not in stderr
-    assert "rows/s" in stdout
-    assert "stopped before every runtime was measured; config.pbtxt is as it was" in stdout
-    assert (model / "config.pbtxt").read_text() == _CONFIG
-    (entry,) = json.loads((model / "tuned.json").read_text())["machines"].values()
-    assert entry["chosen"] is None
-    assert len(entry["rows"]) == 1
-    # What they have started is killed with them, and takes a moment to be gone.
-    assert living.all_end(children)
+def _refusal(*arguments: Any) -> str:
+    """The error of a command that is refused before anything is measured."""
+    result = CliRunner().invoke(cli.commands, ["tune", *map(str, arguments)])
+    assert isinstance(result.exception, BackendError)
+    return str(result.exception)
 
 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        pytest.param(["--threads=0"], "--threads is '0'; expected counts", id="no-threads"),
-        pytest.param(["--threads=1,two"], "--threads is '1,two'", id="words"),
-        pytest.param(["--instances=-1"], "--instances is '-1'", id="negative"),
-        pytest.param(["--quick", "--threads=1"], "leave out one of them", id="quick-and-threads"),
-        pytest.param(["--quick", "--instances=1"], "leave out one", id="quick-and-instances"),
-        pytest.param(["--max-error=-1"], "--max-error is -1; expected a number", id="tolerance"),
-        pytest.param(["--max-error=nan"], "--max-error is nan", id="nan"),
-        pytest.param(["--inputs=/no/such/file"], "/no/such/file is not a file", id="inputs"),
-        pytest.param(["--output=/dev/null/x"], "cannot write into /dev/null/x", id="output"),
-        pytest.param(["--json=/dev/null/x"], "cannot write into /dev/null", id="json"),
+        (["--threads=0"], "--threads is '0'; expected counts"),
+        (["--threads=1,two"], "--threads is '1,two'"),
+        (["--instances=-1"], "--instances is '-1'"),
+        (["--quick", "--threads=1"], "leave out one of them"),
+        (["--max-error=-1"], "--max-error is -1; expected a number"),
+        (["--max-error=nan"], "--max-error is nan"),
+        (["--inputs=/no/such/file"], "/no/such/file is not a file"),
+        (["--output=/dev/null/x"], "cannot write into /dev/null/x"),
+        (["--json=/dev/null/x"], "cannot write /dev/null/x: Not a directory"),
     ],
 )
-def test_refusals(tmp_path: Path, arguments: list[str], says: str) -> None:
-    """What contradicts itself or cannot be kept is one line, before anything is measured."""
+def test_refused_options(tmp_path: Path, arguments: list[str], says: str) -> None:
+    """Options that contradict each other, and files that cannot be written, are refused."""
     model = _model(tmp_path)
-    done = _tune(model, *arguments)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert says in done.stderr
-    assert done.stderr.count("\n") == 1
-    assert sorted(path.name for path in model.iterdir()) == ["1", "config.pbtxt"]
+    before = _tree(model)
+    assert says in _refusal(model, *arguments)
+    assert _tree(model) == before
 
 
 @pytest.mark.parametrize(
     ("text", "arguments", "says"),
     [
-        pytest.param(
-            _CONFIG + "instance_group [{ count: 1 }, { count: 2 }]",
-            (),
-            "2 instance groups",
-            id="groups",
-        ),
-        pytest.param("max_batch_size: many", (), "cannot be read", id="broken"),
-        pytest.param(
-            _CONFIG + _SETTING.format("OPTIMIZE", "auto"),
-            ("--output=elsewhere",),
-            'OPTIMIZE "auto", which reads tuned.json in the model',
-            id="auto-elsewhere",
-        ),
+        (_CONFIG + "instance_group [{ count: 1 }, { count: 2 }]", (), "2 instance groups"),
+        ("max_batch_size: many", (), "cannot be read"),
+        (_AUTOMATIC, ("--output=elsewhere",), 'OPTIMIZE "auto", which reads tuned.json in the'),
+        (_CONFIG + "model_transaction_policy { decoupled: true }", (), "is decoupled"),
     ],
+    ids=["groups", "broken", "auto-elsewhere", "decoupled"],
 )
-def test_configs_refused(tmp_path: Path, text: str, arguments: tuple[str, ...], says: str) -> None:
+def test_refused_configs(tmp_path: Path, text: str, arguments: tuple[str, ...], says: str) -> None:
     """A config that could not be written in the end is refused at the start."""
-    done = _tune(_model(tmp_path, text=text), *arguments)
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert says in done.stderr
+    assert says in _refusal(_model(tmp_path, text), *arguments)
 
 
-@pytest.mark.parametrize("path", ["/no/such/model", "/dev/null"])
-def test_no_folder(path: str) -> None:
-    """What is no folder is no model."""
-    done = _tune(path)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert f"{path} is not a folder" in done.stderr
-
-
-def test_repository(tmp_path: Path) -> None:
-    """A repository is no model: the models in it are named."""
+def test_refused_folders(tmp_path: Path) -> None:
+    """A file is no model, nor is a repository, whose models are named."""
     model = _model(tmp_path)
-    done = _tune(tmp_path)
-    assert done.returncode == 1
-    assert f"{tmp_path} is a repository; name one of {model}." in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert "/dev/null is not a folder" in _refusal("/dev/null")
+    assert f"{tmp_path} is a repository; name one of {model}." in _refusal(tmp_path)
 
 
-def test_damaged_findings(tmp_path: Path) -> None:
+def test_damaged_results(tmp_path: Path) -> None:
     """A tuned.json that could not be added to is refused before anything is measured."""
     model = _model(tmp_path)
     (model / "tuned.json").write_text("{")
-    done = _tune(model, "--quick")
-    assert done.returncode == 1
-    assert "tuned.json cannot be read" in done.stderr
+    assert "tuned.json cannot be read" in _refusal(model, "--quick")
     assert (model / "tuned.json").read_text() == "{"

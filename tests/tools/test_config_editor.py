@@ -11,78 +11,57 @@ from torch_py_backend.errors import ConfigError
 from torch_py_backend.tools import config_editor
 
 _THREADS = 'parameters { key: "NUM_THREADS" value { string_value: "1" } }'
+_CHANGED = _THREADS.replace('"1"', '"4"')
 _COMPILE = '{"dynamic": false, "mode": "default"}'
 
 
 @pytest.mark.parametrize(
     ("text", "edited"),
     [
-        pytest.param(
-            "", 'parameters { key: "NUM_THREADS" value { string_value: "4" } }\n', id="empty"
-        ),
-        pytest.param(
+        ("", f"{_CHANGED}\n"),
+        (
             'backend: "pytorch_py"  # no line end',
-            'backend: "pytorch_py"  # no line end\n'
-            'parameters { key: "NUM_THREADS" value { string_value: "4" } }\n',
-            id="no-line-end",
+            f'backend: "pytorch_py"  # no line end\n{_CHANGED}\n',
         ),
-        pytest.param(
-            f"# one line\n{_THREADS} # behind it\n",
-            '# one line\nparameters { key: "NUM_THREADS" value { string_value: "4" } }'
-            " # behind it\n",
-            id="one-line",
+        (f"# one line\n{_THREADS} # behind it\n", f"# one line\n{_CHANGED} # behind it\n"),
+        (
+            (
+                'parameters: {\n  key: "NUM_THREADS" # key\n  value: {\n    string_value: "1" # 4\n'
+                "  }\n}\n"
+            ),
+            (
+                'parameters: {\n  key: "NUM_THREADS" # key\n  value: {\n    string_value: "4" # 4\n'
+                "  }\n}\n"
+            ),
         ),
-        pytest.param(
-            'parameters: {\n  key: "NUM_THREADS" # key\n  value: {\n    string_value: "1" # four\n'
-            "  }\n}\n",
-            'parameters: {\n  key: "NUM_THREADS" # key\n  value: {\n    string_value: "4" # four\n'
-            "  }\n}\n",
-            id="many-lines",
+        (
+            (
+                'parameters: [ { key: "A" value: { string_value: "NUM_THREADS" } },\n'
+                '  { key: "NUM_THREADS", value: { string_value: "1" } } ]\n'
+            ),
+            (
+                'parameters: [ { key: "A" value: { string_value: "NUM_THREADS" } },\n'
+                '  { key: "NUM_THREADS", value: { string_value: "4" } } ]\n'
+            ),
         ),
-        pytest.param(
-            'parameters: [ { key: "A" value: { string_value: "NUM_THREADS" } },\n'
-            '  { key: "NUM_THREADS", value: { string_value: "1" } } ]\n',
-            'parameters: [ { key: "A" value: { string_value: "NUM_THREADS" } },\n'
-            '  { key: "NUM_THREADS", value: { string_value: "4" } } ]\n',
-            id="list",
-        ),
-        pytest.param(
+        (
             "parameters < key: 'NUM_THREADS'; value < string_value: '1' \"2\" > >;\n",
             "parameters < key: 'NUM_THREADS'; value < string_value: \"4\" > >;\n",
-            id="other-quotes-and-brackets",
         ),
-        pytest.param(
+        (
             'parameters{key:"NUM_THREADS"value{string_value:"1"}}',
             'parameters{key:"NUM_THREADS"value{string_value:"4"}}',
-            id="dense",
         ),
-        pytest.param(
-            '# parameters { key: "NUM_THREADS" value { string_value: "1" } }\n',
-            '# parameters { key: "NUM_THREADS" value { string_value: "1" } }\n'
-            'parameters { key: "NUM_THREADS" value { string_value: "4" } }\n',
-            id="in-a-comment",
-        ),
-        pytest.param(
-            'name: "{ # \\" [NUM_THREADS"\r\n',
-            'name: "{ # \\" [NUM_THREADS"\r\n'
-            'parameters { key: "NUM_THREADS" value { string_value: "4" } }\r\n',
-            id="brackets-in-a-string-and-crlf",
-        ),
-        pytest.param(
-            'parameters { key: "NUM_THREADS" }\n',
-            'parameters { key: "NUM_THREADS" value { string_value: "4" } }\n',
-            id="no-value",
-        ),
-        pytest.param(f"{_THREADS}\n{_THREADS}\n", None, id="twice"),
-        pytest.param(
+        (f"# {_THREADS}\n", f"# {_THREADS}\n{_CHANGED}\n"),
+        ('name: "{ # \\" [NUM_THREADS"\r\n', f'name: "{{ # \\" [NUM_THREADS"\r\n{_CHANGED}\r\n'),
+        ('parameters { key: "NUM_THREADS" }\n', f"{_CHANGED}\n"),
+        (f"{_THREADS}\n{_THREADS}\n", None),
+        (
             'parameters { key: "INTRA_OP_THREAD_COUNT" value { string_value: "1" } }\n',
-            'parameters { key: "NUM_THREADS" value { string_value: "4" } }\n',
-            id="under-another-name",
+            f"{_CHANGED}\n",
         ),
-        pytest.param('parameters: []\nbackend: "x"\n', None, id="empty-list"),
-        pytest.param(
-            'metric_tags { key: "NUM_THREADS" value: "1" }\n', None, id="key-of-something-else"
-        ),
+        ('parameters: []\nbackend: "x"\n', None),
+        ('metric_tags { key: "NUM_THREADS" value: "1" }\n', None),
     ],
 )
 def test_set(text: str, edited: str | None) -> None:
@@ -95,33 +74,34 @@ def test_set(text: str, edited: str | None) -> None:
 @pytest.mark.parametrize(
     ("text", "edited"),
     [
-        pytest.param(f"# a\n{_THREADS}\n# b\n", "# a\n# b\n", id="a-line"),
-        pytest.param(f"# a\n  {_THREADS}  # b\n", "# a\n    # b\n", id="before-a-comment"),
-        pytest.param(f'name: "n" {_THREADS}', 'name: "n" ', id="behind-another"),
-        pytest.param(
-            'parameters [ { key: "NUM_THREADS" value { string_value: "1" } } ]\n', "", id="a-list"
-        ),
-        pytest.param(
-            'parameters [\n  { key: "NUM_THREADS" value { string_value: "1" } },\n'
-            '  { key: "A" value { string_value: "1" } }\n]\n',
+        (f"# a\n{_THREADS}\n# b\n", "# a\n# b\n"),
+        (f"# a\n  {_THREADS}  # b\n", "# a\n    # b\n"),
+        (f'name: "n" {_THREADS}', 'name: "n" '),
+        ('parameters [ { key: "NUM_THREADS" value { string_value: "1" } } ]\n', ""),
+        (
+            (
+                'parameters [\n  { key: "NUM_THREADS" value { string_value: "1" } },\n'
+                '  { key: "A" value { string_value: "1" } }\n]\n'
+            ),
             'parameters [\n  { key: "A" value { string_value: "1" } }\n]\n',
-            id="first-of-a-list",
         ),
-        pytest.param(
-            'parameters [\n  { key: "A" value { string_value: "1" } }, # a\n'
-            '  { key: "NUM_THREADS" value { string_value: "1" } }\n]\n',
+        (
+            (
+                'parameters [\n  { key: "A" value { string_value: "1" } }, # a\n'
+                '  { key: "NUM_THREADS" value { string_value: "1" } }\n]\n'
+            ),
             'parameters [\n  { key: "A" value { string_value: "1" } } # a\n]\n',
-            id="last-of-a-list",
         ),
-        pytest.param(
-            'parameters [ { key: "NUM_THREADS" value { string_value: "1" } },'
-            ' { key: "A" value { string_value: "1" } },'
-            ' { key: "NUM_THREADS" value { string_value: "2" } },'
-            ' { key: "NUM_THREADS" value { string_value: "2" } } ]',
+        (
+            (
+                'parameters [ { key: "NUM_THREADS" value { string_value: "1" } },'
+                ' { key: "A" value { string_value: "1" } },'
+                ' { key: "NUM_THREADS" value { string_value: "2" } },'
+                ' { key: "NUM_THREADS" value { string_value: "2" } } ]'
+            ),
             None,
-            id="around-another",
         ),
-        pytest.param('name: "n"\n', 'name: "n"\n', id="absent"),
+        ('name: "n"\n', 'name: "n"\n'),
     ],
 )
 def test_remove(text: str, edited: str | None) -> None:
@@ -134,40 +114,31 @@ def test_remove(text: str, edited: str | None) -> None:
 @pytest.mark.parametrize(
     ("text", "instances", "edited"),
     [
-        pytest.param("", 2, "instance_group [{ count: 2 }]\n", id="none"),
-        pytest.param("", 1, "", id="none-and-one"),
-        pytest.param("instance_group { }", 2, "instance_group { count: 2 }", id="without-a-count"),
-        pytest.param("instance_group { }", 1, "instance_group { }", id="one-is-the-default"),
-        pytest.param(
+        ("", 2, "instance_group [{ count: 2 }]\n"),
+        ("", 1, ""),
+        ("instance_group { }", 2, "instance_group { count: 2 }"),
+        ("instance_group { }", 1, "instance_group { }"),
+        (
             "instance_group [{ kind: KIND_GPU gpus: [ 0, 1 ] count: 1 }] # two",
             3,
             "instance_group [{ kind: KIND_GPU gpus: [ 0, 1 ] count: 3 }] # two",
-            id="list",
         ),
-        pytest.param(
+        (
             'instance_group: <count:7,kind:KIND_CPU>;name:"n"',
             1,
             'instance_group: <count:1,kind:KIND_CPU>;name:"n"',
-            id="dense",
         ),
-        pytest.param(
+        (
             'instance_group { rate_limiter { resources [ { name: "R" count: 4 } ] } count: 1 }',
             2,
             'instance_group { rate_limiter { resources [ { name: "R" count: 4 } ] } count: 2 }',
-            id="another-count-before",
         ),
-        pytest.param(
+        (
             'instance_group { rate_limiter { resources [ { name: "R" count: 4 } ] } }',
             2,
             'instance_group { count: 2 rate_limiter { resources [ { name: "R" count: 4 } ] } }',
-            id="only-another-count",
         ),
-        pytest.param(
-            "instance_group: [ ]",
-            2,
-            "instance_group: [ ]\ninstance_group [{ count: 2 }]\n",
-            id="empty",
-        ),
+        ("instance_group: [ ]", 2, "instance_group: [ ]\ninstance_group [{ count: 2 }]\n"),
     ],
 )
 def test_instances(text: str, instances: int, edited: str) -> None:
@@ -217,8 +188,8 @@ def test_keys_with_escapes() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        pytest.param("instance_group [{ count: 1 }, { count: 2 }]", "2 instance groups", id="two"),
-        pytest.param("instance_group [", "cannot be read", id="broken"),
+        ("instance_group [{ count: 1 }, { count: 2 }]", "2 instance groups"),
+        ("instance_group [", "cannot be read"),
     ],
 )
 def test_refused(text: str, message: str) -> None:

@@ -5,49 +5,34 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
-import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from types import FrameType
-from typing import IO, Annotated, TypeVar
+from typing import IO, Annotated, TypeAlias, TypeVar
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from torch_py_backend.artifacts import repository
+from torch_py_backend.cli import interruption
+from torch_py_backend.cli.interruption import Stopped
 from torch_py_backend.errors import BenchError, ServerError
 from torch_py_backend.server.tritonserver import Server
-from torch_py_backend.tools import bench_report, load_client, load_generator, payloads, sweep
-from torch_py_backend.tools.bench_report import Report
+from torch_py_backend.tools import load_client, load_generator, payloads, report
 from torch_py_backend.tools.load_client import Address
 from torch_py_backend.tools.load_generator import Closed, Load, Open
 from torch_py_backend.tools.payloads import Model, Payload
+from torch_py_backend.tools.report import Report
 
 _CONCURRENCY = "1,8,32"
 _LIMIT = 100_000  # of either load: more than one client can send
 _LOG_LINES = 10
 _TABLE_WIDTH = 100
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _Number = TypeVar("_Number", int, float)
-
-
-class _Stopped(KeyboardInterrupt):
-    """SIGTERM or Ctrl-C. asyncio lets no other exception of a signal handler through."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    """The requested measurements, validated before a server is started."""
-
-    model: str
-    loads: tuple[Load, ...]
-    rows: int | None
-    seed: int
-    inputs: Path | None
+_MakeRequests: TypeAlias = Callable[[Model], tuple[str, list[Payload]]]
+_STDERR = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
 
 
 def bench(
@@ -89,32 +74,30 @@ def bench(
     seed: Annotated[int, typer.Option(help="Seed of made-up values and sending times.", min=0)] = 0,
 ) -> None:
     """Put load on a model; report throughput, latencies, Triton's split and batch sizes."""
-    plan = _Plan(model, _loads(concurrency, rate, seed), rows, seed, inputs)
-    report = Report(
+    loads = _loads(concurrency, rate, seed)
+    results = Report(
         model,
         _seconds("--duration", duration),
         _seconds("--warmup", warmup, or_zero=True),
     )
     path = None if json_path in ("", "-") else Path(json_path)
     if path is not None:
-        _check_writable(path)
-    stderr = Console(stderr=True, soft_wrap=True, highlight=False, emoji=False)
-    for number in _SIGNALS:
-        signal.signal(number, _stop)
+        report.check_writable(path)
+    interruption.raise_at_signals()
     try:
-        with _address(target, model, protocol, stderr) as (address, folder):
-            _measure(plan, address, folder, report, stderr)
-    except _Stopped:
-        report.interrupted = True
+        with _served(target, model, protocol) as (address, folder):
+            _measure(results, loads, address, partial(_requests, folder, inputs, rows, seed))
+    except Stopped:
+        results.interrupted = True
     finally:
-        if report.points:
-            _print(report, stderr, as_json=json_path == "-")
+        if results.points:
+            _print(results, as_json=json_path == "-")
             if path is not None:
-                _write(path, _json(report))
-                stderr.print(f"wrote {escape(str(path))}")
-        elif report.interrupted:
-            stderr.print("stopped before anything was measured")
-    raise typer.Exit(1 if report.interrupted else 0)
+                report.write_json(path, results.as_json())
+                _STDERR.print(f"wrote {escape(str(path))}")
+        elif results.interrupted:
+            _STDERR.print("stopped before anything was measured")
+    raise typer.Exit(1 if results.interrupted else 0)
 
 
 # --- options ---------------------------------------------------------------------------------
@@ -152,24 +135,11 @@ def _seconds(option: str, value: float, *, or_zero: bool = False) -> float:
     raise BenchError(f"{option} is {value:g}; expected {least} seconds.")
 
 
-def _check_writable(path: Path) -> None:
-    """Raise before the measurement, rather than after it."""
-    if path.is_dir():
-        raise BenchError(f"cannot write {path}: it is a folder.")
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent):
-            pass
-    except OSError as error:
-        raise BenchError(f"cannot write {path}: {error.strerror}.") from error
-
-
 # --- the server ------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def _address(
-    target: str, model: str, protocol: str, stderr: Console
-) -> Iterator[tuple[Address, Path | None]]:
+def _served(target: str, model: str, protocol: str) -> Iterator[tuple[Address, Path | None]]:
     """Yield the server's address, and the model's folder if it is known."""
     if protocol not in ("", *load_client.PROTOCOLS):
         raise BenchError(f"--protocol is '{protocol}'; expected grpc or http.")
@@ -194,19 +164,19 @@ def _address(
         tempfile.TemporaryFile() as log,
         Server(path, http_port=0, grpc_port=0, metrics_port=0, arguments=only, log=log) as server,
     ):
-        with stderr.status(f"starting a server for {escape(model)}"):
-            _wait_loaded(server, log, stderr)
+        with _STDERR.status(f"starting a server for {escape(model)}"):
+            _wait_loaded(server, log)
         host = server.http_address if protocol == "http" else server.grpc_address
         yield Address(protocol or "grpc", host), folder
 
 
-def _wait_loaded(server: Server, log: IO[bytes], stderr: Console) -> None:
+def _wait_loaded(server: Server, log: IO[bytes]) -> None:
     try:
         server.wait_loaded()
     except ServerError:
         log.seek(0)
         for line in log.read().decode(errors="replace").splitlines()[-_LOG_LINES:]:
-            stderr.print(escape(line))
+            _STDERR.print(escape(line))
         raise
 
 
@@ -214,92 +184,70 @@ def _wait_loaded(server: Server, log: IO[bytes], stderr: Console) -> None:
 
 
 def _measure(
-    plan: _Plan, address: Address, folder: Path | None, report: Report, stderr: Console
+    results: Report, loads: tuple[Load, ...], address: Address, requests: _MakeRequests
 ) -> None:
     loop = load_generator.event_loop()
     try:
-        loop.run_until_complete(_sweep(plan, address, folder, report, stderr))
+        loop.run_until_complete(_sweep(results, loads, address, requests))
     finally:
         loop.close()
         # A further signal must not interrupt the shutdown of the server. close() resets handlers.
-        _ignore_signals()
+        interruption.ignore_signals()
 
 
 async def _sweep(
-    plan: _Plan, address: Address, folder: Path | None, report: Report, stderr: Console
+    results: Report, loads: tuple[Load, ...], address: Address, requests: _MakeRequests
 ) -> None:
     """Add one point for each load to the report; a signal ends the load and keeps its point."""
     stop = asyncio.Event()
-    for number in _SIGNALS:
+    for number in interruption.SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     async with contextlib.aclosing(load_client.connect(address)) as client:
-        await load_client.require_ready(client, plan.model)
-        target = payloads.model(plan.model, await client.config(plan.model))
-        report.server = str(address)
-        report.inputs, requests = _payloads(plan, target, folder)
+        await load_client.require_ready(client, results.model)
+        target = payloads.model(results.model, await client.config(results.model))
+        results.server = str(address)
+        results.inputs, sent = requests(target)
         if target.max_batch_size:
-            counts = [len(next(iter(payload.values())).array) for payload in requests]
-            report.rows = sum(counts) / len(counts)
-        send = client.sender(plan.model, requests)
-        for position, load in enumerate(plan.loads, start=1):
-            if stderr.is_terminal:
-                stderr.print(f"{sweep.title(load)} ({position} of {len(plan.loads)})")
-            point = await sweep.point(
-                client, plan.model, send, load,
-                seconds=report.seconds, warmup=report.warmup, stop=stop,
-            )  # fmt: skip
+            counts = [len(next(iter(payload.values())).array) for payload in sent]
+            results.rows = sum(counts) / len(counts)
+        send = client.sender(results.model, sent)
+        for position, load in enumerate(loads, start=1):
+            if _STDERR.is_terminal:
+                _STDERR.print(f"{load} ({position} of {len(loads)})")
+            point = await load_generator.measure(
+                send,
+                load,
+                results.seconds,
+                warmup=results.warmup,
+                statistics=partial(client.statistics, results.model),
+                stop=stop,
+            )
             if point is not None:
-                report.points.append(point)
+                results.points.append(point)
             if stop.is_set():
                 break
-    report.interrupted = stop.is_set()
+    results.interrupted = stop.is_set()
 
 
-def _payloads(plan: _Plan, target: Model, folder: Path | None) -> tuple[str, list[Payload]]:
+def _requests(
+    folder: Path | None, inputs: Path | None, rows: int | None, seed: int, target: Model
+) -> tuple[str, list[Payload]]:
     """Return the source of the inputs, and the requests."""
-    if plan.inputs is not None:
-        return str(plan.inputs), payloads.read(plan.inputs, target, plan.rows)
+    if inputs is not None:
+        return str(inputs), payloads.read(inputs, target, rows)
     if folder is not None:
         example = folder / repository.latest(folder) / payloads.EXAMPLE
         if example.is_file():
-            return example.name, payloads.read(example, target, plan.rows)
-    return "made up", payloads.generate(target, plan.rows, plan.seed)
+            return example.name, payloads.read(example, target, rows)
+    return "made up", payloads.generate(target, rows, seed)
 
 
-def _stop(_number: int, _frame: FrameType | None) -> None:
-    _ignore_signals()  # a second signal must not interrupt the shutdown of the server
-    raise _Stopped
-
-
-def _ignore_signals() -> None:
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-# --- output ----------------------------------------------------------------------------------
-
-
-def _print(report: Report, stderr: Console, *, as_json: bool) -> None:
+def _print(results: Report, *, as_json: bool) -> None:
     if as_json:
-        typer.echo(_json(report), nl=False)
+        typer.echo(json.dumps(results.as_json(), indent=2))
     else:
         console = Console(highlight=False, emoji=False)
         console.width = max(console.width, _TABLE_WIDTH)  # figures are not cut off
-        console.print(bench_report.table(report))
-    for note in bench_report.notes(report):
-        stderr.print(f"[yellow]note[/] {escape(note)}")
-
-
-def _json(report: Report) -> bytes:
-    return (json.dumps(bench_report.document(report), indent=2) + "\n").encode()
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write the whole file, or nothing."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        scratch.write_bytes(content)
-        scratch.replace(path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise BenchError(f"cannot write {path}: {error.strerror}.") from error
+        console.print(results.table())
+    for note in results.notes():
+        _STDERR.print(f"[yellow]note[/] {escape(note)}")

@@ -10,13 +10,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
-from torch_py_backend.artifacts import repository
-from torch_py_backend.autocomplete import completion
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import ProfileError
 from torch_py_backend.processes import child_process
+from torch_py_backend.tools import model_folder, report
 
 _OUT = Console(highlight=False, emoji=False)
 _SUFFIXES = (".json", ".json.gz")
@@ -63,11 +61,12 @@ def profile(
             f"--output is {path}; expected a file whose name ends in {' or '.join(_SUFFIXES)}."
         )
     with _beside(path) as scratch:
-        found: dict[str, Any] = child_process.run(
+        version, document = model_folder.completed(folder, timeout)
+        summary: dict[str, Any] = child_process.run(
             folder.name,
             "torch_py_backend.tools.profiling:run",
             {
-                "arguments": _arguments(folder, timeout),
+                "arguments": pbtxt.arguments(folder, version, document),
                 "batches": batches,
                 "requests": batch_size,
                 "inputs": None if inputs is None else str(inputs.absolute()),
@@ -77,25 +76,14 @@ def profile(
             timeout,
         )
         scratch.replace(path)
-    _print(found, batches, memory=memory)
+    _print(summary, batches, memory=memory)
     _OUT.print(f"wrote {path}", markup=False, soft_wrap=True)
     _OUT.print("to see it: open https://ui.perfetto.dev, and drop the file there", soft_wrap=True)
 
 
-def _arguments(folder: Path, timeout: float) -> dict[str, str]:
-    """What Triton would pass, the config completed as a server would."""
-    document = pbtxt.read(folder)
-    version = repository.latest(folder)
-    if completion.is_incomplete(document):
-        completion.complete(pbtxt.arguments(folder, version, document), document, timeout)
-    else:
-        completion.set_decoupled(document, folder / version)
-    return pbtxt.arguments(folder, version, document)
-
-
 @contextlib.contextmanager
 def _beside(path: Path) -> Iterator[Path]:
-    """Where a file is made before it is there as a whole; gone afterwards, whoever dies."""
+    """Yield a path in a temporary folder beside a file, from which it is then moved."""
     try:
         folder = tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-")
     except OSError as error:
@@ -107,54 +95,38 @@ def _beside(path: Path) -> Iterator[Path]:
         yield Path(name) / path.name
 
 
-def _print(found: Mapping[str, Any], batches: int, *, memory: bool) -> None:
+def _print(summary: Mapping[str, Any], batches: int, *, memory: bool) -> None:
     if not _OUT.is_terminal:
         _OUT.width = max(_OUT.width, _WIDTH)
-    stages = found["stages"]
-    whole = sum(one["ms"] for one in stages if one["depth"] == 0)
-    _OUT.print(_stages(stages, whole, batches))
-    _OUT.print(_operators(found, whole, memory=memory))
-    each = f"{found['requests']} request{'s' * (found['requests'] != 1)}"
+    whole = sum(stage["ms"] for stage in summary["stages"] if stage["depth"] == 0)
+    stages = report.table(("stage", "calls", "ms a batch", "share"), title="stages")
+    for stage in summary["stages"]:
+        stages.add_row(
+            "  " * stage["depth"] + stage["stage"],
+            str(stage["calls"]),
+            f"{stage['ms'] / batches:.3g}",
+            f"{stage['ms'] / whole:.0%}",
+        )
+    _OUT.print(stages)
+    on_device = any(operator["device_ms"] for operator in summary["operators"])
+    columns = ["calls", "ms", "share of the time"]
+    columns += ["device ms"] * on_device + ["MB allocated"] * memory
+    operators = report.table(("operator", *columns), title="operators, by their own time")
+    for operator in summary["operators"]:
+        operators.add_row(
+            operator["operator"],
+            str(operator["calls"]),
+            f"{operator['self_ms']:.3g}",
+            f"{operator['self_ms'] / whole:.0%}",
+            *[f"{operator['device_ms']:.3g}"] * on_device,
+            *[f"{operator['memory_mb']:.3g}"] * memory,
+        )
+    _OUT.print(operators)
+    requests = f"{summary['requests']} request{'s' * (summary['requests'] != 1)}"
     _OUT.print(
-        f"{batches} batches of {each}, each {whole / batches:.3g} ms, on {found['device']};"
-        f" inputs: {found['inputs']}. The profiler itself takes time, the more the shorter an"
+        f"{batches} batches of {requests}, each {whole / batches:.3g} ms, on {summary['device']};"
+        f" inputs: {summary['inputs']}. The profiler itself takes time, the more the shorter an"
         " operator is.",
         markup=False,
         soft_wrap=True,
     )
-
-
-def _stages(stages: list[dict[str, Any]], whole: float, batches: int) -> Table:
-    table = Table(box=None, title="stages", title_justify="left")
-    table.add_column("stage")
-    for name in ("calls", "ms a batch", "share"):
-        table.add_column(name, justify="right")
-    for one in stages:
-        table.add_row(
-            "  " * one["depth"] + one["stage"],
-            str(one["calls"]),
-            f"{one['ms'] / batches:.3g}",
-            f"{one['ms'] / whole:.0%}",
-        )
-    return table
-
-
-def _operators(found: Mapping[str, Any], whole: float, *, memory: bool) -> Table:
-    rows = found["operators"]
-    on_device = any(one["device_ms"] for one in rows)
-    table = Table(box=None, title="operators, by their own time", title_justify="left")
-    table.add_column("operator", max_width=60, no_wrap=True)
-    columns = ["calls", "ms", "share of the time"]
-    columns += ["device ms"] * on_device + ["MB allocated"] * memory
-    for name in columns:
-        table.add_column(name, justify="right")
-    for one in rows:
-        values = [
-            str(one["calls"]),
-            f"{one['self_ms']:.3g}",
-            f"{one['self_ms'] / whole:.0%}",
-        ]
-        values += [f"{one['device_ms']:.3g}"] * on_device
-        values += [f"{one['memory_mb']:.3g}"] * memory
-        table.add_row(one["operator"], *values)
-    return table

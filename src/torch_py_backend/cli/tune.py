@@ -3,43 +3,32 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
-import signal
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from torch_py_backend.artifacts import repository
-from torch_py_backend.autocomplete import completion
+from torch_py_backend.cli import interruption
+from torch_py_backend.cli.interruption import DeadlineReached, Stopped
 from torch_py_backend.config import pbtxt, tuned_settings
 from torch_py_backend.errors import TuneError
-from torch_py_backend.tools import config_editor, ranking, tuning_report
+from torch_py_backend.tools import config_editor, model_folder, report
 from torch_py_backend.tools.candidates import TUNED, Allowed, Candidate
-from torch_py_backend.tools.ranking import Prefer, Row
-from torch_py_backend.tools.tuning import Plan, Tuning
+from torch_py_backend.tools.tuning import Plan, Prefer, Row, Tuning
 
 # Rounding of float32 with another order of sums; 16-bit types keep two or three digits.
 _MAX_ERROR = 1e-4
 _MAX_ERROR_REDUCED = 3e-2
-_ROUNDS, _ROUNDS_QUICK = 3, 1
-_SECONDS, _SECONDS_QUICK = 0.5, 0.2
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _INTERRUPTED = 130  # the exit code of a command that Ctrl-C stopped
 _OUT = Console(highlight=False, emoji=False, soft_wrap=True)
 _ERR = Console(stderr=True, highlight=False, emoji=False, soft_wrap=True)
 # Of the table, if the output is not a terminal.
 _WIDTH = 100
-
-
-class _Stopped(Exception):  # noqa: N818  not an error
-    """SIGTERM or Ctrl-C."""
 
 
 def tune(
@@ -80,6 +69,10 @@ def tune(
     timeout: Annotated[
         float, typer.Option(min=1, help="Time limit of a candidate in a round, in seconds.")
     ] = 600.0,
+    deadline: Annotated[
+        float | None,
+        typer.Option(min=1, help="Seconds for all measurements; then the best so far is chosen."),
+    ] = None,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -103,31 +96,41 @@ def tune(
     if quick and (allowed.threads or allowed.instances):
         raise TuneError("--quick tries one count of threads and instances; leave out one of them.")
     folder = model.resolve()
+    version, document = model_folder.completed(folder)
+    if document.get("model_transaction_policy", {}).get("decoupled"):
+        raise TuneError(
+            f"model '{folder.name}' is decoupled; expected one that gives one answer to a request."
+        )
     plan = Plan(
         folder=folder,
-        version=repository.latest(folder),
-        document=_document(folder),
+        version=version,
+        document=document,
         allowed=allowed,
         max_error=_tolerance(max_error, allowed),
         prefer=prefer,
         inputs=inputs,
-        rounds=rounds or (_ROUNDS_QUICK if quick else _ROUNDS),
-        seconds=_SECONDS_QUICK if quick else _SECONDS,
+        rounds=rounds or (1 if quick else 3),
+        seconds=0.2 if quick else 0.5,
         timeout_s=timeout,
     )
-    results = _Results(output or (None if dry_run else folder), json_path, dry_run)
-    _check(plan, results)
-    tuning, stopped = _measure(plan)
-    choice = ranking.choose(tuning.rows, plan.max_error, plan.prefer) if tuning.screened else None
+    output = output or (None if dry_run else folder)
+    _check(plan, output, json_path, dry_run=dry_run)
+    tuning = Tuning(plan)
+    stopped = _measure(tuning, deadline)
+    choice = tuning.choice()
+    saved = False
     if tuning.rows:
-        _save(tuning, results, choice)
+        _print(tuning, choice)
+        saved = _save(tuning, choice, output, json_path)
     if choice is not None:
-        _write_config(plan, results, choice)
-    elif not stopped:
+        _write_config(plan, choice, saved=saved, dry_run=dry_run)
+    elif stopped is None:
         raise _no_choice(tuning)
-    else:
-        _OUT.print("stopped before every runtime was measured; config.pbtxt is as it was")
-    raise typer.Exit(_INTERRUPTED if stopped else 0)
+    if stopped is not None:
+        chosen = "the choice is the best so far" if choice else "config.pbtxt is as it was"
+        _OUT.print(f"stopped before everything was measured; {chosen}")
+        if choice is None or not isinstance(stopped, DeadlineReached):
+            raise typer.Exit(_INTERRUPTED)
 
 
 def _counts(option: str, text: str) -> tuple[int, ...]:
@@ -145,53 +148,29 @@ def _tolerance(max_error: float | None, allowed: Allowed) -> float:
     return max_error
 
 
-@dataclass(frozen=True, slots=True)
-class _Results:
-    """The folder of tuned.json and tuned.png, if they are written, and other outputs."""
-
-    folder: Path | None
-    json_path: Path | None
-    dry_run: bool
-
-
-def _document(folder: Path) -> dict[str, Any]:
-    """Return the model's config, completed as by a server."""
-    document = pbtxt.read(folder)
-    if completion.is_incomplete(document):
-        arguments = pbtxt.arguments(folder, repository.latest(folder), document)
-        completion.complete(arguments, document)
-    else:
-        completion.set_decoupled(document, folder / repository.latest(folder))
-    if document.get("model_transaction_policy", {}).get("decoupled"):
-        raise TuneError(
-            f"model '{folder.name}' is decoupled; expected one that gives one answer to a request."
-        )
-    return document
-
-
-def _check(plan: Plan, results: _Results) -> None:
+def _check(plan: Plan, output: Path | None, json_path: Path | None, *, dry_run: bool) -> None:
     """Raise before the measurement, rather than after it, if the results cannot be written."""
     if plan.inputs is not None and not plan.inputs.is_file():
         raise TuneError(f"{plan.inputs} is not a file; expected inputs in safetensors.")
-    if plan.automatic and results.folder is not None and results.folder.resolve() != plan.folder:
+    if plan.automatic and output is not None and output.resolve() != plan.folder:
         raise TuneError(
             'config.pbtxt has OPTIMIZE "auto", which reads tuned.json in the model\'s folder;'
             " leave out --output, or change OPTIMIZE."
         )
     _edited(plan, plan.current())
-    if results.folder is not None:
-        tuned_settings.check_writable(results.folder)
-        tuned_settings.read_choice(results.folder, "")  # raises for a damaged tuned.json
-    if results.json_path is not None:
-        tuned_settings.check_writable(results.json_path.absolute().parent)
-    if not results.dry_run and not plan.automatic:
+    if output is not None:
+        tuned_settings.check_writable(output)
+        tuned_settings.read_choice(output, "")  # raises for a damaged tuned.json
+        if not report.can_plot():
+            _ERR.print("no plot: matplotlib is missing; pip install 'torch-py-backend[tune]'")
+    if json_path is not None:
+        report.check_writable(json_path)
+    if not dry_run and not plan.automatic:
         tuned_settings.check_writable(plan.folder)
-    if results.folder is not None and not tuning_report.can_plot():
-        _ERR.print("no plot: matplotlib is missing; pip install 'torch-py-backend[tune]'")
 
 
-def _measure(plan: Plan) -> tuple[Tuning, bool]:
-    """Return the measurements, and whether a signal stopped them."""
+def _measure(tuning: Tuning, deadline: float | None) -> Stopped | None:
+    """Measure until the end; return what stopped it earlier."""
     columns = (
         TextColumn("{task.fields[step]}"),
         BarColumn(),
@@ -208,37 +187,33 @@ def _measure(plan: Plan) -> tuple[Tuning, bool]:
             if not visible:
                 _ERR.print(f"{step} {candidate}", markup=False)
 
-        tuning = Tuning(plan, show)
-        for number in _SIGNALS:
-            signal.signal(number, _stop)
+        interruption.raise_at_signals(deadline)
         try:
-            tuning.run()
-        except _Stopped:
-            return tuning, True
+            tuning.run(show)
+        except Stopped as stopped:
+            return stopped
         finally:
-            _ignore_signals()  # a second Ctrl-C must not interrupt the writing of the results
-    return tuning, False
+            interruption.ignore_signals()  # the results must be written
+    return None
 
 
-def _stop(_number: int, _frame: FrameType | None) -> None:
-    _ignore_signals()
-    raise _Stopped
-
-
-def _ignore_signals() -> None:
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _save(tuning: Tuning, results: _Results, choice: Row | None) -> None:
-    """Print the table and save it, unless that would replace a choice by none."""
+def _print(tuning: Tuning, choice: Row | None) -> None:
     plan = tuning.plan
     if not _OUT.is_terminal:
         _OUT.width = max(_OUT.width, _WIDTH)
-    _OUT.print(tuning_report.table(tuning.rows, plan.max_error, choice), soft_wrap=False)
-    for sentence in tuning_report.failures(tuning.rows):
-        _OUT.print(sentence, markup=False)
+    _OUT.print(report.tuning_table(tuning.rows, plan.max_error, choice), soft_wrap=False)
+    for row in tuning.rows:
+        if row.failure:
+            _OUT.print(f"{row.candidate}: {row.failure}", markup=False)
     _OUT.print(f"inputs: {tuning.inputs}; tolerance {plan.max_error:g}; by {plan.prefer.value}")
+
+
+def _save(tuning: Tuning, choice: Row | None, output: Path | None, json_path: Path | None) -> bool:
+    """Write the results; return whether tuned.json has the choice.
+
+    An earlier choice is not replaced by none, nor by one from a part of the runtimes.
+    """
+    plan = tuning.plan
     machine = tuned_settings.machine_facts()
     conditions = {
         "inputs": tuning.inputs,
@@ -248,24 +223,23 @@ def _save(tuning: Tuning, results: _Results, choice: Row | None) -> None:
         "seconds": plan.seconds,
         "allowed": asdict(plan.allowed),
     }
-    entry = tuning_report.entry(machine, tuning.rows, choice, conditions)
-    if results.json_path is not None:
-        tuned_settings.write_atomically(results.json_path, json.dumps(entry, indent=2).encode())
-        _OUT.print(f"wrote {results.json_path}")
-    if results.folder is None:
-        return
-    fingerprint = tuned_settings.fingerprint(machine)
-    if choice is None and tuned_settings.read_choice(results.folder, fingerprint) is not None:
-        _OUT.print(
-            f"{results.folder / tuned_settings.FILE} keeps its earlier choice for this machine"
-        )
-        return
-    _OUT.print(f"wrote {tuned_settings.save(results.folder, entry)}")
-    if tuning_report.can_plot():
-        path = results.folder / tuning_report.PLOT
+    entry = report.tuning_entry(machine, tuning.rows, choice, conditions)
+    if json_path is not None:
+        report.write_json(json_path, entry)
+        _OUT.print(f"wrote {json_path}")
+    if output is None:
+        return False
+    earlier = tuned_settings.read_choice(output, tuned_settings.fingerprint(machine))
+    if earlier is not None and (choice is None or not tuning.screened):
+        _OUT.print(f"{output / tuned_settings.FILE} keeps its earlier choice for this machine")
+        return False
+    _OUT.print(f"wrote {tuned_settings.save(output, entry)}")
+    if report.can_plot():
+        path = output / report.PLOT
         title = f"{plan.document['name']} on {machine['processor']}, {machine['cores']} cores"
-        tuning_report.plot(path, title, tuning.rows, plan.max_error, choice)
+        report.plot(path, title, tuning.rows, plan.max_error, choice)
         _OUT.print(f"wrote {path}")
+    return True
 
 
 def _edited(plan: Plan, candidate: Candidate) -> tuple[str, str]:
@@ -277,11 +251,11 @@ def _edited(plan: Plan, candidate: Candidate) -> tuple[str, str]:
     return text, config_editor.edit(name, text, parameters, candidate.instances)
 
 
-def _write_config(plan: Plan, results: _Results, choice: Row) -> None:
+def _write_config(plan: Plan, choice: Row, *, saved: bool, dry_run: bool) -> None:
     path = plan.folder / "config.pbtxt"
     chosen = escape(str(choice.candidate))
     if plan.automatic:
-        takes = "would take" if results.folder is None else "takes"
+        takes = "takes" if saved else "would take"
         _OUT.print(
             f'{chosen}: OPTIMIZE "auto" {takes} it from {tuned_settings.FILE}; {path} is as it was'
         )
@@ -289,15 +263,14 @@ def _write_config(plan: Plan, results: _Results, choice: Row) -> None:
     text, edited = _edited(plan, choice.candidate)
     if edited == text:
         _OUT.print(f"{chosen}: {path} has these settings already")
-        return
-    if results.dry_run:
+    elif dry_run:
         lines = difflib.unified_diff(
             text.splitlines(), edited.splitlines(), str(path), "tuned", lineterm=""
         )
         _OUT.print("\n".join(lines), markup=False)
-        return
-    tuned_settings.write_atomically(path, edited.encode())
-    _OUT.print(f"{chosen}: written into {path}")
+    else:
+        tuned_settings.write_atomically(path, edited.encode())
+        _OUT.print(f"{chosen}: written into {path}")
 
 
 def _no_choice(tuning: Tuning) -> TuneError:

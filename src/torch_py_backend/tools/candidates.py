@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch_py_backend.artifacts.discovery import ArtifactType
 
 # The parameters that tuning chooses, beside the instance count.
-TUNED = ("OPTIMIZE", "TORCH_COMPILE_OPTIONAL_PARAMETERS", "BATCH_BUCKETS", "NUM_THREADS")
+_COMPILE = "TORCH_COMPILE_OPTIONAL_PARAMETERS"
+TUNED = ("OPTIMIZE", _COMPILE, "BATCH_BUCKETS", "NUM_THREADS")
 AS_CONFIGURED = "as configured"
 # How many runtimes are tried with other counts of threads and instances.
 _FINALISTS = 2
@@ -27,7 +28,7 @@ class Facts:
         batched: whether the model has a batch dimension.
         cores: cores that each process of an instance may use.
         memory_mb: free memory of the machine.
-        divided: whether an instance is spread over several devices or processes.
+        divided: whether an instance is spread over several devices.
     """
 
     kind: ArtifactType
@@ -89,80 +90,61 @@ class Candidate:
         return f"{self.title}, {self.threads} thread{plural} x {self.instances}"
 
 
-_EAGER = (ArtifactType.MODULE, ArtifactType.FACTORY, ArtifactType.EXPORTED)
-_SCRIPT = (ArtifactType.TORCHSCRIPT,)
-_AUTOCAST = tuple(kind for kind in ArtifactType if kind is not ArtifactType.AOTI)
-
-
 class _Runtime(NamedTuple):
     """A way to run a model.
 
     Attributes:
         title: its name in the table.
         kinds: the artifacts that can be run this way.
-        optimize: words of OPTIMIZE.
-        compiled: options of torch.compile; None without compilation.
-        buckets: BATCH_BUCKETS.
-        needs: the facts that must be true.
+        parameters: the parameters of config.pbtxt.
+        needs: the fact that must be true.
         divisible: whether a divided model can be run this way; the config refuses the others.
     """
 
     title: str
-    kinds: tuple[ArtifactType, ...]
-    optimize: tuple[str, ...] = ()
-    compiled: Mapping[str, Any] | None = None
-    buckets: str = ""
-    needs: tuple[str, ...] = ()
+    kinds: Sequence[ArtifactType]
+    parameters: Mapping[str, str]
+    needs: str = ""
     divisible: bool = False
 
-    def suits(self, facts: Facts) -> bool:
-        """Whether the model can be run this way."""
-        return (
-            facts.kind in self.kinds
-            and all(getattr(facts, need) for need in self.needs)
-            and (self.divisible or not facts.divided)
-        )
 
-    @property
-    def parameters(self) -> dict[str, str]:
-        parameters = {
-            "OPTIMIZE": ",".join(self.optimize),
-            "BATCH_BUCKETS": self.buckets,
-            "TORCH_COMPILE_OPTIONAL_PARAMETERS": ""
-            if self.compiled is None
-            else json.dumps(self.compiled),
-        }
-        return {key: value for key, value in parameters.items() if value}
-
-
+_EAGER = (ArtifactType.MODULE, ArtifactType.FACTORY, ArtifactType.EXPORTED)
+_SCRIPT = (ArtifactType.TORCHSCRIPT,)
+_AOTI = (ArtifactType.AOTI,)
+_AUTOCAST = [kind for kind in ArtifactType if kind is not ArtifactType.AOTI]
+_COMPILED = {_COMPILE: "{}"}
+_GRAPHS = {"OPTIMIZE": "cuda_graphs", "BATCH_BUCKETS": "auto"}
+_BUCKETS = {_COMPILE: '{"dynamic": false}', "BATCH_BUCKETS": "auto"}
 # Simple ones first, so that an interrupted run has measured them.
 _FULL_PRECISION = (
-    _Runtime("eager", _EAGER, divisible=True),
-    _Runtime("TorchScript", _SCRIPT, divisible=True),
-    _Runtime("AOTInductor", (ArtifactType.AOTI,), divisible=True),
-    _Runtime("channels_last", _EAGER, ("channels_last",), needs=("images",)),
-    _Runtime("freeze", _SCRIPT, ("freeze",), divisible=True),
+    _Runtime("eager", _EAGER, {}, divisible=True),
+    _Runtime("TorchScript", _SCRIPT, {}, divisible=True),
+    _Runtime("AOTInductor", _AOTI, {}, divisible=True),
+    _Runtime("channels_last", _EAGER, {"OPTIMIZE": "channels_last"}, "images"),
+    _Runtime("freeze", _SCRIPT, {"OPTIMIZE": "freeze"}, divisible=True),
     _Runtime(
         "freeze + channels_last",
         _SCRIPT,
-        ("freeze", "channels_last"),
-        needs=("images",),
+        {"OPTIMIZE": "freeze,channels_last"},
+        "images",
         divisible=True,
     ),
-    _Runtime("cuda_graphs", _EAGER, ("cuda_graphs",), None, "auto", ("gpu",)),
-    _Runtime("compile", _EAGER, (), {}),
-    _Runtime("compile + freeze", _EAGER, ("freeze",), {}),
-    _Runtime("compile + channels_last", _EAGER, ("channels_last",), {}, needs=("images",)),
-    _Runtime("compile, buckets", _EAGER, (), {"dynamic": False}, "auto", ("batched",)),
-    _Runtime("compile + cuda_graphs", _EAGER, ("cuda_graphs",), {}, "auto", ("gpu",)),
+    _Runtime("cuda_graphs", _EAGER, _GRAPHS, "gpu"),
+    _Runtime("compile", _EAGER, _COMPILED),
+    _Runtime("compile + freeze", _EAGER, {"OPTIMIZE": "freeze"} | _COMPILED),
+    _Runtime(
+        "compile + channels_last", _EAGER, {"OPTIMIZE": "channels_last"} | _COMPILED, "images"
+    ),
+    _Runtime("compile, buckets", _EAGER, _BUCKETS, "batched"),
+    _Runtime("compile + cuda_graphs", _EAGER, _GRAPHS | _COMPILED, "gpu"),
 )
 _REDUCED_PRECISION = (
-    _Runtime("bf16", _AUTOCAST, ("bf16",)),
-    _Runtime("freeze + bf16", _SCRIPT, ("freeze", "bf16"), divisible=True),
-    _Runtime("fp16", _AUTOCAST, ("fp16",), needs=("gpu",)),
-    _Runtime("compile + bf16", _EAGER, ("bf16",), {}),
-    _Runtime("compile + freeze + bf16", _EAGER, ("freeze", "bf16"), {}),
-    _Runtime("compile + fp16", _EAGER, ("fp16",), {}, needs=("gpu",)),
+    _Runtime("bf16", _AUTOCAST, {"OPTIMIZE": "bf16"}),
+    _Runtime("freeze + bf16", _SCRIPT, {"OPTIMIZE": "freeze,bf16"}, divisible=True),
+    _Runtime("fp16", _AUTOCAST, {"OPTIMIZE": "fp16"}, "gpu"),
+    _Runtime("compile + bf16", _EAGER, {"OPTIMIZE": "bf16"} | _COMPILED),
+    _Runtime("compile + freeze + bf16", _EAGER, {"OPTIMIZE": "freeze,bf16"} | _COMPILED),
+    _Runtime("compile + fp16", _EAGER, {"OPTIMIZE": "fp16"} | _COMPILED, "gpu"),
 )
 
 
@@ -174,15 +156,16 @@ def screen(facts: Facts, allowed: Allowed, current: Candidate) -> list[Candidate
         allowed: the user's limits.
         current: the settings in config.pbtxt; they come first.
     """
-    table = _FULL_PRECISION + (_REDUCED_PRECISION if allowed.reduced_precision else ())
     # Not all cores: any other load on the machine would make that the slowest choice.
     counts = allowed.threads or (max(1, facts.cores // 2),)
     threads = {"NUM_THREADS": str(counts[len(counts) // 2])}
     instances = min(allowed.instances, default=1)
     suitable = [
-        Candidate(runtime.title, runtime.parameters | threads, instances)
-        for runtime in table
-        if runtime.suits(facts)
+        Candidate(runtime.title, {**runtime.parameters, **threads}, instances)
+        for runtime in _FULL_PRECISION + _REDUCED_PRECISION * allowed.reduced_precision
+        if facts.kind in runtime.kinds
+        and (not runtime.needs or getattr(facts, runtime.needs))
+        and (runtime.divisible or not facts.divided)
     ]
     return _distinct([current, *suitable])
 
@@ -205,34 +188,22 @@ def spread(
     return _distinct(
         Candidate(finalist.title, finalist.runtime | {"NUM_THREADS": str(threads)}, instances)
         for finalist in finalists[:_FINALISTS]
-        for threads, instances in _shares(facts, allowed)
+        for threads, instances in shares(facts, allowed)
         if memory_mb.get(finalist.title, 0) * instances <= facts.memory_mb
     )
 
 
-def _shares(facts: Facts, allowed: Allowed) -> Iterator[tuple[int, int]]:
+def shares(facts: Facts, allowed: Allowed) -> Iterator[tuple[int, int]]:
     """Yield numbers of threads and instances that need no more cores than there are."""
-    counts = allowed.threads
-    if not counts:  # all cores, half of them, and so on, down to one
-        counts = tuple(facts.cores >> power for power in range(facts.cores.bit_length()))
-    for threads in counts:
+    # By default all cores, half of them, and so on, down to one.
+    halves = (facts.cores >> power for power in range(facts.cores.bit_length()))
+    for threads in allowed.threads or halves:
         fitting = {1, max(1, facts.cores // threads)}
         if facts.gpu and not allowed.threads:
             fitting = {1, 2}  # cores hardly matter; two instances overlap on the GPU
         for instances in allowed.instances or sorted(fitting):
             if threads * instances <= facts.cores:
                 yield threads, instances
-
-
-def contradiction(facts: Facts, allowed: Allowed) -> str:
-    """Return why the limits leave nothing to try, as a clause; empty if they do not."""
-    if any(True for _ in _shares(facts, allowed)):
-        return ""
-    return (
-        f"--threads {','.join(map(str, allowed.threads)) or 'any'} and --instances"
-        f" {','.join(map(str, allowed.instances)) or 'any'} ask for more than the"
-        f" {facts.cores} cores that there are"
-    )
 
 
 def _distinct(candidates: Iterable[Candidate]) -> list[Candidate]:

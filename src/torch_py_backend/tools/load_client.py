@@ -15,19 +15,21 @@ decodes no response. Measured on two cores of a shared machine with a model that
 
 from __future__ import annotations
 
+import abc
 import asyncio
+import importlib
 import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 from urllib.parse import urlsplit
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import tritonserver
 from torch_py_backend.server.tritonserver import ModelState
-from torch_py_backend.tools.load_generator import Send
+from torch_py_backend.tools.load_generator import JsonObject, Send
 from torch_py_backend.tools.payloads import Payload
 
 if TYPE_CHECKING:
@@ -67,23 +69,96 @@ def address(url: str) -> Address:
     return Address(parts.scheme, parts.netloc)
 
 
-class Client(Protocol):
-    """A client of either protocol, to be used and closed in one event loop."""
+class Client(abc.ABC):
+    """A client of one address, to be used and closed in one event loop."""
 
-    async def states(self) -> list[ModelState]:
-        """Return the models of the server's repository."""
+    def __init__(self, to: Address, **options: object) -> None:
+        """`options` are those of each call of tritonclient, which asks about models."""
+        self._address = to
+        self._options = options
+        module = importlib.import_module(f"tritonclient.{to.protocol}.aio")
+        self._triton = module.InferenceServerClient(to.host)
 
-    async def config(self, model: str) -> dict[str, Any]:
-        """Return the config of a model, as the server completed it."""
-
-    async def statistics(self, model: str) -> dict[str, Any]:
-        """Return Triton's statistics of a model since the server's start."""
-
+    @abc.abstractmethod
     def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
         """Return a function that sends these requests in turn, starting over at the end."""
 
     async def aclose(self) -> None:
         """Close the connections."""
+        await self._triton.close()
+
+    async def states(self) -> list[ModelState]:
+        """Return the models of the server's repository."""
+        index = await self._reply("get_model_repository_index")
+        entries = index.get("models", ()) if isinstance(index, dict) else index
+        return [tritonserver.parse_state(entry) for entry in entries]
+
+    async def config(self, model: str) -> JsonObject:
+        """Return the config of a model, as the server completed it."""
+        reply: JsonObject = await self._reply("get_model_config", model)
+        config: JsonObject = reply.get("config", reply)
+        return config
+
+    async def statistics(self, model: str) -> JsonObject:
+        """Return Triton's statistics of a model since the server's start."""
+        statistics: JsonObject = await self._reply("get_inference_statistics", model)
+        return statistics
+
+    async def _reply(self, method: str, *arguments: str) -> Any:
+        try:
+            call = getattr(self._triton, method)
+            return await asyncio.wait_for(call(*arguments, **self._options), _TIMEOUT_S)
+        except Exception as error:  # of tritonclient, aiohttp or a JSON parser
+            message = getattr(error, "message", None)  # a method of tritonclient's exception
+            text = str(message() if callable(message) else error).strip() or "no answer in time"
+            reason = text.splitlines()[0].rstrip(".")
+            raise ServerError(
+                f"no tritonserver answers at {self._address}: {reason}."
+                f" Is it running, and is this its {self._address.protocol} port?"
+            ) from error
+
+
+class _GrpcClient(Client):
+    def __init__(self, to: Address) -> None:
+        import grpc  # noqa: PLC0415  in an extra
+
+        super().__init__(to, as_json=True, client_timeout=_TIMEOUT_S)
+        lengths = ("grpc.max_send_message_length", "grpc.max_receive_message_length")
+        unlimited = [(length, -1) for length in lengths]
+        self._channel = grpc.aio.insecure_channel(to.host, options=unlimited)
+        self._error = grpc.RpcError
+
+    def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
+        # Without a serializer, the channel sends and returns bytes.
+        infer = self._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        requests = itertools.cycle([_grpc_request(model, payload) for payload in payloads])
+        rpc_error = self._error
+
+        async def send() -> None:
+            try:
+                await infer(next(requests))
+            except rpc_error as error:
+                raise ServerError(error.details()) from None
+
+        return send
+
+    async def aclose(self) -> None:
+        await self._channel.close()
+        await super().aclose()
+
+
+class _HttpClient(Client):
+    def __init__(self, to: Address) -> None:
+        super().__init__(to)
+        self._session = session()
+
+    def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
+        url = f"http://{self._address.host}/v2/models/{model}/infer"
+        return http_sender(self._session, url, list(map(_http_request, payloads)))
+
+    async def aclose(self) -> None:
+        await self._session.close()
+        await super().aclose()
 
 
 def connect(to: Address) -> Client:
@@ -94,10 +169,9 @@ def connect(to: Address) -> Client:
     """
     try:
         return _GrpcClient(to) if to.protocol == "grpc" else _HttpClient(to)
-    except ImportError as error:
-        raise ServerError(
-            f"{error.name or error} is not installed; {_INSTALL} brings it."
-        ) from None
+    except (ImportError, RuntimeError) as error:  # tritonclient raises the latter
+        reason = getattr(error, "name", None) or error
+        raise ServerError(f"{reason} is not installed; {_INSTALL} brings it.") from None
 
 
 async def require_ready(client: Client, model: str) -> None:
@@ -116,112 +190,15 @@ async def require_ready(client: Client, model: str) -> None:
         raise ServerError(f"model '{model}' is not ready on the server: {reason.rstrip('.')}.")
 
 
-class _GrpcClient:
-    def __init__(self, to: Address) -> None:
-        import grpc  # noqa: PLC0415  in an extra
-        from google.protobuf import json_format  # noqa: PLC0415
-        from tritonclient.grpc import service_pb2, service_pb2_grpc  # noqa: PLC0415
+def _grpc_request(model: str, payload: Payload) -> bytes:
+    from tritonclient.grpc import service_pb2  # noqa: PLC0415  in an extra
 
-        self._address = to
-        self._error = grpc.RpcError
-        self._messages, self._to_json = service_pb2, json_format.MessageToDict
-        unlimited = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
-        self._channel = grpc.aio.insecure_channel(to.host, options=unlimited)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-
-    async def states(self) -> list[ModelState]:
-        index = await self._call("RepositoryIndex", self._messages.RepositoryIndexRequest())
-        return [tritonserver.parse_state(entry) for entry in index.get("models", ())]
-
-    async def config(self, model: str) -> dict[str, Any]:
-        response = await self._call("ModelConfig", self._messages.ModelConfigRequest(name=model))
-        config: dict[str, Any] = response["config"]
-        return config
-
-    async def statistics(self, model: str) -> dict[str, Any]:
-        return await self._call(
-            "ModelStatistics", self._messages.ModelStatisticsRequest(name=model)
-        )
-
-    async def _call(self, method: str, message: Any) -> dict[str, Any]:
-        try:
-            response = await getattr(self._stub, method)(message, timeout=_TIMEOUT_S)
-        except self._error as error:
-            raise _no_answer(self._address, error.details()) from error
-        document: dict[str, Any] = self._to_json(response, preserving_proto_field_name=True)
-        return document
-
-    def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
-        # Without a serializer, the channel sends and returns bytes.
-        infer = self._channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
-        requests = itertools.cycle([self._request(model, payload) for payload in payloads])
-        rpc_error = self._error
-
-        async def send() -> None:
-            try:
-                await infer(next(requests))
-            except rpc_error as error:
-                raise ServerError(error.details()) from None
-
-        return send
-
-    def _request(self, model: str, payload: Payload) -> bytes:
-        message = self._messages.ModelInferRequest(model_name=model)
-        for name, tensor in payload.items():
-            message.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.array.shape)
-            message.raw_input_contents.append(tensor.encoded())
-        encoded: bytes = message.SerializeToString()
-        return encoded
-
-    async def aclose(self) -> None:
-        await self._channel.close()
-
-
-class _HttpClient:
-    def __init__(self, to: Address) -> None:
-        import aiohttp  # noqa: PLC0415  in an extra
-
-        self._address = to
-        self._aiohttp = aiohttp
-        self._url = f"http://{to.host}/v2"
-        self._session = session()
-
-    async def states(self) -> list[ModelState]:
-        entries = await self._call("POST", "/repository/index", data=b"{}")
-        return [tritonserver.parse_state(entry) for entry in entries]
-
-    async def config(self, model: str) -> dict[str, Any]:
-        config: dict[str, Any] = await self._call("GET", f"/models/{model}/config")
-        return config
-
-    async def statistics(self, model: str) -> dict[str, Any]:
-        statistics: dict[str, Any] = await self._call("GET", f"/models/{model}/stats")
-        return statistics
-
-    async def _call(self, method: str, path: str, data: bytes | None = None) -> Any:
-        timeout = self._aiohttp.ClientTimeout(total=_TIMEOUT_S)
-        try:
-            async with self._session.request(
-                method, self._url + path, timeout=timeout, data=data
-            ) as response:
-                body = await response.read()
-        except self._aiohttp.ClientResponseError as error:
-            raise _no_answer(self._address, "its answer is not HTTP") from error
-        except (self._aiohttp.ClientError, asyncio.TimeoutError) as error:
-            raise _no_answer(self._address, str(error) or "no answer in time") from error
-        if response.status != HTTPStatus.OK:
-            raise _no_answer(self._address, _http_error(response.status, body))
-        try:
-            return json.loads(body)
-        except ValueError as error:
-            raise _no_answer(self._address, "its answer is not JSON") from error
-
-    def sender(self, model: str, payloads: Sequence[Payload]) -> Send:
-        requests = [_http_request(payload) for payload in payloads]
-        return http_sender(self._session, f"{self._url}/models/{model}/infer", requests)
-
-    async def aclose(self) -> None:
-        await self._session.close()
+    message = service_pb2.ModelInferRequest(model_name=model)
+    for name, tensor in payload.items():
+        message.inputs.add(name=name, datatype=tensor.datatype, shape=tensor.array.shape)
+        message.raw_input_contents.append(tensor.encoded())
+    encoded: bytes = message.SerializeToString()
+    return encoded
 
 
 def session() -> aiohttp.ClientSession:
@@ -277,10 +254,3 @@ def _http_error(status: int, body: bytes) -> str:
     except (ValueError, KeyError, TypeError):
         message = f"HTTP status {status}: {body[:200]!r}"
     return message
-
-
-def _no_answer(to: Address, detail: str | None) -> ServerError:
-    return ServerError(
-        f"no tritonserver answers at {to}: {(detail or 'no reason is given').rstrip('.')}."
-        f" Is it running, and is this its {to.protocol} port?"
-    )

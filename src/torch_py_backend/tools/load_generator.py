@@ -1,4 +1,4 @@
-"""Closed and open loads on a server, and the results of their requests.
+"""Closed and open loads on a server: the results of their requests, and Triton's statistics.
 
 A closed loop keeps a number of requests outstanding: each response is followed by the next request.
 An open loop sends requests at times that are drawn before it starts, whatever the server does. Its
@@ -14,18 +14,26 @@ import asyncio
 import select
 import selectors
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from torch_py_backend.errors import BackendError, summarize
+from torch_py_backend.errors import BackendError, BenchError, summarize
 
-Send = Callable[[], Awaitable[object]]
+Send: TypeAlias = Callable[[], Awaitable[object]]
 """A function that sends one request and waits for its response, or raises."""
+JsonObject: TypeAlias = dict[str, Any]
+ReadStatistics: TypeAlias = Callable[[], Awaitable[JsonObject]]
+"""A function that returns Triton's statistics of a model since the server's start."""
+
+STAGES = ("queue", "compute_input", "compute_infer", "compute_output")
+# Statistics are read until two readings are equal.
+_READINGS = 50
+_READING_INTERVAL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,9 @@ class Closed:
     """A fixed number of outstanding requests."""
 
     concurrency: int
+
+    def __str__(self) -> str:
+        return f"concurrency {self.concurrency}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +61,9 @@ class Open:
     rate: float
     seed: int = 0
     outstanding: int = 1024
+
+    def __str__(self) -> str:
+        return f"rate {self.rate:g}"
 
     def schedule(self, seconds: float) -> list[float]:
         """Return the times at which requests are due, in seconds from the start."""
@@ -99,6 +113,142 @@ class Result:
             return [float("nan")] * len(shares)
         values: list[float] = np.percentile(times, shares).tolist()
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class ServerWork:
+    """The work of a server for one model between two readings of Triton's statistics.
+
+    Attributes:
+        requests: answered requests.
+        failures: failed requests.
+        stages: the mean seconds of a request in each of Triton's stages. A stage that no request
+            passed (in a composed model, or with a cached answer) is left out.
+        batches: calls of the model by their number of rows.
+    """
+
+    requests: int
+    failures: int
+    stages: dict[str, float]
+    batches: dict[int, int]
+
+    @property
+    def calls(self) -> int:
+        """Calls of the model."""
+        return sum(self.batches.values())
+
+    @property
+    def rows(self) -> int:
+        """Rows of all calls of the model."""
+        return sum(size * count for size, count in self.batches.items())
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One load, the results of its requests, and the server's work if it has statistics."""
+
+    load: Load
+    result: Result
+    server: ServerWork | None
+
+
+async def measure(
+    send: Send,
+    load: Load,
+    seconds: float,
+    *,
+    warmup: float = 0.0,
+    statistics: ReadStatistics | None = None,
+    stop: asyncio.Event | None = None,
+) -> Point | None:
+    """Measure one load; return None if `stop` was set during the warm-up.
+
+    Triton's statistics are read while no request is under way, so that they cover exactly the
+    measured requests.
+
+    Raises:
+        BenchError: every request failed, or none was answered.
+        ServerError: the server does not return its statistics.
+    """
+    expected = 0
+    if warmup:
+        if statistics:
+            expected = server_work({}, await _stable(statistics)).requests
+        other_times = replace(load, seed=load.seed + 1) if isinstance(load, Open) else load
+        warm = await run(send, other_times, warmup, stop=stop)
+        _check(load, warm)
+        expected += len(warm.latencies)
+    if stop is not None and stop.is_set():
+        return None
+    before = await _stable(statistics, expected) if statistics else {}
+    result = await run(send, load, seconds, stop=stop)
+    _check(load, result)
+    if statistics is None:
+        return Point(load, result, None)
+    expected = server_work({}, before).requests + len(result.latencies)
+    return Point(load, result, server_work(before, await _stable(statistics, expected)))
+
+
+async def _stable(statistics: ReadStatistics, least: int = 0) -> JsonObject:
+    """Return Triton's statistics once they no longer change and count `least` requests.
+
+    Triton counts a request after it has answered it, on a busy machine much later.
+    """
+    current = await statistics()
+    for _ in range(_READINGS):  # a limit, because other clients may use the server
+        previous = current
+        await asyncio.sleep(_READING_INTERVAL_S)
+        current = await statistics()
+        if current == previous and server_work({}, current).requests >= least:
+            break
+    return current
+
+
+def _check(load: Load, result: Result) -> None:
+    if result.latencies.size or not (result.errors or result.unanswered.size):
+        return
+    reason = f"none of {result.unanswered.size} requests was answered in time."
+    if result.errors:
+        reason = (
+            f"all {result.errors} requests failed; the first: {result.first_error.rstrip('.')}."
+        )
+    raise BenchError(f"{load}: {reason}")
+
+
+def server_work(before: JsonObject, after: JsonObject) -> ServerWork:
+    """Return the difference of two statistics, summed over the model's versions.
+
+    Statistics of gRPC leave zeros out and hold large numbers as strings; both forms are read.
+    """
+    change = _totals(after)
+    change.subtract(_totals(before))
+    return ServerWork(
+        requests=change["success", "count"],
+        failures=change["fail", "count"],
+        stages={
+            stage: change[stage, "ns"] / change[stage, "count"] / 1e9
+            for stage in STAGES
+            if change[stage, "count"] > 0
+        },
+        batches={
+            int(size): count
+            for (kind, size), count in sorted(change.items())
+            if kind == "batch" and count > 0
+        },
+    )
+
+
+def _totals(statistics: JsonObject) -> Counter[tuple[str, str | int]]:
+    totals: Counter[tuple[str, str | int]] = Counter()
+    for version in statistics.get("model_stats", ()):
+        inference = version.get("inference_stats", {})
+        for stage in ("success", "fail", *STAGES):
+            for unit in ("count", "ns"):
+                totals[stage, unit] += int(inference.get(stage, {}).get(unit, 0))
+        for batch in version.get("batch_stats", ()):
+            calls = batch.get("compute_infer", {}).get("count", 0)
+            totals["batch", int(batch.get("batch_size", 0))] += int(calls)
+    return totals
 
 
 async def run(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch_py_backend.artifacts import file_types, repository
 from torch_py_backend.autocomplete import completion
@@ -22,6 +23,10 @@ from torch_py_backend.errors import BackendError, InstallError, LoadError, join_
 from torch_py_backend.processes import child_process
 from torch_py_backend.tools import artifact_files
 from torch_py_backend.tools.artifact_files import EXAMPLE, ArtifactFiles
+
+JsonObject: TypeAlias = dict[str, Any]
+Document: TypeAlias = Mapping[str, Any]
+"""A config as Triton's JSON, or a part of it."""
 
 # A part of the error of a module whose weights file is missing.
 _MISSING_WEIGHTS = "there is no weights file beside"
@@ -44,7 +49,7 @@ class FolderReport:
 
     lines: Sequence[str]
     loads: bool = False
-    missing: Sequence[Mapping[str, Any]] = ()
+    missing: Sequence[Document] = ()
     weights: str = ""
 
 
@@ -76,7 +81,7 @@ def refuse_target(target: Path, linked: Sequence[Path], *, force: bool) -> None:
 
 
 def create(
-    target: Path, artifact: ArtifactFiles, inputs: Sequence[Mapping[str, Any]], *, link: bool
+    target: Path, artifact: ArtifactFiles, inputs: Sequence[Document], *, link: bool
 ) -> FolderReport:
     """Write a model folder, complete its config from the model, and load the model once.
 
@@ -106,17 +111,32 @@ def create(
     return report
 
 
+def completed(folder: Path, seconds: float = math.inf) -> tuple[str, JsonObject]:
+    """Return the latest version and the config of a model, completed as by a server.
+
+    Raises:
+        LoadError: the config cannot be read or completed.
+    """
+    document = pbtxt.read(folder)
+    version = repository.latest(folder)
+    if completion.is_incomplete(document):
+        completion.complete(pbtxt.arguments(folder, version, document), document, seconds)
+    else:
+        completion.set_decoupled(document, folder / version)
+    return version, document
+
+
 def inspect(
-    folder: Path, version: str, document: Mapping[str, Any], seconds: float = _TIMEOUT_S
-) -> dict[str, Any]:
-    """Load and warm up a model in a child process, and return the report of `inspection.inspect`.
+    folder: Path, version: str, document: Document, seconds: float = _TIMEOUT_S
+) -> JsonObject:
+    """Load and warm up a model in a child process, and return the report of `trial.inspect`.
 
     Raises:
         LoadError: the model cannot be served; the message says why.
     """
-    report: dict[str, Any] = child_process.run(
+    report: JsonObject = child_process.run(
         folder.name,
-        "torch_py_backend.tools.inspection:inspect",
+        "torch_py_backend.tools.trial:inspect",
         {"arguments": pbtxt.arguments(folder, version, document)},
         seconds,
     )
@@ -135,7 +155,7 @@ def _place_files(version_folder: Path, files: Mapping[str, Path], *, link: bool)
 
 
 def _write_config(
-    folder: Path, artifact: ArtifactFiles, inputs: Sequence[Mapping[str, Any]]
+    folder: Path, artifact: ArtifactFiles, inputs: Sequence[Document]
 ) -> FolderReport:
     """Write config.pbtxt, as complete as the model allows, and load the model with it."""
     document = pbtxt.read(folder)
@@ -148,7 +168,7 @@ def _write_config(
     others = list(artifact.files)[1:]
     lines = [f"{artifact.title} is {artifact.description}"]
     lines += [f"with {join_names(others)}"] if others and not artifact.pretrained_config else []
-    signature: Mapping[str, Any] = {}
+    signature: Document = {}
     try:
         _complete(folder, document, _weightless(document) if artifact.lacks_weights else document)
     except BackendError as error:
@@ -170,7 +190,7 @@ def _write_config(
     return replace(report, lines=[*lines, *report.lines])
 
 
-def _configure_pretrained(folder: Path, artifact: ArtifactFiles, document: dict[str, Any]) -> None:
+def _configure_pretrained(folder: Path, artifact: ArtifactFiles, document: JsonObject) -> None:
     """Fill in the inputs and options of a transformers model."""
     arguments: Sequence[str] = ()
     with contextlib.suppress(LoadError):  # `_complete` raises the same error
@@ -181,13 +201,13 @@ def _configure_pretrained(folder: Path, artifact: ArtifactFiles, document: dict[
         document["input"] = artifact_files.pretrained_inputs(artifact.pretrained_config, arguments)
 
 
-def _signature(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
+def _signature(folder: Path, document: Document) -> JsonObject:
     """Return the signature of the model's function.
 
     Raises:
         LoadError: the model does not load.
     """
-    signature: dict[str, Any] = child_process.run(
+    signature: JsonObject = child_process.run(
         folder.name,
         "torch_py_backend.autocomplete.schema:describe_arguments",
         {"arguments": pbtxt.arguments(folder, "1", document)},
@@ -196,13 +216,13 @@ def _signature(folder: Path, document: Mapping[str, Any]) -> dict[str, Any]:
     return signature
 
 
-def _weightless(document: Mapping[str, Any]) -> dict[str, Any]:
+def _weightless(document: Document) -> JsonObject:
     """Return a config with which a model loads without weights: names and shapes need none."""
     parameters = {**document["parameters"], "WEIGHTS": {"string_value": "none"}}
     return {**document, "parameters": parameters}
 
 
-def _complete(folder: Path, document: dict[str, Any], load_document: dict[str, Any]) -> None:
+def _complete(folder: Path, document: JsonObject, load_document: JsonObject) -> None:
     """Complete a config from the model.
 
     Where the inputs are known, the model is first called with a batch: if it takes several rows
@@ -214,7 +234,7 @@ def _complete(folder: Path, document: dict[str, Any], load_document: dict[str, A
         load_document: the config to load the model with.
     """
 
-    def describe(rows: int) -> dict[str, Any]:
+    def describe(rows: int) -> JsonObject:
         settings = {**load_document, "max_batch_size": rows}
         return completion.describe(pbtxt.arguments(folder, "1", settings), settings)
 
@@ -237,8 +257,8 @@ def _complete(folder: Path, document: dict[str, Any], load_document: dict[str, A
 
 
 def _incomplete(
-    folder: Path, artifact: ArtifactFiles, document: Mapping[str, Any], error: BackendError
-) -> tuple[FolderReport, Mapping[str, Any]]:
+    folder: Path, artifact: ArtifactFiles, document: Document, error: BackendError
+) -> tuple[FolderReport, Document]:
     """Return what a config lacks that the model could not complete, and the model's signature."""
     problem, weights = "", ""
     try:
@@ -280,7 +300,7 @@ def _loaded(folder: Path, artifact: ArtifactFiles, report: FolderReport) -> Fold
     return FolderReport([*report.lines, *notes, "loads and runs"], loads=True)
 
 
-def _tensor_line(role: str, document: Mapping[str, Any]) -> str:
+def _tensor_line(role: str, document: Document) -> str:
     """Return one line with the inputs or outputs, in the format of `check`."""
     tensors = []
     for entry in document[role.removesuffix("s")]:
@@ -294,7 +314,7 @@ def _tensor_line(role: str, document: Mapping[str, Any]) -> str:
 
 
 def _config_lines(
-    name: str, artifact: ArtifactFiles, document: Mapping[str, Any], signature: Mapping[str, Any]
+    name: str, artifact: ArtifactFiles, document: Document, signature: Document
 ) -> Iterator[str]:
     """Yield a config.pbtxt with a comment on each field."""
     yield f"# {name}: {artifact.description}, served by PyTorch."
@@ -329,7 +349,7 @@ def _config_lines(
         yield f"parameters {{ key: {json.dumps(key)} value {{ string_value: {value} }} }}"
 
 
-def _tensors(role: str, document: Mapping[str, Any], signature: Mapping[str, Any]) -> Iterator[str]:
+def _tensors(role: str, document: Document, signature: Document) -> Iterator[str]:
     entries = document[role]
     if not entries:
         if signature:
@@ -359,7 +379,7 @@ def _dims(sizes: Sequence[int]) -> str:
     return f"[ {', '.join(map(str, sizes))} ]" if sizes else "[ ]"
 
 
-def _reshape(entry: Mapping[str, Any]) -> str:
+def _reshape(entry: Document) -> str:
     if "reshape" not in entry:
         return ""
     return f" reshape {{ shape: {_dims(entry['reshape']['shape'])} }}"

@@ -18,11 +18,10 @@ import subprocess
 import tarfile
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
 
 from torch_py_backend.errors import PackError, join_names
 
@@ -59,7 +58,11 @@ outside = [
     for folder in sys.path
     if os.path.isdir(folder) and not (os.path.realpath(folder) + "/").startswith(inside)
 ]
-folders = [sysconfig.get_config_var(name) or "" for name in ("LIBDIR", "MULTIARCH")]
+libdir, multiarch = (sysconfig.get_config_var(name) or "" for name in ("LIBDIR", "MULTIARCH"))
+folders = (libdir, os.path.join(libdir, multiarch), os.path.join(sys.base_prefix, "lib"))
+name = "libpython%d.%d.so.1.0" % sys.version_info[:2]
+libraries = [path for path in (os.path.join(folder, name) for folder in folders)
+             if os.path.isfile(path)]
 print(json.dumps({
     "python": "%d.%d" % sys.version_info[:2],
     "packages": packages,
@@ -67,9 +70,10 @@ print(json.dumps({
     "outside": outside,
     "base": sys.base_prefix,
     "executable": os.path.realpath(sys.executable),
-    "modules": sysconfig.get_path("stdlib"),
-    "headers": sysconfig.get_path("include"),
-    "libraries": [folders[0], os.path.join(*folders), os.path.join(sys.base_prefix, "lib")],
+    # The headers are for torch.compile; Debian's are a package of their own.
+    "trees": [path for path in map(sysconfig.get_path, ("stdlib", "include"))
+              if os.path.isdir(path)],
+    "library": libraries[0] if libraries else None,
 }))
 """
 
@@ -116,22 +120,20 @@ class Environment:
         outside: folders elsewhere on its import path.
         base: the folder of the base Python, from which the environment was made.
         executable: the base Python's interpreter.
-        modules: the base Python's standard library.
-        headers: the base Python's headers, which torch.compile includes.
-        libraries: folders that may have the base Python's libpython.
+        trees: the base Python's standard library and headers.
+        library: the base Python's libpython; None if there is none.
     """
 
     folder: Path
     kind: Kind
     python: str
     packages: Mapping[str, str]
-    editable: tuple[str, ...]
-    outside: tuple[str, ...]
-    base: Path
-    executable: Path
-    modules: Path
-    headers: Path
-    libraries: tuple[Path, ...]
+    editable: Sequence[str]
+    outside: Sequence[str]
+    base: str
+    executable: str
+    trees: Sequence[str]
+    library: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,37 +153,7 @@ def inspect(folder: Path) -> Environment:
     """
     folder = folder.absolute()
     kind = _kind(folder)
-    report = _probe(folder / "bin" / "python")
-    return Environment(
-        folder=folder,
-        kind=kind,
-        python=report["python"],
-        packages=report["packages"],
-        editable=tuple(report["editable"]),
-        outside=tuple(report["outside"]),
-        base=Path(report["base"]),
-        executable=Path(report["executable"]),
-        modules=Path(report["modules"]),
-        headers=Path(report["headers"]),
-        libraries=tuple(map(Path, report["libraries"])),
-    )
-
-
-def _kind(folder: Path) -> Kind:
-    if (folder / "conda-meta").is_dir():
-        return Kind.CONDA
-    try:
-        config = (folder / "pyvenv.cfg").read_text(encoding="utf-8")
-    except OSError:
-        raise PackError(
-            f"{folder} is no environment: it has neither pyvenv.cfg nor conda-meta. Name the"
-            " folder of a virtual or conda environment."
-        ) from None
-    layer = re.search(r"^include-system-site-packages\s*=\s*true", config, re.MULTILINE)
-    return Kind.LAYER if layer else Kind.VENV
-
-
-def _probe(python: Path) -> dict[str, Any]:
+    python = folder / "bin" / "python"
     try:
         # Isolated as the stub: without PYTHONPATH and the user's site-packages.
         done = subprocess.run(  # noqa: S603  the environment's own
@@ -198,8 +170,21 @@ def _probe(python: Path) -> dict[str, Any]:
     except subprocess.CalledProcessError as error:
         last = (error.stderr.strip().splitlines() or ["it says nothing"])[-1]
         raise PackError(f"{python} does not run: {last}") from None
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report
+    return Environment(folder, kind, **json.loads(done.stdout))
+
+
+def _kind(folder: Path) -> Kind:
+    if (folder / "conda-meta").is_dir():
+        return Kind.CONDA
+    try:
+        config = (folder / "pyvenv.cfg").read_text(encoding="utf-8")
+    except OSError:
+        raise PackError(
+            f"{folder} is no environment: it has neither pyvenv.cfg nor conda-meta. Name the"
+            " folder of a virtual or conda environment."
+        ) from None
+    layer = re.search(r"^include-system-site-packages\s*=\s*true", config, re.MULTILINE)
+    return Kind.LAYER if layer else Kind.VENV
 
 
 def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
@@ -220,7 +205,16 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
             f" environment with python{stub}; or put a stub for Python {python}, named"
             f" triton_python_backend_stub, into the model's folder, and say --python {python}."
         )
-    _check_packages(environment)
+    for name, least in NEEDED.items():
+        version = environment.packages.get(name)
+        if version is None:
+            reason = f"{folder} lacks {name}, which each instance of a model imports"
+        elif _numbers(version) < _numbers(least):
+            reason = f"{folder} has {name} {version}; expected {least} or newer"
+        else:
+            continue
+        requirement = f"{name}>={least}" if least else name
+        raise PackError(f"{reason}: {folder}/bin/python -m pip install '{requirement}'.")
     numpy = environment.packages["numpy"]
     if numpy_1 and _numbers(numpy) >= (2,):
         raise PackError(
@@ -239,21 +233,6 @@ def check(environment: Environment, stub: str, *, numpy_1: bool) -> None:
             f"{folder} imports from folders outside itself:"
             f" {join_names(environment.outside)}. Install what is in them, or take out the .pth"
             " files that name them."
-        )
-
-
-def _check_packages(environment: Environment) -> None:
-    for name, least in NEEDED.items():
-        version = environment.packages.get(name)
-        requirement = f"{name}>={least}" if least else name
-        if version is None:
-            reason = f"{environment.folder} lacks {name}, which each instance of a model imports"
-        elif _numbers(version) < _numbers(least):
-            reason = f"{environment.folder} has {name} {version}; expected {least} or newer"
-        else:
-            continue
-        raise PackError(
-            f"{reason}: {environment.folder}/bin/python -m pip install '{requirement}'."
         )
 
 
@@ -312,100 +291,86 @@ def _pack_conda(environment: Environment, path: Path) -> int:
 
 
 def _pack_venv(environment: Environment, path: Path) -> int:
+    python, library = environment.python, environment.library
     with tarfile.open(path, "w:gz", compresslevel=_COMPRESSION) as archive:
-        contents = _Contents(archive, environment)
-        contents.add_text(
-            "bin/activate", _ACTIVATE.replace("@PYTHON@", environment.python).encode()
-        )
+        _add_script(archive, "bin/activate", _ACTIVATE.replace("@PYTHON@", python).encode())
         if environment.kind is Kind.LAYER:
-            contents.add_tree(environment.folder, "", _ACTIVATION)
+            _add_tree(archive, environment, environment.folder, "", _ACTIVATION)
+        elif library is None:
+            raise PackError(
+                f"{environment.base} has no libpython{python}.so.1.0, which Triton's stub loads."
+                f" Install it (Debian: libpython{python}), or make the environment with another"
+                " Python."
+            )
         else:
-            library = _library(environment)
-            contents.add_tree(environment.folder, "", _REPLACED)
-            program = f"python{environment.python}"
-            contents.add(environment.executable, f"bin/{program}")
-            contents.add_link("bin/python", program)
-            contents.add_link("bin/python3", program)
-            contents.add(library.resolve(), f"lib/{library.name}")
-            for part in (environment.modules, environment.headers):
-                if part.is_dir():  # Debian's headers are a package of their own
-                    contents.add_tree(part, str(part.relative_to(environment.base)), _NEEDLESS)
-    return contents.size
+            _add_tree(archive, environment, environment.folder, "", _REPLACED)
+            program = f"python{python}"
+            _add(archive, Path(environment.executable), f"bin/{program}")
+            for name in ("bin/python", "bin/python3"):
+                link = tarfile.TarInfo(name)
+                link.type, link.linkname = tarfile.SYMTYPE, program
+                archive.addfile(link)
+            _add(archive, Path(library).resolve(), f"lib/{Path(library).name}")
+            for tree in environment.trees:
+                name = os.path.relpath(tree, environment.base)
+                _add_tree(archive, environment, Path(tree), name, _NEEDLESS)
+        return sum(member.size for member in archive.getmembers())
 
 
-def _library(environment: Environment) -> Path:
-    """Return the libpython of the base Python."""
-    name = f"libpython{environment.python}.so.1.0"
-    for folder in environment.libraries:
-        if (folder / name).is_file():
-            return folder / name
-    raise PackError(
-        f"{environment.base} has no {name}, which Triton's stub loads. Install it (Debian:"
-        f" libpython{environment.python}), or make the environment with another Python."
-    )
+def _add_tree(
+    archive: tarfile.TarFile,
+    environment: Environment,
+    folder: Path,
+    name: str,
+    excluded: re.Pattern[str],
+) -> None:
+    """Add a folder's files except those whose paths in the folder are excluded.
 
-
-class _Contents:
-    """An archive that is being written.
-
-    Attributes:
-        size: the bytes of the files in it.
+    Scripts start the Python beside them. Links that lead out of the environment are replaced by
+    their files, except in a layer.
     """
-
-    def __init__(self, archive: tarfile.TarFile, environment: Environment) -> None:
-        self._archive = archive
-        self._folder = environment.folder.resolve()
-        self._relocatable = environment.kind is not Kind.LAYER
-        self._shebang = f"#!{environment.folder}/bin/python".encode()
-        self.size = 0
-
-    def add_tree(self, folder: Path, name: str, excluded: re.Pattern[str]) -> None:
-        """Add a folder's files except those whose paths in the folder are excluded."""
-        for parent, folders, files in os.walk(folder):
-            within = Path(parent).relative_to(folder)
-            folders[:] = [child for child in folders if not excluded.fullmatch(str(within / child))]
-            links = [child for child in folders if Path(parent, child).is_symlink()]
-            for child in sorted([*files, *links]):
-                if not excluded.fullmatch(str(within / child)):
-                    self.add(Path(parent, child), str(Path(name, within, child)))
-
-    def add(self, path: Path, name: str) -> None:
-        """Add a file or a link; of a link out of the environment, the file that it leads to."""
-        if path.is_symlink():
-            target = path.readlink()
-            inside = not target.is_absolute() and path.resolve().is_relative_to(self._folder)
-            if self._relocatable and not inside:
-                if not path.is_file():
-                    raise PackError(
-                        f"{path} is a link to {path.resolve()}, outside the environment. Replace"
-                        " it by what it leads to."
-                    )
-                path = path.resolve()
-        elif path.is_file() and name.startswith("bin/"):
-            with path.open("rb") as file:
-                is_script = file.read(len(self._shebang)) == self._shebang
-            if is_script:
+    shebang = f"#!{environment.folder}/bin/python".encode()
+    for parent, folders, files in os.walk(folder):
+        within = Path(parent).relative_to(folder)
+        folders[:] = [child for child in folders if not excluded.fullmatch(str(within / child))]
+        links = [child for child in folders if Path(parent, child).is_symlink()]
+        for child in sorted([*files, *links]):
+            path, target = Path(parent, child), str(Path(name, within, child))
+            if excluded.fullmatch(str(within / child)):
+                continue
+            if path.is_symlink():
+                leads_out = environment.kind is not Kind.LAYER and _leads_out(environment, path)
+                _add(archive, path.resolve() if leads_out else path, target)
+            elif target.startswith("bin/") and path.read_bytes().startswith(shebang):
                 _, _, rest = path.read_bytes().partition(b"\n")
-                self.add_text(name, b"#!/usr/bin/env python3\n" + rest)
-                return
-        self._archive.add(path, name, recursive=False, filter=self._count)
+                _add_script(archive, target, b"#!/usr/bin/env python3\n" + rest)
+            else:
+                _add(archive, path, target)
 
-    def _count(self, entry: tarfile.TarInfo) -> tarfile.TarInfo:
-        """Remove the owner, and count the size."""
+
+def _leads_out(environment: Environment, link: Path) -> bool:
+    """Return whether a link leads to a file outside the environment; raise for a folder."""
+    inside = link.resolve().is_relative_to(environment.folder.resolve())
+    if inside and not link.readlink().is_absolute():
+        return False
+    if not link.is_file():
+        raise PackError(
+            f"{link} is a link to {link.resolve()}, outside the environment. Replace it by what"
+            " it leads to."
+        )
+    return True
+
+
+def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
+    def without_owner(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.uid = entry.gid = 0
         entry.uname = entry.gname = ""
-        if entry.isreg():
-            self.size += entry.size
         return entry
 
-    def add_text(self, name: str, text: bytes) -> None:
-        """Add an executable script."""
-        entry = tarfile.TarInfo(name)
-        entry.size, entry.mode, entry.mtime = len(text), 0o755, int(time.time())
-        self._archive.addfile(self._count(entry), io.BytesIO(text))
+    archive.add(path, name, recursive=False, filter=without_owner)
 
-    def add_link(self, name: str, target: str) -> None:
-        """Add a symbolic link."""
-        entry = tarfile.TarInfo(name)
-        entry.type, entry.linkname = tarfile.SYMTYPE, target
-        self._archive.addfile(entry)
+
+def _add_script(archive: tarfile.TarFile, name: str, text: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size, entry.mode, entry.mtime = len(text), 0o755, int(time.time())
+    archive.addfile(entry, io.BytesIO(text))

@@ -15,10 +15,10 @@ import safetensors
 from numpy.typing import NDArray
 
 from torch_py_backend.config import dtypes
-from torch_py_backend.errors import BenchError, join_names
+from torch_py_backend.errors import BenchError, join_names, summarize
 
 EXAMPLE = "example_inputs.safetensors"
-_JSON_FORM = '{"inputs": [{"name", "shape", "datatype", "data"}]} as Triton reads it'
+_FORM = 'safetensors, or JSON {"inputs": [{"name", "shape", "datatype", "data"}]}'
 _SAFETENSORS = {
     "BOOL": "BOOL", "F16": "FP16", "BF16": "BF16", "F32": "FP32", "F64": "FP64",
     "U8": "UINT8", "U16": "UINT16", "U32": "UINT32", "U64": "UINT64",
@@ -160,13 +160,11 @@ def _parsed(path: Path) -> Payload:
         payload = reader(path.read_bytes())
     except OSError as error:
         raise BenchError(f"cannot read {path}: {error.strerror or error}.") from error
-    except (TypeError, AttributeError, IndexError) as error:
-        raise BenchError(f"cannot understand {path}: expected {_JSON_FORM}.") from error
-    except KeyError as error:
-        raise BenchError(f"cannot understand {path}: {error} is missing.") from error
-    except (ValueError, safetensors.SafetensorError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0].rstrip(".")
-        raise BenchError(f"cannot understand {path}: {reason}.") from error
+    except (
+        LookupError, TypeError, AttributeError, ValueError, safetensors.SafetensorError,
+    ) as error:  # fmt: skip
+        reason = summarize(error).rstrip(".")
+        raise BenchError(f"cannot understand {path}: {reason}; expected {_FORM}.") from error
     if not payload:
         raise BenchError(f"{path} holds no inputs.")
     return payload
@@ -187,16 +185,13 @@ def _from_safetensors(content: bytes) -> Payload:
 
 
 def _from_json(content: bytes) -> Payload:
-    document = json.loads(content)
-    if not isinstance(document, dict) or "inputs" not in document:
-        raise ValueError(f"expected {_JSON_FORM}")
     return {
         entry["name"]: _json_tensor(entry["datatype"], entry["data"], entry["shape"])
-        for entry in document["inputs"]
+        for entry in json.loads(content)["inputs"]
     }
 
 
-def _json_tensor(datatype: str, data: Any, shape: Sequence[int]) -> Tensor:
+def _json_tensor(datatype: str, data: object, shape: Sequence[int]) -> Tensor:
     """Return a tensor of JSON values, flat or nested."""
     if datatype == "BYTES":
         flat = [str.encode(text) for text in np.array(data, dtype=np.object_).reshape(-1).tolist()]

@@ -16,7 +16,7 @@ from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import BackendError, ConfigError, LoadError, OutputError, WarmupError
 from torch_py_backend.observability import profiling
 from torch_py_backend.observability.profiling import PREFIX
-from torch_py_backend.startup import builder, warmup
+from torch_py_backend.startup import builder
 from torch_py_backend.streaming import streams
 from torch_py_backend.tools import trial
 
@@ -56,8 +56,7 @@ def run(
     items = _requests(config, item, requests)
     call = streams.trial(engine) if config.decoupled else engine.run
     with runtime.mode(config.options):
-        if config.options.warmup is not False:
-            warmup.run(engine)
+        trial.warm_up(engine)
         with profile():  # the first call of a shape and the first profile are slower
             _call(config, call, items)
         recording = profiling.Recording(engine, memory=memory)

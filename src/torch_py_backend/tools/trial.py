@@ -1,4 +1,6 @@
-"""Compare one candidate with the reference and measure it, in a process of its own.
+"""Load a model without a server: describe it, compare it with a reference, measure it.
+
+To be run in a child process, because it runs the model's code.
 
 The reference is the same model as loaded, without any optimization. The error of an output is the
 largest |value - reference| / (|reference| + typical) over all batch sizes, where typical is the
@@ -8,10 +10,9 @@ measure. The error of integers, booleans and strings is the share of values that
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -27,8 +28,9 @@ from torch import Tensor
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.gather_scatter import Item, Value
-from torch_py_backend.config import model_config, threads
+from torch_py_backend.config import model_config, threads, tuned_settings
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
+from torch_py_backend.config.options import TABLE
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     ArtifactError,
@@ -40,19 +42,98 @@ from torch_py_backend.errors import (
     summarize,
 )
 from torch_py_backend.loading import example_inputs, sample_inputs
+from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
 
 # The least number of calls of a measurement, however long they take.
 _FEWEST_CALLS = 3
 _POLL_S = 0.001
-_INPUTS = "inputs.safetensors"
+_INPUTS = "inputs.pt"
 
 
-# --- the reference -----------------------------------------------------------------------------
+class _Warnings(logging.Handler):
+    """A log handler that collects the package's warnings."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.sentences: list[str] = []
+        self.logger = logging.getLogger("torch_py_backend")
+        self.logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.sentences.append(record.getMessage())
 
 
-def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> dict[str, Any]:
-    """Write the inputs and the reference's outputs.
+def warm_up(engine: Engine) -> None:
+    """Warm up a model as a server would."""
+    if engine.config.options.warmup is not False:
+        with runtime.mode(engine.config.options):
+            warmup.run(engine)
+
+
+# --- the description -----------------------------------------------------------------------------
+
+
+def inspect(arguments: Mapping[str, str]) -> dict[str, Any]:
+    """Load and warm up a model.
+
+    Args:
+        arguments: Triton's arguments of `initialize`.
+
+    Returns:
+        Artifact, weights, signature, the rule that binds inputs to arguments, inputs, outputs,
+        max_batch_size, options in force and warnings, as JSON.
+
+    Raises:
+        LoadError: the model cannot be served.
+    """
+    warnings = _Warnings()
+    warnings.logger.propagate = False
+    settings = tuned_settings.apply(model_config.parse(arguments))
+    share = threads.budget(settings)
+    engine = builder.build(settings, share)
+    warm_up(engine)
+    engine.leave()
+    sent = [spec.name for spec in _sent(engine.config)]
+    # Inputs of hooks are bound to the hooks' own methods.
+    rule = "" if engine.hooks else binding.rule(sent, engine.loaded.signature).value
+    artifact = discovery.find(settings)
+    if artifact.fallback is not None and engine.kind is not artifact.kind:
+        artifact = artifact.fallback  # the package is for another machine
+    inputs = {spec.name: _described(spec) for spec in engine.config.inputs}
+    inputs |= {state.input: f"{state.input} (state)" for state in settings.carried}
+    inputs |= {spec.name: str(spec) for spec in settings.batch_inputs}
+    return {
+        "artifact": f"{artifact.path.name}: {artifact.kind.value}",
+        "weights": str(engine.sharing),
+        "signature": engine.signature,
+        "hooks": str(engine.hooks or ""),
+        "binding": rule,
+        "inputs": [f"{text} → {engine.places[name]}" for name, text in inputs.items()],
+        "outputs": [
+            *map(_described, settings.outputs),
+            *(f"{state.output} (state)" for state in settings.carried),
+        ],
+        "max_batch_size": settings.max_batch_size,
+        "threads": {"intra_op": share.intra_op, "inter_op": share.inter_op},
+        "options": {
+            row.key: getattr(settings.options, row.field)
+            for row in TABLE
+            if getattr(settings.options, row.field) != row.default
+        },
+        "warnings": warnings.sentences,
+    }
+
+
+def _described(spec: TensorSpec) -> str:
+    return str(spec) if spec.origin is Origin.CLIENT else f"{spec} ({spec.origin.value})"
+
+
+# --- the reference -------------------------------------------------------------------------------
+
+
+def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> dict[str, str]:
+    """Write the inputs and the reference's outputs, for `measure`.
 
     Args:
         arguments: Triton's arguments of `initialize`, with the settings of the reference.
@@ -60,7 +141,7 @@ def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> di
         inputs: a safetensors file with inputs by name; None for examples, else made-up values.
 
     Returns:
-        The artifact's kind, the source of the inputs, and the batch sizes.
+        The artifact's kind and the source of the inputs.
 
     Raises:
         LoadError: the model cannot be run, or the inputs do not fit it.
@@ -68,12 +149,12 @@ def prepare(arguments: Mapping[str, str], folder: str, inputs: str | None) -> di
     settings = model_config.parse(arguments)
     engine = builder.build(settings, threads.budget(settings))
     settings = engine.config  # with the sequence controls that the model takes
-    _warm_up(engine)
+    warm_up(engine)
     item, source = find_inputs(settings, inputs)
-    _write(Path(folder) / _INPUTS, item)
+    torch.save(item, Path(folder) / _INPUTS)
     for rows in sizes(settings):
-        _write(Path(folder) / _reference(rows), _run(engine, tile(settings, item, rows)))
-    return {"kind": engine.kind.name, "inputs": source, "sizes": sizes(settings)}
+        torch.save(_run(engine, tile(settings, item, rows)), Path(folder) / _reference(rows))
+    return {"kind": engine.kind.name, "inputs": source}
 
 
 def sizes(settings: ModelConfig) -> list[int]:
@@ -84,33 +165,39 @@ def sizes(settings: ModelConfig) -> list[int]:
 
 
 def _reference(rows: int) -> str:
-    return f"reference_{rows}.safetensors"
+    return f"reference_{rows}.pt"
+
+
+def read_values(path: Path) -> dict[str, Value]:
+    """Return inputs or outputs that `prepare` wrote."""
+    values: dict[str, Value] = torch.load(path, "cpu", weights_only=False)
+    return values
 
 
 def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
-    """Return the inputs and their source."""
-    if inputs is not None:
-        return _read_inputs(settings, Path(inputs)), Path(inputs).name
+    """Return the inputs of a file, else the model's examples, else made-up values; their source.
+
+    Raises:
+        LoadError: the inputs cannot be read, or do not fit the config.
+    """
     torch.manual_seed(0)
-    example = example_inputs.find(settings, discovery.find(settings))
-    if example is not None:
-        _check_inputs(settings, example, example_inputs.NAME)
-        return example, example_inputs.NAME
-    rows = settings.max_batch_size or None
-    return sample_inputs.item(settings, rows), "made-up values"
-
-
-def _read_inputs(settings: ModelConfig, path: Path) -> Item:
-    try:
-        item: Item = dict(safetensors.torch.load_file(path))
-    except (safetensors.SafetensorError, OSError) as error:
-        raise ArtifactError(
-            settings.name,
-            f"the inputs in {path.name} cannot be read: {summarize(error)}",
-            expected="a file that safetensors.torch.save_file wrote",
-        ) from error
-    _check_inputs(settings, item, path.name)
-    return item
+    if inputs is None:
+        example = example_inputs.find(settings, discovery.find(settings))
+        if example is None:
+            return sample_inputs.item(settings, settings.max_batch_size or None), "made-up values"
+        item, source = example, example_inputs.NAME
+    else:
+        source = Path(inputs).name
+        try:
+            item = dict(safetensors.torch.load_file(inputs))
+        except (safetensors.SafetensorError, OSError) as error:
+            raise ArtifactError(
+                settings.name,
+                f"the inputs in {source} cannot be read: {summarize(error)}",
+                expected="a file that safetensors.torch.save_file wrote",
+            ) from error
+    _check_inputs(settings, item, source)
+    return item, source
 
 
 def _check_inputs(settings: ModelConfig, item: Item, source: str) -> None:
@@ -163,25 +250,6 @@ def _run(engine: Engine, item: Item) -> dict[str, Value]:
 # --- a candidate -------------------------------------------------------------------------------
 
 
-class _WarningFilter(logging.Handler):
-    """A log handler that collects the warnings about some parameters."""
-
-    def __init__(self, watched: Collection[str]) -> None:
-        super().__init__(logging.WARNING)
-        self.watched = watched
-        self.sentences: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        sentence = record.getMessage()
-        if any(key in sentence.split() for key in self.watched):
-            self.sentences.append(sentence)
-
-    def check(self) -> None:
-        """Raise if a parameter is unknown or has no effect: the row would be misleading."""
-        if self.sentences:
-            raise ConfigError.told(self.sentences[0])
-
-
 def measure(
     arguments: Mapping[str, str],
     folder: str,
@@ -204,18 +272,21 @@ def measure(
         OutputError: its outputs differ from the reference's in shape or in infinities.
     """
     started = time.perf_counter()
-    warnings = _WarningFilter(watched)
-    logging.getLogger("torch_py_backend").addHandler(warnings)
+    warnings = _Warnings()
     settings = model_config.parse(arguments)
     engine = builder.build(settings, threads.budget(settings))
     settings = engine.config
-    warnings.check()  # before the warm-up, which may compile for minutes
+    # A parameter that is unknown or has no effect would make the row misleading. The warm-up,
+    # which may compile for minutes, comes later.
+    for sentence in warnings.sentences:
+        if not set(watched).isdisjoint(sentence.split()):
+            raise ConfigError.told(sentence)
     with runtime.mode(settings.options):
-        _warm_up(engine)
-        item = _read(Path(folder) / _INPUTS)
+        warm_up(engine)
+        item = read_values(Path(folder) / _INPUTS)
         batches = {rows: tile(settings, item, rows) for rows in sizes(settings)}
         errors = [
-            _error(engine, batch, _read(Path(folder) / _reference(rows)))
+            _error(engine, batch, read_values(Path(folder) / _reference(rows)))
             for rows, batch in batches.items()
         ]
         load_s = time.perf_counter() - started
@@ -236,12 +307,7 @@ def measure(
     }
 
 
-def _warm_up(engine: Engine) -> None:
-    if engine.config.options.warmup is not False:  # the calls of the comparison replace it
-        warmup.run(engine)
-
-
-def _timed(call: Callable[[], Any], seconds: float) -> Iterator[float]:
+def _timed(call: Callable[[], object], seconds: float) -> Iterator[float]:
     until = time.perf_counter() + seconds
     calls = 0
     while calls < _FEWEST_CALLS or time.perf_counter() < until:
@@ -268,12 +334,17 @@ def _error(engine: Engine, batch: Item, reference: Mapping[str, Value]) -> float
     for _ in range(_FEWEST_CALLS):
         outputs = _run(engine, batch)
     return max(
-        _difference(engine.config.name, name, outputs[name], expected)
+        difference(engine.config.name, name, outputs[name], expected)
         for name, expected in reference.items()
     )
 
 
-def _difference(model: str, name: str, actual: Value, expected: Value) -> float:
+def difference(model: str, name: str, actual: Value, expected: Value) -> float:
+    """Return the error of an output, as the module's docstring defines it.
+
+    Raises:
+        OutputError: it differs in shape, or has infinities or NaN in other places.
+    """
     if actual.shape != expected.shape:
         raise OutputError(
             model,
@@ -283,10 +354,15 @@ def _difference(model: str, name: str, actual: Value, expected: Value) -> float:
     if 0 in expected.shape:
         return 0.0
     if not isinstance(actual, Tensor) or not isinstance(expected, Tensor):
-        return float(np.mean(np.array(_texts(actual)) != np.array(_texts(expected))))
+        pairs = zip(_encoded(actual), _encoded(expected), strict=True)
+        return float(np.mean([text != wanted for text, wanted in pairs]))
     if not expected.is_floating_point():
         return (actual != expected).double().mean().item()
     return _relative(model, name, actual.double(), expected.double())
+
+
+def _encoded(strings: Value) -> list[bytes]:
+    return [text if isinstance(text, bytes) else text.encode() for text in np.ravel(strings)]
 
 
 def _relative(model: str, name: str, actual: Tensor, expected: Tensor) -> float:
@@ -304,37 +380,3 @@ def _relative(model: str, name: str, actual: Tensor, expected: Tensor) -> float:
     size = expected.abs()
     typical = size[size > 0].median() if size.any() else torch.tensor(1.0)
     return ((actual - expected).abs() / (size + typical)).max().item()
-
-
-# --- values on disk ----------------------------------------------------------------------------
-
-
-def _write(path: Path, values: Mapping[str, Value]) -> None:
-    """Write tensors as safetensors, strings as JSON in its metadata."""
-    tensors = {
-        name: value.contiguous().clone()
-        for name, value in values.items()
-        if isinstance(value, Tensor)
-    }
-    strings = {
-        name: json.dumps([value.shape, _texts(value)])
-        for name, value in values.items()
-        if not isinstance(value, Tensor)
-    }
-    safetensors.torch.save_file(tensors, path, strings)
-
-
-def _texts(strings: Any) -> list[str]:
-    """Return strings or bytes as texts for JSON, with one character for each byte."""
-    encoded = (text if isinstance(text, bytes) else text.encode() for text in strings.flat)
-    return [text.decode("latin-1") for text in encoded]
-
-
-def _read(path: Path) -> dict[str, Value]:
-    with safetensors.safe_open(path, "pt") as opened:
-        values: dict[str, Value] = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  no dict
-        for name, document in (opened.metadata() or {}).items():
-            shape, texts = json.loads(document)
-            flat = np.array([text.encode("latin-1") for text in texts], dtype=np.object_)
-            values[name] = flat.reshape(shape)
-    return values

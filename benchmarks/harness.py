@@ -1,0 +1,134 @@
+"""What the comparisons share: a server with a repository, loads in turn, tables in documents.
+
+The speed of a machine drifts by tens of percent within minutes, but hardly between two consecutive
+turns. So servers are compared within pairs of turns, A B A B …
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeAlias
+
+from torch_py_backend.errors import BenchError
+from torch_py_backend.server import Server
+from torch_py_backend.tools import load_client, load_generator
+from torch_py_backend.tools.load_client import Address
+from torch_py_backend.tools.load_generator import Closed, Point, ReadStatistics, Send
+from torch_py_backend.tools.payloads import Payload
+
+LOAD_SECONDS = 600
+Pair: TypeAlias = tuple[Point, Point]
+"""A turn of our server and the following turn of the other one."""
+Connection: TypeAlias = tuple[Send, ReadStatistics | None]
+
+
+@contextlib.contextmanager
+def served(repository: Path) -> Iterator[Server]:
+    """Start a tritonserver with all models of a repository; its log lies beside the repository.
+
+    Raises:
+        BenchError: a model was not loaded.
+    """
+    with (
+        (repository.parent / "server.log").open("wb") as log,
+        Server(repository, http_port=0, grpc_port=0, metrics_port=0, log=log) as server,
+    ):
+        for state in server.wait_loaded(timeout=LOAD_SECONDS):
+            if not state.ready:
+                raise BenchError(f"{state.name} was not loaded: {state.reason}")
+        yield server
+
+
+def scratch() -> tempfile.TemporaryDirectory[str]:
+    """Return a temporary folder."""
+    return tempfile.TemporaryDirectory(prefix="benchmarks-")
+
+
+def write_model(folder: Path, config: str, files: Mapping[str, str]) -> Path:
+    """Write a model's folder; return its version folder."""
+    version = folder / "1"
+    version.mkdir(parents=True)
+    (folder / "config.pbtxt").write_text(config)
+    for name, text in files.items():
+        (version / name).write_text(text)
+    return version
+
+
+async def turn(connection: Connection, concurrency: int, seconds: float) -> Point:
+    """Put a closed load on a model.
+
+    Raises:
+        BenchError: a request failed or was not answered.
+    """
+    send, statistics = connection
+    point = await load_generator.measure(send, Closed(concurrency), seconds, statistics=statistics)
+    assert point is not None  # noqa: S101  nothing stops it
+    if point.result.errors or point.result.unanswered.size:
+        raise BenchError(
+            f"{point.result.errors} requests failed and {point.result.unanswered.size} had no"
+            f" answer: {point.result.first_error or 'no error was reported'}"
+        )
+    return point
+
+
+async def in_turn(
+    ours: Connection, other: Connection, concurrency: int, seconds: float, pairs: int
+) -> AsyncIterator[Pair]:
+    """Yield pairs as they are measured, after one turn to warm up each server."""
+    for connection in (ours, other):
+        await turn(connection, concurrency, seconds)
+    for _ in range(pairs):
+        yield (
+            await turn(ours, concurrency, seconds),
+            await turn(other, concurrency, seconds),
+        )
+
+
+@contextlib.asynccontextmanager
+async def connected(
+    host: str, protocol: str, model: str, payloads: Sequence[Payload]
+) -> AsyncIterator[Connection]:
+    """Yield functions that send requests to a tritonserver and return its statistics."""
+    async with contextlib.aclosing(load_client.connect(Address(protocol, host))) as client:
+        yield client.sender(model, payloads), partial(client.statistics, model)
+
+
+def load(
+    host: str, model: str, payloads: Sequence[Payload], concurrency: int, seconds: float
+) -> Point:
+    """Put one closed load on a model over gRPC."""
+
+    async def run() -> Point:
+        async with connected(host, "grpc", model, payloads) as connection:
+            return await turn(connection, concurrency, seconds)
+
+    return asyncio.run(run())
+
+
+def ratios(pairs: Sequence[Pair]) -> list[float]:
+    """Return the ratios of throughputs, ours ÷ other."""
+    return [ours.result.throughput / other.result.throughput for ours, other in pairs]
+
+
+def latency_ms(point: Point, share: float) -> float:
+    """Return a percentile of the latencies in milliseconds."""
+    return point.result.percentiles(share)[0] * 1e3
+
+
+def rows_in_a_call(point: Point) -> float | None:
+    """Return the mean rows in a call of the model; None if the server does not report it."""
+    return point.server.rows / point.server.calls if point.server else None
+
+
+def write_table(path: Path, program: str, table: str) -> None:
+    """Write the table of a program between its marks in a document, or at the end."""
+    first = f"<!-- {program}: made by python -m benchmarks.{program} -->"
+    last = f"<!-- end of {program} -->"
+    before, _, rest = path.read_text(encoding="utf-8").partition(first)
+    after = rest.partition(last)[2]
+    path.write_text(f"{before.rstrip()}\n\n{first}\n{table}\n{last}\n{after}", encoding="utf-8")

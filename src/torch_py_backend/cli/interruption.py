@@ -1,0 +1,37 @@
+"""End a measurement at SIGTERM, Ctrl-C or a deadline, and keep its results."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Stopped(KeyboardInterrupt):
+    """The end of a measurement. asyncio lets no other exception of a signal handler through."""
+
+
+class DeadlineReached(Stopped):
+    """The end of a measurement by its own deadline."""
+
+
+def raise_at_signals(deadline_s: float | None = None) -> None:
+    """Raise Stopped at the first signal, or DeadlineReached in so many seconds.
+
+    Further signals are ignored: they must not interrupt the clean-up and the writing of results.
+    """
+
+    def stop(number: int, _frame: FrameType | None) -> None:
+        ignore_signals()
+        raise DeadlineReached if number == signal.SIGALRM else Stopped
+
+    for number in (*SIGNALS, signal.SIGALRM):
+        signal.signal(number, stop)
+    signal.setitimer(signal.ITIMER_REAL, deadline_s or 0)
+
+
+def ignore_signals() -> None:
+    """Ignore the signals from now on."""
+    for number in (*SIGNALS, signal.SIGALRM):
+        signal.signal(number, signal.SIG_IGN)

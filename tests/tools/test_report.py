@@ -1,0 +1,231 @@
+"""Results of bench and tune as tables, JSON, notes and a plot."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from torch_py_backend.errors import BenchError, TuneError
+from torch_py_backend.tools import report
+from torch_py_backend.tools.candidates import Candidate
+from torch_py_backend.tools.load_generator import (
+    STAGES,
+    Closed,
+    Load,
+    Open,
+    Point,
+    Result,
+    ServerWork,
+)
+from torch_py_backend.tools.report import Report
+from torch_py_backend.tools.tuning import Row
+
+_SERVER = ServerWork(20, 0, dict.fromkeys(STAGES, 0.002), {1: 4, 4: 4})
+
+
+def _printed(table: Table, width: int = 80) -> list[str]:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(table)
+    return str(console.file.getvalue()).splitlines()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (math.nan, "-"),
+        (0, "0.00"),
+        (0.0698, "0.070"),
+        (1.234, "1.23"),
+        (99.04, "99.0"),
+        (12345.6, "12,346"),
+    ],
+)
+def test_three_digits(value: float, text: str) -> None:
+    """Figures have about three digits, and no exponent."""
+    assert report.three_digits(value) == text
+
+
+def test_spread() -> None:
+    """A spread is the median with the extremes."""
+    assert report.spread([3.0, 1.0, 2.0]).text(1) == "2.0 (1.0..3.0)"
+
+
+def test_json_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A file that cannot be written is an error, and nothing is left of it."""
+    report.write_json(tmp_path / "a.json", {"a": 1})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(BenchError, match=r"cannot write .*folder: Is a directory"):
+        report.write_json(tmp_path / "folder", {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "folder"]
+
+
+# --- bench -----------------------------------------------------------------------------------
+
+
+def _result(
+    answered: int = 20, *, errors: int = 0, unanswered: int = 0, busy: float = 0.5, took: float = 2
+) -> Result:
+    latencies = np.linspace(0.001, 0.1, answered)
+    first = "it <broke>." if errors else ""
+    return Result(took, latencies, np.full(unanswered, 3.0), errors, first, busy)
+
+
+def _report(*results: Result, load: Load | None = None, **options: Any) -> Report:
+    server = options.pop("server", _SERVER)
+    loads = [load or Closed(1), Closed(8)]
+    points = [Point(load, result, server) for load, result in zip(loads, results, strict=False)]
+    return Report("m", 2, 1, "grpc://h:1", "made up", points=points, **options)
+
+
+def test_table() -> None:
+    """The table has one line for each point: requests, latencies, Triton's split and batches."""
+    lines = _printed(_report(_result(), _result(1234, took=1)).table())
+    assert "m on grpc://h:1, 1 row in a request" in lines[0]
+    assert lines[1].split() == [
+        "concurrency", "req/s", "p50", "p90", "p99", "max", "queue", "input", "infer", "output",
+        "rows/call",
+    ]  # fmt: skip
+    assert lines[3].split() == [
+        "1", "10.0", "50.5", "90.1", "99.0", "100",
+        "2.00", "2.00", "2.00", "2.00", "2.5", "(1-4)",
+    ]  # fmt: skip
+    assert lines[4].split()[:2] == ["8", "1,234"]
+
+
+def test_table_fits_a_narrow_terminal() -> None:
+    """Large figures are not cut off at 80 columns."""
+    server = ServerWork(9, 0, dict.fromkeys(STAGES, 0.1234), {1: 1, 64: 400})
+    slow = Result(1.0, np.full(99_999, 1.2345), np.array([]), 0, "", 0.1)
+    text = "\n".join(_printed(_report(slow, server=server).table()))
+    assert "…" not in text
+    assert "99,999" in text
+
+
+def test_unknown_figures() -> None:
+    """Without answers and statistics, the table has dashes and the JSON has null."""
+    results = _report(_result(0, errors=1), server=None)
+    assert _printed(results.table())[3].split() == ["1", "0.0", *["-"] * 9]
+    (entry,) = results.as_json()["points"]
+    assert entry["latency_ms"] == {"p50": None, "p90": None, "p99": None, "max": None}
+    assert entry["triton"]["rows_per_call"] is None
+
+
+def test_json_of_bench() -> None:
+    """The JSON is strictly valid and has all figures, with units in the names."""
+    document = _report(_result(errors=1), load=Open(0.5), rows=2, interrupted=True).as_json()
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+    assert document["interrupted"] is True
+    (entry,) = document["points"]
+    assert entry["rate"] == 0.5
+    assert entry["requests_per_second"] == 10
+    assert entry["rows_per_second"] == 20
+    assert (entry["answered"], entry["failed"], entry["first_error"]) == (20, 1, "it <broke>.")
+    assert entry["latency_ms"]["max"] == pytest.approx(100)
+    assert entry["triton"]["per_request_ms"] == dict.fromkeys(STAGES, 2.0)
+    assert entry["triton"]["batches"] == {"1": 4, "4": 4}
+
+
+@pytest.mark.parametrize(
+    ("results", "says"),
+    [
+        (
+            _report(_result(errors=2)),
+            r"^concurrency 1: 2 of 22 requests failed; the first: it <broke>.$",
+        ),
+        (_report(_result(unanswered=3)), "3 of 23 requests had no answer"),
+        (_report(_result(busy=0.97)), "the client used 97% of a core"),
+        (
+            _report(_result(took=5), load=Open(9)),
+            r"^rate 9: the server did not keep up; what was due in 2 s took 5.0 s.$",
+        ),
+        (_report(_result(), interrupted=True), "^Interrupted"),
+    ],
+    ids=["errors", "unanswered", "busy", "overload", "interrupted"],
+)
+def test_notes(results: Report, says: str) -> None:
+    """Each reason to doubt the figures is one sentence."""
+    (note,) = results.notes()
+    assert re.search(says, note)
+
+
+def test_a_sound_measurement_has_no_notes() -> None:
+    """Nothing is noted without a reason; a closed load may take longer than planned."""
+    assert _report(_result(), _result(took=5)).notes() == []
+
+
+# --- tune ------------------------------------------------------------------------------------
+
+_MEASURED: dict[str, Any] = {
+    "rounds": 3,
+    "latency_ms": 1.234,
+    "p99_ms": 2.5,
+    "batch": 8,
+    "throughput": 12345.6,
+    "throughput_spread": 0.07,
+    "memory_mb": 321.0,
+    "load_s": 4.0,
+}
+_EAGER = Row(Candidate("eager", {"NUM_THREADS": "2"}), **_MEASURED, by_batch={1: 9.0, 8: 10.0})
+_FROZEN = Row(Candidate("freeze", {}, 3), **(_MEASURED | {"latency_ms": 0.5, "throughput": 150.0}))
+_WRONG = Row(Candidate("[bold]bf16", {}), **_MEASURED, error=0.2)
+_FAILED = Row(Candidate("compile", {}), failure="model 'digits': it hangs [/].")
+_ROWS = [_EAGER, _FROZEN, _WRONG, _FAILED]
+
+
+def _rows(*arguments: Any) -> list[str]:
+    lines = _printed(report.tuning_table(*arguments), 120)
+    return [" ".join(line.split()) for line in lines]
+
+
+def test_tuning_table() -> None:
+    """The table has each candidate's settings, figures and result."""
+    lines = _rows(_ROWS, 0.1, _EAGER)
+    assert "eager 2 x 1 1.23 12,346 8 7% 321 0 4.0 chosen" in lines
+    assert "freeze auto x 3 0.50 150 8 7% 321 0 4.0" in lines
+    assert "[bold]bf16 auto x 1 1.23 12,346 8 7% 321 2e-01 4.0 inexact" in lines
+    assert "compile auto x 1 failed" in lines
+    assert "GPU MB" not in " ".join(lines)
+
+
+def test_memory_of_a_gpu() -> None:
+    """GPU memory has a column if a GPU was used."""
+    lines = _rows([Row(Candidate("eager", {}), **_MEASURED, device_memory_mb=77.0)], 0.1, None)
+    assert "MB GPU MB error" in " ".join(lines)
+    assert "321 77 0 4.0" in " ".join(lines)
+
+
+def test_tuning_entry() -> None:
+    """An entry of tuned.json has the machine, the rows and the choice, and is strict JSON."""
+    entry = report.tuning_entry({"cores": 2}, _ROWS, _FROZEN, {"rounds": 3})
+    document = json.loads(json.dumps(entry, allow_nan=False))
+    assert document["machine"] == {"cores": 2}
+    assert document["chosen"] == {"parameters": {}, "instances": 3}
+    assert [row["candidate"]["title"] for row in document["rows"]] == [
+        "eager",
+        "freeze",
+        "[bold]bf16",
+        "compile",
+    ]
+    assert document["rows"][0]["candidate"]["parameters"] == {"NUM_THREADS": "2"}
+    assert document["rows"][0]["by_batch"] == {"1": 9.0, "8": 10.0}
+    assert report.tuning_entry({}, _ROWS, None, {})["chosen"] is None
+
+
+@pytest.mark.parametrize("rows", [_ROWS, [_FAILED], []], ids=["all", "failed", "none"])
+def test_plot(tmp_path: Path, rows: list[Row]) -> None:
+    """The plot is a PNG for any rows."""
+    choice = rows[0] if rows and rows[0] is _EAGER else None
+    report.plot(tmp_path / "a.png", "a [title] $x_", rows, 0.1, choice)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(TuneError, match="cannot write"):
+        report.plot(tmp_path / "nowhere" / "a.png", "title", rows, 0.1, None)
