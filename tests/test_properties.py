@@ -210,10 +210,9 @@ def _numbered(trees: Sequence[Any]) -> tuple[list[Any], list[str]]:
     return [visit(tree, f"ARGS[{index}]") for index, tree in enumerate(trees)], paths
 
 
-def _called(inputs: binding.InputBinding) -> tuple[Any, Any]:
+def _called(inputs: binding.InputBinding) -> Any:
     """What a module is called with, where each column is its own name."""
-    made: tuple[Any, Any] = inputs.call(lambda *args, **kwargs: (args, kwargs), inputs.names)
-    return made
+    return inputs.call(lambda *args, **kwargs: (args, kwargs), inputs.names)
 
 
 @given(st.lists(_TREES, min_size=1, max_size=4), st.randoms(use_true_random=False))
