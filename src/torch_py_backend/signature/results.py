@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from torch_py_backend.errors import BindingError, join_names
 from torch_py_backend.signature.binding import Path, is_path, ordinal, path_text
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 # A function from the result of forward() to the outputs, in the config's order.
 OutputBinding: TypeAlias = Callable[[object], Sequence[object]]
-Getter: TypeAlias = Callable[[object], object]
+Getter: TypeAlias = Callable[[Any], object]
 
 
 class _Leaf(NamedTuple):
@@ -95,8 +95,7 @@ def _children(value: object) -> list[tuple[int | str, int | str, Getter]] | None
     """Return key, label (of a named tuple: its field) and getter of each part; None: a leaf."""
     if isinstance(value, Mapping):
         names = [key if isinstance(key, int) else str(key) for key in value]
-        getters: list[Getter] = [operator.itemgetter(key) for key in value]
-        return list(zip(names, names, getters, strict=True))
+        return list(zip(names, names, map(operator.itemgetter, value), strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [field.name for field in dataclasses.fields(value)]
         return [(name, name, operator.attrgetter(name)) for name in fields]
