@@ -17,7 +17,7 @@ from pathlib import Path
 
 from markdown_it import MarkdownIt
 
-from torch_py_backend.config.options import TABLE, YES_NO, OptionRow
+from torch_py_backend.config.options import TABLE, OptionRow, yes_no
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -117,7 +117,7 @@ def table_in_page() -> str:
 def _row(row: OptionRow) -> str:
     keys = ", ".join(f"`{key}`" for key in (row.key, *row.also))
     default = {None: "unset", (): "`none`"}.get(row.default, f"`{str(row.default).lower()}`")
-    if row.parser is YES_NO:
+    if row.parser is yes_no:
         default = "`yes`" if row.default else "`no`"
     anchor = f'<a id="{row.key.lower()}"></a>'
     return f"| {anchor}{keys} | {row.parser.accepted} | {default} | {row.doc} |"

@@ -40,69 +40,69 @@ def parsed(**parameters: str) -> Options:
 
 # Each option with its parser, and its value if it is not set.
 OPTIONS: list[tuple[str, Parser, Any]] = [
-    ("MODEL_CLASS", options.TEXT, None),
-    ("MODEL_FACTORY", options.TEXT, None),
-    ("MODEL_KWARGS", options.JSON_OBJECT, None),
-    ("METHOD", options.TEXT, None),
-    ("HOOKS", options.TEXT, None),
-    ("FALLBACK", options.TEXT, None),
-    ("PREPROCESS_THREADS", options.POSITIVE, None),
-    ("CAST_INPUTS", options.FLOATING, None),
-    ("CAST_OUTPUTS", options.BOOLEAN, False),
-    ("CHECK_OUTPUTS", options.BOOLEAN, True),
-    ("WEIGHTS", options.TEXT, None),
-    ("NUM_THREADS", options.POSITIVE, None),
-    ("NUM_INTEROP_THREADS", options.POSITIVE, None),
-    ("TORCH_COMPILE_OPTIONAL_PARAMETERS", options.COMPILE_PARAMETERS, None),
-    ("COMPILE_CACHE_DIR", options.TEXT, None),
-    ("COMPILE_REQUIRED", options.BOOLEAN, False),
-    ("OPTIMIZE", options.OPTIMIZE, ()),
-    ("BATCH_BUCKETS", options.BUCKETS, None),
-    ("PAD", options.PAD, None),
-    ("STATE", options.STATE, None),
-    ("SEQUENCE_MEMORY_MB", options.POSITIVE, None),
-    ("INFERENCE_MODE", options.BOOLEAN, True),
-    ("DISABLE_OPTIMIZED_EXECUTION", options.BOOLEAN, False),
-    ("ENABLE_JIT_EXECUTOR", options.BOOLEAN, None),
-    ("ENABLE_JIT_PROFILING", options.BOOLEAN, None),
-    ("ENABLE_TENSOR_FUSER", options.BOOLEAN, None),
-    ("ENABLE_NVFUSER", options.BOOLEAN, None),
-    ("DISABLE_CUDNN", options.BOOLEAN, False),
-    ("CUDA_MEMORY_FRACTION", options.FRACTION, None),
-    ("ENABLE_CACHE_CLEANING", options.BOOLEAN, False),
-    ("ENABLE_WEIGHT_SHARING", options.BOOLEAN, None),
-    ("WATCH_WEIGHTS", options.BOOLEAN, False),
-    ("DEVICE_MAP", options.DEVICE_MAP, None),
-    ("PARALLEL_LOADS", options.POSITIVE, None),
-    ("RETRY_FAILED_BATCH", options.BOOLEAN, None),
-    ("CHECK_FINITE", options.BOOLEAN, False),
-    ("ON_FATAL", options.FATAL_ACTION, "stay"),
-    ("AUTO_COMPLETE_TIMEOUT_S", options.POSITIVE, 120),
-    ("EXECUTION_TIMEOUT_MS", options.POSITIVE, None),
-    ("WARMUP", options.BOOLEAN, None),
-    ("MAX_STREAMS", options.POSITIVE, 64),
-    ("TRACING", options.BOOLEAN, None),
-    ("PROFILE_DIR", options.TEXT, None),
-    ("PROFILE_BATCHES", options.POSITIVE, None),
-    ("FORCE_CPU_ONLY_INPUT_TENSORS", options.YES_NO, True),
-    ("EXECUTION_ENV_PATH", options.TEXT, None),
+    ("MODEL_CLASS", options.name, None),
+    ("MODEL_FACTORY", options.name, None),
+    ("MODEL_KWARGS", options.json_object, None),
+    ("METHOD", options.name, None),
+    ("HOOKS", options.name, None),
+    ("FALLBACK", options.name, None),
+    ("PREPROCESS_THREADS", options.positive, None),
+    ("CAST_INPUTS", options.floating, None),
+    ("CAST_OUTPUTS", options.boolean, False),
+    ("CHECK_OUTPUTS", options.boolean, True),
+    ("WEIGHTS", options.name, None),
+    ("NUM_THREADS", options.positive, None),
+    ("NUM_INTEROP_THREADS", options.positive, None),
+    ("TORCH_COMPILE_OPTIONAL_PARAMETERS", options.compile_parameters, None),
+    ("COMPILE_CACHE_DIR", options.name, None),
+    ("COMPILE_REQUIRED", options.boolean, False),
+    ("OPTIMIZE", options.optimizations, ()),
+    ("BATCH_BUCKETS", options.buckets, None),
+    ("PAD", options.padding, None),
+    ("STATE", options.state_paths, None),
+    ("SEQUENCE_MEMORY_MB", options.positive, None),
+    ("INFERENCE_MODE", options.boolean, True),
+    ("DISABLE_OPTIMIZED_EXECUTION", options.boolean, False),
+    ("ENABLE_JIT_EXECUTOR", options.boolean, None),
+    ("ENABLE_JIT_PROFILING", options.boolean, None),
+    ("ENABLE_TENSOR_FUSER", options.boolean, None),
+    ("ENABLE_NVFUSER", options.boolean, None),
+    ("DISABLE_CUDNN", options.boolean, False),
+    ("CUDA_MEMORY_FRACTION", options.fraction, None),
+    ("ENABLE_CACHE_CLEANING", options.boolean, False),
+    ("ENABLE_WEIGHT_SHARING", options.boolean, None),
+    ("WATCH_WEIGHTS", options.boolean, False),
+    ("DEVICE_MAP", options.devices, None),
+    ("PARALLEL_LOADS", options.positive, None),
+    ("RETRY_FAILED_BATCH", options.boolean, None),
+    ("CHECK_FINITE", options.boolean, False),
+    ("ON_FATAL", options.fatal_action, "stay"),
+    ("AUTO_COMPLETE_TIMEOUT_S", options.positive, 120),
+    ("EXECUTION_TIMEOUT_MS", options.positive, None),
+    ("WARMUP", options.boolean, None),
+    ("MAX_STREAMS", options.positive, 64),
+    ("TRACING", options.boolean, None),
+    ("PROFILE_DIR", options.name, None),
+    ("PROFILE_BATCHES", options.positive, None),
+    ("FORCE_CPU_ONLY_INPUT_TENSORS", options.yes_no, True),
+    ("EXECUTION_ENV_PATH", options.name, None),
 ]
 # A string that each parser accepts, and its value.
 VALID: dict[Parser, tuple[str, Any]] = {
-    options.TEXT: (" Net \n", "Net"),
-    options.JSON_OBJECT: ('{"size": 3}', {"size": 3}),
-    options.POSITIVE: ("7", 7),
-    options.FLOATING: ("bf16", "BF16"),
-    options.BOOLEAN: ("on", True),
-    options.COMPILE_PARAMETERS: ('{"dynamic": true}', {"dynamic": True}),
-    options.OPTIMIZE: ("freeze", ("freeze",)),
-    options.BUCKETS: ("1,2", (1, 2)),
-    options.PAD: ('{"x": {}}', {"x": {}}),
-    options.STATE: ('{"h": "RESULT[1]"}', {"h": "RESULT[1]"}),
-    options.FRACTION: ("0.5", 0.5),
-    options.DEVICE_MAP: ('{"a": 0}', {"a": "cuda:0"}),
-    options.FATAL_ACTION: ("exit", "exit"),
-    options.YES_NO: ("no", False),
+    options.name: (" Net \n", "Net"),
+    options.json_object: ('{"size": 3}', {"size": 3}),
+    options.positive: ("7", 7),
+    options.floating: ("bf16", "BF16"),
+    options.boolean: ("on", True),
+    options.compile_parameters: ('{"dynamic": true}', {"dynamic": True}),
+    options.optimizations: ("freeze", ("freeze",)),
+    options.buckets: ("1,2", (1, 2)),
+    options.padding: ('{"x": {}}', {"x": {}}),
+    options.state_paths: ('{"h": "RESULT[1]"}', {"h": "RESULT[1]"}),
+    options.fraction: ("0.5", 0.5),
+    options.devices: ('{"a": 0}', {"a": "cuda:0"}),
+    options.fatal_action: ("exit", "exit"),
+    options.yes_no: ("no", False),
 }
 
 
@@ -133,32 +133,32 @@ def test_every_option_is_tested() -> None:
 @pytest.mark.parametrize(
     ("parser", "text", "value"),
     [
-        *((options.BOOLEAN, text, True) for text in ("true", "True", "ON", "1", " true\n")),
-        *((options.BOOLEAN, text, False) for text in ("false", "fAlSe", "off", "Off", "0")),
-        (options.YES_NO, "yes", True),
-        (options.POSITIVE, "1", 1),
-        (options.POSITIVE, " 64 ", 64),
-        (options.FRACTION, "1", 1.0),
-        (options.COUNT, "3", 3),
-        *((options.COUNT, text, None) for text in ("0", "-1", " -64 ")),
-        (options.FATAL_ACTION, " Stay ", "stay"),
-        *((options.FLOATING, name, name) for name in ("FP16", "BF16", "FP32", "FP64")),
-        (options.FLOATING, " type_fp32\n", "FP32"),
-        (options.JSON_OBJECT, "{}", {}),
-        (options.JSON_OBJECT, '{"a": [{"ü": null}], "c": true}', {"a": [{"ü": None}], "c": True}),
-        (options.OPTIMIZE, "none", ()),
-        (options.OPTIMIZE, "auto", ("auto",)),
-        (options.OPTIMIZE, " Channels_Last , BF16 ", ("bf16", "channels_last")),
-        (options.OPTIMIZE, "freeze,freeze", ("freeze",)),
-        (options.OPTIMIZE, "cuda_graphs,fp16", ("cuda_graphs", "fp16")),
-        (options.BUCKETS, "auto", None),
-        (options.BUCKETS, "NONE", ()),
-        (options.BUCKETS, "4", (4,)),
-        (options.BUCKETS, "8, 1,4", (1, 4, 8)),
-        (options.BUCKETS, "2,2", (2,)),
-        (options.DEVICE_MAP, '{"a.b": "cuda:1", "": "cpu"}', {"a.b": "cuda:1", "": "cpu"}),
-        (options.DEVICE_MAP, '{"a": 1, "b": "cuda"}', {"a": "cuda:1", "b": "cuda:0"}),
-        (options.DEVICE_MAP, " devices.json\n", "devices.json"),
+        *((options.boolean, text, True) for text in ("true", "True", "ON", "1", " true\n")),
+        *((options.boolean, text, False) for text in ("false", "fAlSe", "off", "Off", "0")),
+        (options.yes_no, "yes", True),
+        (options.positive, "1", 1),
+        (options.positive, " 64 ", 64),
+        (options.fraction, "1", 1.0),
+        (options.count, "3", 3),
+        *((options.count, text, None) for text in ("0", "-1", " -64 ")),
+        (options.fatal_action, " Stay ", "stay"),
+        *((options.floating, name, name) for name in ("FP16", "BF16", "FP32", "FP64")),
+        (options.floating, " type_fp32\n", "FP32"),
+        (options.json_object, "{}", {}),
+        (options.json_object, '{"a": [{"ü": null}], "c": true}', {"a": [{"ü": None}], "c": True}),
+        (options.optimizations, "none", ()),
+        (options.optimizations, "auto", ("auto",)),
+        (options.optimizations, " Channels_Last , BF16 ", ("bf16", "channels_last")),
+        (options.optimizations, "freeze,freeze", ("freeze",)),
+        (options.optimizations, "cuda_graphs,fp16", ("cuda_graphs", "fp16")),
+        (options.buckets, "auto", None),
+        (options.buckets, "NONE", ()),
+        (options.buckets, "4", (4,)),
+        (options.buckets, "8, 1,4", (1, 4, 8)),
+        (options.buckets, "2,2", (2,)),
+        (options.devices, '{"a.b": "cuda:1", "": "cpu"}', {"a.b": "cuda:1", "": "cpu"}),
+        (options.devices, '{"a": 1, "b": "cuda"}', {"a": "cuda:1", "b": "cuda:0"}),
+        (options.devices, " devices.json\n", "devices.json"),
     ],
 )
 def test_accepted_text(parser: Parser, text: str, value: Any) -> None:
@@ -171,7 +171,7 @@ def test_accepted_text(parser: Parser, text: str, value: Any) -> None:
     ("parser", "value"),
     [
         *(
-            (options.COMPILE_PARAMETERS, value)
+            (options.compile_parameters, value)
             for value in (
                 {},
                 {"fullgraph": True, "dynamic": None, "backend": "eager"},
@@ -179,7 +179,7 @@ def test_accepted_text(parser: Parser, text: str, value: Any) -> None:
             )
         ),
         *(
-            (options.PAD, {"ids": value})
+            (options.padding, {"ids": value})
             for value in (
                 {"value": 0, "side": "left", "multiple_of": 8, "mask": "m", "outputs": ["y"]},
                 {"value": 0.5, "side": "right"},
@@ -195,29 +195,29 @@ def test_accepted_json(parser: Parser, value: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("parser", "text"),
     [
-        *((options.BOOLEAN, text) for text in (" ", "2", "-1", "t", "yes", "no", "truefalse")),
-        *((options.YES_NO, text) for text in ("true", "on", "1", "false", "0", "No", "YES")),
-        *((options.POSITIVE, text) for text in ("0", "-1", "1.5", "four", "0x4", "1e3", "inf")),
-        *((options.COUNT, text) for text in ("", "1.5", "four")),
-        *((options.FRACTION, text) for text in ("0", "-0.5", "1.01", "nan", "half")),
-        *((options.FATAL_ACTION, text) for text in ("restart", "exit,stay")),
-        (options.TEXT, "  "),
-        *((options.FLOATING, text) for text in ("INT8", "float16", "FP8", "TYPE_", "TYPE_STRING")),
-        *((options.JSON_OBJECT, text) for text in ("[3]", "3", "null")),
+        *((options.boolean, text) for text in (" ", "2", "-1", "t", "yes", "no", "truefalse")),
+        *((options.yes_no, text) for text in ("true", "on", "1", "false", "0", "No", "YES")),
+        *((options.positive, text) for text in ("0", "-1", "1.5", "four", "0x4", "1e3", "inf")),
+        *((options.count, text) for text in ("", "1.5", "four")),
+        *((options.fraction, text) for text in ("0", "-0.5", "1.01", "nan", "half")),
+        *((options.fatal_action, text) for text in ("restart", "exit,stay")),
+        (options.name, "  "),
+        *((options.floating, text) for text in ("INT8", "float16", "FP8", "TYPE_", "TYPE_STRING")),
+        *((options.json_object, text) for text in ("[3]", "3", "null")),
         *(
-            (options.COMPILE_PARAMETERS, text)
+            (options.compile_parameters, text)
             for text in ("[3]", '{"model": null}', '{"full_graph": true}', '{"Mode": "x"}')
         ),
         *(
-            (options.OPTIMIZE, text)
+            (options.optimizations, text)
             for text in ("fast", "freeze bf16", "auto,freeze", "none,freeze", "true")
         ),
         *(
-            (options.BUCKETS, text)
+            (options.buckets, text)
             for text in ("0", "-1", "1,,2", "1.5", "[1, 2]", "auto,4", "many")
         ),
         *(
-            (options.PAD, text)
+            (options.padding, text)
             for text in (
                 "[]",
                 '{"ids": 0}',
@@ -232,9 +232,9 @@ def test_accepted_json(parser: Parser, value: dict[str, Any]) -> None:
                 '{"ids": {"outputs": [1]}}',
             )
         ),
-        *((options.STATE, text) for text in ("[]", "{}", '{"h": ""}', '{"": "y"}', '{"h": 1}')),
+        *((options.state_paths, text) for text in ("[]", "{}", '{"h": ""}', '{"": "y"}', '{"h": 1}')),
         *(
-            (options.DEVICE_MAP, text)
+            (options.devices, text)
             for text in (
                 "{}",
                 "[]",
@@ -252,7 +252,7 @@ def test_accepted_json(parser: Parser, value: dict[str, Any]) -> None:
 )
 def test_rejected_text(parser: Parser, text: str) -> None:
     """Another text is rejected; the message names the key, the text and what is accepted."""
-    key = {options.COUNT: "INTRA_OP_THREAD_COUNT"} | {parser: key for key, parser, _ in OPTIONS}
+    key = {options.count: "INTRA_OP_THREAD_COUNT"} | {parser: key for key, parser, _ in OPTIONS}
 
     with pytest.raises(OptionError) as raised:
         parsed(**{key[parser]: text})

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch_py_backend.errors import ConfigError, PlatformError
 
+# JSON objects: config.pbtxt as Triton passes it to backends, or a part of it.
+Document: TypeAlias = dict[str, Any]
 # Triton's default without an instance_group, on a machine without a GPU.
 _ONE_INSTANCE = {"kind": "KIND_CPU", "count": 1, "gpus": []}
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> Document:
     """Return the config of a model folder with Triton's defaults, also if there is no config.pbtxt.
 
     Raises:
@@ -23,7 +24,7 @@ def read(folder: Path) -> dict[str, Any]:
     message = parse(folder.name, text(folder))
     _, _, json_format = _protobuf(folder.name)
     message.name = message.name or folder.name
-    document: dict[str, Any] = json_format.MessageToDict(
+    document: Document = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     for tensor in (*document["input"], *document["output"]):
@@ -71,7 +72,7 @@ def _unreadable(model: str, error: Exception) -> ConfigError:
     return ConfigError(model, f"config.pbtxt cannot be read: {error}", cure="Correct that line.")
 
 
-def arguments(folder: Path, version: str, document: Mapping[str, Any]) -> dict[str, str]:
+def arguments(folder: Path, version: str, document: Document) -> dict[str, str]:
     """Return the arguments that Triton passes to `initialize` of the model's first instance."""
     group = document["instance_group"][0]
     kind = group["kind"].removeprefix("KIND_")
