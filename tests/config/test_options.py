@@ -232,7 +232,10 @@ def test_accepted_json(parser: Parser, value: dict[str, Any]) -> None:
                 '{"ids": {"outputs": [1]}}',
             )
         ),
-        *((options.state_paths, text) for text in ("[]", "{}", '{"h": ""}', '{"": "y"}', '{"h": 1}')),
+        *(
+            (options.state_paths, text)
+            for text in ("[]", "{}", '{"h": ""}', '{"": "y"}', '{"h": 1}')
+        ),
         *(
             (options.devices, text)
             for text in (

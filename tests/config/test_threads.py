@@ -104,7 +104,7 @@ def test_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Instances share the cores equally unless the config or the environment sets counts."""
-    monkeypatch.setattr(threads, "cores", lambda: 8)
+    monkeypatch.setattr(threads, "available_cores", lambda: 8)
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
 
     assert threads.budget(build.config(instances=instances, **options)) == expected
@@ -112,7 +112,7 @@ def test_budget(
 
 def test_budget_without_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without OMP_NUM_THREADS the budget is the share of the cores."""
-    monkeypatch.setattr(threads, "cores", lambda: 6)
+    monkeypatch.setattr(threads, "available_cores", lambda: 6)
     monkeypatch.delenv("OMP_NUM_THREADS")
 
     assert threads.budget(build.config(instances=2)) == Threads(3, 3)

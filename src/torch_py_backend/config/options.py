@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Generic, TypeVar
 
-from torch_py_backend.config.pbtxt import Document
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import ConfigError, OptionError
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def floating(text: str) -> str:
 
 
 @_parser("a JSON object")
-def json_object(text: str) -> Document:
+def json_object(text: str) -> JsonObject:
     value = json.loads(text)
     if not isinstance(value, dict):
         raise TypeError(text)
@@ -107,7 +107,7 @@ def json_object(text: str) -> Document:
 
 
 @_parser(f"a JSON object with keys among {', '.join(_COMPILE_KEYS)}")
-def compile_parameters(text: str) -> Document:
+def compile_parameters(text: str) -> JsonObject:
     value = json_object.parse(text)
     if not value.keys() <= set(_COMPILE_KEYS):
         raise ValueError(text)
@@ -136,7 +136,7 @@ def buckets(text: str) -> tuple[int, ...] | None:
     "a JSON object of inputs, each with some of value (a number), side (left or right),"
     " multiple_of (an integer of at least 1), mask (an input's name), outputs (names)"
 )
-def padding(text: str) -> dict[str, Document]:
+def padding(text: str) -> dict[str, JsonObject]:
     inputs = json_object.parse(text)
     for settings in inputs.values():
         if not isinstance(settings, dict) or not settings.keys() <= _PAD_KEYS:
@@ -236,7 +236,7 @@ class Options:
         "A callable that returns the module; it is called once, at load: a function in model.py, or"
         " `package.module:callable`. A class with `from_pretrained` receives the version folder.",
     )
-    model_kwargs: Document | None = _option(
+    model_kwargs: JsonObject | None = _option(
         json_object,
         "Keyword arguments for the class or the factory. For a TorchServe archive: `content_type`,"
         " the media type of request bodies.",
@@ -286,7 +286,7 @@ class Options:
         " cores that this process may use, divided by the number of instances.",
         also=("INTER_OP_THREAD_COUNT",),
     )
-    torch_compile_optional_parameters: Document | None = _option(
+    torch_compile_optional_parameters: JsonObject | None = _option(
         compile_parameters,
         "Compile the model with these arguments of `torch.compile`; `{}` uses its defaults."
         " Unset: eager.",
@@ -313,7 +313,7 @@ class Options:
         "Row counts that batches are padded to. Unset, or `auto`: powers of two if shapes are"
         " fixed (`dynamic: false`, CUDA graphs), else none.",
     )
-    pad: dict[str, Document] | None = _option(
+    pad: dict[str, JsonObject] | None = _option(
         padding,
         "Inputs whose dims of -1 are padded, so that requests of different lengths share a batch:"
         ' `{"ids": {"value": 0, "side": "right", "multiple_of": 8, "mask": "attention_mask"}}`.',

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch_py_backend.errors import ConfigError, PlatformError
 
-# JSON objects: config.pbtxt as Triton passes it to backends, or a part of it.
-Document: TypeAlias = dict[str, Any]
+JsonObject: TypeAlias = dict[str, Any]
+# config.pbtxt as Triton passes it to backends, or a part of it.
+Document: TypeAlias = Mapping[str, Any]
 # Triton's default without an instance_group, on a machine without a GPU.
 _ONE_INSTANCE = {"kind": "KIND_CPU", "count": 1, "gpus": []}
 
 
-def read(folder: Path) -> Document:
+def read(folder: Path) -> JsonObject:
     """Return the config of a model folder with Triton's defaults, also if there is no config.pbtxt.
 
     Raises:
@@ -24,7 +26,7 @@ def read(folder: Path) -> Document:
     message = parse(folder.name, text(folder))
     _, _, json_format = _protobuf(folder.name)
     message.name = message.name or folder.name
-    document: Document = json_format.MessageToDict(
+    document: JsonObject = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     for tensor in (*document["input"], *document["output"]):
@@ -35,6 +37,16 @@ def read(folder: Path) -> Document:
     groups = document["instance_group"] or [dict(_ONE_INSTANCE)]
     document["instance_group"] = [group | {"count": group["count"] or 1} for group in groups]
     return document
+
+
+def model_dims(entry: Document) -> list[int]:
+    """Return the dims of an input or output as the model sees it.
+
+    Triton reshapes inputs before and outputs after that.
+    """
+    reshape = entry.get("reshape")
+    dims: list[int] = entry["dims"] if reshape is None else reshape.get("shape", [])
+    return dims
 
 
 def text(folder: Path) -> str:
