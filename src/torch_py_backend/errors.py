@@ -70,10 +70,10 @@ class ModelError(BackendError):
 
 class LoadError(ModelError):
     @classmethod
-    def told(cls, sentence: str, traceback: str = "") -> LoadError:
+    def from_message(cls, message: str, traceback: str = "") -> LoadError:
         """Return an error with the message and the traceback of one in another process."""
         error = cls.__new__(cls)
-        Exception.__init__(error, sentence)
+        Exception.__init__(error, message)
         error.traceback = traceback
         return error
 

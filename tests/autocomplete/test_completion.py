@@ -201,7 +201,7 @@ def test_errors_of_the_child_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the child process is raised again, and the config is unchanged."""
 
     def fail(*args: Any) -> Any:
-        raise LoadError.told("model 'digits': it hangs.")
+        raise LoadError.from_message("model 'digits': it hangs.")
 
     monkeypatch.setattr(child_process, "run", fail)
     arguments = build.arguments(input=[])

@@ -179,7 +179,7 @@ class _WarningFilter(logging.Handler):
     def check(self) -> None:
         """Raise if a parameter is unknown or has no effect: the row would be misleading."""
         if self.sentences:
-            raise ConfigError.told(self.sentences[0])
+            raise ConfigError.from_message(self.sentences[0])
 
 
 def measure(
