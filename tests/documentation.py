@@ -116,7 +116,8 @@ def table_in_page() -> str:
 
 def _row(row: OptionRow) -> str:
     keys = ", ".join(f"`{key}`" for key in (row.key, *row.also))
-    default = {None: "unset", (): "`none`"}.get(row.default, f"`{str(row.default).lower()}`")
+    defaults: dict[object, str] = {None: "unset", (): "`none`"}
+    default = defaults.get(row.default, f"`{str(row.default).lower()}`")
     if row.parser is yes_no:
         default = "`yes`" if row.default else "`no`"
     anchor = f'<a id="{row.key.lower()}"></a>'

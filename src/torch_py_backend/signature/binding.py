@@ -602,6 +602,8 @@ def _caller(
     """Return a function that calls a module with arguments built from columns."""
     if not keywords and all(isinstance(build, operator.itemgetter) for build in positional):
         return lambda module, columns: module(*columns)  # names are in the order of arguments
+    if not keywords:
+        return lambda module, columns: module(*[build(columns) for build in positional])
 
     def call(module: Forward, columns: Sequence[object]) -> object:
         args = [build(columns) for build in positional]
