@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeAlias
 
 from torch_py_backend.errors import ConfigError, PlatformError
@@ -100,7 +101,7 @@ def arguments(folder: Path, version: str, document: Document) -> dict[str, str]:
     }
 
 
-def _protobuf(model: str) -> tuple[Any, Any, Any]:
+def _protobuf(model: str) -> tuple[ModuleType, ModuleType, ModuleType]:
     try:
         from google.protobuf import json_format, text_format  # noqa: PLC0415
         from tritonclient.grpc import model_config_pb2  # noqa: PLC0415
