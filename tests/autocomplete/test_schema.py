@@ -29,8 +29,6 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
 
-Entry = tuple[str, str, list[int]]
-
 _HEADER = "import numpy as np\nimport torch\nfrom torch import nn\n\n"
 
 
@@ -45,14 +43,14 @@ def imports(tmp_path: Path) -> Iterator[None]:
             del sys.modules[name]
 
 
-def _describe(folder: Path, **document: Any) -> tuple[list[Entry], list[Entry], int]:
-    """Return the inputs, outputs and max_batch_size of a model."""
+def _describe(folder: Path, **document: Any) -> tuple[str, str, int]:
+    """Return the inputs, outputs and max_batch_size of a model, as `name type dims; ...`."""
     described = _schema(folder, **document)
     inputs, outputs = (
-        [
-            (entry["name"], entry["data_type"].removeprefix("TYPE_"), entry["dims"])
+        "; ".join(
+            f"{entry['name']} {entry['data_type'].removeprefix('TYPE_')} {entry['dims']}"
             for entry in described[role]
-        ]
+        )
         for role in ("input", "output")
     )
     return inputs, outputs, described["max_batch_size"]
@@ -100,6 +98,10 @@ def _batch(least: int = 1, most: int | None = 64) -> Any:
     return {0: torch.export.Dim("batch", min=least, max=most)}
 
 
+def _one_of(rows: Any) -> Any:
+    return _export(kinds.One(), (rows,), torch.rand(2, 4))
+
+
 def _typed() -> Any:
     args = torch.rand(3, 5, 4), torch.ones(3, 5, dtype=torch.int64)
     one, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", max=32)
@@ -107,59 +109,41 @@ def _typed() -> Any:
     return _export(_Typed(), shapes, *args, mask=torch.ones(3, dtype=torch.bool).reshape(3, 1))
 
 
-_TYPED_INPUTS = [("x", "FP32", [-1, 4]), ("ids", "INT64", [-1]), ("mask", "BOOL", [1])]
-_ONE = [("x", "FP32", [4])]
-_THREE = [("OUTPUT__0", "FP32", [3])]
+_ONE = "x FP32 [4]"
+_THREE = "OUTPUT__0 FP32 [3]"
 
 
 @pytest.mark.parametrize(
     ("program", "inputs", "outputs", "size"),
     [
-        pytest.param(
-            lambda: _export(kinds.One(), ({0: _batch(1, 5)[0]},), torch.rand(2, 4)),
-            _ONE,
-            _THREE,
-            5,
-            id="dynamic-batch-of-5-at-most",
-        ),
-        pytest.param(
-            lambda: _export(kinds.One(), ({0: _batch(2, None)[0]},), torch.rand(2, 4)),
-            _ONE,
-            _THREE,
-            8,
-            id="dynamic-batch-without-an-end",
-        ),
+        pytest.param(lambda: _one_of(_batch(1, 5)), _ONE, _THREE, 5, id="batch-of-5-at-most"),
+        pytest.param(lambda: _one_of(_batch(2, None)), _ONE, _THREE, 8, id="batch-without-an-end"),
         pytest.param(
             lambda: kinds._program(kinds.CASES["fixed"]),
-            [("x", "FP32", [4, 4])],
-            [("OUTPUT__0", "FP32", [4, 3])],
+            "x FP32 [4, 4]",
+            "OUTPUT__0 FP32 [4, 3]",
             0,
             id="fixed",
         ),
         pytest.param(
             lambda: kinds._program(kinds.CASES["nested"]),
-            [
-                ("x", "FP32", [2]),
-                ("z", "FP32", [2]),
-                ("ARGS[1][a][0]", "FP32", [2]),
-                ("ARGS[1][a][1]", "FP32", [2]),
-                ("scale", "FP32", [2]),
-            ],
-            [("total", "FP32", [2]), ("OUTPUT__1", "FP32", [2]), ("OUTPUT__2", "FP32", [2])],
+            "x FP32 [2]; z FP32 [2]; ARGS[1][a][0] FP32 [2]; ARGS[1][a][1] FP32 [2];"
+            " scale FP32 [2]",
+            "total FP32 [2]; OUTPUT__1 FP32 [2]; OUTPUT__2 FP32 [2]",
             64,
             id="nested-and-keywords",
         ),
         pytest.param(
             _typed,
-            _TYPED_INPUTS,
-            [("sum", "FP32", [-1, 4]), ("OUTPUT__1", "BOOL", [1]), ("OUTPUT__2", "BF16", [-1, 4])],
+            "x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1]",
+            "sum FP32 [-1, 4]; OUTPUT__1 BOOL [1]; OUTPUT__2 BF16 [-1, 4]",
             64,
             id="types-and-sizes",
         ),
         pytest.param(
             lambda: _export(_Rows(), (_batch(), _batch()), torch.rand(3, 4), torch.rand(3)),
-            [("x", "FP32", [4]), ("weight", "FP32", [1])],
-            [("OUTPUT__0", "FP32", [1])],
+            "x FP32 [4]; weight FP32 [1]",
+            "OUTPUT__0 FP32 [1]",
             64,
             id="one-value-a-row",
         ),
@@ -168,8 +152,8 @@ _THREE = [("OUTPUT__0", "FP32", [3])]
 def test_exported(
     tmp_path: Path,
     program: Callable[[], Any],
-    inputs: list[Entry],
-    outputs: list[Entry],
+    inputs: str,
+    outputs: str,
     size: int,
 ) -> None:
     """Names, types, dims and the batch come from the program, which is not run."""
@@ -222,14 +206,14 @@ def _listed(**dims: list[int]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("size", "x", "outputs", "max_batch_size"),
     [
-        (4, [-1], [("wide", "FP32", [-1]), ("first", "FP32", [1])], 8),
-        (4, [3], [("wide", "FP32", [6]), ("first", "FP32", [1])], 8),
-        (0, [2, -1], [("wide", "FP32", [2, -1]), ("first", "FP32", [2])], 0),
+        (4, [-1], "wide FP32 [-1]; first FP32 [1]", 8),
+        (4, [3], "wide FP32 [6]; first FP32 [1]", 8),
+        (0, [2, -1], "wide FP32 [2, -1]; first FP32 [2]", 0),
     ],
     ids=["any-size", "fixed", "without-a-batch"],
 )
 def test_outputs_of_listed_inputs(
-    tmp_path: Path, size: int, x: list[int], outputs: list[Entry], max_batch_size: int
+    tmp_path: Path, size: int, x: list[int], outputs: str, max_batch_size: int
 ) -> None:
     """Without an example, outputs and their variable dims come from runs with made-up values."""
     build.write(tmp_path, "model.py", _ROWS.encode())
@@ -243,7 +227,7 @@ def test_variable_dims_of_an_example(tmp_path: Path) -> None:
     source = _STRICT + "def example_inputs():\n    return {'x': torch.full((2, 5), 2.0)}\n"
     build.write(tmp_path, "model.py", source.encode())
     _, outputs, _ = _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
-    assert outputs == [("OUTPUT__0", "FP32", [-1])]
+    assert outputs == "OUTPUT__0 FP32 [-1]"
 
 
 @pytest.mark.parametrize("result", ["tuple(x.unbind(1))", "x.int() if x.shape[1] % 8 else x"])
@@ -283,24 +267,17 @@ def test_exported_needs_no_examples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("most", "size"), [pytest.param(20, 20, id="of-20"), pytest.param(None, 8, id="without-an-end")]
-)
 @pytest.mark.usefixtures("process")
-def test_most_rows_of_a_package(
-    tmp_path: Path, most: int | None, size: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_most_rows_of_a_package(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The most rows of a package are found by calls, whose errors are not printed."""
     (tmp_path / "1").mkdir()
-    program = _export(kinds.One(), ({0: _batch(1, most)[0]},), torch.rand(2, 4))
     torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "1" / "model.pt2")
+        _one_of(_batch(1, 20)), package_path=str(tmp_path / "1" / "model.pt2")
     )
-    safetensors.torch.save_file(
-        {"INPUT__0": torch.rand(2, 4)}, tmp_path / "1" / "example_inputs.safetensors"
-    )
+    examples = {"INPUT__0": torch.rand(2, 4)}
+    safetensors.torch.save_file(examples, tmp_path / "1" / "example_inputs.safetensors")
     capfd.readouterr()
-    assert _describe(tmp_path) == ([("INPUT__0", "FP32", [4])], _THREE, size)
+    assert _describe(tmp_path) == ("INPUT__0 FP32 [4]", _THREE, 20)
     assert "Error" not in capfd.readouterr().err
 
 
@@ -362,7 +339,7 @@ def test_batch(
 ) -> None:
     """The first dimension is a batch if it is that of all outputs, too, and grows with it."""
     build.write(tmp_path, "model.py", _FUNCTION.format(body=body, examples=examples))
-    assert _describe(tmp_path) == ([("x", "FP32", inputs)], [("OUTPUT__0", "FP32", outputs)], size)
+    assert _describe(tmp_path) == (f"x FP32 {inputs}", f"OUTPUT__0 FP32 {outputs}", size)
 
 
 def test_unequal_first_dims(tmp_path: Path) -> None:
@@ -371,16 +348,16 @@ def test_unequal_first_dims(tmp_path: Path) -> None:
         body="x @ table", examples="{'x': torch.rand(2, 4), 'table': torch.rand(4, 3)}"
     )
     build.write(tmp_path, "model.py", source)
-    inputs = [("x", "FP32", [2, 4]), ("table", "FP32", [4, 3])]
-    assert _describe(tmp_path) == (inputs, [("OUTPUT__0", "FP32", [2, 3])], 0)
+    inputs = "x FP32 [2, 4]; table FP32 [4, 3]"
+    assert _describe(tmp_path) == (inputs, "OUTPUT__0 FP32 [2, 3]", 0)
 
 
 def test_batch_needs_every_output(tmp_path: Path) -> None:
     """One output that does not grow with the rows means that there is no batch dimension."""
     source = _FUNCTION.format(body="(x, x.mean(0))", examples="{'x': torch.rand(2, 4)}")
     build.write(tmp_path, "model.py", source)
-    outputs = [("OUTPUT__0", "FP32", [2, 4]), ("OUTPUT__1", "FP32", [4])]
-    assert _describe(tmp_path) == ([("x", "FP32", [2, 4])], outputs, 0)
+    outputs = "OUTPUT__0 FP32 [2, 4]; OUTPUT__1 FP32 [4]"
+    assert _describe(tmp_path) == ("x FP32 [2, 4]", outputs, 0)
 
 
 @pytest.mark.parametrize("file", ["model.py", "model.pt"])
@@ -432,7 +409,7 @@ def test_meta_tensors_before_real_ones(tmp_path: Path, body: str, seen: list[str
 
     described = _describe(tmp_path, **_option("WEIGHTS", "none"))
 
-    assert described == ([("x", "FP32", [3])], [("OUTPUT__0", "FP32", [4])], 8)
+    assert described == ("x FP32 [3]", "OUTPUT__0 FP32 [4]", 8)
     devices = (tmp_path / "1" / "model.seen").read_text(encoding="utf-8").split()
     assert devices == seen
 
@@ -440,10 +417,10 @@ def test_meta_tensors_before_real_ones(tmp_path: Path, body: str, seen: list[str
 @pytest.mark.parametrize(
     ("body", "examples", "inputs", "outputs", "size"),
     [
-        ("[text + '!' for text in x]", "['one', 'two']", [1], ("STRING", [1]), 8),
-        ("torch.tensor([len(text) for text in x])", "[b'one']", [1], ("INT64", [1]), 8),
-        ("'-'.join(x)", "['one', 'two']", [2], ("STRING", [1]), 0),
-        ("torch.ones(len(x) // 2)", "np.array([['a', 'b'], ['c', 'd']])", [2], ("FP32", [1]), 8),
+        ("[text + '!' for text in x]", "['one', 'two']", [1], "STRING [1]", 8),
+        ("torch.tensor([len(text) for text in x])", "[b'one']", [1], "INT64 [1]", 8),
+        ("'-'.join(x)", "['one', 'two']", [2], "STRING [1]", 0),
+        ("torch.ones(len(x) // 2)", "np.array([['a', 'b'], ['c', 'd']])", [2], "FP32 [1]", 8),
     ],
 )
 def test_strings(
@@ -451,7 +428,7 @@ def test_strings(
     body: str,
     examples: str,
     inputs: list[int],
-    outputs: tuple[str, list[int]],
+    outputs: str,
     size: int,
 ) -> None:
     """Examples may be lists and arrays of strings."""
@@ -459,7 +436,7 @@ def test_strings(
         body=body, examples=f"{{'x': {examples}}}"
     )
     build.write(tmp_path, "model.py", source)
-    assert _describe(tmp_path) == ([("x", "STRING", inputs)], [("OUTPUT__0", *outputs)], size)
+    assert _describe(tmp_path) == (f"x STRING {inputs}", f"OUTPUT__0 {outputs}", size)
 
 
 def test_names_of_results(tmp_path: Path) -> None:
@@ -468,8 +445,8 @@ def test_names_of_results(tmp_path: Path) -> None:
         body="{'double': 2 * x, 'ids': x.argmax(1)}", examples="{'INPUT__0': torch.rand(2, 4)}"
     )
     build.write(tmp_path, "model.py", source)
-    outputs = [("double", "FP32", [4]), ("ids", "INT64", [1])]
-    assert _describe(tmp_path) == ([("INPUT__0", "FP32", [4])], outputs, 8)
+    outputs = "double FP32 [4]; ids INT64 [1]"
+    assert _describe(tmp_path) == ("INPUT__0 FP32 [4]", outputs, 8)
 
 
 def test_one_value_per_row(tmp_path: Path) -> None:
