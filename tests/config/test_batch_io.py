@@ -58,53 +58,44 @@ def test_targets() -> None:
 
 
 @pytest.mark.parametrize(
-    ("block", "message"),
+    ("changes", "message"),
     [
+        ({"kind": "BATCH_WHATEVER"}, "has the kind BATCH_WHATEVER; expected BATCH_ELEMENT_COUNT"),
+        ({"data_type": "TYPE_INT64"}, "has data_type TYPE_INT64; expected TYPE_INT32 or TYPE_FP32"),
+        ({"source_input": []}, "has 0 source_input; expected one"),
+        ({"source_input": ["a"]}, "source_input 'a', which is no input; expected one of x, z"),
+        ({"source_input": ["z"]}, "'z', which requests may leave out. Remove optional from 'z'"),
+        ({"target_name": []}, "has no target_name; expected at least one"),
+        ({"target_name": ["x"]}, "makes 'x', and config.pbtxt has that name"),
+        ({"target_name": ["n", "n"]}, "makes 'n', and config.pbtxt has that name"),
+    ],
+)
+def test_invalid_batch_input(changes: dict[str, Any], message: str) -> None:
+    """Invalid kinds, types and names of batch inputs are rejected at load."""
+    with pytest.raises(ConfigError) as raised:
+        parsed(**batch_input(**changes))
+
+    assert str(raised.value).startswith("model 'digits': batch_input ")
+    assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "BATCH_GATHER"}, "has the kind BATCH_GATHER; expected BATCH_SCATTER_WITH_"),
+        ({"source_input": ["x", "z"]}, "has 2 source_input; expected one"),
+        ({"target_name": ["a"]}, "names 'a', which is no output; expected names among y, w"),
+        ({"target_name": ["y", "y"]}, "names 'y', twice; expected names among y, w, each once"),
         (
-            batch_input(kind="BATCH_WHATEVER"),
-            "has the kind BATCH_WHATEVER; expected BATCH_ELEMENT_COUNT",
-        ),
-        (
-            batch_input(data_type="TYPE_INT64"),
-            "has data_type TYPE_INT64; expected TYPE_INT32 or TYPE_FP32",
-        ),
-        (batch_input(source_input=[]), "has 0 source_input; expected one"),
-        (batch_input(source_input=["x", "x"]), "has 2 source_input; expected one"),
-        (
-            batch_input(source_input=["a"]),
-            "source_input 'a', which is no input; expected one of x, z",
-        ),
-        (
-            batch_input(source_input=["z"]),
-            "'z', which requests may leave out. Remove optional from 'z'",
-        ),
-        (batch_input(target_name=[]), "has no target_name; expected at least one"),
-        (batch_input(target_name=["x"]), "makes 'x', and config.pbtxt has that name"),
-        (batch_input(target_name=["n", "n"]), "makes 'n', and config.pbtxt has that name"),
-        (
-            batch_output(kind="BATCH_GATHER"),
-            "has the kind BATCH_GATHER; expected BATCH_SCATTER_WITH_",
-        ),
-        (batch_output(source_input=["x", "z"]), "has 2 source_input; expected one"),
-        (batch_output(source_input=["a"]), "'a', which is no input; expected one of x, z"),
-        (
-            batch_output(target_name=["a"]),
-            "names 'a', which is no output; expected names among y, w",
-        ),
-        (
-            batch_output(target_name=["y", "y"]),
-            "names 'y', twice; expected names among y, w, each once",
-        ),
-        (
-            batch_output(target_name=["w"]),
+            {"target_name": ["w"]},
             "gives 'w' of dims [2, -1] the shape of 'x' of dims [-1]; expected for each dim of -1",
         ),
     ],
 )
-def test_invalid_entry(block: dict[str, Any], message: str) -> None:
-    """Invalid kinds, types and names are rejected at load."""
+def test_invalid_batch_output(changes: dict[str, Any], message: str) -> None:
+    """Invalid kinds, names and shapes of batch outputs are rejected at load."""
     with pytest.raises(ConfigError) as raised:
-        parsed(**block)
+        parsed(**batch_output(**changes))
 
-    assert f"model 'digits': {next(iter(block))} " in str(raised.value)
+    assert str(raised.value).startswith("model 'digits': batch_output ")
     assert message in str(raised.value)

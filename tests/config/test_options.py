@@ -167,12 +167,10 @@ def test_accepted_json(parser: Parser[Any], value: dict[str, Any]) -> None:
             for text in (
                 "{}",
                 "[]",
-                '{"a": "disk"}',
                 '{"a": "meta"}',
                 '{"a": "cuda:-1"}',
                 '{"a": -1}',
                 '{"a": true}',
-                '{"a": null}',
                 '{"a": {"b": "cpu"}}',
                 '{"a": "cpu", "a": "cuda:0"}',
             )
