@@ -18,7 +18,7 @@ from pathlib import Path
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-from torch_py_backend.config.options import BOOLEAN, TABLE, YES_NO, OptionRow
+from torch_py_backend.config.options import TABLE, OptionRow, boolean, yes_no
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -111,10 +111,11 @@ def table_in_page() -> str:
 
 def _row(row: OptionRow) -> str:
     keys = ", ".join(f"`{key}`" for key in (row.key, *row.also))
-    default = {None: "unset", (): "`none`"}.get(row.default, f"`{str(row.default).lower()}`")
-    if row.parser is YES_NO:
+    defaults: dict[object, str] = {None: "unset", (): "`none`"}
+    default = defaults.get(row.default, f"`{str(row.default).lower()}`")
+    if row.parser is yes_no:
         default = "`yes`" if row.default else "`no`"
-    accepted = "boolean" if row.parser is BOOLEAN else row.parser.accepted
+    accepted = "boolean" if row.parser is boolean else row.parser.accepted
     if accepted.startswith("a JSON object"):  # the meaning has an example
         accepted = "a JSON object"
     return f'| <a id="{row.key.lower()}"></a>{keys} | {accepted} | {default} | {row.doc} |'

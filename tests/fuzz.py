@@ -1,7 +1,7 @@
-"""Fuzzing with atheris, led by coverage: `python tests/fuzz.py [--seconds N] [TARGET ...]`.
+"""Fuzzing with atheris, guided by coverage: `python tests/fuzz.py [--seconds N] [TARGET ...]`.
 
-Each target of fuzzing.py runs in a process of its own, one after another. What breaks one is kept
-in `fuzz/` under the working directory; a run starts from what was found there before.
+Each target of fuzzing.py runs in its own process, one after another. Inputs that break it are kept
+in `fuzz/` under the working directory, with the corpus from which the next run starts.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _HERE = Path(__file__).parent
-_HANGS_S = 20
+_TIMEOUT_S = 20
 _MEMORY_MB = 1024
-# Whose branches are worth reaching.
-_LED_BY = ["torch_py_backend", "zipfile", "pickletools", "json"]
+# Modules whose coverage guides the fuzzer.
+_INSTRUMENTED = ["torch_py_backend", "zipfile", "pickletools", "json"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Fuzz the targets; how many of them broke."""
+    """Fuzz the targets and return how many of them broke."""
     import fuzzing
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("targets", nargs="*", metavar="TARGET", help=", ".join(fuzzing.TARGETS))
     parser.add_argument("--seconds", type=int, default=60, help="for each target")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     broken = []
-    for name in chosen.targets or fuzzing.TARGETS:
+    for name in options.targets or fuzzing.TARGETS:
         corpus = Path("fuzz") / name
         corpus.mkdir(parents=True, exist_ok=True)
         for number, seed in enumerate(fuzzing.SEEDS):
             (corpus / f"seed{number}").write_bytes(seed)
-        limits = [f"-max_total_time={chosen.seconds}", f"-timeout={_HANGS_S}"]
+        limits = [f"-max_total_time={options.seconds}", f"-timeout={_TIMEOUT_S}"]
         limits += [f"-rss_limit_mb={_MEMORY_MB}", f"-artifact_prefix=fuzz/{name}-"]
         command = [sys.executable, __file__, "--one", name, str(corpus), *limits]
         print(f"--- {name}", flush=True)
@@ -45,11 +45,11 @@ def main(arguments: Sequence[str]) -> int:
     return len(broken)
 
 
-def one(name: str, arguments: Sequence[str]) -> None:
-    """One target, until its time is over or it breaks."""
+def fuzz(name: str, arguments: Sequence[str]) -> None:
+    """Fuzz one target until its time is over or it breaks."""
     import atheris
 
-    with atheris.instrument_imports(include=_LED_BY):
+    with atheris.instrument_imports(include=_INSTRUMENTED):
         import fuzzing
 
     warnings.simplefilter("ignore")
@@ -65,6 +65,6 @@ def one(name: str, arguments: Sequence[str]) -> None:
 if __name__ == "__main__":
     sys.path.insert(0, str(_HERE))
     if sys.argv[1:2] == ["--one"]:
-        one(sys.argv[2], sys.argv[3:])
+        fuzz(sys.argv[2], sys.argv[3:])
     else:
         sys.exit(main(sys.argv[1:]))

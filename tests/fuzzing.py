@@ -1,7 +1,6 @@
-"""What fuzzing calls: functions of bytes that may refuse them, and may do nothing else.
+"""Fuzz targets: functions of bytes that may raise the errors of their parser, and no others.
 
-`tests/test_fuzzing.py` calls them with bytes that are nearly real artifacts, `tests/fuzz.py` with
-what atheris comes up with.
+`tests/test_fuzzing.py` calls them with mutated artifacts, `tests/fuzz.py` with inputs of atheris.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ Target = Callable[[Path, bytes], None]
 
 
 def content(folder: Path, data: bytes) -> None:
-    """What a file is, whatever it holds; and what to do about it."""
+    """The type of a file, and the advice about it."""
     path = folder / "model.pt2"
     path.write_bytes(data)
-    found = file_types.file_type(path)
-    assert file_types.advice(found, path)
-    if found is file_types.FileType.AOTI:
+    file_type = file_types.file_type(path)
+    assert file_types.advice(file_type, path)
+    if file_type is file_types.FileType.AOTI:
         file_types.aoti_metadata(path)
 
 
 def artifact(folder: Path, data: bytes) -> None:
-    """Which file is the model, where the file is damaged."""
+    """Discovery of a model whose file is damaged."""
     (folder / "1").mkdir(exist_ok=True)
     (folder / "1" / "model.pt").write_bytes(data)
     with contextlib.suppress(LoadError):
@@ -48,7 +47,7 @@ def artifact(folder: Path, data: bytes) -> None:
 
 
 def index(folder: Path, data: bytes) -> None:
-    """An index of weights, and what it names."""
+    """An index of weights, and the files that it names."""
     path = folder / "model.safetensors.index.json"
     path.write_bytes(data)
     with contextlib.suppress(*file_types.INDEX_ERRORS):
@@ -58,14 +57,14 @@ def index(folder: Path, data: bytes) -> None:
 
 
 def source(folder: Path, data: bytes) -> None:
-    """What a source imports from its own folder."""
+    """The imports of a source from its own folder."""
     (folder / "net.py").write_bytes(data)
     with contextlib.suppress(LoadError):
         source_dependencies.find("m", folder / "net.py")
 
 
 def option(folder: Path, data: bytes) -> None:
-    """One parameter of config.pbtxt: the first byte says which."""
+    """One parameter of config.pbtxt, chosen by the first byte."""
     row = options.TABLE[data[0] % len(options.TABLE)] if data else options.TABLE[0]
     text = data[1:].decode(errors="replace")
     with contextlib.suppress(LoadError):
@@ -79,7 +78,7 @@ def config(folder: Path, data: bytes) -> None:
         pbtxt.read(folder)
 
 
-def findings(folder: Path, data: bytes) -> None:
+def tuned(folder: Path, data: bytes) -> None:
     """A tuned.json."""
     (folder / tuned_settings.FILE).write_bytes(data)
     with contextlib.suppress(LoadError):
@@ -93,18 +92,18 @@ def archive(folder: Path, data: bytes) -> None:
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         with contextlib.suppress(ArchiveError):
             mar_archive.unpack(path, Path(scratch) / "model.mar", Limits(gigabytes=0.01, files=20))
-        assert {one.name for one in Path(scratch).iterdir()} <= {"model.mar", "model.mar-whole"}
+        assert {path.name for path in Path(scratch).iterdir()} <= {"model.mar", "model.mar-whole"}
 
 
 def manifest(folder: Path, data: bytes) -> None:
-    """What an archive says of its model."""
+    """The manifest of an archive."""
     archives.write_folder(folder, {"handler.py": b"", archives.MANIFEST: data})
     with contextlib.suppress(ArchiveError):
         _migrated(folder)
 
 
 def settings(folder: Path, data: bytes) -> None:
-    """A model-config.yaml: what it becomes is a config that Triton reads."""
+    """A model-config.yaml: its migration is a config that Triton reads."""
     known = archives.manifest(configFile="c.yaml").encode()
     archives.write_folder(folder, {"handler.py": b"", "c.yaml": data, archives.MANIFEST: known})
     with contextlib.suppress(ArchiveError):
@@ -118,16 +117,18 @@ def handler(folder: Path, data: bytes) -> None:
 
 
 def _migrated(folder: Path) -> str:
-    found = mar_archive.read_manifest(folder, "net.mar")
-    return migration.migrate("net.mar", "net", folder, found, migration.MigrationOptions()).config
+    contents = mar_archive.read_manifest(folder, "net.mar")
+    return migration.migrate(
+        "net.mar", "net", folder, contents, migration.MigrationOptions()
+    ).config
 
 
-_TARGETS = (content, artifact, index, source, option, config, findings)
+_TARGETS = (content, artifact, index, source, option, config, tuned)
 _ARCHIVES = (archive, manifest, settings, handler)
-TARGETS: dict[str, Target] = {one.__name__: one for one in (*_TARGETS, *_ARCHIVES)}
+TARGETS: dict[str, Target] = {target.__name__: target for target in (*_TARGETS, *_ARCHIVES)}
 
 
-# --- what the bytes start from -----------------------------------------------------------------
+# --- seeds -----------------------------------------------------------------
 
 _CONFIG = b"""
 backend: "pytorch_py"
@@ -157,7 +158,7 @@ def _zipped(**members: bytes) -> bytes:
 
 
 def _state_dict() -> bytes:
-    """What torch.save writes of a tensor; written here without torch."""
+    """Return a file as torch.save writes it for a tensor, without torch."""
     pickled = (
         b"\x80\x02}q\x00X\x01\x00\x00\x00wq\x01ctorch._utils\n_rebuild_tensor_v2\nq\x02((X\x07\x00"
         b"\x00\x00storageq\x03ctorch\nFloatStorage\nq\x04X\x01\x00\x00\x000q\x05X\x03\x00\x00\x00"
@@ -168,7 +169,7 @@ def _state_dict() -> bytes:
 
 
 def _archived() -> bytes:
-    """A .mar file."""
+    """Return a .mar file."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as written:
         written.writestr("handler.py", "import ts\n")
@@ -177,7 +178,7 @@ def _archived() -> bytes:
 
 
 def _tarred() -> bytes:
-    """The same as torch-model-archiver's tgz; the checksum of gzip hides what is changed."""
+    """Return the same as torch-model-archiver's tgz."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as written:
         entry = tarfile.TarInfo(f"net/{archives.MANIFEST}")

@@ -1,7 +1,6 @@
-"""Properties that hold for whatever is made up: of configs, of binding and of batching.
+"""Properties of any config, any binding and any batch.
 
-Deterministic and bounded (see the profile in conftest.py): a failure is found again by running the
-test again.
+Examples are the same in every run (see the profile in conftest.py).
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import json
 import math
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import build
@@ -24,7 +22,7 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
-from torch_py_backend.config import dtypes, model_config, options, tuned_settings
+from torch_py_backend.config import dtypes, model_config, options
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import LoadError
@@ -32,11 +30,11 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import binding, introspection
 from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
-def _asked(call: Callable[[], Answer]) -> Answer | LoadError:
-    """What a call returns, or its refusal; nothing else may be raised."""
+def _result(call: Callable[[], Result]) -> Result | LoadError:
+    """Return the result of a call, or its LoadError; nothing else may be raised."""
     try:
         return call()
     except LoadError as error:
@@ -69,21 +67,15 @@ _KEYS = st.sampled_from([key for row in options.TABLE for key in (row.key, *row.
 _ENTRIES = st.builds(lambda text: {"string_value": text}, _TEXTS)
 
 
-@given(st.dictionaries(_KEYS | st.text(max_size=20), _ENTRIES | JSON, max_size=4))
-def test_parameters_are_parsed_or_refused(parameters: dict[str, Any]) -> None:
-    """Whatever stands in `parameters`, it becomes options or a sentence about the parameter."""
-    found = _asked(lambda: options.parse("m", parameters))
-
-    assert isinstance(found, Options) or str(found).startswith("model 'm': the parameter")
-
-
 _NAMES = st.sampled_from(["x", "y", "INPUT__0", "ARGS[0]"]) | st.text(max_size=8)
 _DIMS = st.lists(st.integers(-1, 2**40), max_size=4)
 _TENSORS = st.lists(
     st.fixed_dictionaries(
         {
             "name": _NAMES,
-            "data_type": st.sampled_from([one.config for one in dtypes.TABLE] + ["TYPE_INVALID"]),
+            "data_type": st.sampled_from(
+                [dtype.config for dtype in dtypes.TABLE] + ["TYPE_INVALID"]
+            ),
             "dims": _DIMS,
         },
         optional={
@@ -159,26 +151,14 @@ _DOCUMENTS = st.fixed_dictionaries(
 
 @given(_DOCUMENTS)
 def test_config_is_parsed_or_refused(document: dict[str, Any]) -> None:
-    """A config of Triton's is read, and its model looked for, or refused with a sentence."""
+    """Any config is parsed, and its model looked for, or raises a LoadError."""
     with tempfile.TemporaryDirectory() as folder:
-        told = build.arguments(**document) | {"model_repository": folder}
-        found = _asked(lambda: discovery.find(model_config.parse(told)))
+        arguments = build.arguments(**document) | {"model_repository": folder}
+        result = _result(lambda: discovery.find(model_config.parse(arguments)))
 
-    # Of an empty folder nothing can be served but what a package has.
-    assert isinstance(found, Artifact) == (getattr(found, "kind", None) is ArtifactType.FACTORY)
-    assert isinstance(found, Artifact) or "'digits'" in str(found)
-
-
-@given(JSON | st.fixed_dictionaries({"machines": st.dictionaries(st.just("here"), JSON)}), _TEXTS)
-def test_what_tune_keeps_is_read_or_refused(document: Any, text: str) -> None:
-    """A tuned.json of any content gives parameters, none, or a sentence that says so."""
-    with tempfile.TemporaryDirectory() as folder:
-        for content in (json.dumps(document), text):
-            (Path(folder) / tuned_settings.FILE).write_text(
-                content, encoding="utf-8", errors="replace"
-            )
-            found = _asked(lambda: tuned_settings.read_choice(Path(folder), "here"))
-            assert found is None or isinstance(found, dict) or "tuned.json" in str(found)
+    # An empty folder can serve only a factory of an installed package.
+    assert isinstance(result, Artifact) == (getattr(result, "kind", None) is ArtifactType.FACTORY)
+    assert isinstance(result, Artifact) or "'digits'" in str(result)
 
 
 # --- binding -----------------------------------------------------------------------------------
@@ -196,24 +176,23 @@ _TREES = st.recursive(
 
 
 def _numbered(trees: Sequence[Any]) -> tuple[list[Any], list[str]]:
-    """The trees with the paths of their leaves as leaves, and these paths."""
+    """Return the trees with the paths of their leaves as leaves, and these paths."""
     paths: list[str] = []
 
     def visit(tree: Any, path: str) -> Any:
         if isinstance(tree, list):
-            return [visit(one, f"{path}[{index}]") for index, one in enumerate(tree)]
+            return [visit(child, f"{path}[{index}]") for index, child in enumerate(tree)]
         if isinstance(tree, dict):
-            return {key: visit(one, f"{path}[{key}]") for key, one in tree.items()}
+            return {key: visit(child, f"{path}[{key}]") for key, child in tree.items()}
         paths.append(path)
         return path
 
     return [visit(tree, f"ARGS[{index}]") for index, tree in enumerate(trees)], paths
 
 
-def _called(inputs: binding.InputBinding) -> tuple[Any, Any]:
-    """What a module is called with, where each column is its own name."""
-    made: tuple[Any, Any] = inputs.call(lambda *args, **kwargs: (args, kwargs), inputs.names)
-    return made
+def _called(inputs: binding.InputBinding) -> Any:
+    """Return the arguments of a module if each column is its own name."""
+    return inputs.call(lambda *args, **kwargs: (args, kwargs), inputs.names)
 
 
 @given(st.lists(_TREES, min_size=1, max_size=4), st.randoms(use_true_random=False))
@@ -262,28 +241,28 @@ def test_programs_get_their_own_tree(
 
 @given(st.lists(_NAMES, min_size=1, max_size=5), st.integers(1, 4), st.booleans())
 def test_any_names_bind_or_are_refused(names: list[str], count: int, rest: bool) -> None:
-    """Names of any spelling feed forward() once each, or the load fails with a sentence."""
+    """Names of any spelling feed forward() once each, or raise a LoadError."""
     arguments = [
         Argument(f"a{index}", index == 0, Passing.POSITIONAL, ArgumentType.TENSOR, f"a{index}")
         for index in range(count)
     ]
     if rest:
         arguments.append(Argument("more", False, Passing.REST, ArgumentType.TENSOR, "*more"))
-    found = _asked(lambda: binding.bind_inputs("m", names, Signature(tuple(arguments))))
-    if isinstance(found, LoadError):
-        assert str(found).startswith("model 'm'")
+    result = _result(lambda: binding.bind_inputs("m", names, Signature(tuple(arguments))))
+    if isinstance(result, LoadError):
+        assert str(result).startswith("model 'm'")
     else:
-        assert sorted(pytree.tree_leaves(_called(found))) == sorted(names)
+        assert sorted(pytree.tree_leaves(_called(result))) == sorted(names)
 
 
 # --- batching ----------------------------------------------------------------------------------
 
-_NUMBERS = [one for one in dtypes.TABLE if one.numpy not in (None, "object")]
+_NUMBERS = [dtype for dtype in dtypes.TABLE if dtype.numpy not in (None, "object")]
 
 
 @st.composite
 def _rows(draw: st.DrawFn) -> Rows:
-    """What a model takes: any rows, so many and no others, or buckets."""
+    """Return the numbers of rows that a model takes: any, a range, or buckets."""
     buckets = sorted(draw(st.sets(st.integers(1, 16), max_size=4)))
     if buckets:
         return Rows(buckets[0], buckets[-1], tuple(buckets))
@@ -292,7 +271,7 @@ def _rows(draw: st.DrawFn) -> Rows:
 
 
 def _value(shape: Sequence[int], kind: dtypes.DType, start: int) -> Any:
-    """Values that are told from each other, as far as their type can."""
+    """Return values that differ from each other, as far as their type allows."""
     count = math.prod(shape)
     if kind.triton == "BYTES":
         texts = np.empty(count, dtype=np.object_)
@@ -311,7 +290,7 @@ def _value(shape: Sequence[int], kind: dtypes.DType, start: int) -> Any:
 def test_rows_return_to_their_items(
     sizes: list[int], shape: list[int], kind: dtypes.DType, rows: Rows, tensors: bool
 ) -> None:
-    """Gathered, fitted to the model's rows, joined and scattered, each item has its own again."""
+    """After gather, fit, join and scatter, each item has its own rows."""
     sent = [_value((size, *shape), kind, 7 * index) for index, size in enumerate(sizes)]
     if tensors and kind.triton != "BYTES":
         sent = [torch.from_numpy(value) for value in sent]
@@ -336,16 +315,14 @@ _ARGUMENTS = tuple(
 )
 
 
-def _padded_engine(pad: Mapping[str, Any], rows: Rows, *, mask: bool) -> Engine:
-    """A model that returns what it gets, with PAD."""
+def _padded_engine(pad: Mapping[str, Any], rows: Rows) -> Engine:
+    """Return an engine of a model that returns its inputs, with PAD."""
     ids = build.spec("ids", "INT64", (-1,))
     inputs = (ids, build.spec("mask", "INT64", (-1,)))
     settings = build.config(
         inputs=tuple(
-            model_config.TensorSpec(
-                one.name, one.dtype, one.dims, one.name == "mask" and mask, True
-            )
-            for one in inputs
+            model_config.TensorSpec(spec.name, spec.dtype, spec.dims, spec.name == "mask", True)
+            for spec in inputs
         ),
         outputs=(build.spec("y", "INT64", (-1,)), build.spec("kept", "INT64", (-1,))),
         max_batch_size=16,
@@ -373,14 +350,14 @@ def _padded_engine(pad: Mapping[str, Any], rows: Rows, *, mask: bool) -> Engine:
 def test_padded_items_get_their_own_back(
     shapes: list[tuple[int, int, bool]], pad: dict[str, Any], rows: Rows
 ) -> None:
-    """Items of any lengths share a batch, with and without a mask, and get their own lengths."""
-    made = _padded_engine(pad, rows, mask=True)
+    """Items of any lengths share a batch, with and without a mask, and keep their own lengths."""
+    engine = _padded_engine(pad, rows)
     items: list[gather_scatter.Item] = []
     for number, (count, length, masked) in enumerate(shapes):
         ids = np.arange(count * length, dtype=np.int64).reshape(count, length) + 100 * number
         items.append({"ids": ids, **({"mask": ids % 2} if masked else {})})
 
-    outcomes = made.run(items)
+    outcomes = engine.run(items)
 
     for item, outcome in zip(items, outcomes, strict=True):
         assert isinstance(outcome, dict), outcome

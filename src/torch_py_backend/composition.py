@@ -37,7 +37,7 @@ class Model:
     timeout: float | None = None
     parameters: Parameters = field(default_factory=dict)
 
-    def __call__(self, /, **inputs: Any) -> Results:
+    def __call__(self, /, **inputs: object) -> Results:
         """Call the model and return its outputs by name.
 
         Args:
@@ -49,7 +49,7 @@ class Model:
         """
         return _transport.send(self, inputs)
 
-    async def asynchronously(self, /, **inputs: Any) -> Results:
+    async def asynchronously(self, /, **inputs: object) -> Results:
         """Call the model from asyncio code; several calls can run at the same time.
 
         Raises:
@@ -64,37 +64,27 @@ model = Model
 class Transport(Protocol):
     """Sends calls to their model."""
 
-    def send(self, called: Model, inputs: Mapping[str, Any]) -> Results: ...
+    def send(self, called: Model, inputs: Mapping[str, object]) -> Results: ...
 
-    async def send_async(self, called: Model, inputs: Mapping[str, Any]) -> Results: ...
-
-
-class _NoServer:
-    """Refuses calls: no server executes requests."""
-
-    def send(self, called: Model, inputs: Mapping[str, Any]) -> Results:
-        raise NoServerError(called.name, list(inputs))
-
-    async def send_async(self, called: Model, inputs: Mapping[str, Any]) -> Results:
-        return self.send(called, inputs)
+    async def send_async(self, called: Model, inputs: Mapping[str, object]) -> Results: ...
 
 
 @dataclass(frozen=True, slots=True)
 class _StandIns:
-    """Calls functions instead of models."""
+    """Calls functions instead of models, and refuses calls of other models: there is no server."""
 
     functions: Mapping[str, Callable[..., Results]]
 
-    def send(self, called: Model, inputs: Mapping[str, Any]) -> Results:
+    def send(self, called: Model, inputs: Mapping[str, object]) -> Results:
         if called.name not in self.functions:
-            raise NoServerError(called.name, list(inputs))
+            raise NoServerError(called.name, inputs)
         return self.functions[called.name](**inputs)
 
-    async def send_async(self, called: Model, inputs: Mapping[str, Any]) -> Results:
+    async def send_async(self, called: Model, inputs: Mapping[str, object]) -> Results:
         return self.send(called, inputs)
 
 
-_transport: Transport = _NoServer()
+_transport: Transport = _StandIns({})
 
 
 def set_transport(transport: Transport) -> None:

@@ -70,10 +70,10 @@ class ModelError(BackendError):
 
 class LoadError(ModelError):
     @classmethod
-    def told(cls, sentence: str, traceback: str = "") -> LoadError:
+    def from_message(cls, message: str, traceback: str = "") -> LoadError:
         """Return an error with the message and the traceback of one in another process."""
         error = cls.__new__(cls)
-        Exception.__init__(error, sentence)
+        Exception.__init__(error, message)
         error.traceback = traceback
         return error
 
@@ -113,13 +113,10 @@ class WeightsError(LoadError):
         shapes: Collection[str] = (),
         hint: str = "",
     ) -> None:
+        kinds = {"missing keys": missing, "unexpected keys": unexpected, "wrong shapes": shapes}
         lists = [
             f"{title} ({len(names)}): {join_names(names)}"
-            for title, names in (
-                ("missing keys", missing),
-                ("unexpected keys", unexpected),
-                ("wrong shapes", shapes),
-            )
+            for title, names in kinds.items()
             if names
         ]
         super().__init__(
@@ -159,13 +156,7 @@ class InputError(ModelError):
 
 
 class ForwardError(ModelError):
-    """An exception of the model's own code.
-
-    Args:
-        model: the model's name.
-        error: the exception.
-        called: the name of the function that raised.
-    """
+    """An exception of the model's own code, raised by the function `called`."""
 
     def __init__(self, model: str, error: BaseException, called: str = "forward") -> None:
         super().__init__(model, f"{called}() raised {summarize(error)}")
@@ -177,15 +168,7 @@ class HookError(ModelError):
 
 
 class CallError(ModelError):
-    """A failed call of another model.
-
-    Args:
-        model: the called model.
-        found: what happened instead of a result, as a clause.
-        code: the name of the `TritonError` code of the response.
-        expected: what was expected, as a noun phrase.
-        cure: what to do, as a sentence.
-    """
+    """A failed call of the model `model`; `code` is that of its response."""
 
     def __init__(
         self, model: str, found: str, *, code: str = "INTERNAL", expected: str = "", cure: str = ""
@@ -318,8 +301,8 @@ def join_names(names: Iterable[str]) -> str:
 def summarize(error: BaseException) -> str:
     """Return an exception's type and message in one line that may be sent to clients.
 
-    It contains no traceback, no folder and no address of the server, at most `_LONGEST` characters,
-    and only printable ones: text that cannot be sent would fail the whole batch.
+    It contains no traceback, folder or address of the server, and at most `_LONGEST` characters,
+    all printable: text that cannot be sent would fail the whole batch.
     """
     try:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -29,8 +29,6 @@ from torch_py_backend.errors import (
 from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
 
-Entry = tuple[str, str, list[int]]
-
 _HEADER = "import numpy as np\nimport torch\nfrom torch import nn\n\n"
 
 
@@ -45,14 +43,14 @@ def imports(tmp_path: Path) -> Iterator[None]:
             del sys.modules[name]
 
 
-def _describe(folder: Path, **document: Any) -> tuple[list[Entry], list[Entry], int]:
-    """Return the inputs, outputs and max_batch_size of a model."""
+def _describe(folder: Path, **document: Any) -> tuple[str, str, int]:
+    """Return the inputs, outputs and max_batch_size of a model, as `name type dims; ...`."""
     described = _schema(folder, **document)
     inputs, outputs = (
-        [
-            (entry["name"], entry["data_type"].removeprefix("TYPE_"), entry["dims"])
+        "; ".join(
+            f"{entry['name']} {entry['data_type'].removeprefix('TYPE_')} {entry['dims']}"
             for entry in described[role]
-        ]
+        )
         for role in ("input", "output")
     )
     return inputs, outputs, described["max_batch_size"]
@@ -100,6 +98,10 @@ def _batch(least: int = 1, most: int | None = 64) -> Any:
     return {0: torch.export.Dim("batch", min=least, max=most)}
 
 
+def _one_of(rows: Any) -> Any:
+    return _export(kinds.One(), (rows,), torch.rand(2, 4))
+
+
 def _typed() -> Any:
     args = torch.rand(3, 5, 4), torch.ones(3, 5, dtype=torch.int64)
     one, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", max=32)
@@ -107,83 +109,41 @@ def _typed() -> Any:
     return _export(_Typed(), shapes, *args, mask=torch.ones(3, dtype=torch.bool).reshape(3, 1))
 
 
-_TYPED_INPUTS = [("x", "FP32", [-1, 4]), ("ids", "INT64", [-1]), ("mask", "BOOL", [1])]
-_ONE = [("x", "FP32", [4])]
-_THREE = [("OUTPUT__0", "FP32", [3])]
+_ONE = "x FP32 [4]"
+_THREE = "OUTPUT__0 FP32 [3]"
 
 
 @pytest.mark.parametrize(
     ("program", "inputs", "outputs", "size"),
     [
-        pytest.param(
-            lambda: kinds._program(kinds.CASES["one"]), _ONE, _THREE, 64, id="dynamic-batch"
-        ),
-        pytest.param(
-            lambda: _export(kinds.One(), ({0: _batch(1, 5)[0]},), torch.rand(2, 4)),
-            _ONE,
-            _THREE,
-            5,
-            id="dynamic-batch-of-5-at-most",
-        ),
-        pytest.param(
-            lambda: _export(kinds.One(), ({0: _batch(1, 4096)[0]},), torch.rand(2, 4)),
-            _ONE,
-            _THREE,
-            4096,
-            id="dynamic-batch-of-many",
-        ),
-        pytest.param(
-            lambda: _export(kinds.One(), ({0: _batch(1, sys.maxsize - 1)[0]},), torch.rand(2, 4)),
-            _ONE,
-            _THREE,
-            8,
-            id="dynamic-batch-of-no-number",
-        ),
-        pytest.param(
-            lambda: _export(kinds.One(), ({0: _batch(2, None)[0]},), torch.rand(2, 4)),
-            _ONE,
-            _THREE,
-            8,
-            id="dynamic-batch-without-an-end",
-        ),
+        pytest.param(lambda: _one_of(_batch(1, 5)), _ONE, _THREE, 5, id="batch-of-5-at-most"),
+        pytest.param(lambda: _one_of(_batch(2, None)), _ONE, _THREE, 8, id="batch-without-an-end"),
         pytest.param(
             lambda: kinds._program(kinds.CASES["fixed"]),
-            [("x", "FP32", [4, 4])],
-            [("OUTPUT__0", "FP32", [4, 3])],
+            "x FP32 [4, 4]",
+            "OUTPUT__0 FP32 [4, 3]",
             0,
             id="fixed",
         ),
         pytest.param(
-            lambda: kinds._program(kinds.CASES["dict"]),
-            [("first", "FP32", [2]), ("second", "FP32", [2])],
-            [("OUTPUT__0", "FP32", [2])],
-            64,
-            id="dict",
-        ),
-        pytest.param(
             lambda: kinds._program(kinds.CASES["nested"]),
-            [
-                ("x", "FP32", [2]),
-                ("z", "FP32", [2]),
-                ("ARGS[1][a][0]", "FP32", [2]),
-                ("ARGS[1][a][1]", "FP32", [2]),
-                ("scale", "FP32", [2]),
-            ],
-            [("total", "FP32", [2]), ("OUTPUT__1", "FP32", [2]), ("OUTPUT__2", "FP32", [2])],
+            "x FP32 [2]; z FP32 [2]; ARGS[1][a][0] FP32 [2]; ARGS[1][a][1] FP32 [2];"
+            " scale FP32 [2]",
+            "total FP32 [2]; OUTPUT__1 FP32 [2]; OUTPUT__2 FP32 [2]",
             64,
             id="nested-and-keywords",
         ),
         pytest.param(
             _typed,
-            _TYPED_INPUTS,
-            [("sum", "FP32", [-1, 4]), ("OUTPUT__1", "BOOL", [1]), ("OUTPUT__2", "BF16", [-1, 4])],
+            "x FP32 [-1, 4]; ids INT64 [-1]; mask BOOL [1]",
+            "sum FP32 [-1, 4]; OUTPUT__1 BOOL [1]; OUTPUT__2 BF16 [-1, 4]",
             64,
             id="types-and-sizes",
         ),
         pytest.param(
             lambda: _export(_Rows(), (_batch(), _batch()), torch.rand(3, 4), torch.rand(3)),
-            [("x", "FP32", [4]), ("weight", "FP32", [1])],
-            [("OUTPUT__0", "FP32", [1])],
+            "x FP32 [4]; weight FP32 [1]",
+            "OUTPUT__0 FP32 [1]",
             64,
             id="one-value-a-row",
         ),
@@ -192,8 +152,8 @@ _THREE = [("OUTPUT__0", "FP32", [3])]
 def test_exported(
     tmp_path: Path,
     program: Callable[[], Any],
-    inputs: list[Entry],
-    outputs: list[Entry],
+    inputs: str,
+    outputs: str,
     size: int,
 ) -> None:
     """Names, types, dims and the batch come from the program, which is not run."""
@@ -236,9 +196,9 @@ def forward(x):
 
 
 def _listed(**dims: list[int]) -> list[dict[str, Any]]:
-    kinds = {"texts": "TYPE_STRING"}
+    types = {"texts": "TYPE_STRING"}
     return [
-        {"name": name, "data_type": kinds.get(name, "TYPE_FP32"), "dims": shape}
+        {"name": name, "data_type": types.get(name, "TYPE_FP32"), "dims": shape}
         for name, shape in dims.items()
     ]
 
@@ -246,14 +206,14 @@ def _listed(**dims: list[int]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("size", "x", "outputs", "max_batch_size"),
     [
-        (4, [-1], [("wide", "FP32", [-1]), ("first", "FP32", [1])], 8),
-        (4, [3], [("wide", "FP32", [6]), ("first", "FP32", [1])], 8),
-        (0, [2, -1], [("wide", "FP32", [2, -1]), ("first", "FP32", [2])], 0),
+        (4, [-1], "wide FP32 [-1]; first FP32 [1]", 8),
+        (4, [3], "wide FP32 [6]; first FP32 [1]", 8),
+        (0, [2, -1], "wide FP32 [2, -1]; first FP32 [2]", 0),
     ],
     ids=["any-size", "fixed", "without-a-batch"],
 )
 def test_outputs_of_listed_inputs(
-    tmp_path: Path, size: int, x: list[int], outputs: list[Entry], max_batch_size: int
+    tmp_path: Path, size: int, x: list[int], outputs: str, max_batch_size: int
 ) -> None:
     """Without an example, outputs and their variable dims come from runs with made-up values."""
     build.write(tmp_path, "model.py", _ROWS.encode())
@@ -267,17 +227,10 @@ def test_variable_dims_of_an_example(tmp_path: Path) -> None:
     source = _STRICT + "def example_inputs():\n    return {'x': torch.full((2, 5), 2.0)}\n"
     build.write(tmp_path, "model.py", source.encode())
     _, outputs, _ = _describe(tmp_path, input=_listed(x=[-1]), max_batch_size=4)
-    assert outputs == [("OUTPUT__0", "FP32", [-1])]
+    assert outputs == "OUTPUT__0 FP32 [-1]"
 
 
-@pytest.mark.parametrize(
-    "result",
-    [
-        "tuple(x.unbind(1))",
-        "x if x.shape[1] % 8 else x[:, None]",
-        "x.int() if x.shape[1] % 8 else x",
-    ],
-)
+@pytest.mark.parametrize("result", ["tuple(x.unbind(1))", "x.int() if x.shape[1] % 8 else x"])
 def test_outputs_that_depend_on_sizes(tmp_path: Path, result: str) -> None:
     """Outputs whose number, rank or type depends on a variable dim raise an error."""
     build.write(tmp_path, "model.py", f"{_HEADER}\ndef forward(x):\n    return {result}\n".encode())
@@ -296,16 +249,14 @@ def test_made_up_values_fail(tmp_path: Path) -> None:
     assert "example_inputs.safetensors" in str(error.value)
 
 
-def test_takes(tmp_path: Path) -> None:
-    """`takes` returns the required arguments, with the types of their annotations."""
+def test_arguments(tmp_path: Path) -> None:
+    """describe_arguments() returns the required arguments, with the types of their annotations."""
     build.write(tmp_path, "model.py", _ROWS.encode())
-    taken = schema.describe_arguments(_arguments(tmp_path))
-    assert taken["signature"] == "forward(x, texts: list[str], scale: float = 1.0)"
-    assert taken["arguments"] == ["x", "texts", "scale"]
-    assert taken["inputs"] == [
-        {"name": "x"},
-        {"name": "texts", "data_type": "TYPE_STRING", "dims": [-1]},
-    ]
+    assert schema.describe_arguments(_arguments(tmp_path)) == {
+        "signature": "forward(x, texts: list[str], scale: float = 1.0)",
+        "arguments": ["x", "texts", "scale"],
+        "inputs": [{"name": "x"}, {"name": "texts", "data_type": "TYPE_STRING", "dims": [-1]}],
+    }
 
 
 def test_exported_needs_no_examples(tmp_path: Path) -> None:
@@ -316,24 +267,17 @@ def test_exported_needs_no_examples(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("most", "size"), [pytest.param(20, 20, id="of-20"), pytest.param(None, 8, id="without-an-end")]
-)
 @pytest.mark.usefixtures("process")
-def test_most_rows_of_a_package(
-    tmp_path: Path, most: int | None, size: int, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_most_rows_of_a_package(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The most rows of a package are found by calls, whose errors are not printed."""
     (tmp_path / "1").mkdir()
-    program = _export(kinds.One(), ({0: _batch(1, most)[0]},), torch.rand(2, 4))
     torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "1" / "model.pt2")
+        _one_of(_batch(1, 20)), package_path=str(tmp_path / "1" / "model.pt2")
     )
-    safetensors.torch.save_file(
-        {"INPUT__0": torch.rand(2, 4)}, tmp_path / "1" / "example_inputs.safetensors"
-    )
+    examples = {"INPUT__0": torch.rand(2, 4)}
+    safetensors.torch.save_file(examples, tmp_path / "1" / "example_inputs.safetensors")
     capfd.readouterr()
-    assert _describe(tmp_path) == ([("INPUT__0", "FP32", [4])], _THREE, size)
+    assert _describe(tmp_path) == ("INPUT__0 FP32 [4]", _THREE, 20)
     assert "Error" not in capfd.readouterr().err
 
 
@@ -380,27 +324,14 @@ def example_inputs():
 @pytest.mark.parametrize(
     ("body", "examples", "inputs", "outputs", "size"),
     [
-        pytest.param("x * 2", "{'x': torch.rand(2, 4)}", [4], [4], 8, id="grows"),
-        pytest.param("x * 2", "{'x': torch.rand(1, 4)}", [4], [4], 8, id="grows-from-one"),
-        pytest.param("x.mean(0)", "{'x': torch.rand(2, 4)}", [2, 4], [4], 0, id="reduced"),
-        pytest.param("x[:2]", "{'x': torch.rand(2, 4)}", [2, 4], [2, 4], 0, id="first-rows"),
-        pytest.param("x.t() @ x", "{'x': torch.rand(4, 4)}", [4, 4], [4, 4], 0, id="square"),
-        pytest.param("x.repeat(2, 1)", "{'x': torch.rand(2, 4)}", [2, 4], [4, 4], 0, id="doubles"),
-        pytest.param(
-            "x.reshape(2, 2)", "{'x': torch.rand(2, 2)}", [2, 2], [2, 2], 0, id="refuses-others"
-        ),
-        pytest.param("x.sum()", "{'x': torch.rand(2, 4)}", [2, 4], [1], 0, id="scalar-result"),
-        pytest.param("float(x.sum())", "{'x': torch.rand(2)}", [2], [1], 0, id="number"),
-        pytest.param("x + 1", "{'x': torch.tensor(1.0)}", [1], [1], 0, id="scalar-example"),
-        pytest.param("x.sum(1)", "{'x': torch.rand(2, 4)}", [4], [1], 8, id="one-value-a-row"),
-        pytest.param(
-            "x.clone().add_(1)",
-            "{'x': torch.rand(2, 4, requires_grad=True)}",
-            [4],
-            [4],
-            8,
-            id="gradient",
-        ),
+        ("x * 2", "{'x': torch.rand(1, 4)}", [4], [4], 8),
+        ("x[:2]", "{'x': torch.rand(2, 4)}", [2, 4], [2, 4], 0),
+        ("x.t() @ x", "{'x': torch.rand(4, 4)}", [4, 4], [4, 4], 0),
+        ("x.repeat(2, 1)", "{'x': torch.rand(2, 4)}", [2, 4], [4, 4], 0),
+        ("x.reshape(2, 2)", "{'x': torch.rand(2, 2)}", [2, 2], [2, 2], 0),
+        ("float(x.sum())", "{'x': torch.rand(2)}", [2], [1], 0),
+        ("x + 1", "{'x': torch.tensor(1.0)}", [1], [1], 0),
+        ("x.clone().add_(1)", "{'x': torch.rand(2, 4, requires_grad=True)}", [4], [4], 8),
     ],
 )
 def test_batch(
@@ -408,7 +339,7 @@ def test_batch(
 ) -> None:
     """The first dimension is a batch if it is that of all outputs, too, and grows with it."""
     build.write(tmp_path, "model.py", _FUNCTION.format(body=body, examples=examples))
-    assert _describe(tmp_path) == ([("x", "FP32", inputs)], [("OUTPUT__0", "FP32", outputs)], size)
+    assert _describe(tmp_path) == (f"x FP32 {inputs}", f"OUTPUT__0 FP32 {outputs}", size)
 
 
 def test_unequal_first_dims(tmp_path: Path) -> None:
@@ -417,53 +348,28 @@ def test_unequal_first_dims(tmp_path: Path) -> None:
         body="x @ table", examples="{'x': torch.rand(2, 4), 'table': torch.rand(4, 3)}"
     )
     build.write(tmp_path, "model.py", source)
-    inputs = [("x", "FP32", [2, 4]), ("table", "FP32", [4, 3])]
-    assert _describe(tmp_path) == (inputs, [("OUTPUT__0", "FP32", [2, 3])], 0)
+    inputs = "x FP32 [2, 4]; table FP32 [4, 3]"
+    assert _describe(tmp_path) == (inputs, "OUTPUT__0 FP32 [2, 3]", 0)
 
 
 def test_batch_needs_every_output(tmp_path: Path) -> None:
     """One output that does not grow with the rows means that there is no batch dimension."""
     source = _FUNCTION.format(body="(x, x.mean(0))", examples="{'x': torch.rand(2, 4)}")
     build.write(tmp_path, "model.py", source)
-    outputs = [("OUTPUT__0", "FP32", [2, 4]), ("OUTPUT__1", "FP32", [4])]
-    assert _describe(tmp_path) == ([("x", "FP32", [2, 4])], outputs, 0)
+    outputs = "OUTPUT__0 FP32 [2, 4]; OUTPUT__1 FP32 [4]"
+    assert _describe(tmp_path) == ("x FP32 [2, 4]", outputs, 0)
 
 
-@pytest.mark.parametrize(
-    "write",
-    [
-        pytest.param(
-            lambda folder: build.write(folder, "model.py", models.source(models.Affine)),
-            id="module",
-        ),
-        pytest.param(
-            lambda folder: torch.jit.script(models.Affine()).save(folder / "1" / "model.pt"),
-            id="torchscript",
-        ),
-        pytest.param(
-            lambda folder: build.write(
-                folder, "model.py", _HEADER + "def forward(x):\n    return x[:, :3]\n"
-            ),
-            id="function",
-        ),
-    ],
-)
-def test_file_of_examples(tmp_path: Path, write: Callable[[Path], Any]) -> None:
-    """A file of examples serves any kind of model that is run."""
-    (tmp_path / "1").mkdir()
-    write(tmp_path)
+@pytest.mark.parametrize("file", ["model.py", "model.pt"])
+def test_file_of_examples(tmp_path: Path, file: str) -> None:
+    """A file of examples serves any kind of model that is run, before a function in model.py."""
+    build.write(tmp_path, "model.py", _FUNCTION.format(body="x[:, :3]", examples="1 / 0"))
+    if file == "model.pt":
+        (tmp_path / "1" / "model.py").unlink()
+        torch.jit.script(models.Affine()).save(tmp_path / "1" / "model.pt")
     examples = {"x": torch.rand(2, 4)}
     safetensors.torch.save_file(examples, tmp_path / "1" / "example_inputs.safetensors")
-    assert _describe(tmp_path, **_option("WEIGHTS", "none")) == (_ONE, _THREE, 8)
-
-
-def test_file_before_function(tmp_path: Path) -> None:
-    """If there are a file and a function, the file is used and the function is not called."""
-    source = _FUNCTION.format(body="x + 1", examples="1 / 0")
-    build.write(tmp_path, "model.py", source)
-    examples = {"x": torch.ones(2, 4, dtype=torch.int32)}
-    safetensors.torch.save_file(examples, tmp_path / "1" / "example_inputs.safetensors")
-    assert _describe(tmp_path)[0] == [("x", "INT32", [4])]
+    assert _describe(tmp_path) == (_ONE, _THREE, 8)
 
 
 _SEEN = """
@@ -503,7 +409,7 @@ def test_meta_tensors_before_real_ones(tmp_path: Path, body: str, seen: list[str
 
     described = _describe(tmp_path, **_option("WEIGHTS", "none"))
 
-    assert described == ([("x", "FP32", [3])], [("OUTPUT__0", "FP32", [4])], 8)
+    assert described == ("x FP32 [3]", "OUTPUT__0 FP32 [4]", 8)
     devices = (tmp_path / "1" / "model.seen").read_text(encoding="utf-8").split()
     assert devices == seen
 
@@ -511,26 +417,10 @@ def test_meta_tensors_before_real_ones(tmp_path: Path, body: str, seen: list[str
 @pytest.mark.parametrize(
     ("body", "examples", "inputs", "outputs", "size"),
     [
-        pytest.param(
-            "[text + '!' for text in x]", "['one', 'two']", [1], ("STRING", [1]), 8, id="list"
-        ),
-        pytest.param(
-            "torch.tensor([len(text) for text in x])",
-            "[b'one']",
-            [1],
-            ("INT64", [1]),
-            8,
-            id="bytes",
-        ),
-        pytest.param("'-'.join(x)", "['one', 'two']", [2], ("STRING", [1]), 0, id="one-string"),
-        pytest.param(
-            "torch.ones(len(x) // 2)",
-            "np.array([['a', 'b'], ['c', 'd']])",
-            [2],
-            ("FP32", [1]),
-            8,
-            id="array",
-        ),
+        ("[text + '!' for text in x]", "['one', 'two']", [1], "STRING [1]", 8),
+        ("torch.tensor([len(text) for text in x])", "[b'one']", [1], "INT64 [1]", 8),
+        ("'-'.join(x)", "['one', 'two']", [2], "STRING [1]", 0),
+        ("torch.ones(len(x) // 2)", "np.array([['a', 'b'], ['c', 'd']])", [2], "FP32 [1]", 8),
     ],
 )
 def test_strings(
@@ -538,7 +428,7 @@ def test_strings(
     body: str,
     examples: str,
     inputs: list[int],
-    outputs: tuple[str, list[int]],
+    outputs: str,
     size: int,
 ) -> None:
     """Examples may be lists and arrays of strings."""
@@ -546,7 +436,7 @@ def test_strings(
         body=body, examples=f"{{'x': {examples}}}"
     )
     build.write(tmp_path, "model.py", source)
-    assert _describe(tmp_path) == ([("x", "STRING", inputs)], [("OUTPUT__0", *outputs)], size)
+    assert _describe(tmp_path) == (f"x STRING {inputs}", f"OUTPUT__0 {outputs}", size)
 
 
 def test_names_of_results(tmp_path: Path) -> None:
@@ -555,9 +445,8 @@ def test_names_of_results(tmp_path: Path) -> None:
         body="{'double': 2 * x, 'ids': x.argmax(1)}", examples="{'INPUT__0': torch.rand(2, 4)}"
     )
     build.write(tmp_path, "model.py", source)
-    inputs, outputs, _ = _describe(tmp_path)
-    assert inputs == [("INPUT__0", "FP32", [4])]
-    assert outputs == [("double", "FP32", [4]), ("ids", "INT64", [1])]
+    outputs = "double FP32 [4]; ids INT64 [1]"
+    assert _describe(tmp_path) == ("INPUT__0 FP32 [4]", outputs, 8)
 
 
 def test_one_value_per_row(tmp_path: Path) -> None:
@@ -575,34 +464,26 @@ def test_one_value_per_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("examples", "parts"),
+    ("examples", "message"),
     [
-        pytest.param("1 / 0", ("example_inputs() in model.py", "ZeroDivisionError"), id="raises"),
-        pytest.param("exit(3)", ("example_inputs()", "SystemExit: 3"), id="exits"),
-        pytest.param("[torch.rand(2, 4)]", ("returns a list", "expected a dict"), id="list"),
-        pytest.param("None", ("returns a NoneType", "expected a dict"), id="none"),
-        pytest.param(
-            "{'x': np.ones(4)}", ("gives a ndarray for 'x'", "expected a tensor"), id="array"
-        ),
-        pytest.param("{'x': 3}", ("gives a int for 'x'",), id="number"),
-        pytest.param("{'x': ['a', 3]}", ("gives a list for 'x'",), id="mixed-list"),
-        pytest.param(
-            "{'y': torch.rand(2, 4), 'z': torch.rand(2)}",
-            ("2 inputs do not fit forward(x)",),
-            id="other-names",
-        ),
-        pytest.param("{'x': torch.rand(2, 5)}", ("forward() raised",), id="wrong-shape"),
-        pytest.param("{}", ("model 'digits'",), id="nothing"),
+        ("1 / 0", "example_inputs() in model.py fails at line 11: ZeroDivisionError"),
+        ("exit(3)", "SystemExit: 3"),
+        ("[torch.rand(2, 4)]", "returns a list; expected a dict"),
+        ("{'x': np.ones(4)}", "gives a ndarray for 'x'; expected a tensor"),
+        ("{'x': ['a', 3]}", "gives a list for 'x'"),
+        ("{'y': torch.rand(2, 4), 'z': torch.rand(2)}", "2 inputs do not fit forward(x)"),
+        ("{'x': torch.rand(2, 5)}", "forward() raised"),
+        ("{'x': torch.rand(2, 4).cfloat()}", "tensor 'x' is complex64"),
     ],
 )
-def test_invalid_examples(tmp_path: Path, examples: str, parts: tuple[str, ...]) -> None:
+def test_invalid_examples(tmp_path: Path, examples: str, message: str) -> None:
     """Invalid examples raise an error with what they are and what is expected."""
     source = _FUNCTION.format(body="x @ torch.rand(4, 3)", examples=examples)
     build.write(tmp_path, "model.py", source)
     with pytest.raises((LoadError, ForwardError)) as error:
         _describe(tmp_path)
     assert str(error.value).startswith("model 'digits': ")
-    assert all(part in str(error.value) for part in parts), str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("kind", ["module", "torchscript"])
@@ -627,34 +508,18 @@ def test_damaged_examples(tmp_path: Path) -> None:
         _describe(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("body", "examples"),
-    [
-        ("torch.complex(x, x)", "{'x': torch.rand(2, 4)}"),
-        ("x.real", "{'x': torch.rand(2, 4).cfloat()}"),
-    ],
-    ids=["output", "input"],
-)
-def test_type_that_triton_lacks(tmp_path: Path, body: str, examples: str) -> None:
-    """A dtype that Triton lacks raises an error with the tensor and its dtype."""
-    build.write(tmp_path, "model.py", _FUNCTION.format(body=body, examples=examples))
-    with pytest.raises(SourceError, match=r"model 'digits': .*complex64"):
+def test_type_that_triton_lacks(tmp_path: Path) -> None:
+    """An output of a dtype that Triton lacks raises an error, for an exported program, too."""
+    example = "{'x': torch.rand(2, 4)}"
+    build.write(
+        tmp_path, "model.py", _FUNCTION.format(body="torch.complex(x, x)", examples=example)
+    )
+    with pytest.raises(SourceError, match=r"model 'digits': tensor 'OUTPUT__0' is complex64"):
         _describe(tmp_path)
-
-
-def test_exported_type_that_triton_lacks(tmp_path: Path) -> None:
-    """A dtype that Triton lacks raises an error for an exported program, too."""
-    (tmp_path / "1").mkdir()
+    (tmp_path / "1" / "model.py").unlink()
     program = _export(_Complex(), None, torch.rand(2, 4))
     torch.export.save(program, tmp_path / "1" / "model.pt2")
-    with pytest.raises(LoadError, match=r"model 'digits': .*complex64"):
-        _describe(tmp_path)
-
-
-def test_no_artifact(tmp_path: Path) -> None:
-    """An empty version folder raises the same error as at load."""
-    (tmp_path / "1").mkdir()
-    with pytest.raises(LoadError, match="version 1 holds no files"):
+    with pytest.raises(SourceError, match="tensor 'OUTPUT__0' is complex64"):
         _describe(tmp_path)
 
 
@@ -687,18 +552,10 @@ _START = {
 @pytest.mark.parametrize(
     ("default", "document"),
     [
-        pytest.param("", {"sequence_batching": {"state": [_STATE]}}, id="state"),
-        pytest.param(
-            "",
-            {"sequence_batching": {"state": [_STATE], "control_input": [_START]}},
-            id="control",
-        ),
-        pytest.param(
-            "=None",
-            {"sequence_batching": {}} | _option("STATE", '{"total": "sum"}'),
-            id="option",
-        ),
+        ("", {"sequence_batching": {"state": [_STATE], "control_input": [_START]}}),
+        ("=None", {"sequence_batching": {}} | _option("STATE", '{"total": "sum"}')),
     ],
+    ids=["state-and-control", "option"],
 )
 def test_states_and_controls(tmp_path: Path, default: str, document: dict[str, Any]) -> None:
     """The model runs with initial states and controls; the schema lists them separately."""

@@ -42,9 +42,7 @@ def _folder(path: Path, python: str) -> Path:
 # --- before a server is started --------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "value", ["", "$$TRITON_MODEL_DIRECTORY/env.tar.gz", "{}/env.tar.gz", "{}/env"]
-)
+@pytest.mark.parametrize("value", ["", "$$TRITON_MODEL_DIRECTORY/env.tar.gz", "{}/env"])
 def test_environment_for_the_stubs_python(value: str, tmp_path: Path) -> None:
     """No environment, and an archive or folder for the stub's Python, are accepted."""
     _archive(tmp_path / "env.tar.gz", "bin/activate", "lib/python3.12/os.py", "lib/python3.9/x.py")
@@ -66,24 +64,22 @@ def test_environment_for_another_python(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
+    ("name", "message"),
     [
         ("missing.tar.gz", "cannot be read: [Errno 2]"),
-        ("text.tar.gz", "cannot be read: not a gzip file"),
         ("half.tar.gz", "cannot be read: "),
         ("empty.tar.gz", "contains no lib/python3.*"),
         ("folder", "contains no lib/python3.*"),
     ],
 )
-def test_invalid_environment(name: str, says: str, tmp_path: Path) -> None:
+def test_invalid_environment(name: str, message: str, tmp_path: Path) -> None:
     """A path that is unreadable or contains no Python is rejected."""
-    (tmp_path / "text.tar.gz").write_text("text")
     whole = _archive(tmp_path / "empty.tar.gz", "bin/activate", "library/python3.12/os.py")
     (tmp_path / "half.tar.gz").write_bytes(whole.read_bytes()[:40])
     (tmp_path / "folder").mkdir()
     with pytest.raises(PlatformError) as refusal:
         execution_env.check(tmp_path, _document(f"{execution_env.MODEL_FOLDER}/{name}"), "3.12")
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)
     assert "torch-py-backend pack" in str(refusal.value)
 
 
@@ -109,14 +105,14 @@ def test_check_uses_the_installed_server(
 
 
 @pytest.mark.parametrize(
-    ("content", "says"), [(None, "cannot read"), (b"#!/bin/sh\n", "names no libpython")]
+    ("content", "message"), [(None, "cannot read"), (b"#!/bin/sh\n", "names no libpython")]
 )
-def test_invalid_stub(content: bytes | None, says: str, tmp_path: Path) -> None:
+def test_invalid_stub(content: bytes | None, message: str, tmp_path: Path) -> None:
     """A stub that cannot be read, or loads no Python, is a ServerError."""
     stub = tmp_path / "stub"
     if content is not None:
         stub.write_bytes(content)
-    with pytest.raises(ServerError, match=says):
+    with pytest.raises(ServerError, match=message):
         tritonserver.stub_python(tritonserver.TritonInstallation(Path(), Path(), stub, ()))
 
 
@@ -135,14 +131,14 @@ def test_stub_in_an_environment_for_another_python(
     started: Path, process: None, tmp_path: Path
 ) -> None:
     """The load fails with both versions, during completion and during the load."""
-    says = rf"environment for Python 3\.99, and the server's stub runs Python {_HERE}"
+    message = rf"environment for Python 3\.99, and the server's stub runs Python {_HERE}"
     parameters = {execution_env.KEY: {"string_value": "env.tar.gz"}}
-    given = build.arguments(parameters=parameters)
+    arguments = build.arguments(parameters=parameters)
     model = TritonPythonModel()
-    with pytest.raises(fake_triton.TritonModelException, match=says):
-        fake_triton.completed(model, given)
-    with pytest.raises(fake_triton.TritonModelException, match=says):
-        model.initialize(given)
+    with pytest.raises(fake_triton.TritonModelException, match=message):
+        fake_triton.completed(model, arguments)
+    with pytest.raises(fake_triton.TritonModelException, match=message):
+        model.initialize(arguments)
 
 
 @pytest.mark.parametrize(

@@ -52,95 +52,71 @@ def test_read_and_parse(tmp_path: Path) -> None:
     """The document can be serialized as JSON and parsed into a ModelConfig."""
     document = _read(tmp_path, _TYPICAL)
     parsed = model_config.parse(pbtxt.arguments(tmp_path / "digits", "3", document))
-    assert [str(one) for one in parsed.inputs] == ["größe FP32 [-1, 4]", "flag BOOL []"]
-    assert [str(one) for one in parsed.outputs] == ["y BYTES [3, 1]"]
+    assert [str(spec) for spec in parsed.inputs] == ["größe FP32 [-1, 4]", "flag BOOL []"]
+    assert [str(spec) for spec in parsed.outputs] == ["y BYTES [3, 1]"]
     assert parsed.version_folder == tmp_path / "digits" / "3"
     assert parsed.options.method == "encode"
 
 
-@pytest.mark.parametrize("text", [None, "", "# nothing\n"], ids=["no-file", "empty", "comment"])
-def test_defaults(tmp_path: Path, text: str | None) -> None:
-    """Missing fields have Triton's defaults; the name is the folder's."""
-    if text is None:
-        (tmp_path / "digits").mkdir()
-        document = pbtxt.read(tmp_path / "digits")
-    else:
-        document = _read(tmp_path, text)
+def test_defaults(tmp_path: Path) -> None:
+    """Without config.pbtxt, or in an empty one, fields have Triton's defaults."""
+    (tmp_path / "digits").mkdir()
+    document = pbtxt.read(tmp_path / "digits")
     assert document["name"] == "digits"
     assert document["max_batch_size"] == 0
-    assert document["input"] == []
-    assert document["output"] == []
+    assert document["input"] == document["output"] == []
     assert document["parameters"] == {}
-    assert document["default_model_filename"] == ""
+    document["instance_group"][0]["count"] = 7  # the defaults are not shared
+    assert _read(tmp_path, "# nothing\n")["instance_group"][0]["count"] == 1
 
 
 @pytest.mark.parametrize(
     ("text", "kind", "device", "instances"),
     [
-        pytest.param("", "CPU", "0", 1, id="none"),
-        pytest.param("instance_group [{ }]", "CPU", "0", 1, id="empty"),
-        pytest.param("instance_group [{ kind: KIND_CPU count: 3 }]", "CPU", "0", 3, id="count"),
-        pytest.param(
-            "instance_group [{ kind: KIND_GPU count: 2 gpus: [ 1, 3 ] }]", "GPU", "1", 4, id="gpus"
-        ),
-        pytest.param("instance_group [{ kind: KIND_MODEL }]", "MODEL", "0", 1, id="model"),
-        pytest.param(
-            "instance_group [{ count: 1 kind: KIND_CPU }, { count: 2 kind: KIND_CPU }]",
-            "CPU",
-            "0",
-            3,
-            id="two-groups",
-        ),
+        ("instance_group [{ }]", "CPU", "0", 1),
+        ("instance_group [{ kind: KIND_GPU count: 2 gpus: [ 1, 3 ] }]", "GPU", "1", 4),
+        ("instance_group [{ kind: KIND_MODEL }]", "MODEL", "0", 1),
+        ("instance_group [{ count: 1 kind: KIND_CPU }, { count: 2 }]", "CPU", "0", 3),
     ],
 )
 def test_instances(tmp_path: Path, text: str, kind: str, device: str, instances: int) -> None:
     """A group has at least one instance; arguments() uses the device of the first one."""
     document = _read(tmp_path, text + "\n" + _TYPICAL)
-    given = pbtxt.arguments(tmp_path / "digits", "1", document)
-    parsed = model_config.parse(given)
-    assert (parsed.kind, given["model_instance_device_id"]) == (kind, device)
+    arguments = pbtxt.arguments(tmp_path / "digits", "1", document)
+    parsed = model_config.parse(arguments)
+    assert (parsed.kind, arguments["model_instance_device_id"]) == (kind, device)
     assert parsed.instances == instances
-
-
-def test_default_instance_is_not_shared(tmp_path: Path) -> None:
-    """Changes to one document do not affect another one."""
-    _read(tmp_path, "")["instance_group"][0]["count"] = 7
-    assert _read(tmp_path, "")["instance_group"][0]["count"] == 1
 
 
 def test_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's arguments are strings, with the config as JSON and an absolute folder."""
     document = _read(tmp_path, _TYPICAL)
     monkeypatch.chdir(tmp_path)
-    given = pbtxt.arguments(Path("digits"), "2", document)
-    assert all(isinstance(value, str) for value in given.values())
-    assert json.loads(given["model_config"]) == document
-    assert given["model_repository"] == str(tmp_path / "digits")
-    assert (given["model_name"], given["model_version"]) == ("digits", "2")
+    arguments = pbtxt.arguments(Path("digits"), "2", document)
+    assert all(isinstance(value, str) for value in arguments.values())
+    assert json.loads(arguments["model_config"]) == document
+    assert arguments["model_repository"] == str(tmp_path / "digits")
+    assert (arguments["model_name"], arguments["model_version"]) == ("digits", "2")
 
 
 @pytest.mark.parametrize(
-    ("text", "says"),
+    ("text", "message"),
     [
-        pytest.param("max_batch_size: 8\ninput [{ name: x }]\n", "2:", id="no-quotes"),
-        pytest.param("\n\nmax_batch_size: many\n", "3:", id="no-number"),
-        pytest.param('backend: "pytorch_py"\nbatch_size: 8\n', 'named "batch_size"', id="unknown"),
-        pytest.param("input [{ data_type: TYPE_FLOAT }]", "TYPE_FLOAT", id="unknown-type"),
-        pytest.param("input [{ dims: [ 99999999999999999999 ] }]", "1:", id="too-large"),
-        pytest.param("max_batch_size: 1\nmax_batch_size: 2\n", "max_batch_size", id="twice"),
-        pytest.param("input [", "1:", id="cut-off"),
-        pytest.param('{"backend": "pytorch_py"}', "1:", id="json"),
-        pytest.param('backend: "caf\u00e9"'.encode("latin-1"), "utf-8", id="latin-1"),
-        pytest.param(b"PK\x03\x04\x00\xff", "utf-8", id="binary"),
-        pytest.param('backend: "x"'.encode("utf-16"), "utf-8", id="utf-16"),
+        ("max_batch_size: 8\ninput [{ name: x }]\n", "2:"),
+        ('backend: "pytorch_py"\nbatch_size: 8\n', 'named "batch_size"'),
+        ("input [{ data_type: TYPE_FLOAT }]", "TYPE_FLOAT"),
+        ("input [{ dims: [ 99999999999999999999 ] }]", "1:"),
+        ("max_batch_size: 1\nmax_batch_size: 2\n", "max_batch_size"),
+        ("input [", "1:"),
+        (b"PK\x03\x04\x00\xff", "utf-8"),
     ],
 )
-def test_broken_file(tmp_path: Path, text: str | bytes, says: str) -> None:
+def test_broken_file(tmp_path: Path, text: str | bytes, message: str) -> None:
     """An invalid config.pbtxt is a ConfigError with the model and the line."""
     with pytest.raises(ConfigError) as refusal:
         _read(tmp_path, text)
     assert str(refusal.value).startswith("model 'digits': config.pbtxt cannot be read: ")
-    assert says in str(refusal.value)
+    assert message in str(refusal.value)
     assert str(refusal.value).endswith("Correct that line.")
 
 

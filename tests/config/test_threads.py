@@ -26,43 +26,25 @@ def write(cgroup: Path, files: dict[str, str]) -> Path:
     return cgroup
 
 
+def v1(quota: str, period: str = "100000") -> dict[str, str]:
+    return {"cpu/cpu.cfs_quota_us": f"{quota}\n", "cpu/cpu.cfs_period_us": f"{period}\n"}
+
+
 @pytest.mark.parametrize(
     ("files", "cores"),
     [
-        pytest.param({}, 8, id="no cgroup"),
-        pytest.param({"cpu.max": "max 100000\n"}, 8, id="v2 without a quota"),
-        pytest.param({"cpu.max": "200000 100000\n"}, 2, id="v2 two cores"),
-        pytest.param({"cpu.max": "250000 100000\n"}, 2, id="v2 two cores and a half"),
-        pytest.param({"cpu.max": "50000 100000\n"}, 1, id="v2 half a core"),
-        pytest.param({"cpu.max": "6400000 100000\n"}, 8, id="v2 more than there are"),
-        pytest.param({"cpu.max": ""}, 8, id="v2 empty"),
-        pytest.param({"cpu.max": "100000\n"}, 8, id="v2 without a period"),
-        pytest.param(
-            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            8,
-            id="v1 without a quota",
-        ),
-        pytest.param(
-            {"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            3,
-            id="v1 three cores",
-        ),
-        pytest.param(
-            {"cpu/cpu.cfs_quota_us": "10000\n", "cpu/cpu.cfs_period_us": "100000\n"},
-            1,
-            id="v1 a tenth of a core",
-        ),
-        pytest.param({"cpu/cpu.cfs_quota_us": "300000\n"}, 8, id="v1 without a period"),
-        pytest.param({"cpu/cpu.cfs_period_us": "100000\n"}, 8, id="v1 with a period alone"),
-        pytest.param(
-            {
-                "cpu.max": "400000 100000\n",
-                "cpu/cpu.cfs_quota_us": "300000\n",
-                "cpu/cpu.cfs_period_us": "100000\n",
-            },
-            4,
-            id="both: v2 counts",
-        ),
+        ({}, 8),
+        ({"cpu.max": "max 100000\n"}, 8),
+        ({"cpu.max": "250000 100000\n"}, 2),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "6400000 100000\n"}, 8),
+        ({"cpu.max": "100000\n"}, 8),
+        (v1("-1"), 8),
+        (v1("300000"), 3),
+        (v1("10000"), 1),
+        ({"cpu/cpu.cfs_quota_us": "300000\n"}, 8),
+        ({"cpu.max": "400000 100000\n"} | v1("300000"), 4),
+        ({"cpu.max": "max 100000\n"} | v1("300000"), 3),
     ],
 )
 def test_quota(files: dict[str, str], cores: int, tmp_path: Path) -> None:
@@ -81,19 +63,14 @@ def test_affinity(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "instances", "variable", "expected"),
     [
-        pytest.param({}, 1, "", Threads(8, 8), id="alone"),
-        pytest.param({}, 3, "", Threads(2, 2), id="an equal share"),
-        pytest.param({}, 20, "", Threads(1, 1), id="more instances than cores"),
-        pytest.param({"num_threads": 5}, 4, "", Threads(5, 2), id="intra-op from the config"),
-        pytest.param(
-            {"num_interop_threads": 5}, 4, "", Threads(2, 5), id="inter-op from the config"
-        ),
-        pytest.param({}, 2, "3", Threads(3, 4), id="OMP_NUM_THREADS"),
-        pytest.param({"num_threads": 5}, 2, "3", Threads(5, 4), id="config before environment"),
-        pytest.param({}, 2, "0", Threads(4, 4), id="OMP_NUM_THREADS of 0"),
-        pytest.param({}, 2, "many", Threads(4, 4), id="OMP_NUM_THREADS no number"),
-        pytest.param({}, 2, "-1", Threads(4, 4), id="OMP_NUM_THREADS negative"),
-        pytest.param({}, 2, "4,2", Threads(4, 4), id="OMP_NUM_THREADS a list"),
+        ({}, 1, "", Threads(8, 8)),
+        ({}, 3, "", Threads(2, 2)),
+        ({}, 20, "", Threads(1, 1)),
+        ({"num_threads": 5}, 4, "", Threads(5, 2)),
+        ({"num_interop_threads": 5}, 4, "", Threads(2, 5)),
+        ({"num_threads": 5}, 2, "3", Threads(5, 4)),
+        *(({}, 2, variable, Threads(4, 4)) for variable in ("0", "many", "-1", "4,2")),
+        ({}, 2, "3", Threads(3, 4)),
     ],
 )
 def test_budget(
@@ -110,16 +87,8 @@ def test_budget(
     assert threads.budget(build.config(instances=instances, **options)) == expected
 
 
-def test_budget_without_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without OMP_NUM_THREADS the budget is the share of the cores."""
-    monkeypatch.setattr(threads, "available_cores", lambda: 6)
-    monkeypatch.delenv("OMP_NUM_THREADS")
-
-    assert threads.budget(build.config(instances=2)) == Threads(3, 3)
-
-
-def test_reserve() -> None:
-    """reserve() sets the variables of OpenMP and MKL."""
+def test_environment() -> None:
+    """set_environment() sets the variables of OpenMP and MKL."""
     threads.set_environment(Threads(intra_op=3, inter_op=7))
 
     assert {variable: os.environ[variable] for variable in VARIABLES} == dict.fromkeys(

@@ -202,7 +202,7 @@ def test_package_is_called_with_its_leaves(tmp_path: Path, monkeypatch: pytest.M
 
     inputs = binding.bind_inputs(build.MODEL, ["a", "b", "arg0"], program.signature)
     values = {"a": C, "b": B, "arg0": A}
-    result = inputs.call(program.module, [values[name] for name in inputs.names])
+    result: Any = inputs.call(program.module, [values[name] for name in inputs.names])
 
     assert torch.equal(result["y"], A + 10 * B + 100 * C)
     assert program.signature.leaves == ("ARGS[0]", "ARGS[1][b]", "ARGS[1][a]")

@@ -5,29 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch_py_backend.artifacts import stream_detection
 from torch_py_backend.config import options
+from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ConfigError, join_names
 from torch_py_backend.processes import child_process
 
 _NO_TYPE = "TYPE_INVALID"
 
 
-def is_incomplete(document: Mapping[str, Any]) -> bool:
+def is_incomplete(document: Document) -> bool:
     """Return whether a config lacks inputs or outputs, or one of them lacks its type or dims."""
-    return any(
-        not document.get(role) or not all(_is_complete(entry) for entry in document[role])
-        for role in ("input", "output")
-    )
+    tensors = document.get("input", []), document.get("output", [])
+    return not all(entries and all(map(_is_complete, entries)) for entries in tensors)
 
 
-def _is_complete(entry: Mapping[str, Any]) -> bool:
+def _is_complete(entry: Document) -> bool:
     return entry.get("data_type", _NO_TYPE) != _NO_TYPE and bool(entry.get("dims"))
 
 
-def set_decoupled(document: dict[str, Any], version_folder: Path) -> bool:
+def set_decoupled(document: JsonObject, version_folder: Path) -> bool:
     """Make a complete config decoupled if it does not say and forward() in model.py yields.
 
     The source is parsed and the model is not loaded, which would take seconds in each load. A model
@@ -53,9 +51,7 @@ def set_decoupled(document: dict[str, Any], version_folder: Path) -> bool:
     return True
 
 
-def complete(
-    arguments: Mapping[str, str], document: dict[str, Any], seconds: float = math.inf
-) -> None:
+def complete(arguments: Mapping[str, str], document: JsonObject, seconds: float = math.inf) -> None:
     """Fill in the inputs, outputs, max_batch_size and decoupling of a config by running the model.
 
     Args:
@@ -72,8 +68,8 @@ def complete(
 
 
 def describe(
-    arguments: Mapping[str, str], document: Mapping[str, Any], seconds: float = math.inf
-) -> dict[str, Any]:
+    arguments: Mapping[str, str], document: Document, seconds: float = math.inf
+) -> JsonObject:
     """Return the schema of a model, inferred in a child process. Arguments as for `complete`.
 
     Raises:
@@ -90,7 +86,7 @@ def describe(
                 cure="Write them into config.pbtxt.",
             )
     limit = options.parse(model, document.get("parameters", {})).auto_complete_timeout_s
-    schema: dict[str, Any] = child_process.run(
+    schema: JsonObject = child_process.run(
         model,
         "torch_py_backend.autocomplete.schema:describe",
         {"arguments": dict(arguments)},
@@ -99,7 +95,7 @@ def describe(
     return schema
 
 
-def fill(model: str, document: dict[str, Any], schema: dict[str, Any]) -> None:
+def fill(model: str, document: JsonObject, schema: JsonObject) -> None:
     """Put a model's schema into a config where the config has gaps.
 
     Raises:
@@ -123,7 +119,7 @@ def fill(model: str, document: dict[str, Any], schema: dict[str, Any]) -> None:
             document[role] = [entry for entry in schema[role] if entry["name"] not in hidden]
 
 
-def _change_batch_dimension(schema: dict[str, Any], *, batched: bool) -> None:
+def _change_batch_dimension(schema: JsonObject, *, batched: bool) -> None:
     """Remove the batch dimension from a schema's dims if `batched`, else add it."""
     for entry in (*schema["input"], *schema["output"]):
         shape = entry.pop("reshape", {"shape": entry["dims"]})["shape"]
@@ -132,7 +128,7 @@ def _change_batch_dimension(schema: dict[str, Any], *, batched: bool) -> None:
 
 
 def _fill_entries(
-    model: str, role: str, written: list[dict[str, Any]], inferred: list[dict[str, Any]]
+    model: str, role: str, written: list[JsonObject], inferred: list[JsonObject]
 ) -> None:
     """Fill in the types and dims that a config's inputs or outputs lack, by name or number."""
     by_name = {entry["name"]: entry for entry in inferred}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.config import dtypes, model_config
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
+from torch_py_backend.config.pbtxt import JsonObject
 from torch_py_backend.errors import (
     BackendError,
     ConfigError,
@@ -43,13 +43,7 @@ from torch_py_backend.loading import (
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import initial_states, state_store
 from torch_py_backend.signature import results
-from torch_py_backend.signature.binding import (
-    Argument,
-    ArgumentType,
-    Passing,
-    bind_inputs,
-    ordinal,
-)
+from torch_py_backend.signature.binding import ArgumentType, bind_inputs, ordinal
 from torch_py_backend.streaming import streams
 
 log = logging.getLogger(__name__)
@@ -60,7 +54,6 @@ _META = torch.device("meta")
 _DEFAULT_BATCH_SIZE = 8
 # A larger limit in an exported program stands for "any number of rows".
 _LARGEST_BATCH_SIZE = 4096
-_NAMED = (Passing.POSITIONAL, Passing.KEYWORD)
 # The data types and dims of annotations.
 _ANNOTATED: Mapping[ArgumentType, tuple[str, tuple[int, ...]]] = {
     ArgumentType.INT: ("INT64", ()),
@@ -88,7 +81,7 @@ class Schema:
     decoupled: bool = False
 
 
-def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
+def describe(arguments: Mapping[str, str]) -> JsonObject:
     """Return the schema of a model as JSON. Runs in a child process.
 
     Args:
@@ -110,7 +103,7 @@ def describe(arguments: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def describe_arguments(arguments: Mapping[str, str]) -> dict[str, Any]:
+def describe_arguments(arguments: Mapping[str, str]) -> JsonObject:
     """Return the arguments of a model's function, from its signature. The model is not run.
 
     Args:
@@ -131,25 +124,24 @@ def describe_arguments(arguments: Mapping[str, str]) -> dict[str, Any]:
         signature = stage.signature()
     else:
         signature = registry.load(artifact, config, _META).signature
-    named = [argument for argument in signature.arguments if argument.passing in _NAMED]
+    named = [argument for argument in signature.arguments if argument.named]
     required = [argument for argument in named if argument.required] or named
-    leaves = [leaf for argument in required for leaf in (argument.keys or (argument,))]
+    inputs: list[JsonObject] = []
+    for argument in (leaf for owner in required for leaf in owner.keys or (owner,)):
+        data_type, dims = _ANNOTATED.get(argument.takes, ("", ()))
+        if data_type:
+            inputs.append(_entry(TensorSpec(argument.name, dtypes.from_triton(data_type), dims)))
+        else:
+            inputs.append({"name": argument.name})
     return {
         "signature": str(signature),
         "arguments": [argument.name for argument in named],
-        "inputs": [_argument_entry(leaf) for leaf in leaves],
+        "inputs": inputs,
     }
 
 
-def _argument_entry(argument: Argument) -> dict[str, Any]:
-    if argument.takes not in _ANNOTATED:
-        return {"name": argument.name}
-    data_type, dims = _ANNOTATED[argument.takes]
-    return _entry(TensorSpec(argument.name, dtypes.from_triton(data_type), dims))
-
-
-def _entry(spec: TensorSpec) -> dict[str, Any]:
-    entry: dict[str, Any] = {
+def _entry(spec: TensorSpec) -> JsonObject:
+    entry: JsonObject = {
         "name": spec.name,
         "data_type": spec.dtype.config,
         "dims": list(spec.dims),
@@ -163,11 +155,8 @@ def _entry(spec: TensorSpec) -> dict[str, Any]:
 def _infer(config: ModelConfig, *, undecided: bool, written: Sequence[TensorSpec]) -> Schema:
     """Return the schema of the artifact in a model's version folder.
 
-    Args:
-        config: the model's config, which may lack inputs and outputs.
-        undecided: whether the config does not say if the model is decoupled.
-        written: the inputs in config.pbtxt, if all are complete. Without an example, their values
-            are made up.
+    `written` are the inputs in config.pbtxt, if all are complete. Without an example, their values
+    are made up.
     """
     artifact = discovery.find(config)
     # The batch dimension is not known yet; hooks for batches need one.
@@ -180,17 +169,16 @@ def _infer(config: ModelConfig, *, undecided: bool, written: Sequence[TensorSpec
         config = dataclasses.replace(config, decoupled=True)
     if artifact.kind is ArtifactType.EXPORTED:
         return _from_program(config, exported_program.describe(config, artifact.path))
-    if (
-        artifact.kind is not ArtifactType.AOTI
-    ):  # compiled code reads memory, which meta tensors lack
+    # Compiled code reads memory, which meta tensors lack.
+    if artifact.kind is not ArtifactType.AOTI:
         try:
-            return _from_example(config, artifact, _META, written)
+            return _from_runs(config, artifact, _META, written)
         except LoadError:
             raise
         except Exception as error:  # the model reads values, or the device
             log.debug("model '%s' does not run on meta tensors: %s", config.name, error)
     try:
-        return _from_example(config, artifact, _device(artifact), written)
+        return _from_runs(config, artifact, _device(artifact), written)
     except ForwardError as error:
         if not written or example_inputs.find(config, artifact) is not None:
             raise
@@ -216,11 +204,6 @@ def _batch_size(most_rows: int | None) -> int:
     return most_rows
 
 
-def _spec(name: str, dtype: dtypes.DType, shape: Sequence[int], *, batched: bool) -> TensorSpec:
-    # Without a batch dimension Triton allows no empty dims: a scalar is a list of one value.
-    return TensorSpec(name, dtype, tuple(shape[1:] if batched else shape or (1,)))
-
-
 def _dtype(config: ModelConfig, name: str, dtype: torch.dtype) -> dtypes.DType:
     try:
         return dtypes.from_torch(str(dtype).removeprefix("torch."))
@@ -232,27 +215,38 @@ def _dtype(config: ModelConfig, name: str, dtype: torch.dtype) -> dtypes.DType:
         ) from None
 
 
-def _value_dtype(config: ModelConfig, name: str, value: Value) -> dtypes.DType:
-    if isinstance(value, Tensor):
-        return _dtype(config, name, value.dtype)
-    return dtypes.from_triton("BYTES")
-
-
-def _value_specs(
-    config: ModelConfig, values: Mapping[str, Value], *, batched: bool
-) -> tuple[TensorSpec, ...]:
-    return tuple(
-        _spec(name, _value_dtype(config, name, value), value.shape, batched=batched)
-        for name, value in values.items()
-    )
-
-
 def _whole_specs(config: ModelConfig, values: Mapping[str, Value]) -> tuple[TensorSpec, ...]:
     """Return specs with the whole shapes of values."""
+    strings = dtypes.from_triton("BYTES")
     return tuple(
-        TensorSpec(name, _value_dtype(config, name, value), tuple(value.shape))
+        TensorSpec(
+            name,
+            _dtype(config, name, value.dtype) if isinstance(value, Tensor) else strings,
+            tuple(value.shape),
+        )
         for name, value in values.items()
     )
+
+
+def _row_specs(specs: Iterable[TensorSpec], *, batched: bool) -> tuple[TensorSpec, ...]:
+    """Return specs without the batch dimension, if there is one."""
+    # Without a batch dimension Triton allows no empty dims: a scalar is a list of one value.
+    return tuple(
+        dataclasses.replace(spec, dims=spec.dims[1:] if batched else spec.dims or (1,))
+        for spec in specs
+    )
+
+
+def _named_parts(config: ModelConfig, result: object, of: str) -> dict[str, object]:
+    """Return the leaves of a result by their names."""
+    names = results.leaf_names(result)
+    return dict(
+        zip(names, results.bind_outputs(config.name, names, result, of)(result), strict=True)
+    )
+
+
+def _plain(config: ModelConfig, parts: Mapping[str, object]) -> dict[str, Value]:
+    return {name: output_extraction.plain(config.name, name, part) for name, part in parts.items()}
 
 
 # --- exported programs -------------------------------------------------------------------------
@@ -264,9 +258,9 @@ def _from_program(config: ModelConfig, described: exported_program.Description) 
     # A fixed first dimension is not taken for a batch.
     batched = bool(first_dims) and all(dims == (-1,) for dims in first_dims)
     inputs, outputs = (
-        tuple(
-            _spec(name, _dtype(config, name, dtype), dims, batched=batched)
-            for name, dtype, dims in tensors
+        _row_specs(
+            (TensorSpec(name, _dtype(config, name, dtype), dims) for name, dtype, dims in tensors),
+            batched=batched,
         )
         for tensors in (described.inputs, described.outputs)
     )
@@ -284,16 +278,14 @@ def _sequence_inputs(config: ModelConfig) -> list[str]:
     return [*(state.input for state in config.states), *(control.name for control in controls)]
 
 
-def _resolve(references: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return the program's names for a config's references: names, or ordinals like INPUT__0."""
-    resolved = []
+def _resolve(references: Iterable[str], names: Sequence[str]) -> Iterator[str]:
+    """Yield the program's names for a config's references: names, or ordinals like INPUT__0."""
     for reference in references:
         number = ordinal(reference)
         if reference in names:
-            resolved.append(reference)
+            yield reference
         elif number is not None and number < len(names):
-            resolved.append(names[number])
-    return resolved
+            yield names[number]
 
 
 # --- hooks -----------------------------------------------------------------------------------
@@ -318,9 +310,10 @@ def _from_hooks(
         return _run_hooks(config, loaded, hooks, item, device)
     specs = _whole_specs(config, example)
     if len({spec.dims[:1] for spec in specs}) == 1 and all(spec.dims for spec in specs):
-        rows = tuple(dataclasses.replace(spec, dims=spec.dims[1:]) for spec in specs)
         batched = dataclasses.replace(
-            config, inputs=rows, max_batch_size=_batch_size(loaded.rows.most)
+            config,
+            inputs=_row_specs(specs, batched=True),
+            max_batch_size=_batch_size(loaded.rows.most),
         )
         try:
             return _run_hooks(batched, loaded, hooks, example, device)
@@ -336,7 +329,7 @@ def _annotated(config: ModelConfig, hooks: Hooks) -> tuple[TensorSpec, ...]:
     """Return the inputs of one row, from the annotations of the first hook."""
     stage = hooks.preprocess or hooks.preprocess_batch
     arguments = stage.signature().arguments if stage is not None else ()
-    annotated = [_ANNOTATED.get(arg.takes) for arg in arguments if arg.passing in _NAMED]
+    annotated = [_ANNOTATED.get(argument.takes) for argument in arguments if argument.named]
     if not annotated or None in annotated:
         raise _no_example(
             config,
@@ -376,18 +369,10 @@ def _run_hooks(
             cure=f"Put valid inputs beside the model, in a function {example_inputs.NAME}() or"
             f" {example_inputs.NAME}.safetensors, or write the outputs into config.pbtxt.",
         ) from error
-    names = results.leaf_names(result)
-    parts = results.bind_outputs(config.name, names, result, "postprocess()")(result)
-    values = {
-        name: output_extraction.plain(config.name, name, part)
-        for name, part in zip(names, parts, strict=True)
-    }
+    outputs = _whole_specs(config, _plain(config, _named_parts(config, result, "postprocess()")))
     batched = config.max_batch_size > 0
-    outputs = (
-        _whole_specs(config, values)
-        if batched and of_row
-        else _value_specs(config, values, batched=batched)
-    )
+    if not (batched and of_row):
+        outputs = _row_specs(outputs, batched=batched)
     return Schema(config.inputs, outputs, config.max_batch_size)
 
 
@@ -404,7 +389,12 @@ def _no_example(config: ModelConfig, reason: str) -> ConfigError:
     )
 
 
-def _from_example(
+def _forward_error(config: ModelConfig, loaded: Loaded, error: Exception) -> ForwardError:
+    name = loaded.signature.name if loaded.step is None else f"{loaded.signature.name}() or step"
+    return ForwardError(config.name, error, name)
+
+
+def _from_runs(
     config: ModelConfig,
     artifact: Artifact,
     device: torch.device,
@@ -415,193 +405,155 @@ def _from_example(
     Raises:
         ForwardError: forward() fails with the example; on meta tensors, with twice its rows, too.
     """
-    loaded = registry.load(artifact, config, device)
+    trial = _Trial(config, registry.load(artifact, config, device), device)
     example = example_inputs.find(config, artifact)
     if written:
-        return _from_written(config, loaded, device, written, example or {})
+        return trial.schema_of_written(written, example or {})
     if example is None:
         raise _no_example(
             config,
-            f"{artifact.kind.value} does not define the shapes that {loaded.signature} takes",
+            f"{artifact.kind.value} does not define the shapes that {trial.loaded.signature} takes",
         )
-    return _from_item(config, loaded, device, example)
+    return trial.schema(example)
 
 
-def _from_written(
-    config: ModelConfig,
-    loaded: Loaded,
-    device: torch.device,
-    written: Sequence[TensorSpec],
-    example: Item,
-) -> Schema:
-    """Return the schema for the inputs in the config, with the values that the warm-up uses.
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    """Runs of a loaded model."""
 
-    Inputs with dims of -1 are run in two sizes: output dims that differ between them are -1, too.
-    """
-    listed = dataclasses.replace(config, inputs=tuple(written))
-    valid = {
-        spec.name: example[spec.name]
-        for spec in written
-        if spec.name in example and sample_inputs.fits(listed, spec, example[spec.name])
-    }
-    rows = 2 if config.max_batch_size else None
+    config: ModelConfig
+    loaded: Loaded
+    device: torch.device
 
-    def run(*, shrunk: bool) -> Schema:
-        item = sample_inputs.item(listed, rows, shrunk=shrunk, example=valid)
-        return _from_item(config, loaded, device, item)
+    def schema_of_written(self, written: Sequence[TensorSpec], example: Item) -> Schema:
+        """Return the schema for the inputs in the config, with the values that the warm-up uses.
 
-    schema = run(shrunk=False)
-    if all(-1 not in spec.dims for spec in written):
-        return schema
-    try:
-        smaller = run(shrunk=True)
-    except ForwardError:
-        if device is _META:
-            raise
-        return schema  # the model takes the sizes of the example only
-    forms = [
-        [(spec.name, spec.dtype, len(spec.dims)) for spec in outputs]
-        for outputs in (schema.outputs, smaller.outputs)
-    ]
-    if forms[0] != forms[1]:
-        raise ConfigError(
-            config.name,
-            "config.pbtxt lists no outputs, and the model returns other outputs for other sizes:"
-            f" {join_names(map(str, schema.outputs))}, or {join_names(map(str, smaller.outputs))}",
-            cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
-        )
-    outputs = tuple(map(_with_variable_dims, schema.outputs, smaller.outputs))
-    return dataclasses.replace(schema, outputs=outputs)
-
-
-def _with_variable_dims(spec: TensorSpec, smaller: TensorSpec) -> TensorSpec:
-    """Return an output's spec with -1 for the dims that differ between two runs."""
-    sizes = zip(spec.dims, smaller.dims, strict=True)
-    return dataclasses.replace(
-        spec, dims=tuple(size if size == other else -1 for size, other in sizes)
-    )
-
-
-def _from_item(config: ModelConfig, loaded: Loaded, device: torch.device, item: Item) -> Schema:
-    """Run the model with an item, and with twice its rows: dims that grow are the batch."""
-    example = _with_sequence_inputs(config, loaded, item)
-    unbatched = dataclasses.replace(config, max_batch_size=0, inputs=_whole_specs(config, example))
-    once = _run(unbatched, loaded, example, device)
-    max_batch_size = 0
-    first_dims = {tuple(value.shape[:1]) for value in example.values()}
-    if len(first_dims) == 1 and first_dims != {()}:
-        ((rows,),) = first_dims
-        twice = _run_doubled(unbatched, loaded, example, device)
-        if twice is not None and _grew(once.values, twice.values, rows):
-            max_batch_size = _batch_size(_most_rows(config, loaded, example, device))
-    batched = max_batch_size > 0
-    return Schema(
-        _value_specs(config, example, batched=batched),
-        _value_specs(config, once.values, batched=batched),
-        max_batch_size,
-        once.states.union(_sequence_inputs(config)),
-        decoupled=loaded.streams,
-    )
-
-
-def _with_sequence_inputs(config: ModelConfig, loaded: Loaded, example: Item) -> Item:
-    """Return the example with initial states and controls, which requests do not contain."""
-    if config.sequencing is None:
-        return example
-    rows = {value.shape[0] for value in example.values() if value.ndim}
-    count = rows.pop() if config.max_batch_size and len(rows) == 1 else None
-    inputs = _whole_specs(config, example)
-    bound = state_store.with_controls(dataclasses.replace(config, inputs=inputs), loaded.signature)
-    return {
-        **initial_states.find(config, count),
-        **sample_inputs.item(bound, count, example=example),
-    }
-
-
-def _forward_error(config: ModelConfig, loaded: Loaded, error: Exception) -> ForwardError:
-    name = loaded.signature.name if loaded.step is None else f"{loaded.signature.name}() or step"
-    return ForwardError(config.name, error, name)
-
-
-class _Outputs(NamedTuple):
-    """The result of a call.
-
-    Attributes:
-        values: every output by name.
-        states: the names of the outputs that are states of a sequence.
-    """
-
-    values: Mapping[str, Value]
-    states: frozenset[str]
-
-
-def _run(config: ModelConfig, loaded: Loaded, example: Item, device: torch.device) -> _Outputs:
-    intake = Grouping(config, loaded.signature)
-    admitted = intake.admit(example)
-    if isinstance(admitted, InputError):
-        raise admitted
-    (group,) = intake.group([(0, admitted)])
-    columns = [admitted[name] for name in group.inputs.names]
-    try:
-        arguments = intake.convert(group.inputs, columns)  # numbers need values
-        with torch.inference_mode(), device:
-            arguments = [
-                argument.to(device) if isinstance(argument, Tensor) else argument
-                for argument in arguments
-            ]
-            result = streams.first_outputs(
-                config.name, loaded.step, group.inputs.call(loaded.module, arguments)
+        Inputs with dims of -1 are run in two sizes: output dims that differ between them are -1.
+        """
+        listed = dataclasses.replace(self.config, inputs=tuple(written))
+        rows = 2 if self.config.max_batch_size else None
+        valid = {
+            spec.name: example[spec.name]
+            for spec in written
+            if spec.name in example and sample_inputs.fits(listed, spec, example[spec.name])
+        }
+        schema = self.schema(sample_inputs.item(listed, rows, example=valid))
+        if all(-1 not in spec.dims for spec in written):
+            return schema
+        try:
+            smaller = self.schema(sample_inputs.item(listed, rows, shrunk=True, example=valid))
+        except ForwardError:
+            if self.device is _META:
+                raise
+            return schema  # the model takes the sizes of the example only
+        forms = [
+            [(spec.name, spec.dtype, len(spec.dims)) for spec in outputs]
+            for outputs in (schema.outputs, smaller.outputs)
+        ]
+        if forms[0] != forms[1]:
+            raise ConfigError(
+                self.config.name,
+                "config.pbtxt lists no outputs, and the model returns other outputs for other"
+                f" sizes: {join_names(map(str, schema.outputs))}, or"
+                f" {join_names(map(str, smaller.outputs))}",
+                cure="Write fixed sizes for the inputs, or write the outputs into config.pbtxt.",
             )
-    except Exception as error:  # the model's own code runs here
-        raise _forward_error(config, loaded, error) from error
-    names = results.leaf_names(result)
-    parts = results.bind_outputs(config.name, names, result)(result)
-    values = {
-        name: output_extraction.plain(config.name, name, part)
-        for name, part in zip(names, parts, strict=True)
-    }
-    state_outputs = [state.output for state in config.states]
-    states = (
-        results.bind_outputs(config.name, state_outputs, result)(result) if state_outputs else ()
-    )
-    names_by_id = {id(part): name for name, part in zip(names, parts, strict=True)}
-    return _Outputs(values, frozenset(names_by_id[id(part)] for part in states))
+        outputs = []
+        for spec, less in zip(schema.outputs, smaller.outputs, strict=True):
+            sizes = zip(spec.dims, less.dims, strict=True)
+            dims = tuple(size if size == smaller_size else -1 for size, smaller_size in sizes)
+            outputs.append(dataclasses.replace(spec, dims=dims))
+        return dataclasses.replace(schema, outputs=tuple(outputs))
 
+    def schema(self, item: Item) -> Schema:
+        """Return the schema from a run with an item and one with twice its rows.
 
-def _run_doubled(
-    config: ModelConfig, loaded: Loaded, example: Item, device: torch.device
-) -> _Outputs | None:
-    """Run the model with twice the rows of the example; None: it does not take them."""
-    doubled: Item = {
-        name: torch.cat([value, value])
-        if isinstance(value, Tensor)
-        else np.concatenate([value, value])
-        for name, value in example.items()
-    }
-    try:
-        return _run(config, loaded, doubled, device)
-    except ForwardError:
-        if device is _META:
-            raise
-        return None
+        The first dimension is the batch if it grows.
+        """
+        example = self._with_sequence_inputs(item)
+        outputs, states = self._call(example)
+        max_batch_size = 0
+        first_dims = {tuple(value.shape[:1]) for value in example.values()}
+        if len(first_dims) == 1 and first_dims != {()} and self._grows(example, outputs):
+            max_batch_size = _batch_size(self._most_rows(example))
+        input_specs, output_specs = (
+            _row_specs(_whole_specs(self.config, values), batched=max_batch_size > 0)
+            for values in (example, outputs)
+        )
+        hidden = states.union(_sequence_inputs(self.config))
+        return Schema(input_specs, output_specs, max_batch_size, hidden, self.loaded.streams)
 
+    def _with_sequence_inputs(self, example: Item) -> Item:
+        """Return the example with initial states and controls, which requests do not contain."""
+        if self.config.sequencing is None:
+            return example
+        rows = {value.shape[0] for value in example.values() if value.ndim}
+        count = rows.pop() if self.config.max_batch_size and len(rows) == 1 else None
+        config = dataclasses.replace(self.config, inputs=_whole_specs(self.config, example))
+        bound = state_store.with_controls(config, self.loaded.signature)
+        return {
+            **initial_states.find(self.config, count),
+            **sample_inputs.item(bound, count, example=example),
+        }
 
-def _grew(once: Mapping[str, Value], twice: Mapping[str, Value], rows: int) -> bool:
-    """Return whether the first dim of every output, and no other, has doubled with the rows."""
-    return once.keys() == twice.keys() and all(
-        value.ndim > 0
-        and value.shape[0] == rows
-        and twice[name].shape == (2 * rows, *value.shape[1:])
-        for name, value in once.items()
-    )
+    def _call(self, item: Item) -> tuple[dict[str, Value], frozenset[str]]:
+        """Return all outputs by name, and the names of those that are states of a sequence."""
+        config = dataclasses.replace(
+            self.config, max_batch_size=0, inputs=_whole_specs(self.config, item)
+        )
+        grouping = Grouping(config, self.loaded.signature)
+        admitted = grouping.admit(item)
+        if isinstance(admitted, InputError):
+            raise admitted
+        (group,) = grouping.group([(0, admitted)])
+        columns = [admitted[name] for name in group.inputs.names]
+        try:
+            arguments = grouping.convert(group.inputs, columns)  # numbers need values
+            with torch.inference_mode(), self.device:
+                arguments = [
+                    argument.to(self.device) if isinstance(argument, Tensor) else argument
+                    for argument in arguments
+                ]
+                returned = group.inputs.call(self.loaded.module, arguments)
+                result = streams.first_outputs(config.name, self.loaded.step, returned)
+        except Exception as error:  # the model's own code runs here
+            raise _forward_error(config, self.loaded, error) from error
+        parts = _named_parts(config, result, "forward()")
+        states: Sequence[object] = ()
+        if config.states:
+            state_names = [state.output for state in config.states]
+            states = results.bind_outputs(config.name, state_names, result)(result)
+        names = {id(part): name for name, part in parts.items()}
+        return _plain(config, parts), frozenset(names[id(part)] for part in states)
 
+    def _grows(self, example: Item, outputs: Mapping[str, Value]) -> bool:
+        """Return whether the first dim of every output, and no other, doubles with the rows."""
+        doubled: Item = {
+            name: torch.cat([value, value])
+            if isinstance(value, Tensor)
+            else np.concatenate([value, value])
+            for name, value in example.items()
+        }
+        try:
+            twice, _ = self._call(doubled)
+        except ForwardError:
+            if self.device is _META:
+                raise
+            return False
+        rows = next(iter(example.values())).shape[0]
+        return outputs.keys() == twice.keys() and all(
+            value.ndim > 0
+            and value.shape[0] == rows
+            and twice[name].shape == (2 * rows, *value.shape[1:])
+            for name, value in outputs.items()
+        )
 
-def _most_rows(
-    config: ModelConfig, loaded: Loaded, example: Item, device: torch.device
-) -> int | None:
-    if loaded.kind is not ArtifactType.AOTI:
-        return loaded.rows.most
-    inputs = bind_inputs(config.name, list(example), loaded.signature)
-    values = [example[name] for name in inputs.names]
-    columns = [value.to(device) for value in values if isinstance(value, Tensor)]
-    return size_probing.most_rows(lambda leaves: inputs.call(loaded.module, leaves), columns)
+    def _most_rows(self, example: Item) -> int | None:
+        if self.loaded.kind is not ArtifactType.AOTI:
+            return self.loaded.rows.most
+        inputs = bind_inputs(self.config.name, list(example), self.loaded.signature)
+        values = [example[name] for name in inputs.names]
+        columns = [value.to(self.device) for value in values if isinstance(value, Tensor)]
+        return size_probing.most_rows(
+            lambda leaves: inputs.call(self.loaded.module, leaves), columns
+        )

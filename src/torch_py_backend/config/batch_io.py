@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from torch_py_backend.config import dtypes
+from torch_py_backend.config import dtypes, pbtxt
 from torch_py_backend.config.dtypes import DType
+from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import ConfigError, join_names
 
 # The types that Triton's core accepts.
@@ -32,8 +31,6 @@ class BatchInput:
     """An input that is computed from the shapes of another input of the requests.
 
     Attributes:
-        name: its name, which is bound to an argument.
-        kind: the function of the shapes.
         dtype: INT32 or FP32.
         source: the name of the other input.
     """
@@ -49,77 +46,63 @@ class BatchInput:
 
 @dataclass(frozen=True, slots=True)
 class BatchOutput:
-    """An output whose values are split among requests by the shapes of an input.
-
-    Attributes:
-        name: the output.
-        source: the input.
-    """
+    """An output whose values are split among requests by the shapes of the input `source`."""
 
     name: str
     source: str
 
 
-def parse_inputs(model: str, document: Mapping[str, Any]) -> tuple[BatchInput, ...]:
+def parse_inputs(model: str, document: Document) -> tuple[BatchInput, ...]:
     """Return the batch inputs of a config, one for each target.
-
-    Args:
-        model: the model's name.
-        document: Triton's JSON of config.pbtxt.
 
     Raises:
         ConfigError: `batch_input` has unknown values, or does not fit the config's inputs.
     """
-    known = {kind.value: kind for kind in BatchInputKind}
+    kinds = [kind.value for kind in BatchInputKind]
+    names = {entry["name"] for entry in document.get("input", ())}
     parsed = []
-    taken = {entry["name"] for entry in document.get("input", ())}
     for entry in document.get("batch_input", ()):
-        kind = known.get(entry.get("kind", BatchInputKind.ELEMENT_COUNT.value))
-        if kind is None:
-            raise ConfigError(
-                model, f"batch_input has the kind {entry['kind']}", expected=join_names(known)
-            )
-        if entry.get("data_type") not in _DATA_TYPES:
+        kind = entry.get("kind", BatchInputKind.ELEMENT_COUNT.value)
+        if kind not in kinds:
+            raise ConfigError(model, f"batch_input has the kind {kind}", expected=join_names(kinds))
+        data_type = entry.get("data_type")
+        if data_type not in _DATA_TYPES:
             raise ConfigError(
                 model,
-                f"batch_input {kind.value} has data_type {entry.get('data_type')}",
+                f"batch_input {kind} has data_type {data_type}",
                 expected=" or ".join(_DATA_TYPES),
             )
-        dtype = dtypes.from_triton(entry["data_type"].removeprefix("TYPE_"))
-        source = _source(model, "batch_input", kind.value, entry, document)
-        for name in _targets(model, "batch_input", kind.value, entry):
-            if name in taken:
+        dtype = dtypes.parse(model, "batch_input", data_type)
+        source, targets = _source_and_targets(model, f"batch_input {kind}", entry, document)
+        for name in targets:
+            if name in names:
                 raise ConfigError(
                     model,
-                    f"batch_input {kind.value} makes '{name}', and config.pbtxt has that name as"
+                    f"batch_input {kind} makes '{name}', and config.pbtxt has that name as"
                     " an input or a batch_input already",
                     cure="Rename its target_name, and the argument of the model.",
                 )
-            taken.add(name)
-            parsed.append(BatchInput(name, kind, dtype, source))
+            names.add(name)
+            parsed.append(BatchInput(name, BatchInputKind(kind), dtype, source))
     return tuple(parsed)
 
 
-def parse_outputs(model: str, document: Mapping[str, Any]) -> tuple[BatchOutput, ...]:
+def parse_outputs(model: str, document: Document) -> tuple[BatchOutput, ...]:
     """Return the batch outputs of a config, one for each target.
-
-    Args:
-        model: the model's name.
-        document: Triton's JSON of config.pbtxt.
 
     Raises:
         ConfigError: `batch_output` has unknown values, or does not fit the config's inputs or
             outputs.
     """
-    dims = {entry["name"]: _dims(entry) for entry in document.get("output", ())}
-    source_dims = {entry["name"]: _dims(entry) for entry in document.get("input", ())}
+    dims = {entry["name"]: pbtxt.model_dims(entry) for entry in document.get("output", ())}
+    source_dims = {entry["name"]: pbtxt.model_dims(entry) for entry in document.get("input", ())}
     parsed: dict[str, BatchOutput] = {}
     for entry in document.get("batch_output", ()):
         kind = entry.get("kind", _SCATTER)
         if kind != _SCATTER:
             raise ConfigError(model, f"batch_output has the kind {kind}", expected=_SCATTER)
-        source = _source(model, "batch_output", kind, entry, document)
-        for name in _targets(model, "batch_output", kind, entry):
+        source, targets = _source_and_targets(model, f"batch_output {kind}", entry, document)
+        for name in targets:
             if name not in dims or name in parsed:
                 problem = "twice" if name in parsed else "which is no output"
                 raise ConfigError(
@@ -138,43 +121,27 @@ def parse_outputs(model: str, document: Mapping[str, Any]) -> tuple[BatchOutput,
     return tuple(parsed.values())
 
 
-def _dims(entry: Mapping[str, Any]) -> list[int]:
-    """Return the dims that the model sees."""
-    reshape = entry.get("reshape")
-    dims: list[int] = entry["dims"] if reshape is None else reshape.get("shape", [])
-    return dims
-
-
-def _source(
-    model: str, role: str, kind: str, entry: Mapping[str, Any], document: Mapping[str, Any]
-) -> str:
-    """Return the only source input of an entry."""
+def _source_and_targets(
+    model: str, subject: str, entry: Document, document: Document
+) -> tuple[str, list[str]]:
+    """Return the only source_input of an entry, and its target_name."""
     inputs = {tensor["name"]: tensor for tensor in document.get("input", ())}
-    sources = entry.get("source_input", ())
+    sources, targets = entry.get("source_input", ()), entry.get("target_name", [])
     if len(sources) != 1:
-        raise ConfigError(
-            model,
-            f"{role} {kind} has {len(sources)} source_input",
-            expected="one",
-        )
-    (source,) = sources
+        raise ConfigError(model, f"{subject} has {len(sources)} source_input", expected="one")
+    source = str(sources[0])
     if source not in inputs:
         raise ConfigError(
             model,
-            f"{role} {kind} has the source_input '{source}', which is no input",
+            f"{subject} has the source_input '{source}', which is no input",
             expected=f"one of {join_names(inputs)}",
         )
     if inputs[source].get("optional"):
         raise ConfigError(
             model,
-            f"{role} {kind} has the source_input '{source}', which requests may leave out",
+            f"{subject} has the source_input '{source}', which requests may leave out",
             cure=f"Remove optional from '{source}', or choose another input.",
         )
-    return str(source)
-
-
-def _targets(model: str, role: str, kind: str, entry: Mapping[str, Any]) -> list[str]:
-    targets: list[str] = entry.get("target_name", [])
     if not targets:
-        raise ConfigError(model, f"{role} {kind} has no target_name", expected="at least one")
-    return targets
+        raise ConfigError(model, f"{subject} has no target_name", expected="at least one")
+    return source, targets

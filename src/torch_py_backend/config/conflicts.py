@@ -3,47 +3,60 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch_py_backend.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch_py_backend.config.model_config import ModelConfig
 
-
-class Rule(NamedTuple):
-    """A combination of settings that is refused.
-
-    Attributes:
-        applies: the config has this combination.
-        problem: the combination, as a clause.
-        cure: what to do, as a sentence.
-        during_completion: it is also refused while inputs and outputs are being completed.
-    """
-
-    applies: bool
-    problem: str
-    cure: str
-    during_completion: bool = False
+# Whether a config has a combination of settings that is refused; the combination, as a clause; and
+# what to do, as a sentence.
+Rule: TypeAlias = tuple[bool, str, str]
 
 
 def check(config: ModelConfig, *, complete: bool = True) -> None:
-    """Raise for the first rule that applies to a config.
-
-    Args:
-        config: the config.
-        complete: it has inputs and outputs; otherwise only rules marked `during_completion` count.
+    """Raise for the first rule that applies; without `complete`, the config has no tensors yet.
 
     Raises:
         ConfigError: two settings conflict.
     """
-    for rule in _rules(config):
-        if rule.applies and (complete or rule.during_completion):
-            raise ConfigError(config.name, rule.problem, cure=rule.cure)
+    rules = _rules_before_completion(config)
+    for applies, problem, cure in (*rules, *_rules(config)) if complete else rules:
+        if applies:
+            raise ConfigError(config.name, problem, cure=cure)
+
+
+def _rules_before_completion(config: ModelConfig) -> tuple[Rule, ...]:
+    options = config.options
+    return (
+        (
+            config.decoupled and config.sequencing is not None,
+            "sequence_batching is set, and the model is decoupled",
+            (
+                "A stream keeps its own state between responses: remove one of the two from"
+                " config.pbtxt."
+            ),
+        ),
+        (
+            bool(options.state) and config.sequencing is None,
+            "STATE is set, and config.pbtxt has no sequence_batching",
+            "A state belongs to a sequence: add sequence_batching, or remove STATE.",
+        ),
+        (
+            bool(options.state) and any(state.dtype is not None for state in config.states),
+            "STATE is set, and sequence_batching has state, too",
+            "Both define the states of a sequence; keep one.",
+        ),
+        (
+            options.model_class is not None and options.model_factory is not None,
+            "MODEL_CLASS and MODEL_FACTORY both name what is to be served",
+            "They exclude each other; keep one.",
+        ),
+    )
 
 
 def _rules(config: ModelConfig) -> tuple[Rule, ...]:
-    """Return all rules with what they find in a config, in the order in which they are checked."""
     options = config.options
     batched = config.max_batch_size > 0
     largest_bucket = max(options.batch_buckets or (0,))
@@ -59,119 +72,96 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
     ragged_cure = f"Remove one of the two: sizes differ from batch to batch with {ragged}."
     return (
         # --- sequences and states ---
-        Rule(
-            config.decoupled and config.sequencing is not None,
-            "sequence_batching is set, and the model is decoupled",
-            "A stream keeps its own state between responses: remove one of the two from"
-            " config.pbtxt.",
-            during_completion=True,
-        ),
-        Rule(
-            bool(options.state) and config.sequencing is None,
-            "STATE is set, and config.pbtxt has no sequence_batching",
-            "A state belongs to a sequence: add sequence_batching, or remove STATE.",
-            during_completion=True,
-        ),
-        Rule(
-            bool(options.state) and any(state.dtype is not None for state in config.states),
-            "STATE is set, and sequence_batching has state, too",
-            "Both define the states of a sequence; keep one.",
-            during_completion=True,
-        ),
-        Rule(
+        (
             options.sequence_memory_mb is not None and not config.states,
             "SEQUENCE_MEMORY_MB is set, and no state is kept",
             "Add state to sequence_batching or set STATE, or remove SEQUENCE_MEMORY_MB.",
         ),
-        Rule(
+        (
             bool(options.pad) and any(-1 in state.dims for state in config.states),
             "PAD is set, and a state of sequence_batching has dims of -1",
-            "Padding within a state cannot be recognized: give the state fixed dims, or remove"
-            " PAD.",
+            (
+                "Padding within a state cannot be recognized: give the state fixed dims, or remove"
+                " PAD."
+            ),
         ),
         # --- the model and its batches ---
-        Rule(
-            options.model_class is not None and options.model_factory is not None,
-            "MODEL_CLASS and MODEL_FACTORY both name what is to be served",
-            "They exclude each other; keep one.",
-            during_completion=True,
-        ),
-        Rule(
+        (
             {"bf16", "fp16"} <= set(options.optimize),
             "OPTIMIZE asks for bf16 and fp16",
             "They exclude each other; keep one.",
         ),
-        Rule(
+        (
             "cuda_graphs" in options.optimize and config.kind != "GPU",
             f"OPTIMIZE asks for cuda_graphs, and the instance is KIND_{config.kind}",
             "Use KIND_GPU, or remove cuda_graphs.",
         ),
-        Rule(
+        (
             "cuda_graphs" in options.optimize and not batched,
             "OPTIMIZE asks for cuda_graphs, and max_batch_size is 0",
             "A graph is captured for each bucket of rows: set max_batch_size.",
         ),
-        Rule(
+        (
             bool(options.batch_buckets) and not batched,
             "BATCH_BUCKETS is set, and max_batch_size is 0",
             "Set max_batch_size, or remove BATCH_BUCKETS.",
         ),
-        Rule(
+        (
             largest_bucket > config.max_batch_size,
             f"BATCH_BUCKETS holds {largest_bucket}, and max_batch_size is {config.max_batch_size}",
             "Raise max_batch_size, or remove the bucket.",
         ),
-        Rule(
+        (
             bool(options.pad) and not batched,
             "PAD is set, and max_batch_size is 0",
             "Requests are padded to share a batch: set max_batch_size, or remove PAD.",
         ),
-        Rule(
+        (
             options.watch_weights and gpu_sharing,
             "WATCH_WEIGHTS is set, and ENABLE_WEIGHT_SHARING holds the weights on the GPU once",
             "A swap in one instance would change a running batch of another: remove one of them.",
         ),
         # --- profiles ---
-        Rule(
+        (
             options.profile_batches is not None and options.profile_dir is None,
             "PROFILE_BATCHES is set, and PROFILE_DIR is not",
             "Set PROFILE_DIR to the folder for the traces, or remove PROFILE_BATCHES.",
         ),
-        Rule(
+        (
             options.profile_dir is not None and not Path(options.profile_dir).is_absolute(),
             f"PROFILE_DIR is '{options.profile_dir}'",
             "Give an absolute path: Triton chooses the working directory of an instance.",
         ),
         # --- streams ---
         *(
-            Rule(
+            (
                 config.decoupled and bool(value),
                 f"{key} is set, and the model is decoupled",
                 f"Each request is a separate stream: remove {key}.",
             )
             for key, value in (("PAD", options.pad), ("BATCH_BUCKETS", options.batch_buckets))
         ),
-        Rule(
+        (
             config.decoupled and compiled,
             "TORCH_COMPILE_OPTIONAL_PARAMETERS is set, and the model is decoupled",
             "The code between two responses is not one graph: call torch.compile in the model.",
         ),
         *(
-            Rule(
+            (
                 config.decoupled and name in options.optimize,
                 f"OPTIMIZE asks for {name}, and the model is decoupled",
                 f"The code between two responses is not one graph: remove {name}.",
             )
             for name in ("freeze", "cuda_graphs")
         ),
-        Rule(
+        (
             config.decoupled and gpu_sharing,
             "ENABLE_WEIGHT_SHARING holds the weights on the GPU once, and the model is decoupled",
             "The instance that owns the weights may end during a stream: remove it.",
         ),
         # --- ragged batches ---
         *(
-            Rule(
+            (
                 config.concatenates and is_set,
                 f"config.pbtxt has {ragged} and {setting}",
                 ragged_cure,
@@ -192,13 +182,13 @@ def _rules(config: ModelConfig) -> tuple[Rule, ...]:
             )
         ),
         # --- several devices ---
-        Rule(
+        (
             mapped and config.kind != "MODEL",
             f"DEVICE_MAP is set, and the instance is KIND_{config.kind}",
             "Use KIND_MODEL, or remove DEVICE_MAP.",
         ),
         *(
-            Rule(
+            (
                 mapped and is_set,
                 f"DEVICE_MAP is set, and so is {setting}",
                 "They cannot be combined: remove one of them.",

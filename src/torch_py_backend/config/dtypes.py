@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from torch_py_backend.errors import ConfigError
+
 
 class DType(NamedTuple):
     """An element type.
@@ -58,6 +60,19 @@ def from_torch(name: str) -> DType:
 def from_triton(name: str) -> DType:
     """Return the type with this name in requests."""
     return _BY_TRITON[name]
+
+
+def parse(model: str, subject: str, name: str) -> DType:
+    """Return the type that `subject` has in config.pbtxt.
+
+    Raises:
+        ConfigError: there is no such type.
+    """
+    dtype = from_config(name)
+    if dtype is None:
+        known = ", ".join(row.config for row in TABLE)
+        raise ConfigError(model, f"{subject} has data_type {name}", expected=f"one of {known}")
+    return dtype
 
 
 def from_config(name: str) -> DType | None:

@@ -11,10 +11,9 @@ import os
 import re
 import sys
 import tarfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import PlatformError
 
 KEY = "EXECUTION_ENV_PATH"
@@ -23,18 +22,14 @@ MODEL_FOLDER = "$$TRITON_MODEL_DIRECTORY"
 _LIBRARY = re.compile(r"(?:\./)?lib(?:64)?/python(3\.\d+)/.")
 
 
-def environment_path(document: Mapping[str, Any]) -> str:
+def environment_path(document: Document) -> str:
     """Return the environment of a config (Triton's JSON); empty if it names none."""
-    entry: Mapping[str, str] = document.get("parameters", {}).get(KEY, {})
-    return entry.get("string_value", "")
+    entry: Document = document.get("parameters", {}).get(KEY, {})
+    return str(entry.get("string_value", ""))
 
 
 def check_running_python(model: str, environment: str) -> None:
-    """Raise if the environment of this stub is for another version of Python.
-
-    Args:
-        model: the model's name.
-        environment: the environment in its config.
+    """Check the environment in a model's config in its own stub.
 
     Raises:
         PlatformError: the environment is for another version of Python than this process.
@@ -48,7 +43,7 @@ def check_running_python(model: str, environment: str) -> None:
         raise _wrong_python(model, min(versions), running)
 
 
-def check(folder: Path, document: Mapping[str, Any], stub: str) -> None:
+def check(folder: Path, document: Document, stub: str) -> None:
     """Check the environment in a model's config without unpacking it.
 
     Args:

@@ -7,11 +7,11 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
 
-from torch_py_backend.config import batch_io, conflicts, dtypes, options, sequence_config
+from torch_py_backend.config import batch_io, conflicts, dtypes, options, pbtxt, sequence_config
 from torch_py_backend.config.batch_io import BatchInput, BatchOutput
 from torch_py_backend.config.options import Options
+from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.config.sequence_config import SequenceConfig, State
 from torch_py_backend.errors import ConfigError
 
@@ -29,8 +29,7 @@ class TensorSpec:
     """One input or output of the config.
 
     Attributes:
-        name: the tensor's name in requests.
-        dtype: its element type.
+        name: its name in requests.
         dims: its shape as the model sees it (after Triton's `reshape`), without the batch
             dimension; -1 means any size.
         optional: a request may leave it out.
@@ -56,7 +55,6 @@ class ModelConfig:
     """The config of a model, as one instance has it.
 
     Attributes:
-        name: the model's name.
         folder: the model's folder; `version_folder` contains the artifact.
         version: the version, the name of a folder.
         instance: the name of this instance.
@@ -68,8 +66,6 @@ class ModelConfig:
         python_runtime: the model was written for the Python runtime of Triton's PyTorch backend.
         sequencing: the sequence settings; None: requests are independent of each other.
         decoupled: a request may have any number of responses.
-        batch_inputs: inputs that are computed from the shapes of other inputs.
-        batch_outputs: outputs that are split by the shapes of inputs.
     """
 
     name: str
@@ -136,9 +132,17 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
     inputs: tuple[TensorSpec, ...] = ()
     outputs: tuple[TensorSpec, ...] = ()
     if complete:
-        inputs = (*_specs(name, "input", document), *_state_inputs(states))
+        state_inputs = (
+            TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE)
+            for state in states
+            if state.dtype is not None
+        )
+        inputs = (*_specs(name, "input", document), *state_inputs)
         listed = _specs(name, "output", document)
         outputs = (*listed, *_state_outputs(name, states, listed))
+    # The count of a group is per GPU.
+    groups = document.get("instance_group", ())
+    instances = [int(group["count"]) * max(1, len(group.get("gpus", ()))) for group in groups]
     config = ModelConfig(
         name=name,
         folder=Path(args["model_repository"]).absolute(),
@@ -146,7 +150,7 @@ def parse(args: Mapping[str, str], *, complete: bool = True) -> ModelConfig:
         instance=args["model_instance_name"],
         kind=args["model_instance_kind"],
         device_id=int(args["model_instance_device_id"]),
-        instances=_instances(document),
+        instances=max(1, sum(instances)),
         max_batch_size=document["max_batch_size"],
         inputs=inputs,
         outputs=outputs,
@@ -177,7 +181,7 @@ def listed_inputs(args: Mapping[str, str]) -> tuple[TensorSpec, ...]:
     return tuple(_spec(args["model_name"], "input", entry) for entry in entries) if complete else ()
 
 
-def _specs(model: str, role: str, document: Mapping[str, Any]) -> tuple[TensorSpec, ...]:
+def _specs(model: str, role: str, document: Document) -> tuple[TensorSpec, ...]:
     entries = document.get(role, [])
     if not entries:
         raise ConfigError(
@@ -188,32 +192,15 @@ def _specs(model: str, role: str, document: Mapping[str, Any]) -> tuple[TensorSp
     return tuple(_spec(model, role, entry) for entry in entries)
 
 
-def _spec(model: str, role: str, entry: Mapping[str, Any]) -> TensorSpec:
-    name = entry["name"]
-    dtype = dtypes.from_config(entry["data_type"])
-    if dtype is None:
-        raise ConfigError(
-            model,
-            f"{role} '{name}' has data_type {entry['data_type']}",
-            expected="one of " + ", ".join(known.config for known in dtypes.TABLE),
-        )
-    # Triton reshapes inputs before and outputs after the backend sees them.
-    reshape = entry.get("reshape")
-    dims = entry["dims"] if reshape is None else reshape.get("shape", [])
+def _spec(model: str, role: str, entry: Document) -> TensorSpec:
     return TensorSpec(
-        name,
-        dtype,
-        tuple(dims),
+        entry["name"],
+        dtypes.parse(model, f"{role} '{entry['name']}'", entry["data_type"]),
+        tuple(pbtxt.model_dims(entry)),
         bool(entry.get("optional")),
         bool(entry.get("allow_ragged_batch")),
-        reshaped=reshape is not None,
+        reshaped=entry.get("reshape") is not None,
     )
-
-
-def _state_inputs(states: Iterable[State]) -> Iterator[TensorSpec]:
-    for state in states:
-        if state.dtype is not None:
-            yield TensorSpec(state.input, state.dtype, state.dims, origin=Origin.STATE)
 
 
 def _state_outputs(
@@ -239,14 +226,7 @@ def _state_outputs(
             )
 
 
-def _instances(document: Mapping[str, Any]) -> int:
-    """Return the number of instances in all groups; a group's count is per GPU."""
-    groups = document.get("instance_group", [])
-    counts = [int(group["count"]) * max(1, len(group.get("gpus", []))) for group in groups]
-    return max(1, sum(counts))
-
-
-def _filename(model: str, document: Mapping[str, Any]) -> str | None:
+def _filename(model: str, document: Document) -> str | None:
     name: str = document.get("default_model_filename", "")
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts:

@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeAlias
 
 from torch_py_backend.errors import ConfigError, PlatformError
 
+JsonObject: TypeAlias = dict[str, Any]
+# config.pbtxt as Triton passes it to backends, or a part of it.
+Document: TypeAlias = Mapping[str, Any]
 # Triton's default without an instance_group, on a machine without a GPU.
 _ONE_INSTANCE = {"kind": "KIND_CPU", "count": 1, "gpus": []}
 
 
-def read(folder: Path) -> dict[str, Any]:
+def read(folder: Path) -> JsonObject:
     """Return the config of a model folder with Triton's defaults, also if there is no config.pbtxt.
 
     Raises:
@@ -23,7 +27,7 @@ def read(folder: Path) -> dict[str, Any]:
     message = parse(folder.name, text(folder))
     _, _, json_format = _protobuf(folder.name)
     message.name = message.name or folder.name
-    document: dict[str, Any] = json_format.MessageToDict(
+    document: JsonObject = json_format.MessageToDict(
         message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
     )
     for tensor in (*document["input"], *document["output"]):
@@ -34,6 +38,16 @@ def read(folder: Path) -> dict[str, Any]:
     groups = document["instance_group"] or [dict(_ONE_INSTANCE)]
     document["instance_group"] = [group | {"count": group["count"] or 1} for group in groups]
     return document
+
+
+def model_dims(entry: Document) -> list[int]:
+    """Return the dims of an input or output as the model sees it.
+
+    Triton reshapes inputs before and outputs after that.
+    """
+    reshape = entry.get("reshape")
+    dims: list[int] = entry["dims"] if reshape is None else reshape.get("shape", [])
+    return dims
 
 
 def text(folder: Path) -> str:
@@ -71,7 +85,7 @@ def _unreadable(model: str, error: Exception) -> ConfigError:
     return ConfigError(model, f"config.pbtxt cannot be read: {error}", cure="Correct that line.")
 
 
-def arguments(folder: Path, version: str, document: Mapping[str, Any]) -> dict[str, str]:
+def arguments(folder: Path, version: str, document: Document) -> dict[str, str]:
     """Return the arguments that Triton passes to `initialize` of the model's first instance."""
     group = document["instance_group"][0]
     kind = group["kind"].removeprefix("KIND_")
@@ -87,7 +101,7 @@ def arguments(folder: Path, version: str, document: Mapping[str, Any]) -> dict[s
     }
 
 
-def _protobuf(model: str) -> tuple[Any, Any, Any]:
+def _protobuf(model: str) -> tuple[ModuleType, ModuleType, ModuleType]:
     try:
         from google.protobuf import json_format, text_format  # noqa: PLC0415
         from tritonclient.grpc import model_config_pb2  # noqa: PLC0415

@@ -24,7 +24,7 @@ class Opaque:
 
     __slots__ = ("value",)
 
-    def __init__(self, value: Any) -> None:
+    def __init__(self, value: object) -> None:
         self.value = value
 
 
@@ -33,15 +33,15 @@ def parse(text: str) -> Parameters:
     return json.loads(text) if text else _NONE
 
 
-def column(values: Iterable[Any]) -> np.ndarray[Any, np.dtype[np.object_]]:
+def column(values: Iterable[object]) -> np.ndarray[Any, np.dtype[np.object_]]:
     """Return a column of a batch with one value of any type per row."""
-    rows = list(values)
+    rows = [Opaque(value) for value in values]
     array = np.empty(len(rows), dtype=np.object_)
-    array[:] = [Opaque(value) for value in rows]
+    array[:] = rows
     return array
 
 
-def values(held: Iterable[Any]) -> list[Any]:
+def values(held: Iterable[Opaque]) -> list[Any]:
     """Return the values of a column."""
     return [row.value for row in held]
 

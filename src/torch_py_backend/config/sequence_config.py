@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
 
 from torch_py_backend.config import dtypes
 from torch_py_backend.config.dtypes import DType
+from torch_py_backend.config.pbtxt import Document
 from torch_py_backend.errors import ConfigError
 
 # Triton's own default.
@@ -81,15 +81,10 @@ class SequenceConfig:
     states: tuple[State, ...]
 
 
-def parse(
-    model: str, document: Mapping[str, Any], pairs: Mapping[str, str] | None
-) -> SequenceConfig | None:
+def parse(model: str, document: Document, pairs: Mapping[str, str] | None) -> SequenceConfig | None:
     """Return the sequence settings of a model; None: its requests are independent of each other.
 
-    Args:
-        model: the model's name.
-        document: Triton's JSON of config.pbtxt.
-        pairs: the option STATE.
+    `pairs` is the option STATE.
 
     Raises:
         ConfigError: `sequence_batching` is invalid, or uses what is not supported.
@@ -119,7 +114,7 @@ def parse(
     return sequencing
 
 
-def _control(model: str, entry: Mapping[str, Any]) -> ControlInput:
+def _control(model: str, entry: Document) -> ControlInput:
     controls = entry.get("control") or [{}]
     boolean = next((dtype for key, dtype in _BOOLEANS.items() if controls[0].get(key)), None)
     if boolean:
@@ -135,7 +130,7 @@ def _control(model: str, entry: Mapping[str, Any]) -> ControlInput:
     return ControlInput(entry["name"], dtype)
 
 
-def _state(model: str, entry: Mapping[str, Any]) -> State:
+def _state(model: str, entry: Document) -> State:
     names = entry.get("input_name", ""), entry.get("output_name", "")
     if not all(names):
         raise ConfigError(
@@ -144,23 +139,17 @@ def _state(model: str, entry: Mapping[str, Any]) -> State:
             " output",
             expected="input_name and output_name",
         )
-    dtype = dtypes.from_config(entry.get("data_type", "unset"))
-    if dtype is None:
-        raise ConfigError(
-            model,
-            f"the state '{names[0]}' has data_type {entry.get('data_type', 'unset')}",
-            expected="one of " + ", ".join(known.config for known in dtypes.TABLE),
-        )
+    dtype = dtypes.parse(model, f"the state '{names[0]}'", entry.get("data_type", "unset"))
     dims = _dims(entry)
     return State(*names, dtype, dims, _initial(model, names[0], dims, entry))
 
 
-def _dims(entry: Mapping[str, Any]) -> tuple[int, ...]:
+def _dims(entry: Document) -> tuple[int, ...]:
     # protobuf's JSON has int64 as strings.
     return tuple(int(size) for size in entry.get("dims", ()))
 
 
-def _initial(model: str, name: str, dims: Sequence[int], entry: Mapping[str, Any]) -> InitialState:
+def _initial(model: str, name: str, dims: Sequence[int], entry: Document) -> InitialState:
     blocks = entry.get("initial_state", ())
     if not blocks:
         # Triton leaves the values undefined then, and uses 1 for sizes of -1.
@@ -200,7 +189,7 @@ def _initial(model: str, name: str, dims: Sequence[int], entry: Mapping[str, Any
     return InitialState(sizes, file or None)
 
 
-def _check_names(model: str, document: Mapping[str, Any], sequencing: SequenceConfig) -> None:
+def _check_names(model: str, document: Document, sequencing: SequenceConfig) -> None:
     """Raise if two inputs, or two state outputs, have the same name.
 
     The output of a state may also be listed as an output of the model.

@@ -13,7 +13,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """Numbers of threads: within one operator, and for operators that run in parallel."""
+    """Numbers of threads: within one operator, and of operators in parallel."""
 
     intra_op: int
     inter_op: int
@@ -39,23 +39,13 @@ def set_environment(threads: Threads) -> None:
 def available_cores(cgroup: Path = _CGROUP) -> int:
     """Return the number of cores that CPU affinity and the container's quota allow."""
     allowed = len(os.sched_getaffinity(0))
-    quota = _quota_v2(cgroup) or _quota_v1(cgroup)
-    return max(1, min(allowed, int(quota))) if quota else allowed
-
-
-def _quota_v2(cgroup: Path) -> float | None:
-    words = _words(cgroup / "cpu.max")
-    if len(words) != 2 or words[0] == "max":  # noqa: PLR2004  "<quota> <period>", see cgroup-v2
-        return None
-    return int(words[0]) / int(words[1])
-
-
-def _quota_v1(cgroup: Path) -> float | None:
-    quota = _words(cgroup / "cpu" / "cpu.cfs_quota_us")
-    period = _words(cgroup / "cpu" / "cpu.cfs_period_us")
-    if not quota or not period or int(quota[0]) <= 0:
-        return None
-    return int(quota[0]) / int(period[0])
+    # cgroup v2 has "<quota> <period>" in one file, v1 two files; no quota is "max", or -1.
+    quota, period = 0, 1
+    for files in (["cpu.max"], ["cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"]):
+        words = [word for file in files for word in _words(cgroup / file)]
+        if quota <= 0 and len(words) == 2 and words[0] != "max":  # noqa: PLR2004
+            quota, period = map(int, words)
+    return max(1, min(allowed, quota // period)) if quota > 0 else allowed
 
 
 def _words(path: Path) -> list[str]:

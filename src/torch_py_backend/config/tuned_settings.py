@@ -9,13 +9,12 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from torch_py_backend.config import conflicts, options, threads
 from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.pbtxt import Document, JsonObject
 from torch_py_backend.errors import ConfigError, TuneError
 
 log = logging.getLogger(__name__)
@@ -28,7 +27,7 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 _INSTRUCTIONS = re.compile(r"(avx|amx|fma|f16c|vnni|asimd|sve|bf16|i8mm)\w*")
 
 
-def machine_facts(cpuinfo: Path = _CPUINFO, gpus: Path = _GPUS) -> dict[str, Any]:
+def machine_facts(cpuinfo: Path = _CPUINFO, gpus: Path = _GPUS) -> JsonObject:
     """Return the facts that decide which settings are fast: processor, cores, GPUs, torch."""
     facts = _facts(cpuinfo)
     flags = facts.get("flags", facts.get("Features", "")).split()
@@ -51,7 +50,7 @@ def _facts(path: Path) -> dict[str, str]:
     return {key.strip(): value.strip() for key, _, value in pairs}
 
 
-def fingerprint(of: Mapping[str, Any]) -> str:
+def fingerprint(of: Document) -> str:
     """Return a short hash of a machine's facts."""
     return hashlib.sha256(json.dumps(of, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -102,12 +101,8 @@ def apply(settings: ModelConfig) -> ModelConfig:
     return tuned
 
 
-def save(folder: Path, entry: Mapping[str, Any]) -> Path:
-    """Write the results of one machine into tuned.json; the entries of other machines stay.
-
-    Args:
-        folder: the folder of tuned.json.
-        entry: the results, with the key `machine`.
+def save(folder: Path, entry: Document) -> Path:
+    """Write the results of `entry["machine"]` into tuned.json; those of other machines stay.
 
     Raises:
         ConfigError: tuned.json exists and was not written by `tune`.
@@ -160,7 +155,7 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise TuneError(f"cannot write {path}: {error.strerror or error}.") from error
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> JsonObject:
     if not path.is_file():
         return {}
     try:

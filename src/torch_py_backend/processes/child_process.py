@@ -117,7 +117,7 @@ class _Child:
             raise LoadError(model, reason, cure="The server's log may say more.")
         outcome = json.loads(self.result_file.read_bytes())
         if "error" in outcome:
-            raise LoadError.told(outcome["error"], outcome["traceback"])
+            raise LoadError.from_message(outcome["error"], outcome["traceback"])
         return outcome["result"]
 
 

@@ -7,9 +7,10 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ForwardRef, Literal, Union, get_args, get_origin
 
+import torch
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature, path_text
@@ -22,29 +23,59 @@ _PASSING = {
     inspect.Parameter.VAR_KEYWORD: Passing.REST_BY_NAME,
 }
 _REST = (Passing.REST, Passing.REST_BY_NAME)
+_TYPES: Mapping[object, ArgumentType] = {
+    int: ArgumentType.INT,
+    float: ArgumentType.FLOAT,
+    bool: ArgumentType.BOOL,
+    str: ArgumentType.STR,
+    bytes: ArgumentType.RAW,
+    dict: ArgumentType.DICT,
+    collections.abc.Mapping: ArgumentType.DICT,
+    collections.abc.MutableMapping: ArgumentType.DICT,
+    tuple: ArgumentType.TUPLE,
+    list: ArgumentType.LIST,
+    collections.abc.Sequence: ArgumentType.LIST,
+    collections.abc.Iterable: ArgumentType.LIST,
+}
+# Qualifiers of the keys of a TypedDict.
+_QUALIFIERS = ("Required", "NotRequired", "ReadOnly")
 
 
 # --- Python ----------------------------------------------------------------------------------
 
 
-def from_function(function: Callable[..., Any]) -> Signature:
+def from_function(function: Callable[..., object]) -> Signature:
     """Return the signature of a Python callable.
 
     Raises:
         TypeError, ValueError: Python cannot inspect it.
     """
     scope = _scope(function)
-    parameters = inspect.signature(function).parameters.values()
-    annotations = {
-        parameter.name: _resolved(parameter.annotation, scope) for parameter in parameters
-    }
-    return Signature(
-        tuple(_argument(parameter, annotations[parameter.name]) for parameter in parameters),
-        by_name=_by_name(parameters, annotations),
-    )
+    parameters = inspect.signature(function).parameters
+    annotations = {name: _resolved(entry.annotation, scope) for name, entry in parameters.items()}
+    arguments = []
+    by_name: dict[str, ArgumentType] = {}
+    for name, parameter in parameters.items():
+        passing = _PASSING[parameter.kind]
+        rest = passing in _REST
+        nullable, kind = _without_none(annotations[name])
+        if passing is Passing.REST_BY_NAME:
+            by_name = _by_name(annotations[name], annotations.get("generation_config"))
+        argument = Argument(
+            name=name,
+            required=parameter.default is inspect.Parameter.empty and not rest,
+            passing=passing,
+            takes=ArgumentType.TENSOR if rest else _takes(kind),
+            text=str(parameter),
+            nullable=nullable,
+            unnamed=parameter.kind is inspect.Parameter.POSITIONAL_ONLY,
+            keys=() if rest else _keys(kind),
+        )
+        arguments.append(argument)
+    return Signature(tuple(arguments), by_name=by_name)
 
 
-def is_generator(function: Callable[..., Any]) -> bool:
+def is_generator(function: Callable[..., object]) -> bool:
     """Return whether a call returns a generator, synchronous or asynchronous."""
     # The __call__ of an object is looked up in its class.
     callables = (function, type(function).__call__)
@@ -53,18 +84,18 @@ def is_generator(function: Callable[..., Any]) -> bool:
     )
 
 
-def _scope(function: Callable[..., Any]) -> dict[str, Any]:
+def _scope(function: Callable[..., object]) -> dict[str, object]:
     """Return the global names that the annotations of a function may use."""
     function = inspect.unwrap(function)
     while isinstance(function, functools.partial):
         function = inspect.unwrap(function.func)
     if not hasattr(function, "__globals__"):  # an object with a __call__
         function = type(function).__call__
-    scope: dict[str, Any] = getattr(function, "__globals__", {})
+    scope: dict[str, object] = getattr(function, "__globals__", {})
     return scope
 
 
-def _resolved(annotation: Any, scope: dict[str, Any]) -> Any:
+def _resolved(annotation: object, scope: dict[str, object]) -> object:
     """Evaluate an annotation that is text; return the text if that fails."""
     for _ in range(2):  # quoted, and `from __future__ import annotations`
         if not isinstance(annotation, str):
@@ -76,47 +107,22 @@ def _resolved(annotation: Any, scope: dict[str, Any]) -> Any:
     return annotation
 
 
-def _argument(parameter: inspect.Parameter, annotation: Any) -> Argument:
-    passing = _PASSING[parameter.kind]
-    nullable, kind = _without_none(annotation)
-    return Argument(
-        name=parameter.name,
-        required=parameter.default is inspect.Parameter.empty and passing not in _REST,
-        passing=passing,
-        takes=ArgumentType.TENSOR if passing in _REST else _takes(kind),
-        text=str(parameter),
-        nullable=nullable,
-        unnamed=parameter.kind is inspect.Parameter.POSITIONAL_ONLY,
-        keys=() if passing in _REST else _keys(kind),
-    )
-
-
-def _by_name(
-    parameters: Iterable[inspect.Parameter], annotations: Mapping[str, Any]
-) -> dict[str, ArgumentType]:
+def _by_name(annotation: object, generation_config: object) -> dict[str, ArgumentType]:
     """Return the types of the known names that `**` accepts.
 
     These are the keys of `Unpack[SomeTypedDict]`, and the attributes of GenerationConfig for
     `generate()` of transformers. The latter have no annotations; the config's type decides.
     """
-    rest = [
-        parameter.name
-        for parameter in parameters
-        if parameter.kind is inspect.Parameter.VAR_KEYWORD
-    ]
-    if not rest:
-        return {}
+    _, settings = _without_none(generation_config)
     known: dict[str, ArgumentType] = {}
-    _, settings = _without_none(annotations.get("generation_config"))
     if isinstance(settings, type) and settings.__name__ == "GenerationConfig":
         known |= dict.fromkeys(vars(settings()), ArgumentType.VALUE)
-    annotation = annotations[rest[0]]
     if _name(get_origin(annotation)) == "Unpack":
         known |= {key.name: key.takes for key in _keys(get_args(annotation)[0])}
     return known
 
 
-def _without_none(annotation: Any) -> tuple[bool, Any]:
+def _without_none(annotation: object) -> tuple[bool, object]:
     """Return whether an annotation allows None, and its only other type (Any if it has several)."""
     kinds = list(_alternatives(annotation))
     others = [kind for kind in kinds if kind is not types.NoneType]
@@ -124,11 +130,7 @@ def _without_none(annotation: Any) -> tuple[bool, Any]:
     return len(others) < len(kinds), others[0] if alike else Any
 
 
-# Qualifiers of the keys of a TypedDict.
-_QUALIFIERS = ("Required", "NotRequired", "ReadOnly")
-
-
-def _alternatives(annotation: Any) -> Iterator[Any]:
+def _alternatives(annotation: object) -> Iterator[object]:
     """Yield the types that an annotation allows: of unions, literals, Annotated and qualifiers."""
     origin = get_origin(annotation)
     if origin in (Union, types.UnionType):
@@ -142,67 +144,50 @@ def _alternatives(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def _name(form: Any) -> str:
+def _name(form: object) -> str:
     """Return the name of a special form of typing or typing_extensions."""
     return str(form).rpartition(".")[2]
 
 
-def _keys(annotation: Any) -> tuple[Argument, ...]:
+def _required_keys(annotation: object) -> Collection[str] | None:
+    """Return the required keys of a TypedDict; None for other types."""
+    if not isinstance(annotation, type):
+        return None
+    required: Collection[str] | None = getattr(annotation, "__required_keys__", None)
+    return required
+
+
+def _keys(annotation: object) -> tuple[Argument, ...]:
     """Return the keys of a TypedDict; empty for other types."""
-    if not _is_typed_dict(annotation):
+    required_keys = _required_keys(annotation)
+    if required_keys is None:
         return ()
-    hints = annotation.__annotations__
-    return tuple(_key_argument(annotation, name, _key_hint(hints[name])) for name in hints)
+    keys = []
+    for name, hint in annotation.__annotations__.items():
+        annotated = hint
+        if isinstance(hint, ForwardRef):  # text, to evaluate in the module that defines it
+            module = sys.modules.get(str(hint.__forward_module__))
+            annotated = _resolved(hint.__forward_arg__, vars(module) if module else {})
+        nullable, kind = _without_none(annotated)
+        # Python ignores qualifiers in annotations that are text.
+        qualified = {"Required": True, "NotRequired": False}.get(_name(get_origin(annotated)))
+        required = name in required_keys if qualified is None else qualified
+        keys.append(Argument(name, required, Passing.KEYWORD, _takes(kind), name, nullable))
+    return tuple(keys)
 
 
-def _key_hint(hint: Any) -> Any:
-    """Evaluate a hint that a TypedDict keeps as text, in the module that defines it."""
-    if not isinstance(hint, ForwardRef):
-        return hint
-    module = sys.modules.get(str(hint.__forward_module__))
-    return _resolved(hint.__forward_arg__, vars(module) if module is not None else {})
-
-
-def _is_typed_dict(annotation: Any) -> bool:
-    return isinstance(annotation, type) and hasattr(annotation, "__required_keys__")
-
-
-def _key_argument(owner: Any, name: str, hint: Any) -> Argument:
-    nullable, kind = _without_none(hint)
-    # Python ignores qualifiers in annotations that are text.
-    qualified = {"Required": True, "NotRequired": False}.get(_name(get_origin(hint)))
-    required = name in owner.__required_keys__ if qualified is None else qualified
-    return Argument(name, required, Passing.KEYWORD, _takes(kind), text=name, nullable=nullable)
-
-
-_SCALARS = {
-    int: ArgumentType.INT,
-    float: ArgumentType.FLOAT,
-    bool: ArgumentType.BOOL,
-    str: ArgumentType.STR,
-    bytes: ArgumentType.RAW,
-}
-_MAPPINGS = (dict, collections.abc.Mapping, collections.abc.MutableMapping)
-_SEQUENCES = (list, collections.abc.Sequence, collections.abc.Iterable)
-
-
-def _takes(annotation: Any) -> ArgumentType:
+def _takes(annotation: object) -> ArgumentType:
     if isinstance(annotation, str):  # not resolvable
-        return _takes_text(annotation)
-    if isinstance(annotation, type) and annotation in _SCALARS:
-        return _SCALARS[annotation]
+        outer = annotation.partition("[")[0].rpartition(".")[2].strip()
+        is_dict = outer in ("dict", "Dict", "Mapping")
+        return ArgumentType.DICT if is_dict else ArgumentType.TENSOR
     origin = get_origin(annotation) or annotation
-    if origin in _MAPPINGS or _is_typed_dict(origin):
+    if _required_keys(origin) is not None:
         return ArgumentType.DICT
-    if origin is tuple:
-        return ArgumentType.TUPLE
-    if origin in _SEQUENCES:
-        return _takes_sequence(get_args(annotation))
-    return ArgumentType.TENSOR
-
-
-def _takes_sequence(items: Sequence[Any]) -> ArgumentType:
-    item = items[0] if items else None
+    takes = _TYPES.get(origin, ArgumentType.TENSOR) if isinstance(origin, type) else None
+    if takes is not ArgumentType.LIST or not get_args(annotation):
+        return takes or ArgumentType.TENSOR
+    item: object = get_args(annotation)[0]
     nested = get_origin(item) is list
     while get_origin(item) is list:
         item = get_args(item)[0]
@@ -210,22 +195,10 @@ def _takes_sequence(items: Sequence[Any]) -> ArgumentType:
         return ArgumentType.NESTED_STRINGS if nested else ArgumentType.STRINGS
     if item is bytes:
         return ArgumentType.NESTED_BYTES if nested else ArgumentType.BYTES
-    return ArgumentType.LIST
-
-
-def _takes_text(annotation: str) -> ArgumentType:
-    outer = annotation.partition("[")[0].rpartition(".")[2].strip()
-    return ArgumentType.DICT if outer in ("dict", "Dict", "Mapping") else ArgumentType.TENSOR
+    return takes
 
 
 # --- TorchScript -----------------------------------------------------------------------------
-
-
-def from_schema(schema: Any) -> Signature:
-    """Return the signature of a TorchScript method from its schema, without self."""
-    arguments = tuple(map(_schema_argument, schema.arguments[1:]))
-    return Signature(arguments, torchscript=True)
-
 
 _SCHEMA_TYPES = {
     "Tensor[]": ArgumentType.LIST,
@@ -239,29 +212,34 @@ _SCHEMA_TYPES = {
 }
 
 
-def _schema_argument(argument: Any) -> Argument:
-    declared = argument.type.str()
-    kind = declared.removesuffix("?")
-    takes = _SCHEMA_TYPES.get(kind, ArgumentType.TENSOR)
-    if kind.startswith("Dict("):
-        takes = ArgumentType.DICT
-    elif kind.startswith("("):  # the schema's syntax for a tuple
-        takes = ArgumentType.TUPLE
-    return Argument(
-        name=argument.name,
-        required=not argument.has_default_value(),
-        passing=Passing.KEYWORD if argument.kwarg_only else Passing.POSITIONAL,
-        takes=takes,
-        text=f"{declared} {argument.name}",
-        nullable=declared.endswith("?"),
-    )
+def from_schema(schema: torch._C.FunctionSchema) -> Signature:
+    """Return the signature of a TorchScript method from its schema, without self."""
+    arguments = []
+    for entry in schema.arguments[1:]:
+        declared: str = entry.type.str()  # type: ignore[attr-defined]  # missing in torch's stubs
+        kind = declared.removesuffix("?")
+        takes = _SCHEMA_TYPES.get(kind, ArgumentType.TENSOR)
+        if kind.startswith("Dict("):
+            takes = ArgumentType.DICT
+        elif kind.startswith("("):  # the schema's syntax for a tuple
+            takes = ArgumentType.TUPLE
+        argument = Argument(
+            name=entry.name,
+            required=not entry.has_default_value(),
+            passing=Passing.KEYWORD if entry.kwarg_only else Passing.POSITIONAL,
+            takes=takes,
+            text=f"{declared} {entry.name}",
+            nullable=declared.endswith("?"),
+        )
+        arguments.append(argument)
+    return Signature(tuple(arguments), torchscript=True)
 
 
 # --- artifacts with their own call tree --------------------------------------------------------
 
 
 def from_tree(
-    spec: pytree.TreeSpec, constants: dict[int, Any], names: Sequence[str] = ()
+    spec: pytree.TreeSpec, constants: Mapping[int, object], names: Sequence[str] = ()
 ) -> Signature:
     """Return the signature of an exported program.
 
@@ -272,33 +250,35 @@ def from_tree(
     """
     numbers = range(spec.num_leaves)
     args, kwargs = pytree.tree_unflatten(list(numbers), spec)
-    arguments = [
-        _tree_argument(names[index] if index < len(names) else f"arg{index}", Passing.POSITIONAL)
-        for index in range(len(args))
-    ]
-    arguments += [_tree_argument(name, Passing.KEYWORD) for name in kwargs]
+    positional = [*names[: len(args)], *(f"arg{i}" for i in range(len(names), len(args)))]
+    passing = [(name, Passing.POSITIONAL) for name in positional]
+    passing += [(name, Passing.KEYWORD) for name in kwargs]
+    arguments = tuple(
+        Argument(name, required=True, passing=kind, takes=ArgumentType.TENSOR, text=name)
+        for name, kind in passing
+    )
     paths, _ = pytree.tree_flatten_with_path((args, kwargs))
     leaves = tuple(_path(path) for path, number in paths if number not in constants)
 
-    def unflatten(columns: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    def unflatten(columns: Sequence[object]) -> tuple[Sequence[object], Mapping[str, object]]:
         rest = iter(columns)
         values = [constants[n] if n in constants else next(rest) for n in numbers]
         args, kwargs = pytree.tree_unflatten(values, spec)
         return args, kwargs
 
-    return Signature(tuple(arguments), leaves, unflatten)
+    def flat(columns: Sequence[object]) -> tuple[Sequence[object], Mapping[str, object]]:
+        return columns, {}
+
+    is_flat = not constants and not kwargs and list(args) == list(numbers)
+    return Signature(arguments, leaves, flat if is_flat else unflatten)
 
 
-def _tree_argument(name: str, passing: Passing) -> Argument:
-    return Argument(name, required=True, passing=passing, takes=ArgumentType.TENSOR, text=name)
-
-
-def _path(keys: Sequence[Any]) -> str:
+def _path(keys: Sequence[object]) -> str:
     root, *rest = [_key(key) for key in keys]
     return path_text("ARGS" if root == 0 else "KWARGS", tuple(rest))
 
 
-def _key(key: Any) -> int | str:
+def _key(key: object) -> int | str:
     """Return a step of a pytree path as an index or a key."""
     if isinstance(key, pytree.SequenceKey):
         return key.idx

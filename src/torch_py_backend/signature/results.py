@@ -12,7 +12,6 @@ import dataclasses
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from torch_py_backend.errors import BindingError, join_names
@@ -21,25 +20,25 @@ from torch_py_backend.signature.binding import Path, is_path, ordinal, path_text
 log = logging.getLogger(__name__)
 
 # A function from the result of forward() to the outputs, in the config's order.
-OutputBinding: TypeAlias = Callable[[Any], Sequence[Any]]
+OutputBinding: TypeAlias = Callable[[object], Sequence[object]]
+Getter: TypeAlias = Callable[[Any], object]
 
 
-@dataclass(frozen=True, slots=True)
-class _Leaf:
-    """A leaf of a result: its path, and the functions that lead to it."""
+class _Leaf(NamedTuple):
+    """A leaf of a result: its path, the same with the fields of named tuples, and the way to it."""
 
     path: Path
     labels: Path
-    steps: tuple[Callable[[Any], Any], ...]
+    steps: tuple[Getter, ...]
 
-    def get(self, result: Any) -> Any:
+    def get(self, result: object) -> object:
         for step in self.steps:
             result = step(result)
         return result
 
 
 def bind_outputs(
-    model: str, names: Sequence[str], result: Any, of: str = "forward()"
+    model: str, names: Sequence[str], result: object, of: str = "forward()"
 ) -> OutputBinding:
     """Bind output names to the leaves of results with the structure of a sample result.
 
@@ -53,15 +52,15 @@ def bind_outputs(
     Raises:
         BindingError: a name matches no leaf, or there are more names than leaves.
     """
-    leaves = _leaves(result)
-    aliases = _aliases(result, leaves)
+    leaves = list(_leaves(result))
+    own = _names(result)
+    aliases = _aliases(own, leaves)
     positions = [aliases.get(name, ordinal(name)) for name in names]
     indices = [index for index in positions if index is not None and index < len(leaves)]
-    free = [name for name in names if not (is_path(name) or name in _names(result))]
     unknown = [index is None for index in positions]
-    in_order = all(unknown) or (any(unknown) and not _names(result))
-    if len(free) == len(names) <= len(leaves) and in_order:
-        _warn_result_order(model, names, result, mixed=not all(unknown))
+    free = not any(is_path(name) or name in own for name in names)
+    if free and len(names) <= len(leaves) and (all(unknown) or (any(unknown) and not own)):
+        _warn_result_order(model, names, own, mixed=not all(unknown))
         indices = list(range(len(names)))
     if len(indices) < len(names) or len(set(indices)) < len(indices):
         valid = [*aliases, *(f"OUTPUT__{index}" for index in range(len(leaves)))]
@@ -73,61 +72,40 @@ def bind_outputs(
     return _selector([leaves[index] for index in indices], result)
 
 
-def leaf_names(result: Any) -> list[str]:
+def leaf_names(result: object) -> list[str]:
     """Return a name for each leaf of a result: its key or field, else `OUTPUT__<number>`."""
-    own = set(_names(result))
+    own = _names(result)
     return [
-        str(leaf.labels[0])
-        if len(leaf.labels) == 1 and str(leaf.labels[0]) in own
-        else f"OUTPUT__{number}"
-        for number, leaf in enumerate(_leaves(result))
+        _own_name(leaf, own) or f"OUTPUT__{number}" for number, leaf in enumerate(_leaves(result))
     ]
 
 
-def _leaves(value: Any) -> list[_Leaf]:
-    """Return the leaves in the result's order; a list of strings is one leaf."""
-    return list(_below(value, _Leaf((), (), ())))
-
-
-def _below(value: Any, above: _Leaf) -> Iterator[_Leaf]:
+def _leaves(value: object, above: _Leaf = _Leaf((), (), ())) -> Iterator[_Leaf]:  # noqa: B008
+    """Yield the leaves in the result's order; a list of strings is one leaf."""
     children = _children(value)
     if children is None:
         yield above
         return
-    for child in children:
-        path, labels = (*above.path, child.key), (*above.labels, child.label)
-        yield from _below(child.value, _Leaf(path, labels, (*above.steps, child.step)))
+    for key, label, step in children:
+        path, labels = (*above.path, key), (*above.labels, label)
+        yield from _leaves(step(value), _Leaf(path, labels, (*above.steps, step)))
 
 
-class _Child(NamedTuple):
-    """A part of a result: its key, its name (differs for named tuples), a getter and its value."""
-
-    key: int | str
-    label: int | str
-    step: Callable[[Any], Any]
-    value: Any
-
-
-def _children(value: Any) -> list[_Child] | None:
-    """Return the parts of a result; None for a leaf."""
+def _children(value: object) -> list[tuple[int | str, int | str, Getter]] | None:
+    """Return key, label (of a named tuple: its field) and getter of each part; None: a leaf."""
     if isinstance(value, Mapping):
-        keys: list[tuple[Any, int | str]] = [
-            (key, key if isinstance(key, int) else str(key)) for key in value
-        ]
-        return [_Child(name, name, operator.itemgetter(key), value[key]) for key, name in keys]
+        names = [key if isinstance(key, int) else str(key) for key in value]
+        return list(zip(names, names, map(operator.itemgetter, value), strict=True))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [entry.name for entry in dataclasses.fields(value)]
-        return [_Child(n, n, operator.attrgetter(n), getattr(value, n)) for n in names]
+        fields = [field.name for field in dataclasses.fields(value)]
+        return [(name, name, operator.attrgetter(name)) for name in fields]
     if isinstance(value, tuple | list) and not _is_strings(value):
         labels: Sequence[int | str] = _fields(value) or range(len(value))
-        return [
-            _Child(index, label, _item(index), child)
-            for index, (label, child) in enumerate(zip(labels, value, strict=True))
-        ]
+        return [(index, label, _item(index)) for index, label in enumerate(labels)]
     return None
 
 
-def _fields(value: Any) -> Sequence[str]:
+def _fields(value: Sequence[object]) -> Sequence[str]:
     """Return the fields of a named tuple, or of a return type such as that of torch.max."""
     if not isinstance(value, tuple):
         return ()
@@ -135,16 +113,16 @@ def _fields(value: Any) -> Sequence[str]:
     return named
 
 
-def _item(index: int) -> Callable[[Any], Any]:
-    def take(value: Any) -> Any:
+def _item(index: int) -> Getter:
+    def get(value: object) -> object:
         if not isinstance(value, tuple | list):  # a tensor can be indexed, too
             raise TypeError(type(value).__name__)
         return value[index]
 
-    return take
+    return get
 
 
-def _is_strings(value: Sequence[Any]) -> bool:
+def _is_strings(value: Sequence[object]) -> bool:
     """Return whether a sequence contains only strings, or (a list) nested lists of strings."""
     nested = isinstance(value, list)
     return bool(value) and all(
@@ -153,28 +131,32 @@ def _is_strings(value: Sequence[Any]) -> bool:
     )
 
 
-def _names(result: Any) -> list[str]:
+def _names(result: object) -> list[str]:
     """Return the keys or fields at the top level of a result; empty if it has none."""
     if isinstance(result, tuple | list):
         return list(_fields(result))
-    return [str(child.key) for child in _children(result) or []]
+    return [str(key) for key, _, _ in _children(result) or ()]
 
 
-def _aliases(result: Any, leaves: Sequence[_Leaf]) -> dict[str, int]:
+def _own_name(leaf: _Leaf, own: Sequence[str]) -> str | None:
+    """Return the key or field of a leaf at the top level."""
+    name = str(leaf.labels[0]) if len(leaf.labels) == 1 else ""
+    return name if name in own else None
+
+
+def _aliases(own: Sequence[str], leaves: Sequence[_Leaf]) -> dict[str, int]:
     """Return the names of each leaf: keys and fields first, then paths."""
-    aliases: dict[str, int] = {}
-    own = set(_names(result))
-    for index, leaf in enumerate(leaves):
-        if len(leaf.labels) == 1 and str(leaf.labels[0]) in own:
-            aliases[str(leaf.labels[0])] = index
-    for index, leaf in enumerate(leaves):
-        aliases.setdefault(path_text("RESULT", leaf.path), index)
-    for index, leaf in enumerate(leaves):
-        aliases.setdefault(path_text("RESULT", leaf.labels), index)
+    keys = [_own_name(leaf, own) for leaf in leaves]
+    aliases = {key: index for index, key in enumerate(keys) if key is not None}
+    for paths in ([leaf.path for leaf in leaves], [leaf.labels for leaf in leaves]):
+        for index, path in enumerate(paths):
+            aliases.setdefault(path_text("RESULT", path), index)
     return aliases
 
 
-def _warn_result_order(model: str, names: Sequence[str], result: Any, *, mixed: bool) -> None:
+def _warn_result_order(
+    model: str, names: Sequence[str], own: Sequence[str], *, mixed: bool
+) -> None:
     if mixed:
         log.warning(
             "model '%s': the output names %s are not all numbers (OUTPUT__0, OUTPUT__1, …); they"
@@ -182,34 +164,37 @@ def _warn_result_order(model: str, names: Sequence[str], result: Any, *, mixed: 
             model,
             ", ".join(names),
         )
-    elif _names(result):
+    elif own:
         log.warning(
             "model '%s': the output names %s are not among the result's %s; they are taken in the"
             " result's order.",
             model,
             ", ".join(names),
-            join_names(_names(result)),
+            join_names(own),
         )
 
 
-def _selector(leaves: Sequence[_Leaf], result: Any) -> OutputBinding:
+def _selector(leaves: Sequence[_Leaf], result: object) -> OutputBinding:
     if leaves[0].path == ():
         return lambda result: (result,)
     if isinstance(result, tuple | list):
         count = len(result)
         if [leaf.path for leaf in leaves] == [(index,) for index in range(count)]:
             return lambda result: _whole(result, count)
+    if all(len(leaf.steps) == 1 for leaf in leaves):
+        steps = [leaf.steps[0] for leaf in leaves]
+        return lambda result: [step(result) for step in steps]
     return lambda result: [leaf.get(result) for leaf in leaves]
 
 
-def _whole(result: Any, count: int) -> Sequence[Any]:
+def _whole(result: object, count: int) -> Sequence[object]:
     """Return a result with one part per output, after a check of its structure."""
     if not isinstance(result, tuple | list) or len(result) != count:
         raise TypeError(type(result).__name__)
     return result
 
 
-def _describe(result: Any) -> str:
+def _describe(result: object) -> str:
     kind = type(result).__name__
     names = _names(result)
     if names:

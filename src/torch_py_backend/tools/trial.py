@@ -280,7 +280,7 @@ def measure(
     # which may compile for minutes, comes later.
     for sentence in warnings.sentences:
         if not set(watched).isdisjoint(sentence.split()):
-            raise ConfigError.told(sentence)
+            raise ConfigError.from_message(sentence)
     with runtime.mode(settings.options):
         warm_up(engine)
         item = read_values(Path(folder) / _INPUTS)
