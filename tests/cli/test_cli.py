@@ -34,7 +34,8 @@ from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import PackError, ServerError
 from torch_py_backend.processes import child_process
 from torch_py_backend.server import endpoint_restrictions, preflight, tritonserver
-from torch_py_backend.server.supervision import Event, EventKind
+from torch_py_backend.server.healing import EventKind
+from torch_py_backend.server.supervision import Event
 
 # `cli.serve` is the command; what stands beside it is in the module of the same name.
 serve = importlib.import_module("torch_py_backend.cli.serve")

@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deployed
@@ -184,8 +183,8 @@ def test_ports_are_those_of_serve(documents: list[Document]) -> None:
 def test_probes_ask_what_readiness_answers(documents: list[Document]) -> None:
     """Start and liveness: tritonserver answers. ReadinessServer: every model that should serves."""
     container = deployed.server(documents)
-    told = SimpleNamespace(snapshot=Snapshot({"m": "is being loaded"}, "", time.monotonic()))
-    with ReadinessServer("127.0.0.1", 0, told, lambda: True) as readiness:
+    snapshot = Snapshot({"m": "is being loaded"}, "", time.monotonic())
+    with ReadinessServer("127.0.0.1", 0, lambda: snapshot, lambda: True) as readiness:
         statuses = {
             probe: readiness.answer(container[f"{probe}Probe"]["httpGet"]["path"])[0].value
             for probe in ("startup", "liveness", "readiness")

@@ -9,9 +9,10 @@ import pytest
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
+from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceFailure
 from torch_py_backend.server.model_control import LoadTimeoutError
-from torch_py_backend.server.supervision import Event, EventKind, RestartLimits, Supervisor
+from torch_py_backend.server.supervision import Event, Supervisor
 from torch_py_backend.server.tritonserver import ModelState
 
 _READY, _GONE = "READY", "UNLOADED"
@@ -38,8 +39,9 @@ class FakeServer:
             self.index,
             self,
             self if controls else None,
-            RestartLimits(restarts, load_seconds=100),
             self.events.append,
+            restarts=restarts,
+            load_seconds=100,
             clock=lambda: self.now,
             spawn=self.spawn,
         )

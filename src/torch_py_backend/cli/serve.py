@@ -8,9 +8,8 @@ import os
 import secrets
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated
@@ -22,10 +21,11 @@ from rich.markup import escape
 from torch_py_backend.artifacts import repository as repositories
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import endpoint_restrictions
+from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.model_control import RepositoryClient
 from torch_py_backend.server.readiness import ReadinessServer
-from torch_py_backend.server.supervision import Event, EventKind, RestartLimits, Supervisor
+from torch_py_backend.server.supervision import Event, Supervisor
 from torch_py_backend.server.tritonserver import Server, check_ports, ports
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -147,15 +147,18 @@ def serve(
                 server.models,
                 InstanceMonitor(server.status_folder, load_timeout),
                 client if mode == "explicit" else None,
-                RestartLimits(restarts, load_timeout),
                 lambda event: console.print(_line(event)),
-                spawn=_spawn,
+                restarts=restarts,
+                load_seconds=load_timeout,
             )
-            readiness = ReadinessServer(address, health, supervisor, server.lives)
+            readiness = ReadinessServer(address, health, lambda: supervisor.snapshot, server.lives)
             with readiness:
                 try:
                     _warn(console, address, triton_arguments)
-                    code = _supervise(console, server, supervisor, readiness, models)
+                    states = server.wait_loaded()
+                    if mode == "explicit":
+                        supervisor.load(models or sorted({state.name for state in states}))
+                    code = _supervise(console, server, supervisor, readiness)
                 finally:
                     # In this order, both the requests that a load balancer still sends and those
                     # in progress when Triton stops are answered.
@@ -208,17 +211,13 @@ def _supervise(
     server: Server,
     supervisor: Supervisor,
     readiness: ReadinessServer,
-    models: Sequence[str],
 ) -> int:
-    """Load and supervise the models until the server ends; return the exit code.
+    """Supervise the models until the server ends; return the exit code.
 
     Raises:
         _Stopped: a signal was received. This includes signals whose exception was lost: Python
             drops exceptions in destructors, and while another one propagates.
     """
-    states = server.wait_loaded()
-    if supervisor.controls_models:
-        supervisor.load(models or sorted({state.name for state in states}))
     announced = False
     while server.process.poll() is None:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
@@ -255,11 +254,6 @@ def _reap_orphans(server: int) -> None:
             if ended is None or ended.si_pid == server:
                 return
             os.waitpid(ended.si_pid, os.WNOHANG)
-
-
-def _spawn(work: Callable[[], None]) -> None:
-    # A daemon thread: this process can end even if Triton never answers.
-    threading.Thread(target=work, daemon=True).start()
 
 
 def _warn(console: Console, address: str, arguments: Sequence[str]) -> None:
