@@ -33,7 +33,7 @@ from torch_py_backend.cli.pack import pack
 from torch_py_backend.config import pbtxt
 from torch_py_backend.errors import PackError, ServerError
 from torch_py_backend.processes import child_process
-from torch_py_backend.server import endpoint_restrictions, preflight, tritonserver
+from torch_py_backend.server import preflight, server_arguments, tritonserver
 from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.supervision import Event
 
@@ -1043,8 +1043,8 @@ def test_arguments_for_tritonserver(
     arguments: list[str], values: list[str], rest: list[str]
 ) -> None:
     """What serve takes over from tritonserver is found in both spellings, and taken out."""
-    assert serve._values(arguments, "load-model") == values
-    assert serve._without(arguments, "load-model") == rest
+    assert server_arguments.values(arguments, "load-model") == values
+    assert server_arguments.without(arguments, "load-model") == rest
 
 
 @pytest.mark.parametrize(
@@ -1086,14 +1086,12 @@ def test_lines_of_serve(event: Event, line: str) -> None:
         ("0.0.0.0", [], "endpoints model-repository, shared-memory, trace, logging;"),
         (
             "0.0.0.0",
-            endpoint_restrictions.restriction_arguments("trace,health", "k", "v"),
+            server_arguments.restriction_arguments("trace,health", "k", "v"),
             "endpoints model-repository, shared-memory, logging;",
         ),
         (
             "0.0.0.0",
-            endpoint_restrictions.restriction_arguments(
-                ",".join(endpoint_restrictions.SENSITIVE), "k", "v"
-            ),
+            server_arguments.restriction_arguments(",".join(server_arguments.SENSITIVE), "k", "v"),
             "",
         ),
     ],

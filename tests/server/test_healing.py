@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from torch_py_backend.server import healing
 from torch_py_backend.server.healing import Lifecycle, Phase, Transition, delay
 
-History: TypeAlias = "list[Transition | tuple[Transition, float]]"
+History: TypeAlias = "Sequence[Transition | tuple[Transition, float]]"
 
 _LOADED = [healing.DUE, healing.LOADED]
 _HEALED = [healing.DIED, healing.DUE, healing.RELOADED]

@@ -13,8 +13,8 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.server import model_control
-from torch_py_backend.server.endpoint_restrictions import Keys
 from torch_py_backend.server.model_control import LoadTimeoutError, Operation, RepositoryClient
+from torch_py_backend.server.server_arguments import Keys
 from torch_py_backend.server.tritonserver import ModelState
 
 # --- the client ------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import signal
@@ -20,7 +19,7 @@ from rich.markup import escape
 
 from torch_py_backend.artifacts import repository as repositories
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server import endpoint_restrictions
+from torch_py_backend.server import server_arguments
 from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.model_control import RepositoryClient
@@ -106,15 +105,17 @@ def serve(
     # Removed, so that tritonserver, its instances and the guard do not inherit the key.
     key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
     if restrict:
-        restrictions = endpoint_restrictions.restriction_arguments(restrict, _KEY_HEADER, key)
+        restrictions = server_arguments.restriction_arguments(restrict, _KEY_HEADER, key)
         triton_arguments = [*restrictions, *triton_arguments]
-    mode = (_values(triton_arguments, "model-control-mode") or ["explicit"])[-1]
-    triton_arguments = _without(triton_arguments, "model-control-mode")
+    mode = (server_arguments.values(triton_arguments, "model-control-mode") or ["explicit"])[-1]
+    triton_arguments = server_arguments.without(triton_arguments, "model-control-mode")
     models: list[str] = []
     if mode == "explicit":
         # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
-        models = [name for name in _values(triton_arguments, "load-model") if name != "*"]
-        triton_arguments = _without(triton_arguments, "load-model")
+        models = [
+            name for name in server_arguments.values(triton_arguments, "load-model") if name != "*"
+        ]
+        triton_arguments = server_arguments.without(triton_arguments, "load-model")
     options = (http_port, grpc_port, metrics_port, health_port)
     http, grpc, metrics, health = ports(*options)
     server = Server(
@@ -126,8 +127,15 @@ def serve(
         executable=tritonserver,
         arguments=[f"--model-control-mode={mode}", *triton_arguments],
     )
-    if not any(_values(triton_arguments, name) for name in ("model-repository", "model-store")):
-        _check_repository(repository, models, allow_empty=allow_empty)
+    is_replaced = any(
+        server_arguments.values(triton_arguments, name)
+        for name in ("model-repository", "model-store")
+    )
+    if not is_replaced and not repositories.by_name(repository, models) and not allow_empty:
+        raise ServerError(
+            f"{repository} holds no models; expected folders with a config.pbtxt. --allow-empty"
+            " serves it as it is."
+        )
     check_ports(
         address,
         {
@@ -151,8 +159,9 @@ def serve(
                 restarts=restarts,
                 load_seconds=load_timeout,
             )
-            readiness = ReadinessServer(address, health, lambda: supervisor.snapshot, server.lives)
-            with readiness:
+            with ReadinessServer(
+                address, health, lambda: supervisor.snapshot, server.lives
+            ) as readiness:
                 try:
                     _warn(console, address, triton_arguments)
                     states = server.wait_loaded()
@@ -172,23 +181,10 @@ def serve(
     raise typer.Exit(code)
 
 
-def _check_repository(path: Path, models: Sequence[str], *, allow_empty: bool) -> None:
-    """Raise an error if a repository has nothing to serve.
-
-    Raises:
-        ServerError: it is empty, lacks one of the models, or is itself a model folder.
-    """
-    if not repositories.by_name(path, models) and not allow_empty:
-        raise ServerError(
-            f"{path} holds no models; expected folders with a config.pbtxt. --allow-empty serves it"
-            " as it is."
-        )
-
-
 def _configures(arguments: Sequence[str], service: str) -> bool:
     """Return whether tritonserver's arguments set where a service listens, or disable it."""
     names = (f"{service}-port", f"{service}-address", f"allow-{service}", f"reuse-{service}-port")
-    return any(_values(arguments, name) for name in names)
+    return any(server_arguments.values(arguments, name) for name in names)
 
 
 def _log(console: Console, *, verbose: bool) -> IO[bytes] | None:
@@ -257,35 +253,13 @@ def _reap_orphans(server: int) -> None:
 
 
 def _warn(console: Console, address: str, arguments: Sequence[str]) -> None:
-    exposed = endpoint_restrictions.unrestricted(arguments)
+    exposed = server_arguments.unrestricted(arguments)
     if address not in _LOCAL and exposed:
         console.print(
             f"[yellow]note[/]    every client that reaches {address} may use Triton's endpoints"
             f" {', '.join(exposed)};"
-            f" --restrict={','.join(endpoint_restrictions.SENSITIVE)} closes them"
+            f" --restrict={','.join(server_arguments.SENSITIVE)} closes them"
         )
-
-
-def _values(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the values of a tritonserver argument, which may be repeated."""
-    values = []
-    for argument, following in itertools.pairwise([*arguments, ""]):
-        if argument == f"--{name}":
-            values.append(following)
-        if argument.startswith(f"--{name}="):
-            values.append(argument.partition("=")[2])
-    return values
-
-
-def _without(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the arguments without one tritonserver argument and its values."""
-    kept: list[str] = []
-    skip = False
-    for argument in arguments:
-        if not skip and argument != f"--{name}" and not argument.startswith(f"--{name}="):
-            kept.append(argument)
-        skip = not skip and argument == f"--{name}"
-    return kept
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:

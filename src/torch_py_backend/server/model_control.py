@@ -16,7 +16,7 @@ from typing import Protocol
 import grpc
 
 from torch_py_backend.errors import ServerError, summarize
-from torch_py_backend.server.endpoint_restrictions import Keys
+from torch_py_backend.server.server_arguments import Keys
 from torch_py_backend.server.tritonserver import ModelState
 
 _SERVICE = "/inference.GRPCInferenceService"

@@ -8,8 +8,8 @@ import pytest
 from documentation import ROOT
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server import endpoint_restrictions
-from torch_py_backend.server.endpoint_restrictions import Keys
+from torch_py_backend.server import server_arguments
+from torch_py_backend.server.server_arguments import Keys
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from torch_py_backend.server.endpoint_restrictions import Keys
             Keys(http=(("a", "1"), ("b", "2"))),
         ),
         (
-            endpoint_restrictions.restriction_arguments("trace, logging", "key", "v"),
+            server_arguments.restriction_arguments("trace, logging", "key", "v"),
             Keys(http=(("key", "v"),), grpc=(("triton-grpc-protocol-key", "v"),)),
         ),
     ],
@@ -36,19 +36,19 @@ from torch_py_backend.server.endpoint_restrictions import Keys
 )
 def test_keys(arguments: list[str], keys: Keys) -> None:
     """What we must send to endpoints that the user restricts."""
-    assert endpoint_restrictions.required_keys(arguments) == keys
+    assert server_arguments.required_keys(arguments) == keys
 
 
 @pytest.mark.parametrize("value", ["", "health", "health:key", "health=key"])
 def test_a_restriction_without_a_key(value: str) -> None:
     """It is refused before the server starts, with the form that is right."""
     with pytest.raises(ServerError, match="expected APIS:KEY=VALUE"):
-        endpoint_restrictions.required_keys([f"--http-restricted-api={value}"])
+        server_arguments.required_keys([f"--http-restricted-api={value}"])
 
 
 def test_arguments_for_both_protocols() -> None:
     """What is closed over one protocol is closed over the other."""
-    assert endpoint_restrictions.restriction_arguments("trace,model-repository", "k", "v") == [
+    assert server_arguments.restriction_arguments("trace,model-repository", "k", "v") == [
         "--http-restricted-api=trace,model-repository:k=v",
         "--grpc-restricted-protocol=trace,model-repository:k=v",
     ]
@@ -58,7 +58,7 @@ def test_arguments_for_both_protocols() -> None:
 def test_endpoints_that_triton_does_not_have(apis: str) -> None:
     """A misspelt endpoint would stay open: it is refused, and the names are listed."""
     with pytest.raises(ServerError, match="health, metadata, inference"):
-        endpoint_restrictions.restriction_arguments(apis, "k", "v")
+        server_arguments.restriction_arguments(apis, "k", "v")
 
 
 _ALL = "model-repository,shared-memory,trace,logging"
@@ -68,13 +68,13 @@ _ALL = "model-repository,shared-memory,trace,logging"
     ("arguments", "exposed"),
     [
         ([], ["model-repository", "shared-memory", "trace", "logging"]),
-        (endpoint_restrictions.restriction_arguments(_ALL, "k", "v"), []),
+        (server_arguments.restriction_arguments(_ALL, "k", "v"), []),
         (
-            endpoint_restrictions.restriction_arguments("health,statistics", "k", "v"),
+            server_arguments.restriction_arguments("health,statistics", "k", "v"),
             _ALL.split(","),
         ),
         (
-            endpoint_restrictions.restriction_arguments("model-repository, trace", "k", "v"),
+            server_arguments.restriction_arguments("model-repository, trace", "k", "v"),
             ["shared-memory", "logging"],
         ),
         ([f"--http-restricted-api={_ALL}:k=v"], _ALL.split(",")),
@@ -92,14 +92,14 @@ _ALL = "model-repository,shared-memory,trace,logging"
 )
 def test_what_is_still_open(arguments: list[str], exposed: list[str]) -> None:
     """An endpoint is closed once both protocols ask for a key, and not when another one is."""
-    assert endpoint_restrictions.unrestricted(arguments) == exposed
+    assert server_arguments.unrestricted(arguments) == exposed
 
 
 def test_the_flags_in_the_documentation() -> None:
     """What security.md gives for other servers closes what it says, in the form Triton takes."""
     text = (ROOT / "docs/security.md").read_text()
     flags = re.findall(r"^--(?:http|grpc)-restricted\S+$", text, flags=re.MULTILINE)
-    assert endpoint_restrictions.required_keys(flags) == Keys(
+    assert server_arguments.required_keys(flags) == Keys(
         http=(("admin-key", "SECRET"),), grpc=(("triton-grpc-protocol-admin-key", "SECRET"),)
     )
-    assert endpoint_restrictions.unrestricted(flags) == []
+    assert server_arguments.unrestricted(flags) == []
