@@ -89,8 +89,8 @@ def test_control_characters_are_not_printed(tmp_path: Path) -> None:
     settings = archives.manifest(
         serializedFile="model.pt", modelFile="model.py", configFile="c.yaml"
     )
-    handler = archives.eager() | {archives.MANIFEST: archives.manifest("\x1b[2J.py")}
-    yaml = archives.eager() | {"c.yaml": '"\\e[2J": 1\n', archives.MANIFEST: settings}
+    handler = {**archives.eager(), archives.MANIFEST: archives.manifest("\x1b[2J.py")}
+    yaml = {**archives.eager(), "c.yaml": '"\\e[2J": 1\n', archives.MANIFEST: settings}
     for name, files, text in (
         ("handler", handler, "handler is '?[2J.py'"),
         ("settings", yaml, "?[2J: for the handler"),
