@@ -74,8 +74,8 @@ def test_no_restarts() -> None:
     assert _after([*_LOADED, healing.DIED], restarts=0).phase is Phase.GIVEN_UP
 
 
-def test_every_phase_can_be_left_towards_serving() -> None:
-    """From each phase there is a way to serve, and triggers have no effect in other phases."""
+def test_transitions_have_an_effect_in_their_phases_only() -> None:
+    """In other phases, nothing changes; every phase can be left."""
     transitions = [value for value in vars(healing).values() if isinstance(value, Transition)]
     for phase, transition in itertools.product(Phase, transitions):
         model = Lifecycle(1, phase)
