@@ -101,21 +101,7 @@ def serve(
 ) -> None:
     """Serve a model repository until Ctrl-C or SIGTERM, and load models again that die."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
-    triton_arguments = list(arguments or ())
-    # Removed, so that tritonserver, its instances and the guard do not inherit the key.
-    key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
-    if restrict:
-        restrictions = server_arguments.restriction_arguments(restrict, _KEY_HEADER, key)
-        triton_arguments = [*restrictions, *triton_arguments]
-    mode = (server_arguments.values(triton_arguments, "model-control-mode") or ["explicit"])[-1]
-    triton_arguments = server_arguments.without(triton_arguments, "model-control-mode")
-    models: list[str] = []
-    if mode == "explicit":
-        # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
-        models = [
-            name for name in server_arguments.values(triton_arguments, "load-model") if name != "*"
-        ]
-        triton_arguments = server_arguments.without(triton_arguments, "load-model")
+    mode, models, triton_arguments = _triton_arguments(arguments or (), restrict)
     options = (http_port, grpc_port, metrics_port, health_port)
     http, grpc, metrics, health = ports(*options)
     server = Server(
@@ -125,7 +111,7 @@ def serve(
         metrics_port=metrics,
         address=address,
         executable=tritonserver,
-        arguments=[f"--model-control-mode={mode}", *triton_arguments],
+        arguments=triton_arguments,
     )
     is_replaced = any(
         server_arguments.values(triton_arguments, name)
@@ -179,6 +165,23 @@ def serve(
     finally:
         server.stop()  # also if a signal arrived during start()
     raise typer.Exit(code)
+
+
+def _triton_arguments(arguments: Sequence[str], restrict: str) -> tuple[str, list[str], list[str]]:
+    """Return the model control mode, the models to load, and the arguments for tritonserver."""
+    # Removed, so that tritonserver, its instances and the guard do not inherit the key.
+    key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
+    kept = list(arguments)
+    if restrict:
+        kept = [*server_arguments.restriction_arguments(restrict, _KEY_HEADER, key), *kept]
+    mode = (server_arguments.values(kept, "model-control-mode") or ["explicit"])[-1]
+    kept = server_arguments.without(kept, "model-control-mode")
+    models: list[str] = []
+    if mode == "explicit":
+        # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
+        models = [name for name in server_arguments.values(kept, "load-model") if name != "*"]
+        kept = server_arguments.without(kept, "load-model")
+    return mode, models, [f"--model-control-mode={mode}", *kept]
 
 
 def _configures(arguments: Sequence[str], service: str) -> bool:
