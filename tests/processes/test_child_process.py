@@ -51,10 +51,6 @@ def interrupted():
     raise KeyboardInterrupt
 
 
-def exits_at_once():
-    os._exit(7)
-
-
 def crashes():
     ctypes.string_at(0)
 
@@ -103,6 +99,13 @@ def forks_and_goes_on():
         return "of the fork"
     os.wait()
     return "of the child"
+
+
+def crashes_after_a_fork():
+    if os.fork() == 0:
+        return "of the fork"
+    os.wait()
+    os._exit(7)
 
 
 def ignores_signals():
@@ -233,7 +236,10 @@ def test_our_error_passes_through() -> None:
         ("closes_and_raises", "ValueError: broken"),
         ("long", "ValueError: xxx"),
         ("interrupted", "KeyboardInterrupt"),
-        ("exits_at_once", "model 'digits': trying the model ended the process with exit code 7"),
+        (
+            "crashes_after_a_fork",
+            "model 'digits': trying the model ended the process with exit code 7",
+        ),
         ("crashes", "model 'digits': trying the model ended with signal SIGSEGV"),
         ("real_time_signal", "model 'digits': trying the model ended with signal 40"),
         ("no_such_function", "no_such_function"),

@@ -213,8 +213,17 @@ def test_survivors_delay_the_load_for_ten_seconds_only(monkeypatch: pytest.Monke
     monkeypatch.setattr(server, "live_processes", lambda model: {5})
     server.advance(9)
     assert "load a" not in server.calls
+    server.threads = []
     server.advance(2)
-    assert "load a" in server.calls
+    (load,) = server.threads
+    # Its death is none of the new load.
+    survivor = Identity(5, "a", "1", "a_0", None)
+    server.failures.append(InstanceFailure(survivor, "was killed"))
+    server.step()
+    load()
+    monkeypatch.undo()
+    server.step()
+    assert server.take_events() == ["DOWN a", "READY a 1"]
 
 
 def test_a_crash_loop_at_start_up() -> None:
@@ -311,6 +320,15 @@ def test_users_may_unload_and_load() -> None:
     assert sorted(server.calls) == ["load a", "load c", "unload a", "unload c"]
 
 
+def test_a_user_s_load_and_death_in_one_step() -> None:
+    """The model is found before its death is handled."""
+    server = _serving("a")
+    server.start("b")
+    server.die("b")
+    server.step()
+    assert server.take_events() == ["READY b 1", "DOWN b"]
+
+
 @pytest.mark.parametrize("dies", [False, True])
 @pytest.mark.parametrize("failed_version", [False, True])
 def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool, failed_version: bool) -> None:
@@ -336,6 +354,9 @@ def test_a_user_s_load_that_is_refused() -> None:
     server.advance(1)
     assert server.take_events() == ["FAILED a 1"]
     assert server.not_ready() == {"a": "stays down: no such file"}
+    server.models["a"] = _READY  # in the same process, or in none, as ensembles
+    server.advance(1)
+    assert server.take_events() == ["READY a 1"]
 
 
 @pytest.mark.parametrize("cascades", [True, False])
@@ -356,6 +377,9 @@ def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
     assert server.calls == ["unload a", "load a"] + ([] if cascades else ["load e"])
     assert server.not_ready() == {}
     assert server.take_events() == ["DOWN a", "READY a 1"]
+    server.unload("a")  # by a user
+    server.advance(1)
+    assert server.take_events() == ["RELEASED a", "RELEASED e"]
 
 
 def test_a_load_that_takes_too_long() -> None:
