@@ -333,7 +333,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: state.append(probe)
 
 
-class Told(instance_status.LocalStatus):
+class Told(instance_status.InstanceStatus):
     """A status that records its calls."""
 
     def __init__(self) -> None:

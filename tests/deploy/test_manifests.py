@@ -6,7 +6,6 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import deployed
@@ -122,8 +121,8 @@ def test_ports(documents: list[Document]) -> None:
 def test_probes(documents: list[Document]) -> None:
     """While a model loads, the replica has started and lives, but is not ready."""
     container = deployed.server(documents)
-    supervisor = SimpleNamespace(snapshot=Snapshot({"m": "is being loaded"}, "", time.monotonic()))
-    with ReadinessServer("127.0.0.1", 0, supervisor, lambda: True) as readiness:
+    snapshot = Snapshot({"m": "is being loaded"}, "", time.monotonic())
+    with ReadinessServer("127.0.0.1", 0, lambda: snapshot, lambda: True) as readiness:
         for probe, status in {"startup": 200, "liveness": 200, "readiness": 503}.items():
             request = container[f"{probe}Probe"]["httpGet"]
             assert request["port"] == "health"

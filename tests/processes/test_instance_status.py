@@ -1,4 +1,4 @@
-"""What an instance tells of itself, and what a watcher makes of the file."""
+"""The status of an instance, and the reader of its file."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _config(**parameters: str) -> model_config.ModelConfig:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that somebody watches."""
+    """The status folder of a supervisor."""
     monkeypatch.setenv(orphan_cleanup.VARIABLE, str(tmp_path))
     return tmp_path
 
@@ -50,8 +50,8 @@ def _only(folder: Path) -> Reader:
 
 
 @pytest.mark.parametrize("value", ["", "/no/such/folder"])
-def test_nobody_watches(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a folder to tell it in, telling is free and leaves nothing."""
+def test_without_a_supervisor(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written without a status folder."""
     monkeypatch.setenv(orphan_cleanup.VARIABLE, value)
     monkeypatch.chdir(tmp_path)
     status = instance_status.start(_config())
@@ -63,43 +63,42 @@ def test_nobody_watches(value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("watched", [True, False])
-def test_the_call_under_way(watched: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """How long it has taken by now, be the instance watched or not; nothing between calls."""
-    if not watched:
+@pytest.mark.parametrize("supervised", [True, False])
+def test_seconds_of_the_current_call(
+    supervised: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are counted with and without a supervisor; 0 between calls."""
+    if not supervised:
         monkeypatch.delenv(orphan_cleanup.VARIABLE)
     status = instance_status.start(_config())
     status.ready()
     assert status.under_way() == 0
     status.busy()
-    seen = [status.under_way(), status.under_way()]
-    assert 0 < seen[0] < seen[1] < 60
+    seconds = [status.under_way(), status.under_way()]
+    assert 0 < seconds[0] < seconds[1] < 60
     status.busy()  # the next try
     assert status.under_way() > 0
     status.idle()
     assert status.under_way() == 0
 
 
-@pytest.mark.parametrize(("given", "limit"), [({}, None), ({"EXECUTION_TIMEOUT_MS": "250"}, 250)])
-def test_who_tells(
-    given: dict[str, str], limit: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("parameters", "limit"), [({}, None), ({"EXECUTION_TIMEOUT_MS": "250"}, 250)]
+)
+def test_identity(
+    parameters: dict[str, str], limit: int | None, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file says which process it is, of which instance, its limit, and its shared memory."""
+    """The private file names the process, the instance, its limit and its shared memory."""
     monkeypatch.setattr(orphan_cleanup, "region", lambda: "a_region")
-    instance_status.start(_config(**given))
-    found = _only(folder).identity
-    assert dataclasses.astuple(found) == (os.getpid(), "grüße", "3", "grüße_0_1", limit, "a_region")
-
-
-def test_the_file_is_private(folder: Path) -> None:
-    """Nobody else may write what decides which process is ended."""
-    instance_status.start(_config())
+    instance_status.start(_config(**parameters))
+    identity = dataclasses.astuple(_only(folder).identity)
+    assert identity == (os.getpid(), "grüße", "3", "grüße_0_1", limit, "a_region")
     (path,) = folder.iterdir()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 def test_a_config_being_completed(folder: Path) -> None:
-    """The process that completes a config is seen, too: Triton would wait for it for ever."""
+    """A process that completes a config has a status: Triton never stops waiting for it."""
     status = instance_status.start_completing("m")
     assert _only(folder).identity.model == "m"
     assert _only(folder).read().state is InstanceState.COMPLETING
@@ -108,38 +107,38 @@ def test_a_config_being_completed(folder: Path) -> None:
 
 
 def test_states_follow_the_calls(folder: Path) -> None:
-    """Each state is seen at once, with the time since when."""
+    """Each state is published at once, with its start."""
     before = time.monotonic_ns()
     status = instance_status.start(_config())
     reader = _only(folder)
-    seen = [reader.read()]
-    for tell in (status.ready, status.busy, status.idle):
-        tell()
-        seen.append(reader.read())
-    assert [one.state for one in seen] == [
+    statuses = [reader.read()]
+    for report in (status.ready, status.busy, status.idle):
+        report()
+        statuses.append(reader.read())
+    assert [entry.state for entry in statuses] == [
         InstanceState.LOADING,
         InstanceState.IDLE,
         InstanceState.BUSY,
         InstanceState.IDLE,
     ]
-    times = [before, *(one.since for one in seen), time.monotonic_ns()]
+    times = [before, *(entry.since for entry in statuses), time.monotonic_ns()]
     assert times == sorted(times)
 
 
 def test_poisoned_stays_poisoned(folder: Path) -> None:
-    """No later call makes a poisoned instance look sound, and its end is no end in order."""
+    """No later report changes the state, and the end of the instance is no normal end."""
     status = instance_status.start(_config())
     reader = _only(folder)
     status.poisoned("an illegal address: größer" + "x" * 5000)
-    for tell in (status.busy, status.idle, status.ready, status.ended):
-        tell()
+    for report in (status.busy, status.idle, status.ready, status.ended):
+        report()
     assert reader.read().state is InstanceState.POISONED
     assert reader.read().reason.startswith("an illegal address: größerx")
     assert _only(folder).identity.model == "grüße"
 
 
-def test_an_end_in_order_leaves_no_file(folder: Path) -> None:
-    """Only those who died leave a file; to end twice is no error."""
+def test_a_normal_end_removes_the_file(folder: Path) -> None:
+    """The file stays if an instance dies; `ended` may be called twice."""
     status = instance_status.start(_config())
     status.ended()
     status.ended()
@@ -166,8 +165,8 @@ def _garbage(path: Path) -> None:
 
 def _identity(**changed: object) -> Callable[[Path], None]:
     def write(path: Path) -> None:
-        sound = {"pid": os.getpid(), "model": "m", "version": "1", "instance": "m_0"}
-        text = json.dumps(sound | {"limit_ms": None} | changed).encode()
+        identity = {"pid": os.getpid(), "model": "m", "version": "1", "instance": "m_0"}
+        text = json.dumps(identity | {"limit_ms": None} | changed).encode()
         path.write_bytes(bytes(1024) + text.ljust(path.stat().st_size - 1024, b"\0"))
 
     return write
@@ -190,7 +189,7 @@ def _identity(**changed: object) -> Callable[[Path], None]:
     ids=["short", "name", "link", "garbage", "pid", "other", "model", "limit", "more", "gone"],
 )
 def test_a_file_that_is_not_an_instance_s(damage: Callable[[Path], None], folder: Path) -> None:
-    """A forged or damaged file is refused: it must not lead to another process."""
+    """A forged or damaged file is an error: its process might be killed."""
     instance_status.start(_config())
     (path,) = instance_status.files(folder)
     damage(path)
@@ -200,5 +199,5 @@ def test_a_file_that_is_not_an_instance_s(damage: Callable[[Path], None], folder
 
 
 def test_a_folder_that_is_gone(tmp_path: Path) -> None:
-    """The server stopped meanwhile: there are no files."""
+    """The server may have stopped."""
     assert instance_status.files(tmp_path / "none") == []

@@ -1,4 +1,4 @@
-"""What a dead server leaves, and that nothing else is touched."""
+"""Cleanup after a server, which touches nothing else."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _own(shared: Path, how: str) -> tuple[subprocess.Popen[str], str, Path, int, int]:
-    """A process that owns a server; its prefix, folder, child and guard."""
+    """Start a process that owns a server; return its prefix, folder, child and guard."""
     process = subprocess.Popen(
         [sys.executable, "-c", _OWN, str(shared), how], stdout=subprocess.PIPE, text=True
     )
@@ -67,9 +67,11 @@ def _gone(pid: int) -> bool:
 
 
 def test_an_owner_cleans_up(shared: Path) -> None:
-    """Regions and the folder go with their owner; to end twice is no error."""
+    """Processes, regions and the private folder are removed; `close` may be called twice."""
     own = Ownership()
     own.start_guard()
+    for folder in (own.owned.status_folder, own.owned.folder):
+        assert folder.stat().st_mode & 0o777 == 0o700
     (shared / f"{own.owned.prefix}region").write_bytes(b"?")
     with instance(own.owned.status_folder, "status.ready()") as process:
         own.close()
@@ -82,7 +84,7 @@ def test_an_owner_cleans_up(shared: Path) -> None:
 def test_shared_memory_that_cannot_be_written(
     shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is an error, and no folder stays behind."""
+    """It is an error, and no folder is left."""
     monkeypatch.setattr(orphan_cleanup, "SHARED_MEMORY", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
     with pytest.raises(FileNotFoundError):
@@ -90,19 +92,11 @@ def test_shared_memory_that_cannot_be_written(
     assert list((tmp_path / "tmp").iterdir()) == []
 
 
-def test_the_folder_is_private() -> None:
-    """What decides which process is ended, only the owner may write."""
-    own = Ownership()
-    assert own.owned.status_folder.stat().st_mode & 0o777 == 0o700
-    assert own.owned.folder.stat().st_mode & 0o777 == 0o700
-    own.close()
-
-
 def test_the_guard_cleans_up_after_its_owner() -> None:
-    """Also after kill -9 no process, region and folder is left, and nobody has to start again."""
+    """After kill -9 of the owner, no process, region or folder is left."""
     process, prefix, folder, child, guard = _own(orphan_cleanup.SHARED_MEMORY, "guarded")
     regions = orphan_cleanup.SHARED_MEMORY
-    (regions / "another").unlink(missing_ok=True)  # others may test this, too
+    (regions / "another").unlink(missing_ok=True)  # other tests may run
     assert list(regions.glob(f"{prefix}*"))
     process.kill()
     process.communicate()
@@ -112,8 +106,8 @@ def test_the_guard_cleans_up_after_its_owner() -> None:
     assert not folder.exists()
 
 
-def test_a_sweep_finds_what_nobody_owns(shared: Path) -> None:
-    """Where the guard was killed as well, the next server cleans up; what lives stays."""
+def test_a_sweep_cleans_up_without_guard(shared: Path) -> None:
+    """If the guard was killed as well, the next server cleans up; live servers are kept."""
     dead, prefix, folder, child, _ = _own(shared, "alone")
     living, other, kept, sleeper, _ = _own(shared, "alone")
     dead.kill()
@@ -154,7 +148,7 @@ def _is_a_link(path: Path) -> None:
     "forge", [_names_another_folder, _names_a_link, _is_empty, _is_a_link, Path.mkdir]
 )
 def test_a_forged_file_removes_nothing(forge: Callable[[Path], None], shared: Path) -> None:
-    """Whoever may write to /dev/shm cannot make us remove what we would not have written."""
+    """Other users, who can write to /dev/shm, cannot make us remove files."""
     forge(shared / "torch_py_backend_0_owner")
     (shared / "torch_py_backend_0_region").write_bytes(b"?")
     assert orphan_cleanup.sweep() == []
@@ -162,17 +156,16 @@ def test_a_forged_file_removes_nothing(forge: Callable[[Path], None], shared: Pa
     assert Path("/etc/passwd").exists()
 
 
-def test_only_marked_processes_are_killed(tmp_path: Path) -> None:
-    """A process of another server, or of none, is none of ours."""
+def test_only_processes_of_the_server_are_killed(tmp_path: Path) -> None:
     with (
         instance(tmp_path, "status.ready()") as ours,
-        instance(tmp_path, "status.ready()", mark=False) as stranger,
+        instance(tmp_path, "status.ready()", mark=False) as other,
     ):
-        assert not orphan_cleanup.kill(stranger.pid, tmp_path)
+        assert not orphan_cleanup.kill(other.pid, tmp_path)
         assert not orphan_cleanup.kill(ours.pid, tmp_path / "other")
-        assert orphan_cleanup.is_foreign(stranger.pid, tmp_path)
+        assert orphan_cleanup.is_foreign(other.pid, tmp_path)
         assert not orphan_cleanup.is_foreign(ours.pid, tmp_path)
-        assert stranger.poll() is None
+        assert other.poll() is None
         assert ours.poll() is None
         assert orphan_cleanup.kill(ours.pid, tmp_path)
         assert ours.wait(30) == -signal.SIGKILL
@@ -180,10 +173,8 @@ def test_only_marked_processes_are_killed(tmp_path: Path) -> None:
     assert not orphan_cleanup.is_marked(os.getpid(), tmp_path)
 
 
-def test_one_that_is_about_to_run_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel has nothing to say of a process while it begins another program."""
+def test_a_process_during_exec_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel does not show its environment for a moment: processes are listed again."""
     with instance(tmp_path, "status.ready()") as ours:
         looks = iter([[], [ours.pid]])
         monkeypatch.setattr(orphan_cleanup, "_processes", lambda: next(looks, []))
@@ -203,8 +194,8 @@ def test_one_that_is_about_to_run_is_killed(
     ],
     ids=["ours", "Triton's own name", "none"],
 )
-def test_the_own_region(words: list[str], name: str) -> None:
-    """A stub finds on its command line through which region Triton talks to it."""
+def test_region_of_this_process(words: list[str], name: str) -> None:
+    """It is on the command line of Triton's stub."""
     code = "from torch_py_backend.processes import orphan_cleanup; print(orphan_cleanup.region())"
     ran = subprocess.run(
         [sys.executable, "-c", code, *words], capture_output=True, text=True, check=True

@@ -1,4 +1,4 @@
-"""Caches whose contents are run must be this user's alone."""
+"""Cached code must not come from other users."""
 
 from __future__ import annotations
 
@@ -12,55 +12,42 @@ import pytest
 
 from torch_py_backend.processes import private_files
 
-
-def _status(path: Path, *, owner: int, mode: int) -> os.stat_result:
-    """What stat() says of a path, with another owner and mode."""
-    values = list(path.stat())
-    values[stat.ST_UID], values[stat.ST_MODE] = owner, stat.S_IFREG | mode
-    return os.stat_result(values)
-
-
 _ME = os.geteuid()
 
 
 @pytest.mark.parametrize(
     ("owner", "mode", "says"),
     [
-        pytest.param(_ME, 0o600, "", id="mine"),
-        pytest.param(_ME, 0o755, "", id="others may read"),
+        pytest.param(_ME, 0o755, "", id="mine"),
         pytest.param(0, 0o644, "", id="root's"),
         pytest.param(_ME + 1, 0o600, "it belongs to user", id="another's"),
         pytest.param(_ME, 0o620, "others may write to it (mode 620)", id="group writes"),
-        pytest.param(_ME, 0o602, "others may write to it (mode 602)", id="all write"),
-        pytest.param(0, 0o666, "others may write to it", id="root's, all write"),
+        pytest.param(0, 0o602, "others may write to it (mode 602)", id="all write"),
     ],
 )
 def test_risk(tmp_path: Path, owner: int, mode: int, says: str) -> None:
-    """Only what this user or root alone may write is without risk."""
-    found = private_files.risk(_status(tmp_path, owner=owner, mode=mode))
+    """A file without risk can be written by this user or root only."""
+    values = list(tmp_path.stat())
+    values[stat.ST_UID], values[stat.ST_MODE] = owner, stat.S_IFREG | mode
 
-    assert found.startswith(says)
-    assert bool(found) == bool(says)
+    risk = private_files.risk(os.stat_result(values))
+
+    assert risk.startswith(says)
+    assert bool(risk) == bool(says)
 
 
-def test_made_folder_is_private(tmp_path: Path) -> None:
-    """Nobody else may enter what is made here, whatever the umask says."""
+def test_created_folder_is_private(tmp_path: Path) -> None:
+    """Its mode does not depend on the umask; an existing folder is not changed."""
     before = os.umask(0)
     try:
         assert private_files.create(tmp_path / "a" / "cache") == ""
     finally:
         os.umask(before)
-
     assert stat.S_IMODE((tmp_path / "a" / "cache").stat().st_mode) == 0o700
 
-
-def test_folder_that_is_there_stays_as_it_is(tmp_path: Path) -> None:
-    """A folder that others may write is reported, and not changed."""
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache").chmod(0o777)
-
-    assert "others may write to it (mode 777)" in private_files.create(tmp_path / "cache")
-    assert stat.S_IMODE((tmp_path / "cache").stat().st_mode) == 0o777
+    (tmp_path / "a").chmod(0o777)
+    assert "others may write to it (mode 777)" in private_files.create(tmp_path / "a")
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == 0o777
 
 
 def _own(path: Path) -> None:
@@ -79,7 +66,7 @@ def _link(path: Path) -> None:
 
 
 def test_own_file_is_read(tmp_path: Path) -> None:
-    """A file that only this user may write is read whole."""
+    """A file that only this user can write is read."""
     _own(tmp_path / "file")
 
     assert private_files.read(tmp_path / "file") == b"mine"
@@ -98,26 +85,21 @@ def test_own_file_is_read(tmp_path: Path) -> None:
 def test_other_files_are_not_read(
     tmp_path: Path, write: Callable[[Path], object], kind: type[OSError]
 ) -> None:
-    """A link, a pipe, or what others may write is refused at once."""
+    """Links, pipes, folders and files that others can write are errors."""
     write(tmp_path / "file")
 
     with pytest.raises(kind):
         private_files.read(tmp_path / "file")
 
 
-def _strangers(folder: Path) -> None:
-    folder.mkdir()
-    folder.chmod(0o777)
-
-
-def _strangers_link(folder: Path) -> None:
+def _link_to_a_folder(folder: Path) -> None:
     elsewhere = folder.with_name("elsewhere")
     elsewhere.mkdir(mode=0o700)
     folder.symlink_to(elsewhere)
 
 
 def test_instances_share_the_user_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has one name for all processes of a user."""
+    """All processes of a user use the same folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
 
     assert (
@@ -127,21 +109,23 @@ def test_instances_share_the_user_s_folder(tmp_path: Path, monkeypatch: pytest.M
     )
 
 
-@pytest.mark.parametrize("take", [_strangers, _strangers_link, Path.touch])
-def test_name_that_somebody_has_taken(
+@pytest.mark.parametrize(
+    "take", [lambda path: path.mkdir() or path.chmod(0o777), _link_to_a_folder, Path.touch]
+)
+def test_folder_of_another_user_is_not_used(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     take: Callable[[Path], object],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Whoever takes the name of the folder beforehand does not get what is compiled, or to run."""
+    """A shared folder, a link or a file of that name is replaced by a new folder."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     taken = tmp_path / f"torch-py-backend-{_ME}"
     take(taken)
 
-    found = private_files.user_folder()
+    folder = private_files.user_folder()
 
-    assert found != taken
-    assert found.parent == tmp_path
-    assert stat.S_IMODE(found.stat().st_mode) == 0o700
+    assert folder != taken
+    assert folder.parent == tmp_path
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert "is not used" in caplog.text

@@ -1,11 +1,11 @@
-"""Where the instances of one server meet: nobody else does, and nothing remains."""
+"""The folder that the instances of one server share, and its removal."""
 
 from __future__ import annotations
 
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,14 +14,14 @@ from children import Start, starting
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.processes import server_folder
 
-# Prints its folder; leaves on request, or when its stdin is closed.
+# Prints its folder; leaves at each line of its stdin.
 _MEMBER = """
 import sys
 from torch_py_backend.processes import server_folder
-room = server_folder.enter("digits")
-print(room.path, flush=True)
+folder = server_folder.enter("digits")
+print(folder.path, flush=True)
 for line in sys.stdin:
-    room.leave()
+    folder.leave()
     print("left", flush=True)
 """
 # As a server: a process of its own whose children are members.
@@ -33,15 +33,15 @@ member.wait()
 _FORKING = """
 import os, time
 from torch_py_backend.processes import server_folder
-room = server_folder.enter("digits")
-lock = server_folder.lock(room.path / "lock")
+folder = server_folder.enter("digits")
+lock = server_folder.lock(folder.path / "lock")
 read, write = os.pipe()
 child = os.fork()
 if not child:
     os.write(write, b"!")
     time.sleep(60)
-os.read(read, 1)  # what is forked has let go
-print(room.path, child, flush=True)
+os.read(read, 1)  # the fork has closed its descriptors
+print(folder.path, child, flush=True)
 input()
 """
 
@@ -63,8 +63,8 @@ def _base(folder: Path) -> Path:
     return folder / f"torch-py-backend-{os.geteuid()}"
 
 
-def test_instances_of_one_server_meet(start: Start) -> None:
-    """Children of one process get the same folder, and nobody else may look into it."""
+def test_instances_of_one_server_share_a_folder(start: Start) -> None:
+    """Children of one process get the same private folder."""
     folders = {start(_MEMBER).hear() for _ in range(3)}
     (folder,) = map(Path, folders)
     for path in (folder, folder.parent):
@@ -72,26 +72,17 @@ def test_instances_of_one_server_meet(start: Start) -> None:
         assert path.stat().st_uid == os.geteuid()
 
 
-def test_servers_do_not_meet(start: Start) -> None:
-    """Two servers on a machine have a folder each."""
+def test_servers_have_folders_of_their_own(start: Start) -> None:
     folders = {start(_SERVER, _MEMBER).hear() for _ in range(2)}
     assert len(folders) == 2
 
 
-def test_the_last_removes_it(start: Start) -> None:
-    """It lasts as long as somebody is in."""
+def test_the_last_instance_removes_the_folder(start: Start) -> None:
+    """Also if all leave at the same time."""
     members = [start(_MEMBER) for _ in range(3)]
     folder = Path({member.hear() for member in members}.pop())
-    for member in members:
-        assert folder.is_dir()
-        assert member.ask() == "left"
-    assert not folder.exists()
-
-
-def test_all_leave_at_once(start: Start) -> None:
-    """Whoever is the last by a hair removes it."""
-    members = [start(_MEMBER) for _ in range(8)]
-    folder = Path({member.hear() for member in members}.pop())
+    assert members.pop().ask() == "left"
+    assert folder.is_dir()
     for member in members:
         member.tell()
     assert {member.hear() for member in members} == {"left"}
@@ -99,7 +90,7 @@ def test_all_leave_at_once(start: Start) -> None:
 
 
 def test_leaving_twice(temporary: Path) -> None:
-    """The second time does nothing, also where somebody else is in by then."""
+    """The second call has no effect on instances that entered meanwhile."""
     first = server_folder.enter("digits")
     first.leave()
     second = server_folder.enter("digits")
@@ -109,8 +100,8 @@ def test_leaving_twice(temporary: Path) -> None:
     assert not any((_base(temporary) / "servers").iterdir())
 
 
-def test_killed_members_leave_nothing(start: Start, temporary: Path) -> None:
-    """What a killed server's instances have left, the next one removes; what lives, it does not."""
+def test_folders_of_killed_servers_are_removed(start: Start, temporary: Path) -> None:
+    """The next server removes them, but no folder that is in use."""
     dead, living = start(_SERVER, _MEMBER), start(_SERVER, _MEMBER)
     abandoned, used = Path(dead.hear()), Path(living.hear())
     os.kill(_children(dead.pid)[0], 9)
@@ -122,8 +113,8 @@ def test_killed_members_leave_nothing(start: Start, temporary: Path) -> None:
     os.kill(_children(living.pid)[0], 9)
 
 
-def test_a_dead_member_does_not_take_the_folder_along(start: Start) -> None:
-    """Who is left goes on in it, and is the last."""
+def test_a_killed_instance_does_not_remove_the_folder(start: Start) -> None:
+    """The others use it until the last one leaves."""
     killed, left = start(_MEMBER), start(_MEMBER)
     folder = Path(killed.hear())
     left.hear()
@@ -136,8 +127,8 @@ def test_a_dead_member_does_not_take_the_folder_along(start: Start) -> None:
     assert not folder.exists()
 
 
-def test_forked_children_hold_nothing(start: Start, temporary: Path) -> None:
-    """A child that a model forked keeps neither folder nor locks when its parent is killed."""
+def test_forked_processes_hold_no_locks(start: Start, temporary: Path) -> None:
+    """A process that a model forked does not keep the locks of its parent, which is killed."""
     parent = start(_FORKING)
     path, child = parent.hear().split()
     held = Path(path) / "lock"
@@ -147,33 +138,23 @@ def test_forked_children_hold_nothing(start: Start, temporary: Path) -> None:
         taken = server_folder.lock(held)
         assert taken is not None
         server_folder.release(taken)
-        room = server_folder.enter("digits")
+        folder = server_folder.enter("digits")
         assert not held.exists()
-        room.leave()
+        folder.leave()
     finally:
         os.kill(int(child), 9)
 
 
-def test_a_lock_is_one_processs(start: Start, temporary: Path) -> None:
-    """A lock is free again once it is released."""
-    room = server_folder.enter("digits")
-    path = room.path / "lock"
-    held = server_folder.lock(path)
-    assert held is not None
-    assert server_folder.lock(path) is None
-    server_folder.release(held)
-    again = server_folder.lock(path)
-    assert again is not None
-    server_folder.release(again)
-    room.leave()
+def test_a_lock_is_free_once_it_is_released(temporary: Path) -> None:
+    path = temporary / "lock"
+    for _ in range(2):
+        lock = server_folder.lock(path)
+        assert lock is not None
+        assert server_folder.lock(path) is None
+        server_folder.release(lock)
 
 
-def _mode(base: Path) -> None:
-    base.mkdir()
-    base.chmod(0o777)
-
-
-def _group(base: Path) -> None:
+def _shared(base: Path) -> None:
     base.mkdir()
     base.chmod(0o750)
 
@@ -184,22 +165,19 @@ def _link(base: Path) -> None:
     base.symlink_to(elsewhere)
 
 
-def _file(base: Path) -> None:
-    base.touch(0o700)
-
-
 @pytest.mark.parametrize(
-    ("lay", "says"),
+    ("create", "says"),
     [
-        (_mode, "has mode 0777"),
-        (_group, "has mode 0750"),
+        (_shared, "has mode 0750"),
         (_link, "is not a folder"),
-        (_file, "is not a folder|File exists"),
+        (Path.touch, "is not a folder|File exists"),
     ],
 )
-def test_unsafe_folders_are_refused(lay: object, says: str, temporary: Path) -> None:
-    """A folder that others can change, or that leads elsewhere, is an error with its cure."""
-    lay(_base(temporary))  # type: ignore[operator]
+def test_unsafe_folders_are_refused(
+    create: Callable[[Path], None], says: str, temporary: Path
+) -> None:
+    """A folder that others can access is an error, with its cure."""
+    create(_base(temporary))
     with pytest.raises(PlatformError, match=says) as refusal:
         server_folder.enter("digits")
     assert "TMPDIR" in str(refusal.value)
@@ -214,17 +192,17 @@ def test_a_foreign_folder_is_refused(temporary: Path) -> None:
         server_folder.enter("digits")
 
 
-def test_a_temporary_folder_that_is_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Where nothing can be written, the error says what to set."""
+def test_a_missing_temporary_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The error names the variable to set."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(PlatformError, match="Set TMPDIR"):
         server_folder.enter("digits")
 
 
 def test_foreign_entries_are_left_alone(temporary: Path) -> None:
-    """A file or a link among the servers' folders is none of them."""
+    """Files and links beside the folders of servers are kept."""
     _base(temporary).mkdir(mode=0o700)
-    cache = _base(temporary) / "what was compiled"
+    cache = _base(temporary) / "compiled"
     cache.mkdir()
     base = _base(temporary) / "servers"
     base.mkdir(mode=0o700)

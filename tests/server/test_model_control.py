@@ -1,8 +1,9 @@
-"""Loads and unloads over gRPC, against a server that only listens; tests/live has real ones."""
+"""Loads and unloads over gRPC, and the status of models; tests/live has real servers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,12 +12,16 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server.endpoint_restrictions import Keys
-from torch_py_backend.server.model_control import LoadTimeoutError, RepositoryClient
+from torch_py_backend.server import model_control
+from torch_py_backend.server.model_control import LoadTimeoutError, Operation, RepositoryClient
+from torch_py_backend.server.server_arguments import Keys
+from torch_py_backend.server.tritonserver import ModelState
+
+# --- the client ------------------------------------------------------------------------------
 
 
-class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
-    """Notes what it is requests, and refuses the model `broken`."""
+class _Service(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[misc]
+    """Records requests, and refuses the model `broken`."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, str, dict[str, str]]] = []
@@ -27,9 +32,9 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
     def RepositoryModelUnload(self, request: Any, context: Any) -> Any:  # noqa: N802  Triton's name
         return self._answer("unload", request, context, service_pb2.RepositoryModelUnloadResponse())
 
-    def _answer(self, what: str, request: Any, context: Any, answer: Any) -> Any:
-        sent = {key: value for key, value in context.invocation_metadata() if "triton" in key}
-        self.requests.append((what, request.model_name, sent))
+    def _answer(self, method: str, request: Any, context: Any, answer: Any) -> Any:
+        keys = {key: value for key, value in context.invocation_metadata() if "triton" in key}
+        self.requests.append((method, request.model_name, keys))
         if request.model_name == "broken":
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, "load failed")
         if request.model_name == "endless":
@@ -38,32 +43,33 @@ class _Triton(service_pb2_grpc.GRPCInferenceServiceServicer):  # type: ignore[mi
 
 
 @pytest.fixture
-def triton() -> Iterator[tuple[_Triton, str]]:
+def service() -> Iterator[tuple[_Service, str]]:
     """A server of Triton's protocol, and its address."""
-    requests = _Triton()
-    served = grpc.server(ThreadPoolExecutor(2))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(requests, served)
-    port = served.add_insecure_port("127.0.0.1:0")
-    served.start()
-    yield requests, f"127.0.0.1:{port}"
-    served.stop(None).wait()
+    service, server = _Service(), grpc.server(ThreadPoolExecutor(2))
+    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(service, server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield service, f"127.0.0.1:{port}"
+    server.stop(None).wait()
 
 
-@pytest.mark.parametrize("name", ["m", "a" * 127, "b" * 128, "grüße" * 40])
-def test_the_name_arrives(name: str, triton: tuple[_Triton, str]) -> None:
-    """Names of any length are told apart by Triton's own protobuf, and the keys come along."""
-    requests, address = triton
+def test_requests_have_names_of_any_length_and_the_keys(service: tuple[_Service, str]) -> None:
+    """Triton's own protobuf reads the messages that are encoded by hand."""
+    requests, address = service
     client = RepositoryClient(address, Keys(grpc=(("triton-grpc-protocol-key", "v"),)))
-    client.load(name, 30)
-    client.unload(name)
+    names = ["m", "a" * 127, "b" * 128, "grüße" * 40]
+    for name in names:
+        client.load(name, 30)
+        client.unload(name)
     client.close()
-    sent = {"triton-grpc-protocol-key": "v"}
-    assert requests.requests == [("load", name, sent), ("unload", name, sent)]
+    keys = {"triton-grpc-protocol-key": "v"}
+    expected = [(method, name, keys) for name in names for method in ("load", "unload")]
+    assert requests.requests == expected
 
 
-def test_a_refusal(triton: tuple[_Triton, str]) -> None:
-    """Triton's reason is the error's text; a load that never ends is told apart."""
-    client = RepositoryClient(triton[1], Keys())
+def test_errors_of_the_client(service: tuple[_Service, str]) -> None:
+    """Triton's reason is the error's text; a load that never ends has an error of its own."""
+    client = RepositoryClient(service[1], Keys())
     with pytest.raises(ServerError, match=r"^load failed$"):
         client.load("broken", 30)
     with pytest.raises(LoadTimeoutError, match="took longer than 30 s"):
@@ -71,3 +77,108 @@ def test_a_refusal(triton: tuple[_Triton, str]) -> None:
     client.close()
     with pytest.raises(ServerError, match="closed"):
         client.unload("m")
+
+
+# --- status ----------------------------------------------------------------------------------
+
+
+def test_status_of_several_versions() -> None:
+    """A model serves if one version does, and is unloaded if all are."""
+    statuses = model_control.by_model(
+        [
+            ModelState("m", "1", False, "unloaded", unloaded=True),
+            ModelState("m", "2", True, ""),
+            ModelState("n", "1", False, "unloaded", unloaded=True),
+            ModelState("o", "1", False, "unloaded", unloaded=True),
+            ModelState("o", "2", False, "because"),
+        ]
+    )
+    assert (statuses["m"].ready, statuses["m"].versions) == (True, "2")
+    assert (statuses["n"].ready, statuses["n"].unloaded) == (False, True)
+    assert (statuses["o"].unloaded, statuses["o"].reason) == (False, "because")
+
+
+@pytest.mark.parametrize(
+    ("reason", "public"),
+    [
+        ("Internal: Stub process 'm' is not healthy.", "Stub process 'm' is not healthy"),
+        (
+            "load failed for model 'm': version 1 is at UNAVAILABLE state: no /a/b.pt.\n\nAt:\n;",
+            "no b.pt",
+        ),
+        ("", "no reason was given"),
+    ],
+)
+def test_public_reasons_have_no_folders_and_no_trace(reason: str, public: str) -> None:
+    assert model_control.public_reason(reason) == public
+
+
+# --- operations ------------------------------------------------------------------------------
+
+
+class _Triton:
+    """Models by name, READY or not; an ensemble is unloaded with its part."""
+
+    def __init__(self, *ready: str) -> None:
+        self.ready = dict.fromkeys(ready, True)
+        self.calls: list[str] = []
+
+    def states(self) -> Sequence[ModelState]:
+        return [ModelState(name, "1", ready, "") for name, ready in self.ready.items()]
+
+    def load(self, model: str, seconds: float) -> None:
+        self.calls.append(f"load {model} {seconds:g}")
+        self.ready[model] = True
+
+    def unload(self, model: str) -> None:
+        self.calls.append(f"unload {model}")
+        self.ready |= dict.fromkeys({model, "ensemble"} & self.ready.keys(), False)
+
+
+@pytest.mark.parametrize(
+    ("ready", "again", "calls"),
+    [
+        pytest.param([], False, ["load part 9"], id="first"),
+        pytest.param(["part"], False, ["load part 9"], id="loaded by a user"),
+        pytest.param(["part"], True, ["unload part", "load part 9"], id="dead, but READY"),
+        pytest.param([], True, ["load part 9"], id="again"),
+    ],
+)
+def test_a_dead_model_that_is_ready_is_unloaded_first(
+    ready: list[str], again: bool, calls: list[str]
+) -> None:
+    """Triton does not load a model that is READY, even if its instances are dead."""
+    triton = _Triton(*ready)
+    model_control.load(triton.states, triton, "part", 9.0, (), again=again)
+    assert triton.calls == calls
+
+
+def test_ensembles_are_loaded_again_with_their_part() -> None:
+    """An unload returns the ensembles that Triton unloaded; a load brings them back."""
+    triton = _Triton("part", "ensemble", "other")
+    dependents = model_control.unload(triton.states, triton, "part")
+    assert dependents == {"ensemble"}
+    model_control.load(triton.states, triton, "part", 9.0, sorted(dependents), again=True)
+    assert triton.calls == ["unload part", "load part 9", "load ensemble 9"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        pytest.param(ServerError("no"), "no", id="refused"),
+        pytest.param(OSError("gone"), "", id="the server ends"),
+        pytest.param(KeyError("ensemble"), "", id="the ensemble was removed"),
+        pytest.param(TypeError("odd"), "TypeError: odd", id="unexpected"),
+    ],
+)
+def test_an_operation_completes_with_any_error(error: Exception, message: str) -> None:
+    """It runs in a thread of its own, and wakes the supervisor when it is done."""
+    operation, woken = Operation(0.0), threading.Event()
+
+    def fail() -> None:
+        raise error
+
+    model_control.start_daemon(lambda: operation.run(fail, woken.set))
+    assert woken.wait(60)
+    assert operation.done
+    assert str(operation.error or "") == message

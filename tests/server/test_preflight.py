@@ -1,4 +1,4 @@
-"""What is wrong with a machine or a model folder, without a change to either."""
+"""Problems of a machine or a model folder before a server starts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NGC = Path("/opt/tritonserver/bin/tritonserver")
 
 
 class _Machine:
-    """A machine without a fault, to be broken by a test."""
+    """A machine without problems, which tests add."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._patch = monkeypatch
@@ -33,8 +33,8 @@ class _Machine:
         monkeypatch.setattr(tritonserver, "environment", lambda triton: {})
 
     def server(self, executable: Path) -> None:
-        found = TritonInstallation(executable, Path("/backend"), Path("/stub"), ())
-        self._patch.setattr(tritonserver, "find", lambda: found)
+        triton = TritonInstallation(executable, Path("/backend"), Path("/stub"), ())
+        self._patch.setattr(tritonserver, "find", lambda: triton)
 
     def shared_memory(self, size: int) -> None:
         usage = {"/dev/shm": SimpleNamespace(total=size, used=0, free=size)}
@@ -51,7 +51,7 @@ class _Machine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> _Machine:
-    """A sound machine, and an empty current folder."""
+    """A machine without problems, and an empty current folder."""
     monkeypatch.chdir(tmp_path)
     return _Machine(monkeypatch)
 
@@ -60,28 +60,21 @@ def _problems() -> list[str]:
     return list(preflight.machine_problems())
 
 
-def test_sound_machine(machine: _Machine) -> None:
-    """Where nothing is wrong, nothing is said."""
+def test_machine_without_problems(machine: _Machine) -> None:
     assert _problems() == []
 
 
 @pytest.mark.parametrize(
-    ("size", "says"),
-    [(64 << 20, "64 MB"), ((256 << 20) - 1, "255 MB"), (0, "0 MB")],
-    ids=["docker's-default", "just-too-small", "none"],
+    ("size", "text"),
+    [(64 << 20, "64 MB"), ((256 << 20) - 1, "255 MB"), (256 << 20, "")],
+    ids=["docker's-default", "just-too-small", "enough"],
 )
-def test_small_shared_memory(machine: _Machine, size: int, says: str) -> None:
-    """Too little shared memory is a problem, with its size and how a container gets more."""
+def test_small_shared_memory(machine: _Machine, size: int, text: str) -> None:
+    """Less than 256 MB is a problem; a container gets more with --shm-size."""
     machine.shared_memory(size)
-    (problem,) = _problems()
-    assert says in problem
-    assert "--shm-size" in problem
-
-
-def test_enough_shared_memory(machine: _Machine) -> None:
-    """The limit itself is enough."""
-    machine.shared_memory(256 << 20)
-    assert _problems() == []
+    problems = _problems()
+    assert bool(problems) == bool(text)
+    assert all(text in problem and "--shm-size" in problem for problem in problems)
 
 
 @pytest.mark.parametrize(
@@ -106,21 +99,20 @@ def test_numpy(machine: _Machine, executable: Path, version: str, count: int) ->
 def test_missing_package(machine: _Machine, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A package that the backend needs, and this Python lacks, is named with its cure."""
     find = importlib.util.find_spec
-
-    def lacking(wanted: str, package: str | None = None) -> Any:
-        return None if wanted == name else find(wanted, package)
-
-    monkeypatch.setattr(importlib.util, "find_spec", lacking)
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda module, package=None: None if module == name else find(module, package),
+    )
     if name == "numpy":
         machine.versions()
     (problem,) = _problems()
-    assert problem.startswith(f"{name} is not installed")
-    assert f"pip install {name}" in problem
+    assert problem == f"{name} is not installed in this Python; pip install {name}."
 
 
 @pytest.mark.parametrize("function", ["find", "environment"])
 def test_no_server(machine: _Machine, monkeypatch: pytest.MonkeyPatch, function: str) -> None:
-    """A server that is missing or does not fit is one problem among the others, not the end."""
+    """A server that is missing or unusable is one problem among others."""
 
     def refuse(*args: Any) -> Any:
         raise ServerError("no tritonserver was found. Install one.")
@@ -142,16 +134,6 @@ def test_shadowing_model(machine: _Machine, tmp_path: Path) -> None:
     assert "model.py in this folder shadows" in problem
 
 
-def test_problems_add_up(machine: _Machine, tmp_path: Path) -> None:
-    """Several problems are several sentences, each of one line."""
-    machine.shared_memory(1)
-    machine.versions(numpy="2.0.0")
-    (tmp_path / "model.py").write_text("")
-    problems = _problems()
-    assert len(problems) == 3
-    assert not any("\n" in one for one in problems)
-
-
 # --- folders ---------------------------------------------------------------------------------
 
 
@@ -159,7 +141,6 @@ def test_problems_add_up(machine: _Machine, tmp_path: Path) -> None:
     ("text", "noted"),
     [
         pytest.param('backend: "pytorch_py"\n', False, id="backend"),
-        pytest.param('max_batch_size: 8 backend : "pytorch_py"', False, id="spaces"),
         pytest.param('platform: "pytorch_libtorch"\n', True, id="platform"),
         pytest.param(b"max_batch_size: 8 # caf\xe9\n", False, id="not-utf-8"),
         pytest.param('backend: "pytorch_py" inputs [{ }]', False, id="parse-error"),
@@ -183,10 +164,8 @@ def test_folder_without_a_backend(tmp_path: Path, text: str | bytes, noted: bool
         pytest.param('platform: "pytorch_libtorch"', "", id="platform"),
         pytest.param('platform: "torch_aoti"', "", id="aoti"),
         pytest.param('backend: "python"', "python", id="python"),
-        pytest.param('backend: "onnxruntime"', "onnxruntime", id="onnxruntime"),
         pytest.param('backend: "my_pytorch"', "my_pytorch", id="name-of-choice"),
         pytest.param('platform: "ensemble"', "ensemble", id="ensemble"),
-        pytest.param('platform: "tensorrt_plan"', "tensorrt_plan", id="tensorrt"),
     ],
 )
 def test_backend(tmp_path: Path, text: str, other: str) -> None:
@@ -199,21 +178,12 @@ def test_backend(tmp_path: Path, text: str, other: str) -> None:
     ("text", "says"),
     [
         pytest.param('backend: "pytorch-py"', "Did you mean pytorch_py?", id="hyphen"),
-        pytest.param('backend: "pytorchpy"', "Did you mean pytorch_py?", id="joined"),
         pytest.param('backend: "PyTorch_Py"', "Did you mean pytorch_py?", id="capitals"),
-        pytest.param('backend: "torch_py"', "Did you mean pytorch_py?", id="shorter"),
         pytest.param('backend: "pytroch"', "Did you mean pytorch?", id="transposed"),
         pytest.param(
             'platform: "pytorch_libtroch"', "Did you mean pytorch_libtorch?", id="platform"
         ),
         pytest.param('name: "digits"', "config.pbtxt has no `backend`", id="none"),
-        pytest.param('# backend: "pytorch_py"', "config.pbtxt has no `backend`", id="comment"),
-        pytest.param("", "config.pbtxt has no `backend`", id="empty"),
-        pytest.param(
-            'parameters { key: "note" value { string_value: "backend: none" } }',
-            "config.pbtxt has no `backend`",
-            id="inside-a-string",
-        ),
         pytest.param(None, "config.pbtxt is missing", id="no-config"),
     ],
 )
@@ -228,7 +198,7 @@ def test_backend_that_no_server_has(tmp_path: Path, text: str | None, says: str)
 
 
 def test_environment_of_a_models_own(tmp_path: Path) -> None:
-    """Whoever reads of a package that is missing is told that its environment was not looked at."""
+    """A note says that the model is tried with the packages of this environment."""
     folder = tmp_path / "digits"
     folder.mkdir()
     named = f'key: "{execution_env.KEY}" value {{ string_value: "/env.tar.gz" }}'
@@ -257,10 +227,8 @@ def test_closed_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_hooks_before_an_idle_gpu(groups: list[tuple[str, int]], noted: bool) -> None:
-    """What would run while hooks do is pointed out where no other instance is there to do so."""
+    """With hooks and one instance on a GPU, a second instance is proposed."""
     document = {"instance_group": [{"kind": kind, "count": count} for kind, count in groups]}
-
-    found = list(preflight.idle_gpu_notes(document))
-
-    assert len(found) == noted
-    assert all("count: 2" in one for one in found)
+    notes = list(preflight.idle_gpu_notes(document))
+    assert len(notes) == noted
+    assert all("count: 2" in note for note in notes)

@@ -1,4 +1,4 @@
-"""The endpoints for probes: statuses, and what they tell."""
+"""The endpoints for probes: their statuses and JSON, and clients that misbehave."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import json
 import socket
 import threading
 import time
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -18,176 +17,152 @@ from torch_py_backend.server import readiness as _readiness
 from torch_py_backend.server.readiness import ReadinessServer
 from torch_py_backend.server.supervision import Snapshot
 
-
-def _snapshot(
-    models: dict[str, str] | None = None, problem: str = "", age: float = 0.0
-) -> Snapshot:
-    """As it was body, a while before it is asked for; the table is older than that."""
-    return Snapshot(models or {}, problem, -age)
+_UNMONITORED = "the models are no longer monitored"
+_NO_ANSWER = "tritonserver does not answer"
+_PATHS = {"error": "expected /live, /ready or /ready/MODEL"}
 
 
-class _Source:
-    """How the models stand."""
+def _readiness_server(
+    problem: str = "",
+    age: float = 0.0,
+    lives: Callable[[], bool] = lambda: True,
+) -> ReadinessServer:
+    """Return a server whose snapshot has this problem and age in seconds; model b is down."""
+    models = {"a": "", "b": "is down: died", "grüße": ""}
+    snapshot = Snapshot(models, problem, time.monotonic() - age)
+    return ReadinessServer("127.0.0.1", 0, lambda: snapshot, lives)
 
-    def __init__(self, snapshot: Snapshot | None = None) -> None:
-        body = snapshot or _snapshot()
-        self.snapshot = replace(body, at=time.monotonic() + body.at)
+
+def _get(readiness: ReadinessServer, path: str = "/live", method: str = "GET") -> tuple[int, bytes]:
+    client = http.client.HTTPConnection(readiness.address, timeout=60)
+    with contextlib.closing(client):
+        client.request(method, path)
+        response = client.getresponse()
+        return response.status, response.read()
 
 
-_GOOD = _snapshot({"a": "", "grüße": ""})
-_DOWN = _snapshot({"a": "", "b": "is down: died"})
+def _connect(readiness: ReadinessServer) -> socket.socket:
+    host, _, port = readiness.address.partition(":")
+    return socket.create_connection((host, int(port)), timeout=60)
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[ReadinessServer]:
+    with _readiness_server() as readiness:
+        yield readiness
 
 
 @pytest.mark.parametrize(
-    ("path", "snapshot", "lives", "status", "body"),
+    ("path", "status", "body"),
     [
-        ("/live", _GOOD, True, 200, {"live": True}),
-        ("/live", Snapshot(), True, 200, {"live": True}),
-        ("/live", _GOOD, False, 503, {"live": False, "reason": "tritonserver does not answer"}),
-        (
-            "/live",
-            _snapshot(age=100),
-            True,
-            503,
-            {"live": False, "reason": "the models are no longer monitored"},
-        ),
-        ("/ready", _GOOD, True, 200, {"ready": True}),
-        ("/ready?verbose", _snapshot(), True, 200, {"ready": True}),
-        ("/ready", _DOWN, True, 503, {"ready": False, "models": {"b": "is down: died"}}),
-        (
-            "/ready",
-            Snapshot(),
-            True,
-            503,
-            {"ready": False, "models": {}, "reason": "the server is being started"},
-        ),
-        (
-            "/ready",
-            _snapshot({"a": ""}, age=100),
-            True,
-            503,
-            {"ready": False, "models": {}, "reason": "the models are no longer monitored"},
-        ),
-        ("/ready/a", _DOWN, True, 200, {"ready": True}),
-        ("/ready/gr%C3%BC%C3%9Fe/", _GOOD, True, 200, {"ready": True}),
-        ("/ready/b", _DOWN, True, 503, {"ready": False, "reason": "is down: died"}),
-        (
-            "/ready/a",
-            _snapshot({"a": ""}, "tritonserver does not answer"),
-            True,
-            503,
-            {"ready": False, "reason": "tritonserver does not answer"},
-        ),
-        ("/ready/x", _GOOD, True, 404, {"ready": False, "reason": "no such model should serve"}),
-        ("/ready/a/b", _GOOD, True, 404, {"error": "expected /live, /ready or /ready/MODEL"}),
-        ("/", _GOOD, True, 404, {"error": "expected /live, /ready or /ready/MODEL"}),
-        ("/live/", _GOOD, True, 200, {"live": True}),
+        ("/live", 200, {"live": True}),
+        ("/live/", 200, {"live": True}),
+        ("/ready?verbose", 503, {"ready": False, "models": {"b": "is down: died"}}),
+        ("/ready/a", 200, {"ready": True}),
+        ("/ready/gr%C3%BC%C3%9Fe/", 200, {"ready": True}),
+        ("/ready/b", 503, {"ready": False, "reason": "is down: died"}),
+        ("/ready/x", 404, {"ready": False, "reason": "no such model should serve"}),
+        ("/ready/a/b", 404, _PATHS),
+        ("/", 404, _PATHS),
     ],
 )
-def test_answers(
-    path: str, snapshot: Snapshot, lives: bool, status: int, body: dict[str, Any]
+def test_paths(path: str, status: int, body: dict[str, object], running: ReadinessServer) -> None:
+    """Each path has a status and JSON; models are named as in a URL."""
+    answer = _get(running, path)
+    assert (answer[0], json.loads(answer[1])) == (status, body)
+
+
+@pytest.mark.parametrize(
+    ("problem", "age", "lives", "reasons"),
+    [
+        pytest.param(_NO_ANSWER, 0, True, ("", _NO_ANSWER), id="problem"),
+        pytest.param("", 100, True, (_UNMONITORED, _UNMONITORED), id="stale"),
+        pytest.param("", 0, False, (_NO_ANSWER, ""), id="dead"),
+    ],
+)
+def test_problems_of_the_whole_server(
+    problem: str, age: float, lives: bool, reasons: tuple[str, str]
 ) -> None:
-    """Each question gets the truth, as a status and as JSON."""
-    with ReadinessServer("127.0.0.1", 0, _Source(snapshot), lambda: lives) as readiness:
-        client = http.client.HTTPConnection(readiness.address, timeout=60)
-        client.request("GET", path)
-        answer = client.getresponse()
-        assert (answer.status, json.loads(answer.read())) == (status, body)
-        client.close()
+    """A problem of the server is the reason why it is not live, or no model is ready."""
+    with _readiness_server(problem, age, lambda: lives) as readiness:
+        for path, reason in zip(("/live", "/ready/a"), reasons, strict=True):
+            status, body = readiness.answer(path)
+            assert (status, body.get("reason", "")) == (503 if reason else 200, reason)
+        assert readiness.answer("/ready")[1].get("reason", "") == reasons[1]
 
 
-def test_nothing_is_ready_while_it_stops() -> None:
-    """A load balancer looks elsewhere before the last requests are done."""
-    with ReadinessServer("127.0.0.1", 0, _Source(_GOOD), lambda: True) as readiness:
+def test_ready_with_all_models_and_before_the_first_snapshot() -> None:
+    snapshots = [Snapshot({"a": ""}, "", time.monotonic()), Snapshot()]
+    starting = {"ready": False, "models": {}, "reason": "the server is being started"}
+    with ReadinessServer("127.0.0.1", 0, snapshots.pop, lambda: True) as readiness:
+        assert readiness.answer("/ready") == (503, starting)
+        assert readiness.answer("/ready") == (200, {"ready": True})
+
+
+def test_nothing_is_ready_while_the_server_stops() -> None:
+    """A load balancer stops sending requests before the last ones are answered."""
+    body = {"ready": False, "reason": "the server is being stopped"}
+    with _readiness_server() as readiness:
         readiness.set_stopping()
-        reason = "the server is being stopped"
-        assert readiness.answer("/ready") == (
-            503,
-            {"ready": False, "models": {}, "reason": reason},
-        )
-        assert readiness.answer("/ready/a") == (503, {"ready": False, "reason": reason})
+        assert readiness.answer("/ready/a") == (503, body)
         assert readiness.answer("/live") == (200, {"live": True})
 
 
-@pytest.mark.parametrize("sent", [b"", b"\r\n\r\n", b"\0" * 1000, b"POST /ready HTTP/1.0\r\n\r\n"])
-def test_nonsense_and_silence(sent: bytes, capfd: pytest.CaptureFixture[str]) -> None:
-    """Whatever is sent, or not, the next probe is answered and nothing is printed."""
-    with ReadinessServer("127.0.0.1", 0, _Source(_GOOD), lambda: True) as readiness:
-        host, _, port = readiness.address.partition(":")
-        with socket.create_connection((host, int(port)), timeout=60) as connection:
-            connection.sendall(sent)
-            client = http.client.HTTPConnection(readiness.address, timeout=60)
-            client.request("HEAD", "/ready")
-            assert client.getresponse().status == 200
-            client.close()
+@pytest.mark.parametrize("data", [b"", b"\r\n\r\n", b"\0" * 1000, b"POST /ready HTTP/1.0\r\n\r\n"])
+def test_malformed_requests_are_harmless(
+    data: bytes, running: ReadinessServer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The next probe is answered, and nothing is printed."""
+    with _connect(running) as connection:
+        connection.sendall(data)
+        assert _get(running, method="HEAD") == (200, b"")
     assert capfd.readouterr().err == ""
 
 
-def _silent(readiness: ReadinessServer, count: int) -> list[socket.socket]:
-    """Connections that send the beginning of a request and no more."""
-    host, _, port = readiness.address.partition(":")
-    opened = [socket.create_connection((host, int(port)), timeout=60) for _ in range(count)]
-    for one in opened:
-        with contextlib.suppress(OSError):  # it was closed
-            one.sendall(b"GET /re")
-    return opened
-
-
-def _ask(readiness: ReadinessServer) -> int:
-    client = http.client.HTTPConnection(readiness.address, timeout=60)
-    client.request("GET", "/ready")
-    status = client.getresponse().status
-    client.close()
-    return status
-
-
-def test_silent_clients_do_not_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Connections beyond the limit cost the oldest ones; a probe in between is answered."""
+def test_silent_clients_lose_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above the limit, the oldest connections are closed; probes in between are answered."""
     monkeypatch.setattr(_readiness, "_CONNECTIONS", 4)
     before = threading.active_count()
-    with ReadinessServer("127.0.0.1", 0, _Source(_GOOD), lambda: True) as readiness:
+    with _readiness_server() as readiness, contextlib.ExitStack() as stack:
         opened = []
         for _ in range(10):
-            opened += _silent(readiness, 3)
-            assert _ask(readiness) == 200
+            for _ in range(3):
+                opened.append(stack.enter_context(_connect(readiness)))
+                with contextlib.suppress(OSError):  # it was closed
+                    opened[-1].sendall(b"GET /re")
+            assert _get(readiness)[0] == 200
             while threading.active_count() - before > 1 + 4:
                 time.sleep(0.01)
-        for one in opened[:-4]:
+        for connection in opened[:-4]:
             with contextlib.suppress(ConnectionResetError):
-                assert one.recv(1) == b""
-        for one in opened:
-            one.close()
+                assert connection.recv(1) == b""
 
 
 def test_threads_are_limited_while_tritonserver_does_not_answer(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Further connections are closed, whatever those before them wait for."""
+    """Above twice the limit, new connections are closed."""
     monkeypatch.setattr(_readiness, "_CONNECTIONS", 4)
     answers = threading.Event()
     before = threading.active_count()
-    with ReadinessServer("127.0.0.1", 0, _Source(_GOOD), lambda: answers.wait(60)) as readiness:
-        host, _, port = readiness.address.partition(":")
-        opened = []
-        for _ in range(20):
-            opened.append(socket.create_connection((host, int(port)), timeout=60))
-            with contextlib.suppress(OSError):  # it was closed
-                opened[-1].sendall(b"GET /live HTTP/1.0\r\n\r\n")
-        with contextlib.suppress(ConnectionResetError):
-            assert opened[-1].recv(1) == b""
-        assert threading.active_count() - before <= 1 + 2 * 4
-        answers.set()
-        for one in opened:
-            one.close()
+    with _readiness_server(lives=lambda: answers.wait(60)) as readiness:
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                last = stack.enter_context(_connect(readiness))
+                with contextlib.suppress(OSError):  # it was closed
+                    last.sendall(b"GET /live HTTP/1.0\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert last.recv(1) == b""
+            assert threading.active_count() - before <= 1 + 2 * 4
+            answers.set()
         while threading.active_count() - before > 1:
             time.sleep(0.01)
-        assert _ask(readiness) == 200
+        assert _get(readiness)[0] == 200
 
 
-def test_a_port_that_is_taken() -> None:
-    """It is body with the flag that chooses another."""
-    with (
-        ReadinessServer("127.0.0.1", 0, _Source(), lambda: True) as first,
-        pytest.raises(ServerError, match=r"--health-port \d+ on 127.0.0.1 cannot be listened on"),
-    ):
-        ReadinessServer("127.0.0.1", int(first.address.partition(":")[2]), _Source(), lambda: True)
+def test_a_port_in_use() -> None:
+    """The error names the option that chooses another port."""
+    with _readiness_server() as readiness:
+        port = int(readiness.address.partition(":")[2])
+        with pytest.raises(ServerError, match=f"--health-port {port} on 127.0.0.1 cannot be"):
+            ReadinessServer("127.0.0.1", port, Snapshot, lambda: True)

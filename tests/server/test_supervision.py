@@ -1,8 +1,7 @@
-"""A server's models kept serving: Triton, its instances, the clock and the threads are fakes."""
+"""A supervisor with fakes of Triton, its instances, the clock and the threads."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -11,14 +10,23 @@ from torch_py_backend.errors import ServerError
 from torch_py_backend.processes.instance_status import Identity, InstanceState
 from torch_py_backend.server.instances import InstanceFailure
 from torch_py_backend.server.model_control import LoadTimeoutError
-from torch_py_backend.server.supervision import Event, EventKind, RestartLimits, Supervisor
+from torch_py_backend.server.supervision import Event, Supervisor
 from torch_py_backend.server.tritonserver import ModelState
 
-_READY, _GONE = "READY", "UNLOADED"
+_READY, _UNLOADED = "READY", "UNLOADED"
+_DEAD = ServerError("Stub process 'a_0' is not healthy.")
+_TIMEOUT = "took longer than 100 s (--load-timeout)"
 
 
 class FakeServer:
-    """Triton, its instances and a clock; and the supervisor that looks after them."""
+    """Triton, its instances and a clock, with the supervisor of its models.
+
+    Attributes:
+        models: each model's state; another text is the reason of a failure.
+        pids: the process of each model that has a live one.
+        refusals: errors of loads.
+        threads: the operations in progress, which the test runs; None: they run at once.
+    """
 
     def __init__(self, *models: str, restarts: int = 3, controls: bool = True) -> None:
         self.models = dict.fromkeys(models, "")
@@ -31,43 +39,39 @@ class FakeServer:
         self.killed: list[str] = []
         self.events: list[Event] = []
         self.now = 0.0
-        self.waiting: list[Callable[[], None]] | None = None
+        self.threads: list[Callable[[], None]] | None = None
         self.answers = True
-        self._last = 100
+        self._last_pid = 100
         self.supervisor = Supervisor(
             self.index,
             self,
             self if controls else None,
-            RestartLimits(restarts, load_seconds=100),
             self.events.append,
+            restarts=restarts,
+            load_seconds=100,
             clock=lambda: self.now,
             spawn=self.spawn,
         )
 
-    def spawn(self, work: Callable[[], None]) -> None:
-        """A thread: done at once, or when the test says so."""
-        if self.waiting is None:
-            work()
+    def spawn(self, function: Callable[[], None]) -> None:
+        if self.threads is None:
+            function()
         else:
-            self.waiting.append(work)
+            self.threads.append(function)
 
     # --- Triton ---
 
     def index(self) -> Sequence[ModelState]:
         if not self.answers:
             raise OSError("refused")
+        versions = [(name, "1" if state else "", state) for name, state in self.models.items()]
+        versions += [(name, "2", reason) for name, reason in self.failed_versions.items()]
+        reasons = {_READY: "", _UNLOADED: "unloaded"}
         return [
             ModelState(
-                name,
-                "1" if told else "",
-                told == _READY,
-                {_READY: "", _GONE: "unloaded"}.get(told, told),
-                unloaded=told == _GONE,
+                name, version, state == _READY, reasons.get(state, state), state == _UNLOADED
             )
-            for name, told in self.models.items()
-        ] + [
-            ModelState(name, "2", ready=False, reason=reason)
-            for name, reason in self.failed_versions.items()
+            for name, version, state in versions
         ]
 
     def load(self, model: str, seconds: float) -> None:
@@ -78,18 +82,18 @@ class FakeServer:
         self.start(model)
 
     def start(self, model: str) -> None:
-        """Triton has loaded it, whoever asked."""
+        """Load a model, for the supervisor or for a user."""
         self.models[model] = _READY
-        self._last += 1
-        self.pids[model] = self._last
+        self._last_pid += 1
+        self.pids[model] = self._last_pid
 
     def unload(self, model: str) -> None:
         self.calls.append(f"unload {model}")
-        self.models[model] = _GONE
+        self.models[model] = _UNLOADED
         self.pids.pop(model, None)
         for ensemble, part in self.ensembles.items():
             if part == model:
-                self.models[ensemble] = _GONE
+                self.models[ensemble] = _UNLOADED
 
     # --- instances ---
 
@@ -100,49 +104,46 @@ class FakeServer:
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
-    def wake(self) -> None:
-        """Nobody sleeps in a test."""
+    def wake(self) -> None: ...
 
     def live_processes(self, model: str) -> set[int]:
         return {self.pids[model]} if model in self.pids else set()
 
     def kill(self, model: str, state: InstanceState) -> int:
-        self.killed.append(model)
-        return 1 if model in self.pids else 0
+        self.killed.append(f"{model} {state.name}")
+        return len(self.live_processes(model))
 
     def die(self, model: str, reason: str = "was killed", *, completing: bool = False) -> None:
-        """An instance of it dies; Triton goes on to call it READY."""
-        pid = self.pids.pop(model, 1)
-        self.failures.append(
-            InstanceFailure(Identity(pid, model, "1", f"{model}_0", None), reason, completing)
-        )
+        """End an instance; Triton still reports the model as READY."""
+        identity = Identity(self.pids.pop(model, 1), model, "1", f"{model}_0", None)
+        self.failures.append(InstanceFailure(identity, reason, completing))
 
-    def die_loading(self, model: str, reason: str) -> None:
-        """An instance that was being loaded dies; those that serve are others."""
+    def die_loading(self, model: str, reason: str = _TIMEOUT) -> None:
+        """End an instance that was being loaded, and not one that serves."""
         identity = Identity(1, model, "1", f"{model}_0", None)
         self.failures.append(InstanceFailure(identity, reason, loading=True))
 
-    # --- the test's ---
+    # --- for tests ---
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
             self.supervisor.step()
 
-    def until(self, seconds: float) -> None:
-        while self.now < seconds:
+    def advance(self, seconds: float) -> None:
+        end = self.now + seconds
+        while self.now < end:
             self.step()
 
-    def take_events(self) -> list[tuple[str, str]]:
-        told = [(one.kind.value, one.model) for one in self.events]
+    def take_events(self) -> list[str]:
+        events = [f"{event.kind.value} {event.model}" for event in self.events]
         self.events.clear()
-        return told
+        return events
 
     def not_ready(self) -> dict[str, str]:
         return {name: why for name, why in self.supervisor.snapshot.models.items() if why}
 
 
 def _serving(*models: str, restarts: int = 3) -> FakeServer:
-    """A server whose models serve."""
     server = FakeServer(*models, restarts=restarts)
     server.supervisor.load(models)
     server.step(2)
@@ -153,8 +154,9 @@ def _serving(*models: str, restarts: int = 3) -> FakeServer:
 
 
 def test_models_are_loaded() -> None:
-    """Every model is loaded, and one that refuses is told and left alone."""
+    """A model that refuses to load is reported, and not loaded again; others serve."""
     server = FakeServer("a", "b")
+    assert server.supervisor.snapshot.problem == "the server is being started"
     server.refusals["b"] = ServerError(
         "load failed for model 'b': version 1 is at UNAVAILABLE"
         " state: Internal: no /srv/models/b/1/model.py;\n\nAt:\n  x"
@@ -163,185 +165,154 @@ def test_models_are_loaded() -> None:
     assert not server.supervisor.initial_loads_done
     server.step()
     assert server.supervisor.initial_loads_done
-    assert server.take_events() == [("READY", "a 1"), ("FAILED", "b 1")]
+    assert server.take_events() == ["READY a 1", "FAILED b 1"]
     assert server.not_ready() == {"b": "stays down: no model.py"}
-    server.until(200)
+    server.advance(200)
     assert server.calls == ["load a", "load b"]
 
 
-def test_one_that_dies_is_healed() -> None:
-    """Unload, load, and it serves again; the other model is not touched."""
+def test_a_model_that_dies_is_unloaded_and_loaded() -> None:
+    """It is not ready until the load succeeds; the other model is not touched."""
     server = _serving("a", "b")
+    server.threads = []
     server.die("a", "instance a_0 was ended by SIGKILL")
-    server.waiting = []
     server.step()
-    (unload,) = server.waiting
-    server.waiting.clear()
     assert server.not_ready() == {"a": "is down: instance a_0 was ended by SIGKILL"}
-    assert "loading it again now (attempt 1 of 3)" in server.events[0].text
-    unload()
+    server.threads.pop()()
     server.step()
-    (load,) = server.waiting
     assert "a" in server.not_ready()
-    load()
+    server.threads.pop()()
     server.step()
     assert server.calls == ["unload a", "load a"]
     assert server.not_ready() == {}
-    assert server.take_events() == [("DOWN", "a"), ("READY", "a 1")]
+    assert [event.text for event in server.events] == [
+        "instance a_0 was ended by SIGKILL; loading it again now (attempt 1 of 3)",
+        "serves again after 0.4 s",
+    ]
+    assert server.take_events() == ["DOWN a", "READY a 1"]
 
 
-def test_instances_that_live_end_first() -> None:
-    """A model's other instances give their memory back before new ones take theirs."""
+def test_survivors_end_before_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other instances give back their memory first; idle ones are killed after a second."""
     server = _serving("a")
     server.die("a")
-    taken = server.unload
-
-    def unload(model: str) -> None:
-        taken(model)
-        server.pids["a"] = 7  # still finishing a request
-
-    server.unload = unload  # type: ignore[method-assign]
+    monkeypatch.setattr(server, "live_processes", lambda model: {5})
     server.step(3)
+    assert (server.calls, server.killed) == (["unload a"], [])
+    server.advance(1)
+    assert set(server.killed) == {"a IDLE"}
     assert server.calls == ["unload a"]
-    assert server.killed == []
-    server.until(server.now + 1)
-    assert set(server.killed) == {"a"}
-    assert server.calls == ["unload a"]
-    server.pids.clear()
-    server.step(2)
+    monkeypatch.undo()
+    server.step()
     assert server.calls == ["unload a", "load a"]
 
 
-def test_instances_that_do_not_end_do_not_block() -> None:
-    """After a while the model is loaded all the same."""
+def test_survivors_delay_the_load_for_ten_seconds_only(monkeypatch: pytest.MonkeyPatch) -> None:
     server = _serving("a")
     server.die("a")
-    server.supervisor._monitor = _Stays(server)
-    server.step()
+    monkeypatch.setattr(server, "live_processes", lambda model: {5})
+    server.advance(9)
     assert "load a" not in server.calls
-    server.until(server.now + 11)
-    assert "load a" in server.calls
-
-
-@dataclasses.dataclass
-class _Stays:
-    """Instances that never end."""
-
-    server: FakeServer
-
-    def check(self) -> list[InstanceFailure]:
-        return self.server.check()
-
-    def wait(self, seconds: float) -> None:
-        self.server.wait(seconds)
-
-    def wake(self) -> None:
-        self.server.wake()
-
-    def live_processes(self, model: str) -> set[int]:
-        return {5}
-
-    def kill(self, model: str, state: InstanceState) -> int:
-        return 0
+    server.threads = []
+    server.advance(2)
+    (load,) = server.threads
+    # Its death is none of the new load.
+    survivor = Identity(5, "a", "1", "a_0", None)
+    server.failures.append(InstanceFailure(survivor, "was killed"))
+    server.step()
+    load()
+    monkeypatch.undo()
+    server.step()
+    assert server.take_events() == ["DOWN a", "READY a 1"]
 
 
 def test_a_crash_loop_at_start_up() -> None:
-    """A model that dies in each load is tried again, later and later, and then given up."""
+    """A model that dies in each load is loaded again with longer delays, and then given up."""
     server = FakeServer("a", "b", restarts=2)
-    server.refusals["a"] = ServerError("Stub process 'a_0' is not healthy.")
+    server.refusals["a"] = _DEAD
     server.supervisor.load(["a", "b"])
     server.step()
     assert server.supervisor.initial_loads_done
-    assert server.not_ready().keys() == {"a"}
-    server.until(30)
+    server.advance(30)
     assert server.calls == ["load a", "load b", "load a", "load a"]
-    assert server.take_events() == [
-        ("DOWN", "a"),
-        ("READY", "b 1"),
-        ("DOWN", "a"),
-        ("GIVEN UP", "a"),
-    ]
-    assert server.not_ready() == {
-        "a": "stays down: ServerError: Stub process 'a_0' is not healthy"
-    } or (server.not_ready() == {"a": "stays down: Stub process 'a_0' is not healthy"})
+    assert server.take_events() == ["DOWN a", "READY b 1", "DOWN a", "GIVEN UP a"]
+    assert "Stub process 'a_0' is not healthy" in server.not_ready()["a"]
 
 
-def test_one_that_dies_again_and_again() -> None:
-    """It is taken out of service when it is given up, and serves once somebody loads it."""
+def test_a_model_that_dies_again_and_again() -> None:
+    """It is unloaded when it is given up, and serves once a user loads it."""
     server = _serving("a", restarts=1)
-    server.die("a")
-    server.step(3)
-    server.die("a")
-    server.step(3)
+    for _ in range(2):
+        server.die("a")
+        server.step(3)
     assert server.calls == ["unload a", "load a", "unload a"]
-    assert server.take_events() == [("DOWN", "a"), ("READY", "a 1"), ("GIVEN UP", "a")]
-    server.until(server.now + 100)
+    assert server.take_events() == ["DOWN a", "READY a 1", "GIVEN UP a"]
+    server.advance(100)
     assert server.calls[3:] == []
     server.start("a")
-    server.until(server.now + 1)
+    server.advance(1)
     assert server.not_ready() == {}
-    assert server.take_events() == [("READY", "a 1")]
+    assert server.take_events() == ["READY a 1"]
 
 
 def test_a_death_during_a_load_that_succeeds() -> None:
-    """An instance died, just after Triton called the model READY: it is healed, not believed."""
+    """Triton reports the model as READY, but it is loaded again; its seconds are counted."""
     server = FakeServer("a")
-    server.waiting = []
+    server.threads = []
+    server.now = 1000.0
     server.supervisor.load(["a"])
-    server.waiting.pop()()
+    server.threads.pop()()
     server.die("a")
+    for _ in range(2):
+        server.step()
+        server.threads.pop()()
     server.step()
-    assert server.take_events() == [("DOWN", "a")]
-    server.waiting.pop()()
-    server.step()
-    server.waiting.pop()()
-    server.step()
-    assert server.take_events() == [("READY", "a 1")]
+    assert server.events[-1].text == "serves again after 0.6 s"
+    assert server.take_events() == ["DOWN a", "READY a 1"]
     assert server.calls == ["load a", "unload a", "load a"]
 
 
-def test_a_healing_load_that_is_refused_is_tried_again() -> None:
-    """What loaded once may load again: a GPU's memory is free a little later."""
+def test_a_refusal_after_a_death_is_not_final() -> None:
+    """A model that was loaded once may load later: a GPU's memory is freed meanwhile."""
     server = _serving("a")
     server.die("a")
     server.refusals["a"] = ServerError("out of memory")
     server.step(3)
-    assert [kind for kind, _ in server.take_events()] == ["DOWN", "DOWN"]
+    assert server.take_events() == ["DOWN a", "DOWN a"]
     server.refusals.clear()
-    server.until(server.now + 3)
-    assert server.take_events() == [("READY", "a 1")]
+    server.advance(3)
+    assert server.take_events() == ["READY a 1"]
 
 
-def test_an_unload_that_fails() -> None:
-    """Triton would not load what it calls READY, dead as it is: it is unloaded first, or fails."""
+def test_an_unload_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton does not load a dead model that it reports as READY: the load unloads it first."""
     server = _serving("a", restarts=2)
     server.die("a")
-    unload, refused = server.unload, ServerError("no")
 
     def refuse(model: str) -> None:
-        raise refused
+        raise ServerError("no")
 
-    server.unload = refuse  # type: ignore[method-assign]
+    monkeypatch.setattr(server, "unload", refuse)
     server.step(3)
     assert server.not_ready().keys() == {"a"}
     assert "load a" not in server.calls
-    server.unload = unload  # type: ignore[method-assign]
-    server.until(server.now + 3)
+    monkeypatch.undo()
+    server.advance(3)
     assert server.calls == ["unload a", "load a"]
     assert server.not_ready() == {}
 
 
 def test_users_may_unload_and_load() -> None:
-    """What a user unloads is not healed and not missed; what a user loads is watched."""
+    """A model that a user unloads is not loaded again; one that a user loads is monitored."""
     server = _serving("a", "b")
     server.unload("a")
-    server.until(server.now + 1)
-    assert server.take_events() == [("RELEASED", "a")]
+    server.advance(1)
+    assert server.take_events() == ["RELEASED a"]
     assert server.supervisor.snapshot.models == {"b": ""}
     server.start("a")
     server.start("c")
-    server.until(server.now + 1)
-    assert server.take_events() == [("READY", "a 1"), ("READY", "c 1")]
+    server.advance(1)
+    assert server.take_events() == ["READY a 1", "READY c 1"]
     server.calls.clear()
     for name in ("a", "c"):
         server.die(name)
@@ -349,198 +320,206 @@ def test_users_may_unload_and_load() -> None:
     assert sorted(server.calls) == ["load a", "load c", "unload a", "unload c"]
 
 
-def test_users_may_unload_a_model_one_of_whose_versions_failed() -> None:
-    """Triton goes on to report the failure; the model was unloaded all the same."""
+def test_a_user_s_load_and_death_in_one_step() -> None:
+    """The model is found before its death is handled."""
     server = _serving("a")
-    server.failed_versions["a"] = "no such file"
-    server.until(server.now + 1)
+    server.start("b")
+    server.die("b")
+    server.step()
+    assert server.take_events() == ["READY b 1", "DOWN b"]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("failed_version", [False, True])
+def test_a_model_that_a_user_unloads_stays_unloaded(dies: bool, failed_version: bool) -> None:
+    """Also if Triton kills its process, or still reports that another version failed before."""
+    server = _serving("a")
+    if failed_version:
+        server.failed_versions["a"] = "no such file"
+        server.advance(1)
     assert server.take_events() == []
-    server.unload("a")
-    server.until(server.now + 1)
-    assert server.take_events() == [("RELEASED", "a")]
+    server.models["a"] = _UNLOADED
+    if dies:
+        server.die("a")
+    server.advance(2)
+    assert server.calls == []
+    assert server.take_events() == ["RELEASED a"]
     assert server.supervisor.snapshot.models == {}
 
 
-@pytest.mark.parametrize("failed", [False, True], ids=["one version", "another failed before"])
-def test_a_death_while_a_user_unloads(failed: bool) -> None:
-    """Triton kills what does not end in time; the user's wish stands."""
-    server = _serving("a")
-    if failed:
-        server.failed_versions["a"] = "no such file"
-        server.until(server.now + 1)
-    server.models["a"] = _GONE
-    server.die("a")
-    server.until(server.now + 2)
-    assert server.calls == []
-    assert server.take_events() == [("RELEASED", "a")]
-
-
-def test_a_reload_that_fails() -> None:
-    """A user's load that Triton refuses, with nothing left to serve, is told."""
+def test_a_user_s_load_that_is_refused() -> None:
+    """A load through Triton's API that fails, after which no version serves, is reported."""
     server = _serving("a")
     server.models["a"] = "no such file"
-    server.until(server.now + 1)
-    assert server.take_events() == [("FAILED", "a 1")]
+    server.advance(1)
+    assert server.take_events() == ["FAILED a 1"]
     assert server.not_ready() == {"a": "stays down: no such file"}
+    server.models["a"] = _READY  # in the same process, or in none, as ensembles
+    server.advance(1)
+    assert server.take_events() == ["READY a 1"]
 
 
 @pytest.mark.parametrize("cascades", [True, False])
-def test_an_ensemble_falls_and_stands_with_its_part(cascades: bool) -> None:
-    """Triton unloads it along with the model: nobody's wish, so it is there again afterwards."""
+def test_an_ensemble_is_loaded_again_with_its_part(cascades: bool) -> None:
+    """Triton unloads an ensemble with its part, and usually loads it with it."""
     server = _serving("a", "e")
     server.ensembles["e"] = "a"
     server.die("a")
-    server.waiting = []
+    server.threads = []
     server.step()
-    server.waiting.pop()()
+    server.threads.pop()()
     server.step()
     assert server.not_ready()["e"] == "needs the model 'a', which does not serve"
     if cascades:
         server.models["e"] = _READY
-    server.waiting.pop()()
+    server.threads.pop()()
     server.step(4)
     assert server.calls == ["unload a", "load a"] + ([] if cascades else ["load e"])
     assert server.not_ready() == {}
-    assert server.take_events() == [("DOWN", "a"), ("READY", "a 1")]
+    assert server.take_events() == ["DOWN a", "READY a 1"]
+    server.unload("a")  # by a user
+    server.advance(1)
+    assert server.take_events() == ["RELEASED a", "RELEASED e"]
 
 
 def test_a_load_that_takes_too_long() -> None:
-    """Its process is ended, Triton then fails the load, and it is tried again."""
+    """Its process is killed, the load then fails in Triton, and the model is loaded again."""
     server = FakeServer("a", "b")
-    server.waiting = []
+    server.threads = []
     server.supervisor.load(["a", "b"])
-    load, other = server.waiting
-    server.waiting = None
+    load, other = server.threads
+    server.threads = None
     other()
     server.pids["a"] = 5
-    server.until(101)
-    assert set(server.killed) == {"a"}
+    server.advance(101)
+    assert set(server.killed) == {"a LOADING"}
     assert server.not_ready().keys() == {"a"}
-    server.refusals["a"] = ServerError("Stub process 'a_0' is not healthy.")
+    server.refusals["a"] = _DEAD
     load()
     server.refusals.clear()
     server.pids.clear()
     server.step(3)
-    assert server.take_events() == [("READY", "b 1"), ("DOWN", "a"), ("READY", "a 1")]
+    assert server.take_events() == ["READY b 1", "DOWN a", "READY a 1"]
 
 
 def test_a_load_one_of_whose_instances_died() -> None:
-    """The others have the same limit: they are ended, too."""
+    """The time limit holds for the other instances."""
     server = FakeServer("a")
-    server.waiting = []
+    server.threads = []
     server.supervisor.load(["a"])
     server.pids["a"] = 5
-    server.die_loading("a", "was killed")
-    server.until(99)
+    server.die_loading("a")
+    server.advance(99)
     assert server.killed == []
-    server.until(101)
-    assert set(server.killed) == {"a"}
+    server.advance(2)
+    assert set(server.killed) == {"a LOADING"}
 
 
-def test_a_failed_reload_of_a_model_that_serves() -> None:
-    """An instance of a load through Triton's API died: what Triton keeps serving is kept."""
+def test_a_user_s_load_that_dies_while_the_model_serves() -> None:
+    """The failure is reported; what Triton keeps serving is not touched."""
     server = _serving("a")
-    server.die_loading("a", "took longer than 100 s (--load-timeout)")
-    server.until(server.now + 2)
-    assert server.take_events() == [("FAILED", "a")]
+    server.die_loading("a")
+    server.advance(2)
+    assert server.take_events() == ["FAILED a"]
     assert server.calls == []
     assert server.not_ready() == {}
 
 
-def test_a_load_through_triton_s_api() -> None:
-    """Until it has ended, the model is not ready; if it dies, the reason is that of the death."""
+def test_a_user_s_load_that_dies_when_nothing_serves() -> None:
+    """Until it ends, the model is being loaded; then the reason is that of the death."""
     server = _serving("a")
     server.models["a"] = ""  # Triton's LOADING
-    server.until(server.now + 2)
+    server.advance(2)
     assert server.not_ready() == {"a": "is being loaded"}
-    server.die_loading("a", "took longer than 100 s (--load-timeout)")
+    server.die_loading("a")
     server.step()
-    server.models["a"] = "Stub process 'a_0' is not healthy."
-    server.until(server.now + 2)
-    assert server.take_events() == [("FAILED", "a")]
-    assert server.not_ready() == {"a": "stays down: took longer than 100 s (--load-timeout)"}
+    server.models["a"] = str(_DEAD)
+    server.advance(2)
+    assert server.take_events() == ["FAILED a"]
+    assert server.not_ready() == {"a": f"stays down: {_TIMEOUT}"}
     assert server.calls == []
     server.start("a")
-    server.until(server.now + 2)
+    server.advance(2)
     assert server.not_ready() == {}
 
 
-def test_a_load_that_nothing_ends() -> None:
-    """Triton waits for a process that is gone: the model is given up, and the reason says why."""
+def test_a_load_that_never_ends() -> None:
+    """Triton waits for a process that is gone: the model is given up, with the reason."""
     server = FakeServer("a", "b")
-    server.waiting = []
+    server.threads = []
     server.supervisor.load(["a", "b"])
-    server.waiting[1]()
-    server.until(101)
-    assert server.take_events() == [("READY", "b 1"), ("GIVEN UP", "a")]
-    assert "took longer than 100 s (--load-timeout)" in server.not_ready()["a"]
+    server.threads[1]()
+    server.advance(101)
+    assert server.take_events() == ["READY b 1", "GIVEN UP a"]
+    assert _TIMEOUT in server.not_ready()["a"]
     assert "only a new server can load it" in server.not_ready()["a"]
     assert server.supervisor.initial_loads_done
 
 
 def test_a_death_that_triton_does_not_notice() -> None:
-    """What completes a config died: the model is given up at once, not after the time limit."""
+    """A model whose config was being completed is given up at once, not after the time limit."""
     server = FakeServer("a")
-    server.waiting = []
+    server.threads = []
     server.supervisor.load(["a"])
     server.die("a", "the process that completes its config was ended by SIGKILL", completing=True)
     server.step()
-    assert server.take_events() == [("GIVEN UP", "a")]
+    assert server.take_events() == ["GIVEN UP a"]
     assert "was ended by SIGKILL; Triton never stops waiting for it" in server.not_ready()["a"]
     server.refusals["a"] = LoadTimeoutError("it took longer than 130 s")
-    server.waiting.pop()()
+    server.threads.pop()()
     server.step()
     assert server.take_events() == []
 
 
 def test_triton_alone_controls_its_models() -> None:
-    """In other control modes nothing is loaded or unloaded, and the truth is told all the same."""
+    """In other control modes nothing is loaded or unloaded; readiness is correct all the same."""
     server = FakeServer("a", "b", "c", controls=False)
     server.start("a")
     server.models["b"] = "no such file"
-    server.models["c"] = _GONE
+    server.models["c"] = _UNLOADED
     server.step()
-    assert server.take_events() == [("READY", "a 1"), ("FAILED", "b 1")]
+    assert server.take_events() == ["READY a 1", "FAILED b 1"]
     assert server.supervisor.snapshot.models.keys() == {"a", "b"}
     server.die("a")
-    server.until(server.now + 100)
-    assert server.take_events() == [("GIVEN UP", "a")]
+    server.advance(100)
+    assert server.take_events() == ["GIVEN UP a"]
     assert server.not_ready()["a"] == "stays down: was killed"
     assert server.calls == []
     server.start("a")
-    server.until(server.now + 1)
-    assert server.take_events() == [("READY", "a 1")]
+    server.advance(1)
+    assert server.take_events() == ["READY a 1"]
+
+
+def test_a_given_up_model_keeps_its_reason() -> None:
+    """Triton's own reason, of a later failure, does not replace that of the death."""
+    server = _serving("a", restarts=0)
+    server.die("a")
+    server.step(2)
+    server.models["a"] = "no such file"
+    server.advance(2)
+    assert server.not_ready() == {"a": "stays down: was killed"}
 
 
 def test_a_server_that_does_not_answer() -> None:
-    """Nothing is ready then, and nothing is taken for unloaded."""
+    """It is a problem of the server; no model is taken for unloaded."""
     server = _serving("a")
     server.answers = False
-    server.until(server.now + 1)
+    server.advance(1)
     assert server.supervisor.snapshot.problem == "tritonserver does not answer"
     server.answers = True
-    server.until(server.now + 1)
+    server.advance(1)
     assert server.supervisor.snapshot.problem == ""
     assert server.take_events() == []
 
 
-def test_a_fall_of_nobody() -> None:
-    """An instance of a model that somebody else loads is Triton's to report."""
+def test_failures_of_models_that_do_not_serve() -> None:
+    """A model that a user loads for the first time may fail; Triton reports other deaths."""
     server = _serving("a")
     server.die("unknown")
     server.step(3)
     assert server.take_events() == []
-    server.die_loading("unknown", "took longer than 100 s (--load-timeout)")
+    server.die_loading("unknown")
     server.step(3)
-    assert server.take_events() == [("FAILED", "unknown")]
+    assert server.take_events() == ["FAILED unknown"]
     assert server.calls == []
-
-
-def test_before_the_first_step_nothing_is_ready() -> None:
-    """Who asks early is told so."""
-    assert FakeServer("a").supervisor.snapshot.problem == "the server is being started"
-
-
-def test_the_kinds_are_words_of_their_own() -> None:
-    """What is printed in the first column fits it."""
-    assert all(len(kind.value) <= 8 for kind in EventKind)
+    assert server.supervisor.snapshot.models == {"a": ""}

@@ -1,4 +1,4 @@
-"""Finding a tritonserver, and laying out what it needs; `tests/live` runs real ones."""
+"""Finding a tritonserver, its ports and its end; `tests/live` runs real ones."""
 
 from __future__ import annotations
 
@@ -32,34 +32,20 @@ def _tree(folder: Path, *, stub: bool = True) -> Path:
     return folder / "bin/tritonserver"
 
 
-def test_the_given_server_comes_first(tmp_path: Path) -> None:
-    """--tritonserver names the server, its backend and libraries beside it."""
-    executable = _tree(tmp_path)
-    found = tritonserver.find(executable)
-    assert found.executable == executable
-    assert found.python_backend == tmp_path / "backends/python"
-    assert tmp_path / "lib" in found.libraries
-
-
-def test_then_the_one_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tritonserver on PATH wins over the wheel."""
-    executable = _tree(tmp_path)
-    monkeypatch.setenv("PATH", str(executable.parent), prepend=os.pathsep)
-    assert tritonserver.find().executable == executable
-
-
-def test_then_the_container_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """/opt/tritonserver wins over the wheel."""
-    monkeypatch.setattr(tritonserver, "NGC", tmp_path)
-    executable = _tree(tmp_path)
-    assert tritonserver.find().executable == executable
-
-
-def test_then_the_wheel() -> None:
-    """The wheel's server comes with the stub for this Python."""
-    found = tritonserver.find()
-    assert "pytriton" in found.executable.parts
-    assert f"{sys.version_info.major}.{sys.version_info.minor}" in found.stub.parts
+def test_order_of_the_search(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--tritonserver comes first, then PATH, then /opt/tritonserver, then the wheel."""
+    named, on_path, container = (_tree(tmp_path / name) for name in ("named", "path", "ngc"))
+    wheel = tritonserver.find()
+    assert "pytriton" in wheel.executable.parts
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in wheel.stub.parts
+    monkeypatch.setattr(tritonserver, "NGC", tmp_path / "ngc")
+    assert tritonserver.find().executable == container
+    monkeypatch.setenv("PATH", str(on_path.parent), prepend=os.pathsep)
+    assert tritonserver.find().executable == on_path
+    triton = tritonserver.find(named)
+    assert triton.executable == named
+    assert triton.python_backend == tmp_path / "named/backends/python"
+    assert tmp_path / "named/lib" in triton.libraries
 
 
 @pytest.mark.parametrize(
@@ -70,14 +56,15 @@ def test_then_the_wheel() -> None:
     ],
     ids=["no file", "no stub"],
 )
-def test_a_server_that_will_not_do(prepare: object, says: str, tmp_path: Path) -> None:
-    """A server without its parts is refused before it is started."""
+def test_a_server_without_its_parts(
+    prepare: Callable[[Path], Path], says: str, tmp_path: Path
+) -> None:
     with pytest.raises(ServerError, match=says):
-        tritonserver.find(prepare(tmp_path))  # type: ignore[operator]
+        tritonserver.find(prepare(tmp_path))
 
 
 def test_no_server_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The refusal names the command that would cure it."""
+    """The error names the extra to install."""
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(tritonserver, "NGC", tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
@@ -85,8 +72,8 @@ def test_no_server_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         tritonserver.find()
 
 
-def test_layout_holds_both_backends(tmp_path: Path) -> None:
-    """Files, not links: Triton refuses a library whose real path lies elsewhere."""
+def test_the_backend_directory_holds_both_backends(tmp_path: Path) -> None:
+    """Files are copied: Triton refuses a library whose real path is elsewhere."""
     tritonserver.populate_backends(tritonserver.find(), tmp_path)
     for name in (
         "python/libtriton_python.so",
@@ -116,18 +103,18 @@ def test_environment_of_a_lone_interpreter(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_ports() -> None:
-    """What is asked for stays; of the free ones no two are the same, and nobody listens there."""
-    # So many that chosen one by one some would be the same: the kernel has some 14,000 to give.
-    found = tritonserver.ports(0, 8000, *[0] * 500)
-    assert found[1] == 8000
-    assert len(set(found)) == 502
-    assert 0 not in found
+    """Each 0 becomes a free port, no two are the same; other ports stay."""
+    # So many that some would be the same if chosen one by one: the kernel has about 14,000.
+    ports = tritonserver.ports(0, 8000, *[0] * 500)
+    assert ports[1] == 8000
+    assert len(set(ports)) == 502
+    assert 0 not in ports
     with socket.socket() as listener:
-        listener.bind(("127.0.0.1", found[0]))
+        listener.bind(("127.0.0.1", ports[0]))
 
 
 def test_ports_that_can_be_listened_on() -> None:
-    """Free ports pass, also one whose last connection has just ended, and stay free."""
+    """A port whose last connection has just ended is free, and stays free."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         client = socket.create_connection(("127.0.0.1", port))
@@ -142,17 +129,16 @@ def test_ports_that_can_be_listened_on() -> None:
     ("address", "requested", "says"),
     [
         ("127.0.0.1", {"--a": 0, "--b": 99999}, "--b is 99999; expected a port from 0 to 65535."),
-        ("127.0.0.1", {"--a": -1}, "--a is -1; expected a port from 0 to 65535."),
         ("127.0.0.1", {"--a": 0, "--b": None}, "--b TAKEN on 127.0.0.1 .*: Address already in use"),
         ("0.0.0.0", {"--b": None}, "--b TAKEN on 0.0.0.0 .*: Address already in use"),
         ("192.0.2.1", {"--a": 0}, "--a 0 on 192.0.2.1 .*Choose an --address of this machine."),
     ],
-    ids=["too-high", "negative", "taken", "taken-for-all-addresses", "address"],
+    ids=["too-high", "taken", "taken-for-all-addresses", "address"],
 )
 def test_ports_that_cannot_be_listened_on(
     address: str, requested: dict[str, int | None], says: str
 ) -> None:
-    """The refusal names the port and its option."""
+    """The error names the port and its option."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = listener.getsockname()[1]
         named = {option: taken if port is None else port for option, port in requested.items()}
@@ -161,53 +147,49 @@ def test_ports_that_cannot_be_listened_on(
 
 
 def test_one_port_for_two_services() -> None:
-    """A port that is named twice is taken when it is named again."""
     (port,) = tritonserver.ports(0)
     with pytest.raises(ServerError, match=f"--grpc-port {port} on"):
         tritonserver.check_ports("127.0.0.1", {"--http-port": port, "--grpc-port": port})
 
 
 def test_a_repository_that_is_missing(tmp_path: Path) -> None:
-    """A mistyped folder is found before anything starts."""
     with pytest.raises(ServerError, match="is not a folder; expected a model repository"):
         Server(tmp_path / "none")
 
 
 def test_a_server_that_was_not_started(tmp_path: Path) -> None:
-    """Asking it anything says so; stopping it is no error."""
-    made = Server(tmp_path, http_port=0, grpc_port=0, metrics_port=0)
+    """Its methods raise an error, but it may be stopped."""
+    server = Server(tmp_path, http_port=0, grpc_port=0, metrics_port=0)
     with pytest.raises(ServerError, match="call start"):
-        made.wait_loaded()
-    made.stop()
+        server.wait_loaded()
+    server.stop()
 
 
 @pytest.mark.parametrize(
     ("arguments", "seconds"),
     [
         ([], 30),
-        (["--log-verbose=1"], 30),
-        (["--exit-timeout-secs=120"], 120),
         (["--exit-timeout-secs", "5", "--log-verbose", "1"], 5),
         (["--exit-timeout-secs=5", "--exit-timeout-secs=7"], 7),
         (["--exit-timeout-secs=soon"], 30),
         (["--exit-timeout-secs"], 30),
     ],
 )
-def test_time_to_leave(arguments: list[str], seconds: int) -> None:
-    """Who gives tritonserver more time to end, or less, gives us the same."""
+def test_exit_timeout(arguments: list[str], seconds: int) -> None:
+    """The last --exit-timeout-secs counts; other text than a number is Triton's to refuse."""
     assert tritonserver.exit_seconds(arguments) == seconds
 
 
 def test_states_of_models() -> None:
-    """Triton's index as plain data; what is not READY carries a reason."""
+    """A model that is not READY has a reason."""
     ready = tritonserver.parse_state({"name": "a", "version": "1", "state": "READY"})
     assert ready == ModelState("a", "1", True, "")
     failed = tritonserver.parse_state({"name": "b", "state": "UNAVAILABLE", "reason": "because"})
     assert failed == ModelState("b", "", False, "because")
 
 
-def test_an_end_while_the_kernel_forgets_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For a process that is being reaped Linux 6.15 and later say ENOENT: it has ended."""
+def test_an_end_while_a_process_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux 6.15 and later report ENOENT for a process that is being reaped."""
     code = "import subprocess; subprocess.run(['sleep', '1000'], check=False)"
     process = subprocess.Popen([sys.executable, "-c", code])
     (child,) = _until(lambda: psutil.Process(process.pid).children())
@@ -224,8 +206,8 @@ def test_an_end_while_the_kernel_forgets_a_process(monkeypatch: pytest.MonkeyPat
     assert living.all_end([child])
 
 
-def _leaving(child: str, on_sigterm: str) -> subprocess.Popen[bytes]:
-    """A process with a child, in the role of a tritonserver; it sleeps after SIGTERM, too."""
+def _stopping(child: str, on_sigterm: str) -> subprocess.Popen[bytes]:
+    """Start a process with a child, in place of a tritonserver; it sleeps after SIGTERM."""
     code = (
         "import os, signal, subprocess, time;"
         f"signal.signal(signal.SIGTERM, lambda *_: {on_sigterm});"
@@ -239,9 +221,9 @@ def _leaving(child: str, on_sigterm: str) -> subprocess.Popen[bytes]:
 
 
 def test_a_server_without_instances_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All its models ran in processes, and those are gone: it waits for what Triton has lost."""
+    """Triton waits for instances that it has lost; all models ran in processes that have ended."""
     monkeypatch.setattr(tritonserver, "_IDLE_SECONDS", 0.2)
-    with _leaving("exit", on_sigterm="None") as process:
+    with _stopping("exit", on_sigterm="None") as process:
         tritonserver._terminate(process, 10_000, in_children=True)
         assert process.returncode == -signal.SIGKILL
 
@@ -249,12 +231,12 @@ def test_a_server_without_instances_is_not_waited_for(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("child", "in_children"), [("sleep 1000", True), ("exit", False)], ids=["instance", "foreign"]
 )
-def test_a_server_that_may_still_work_has_its_time(
+def test_a_server_that_may_be_busy_ends_by_itself(
     child: str, in_children: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An instance runs, or a model inside of tritonserver may: it ends by itself."""
+    """While an instance runs, or a model may run in tritonserver itself, it is not killed."""
     monkeypatch.setattr(tritonserver, "_IDLE_SECONDS", 0.0)
-    with _leaving(child, on_sigterm="time.sleep(0.5) or os._exit(3)") as process:
+    with _stopping(child, on_sigterm="time.sleep(0.5) or os._exit(3)") as process:
         tritonserver._terminate(process, 10_000, in_children=in_children)
         assert process.returncode == 3
 

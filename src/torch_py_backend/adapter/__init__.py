@@ -55,7 +55,7 @@ class TritonPythonModel:
         if not faulthandler.is_enabled():
             faulthandler.enable()
         self._modes = contextlib.ExitStack()
-        self._vitals: instance_status.InstanceStatus = instance_status.LocalStatus()
+        self._vitals = instance_status.InstanceStatus()
         self._streaming: Streaming | None = None
         self._lost = False
         # Triton's stub runs in the C locale, but torch.compile reads its templates as UTF-8.

@@ -51,7 +51,10 @@ def check(
     if as_json:
         typer.echo(json.dumps({"environment": problems, "models": reports}, indent=2))
     else:
-        _print_problems(console, problems)
+        for problem in problems:
+            console.print(f"[red]PROBLEM[/] {escape(problem)}")
+        if not problems:
+            console.print("[green]OK[/]      this machine can run the server")
     failed = problems or any("error" in report for report in reports)
     raise typer.Exit(1 if failed else 0)
 
@@ -101,13 +104,6 @@ def _own_frame(folder: Path, traceback: str) -> str:
     return f"{file}:{line} in {function}" + (f": {source}" if source else "")
 
 
-def _print_problems(console: Console, problems: list[str]) -> None:
-    for problem in problems:
-        console.print(f"[red]PROBLEM[/] {escape(problem)}")
-    if not problems:
-        console.print("[green]OK[/]      this machine can run the server")
-
-
 def _print_model(console: Console, report: Mapping[str, Any]) -> None:
     if "skipped" in report:
         served = escape(f"{report['model']}: served by {report['skipped']}")
@@ -120,19 +116,21 @@ def _print_model(console: Console, report: Mapping[str, Any]) -> None:
         if "traceback" in report:
             console.print(escape(report["traceback"]))
     else:
-        rows = report["max_batch_size"] or "no batching"
+        rows = report["max_batch_size"]
         console.print(f"[green]OK[/]      {escape(report['model'])} {report['version']}")
-        for label, value in (
-            ("artifact", report["artifact"]),
-            ("weights", report["weights"]),
-            ("takes", report["signature"]),
-            *((("hooks", report["hooks"]),) if report["hooks"] else ()),
-            ("inputs", ", ".join(report["inputs"])),
-            *((("bound", report["binding"]),) if report["binding"] else ()),
-            ("outputs", ", ".join(report["outputs"])),
-            ("batch", f"at most {rows}" if report["max_batch_size"] else rows),
-            ("options", json.dumps(report["options"]) if report["options"] else "defaults"),
-        ):
-            console.print(f"        {label:9}{escape(str(value))}")
+        lines = {
+            "artifact": report["artifact"],
+            "weights": report["weights"],
+            "takes": report["signature"],
+            "hooks": report["hooks"],
+            "inputs": ", ".join(report["inputs"]),
+            "bound": report["binding"],
+            "outputs": ", ".join(report["outputs"]),
+            "batch": f"at most {rows}" if rows else "no batching",
+            "options": json.dumps(report["options"]) if report["options"] else "defaults",
+        }
+        for label, value in lines.items():
+            if value or label not in ("hooks", "bound"):
+                console.print(f"        {label:9}{escape(str(value))}")
     for note in (*report["notes"], *report.get("warnings", ())):
         console.print(f"        [yellow]note[/]     {escape(note)}")

@@ -93,8 +93,15 @@ def import_mar(
             name = output.absolute().name if output is not None else manifest.model_name
             _refuse_name(name, parent)
             result = migration.migrate(archive.name, name, unpacked, manifest, wishes)
-            folder = _write_folder(Path(scratch) / name, unpacked, result, example)
-            folder.rename(parent / name)
+            version = Path(scratch) / name / "1"
+            version.mkdir(parents=True)
+            unpacked.rename(version / ARCHIVE)
+            if example is not None:
+                bodies = version / "example_inputs"
+                bodies.mkdir()
+                shutil.copyfile(example, bodies / result.inputs[0])
+            (version.parent / "config.pbtxt").write_text(result.config, encoding="utf-8")
+            version.parent.rename(parent / name)
     except OSError as error:
         raise InstallError(f"cannot import {archive.name} into {parent}: {error}") from error
     _print(parent / name, result)
@@ -124,18 +131,6 @@ def _refuse_name(name: str, parent: Path) -> None:
         raise InstallError(f"{parent / name} exists already; give another folder with --output.")
 
 
-def _write_folder(folder: Path, unpacked: Path, result: Migration, example: Path | None) -> Path:
-    version = folder / "1"
-    version.mkdir(parents=True)
-    unpacked.rename(version / ARCHIVE)
-    if example is not None:
-        bodies = version / "example_inputs"
-        bodies.mkdir()
-        shutil.copyfile(example, bodies / result.inputs[0])
-    (folder / "config.pbtxt").write_text(result.config, encoding="utf-8")
-    return folder
-
-
 def _print(folder: Path, result: Migration) -> None:
     console = Console(soft_wrap=True, highlight=False, markup=False, emoji=False)
     console.print(f"made {folder}")
@@ -145,15 +140,12 @@ def _print(folder: Path, result: Migration) -> None:
         console.print("not taken over, and noted in config.pbtxt:")
     for line in result.left:
         console.print(f"  {printable(line)}")
-    console.print(_load_result(folder))
-
-
-def _load_result(folder: Path) -> str:
-    """Load the model once, and return a line with the result."""
     try:
         model_folder.inspect(folder, "1", pbtxt.read(folder))
     except PlatformError as error:
-        return f"not tried: {error}"
+        console.print(f"not tried: {error}")
     except BackendError as error:
-        return f"does not load yet: {error}"
-    return f"loads; next: {shlex.join(['torch-py-backend', 'serve', str(folder.parent)])}"
+        console.print(f"does not load yet: {error}")
+    else:
+        command = shlex.join(["torch-py-backend", "serve", str(folder.parent)])
+        console.print(f"loads; next: {command}")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import secrets
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Annotated
@@ -21,11 +19,12 @@ from rich.markup import escape
 
 from torch_py_backend.artifacts import repository as repositories
 from torch_py_backend.errors import ServerError
-from torch_py_backend.server import endpoint_restrictions
+from torch_py_backend.server import server_arguments
+from torch_py_backend.server.healing import EventKind
 from torch_py_backend.server.instances import InstanceMonitor
 from torch_py_backend.server.model_control import RepositoryClient
 from torch_py_backend.server.readiness import ReadinessServer
-from torch_py_backend.server.supervision import Event, EventKind, RestartLimits, Supervisor
+from torch_py_backend.server.supervision import Event, Supervisor
 from torch_py_backend.server.tritonserver import Server, check_ports, ports
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -102,19 +101,7 @@ def serve(
 ) -> None:
     """Serve a model repository until Ctrl-C or SIGTERM, and load models again that die."""
     console = Console(soft_wrap=True, highlight=False, emoji=False)
-    triton_arguments = list(arguments or ())
-    # Removed, so that tritonserver, its instances and the guard do not inherit the key.
-    key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
-    if restrict:
-        restrictions = endpoint_restrictions.restriction_arguments(restrict, _KEY_HEADER, key)
-        triton_arguments = [*restrictions, *triton_arguments]
-    mode = (_values(triton_arguments, "model-control-mode") or ["explicit"])[-1]
-    triton_arguments = _without(triton_arguments, "model-control-mode")
-    models: list[str] = []
-    if mode == "explicit":
-        # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
-        models = [name for name in _values(triton_arguments, "load-model") if name != "*"]
-        triton_arguments = _without(triton_arguments, "load-model")
+    mode, models, triton_arguments = _triton_arguments(arguments or (), restrict)
     options = (http_port, grpc_port, metrics_port, health_port)
     http, grpc, metrics, health = ports(*options)
     server = Server(
@@ -124,10 +111,17 @@ def serve(
         metrics_port=metrics,
         address=address,
         executable=tritonserver,
-        arguments=[f"--model-control-mode={mode}", *triton_arguments],
+        arguments=triton_arguments,
     )
-    if not any(_values(triton_arguments, name) for name in ("model-repository", "model-store")):
-        _check_repository(repository, models, allow_empty=allow_empty)
+    is_replaced = any(
+        server_arguments.values(triton_arguments, name)
+        for name in ("model-repository", "model-store")
+    )
+    if not is_replaced and not repositories.by_name(repository, models) and not allow_empty:
+        raise ServerError(
+            f"{repository} holds no models; expected folders with a config.pbtxt. --allow-empty"
+            " serves it as it is."
+        )
     check_ports(
         address,
         {
@@ -147,15 +141,19 @@ def serve(
                 server.models,
                 InstanceMonitor(server.status_folder, load_timeout),
                 client if mode == "explicit" else None,
-                RestartLimits(restarts, load_timeout),
                 lambda event: console.print(_line(event)),
-                spawn=_spawn,
+                restarts=restarts,
+                load_seconds=load_timeout,
             )
-            readiness = ReadinessServer(address, health, supervisor, server.lives)
-            with readiness:
+            with ReadinessServer(
+                address, health, lambda: supervisor.snapshot, server.lives
+            ) as readiness:
                 try:
                     _warn(console, address, triton_arguments)
-                    code = _supervise(console, server, supervisor, readiness, models)
+                    states = server.wait_loaded()
+                    if mode == "explicit":
+                        supervisor.load(models or sorted({state.name for state in states}))
+                    code = _supervise(console, server, supervisor, readiness)
                 finally:
                     # In this order, both the requests that a load balancer still sends and those
                     # in progress when Triton stops are answered.
@@ -169,23 +167,27 @@ def serve(
     raise typer.Exit(code)
 
 
-def _check_repository(path: Path, models: Sequence[str], *, allow_empty: bool) -> None:
-    """Raise an error if a repository has nothing to serve.
-
-    Raises:
-        ServerError: it is empty, lacks one of the models, or is itself a model folder.
-    """
-    if not repositories.by_name(path, models) and not allow_empty:
-        raise ServerError(
-            f"{path} holds no models; expected folders with a config.pbtxt. --allow-empty serves it"
-            " as it is."
-        )
+def _triton_arguments(arguments: Sequence[str], restrict: str) -> tuple[str, list[str], list[str]]:
+    """Return the model control mode, the models to load, and the arguments for tritonserver."""
+    # Removed, so that tritonserver, its instances and the guard do not inherit the key.
+    key = os.environ.pop(_KEY_VARIABLE, "") or secrets.token_urlsafe()
+    kept = list(arguments)
+    if restrict:
+        kept = [*server_arguments.restriction_arguments(restrict, _KEY_HEADER, key), *kept]
+    mode = (server_arguments.values(kept, "model-control-mode") or ["explicit"])[-1]
+    kept = server_arguments.without(kept, "model-control-mode")
+    models: list[str] = []
+    if mode == "explicit":
+        # Loaded by the supervisor: Triton would not listen before it has loaded all of them.
+        models = [name for name in server_arguments.values(kept, "load-model") if name != "*"]
+        kept = server_arguments.without(kept, "load-model")
+    return mode, models, [f"--model-control-mode={mode}", *kept]
 
 
 def _configures(arguments: Sequence[str], service: str) -> bool:
     """Return whether tritonserver's arguments set where a service listens, or disable it."""
     names = (f"{service}-port", f"{service}-address", f"allow-{service}", f"reuse-{service}-port")
-    return any(_values(arguments, name) for name in names)
+    return any(server_arguments.values(arguments, name) for name in names)
 
 
 def _log(console: Console, *, verbose: bool) -> IO[bytes] | None:
@@ -208,17 +210,13 @@ def _supervise(
     server: Server,
     supervisor: Supervisor,
     readiness: ReadinessServer,
-    models: Sequence[str],
 ) -> int:
-    """Load and supervise the models until the server ends; return the exit code.
+    """Supervise the models until the server ends; return the exit code.
 
     Raises:
         _Stopped: a signal was received. This includes signals whose exception was lost: Python
             drops exceptions in destructors, and while another one propagates.
     """
-    states = server.wait_loaded()
-    if supervisor.controls_models:
-        supervisor.load(models or sorted({state.name for state in states}))
     announced = False
     while server.process.poll() is None:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_IGN:
@@ -257,41 +255,14 @@ def _reap_orphans(server: int) -> None:
             os.waitpid(ended.si_pid, os.WNOHANG)
 
 
-def _spawn(work: Callable[[], None]) -> None:
-    # A daemon thread: this process can end even if Triton never answers.
-    threading.Thread(target=work, daemon=True).start()
-
-
 def _warn(console: Console, address: str, arguments: Sequence[str]) -> None:
-    exposed = endpoint_restrictions.unrestricted(arguments)
+    exposed = server_arguments.unrestricted(arguments)
     if address not in _LOCAL and exposed:
         console.print(
             f"[yellow]note[/]    every client that reaches {address} may use Triton's endpoints"
             f" {', '.join(exposed)};"
-            f" --restrict={','.join(endpoint_restrictions.SENSITIVE)} closes them"
+            f" --restrict={','.join(server_arguments.SENSITIVE)} closes them"
         )
-
-
-def _values(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the values of a tritonserver argument, which may be repeated."""
-    values = []
-    for argument, following in itertools.pairwise([*arguments, ""]):
-        if argument == f"--{name}":
-            values.append(following)
-        if argument.startswith(f"--{name}="):
-            values.append(argument.partition("=")[2])
-    return values
-
-
-def _without(arguments: Sequence[str], name: str) -> list[str]:
-    """Return the arguments without one tritonserver argument and its values."""
-    kept: list[str] = []
-    skip = False
-    for argument in arguments:
-        if not skip and argument != f"--{name}" and not argument.startswith(f"--{name}="):
-            kept.append(argument)
-        skip = not skip and argument == f"--{name}"
-    return kept
 
 
 def _stop(_number: int, _frame: FrameType | None) -> None:

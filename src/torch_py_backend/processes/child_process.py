@@ -21,7 +21,7 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 from torch_py_backend.errors import BackendError, LoadError, summarize
 
@@ -37,7 +37,7 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.02
 
 
-def run(model: str, task: str, arguments: Mapping[str, Any], seconds: float) -> Any:
+def run(model: str, task: str, arguments: Mapping[str, object], seconds: float) -> Any:
     """Run a function in a child process, and return its result.
 
     Args:
@@ -49,27 +49,36 @@ def run(model: str, task: str, arguments: Mapping[str, Any], seconds: float) -> 
     Raises:
         LoadError: the function raised, the child died, or it took too long.
     """
-    with _child(task) as child:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.process.communicate(json.dumps(arguments).encode(), timeout=seconds)
-        return child.result(model, seconds)
+    (result,) = run_together(model, task, [arguments], seconds, quiet=False)
+    return result
 
 
 def run_together(
-    model: str, task: str, arguments: Sequence[Mapping[str, Any]], seconds: float
+    model: str,
+    task: str,
+    arguments: Sequence[Mapping[str, object]],
+    seconds: float,
+    *,
+    quiet: bool = True,
 ) -> list[Any]:
     """Run a function in several child processes at the same time, and return the results.
 
-    There is one child for each set of arguments; their output is discarded. See `run`.
+    There is one child for each set of arguments. With `quiet`, their output is discarded. See
+    `run`.
 
     Raises:
         LoadError: a child failed; the others, which may wait for it, are killed.
     """
     deadline = time.monotonic() + seconds
     with contextlib.ExitStack() as stack:
-        children = [stack.enter_context(_child(task, quiet=True)) for _ in arguments]
+        children = [stack.enter_context(_child(task, quiet=quiet)) for _ in arguments]
         for child, child_arguments in zip(children, arguments, strict=True):
-            child.send(child_arguments)
+            # The pipe is broken if the child died; `result` reports that.
+            with (
+                contextlib.suppress(BrokenPipeError),
+                cast("IO[bytes]", child.process.stdin) as pipe,
+            ):
+                pipe.write(json.dumps(child_arguments).encode())
         while time.monotonic() < deadline:
             ended = [child for child in children if child.process.poll() is not None]
             if len(ended) == len(children) or any(child.failed() for child in ended):
@@ -88,22 +97,12 @@ class _Child:
     process: subprocess.Popen[bytes]
     result_file: Path
 
-    def send(self, arguments: Mapping[str, Any]) -> None:
-        """Send the arguments, without waiting for the result."""
-        stdin = self.process.stdin
-        # The pipe is broken if the child died; `result` reports that.
-        with contextlib.suppress(BrokenPipeError):
-            if stdin is not None:
-                with stdin:
-                    stdin.write(json.dumps(arguments).encode())
-
     def failed(self) -> bool:
         """Return whether the process has ended without a result."""
         if self.process.poll() is None:
             return False
-        return not self.result_file.is_file() or "error" in json.loads(
-            self.result_file.read_bytes()
-        )
+        file = self.result_file
+        return not file.is_file() or "error" in json.loads(file.read_bytes())
 
     def result(self, model: str, seconds: float) -> Any:
         """Return the result of the task; a child that still runs is killed.
@@ -113,7 +112,13 @@ class _Child:
         """
         code = _kill_tree(self.process)
         if not self.result_file.is_file():
-            reason = _exit_reason(code, seconds)
+            if code is None:
+                reason = f"trying the model took longer than {seconds:g} seconds"
+            elif code < 0:
+                names = {number.value: number.name for number in signal.Signals}
+                reason = f"trying the model ended with signal {names.get(-code, -code)}"
+            else:
+                reason = f"trying the model ended the process with exit code {code}"
             raise LoadError(model, reason, cure="The server's log may say more.")
         outcome = json.loads(self.result_file.read_bytes())
         if "error" in outcome:
@@ -175,25 +180,12 @@ def _kill(pids: Iterable[int]) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _exit_reason(code: int | None, seconds: float) -> str:
-    if code is None:
-        return f"trying the model took longer than {seconds:g} seconds"
-    if code < 0:
-        names = {number.value: number.name for number in signal.Signals}
-        return f"trying the model ended with signal {names.get(-code, -code)}"
-    return f"trying the model ended the process with exit code {code}"
-
-
-def end_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies: a model's call may not return."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def main() -> None:
     """Run the task that the command line names, and write its result; called in the child."""
     _, _, task, path = sys.argv
     child = os.getpid()
-    end_with_parent()
+    # A model's call may not return: the kernel kills this process when its parent dies.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     locale.setlocale(locale.LC_ALL, "C.UTF-8")
     arguments = json.load(sys.stdin)
     module, _, function = task.partition(":")

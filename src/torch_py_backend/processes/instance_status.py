@@ -20,7 +20,6 @@ import time
 from dataclasses import asdict, dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Protocol
 
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.processes import orphan_cleanup
@@ -78,49 +77,33 @@ class Status:
     reason: str = ""
 
 
-class InstanceStatus(Protocol):
-    """Publishes the status of this instance."""
+class InstanceStatus:
+    """The status of this instance, for its metrics only: there is no supervisor."""
+
+    def __init__(self) -> None:
+        self._began = 0.0
 
     def ready(self) -> None:
         """Report that the instance is loaded and waits for requests."""
 
     def busy(self) -> None:
         """Report the start of a call."""
+        self._began = time.monotonic()
 
     def idle(self) -> None:
         """Report the end of a call. A poisoned instance stays poisoned."""
+        self._began = 0.0
 
     def under_way(self) -> float:
         """Return the seconds since the start of the current call; 0 if there is none."""
+        began = self._began
+        return time.monotonic() - began if began else 0.0
 
     def poisoned(self, reason: str) -> None:
         """Report that the instance cannot compute any more and must be replaced."""
 
     def ended(self) -> None:
         """Report a normal end, after which the model is not loaded again. May be called twice."""
-
-
-class LocalStatus:
-    """The status of an instance without a supervisor; only its metrics use it."""
-
-    def __init__(self) -> None:
-        self._began = 0.0
-
-    def ready(self) -> None: ...
-
-    def busy(self) -> None:
-        self._began = time.monotonic()
-
-    def idle(self) -> None:
-        self._began = 0.0
-
-    def under_way(self) -> float:
-        began = self._began
-        return time.monotonic() - began if began else 0.0
-
-    def poisoned(self, reason: str) -> None: ...
-
-    def ended(self) -> None: ...
 
 
 def start(config: ModelConfig) -> InstanceStatus:
@@ -142,12 +125,12 @@ def start_completing(model: str) -> InstanceStatus:
 def _publish(identity: Identity, state: InstanceState) -> InstanceStatus:
     folder = os.environ.get(VARIABLE)
     if not folder or not Path(folder).is_dir():
-        return LocalStatus()
+        return InstanceStatus()
     return SharedStatus(Path(folder), identity, state)
 
 
-class SharedStatus:
-    """The status of an instance in a file that the supervisor reads."""
+class SharedStatus(InstanceStatus):
+    """The status of this instance in a file that the supervisor reads."""
 
     def __init__(self, folder: Path, identity: Identity, state: InstanceState) -> None:
         self._path = folder / f"{identity.pid}{SUFFIX}"
@@ -218,7 +201,6 @@ class Reader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # O_NOFOLLOW: instances write regular files only.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:  # noqa: PTH123
             if os.fstat(file.fileno()).st_size != _SIZE:
                 raise ValueError(path.name)
@@ -240,9 +222,9 @@ def _parse_identity(text: bytes) -> Identity:
         identity = Identity(**json.loads(text))
     except TypeError:
         raise ValueError(text) from None
-    limit = identity.limit_ms
     texts = (identity.model, identity.version, identity.instance, identity.region)
-    is_text = all(isinstance(value, str) for value in texts)
-    if not is_text or type(identity.pid) is not int or not (limit is None or type(limit) is int):
+    # `type`: a bool is no number here.
+    is_number = type(identity.pid) is int and type(identity.limit_ms) in (int, type(None))
+    if not is_number or not all(isinstance(value, str) for value in texts):
         raise ValueError(text)
     return identity

@@ -135,40 +135,31 @@ def sweep() -> list[str]:
     """Clean up after servers whose owners and guards were killed; return their prefixes."""
     prefixes = []
     for path in sorted(SHARED_MEMORY.glob(f"{_NAME}*_{_OWNER}")):
-        with contextlib.suppress(OSError), _locked(path) as text:
-            owned = _parse_owner_file(path, text)
-            if owned is not None:
-                owned.remove()
-                prefixes.append(owned.prefix)
+        with contextlib.suppress(OSError), _abandoned(path) as owned:
+            owned.remove()
+            prefixes.append(owned.prefix)
     return prefixes
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[bytes]:
-    """Lock an owner's file, and yield its contents.
+def _abandoned(path: Path) -> Iterator[Owned]:
+    """Lock an owner's file, and yield the resources of the dead owner.
 
     Raises:
-        OSError: another process holds the lock, or another user owns the file.
+        OSError: another process holds the lock, or no `Ownership` of this user wrote the file.
     """
     file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.fstat(file).st_uid != os.getuid():
+        folder = Path(os.fsdecode(os.read(file, 4096)))
+        users = {os.fstat(file).st_uid}
+        with contextlib.suppress(FileNotFoundError):
+            users.add(folder.lstat().st_uid)
+        if users != {os.getuid()} or not folder.name.startswith(_FOLDER) or folder.is_symlink():
             raise PermissionError(path)
-        yield os.read(file, 4096)
+        yield Owned(path.name.removesuffix(_OWNER), folder)
     finally:
         os.close(file)
-
-
-def _parse_owner_file(path: Path, text: bytes) -> Owned | None:
-    """Return the resources that an owner's file names; None if `Ownership` did not write it."""
-    folder = Path(os.fsdecode(text))
-    if not text or not folder.name.startswith(_FOLDER) or folder.is_symlink():
-        return None
-    with contextlib.suppress(FileNotFoundError):
-        if folder.stat().st_uid != os.getuid():
-            return None
-    return Owned(path.name.removesuffix(_OWNER), folder)
 
 
 def region() -> str:
@@ -251,8 +242,8 @@ def _environment(pid: int) -> list[bytes]:
 
 def _processes() -> list[int]:
     """Return the IDs of all other processes."""
-    pids = (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
-    return [pid for pid in pids if pid != os.getpid()]
+    names = {path.name for path in Path("/proc").iterdir()} - {str(os.getpid())}
+    return [int(name) for name in names if name.isdecimal()]
 
 
 def _mark(status_folder: Path) -> bytes:

@@ -106,11 +106,10 @@ def release(descriptor: int) -> None:
 
 def _lock_exclusively(descriptor: int) -> bool:
     """Try to take an exclusive lock; return whether it was taken. A shared lock may get lost."""
-    try:
+    with contextlib.suppress(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        return True
+    return False
 
 
 # Processes that the model forks would keep locks and connections after this process has died.
@@ -191,7 +190,6 @@ def _open_folder(path: Path) -> int:
 
 def _is_same(path: Path, descriptor: int) -> bool:
     """Return whether a path still names the open folder, which may have been replaced."""
-    try:
+    with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(path.lstat(), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
+    return False

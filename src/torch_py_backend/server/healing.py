@@ -1,16 +1,8 @@
-"""The state machine that decides when a failed model is loaded again, without clocks or processes.
-
-LOADING ──serving──▶ SERVING ──failed──▶ DOWN ──loading──▶ LOADING
-   │ failed                ▲               │ no restarts left
-   ├──────▶ DOWN           │               ▼
-   │ given_up           serving         GIVEN_UP
-   └──────▶ GIVEN_UP ──────┘
-UNLOADED: the model was unloaded through Triton's API; it serves again once it is loaded there.
-"""
+"""When a failed model is loaded again: one table of transitions, without clocks or processes."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from enum import Enum
 
 _FIRST_DELAY_S = 1.0
@@ -20,6 +12,7 @@ _STABLE_AFTER_S = 60.0
 
 
 class Phase(Enum):
+    NEW = "was not loaded yet"
     LOADING = "is being loaded"
     SERVING = "serves"
     DOWN = "is down"
@@ -27,56 +20,125 @@ class Phase(Enum):
     UNLOADED = "was unloaded"
 
 
+class EventKind(Enum):
+    READY = "READY"
+    FAILED = "FAILED"
+    DOWN = "DOWN"
+    GIVEN_UP = "GIVEN UP"
+    RELEASED = "RELEASED"
+
+
+class Action(Enum):
+    LOAD = "load"
+    UNLOAD = "unload"
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A row of the table: what a model does after something happened to it.
+
+    Attributes:
+        before: the phases in which it has an effect.
+        after: the next phase.
+        event: what is reported to the user; None: nothing.
+        text: the text of the event.
+        action: what the supervisor does.
+    """
+
+    before: tuple[Phase, ...]
+    after: Phase
+    event: EventKind | None = None
+    text: str = ""
+    action: Action | None = None
+
+
+_NEW, _LOADING, _SERVING, _DOWN, _GIVEN_UP, _UNLOADED = Phase
+_READY, _FAILED, _IS_DOWN, _ENDED, _RELEASED = EventKind
+_AGAIN = "{reason}; loading it again {when} (attempt {attempts} of {restarts})"
+_NO_RESTARTS = (
+    "{reason}; loaded again {times} without success, stays down until it is loaded through"
+    " Triton's API"
+)
+
+# The first load, or the next one after a delay, is due. It succeeded.
+DUE = Transition((_NEW, _DOWN), _LOADING, action=Action.LOAD)
+LOADED = Transition((_LOADING,), _SERVING, _READY)
+RELOADED = Transition((_LOADING,), _SERVING, _READY, "serves again after {seconds:.1f} s")
+
+# Triton reports that a model serves, or does not serve any more, without the supervisor's doing.
+FOUND = Transition((_NEW,), _SERVING, _READY)
+USER_LOADED = Transition(
+    (_DOWN, _GIVEN_UP, _UNLOADED), _SERVING, _READY, "loaded through Triton's API"
+)
+USER_UNLOADED = Transition(
+    (_SERVING,), _UNLOADED, _RELEASED, "unloaded through Triton's API; not loaded again"
+)
+
+# An instance died, hangs or is poisoned; the same where the supervisor must not load models.
+DIED = Transition((_LOADING, _SERVING, _UNLOADED), _DOWN, _IS_DOWN, _AGAIN, Action.UNLOAD)
+DIED_UNCONTROLLED = Transition(
+    (_SERVING, _UNLOADED), _GIVEN_UP, _ENDED, "{reason}; Triton alone controls its models"
+)
+
+# A load failed: another one may succeed; would fail in the same way; failed by a death that was
+# reported already; never ends in Triton.
+LOAD_FAILED = Transition((_LOADING,), _DOWN, _IS_DOWN, _AGAIN)
+REFUSED = Transition((_NEW, _LOADING, _SERVING), _GIVEN_UP, _FAILED, "{reason}")
+RELOAD_DIED = Transition((_NEW, _SERVING), _GIVEN_UP)
+STUCK = Transition((_LOADING,), _GIVEN_UP, _ENDED, "{reason}")
+
+
 @dataclass(slots=True)
 class Lifecycle:
-    """The phase of one model.
-
-    Times are seconds of a monotonic clock.
+    """The phase of one model. Times are seconds of a monotonic clock.
 
     Attributes:
         restarts: how often the model is loaded again, until it has served for a minute.
         phase: the phase.
-        reason: why the model does not serve.
+        since: when it began to serve, or ceased to.
+        reason: why it does not serve.
         attempts: how often it was loaded again since it last served for a minute.
         due: when it is loaded again, in the phase DOWN.
     """
 
     restarts: int
-    phase: Phase = Phase.LOADING
+    phase: Phase = Phase.NEW
+    since: float = 0.0
     reason: str = ""
     attempts: int = 0
-    due: float = field(default=0.0)
-    _since: float = field(default=0.0)
+    due: float = 0.0
 
-    def serving(self, now: float) -> None:
-        """Record that the model was loaded, by the supervisor or through Triton's API."""
-        if self.phase in (Phase.GIVEN_UP, Phase.UNLOADED):
+    def handle(self, transition: Transition, now: float, reason: str = "") -> Transition | None:
+        """Make a transition. Without restarts left, a model is given up instead of being DOWN.
+
+        Returns:
+            The transition made, with the text of its event; None: it has no effect in this phase.
+        """
+        if self.phase not in transition.before:
+            return None
+        seconds = now - self.since
+        was_stable = self.phase is Phase.SERVING and seconds >= _STABLE_AFTER_S
+        if was_stable or self.phase in (Phase.GIVEN_UP, Phase.UNLOADED):
             self.attempts = 0
-        self.phase, self.reason, self._since = Phase.SERVING, "", now
-
-    def failed(self, now: float, reason: str) -> None:
-        """Record that an instance died or hangs; plan the next load, or give up."""
-        if self.phase is Phase.SERVING and now - self._since >= _STABLE_AFTER_S:
-            self.attempts = 0
-        self.reason = reason
-        if self.attempts >= self.restarts:
-            self.phase = Phase.GIVEN_UP
-            return
-        self.phase = Phase.DOWN
-        self.attempts += 1
-        self.due = now + delay(self.attempts)
-
-    def loading(self) -> None:
-        """Record that the model is being loaded again."""
-        self.phase = Phase.LOADING
-
-    def given_up(self, reason: str) -> None:
-        """Record that the model is not loaded again, unless through Triton's API."""
-        self.phase, self.reason = Phase.GIVEN_UP, reason
-
-    def unloaded(self) -> None:
-        """Record that the model was unloaded through Triton's API, and should not serve."""
-        self.phase, self.reason, self.attempts = Phase.UNLOADED, "", 0
+        if transition.after is Phase.DOWN and self.attempts >= self.restarts:
+            transition = replace(transition, after=_GIVEN_UP, event=_ENDED, text=_NO_RESTARTS)
+        elif transition.after is Phase.DOWN:
+            self.attempts += 1
+            self.due = now + delay(self.attempts)
+        if not {self.phase, transition.after} <= {Phase.LOADING, Phase.DOWN}:
+            self.since = now
+        if transition.after is not Phase.LOADING:
+            self.reason = reason
+        self.phase = transition.after
+        text = transition.text.format(
+            reason=reason,
+            seconds=seconds,
+            when=f"in {self.due - now:.0f} s" if self.due > now else "now",
+            times="once" if self.attempts == 1 else f"{self.attempts} times",
+            attempts=self.attempts,
+            restarts=self.restarts,
+        )
+        return replace(transition, text=text)
 
 
 def delay(attempt: int) -> float:

@@ -67,7 +67,7 @@ class InstanceMonitor:
 
     def wait(self, seconds: float) -> None:
         """Wait until a process ends or `wake` is called, or the time is over."""
-        self._poll.poll(seconds * 1000)
+        self._poll.poll(seconds * 1000)  # of the pidfds, too
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
 
@@ -137,7 +137,7 @@ class _Instance:
         self.reader = reader
         self.identity = reader.identity
         self._folder, self._load_seconds = folder, load_seconds
-        # Wakes the monitor when the process ends. None: it has ended, or the kernel has no pidfds.
+        # None: the process has ended, or the kernel has no pidfds.
         self.pidfd: int | None = None
         with contextlib.suppress(OSError):
             self.pidfd = os.pidfd_open(self.identity.pid)
@@ -145,7 +145,7 @@ class _Instance:
         self._replaced = orphan_cleanup.is_foreign(self.identity.pid, folder)
         self.gone = False
         self._reported = False
-        self._stopped_since: float | None = None
+        self._stopped_since = math.inf
 
     def has_ended(self) -> bool:
         if self._replaced:
@@ -158,15 +158,15 @@ class _Instance:
 
     def check(self) -> InstanceFailure | None:
         """Return the failure of this instance, once; kill the process if it hangs."""
-        if self.has_ended():
-            self.gone = True
-            ended_normally = not self.reader.path.exists()
+        self.gone = self.has_ended()
+        if not self.gone:
+            reason = self._problem()
+        elif not self.reader.path.exists():  # it ended normally
+            reason = ""
+        else:
             reason = "died" if self._replaced else _death(self.identity.pid)
-            return None if ended_normally or self._reported else self._failure(reason)
-        reason = self._problem()
-        return self._failure(reason) if reason and not self._reported else None
-
-    def _failure(self, reason: str) -> InstanceFailure:
+        if not reason or self._reported:
+            return None
         self._reported = True
         status = self.reader.read()
         loading = status.state is InstanceState.LOADING
@@ -184,13 +184,13 @@ class _Instance:
         """Return why a running process cannot serve, and kill it; empty: there is no problem."""
         status, limit = self.reader.read(), self.identity.limit_ms
         seconds = time.monotonic() - status.since / _NS
-        if status.state is InstanceState.POISONED:
-            if seconds > _GRACE_S:
-                orphan_cleanup.kill(self.identity.pid, self._folder)
-            return "is poisoned"
         if status.state is InstanceState.COMPLETING:  # Triton would not notice its end
             return ""
-        if self._stopped_seconds() > _STOPPED_S:
+        if status.state is InstanceState.POISONED:
+            reason = "is poisoned"
+            if seconds <= _GRACE_S:
+                return reason
+        elif self._stopped_seconds() > _STOPPED_S:
             reason = f"was stopped for {_STOPPED_S:g} s by a signal, a debugger or a frozen cgroup"
         elif status.state is InstanceState.LOADING and seconds > self._load_seconds:
             reason = f"took longer than {self._load_seconds:g} s (--load-timeout)"
@@ -205,9 +205,8 @@ class _Instance:
         """Return for how long the process has been stopped; 0 if it runs."""
         now, pid = time.monotonic(), self.identity.pid
         if _STOPPED.isdisjoint(_stat(pid)[:1]) and not _is_frozen(pid):
-            self._stopped_since = None
-            return 0.0
-        self._stopped_since = self._stopped_since or now
+            self._stopped_since = math.inf
+        self._stopped_since = min(self._stopped_since, now)
         return now - self._stopped_since
 
 

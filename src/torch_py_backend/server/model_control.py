@@ -1,22 +1,41 @@
-"""A client of Triton's model repository API, to load and unload models.
+"""Triton's model repository API: status of the models, loads and unloads.
 
-It uses gRPC: Triton's HTTP server processes a load on a thread that also serves other connections,
-and they wait until the model is loaded. Its gRPC server uses a thread of its own for each load.
+Loads and unloads use gRPC: Triton's HTTP server processes a load on a thread that also serves other
+connections, and they wait until the model is loaded. Its gRPC server uses a thread of its own for
+each load.
 """
 
 from __future__ import annotations
 
+import re
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
 import grpc
 
-from torch_py_backend.errors import ServerError
-from torch_py_backend.server.endpoint_restrictions import Keys
+from torch_py_backend.errors import ServerError, summarize
+from torch_py_backend.server.server_arguments import Keys
+from torch_py_backend.server.tritonserver import ModelState
 
 _SERVICE = "/inference.GRPCInferenceService"
 _UNLOAD_S = 30.0
+_LOAD_FAILED = re.compile(r"^load failed for model '.*?': version \d+ is at UNAVAILABLE state: ")
+
+States = Callable[[], Sequence[ModelState]]
 
 
 class LoadTimeoutError(ServerError):
     """A load was not completed in time."""
+
+
+class ModelControl(Protocol):
+    """Loads and unloads models; implemented by `RepositoryClient`."""
+
+    def load(self, model: str, seconds: float) -> None: ...
+
+    def unload(self, model: str) -> None: ...
 
 
 class RepositoryClient:
@@ -44,7 +63,8 @@ class RepositoryClient:
         self._call("RepositoryModelUnload", model, _UNLOAD_S)
 
     def _call(self, method: str, model: str, seconds: float) -> None:
-        # Without serializers, the channel sends bytes: a message with one field needs no protobuf.
+        # Without serializers, the channel sends bytes. tritonclient, which has Triton's protobuf
+        # messages, is not a requirement of `serve`.
         call = self._channel.unary_unary(f"{_SERVICE}/{method}")
         try:
             call(_message(model), timeout=seconds, metadata=self._metadata, wait_for_ready=True)
@@ -68,3 +88,137 @@ def _message(model: str) -> bytes:
         length += bytes([size & 0x7F | 0x80])
         size >>= 7
     return b"\x12" + length + bytes([size]) + name
+
+
+# --- status --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus:
+    """The status of all versions of a model.
+
+    Attributes:
+        unloaded: all versions were unloaded, or are being unloaded.
+        reason: why a version does not serve that was not unloaded, in Triton's words.
+        versions: the versions that serve; all versions if none serves.
+        serving: the versions that serve.
+        withdrawn: the versions that were unloaded, or are being unloaded.
+    """
+
+    unloaded: bool
+    reason: str
+    versions: str
+    serving: frozenset[str]
+    withdrawn: frozenset[str]
+
+    @property
+    def ready(self) -> bool:
+        """Whether at least one version serves."""
+        return bool(self.serving)
+
+
+def by_model(states: Sequence[ModelState]) -> dict[str, ModelStatus]:
+    """Return the status of each model in Triton's repository index."""
+    grouped: dict[str, list[ModelState]] = {}
+    for state in states:
+        grouped.setdefault(state.name, []).append(state)
+    return {name: _merge(versions) for name, versions in grouped.items()}
+
+
+def _merge(states: Sequence[ModelState]) -> ModelStatus:
+    serving = [state.version for state in states if state.ready]
+    reasons = [state.reason for state in states if state.reason and not state.unloaded]
+    return ModelStatus(
+        unloaded=all(state.unloaded for state in states),
+        reason=reasons[0] if reasons else "",
+        versions=",".join(serving or [state.version for state in states if state.version]),
+        serving=frozenset(serving),
+        withdrawn=frozenset(state.version for state in states if state.unloaded),
+    )
+
+
+def public_reason(reason: str) -> str:
+    """Return Triton's reason as one line without stack trace, folders and final full stop."""
+    text = _LOAD_FAILED.sub("", reason.partition("\n\nAt:")[0]).strip()
+    if not text:
+        return "no reason was given"
+    summary = summarize(Exception(text)).removeprefix("Exception: ").removeprefix("Internal: ")
+    return summary.rstrip(".; ")
+
+
+# --- operations in progress ----------------------------------------------------------------------
+
+
+@dataclass(eq=False, slots=True)
+class Operation:
+    """A load or an unload in a thread of its own.
+
+    Attributes:
+        started: the start, in seconds of the supervisor's clock.
+        dependents: after an unload: the ensembles that Triton unloaded with the model.
+        error: after a failure: the reason; None: the operation succeeded, or the server ended.
+        done: whether it has ended. Set last.
+    """
+
+    started: float
+    dependents: set[str] = field(default_factory=set)
+    error: ServerError | None = None
+    done: bool = False
+
+    def run(self, function: Callable[[], None], wake: Callable[[], None]) -> None:
+        """Run a function, note its error, and then call `wake`."""
+        try:
+            function()
+        except (OSError, KeyError):
+            pass  # the server ends, or an ensemble was removed: neither is a failed load
+        except ServerError as error:
+            self.error = error
+        except Exception as error:  # an unexpected response: the operation must complete
+            self.error = ServerError(summarize(error))
+        self.done = True
+        wake()
+
+
+def start_daemon(function: Callable[[], None]) -> None:
+    """Run a function in a thread that does not delay the end of this process."""
+    threading.Thread(target=function, daemon=True).start()
+
+
+def load(
+    states: States,
+    control: ModelControl,
+    model: str,
+    seconds: float,
+    dependents: Sequence[str],
+    *,
+    again: bool,
+) -> None:
+    """Load a model, and the ensembles that Triton unloaded with it.
+
+    Args:
+        states: returns Triton's states of the models.
+        control: loads and unloads models.
+        model: the model's name.
+        seconds: the time limit for Triton.
+        dependents: the ensembles.
+        again: whether the model was loaded before.
+    """
+    # Triton does not load a model that is READY, even if all its instances are dead.
+    if again and model in _ready(states):
+        control.unload(model)
+    control.load(model, seconds)
+    # Triton usually loads an ensemble again when the last of its models is loaded.
+    for dependent in dependents:
+        if not by_model(states())[dependent].ready:
+            control.load(dependent, seconds)
+
+
+def unload(states: States, control: ModelControl, model: str) -> set[str]:
+    """Unload a model; return the ensembles that Triton unloaded with it."""
+    before = _ready(states)
+    control.unload(model)
+    return before - _ready(states) - {model}
+
+
+def _ready(states: States) -> set[str]:
+    return {state.name for state in states() if state.ready}

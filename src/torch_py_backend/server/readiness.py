@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from torch_py_backend.errors import ServerError
@@ -30,13 +30,7 @@ _IDLE_S = 10.0
 # Each connection has a thread. Above this number, the oldest ones are closed; above twice this
 # number, new ones.
 _CONNECTIONS = 64
-Response = tuple[HTTPStatus, dict[str, Any]]
-
-
-class SnapshotSource(Protocol):
-    """Has the readiness of the models; implemented by `supervision.Supervisor`."""
-
-    snapshot: Snapshot
+Response = tuple[HTTPStatus, dict[str, object]]
 
 
 class ReadinessServer:
@@ -45,7 +39,7 @@ class ReadinessServer:
     Args:
         address: the address to listen on.
         port: the port; 0 takes a free one.
-        source: has the readiness of the models.
+        snapshot: returns the readiness of the models.
         lives: returns whether tritonserver answers.
 
     Raises:
@@ -56,10 +50,10 @@ class ReadinessServer:
         self,
         address: str,
         port: int,
-        source: SnapshotSource,
+        snapshot: Callable[[], Snapshot],
         lives: Callable[[], bool],
     ) -> None:
-        self._source, self._lives = source, lives
+        self._snapshot, self._lives = snapshot, lives
         self._stopping = False
         try:
             self._server = _Server((address, port), _Handler)
@@ -78,49 +72,29 @@ class ReadinessServer:
 
     def answer(self, path: str) -> Response:
         """Return the status and JSON for a path."""
-        parts = [unquote(part) for part in path.partition("?")[0].split("/") if part]
-        if parts == ["live"]:
-            return self._live()
-        if parts[:1] == ["ready"] and len(parts) <= 2:  # noqa: PLR2004  ready, MODEL
-            return self._ready(parts[1]) if parts[1:] else self._all_ready()
+        snapshot = self._snapshot()
+        is_stale = snapshot.at and time.monotonic() - snapshot.at > _STALE_S
+        stale = "the models are no longer monitored" if is_stale else ""
+        problem = "the server is being stopped" if self._stopping else snapshot.problem or stale
+        match [unquote(part) for part in path.partition("?")[0].split("/") if part]:
+            case ["live"]:
+                reason = stale or ("" if self._lives() else "tritonserver does not answer")
+                return _response("live", reason)
+            case ["ready"]:
+                reasons = {name: reason for name, reason in snapshot.models.items() if reason}
+                if not problem and not reasons:
+                    return HTTPStatus.OK, {"ready": True}
+                body = {"ready": False, "models": reasons}
+                return HTTPStatus.SERVICE_UNAVAILABLE, body | (
+                    {"reason": problem} if problem else {}
+                )
+            case ["ready", model]:
+                reason = problem or snapshot.models.get(model, "")
+                if not reason and model not in snapshot.models:
+                    body = {"ready": False, "reason": "no such model should serve"}
+                    return HTTPStatus.NOT_FOUND, body
+                return _response("ready", reason)
         return HTTPStatus.NOT_FOUND, {"error": "expected /live, /ready or /ready/MODEL"}
-
-    def _live(self) -> Response:
-        if self._stale():
-            return _unavailable({"live": False, "reason": "the models are no longer monitored"})
-        if not self._lives():
-            return _unavailable({"live": False, "reason": "tritonserver does not answer"})
-        return HTTPStatus.OK, {"live": True}
-
-    def _all_ready(self) -> Response:
-        reasons = {name: why for name, why in self._source.snapshot.models.items() if why}
-        problem = self._problem()
-        if not problem and not reasons:
-            return HTTPStatus.OK, {"ready": True}
-        body: dict[str, Any] = {"ready": False, "models": reasons}
-        return _unavailable(body | ({"reason": problem} if problem else {}))
-
-    def _ready(self, model: str) -> Response:
-        models = self._source.snapshot.models
-        problem = self._problem() or models.get(model, "")
-        if problem:
-            return _unavailable({"ready": False, "reason": problem})
-        if model not in models:
-            return HTTPStatus.NOT_FOUND, {"ready": False, "reason": "no such model should serve"}
-        return HTTPStatus.OK, {"ready": True}
-
-    def _problem(self) -> str:
-        """Return the problem because of which no model is ready; empty if there is none."""
-        if self._stopping:
-            return "the server is being stopped"
-        snapshot = self._source.snapshot
-        if snapshot.problem:
-            return snapshot.problem
-        return "the models are no longer monitored" if self._stale() else ""
-
-    def _stale(self) -> bool:
-        at = self._source.snapshot.at
-        return bool(at) and time.monotonic() - at > _STALE_S
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -140,7 +114,7 @@ class _Server(ThreadingHTTPServer):
         self._open: list[socket.socket] = []
         self._lock = threading.Lock()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
+    def process_request(self, request: Any, client_address: object) -> None:
         """Serve a connection in a thread of its own, unless there are too many."""
         with self._lock:
             full = len(self._open) >= 2 * _CONNECTIONS
@@ -161,7 +135,7 @@ class _Server(ThreadingHTTPServer):
                 self._open.remove(request)
         super().shutdown_request(request)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: object) -> None:
         """Ignore errors of connections: clients may disconnect at any time."""
 
 
@@ -183,9 +157,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET  # noqa: N815  http.server's name
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_: object) -> None:
         """Log nothing: probes arrive every second."""
 
 
-def _unavailable(body: dict[str, Any]) -> Response:
-    return HTTPStatus.SERVICE_UNAVAILABLE, body
+def _response(key: str, reason: str) -> Response:
+    if reason:
+        return HTTPStatus.SERVICE_UNAVAILABLE, {key: False, "reason": reason}
+    return HTTPStatus.OK, {key: True}

@@ -1,8 +1,9 @@
 """A supervisor that keeps the models of one server serving: it loads, monitors and reloads them.
 
-One thread calls `step` and owns all records. The supervisor requests the states of the models
-from Triton regularly, so that users may load and unload models through Triton's API, too: it does
-not reload what they unload, and it monitors what they load.
+One thread calls `step` and owns all records. Each step turns what Triton, the instances and the
+operations in progress report into transitions of the table in `healing`. The supervisor requests
+the states of the models from Triton regularly, so that users may load and unload models through
+Triton's API, too: it does not reload what they unload, and it monitors what they load.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
 from torch_py_backend.processes.instance_status import InstanceState
-from torch_py_backend.server import model_status
-from torch_py_backend.server.healing import Lifecycle, Phase
+from torch_py_backend.server import healing, model_control
+from torch_py_backend.server.healing import Action, EventKind, Lifecycle, Phase, Transition
 from torch_py_backend.server.instances import InstanceFailure
-from torch_py_backend.server.model_control import LoadTimeoutError
-from torch_py_backend.server.model_status import ModelStatus
-from torch_py_backend.server.pending_operations import ModelControl, Operation, PendingOperations
-from torch_py_backend.server.tritonserver import ModelState
+from torch_py_backend.server.model_control import (
+    LoadTimeoutError,
+    ModelControl,
+    ModelStatus,
+    Operation,
+    States,
+)
 
 _STEP_S = 0.2
 _INDEX_S = 0.5
@@ -33,14 +36,7 @@ _IDLE_S = 1.0
 _FAILING_S = 30.0
 # A part of Triton's message for a process that has died.
 _DEAD = "is not healthy"
-
-
-class EventKind(Enum):
-    READY = "READY"
-    FAILED = "FAILED"
-    DOWN = "DOWN"
-    GIVEN_UP = "GIVEN UP"
-    RELEASED = "RELEASED"
+_STUCK = "Triton never stops waiting for it: only a new server can load it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,40 +77,23 @@ class Monitor(Protocol):
     def kill(self, model: str, state: InstanceState) -> int: ...
 
 
-@dataclass(frozen=True, slots=True)
-class RestartLimits:
-    """The limits of loading models again.
+@dataclass(slots=True, kw_only=True)
+class _Model(Lifecycle):
+    """The lifecycle of one model, and what was observed of it.
 
     Attributes:
-        restarts: how often a model is loaded again, until it has served for a minute.
-        load_seconds: the time limit of one load.
-    """
-
-    restarts: int
-    load_seconds: float
-
-
-@dataclass(slots=True)
-class _Model:
-    """The record of one model.
-
-    Attributes:
-        lifecycle: the phase, and when the model is loaded again.
-        operation: the load or unload in progress.
-        first: whether the first load has not completed yet.
-        processes: the live processes when the last load began.
+        name: the model's name.
+        operation: the load (in the phase LOADING) or unload in progress.
+        processes: the live processes when the model failed, or its last load began.
         failure: why the load in progress, or the last one, is of no use.
-        down_since: when the model failed.
         dependents: the ensembles that Triton unloaded with the model.
         versions: the versions that served last.
     """
 
-    lifecycle: Lifecycle
+    name: str
     operation: Operation | None = None
-    first: bool = True
     processes: set[int] = field(default_factory=set)
     failure: str = ""
-    down_since: float = 0.0
     dependents: set[str] = field(default_factory=set)
     versions: frozenset[str] = frozenset()
 
@@ -135,8 +114,9 @@ class Supervisor:
         states: returns Triton's states of the models.
         monitor: detects failed instances.
         control: loads and unloads models; None: Triton alone does, and no model is reloaded.
-        limits: the limits of loading models again.
         on_event: is called with each event.
+        restarts: how often a model is loaded again, until it has served for a minute.
+        load_seconds: the time limit of one load.
         clock: returns the seconds of a monotonic clock.
         spawn: runs a function in a thread of its own.
 
@@ -146,20 +126,19 @@ class Supervisor:
 
     def __init__(
         self,
-        states: Callable[[], Sequence[ModelState]],
+        states: States,
         monitor: Monitor,
         control: ModelControl | None,
-        limits: RestartLimits,
         on_event: Callable[[Event], None],
         *,
+        restarts: int,
+        load_seconds: float,
         clock: Callable[[], float] = time.monotonic,
-        spawn: Callable[[Callable[[], None]], None],
+        spawn: Callable[[Callable[[], None]], None] = model_control.start_daemon,
     ) -> None:
-        self._states, self._monitor = states, monitor
-        self._limits, self._on_event, self._clock = limits, on_event, clock
-        self._operations = (
-            PendingOperations(states, control, spawn, monitor.wake) if control is not None else None
-        )
+        self._states, self._monitor, self._control = states, monitor, control
+        self._on_event, self._clock, self._spawn = on_event, clock, spawn
+        self._restarts, self._load_seconds = restarts, load_seconds
         self._events: list[Event] = []
         self._models: dict[str, _Model] = {}
         self._index_due = 0.0
@@ -167,281 +146,213 @@ class Supervisor:
         self.snapshot = Snapshot()
 
     @property
-    def controls_models(self) -> bool:
-        """Whether the supervisor loads and unloads models, and not Triton alone."""
-        return self._operations is not None
-
-    @property
     def initial_loads_done(self) -> bool:
         """Whether the first load of every model has succeeded or failed."""
-        return not any(model.first for model in self._models.values())
+        return not any(
+            model.phase is Phase.LOADING and not model.attempts for model in self._models.values()
+        )
 
     def load(self, names: Sequence[str]) -> None:
         """Start to load models, all at the same time."""
         for name in names:
-            self._models[name] = _Model(Lifecycle(self._limits.restarts))
-            self._start_load(name)
+            self._apply(self._model(name), healing.DUE)
 
     def step(self) -> None:
         """Wait shortly, then process failures, completed operations and due loads."""
         self._monitor.wait(_STEP_S)
         failures = self._monitor.check()
-        completed = self._operations.completed() if self._operations is not None else []
+        completed = [
+            model
+            for model in self._models.values()
+            if model.operation is not None and model.operation.done
+        ]
         # Requested last: states from before a load or unload completed are outdated.
         problem = self._refresh(force=bool(failures or completed))
         for failure in failures:
             self._handle_failure(failure)
-        for operation in completed:
-            self._handle_completed(operation)
+        for model in completed:
+            self._handle_completed(model)
         if not problem:
             for name in sorted(self._statuses.keys() | self._models.keys()):
-                self._compare(name)
-        self._start_due_loads()
-        self._stop_overdue_loads()
+                self._compare(self._model(name))
+        for model in self._models.values():
+            self._start_if_due(model)
+            self._stop_if_overdue(model)
         self._publish(problem)
         # After the snapshot: a client that sees the event must not get the previous readiness.
         events, self._events = self._events, []
         for event in events:
             self._on_event(event)
 
-    # --- states in Triton ----------------------------------------------------------------------
+    def _model(self, name: str) -> _Model:
+        """Return the record of a model, which is added if it is missing."""
+        if name not in self._models:
+            self._models[name] = _Model(self._restarts, name=name)
+        return self._models[name]
+
+    # --- transitions -------------------------------------------------------------------------
+
+    def _apply(self, model: _Model, transition: Transition, reason: str = "") -> bool:
+        """Make a transition, report it and start its action; return whether it had an effect."""
+        made = model.handle(transition, self._clock(), reason)
+        if made is None:
+            return False
+        if transition not in (healing.REFUSED, healing.RELOAD_DIED):
+            # After a death, only new processes show that Triton has loaded the model again.
+            model.failure = reason
+            model.processes = self._monitor.live_processes(model.name)
+        if made.event is not None:
+            has_label = made.event in (EventKind.READY, EventKind.FAILED)
+            status = self._statuses.get(model.name) if has_label else None
+            label = f"{model.name} {status.versions}".strip() if status else model.name
+            self._events.append(Event(made.event, label, made.text))
+        if made.action is not None:
+            self._start(model, made.action)
+        return True
+
+    def _start(self, model: _Model, action: Action) -> None:
+        """Start to load or to unload a model. If an unload fails, the next load unloads it."""
+        control = self._control
+        assert control is not None  # noqa: S101  without it, nothing is loaded
+        operation = model.operation = Operation(self._clock())
+        dependents, again = sorted(model.dependents), model.attempts > 0
+        seconds = self._load_seconds + _FAILING_S
+
+        def work() -> None:
+            if action is Action.UNLOAD:
+                operation.dependents = model_control.unload(self._states, control, model.name)
+            else:
+                model_control.load(
+                    self._states, control, model.name, seconds, dependents, again=again
+                )
+
+        self._spawn(lambda: operation.run(work, self._monitor.wake))
+
+    # --- observations ------------------------------------------------------------------------
 
     def _refresh(self, *, force: bool) -> str:
         """Request the states of the models if this is due; return the problem if that fails."""
         if force or self._clock() >= self._index_due:
             try:
-                self._statuses = model_status.by_model(self._states())
+                self._statuses = model_control.by_model(self._states())
             except OSError:
                 return "tritonserver does not answer"
             self._index_due = self._clock() + _INDEX_S
         return ""
 
-    def _compare(self, name: str) -> None:
+    def _compare(self, model: _Model) -> None:
         """Detect that a model was loaded or unloaded through Triton's API."""
-        status, model = self._statuses.get(name), self._models.get(name)
-        if model is None:
-            self._adopt(name, status)
+        status = self._statuses.get(model.name)
+        if model.operation is not None or self._blocker(model.name):
             return
-        if model.operation is not None or self._blocker(name):
-            return
-        ready = status is not None and status.ready
-        phase = model.lifecycle.phase
+        is_new = model.phase is Phase.NEW
         if status is not None and status.ready:
             model.versions = status.serving
-        if phase is Phase.SERVING and not ready:
-            if status is None or model.is_unloaded(status):
-                model.lifecycle.unloaded()
-                text = "unloaded through Triton's API; not loaded again"
-                self._add_event(EventKind.RELEASED, name, text)
-            elif model.failure and _DEAD in status.reason:  # reported when the process was killed
-                model.lifecycle.given_up(model.failure)
-            elif status.reason:
-                self._give_up(name, status.reason)
-        elif phase is not Phase.SERVING and ready and self._is_replaced(name):
-            model.failure = ""
-            model.lifecycle.serving(self._clock())
-            self._add_event(EventKind.READY, self._label(name), "loaded through Triton's API")
-
-    def _adopt(self, name: str, status: ModelStatus | None) -> None:
-        """Add a record of a model that the supervisor did not load."""
-        is_failed = status is not None and status.reason and self._operations is None
-        if status is None or not (status.ready or is_failed):
-            return
-        model = self._models[name] = _Model(Lifecycle(self._limits.restarts), first=False)
-        if status.ready:
-            model.lifecycle.serving(self._clock())
-            self._add_event(EventKind.READY, self._label(name))
-        elif not status.unloaded:
-            self._give_up(name, status.reason)
-        else:
-            model.lifecycle.unloaded()
-
-    def _is_replaced(self, name: str) -> bool:
-        """Return whether a model that is READY in Triton has new processes since its failure."""
-        model = self._models[name]
-        if model.lifecycle.phase is Phase.UNLOADED or not model.failure:
-            return True
-        return bool(self._monitor.live_processes(name) - model.processes)
-
-    def _blocker(self, name: str) -> str:
-        """Return the model with which Triton unloaded this ensemble; empty if there is none."""
-        for other, model in self._models.items():
-            if name in model.dependents and model.lifecycle.phase is not Phase.SERVING:
-                return other
-        return ""
-
-    # --- failures ------------------------------------------------------------------------------
+            is_replaced = self._monitor.live_processes(model.name) - model.processes
+            if is_replaced or not model.failure or is_new or model.phase is Phase.UNLOADED:
+                self._apply(model, healing.FOUND if is_new else healing.USER_LOADED)
+        elif status is None or model.is_unloaded(status):
+            self._apply(model, healing.USER_UNLOADED)
+        elif status.reason and not (is_new and self._control is not None):
+            if model.failure and _DEAD in status.reason:
+                self._apply(model, healing.RELOAD_DIED, model.failure)
+            else:
+                self._refuse(model, status.reason)
 
     def _handle_failure(self, failure: InstanceFailure) -> None:
-        name, pid = failure.identity.model, failure.identity.pid
-        if name not in self._models:
-            self._adopt(name, self._statuses.get(name))
-        model = self._models.get(name)
-        if model is None:
-            # A load through Triton's API, which reports the failure to its client.
-            if failure.loading:
-                self._add_event(EventKind.FAILED, name, failure.reason)
-        elif model.operation is not None:
-            if not model.operation.is_load or pid in model.processes:
-                return  # a process that was to end anyway
-            model.failure = model.failure or failure.reason
-            if failure.completing:
-                self._abandon_load(name, model.failure)
+        model = self._model(failure.identity.model)
+        if model.phase is Phase.NEW:
+            self._compare(model)  # it may serve already
+        if model.operation is not None:
+            # Processes that lived before a load were to end anyway.
+            if model.phase is Phase.LOADING and failure.identity.pid not in model.processes:
+                model.failure = model.failure or failure.reason
+                if failure.completing:
+                    self._abandon_load(model, model.failure)
         elif failure.loading:
             # A load through Triton's API: Triton reports its failure, and keeps what serves.
             model.failure = failure.reason
-            self._add_event(EventKind.FAILED, name, failure.reason)
-        elif model.lifecycle.phase in (
-            Phase.SERVING,
-            Phase.UNLOADED,
-        ) and not model.is_unloaded(self._statuses.get(name)):
-            self._take_down(name, failure.reason)
+            self._events.append(Event(EventKind.FAILED, model.name, failure.reason))
+        elif not model.is_unloaded(self._statuses.get(model.name)):
+            is_controlled = self._control is not None
+            transition = healing.DIED if is_controlled else healing.DIED_UNCONTROLLED
+            self._apply(model, transition, failure.reason)
 
-    def _take_down(self, name: str, reason: str) -> None:
-        """Unload a failed model, and plan when it is loaded again."""
-        model, now = self._models[name], self._clock()
-        if model.lifecycle.phase is Phase.SERVING:
-            model.down_since = now
-        model.first = False
-        model.processes, model.failure = self._monitor.live_processes(name), reason
-        if self._operations is None:
-            model.lifecycle.given_up(reason)
-            text = f"{reason}; Triton alone controls its models"
-            self._add_event(EventKind.GIVEN_UP, name, text)
-            return
-        model.lifecycle.failed(now, reason)
-        self._report_down(name)
-        model.operation = self._operations.unload(name, now)
-
-    def _add_event(self, kind: EventKind, model: str, text: str = "") -> None:
-        self._events.append(Event(kind, model, text))
-
-    def _report_down(self, name: str) -> None:
-        lifecycle = self._models[name].lifecycle
-        attempts = lifecycle.attempts
-        if lifecycle.phase is Phase.GIVEN_UP:
-            times = "once" if attempts == 1 else f"{attempts} times"
-            text = f"{lifecycle.reason}; loaded again {times} without success, stays down until"
-            self._add_event(EventKind.GIVEN_UP, name, f"{text} it is loaded through Triton's API")
-            return
-        wait = lifecycle.due - self._clock()
-        when = "now" if wait <= 0 else f"in {wait:.0f} s"
-        text = f"loading it again {when} (attempt {attempts} of {lifecycle.restarts})"
-        self._add_event(EventKind.DOWN, name, f"{lifecycle.reason}; {text}")
-
-    def _give_up(self, name: str, reason: str) -> None:
-        self._models[name].lifecycle.given_up(model_status.public_reason(reason))
-        self._add_event(EventKind.FAILED, self._label(name), reason)
-
-    def _abandon_load(self, name: str, reason: str) -> None:
-        """Give up a load that Triton never completes."""
-        model = self._models[name]
-        model.operation, model.first = None, False
-        model.failure, model.processes = reason, self._monitor.live_processes(name)
-        text = f"{reason}; Triton never stops waiting for it: only a new server can load it"
-        model.lifecycle.given_up(text)
-        self._add_event(EventKind.GIVEN_UP, name, text)
-
-    # --- loads ---------------------------------------------------------------------------------
-
-    def _start_due_loads(self) -> None:
-        now = self._clock()
-        for name, model in self._models.items():
-            if model.lifecycle.phase is not Phase.DOWN or model.operation is not None:
-                continue
-            survivors = self._monitor.live_processes(name)
-            if survivors and now >= model.down_since + _IDLE_S:
-                self._monitor.kill(name, InstanceState.IDLE)
-            if now >= model.lifecycle.due and (
-                not survivors or now >= model.down_since + _SURVIVORS_S
-            ):
-                model.lifecycle.loading()
-                self._start_load(name)
-
-    def _start_load(self, name: str) -> None:
-        model = self._models[name]
-        model.processes, model.failure = self._monitor.live_processes(name), ""
-        assert self._operations is not None  # noqa: S101  without it, nothing is loaded
-        model.operation = self._operations.load(
-            name,
-            self._clock(),
-            self._limits.load_seconds + _FAILING_S,
-            sorted(model.dependents),
-            again=model.lifecycle.attempts > 0,
-        )
-
-    def _handle_completed(self, operation: Operation) -> None:
-        name, model = operation.model, self._models[operation.model]
-        if model.operation is not operation:
-            return  # an abandoned load
-        model.operation = None
-        if not operation.is_load:
+    def _handle_completed(self, model: _Model) -> None:
+        operation, model.operation = model.operation, None
+        if operation is None:
+            return  # the load was abandoned
+        if model.phase is not Phase.LOADING:
             model.dependents |= operation.dependents
             return
-        first, model.first = model.first, False
-        if operation.error is None and not model.failure:
-            self._handle_loaded(name, first=first)
-            return
-        reason = model.failure or model_status.public_reason(str(operation.error))
-        died = bool(model.failure) or _DEAD in reason
-        if isinstance(operation.error, LoadTimeoutError):
-            self._abandon_load(name, f"its load {operation.error}")
-        elif operation.error is None:
-            self._take_down(name, reason)
-        elif died or not first:
-            model.processes, model.failure = self._monitor.live_processes(name), reason
-            model.lifecycle.failed(self._clock(), reason)
-            self._report_down(name)
+        error, is_first = operation.error, not model.attempts
+        reason = model.failure or model_control.public_reason(str(error))
+        if error is None and not model.failure:
+            model.dependents.clear()
+            self._apply(model, healing.LOADED if is_first else healing.RELOADED)
+        elif isinstance(error, LoadTimeoutError):
+            self._abandon_load(model, f"its load {error}")
+        elif error is None:
+            self._apply(model, healing.DIED, reason)
+        elif model.failure or _DEAD in reason or not is_first:
+            self._apply(model, healing.LOAD_FAILED, reason)
         else:
-            # Another load of the same files would fail in the same way.
-            self._give_up(name, str(operation.error))
+            self._refuse(model, str(error))
 
-    def _handle_loaded(self, name: str, *, first: bool) -> None:
-        model, now = self._models[name], self._clock()
-        model.lifecycle.serving(now)
-        for dependent in model.dependents & self._models.keys():
-            self._models[dependent].lifecycle.serving(now)
-        model.dependents.clear()
-        text = "" if first else f"serves again after {now - model.down_since:.1f} s"
-        self._add_event(EventKind.READY, self._label(name), text)
+    def _refuse(self, model: _Model, reason: str) -> None:
+        if self._apply(model, healing.REFUSED, reason):
+            model.reason = model_control.public_reason(reason)
 
-    def _stop_overdue_loads(self) -> None:
-        """Kill the processes of loads that take too long; the loads then fail in Triton."""
-        limit = self._limits.load_seconds
-        for name, model in self._models.items():
-            operation = model.operation
-            if operation is None or not operation.is_load:
-                continue
-            if self._clock() - operation.started > limit:
-                # In every step: other instances of the model may still load, or start to load.
-                killed = self._monitor.kill(name, InstanceState.LOADING)
-                if not model.failure:
-                    model.failure = f"its load took longer than {limit:g} s (--load-timeout)"
-                    if not killed:
-                        self._abandon_load(name, model.failure)
+    def _abandon_load(self, model: _Model, reason: str) -> None:
+        model.operation = None
+        self._apply(model, healing.STUCK, f"{reason}; {_STUCK}")
+
+    def _start_if_due(self, model: _Model) -> None:
+        if model.phase is not Phase.DOWN or model.operation is not None:
+            return
+        now = self._clock()
+        survivors = self._monitor.live_processes(model.name)
+        if survivors and now >= model.since + _IDLE_S:
+            self._monitor.kill(model.name, InstanceState.IDLE)
+        if now >= model.due and (not survivors or now >= model.since + _SURVIVORS_S):
+            self._apply(model, healing.DUE)
+
+    def _stop_if_overdue(self, model: _Model) -> None:
+        """Kill the processes of a load that takes too long; it then fails in Triton."""
+        operation, limit = model.operation, self._load_seconds
+        if operation is None or model.phase is not Phase.LOADING:
+            return
+        if self._clock() - operation.started > limit:
+            # In every step: other instances of the model may still load, or start to load.
+            killed = self._monitor.kill(model.name, InstanceState.LOADING)
+            if not model.failure:
+                model.failure = f"its load took longer than {limit:g} s (--load-timeout)"
+                if not killed:
+                    self._abandon_load(model, model.failure)
 
     # --- readiness -----------------------------------------------------------------------------
 
     def _publish(self, problem: str) -> None:
         models = {
-            name: self._why_not_ready(name, model)
+            name: self._why_not_ready(model)
             for name, model in sorted(self._models.items())
-            if model.lifecycle.phase is not Phase.UNLOADED
+            if model.phase not in (Phase.NEW, Phase.UNLOADED)
         }
         self.snapshot = Snapshot(models, problem, self._clock())
 
-    def _why_not_ready(self, name: str, model: _Model) -> str:
+    def _why_not_ready(self, model: _Model) -> str:
         """Return why a model does not serve; empty if it does."""
-        blocker = self._blocker(name)
-        if blocker:
+        if blocker := self._blocker(model.name):
             return f"needs the model '{blocker}', which does not serve"
-        phase, reason = model.lifecycle.phase, model.lifecycle.reason
-        if phase is Phase.SERVING:
-            status = self._statuses.get(name)
+        if model.phase is Phase.SERVING:
+            status = self._statuses.get(model.name)
             # Not ready: the model is being unloaded and loaded again through Triton's API.
             return "" if status is None or status.ready else Phase.LOADING.value
-        return f"{phase.value}: {reason}" if reason else phase.value
+        return f"{model.phase.value}: {model.reason}" if model.reason else model.phase.value
 
-    def _label(self, name: str) -> str:
-        status = self._statuses.get(name)
-        return f"{name} {status.versions}".strip() if status else name
+    def _blocker(self, name: str) -> str:
+        """Return the model with which Triton unloaded this ensemble; empty if there is none."""
+        for other, model in self._models.items():
+            if name in model.dependents and model.phase is not Phase.SERVING:
+                return other
+        return ""

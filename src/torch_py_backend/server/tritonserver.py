@@ -6,7 +6,6 @@ import contextlib
 import errno
 import http.client
 import importlib.util
-import itertools
 import json
 import math
 import os
@@ -24,30 +23,31 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import IO, TYPE_CHECKING
 
 import psutil
 
 from torch_py_backend.errors import ServerError
 from torch_py_backend.processes import instance_status, orphan_cleanup
-from torch_py_backend.processes.orphan_cleanup import Owned, Ownership
-from torch_py_backend.server import endpoint_restrictions, installation
+from torch_py_backend.processes.orphan_cleanup import Ownership
+from torch_py_backend.server import installation, server_arguments
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 NGC = Path("/opt/tritonserver")
 _STUB = "triton_python_backend_stub"
+_PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 _LIBPYTHON = re.compile(rb"libpython(3\.\d+)\.so")
 # Triton waits this long for models in use before it exits; a little later it is killed.
 _EXIT_SECONDS = 30
-_EXIT_OPTION = "--exit-timeout-secs"
+_EXIT_OPTION = "exit-timeout-secs"
 _GRACE_SECONDS = 5
 # A server that is being stopped may run for this long after its last instance has ended.
 _IDLE_SECONDS = 5
 # The platforms of models that do not compute in the process of tritonserver itself.
 _CHILD_PLATFORMS = ("python", "ensemble")
+_SERVICES = ("http", "grpc", "metrics")
 _POLL_SECONDS = 0.05
 _REQUEST_SECONDS = 10
 _OTHER_ADDRESS = "Choose an --address of this machine."
@@ -98,60 +98,38 @@ def find(executable: Path | None = None) -> TritonInstallation:
     Raises:
         ServerError: there is none, or it has no Python backend or no stub for this Python.
     """
+    on_path = shutil.which("tritonserver")
+    if executable is None and on_path:
+        executable = Path(on_path)
+    elif executable is None and (NGC / "bin" / "tritonserver").is_file():
+        executable = NGC / "bin" / "tritonserver"
+    wheel = importlib.util.find_spec("pytriton")  # not imported
     if executable is not None:
         if not executable.is_file():
             raise ServerError(f"{executable} is not a file; expected a tritonserver executable.")
-        return _installed(executable)
-    on_path = shutil.which("tritonserver")
-    if on_path:
-        return _installed(Path(on_path))
-    if (NGC / "bin" / "tritonserver").is_file():
-        return _installed(NGC / "bin" / "tritonserver")
-    wheel = _wheel()
-    if wheel is not None:
-        return wheel
-    raise ServerError(
-        f"no tritonserver was found on PATH, in {NGC} or in a wheel. Install one with"
-        " pip install 'torch-py-backend[server]', or name it with --tritonserver."
-    )
-
-
-def _installed(executable: Path) -> TritonInstallation:
-    """Return the paths in the layout of NVIDIA's containers: bin/, lib/ and backends/."""
-    prefix = executable.resolve().parents[1]
-    backend = prefix / "backends" / "python"
-    return _checked(executable, backend, backend / _STUB, (prefix / "lib",))
-
-
-def _wheel() -> TritonInstallation | None:
-    """Return the paths in the wheel nvidia-pytriton, without importing it; None: not installed."""
-    spec = importlib.util.find_spec("pytriton")
-    if spec is None or spec.origin is None:
-        return None
-    package = Path(spec.origin).parent
-    root = package / "tritonserver"
-    minor = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return _checked(
-        root / "bin" / "tritonserver",
-        root / "backends" / "python",
-        root / "python_backend_stubs" / minor / _STUB,
-        (package.parent / "nvidia_pytriton.libs",),
-    )
-
-
-def _checked(
-    executable: Path, backend: Path, stub: Path, libraries: tuple[Path, ...]
-) -> TritonInstallation:
+        # The layout of NVIDIA's containers.
+        prefix = executable.resolve().parents[1]
+        backend, libraries = prefix / "backends" / "python", prefix / "lib"
+        stub = backend / _STUB
+    elif wheel is not None and wheel.origin is not None:
+        package = Path(wheel.origin).parent
+        root = package / "tritonserver"
+        executable = root / "bin" / "tritonserver"
+        backend, libraries = root / "backends" / "python", package.parent / "nvidia_pytriton.libs"
+        stub = root / "python_backend_stubs" / _PYTHON / _STUB
+    else:
+        raise ServerError(
+            f"no tritonserver was found on PATH, in {NGC} or in a wheel. Install one with"
+            " pip install 'torch-py-backend[server]', or name it with --tritonserver."
+        )
     for part in (backend / "libtriton_python.so", stub):
         if not part.is_file():
             raise ServerError(
                 f"{executable} comes without {part}: its Python backend does not support Python"
-                f" {sys.version_info.major}.{sys.version_info.minor}, or is not installed."
+                f" {_PYTHON}, or is not installed."
             )
-    libpython = sysconfig.get_config_var("LIBDIR")
-    return TritonInstallation(
-        executable, backend, stub, (*libraries, Path(libpython or "/usr/lib"))
-    )
+    libpython = Path(sysconfig.get_config_var("LIBDIR") or "/usr/lib")
+    return TritonInstallation(executable, backend, stub, (libraries, libpython))
 
 
 def stub_python(triton: TritonInstallation) -> str:
@@ -194,29 +172,26 @@ def environment(triton: TritonInstallation) -> dict[str, str]:
             f"Triton's stub runs the first python3 on PATH, and {python3} is not this Python"
             f" ({sys.executable}). Run from a virtual environment: python -m venv .venv."
         )
+    prepended = {
+        "LD_LIBRARY_PATH": [str(path) for path in triton.libraries],
+        "PATH": [str(folder)],
+    }
     values = dict(os.environ)
-    libraries = [str(path) for path in triton.libraries]
-    values["LD_LIBRARY_PATH"] = _joined([*libraries, values.get("LD_LIBRARY_PATH", "")])
-    values["PATH"] = _joined([str(folder), values.get("PATH", "")])
+    for name, paths in prepended.items():
+        values[name] = os.pathsep.join(filter(None, [*paths, values.get(name, "")]))
     return values
-
-
-def _joined(paths: Sequence[str]) -> str:
-    return os.pathsep.join(path for path in paths if path)
 
 
 def ports(*requested: int) -> list[int]:
     """Return the ports, with a free port in place of each 0."""
     with contextlib.ExitStack() as open_sockets:
-        chosen = []
-        for port in requested:
-            if port:
-                chosen.append(port)
-                continue
-            # Open until all are chosen, so that they differ. "": free on all addresses.
-            listener = open_sockets.enter_context(socket.socket())
-            listener.bind(("", 0))
-            chosen.append(listener.getsockname()[1])
+        chosen = list(requested)
+        for index, port in enumerate(requested):
+            if not port:
+                # Open until all are chosen, so that they differ. "": free on all addresses.
+                listener = open_sockets.enter_context(socket.socket())
+                listener.bind(("", 0))
+                chosen[index] = listener.getsockname()[1]
         return chosen
 
 
@@ -284,25 +259,25 @@ class Server:
         self._arguments = tuple(arguments)
         self._exit_seconds = exit_seconds(arguments)
         self.log = log
-        self.keys = endpoint_restrictions.required_keys(arguments)
+        self.keys = server_arguments.required_keys(arguments)
         self._ownership: Ownership | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def http_address(self) -> str:
-        return f"{self._reachable}:{self._ports[0]}"
+        return self._reachable(self._ports[0])
 
     @property
     def grpc_address(self) -> str:
-        return f"{self._reachable}:{self._ports[1]}"
+        return self._reachable(self._ports[1])
 
     @property
     def metrics_address(self) -> str:
-        return f"{self._reachable}:{self._ports[2]}"
+        return self._reachable(self._ports[2])
 
-    @property
-    def _reachable(self) -> str:
-        return "127.0.0.1" if self._address == "0.0.0.0" else self._address  # noqa: S104
+    def _reachable(self, port: int) -> str:
+        host = "127.0.0.1" if self._address == "0.0.0.0" else self._address  # noqa: S104
+        return f"{host}:{port}"
 
     @property
     def log_name(self) -> str:
@@ -354,7 +329,22 @@ class Server:
             # A session of its own: Ctrl-C reaches this process, which then stops the server. A
             # folder of its own: Triton's stub would import a model.py from the current folder.
             self._process = subprocess.Popen(  # noqa: S603  the executable found above
-                self._command(owned),
+                [
+                    str(self._triton.executable),
+                    f"--model-repository={self._repository}",
+                    f"--backend-directory={owned.backends}",
+                    # Distinguishes its shared memory from that of other servers.
+                    f"--backend-config=python,shm-region-prefix-name={owned.prefix}",
+                    f"--{_EXIT_OPTION}={_EXIT_SECONDS}",
+                    # A model that does not load must not stop the server.
+                    "--exit-on-error=false",
+                    *(
+                        f"--{service}-{argument}"
+                        for service, port in zip(_SERVICES, self._ports, strict=True)
+                        for argument in (f"address={self._address}", f"port={port}")
+                    ),
+                    *self._arguments,
+                ],
                 env=values,
                 cwd=owned.folder,
                 stdout=self.log,
@@ -364,21 +354,6 @@ class Server:
         except BaseException:
             self.stop()
             raise
-
-    def _command(self, owned: Owned) -> list[str]:
-        command = [
-            str(self._triton.executable),
-            f"--model-repository={self._repository}",
-            f"--backend-directory={owned.backends}",
-            # The prefix of the names of its shared memory, which distinguishes it from others'.
-            f"--backend-config=python,shm-region-prefix-name={owned.prefix}",
-            f"{_EXIT_OPTION}={_EXIT_SECONDS}",
-            # A model that does not load must not stop the server.
-            "--exit-on-error=false",
-        ]
-        for service, port in zip(("http", "grpc", "metrics"), self._ports, strict=True):
-            command += [f"--{service}-address={self._address}", f"--{service}-port={port}"]
-        return [*command, *self._arguments]
 
     def wait_loaded(self, timeout: float | None = None) -> list[ModelState]:
         """Wait until the server has tried to load every model, and return their states.
@@ -430,14 +405,13 @@ class Server:
                 instance_status.Reader(path).identity.model
                 for path in instance_status.files(self.status_folder)
             }
-            others = {state.name for state in self.models() if state.ready} - own
-            return all(self._platform(name) in _CHILD_PLATFORMS for name in others)
+            for name in {state.name for state in self.models() if state.ready} - own:
+                with self._request(f"models/{urllib.parse.quote(name, safe='')}") as response:
+                    if json.load(response).get("platform") not in _CHILD_PLATFORMS:
+                        return False
         except (OSError, ValueError, http.client.HTTPException):
             return False  # the server does not answer, or restricts the endpoint
-
-    def _platform(self, model: str) -> str:
-        with self._request(f"models/{urllib.parse.quote(model, safe='')}") as response:
-            return str(json.load(response).get("platform"))
+        return True
 
     def stop(self) -> None:
         """Stop the server, and remove its instances and shared memory. May be called twice."""
@@ -455,12 +429,7 @@ class Server:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
@@ -475,13 +444,9 @@ def parse_state(entry: Mapping[str, str]) -> ModelState:
 
 def exit_seconds(arguments: Sequence[str]) -> int:
     """Return how long a server with these arguments waits for models in use when it is stopped."""
-    text = str(_EXIT_SECONDS)
-    for argument, following in itertools.pairwise([*arguments, ""]):
-        name, equals, value = argument.partition("=")
-        if name == _EXIT_OPTION:
-            text = value if equals else following
+    seconds = server_arguments.values(arguments, _EXIT_OPTION)
     # Triton itself refuses other text than a number.
-    return int(text) if text.isdecimal() else _EXIT_SECONDS
+    return int(seconds[-1]) if seconds and seconds[-1].isdecimal() else _EXIT_SECONDS
 
 
 def _terminate(process: subprocess.Popen[bytes], seconds: float, *, in_children: bool) -> None:

@@ -1,10 +1,9 @@
-"""Restrictions of Triton's endpoints by keys, parsed from the arguments of a tritonserver."""
+"""The command-line arguments of a tritonserver, and the restrictions of endpoints among them."""
 
 from __future__ import annotations
 
 import itertools
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_py_backend.errors import ServerError
@@ -23,9 +22,32 @@ APIS = (
 )
 # With these a client can run code, read memory or write files.
 SENSITIVE = ("model-repository", "shared-memory", "trace", "logging")
+_HTTP, _GRPC = "http-restricted-api", "grpc-restricted-protocol"
 # The prefix of the names of keys in gRPC metadata; HTTP headers have none.
 _GRPC_PREFIX = "triton-grpc-protocol-"
-_RESTRICTION = re.compile(r"--(http-restricted-api|grpc-restricted-protocol)(?:=|$)")
+
+
+def values(arguments: Sequence[str], name: str) -> list[str]:
+    """Return the values of an argument, which may be repeated: `--name=value` or `--name value`."""
+    return [
+        following if argument == f"--{name}" else argument.partition("=")[2]
+        for argument, following in itertools.pairwise([*arguments, ""])
+        if argument.partition("=")[0] == f"--{name}"
+    ]
+
+
+def without(arguments: Sequence[str], name: str) -> list[str]:
+    """Return the arguments without one of them and its values."""
+    kept: list[str] = []
+    is_value = False
+    for argument in arguments:
+        if not is_value and argument.partition("=")[0] != f"--{name}":
+            kept.append(argument)
+        is_value = not is_value and argument == f"--{name}"
+    return kept
+
+
+# --- restrictions ----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,35 +64,34 @@ def required_keys(arguments: Sequence[str]) -> Keys:
     Raises:
         ServerError: a restriction has no key.
     """
-    http, grpc = [], []
-    for protocol, value in _restrictions(arguments):
+    grpc = [(f"{_GRPC_PREFIX}{key}".lower(), secret) for key, secret in _keys(arguments, _GRPC)]
+    return Keys(tuple(_keys(arguments, _HTTP)), tuple(grpc))
+
+
+def _keys(arguments: Sequence[str], name: str) -> list[tuple[str, str]]:
+    keys = []
+    for value in values(arguments, name):
         key, equals, secret = value.partition(":")[2].partition("=")
         if not equals:
             raise ServerError(
                 f"'{value}' restricts no endpoints; expected APIS:KEY=VALUE, such as"
                 " model-repository,shared-memory:admin-key=secret."
             )
-        if protocol == "http":
-            http.append((key, secret))
-        else:
-            grpc.append((f"{_GRPC_PREFIX}{key}".lower(), secret))
-    return Keys(tuple(http), tuple(grpc))
+        keys.append((key, secret))
+    return keys
 
 
 def unrestricted(arguments: Sequence[str]) -> list[str]:
     """Return the sensitive endpoints that require no key over HTTP or over gRPC."""
-    restricted: dict[str, set[str]] = {"http": set(), "grpc": set()}
-    for protocol, value in _restrictions(arguments):
-        restricted[protocol] |= {name.strip() for name in value.partition(":")[0].split(",")}
-    return [name for name in SENSITIVE if not all(name in names for names in restricted.values())]
-
-
-def _restrictions(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the protocol and the value of each restriction."""
-    for argument, following in itertools.pairwise([*arguments, ""]):
-        match = _RESTRICTION.match(argument)
-        if match is not None:
-            yield match[1][:4], argument[match.end() :] if "=" in match[0] else following
+    http, grpc = (
+        {
+            api.strip()
+            for value in values(arguments, name)
+            for api in value.partition(":")[0].split(",")
+        }
+        for name in (_HTTP, _GRPC)
+    )
+    return [api for api in SENSITIVE if api not in http & grpc]
 
 
 def restriction_arguments(apis: str, key: str, secret: str) -> list[str]:
@@ -89,4 +110,4 @@ def restriction_arguments(apis: str, key: str, secret: str) -> list[str]:
     if unknown:
         raise ServerError(f"'{unknown[0]}' is not one of Triton's endpoints: {', '.join(APIS)}.")
     value = f"{','.join(names)}:{key}={secret}"
-    return [f"--http-restricted-api={value}", f"--grpc-restricted-protocol={value}"]
+    return [f"--{_HTTP}={value}", f"--{_GRPC}={value}"]

@@ -1,0 +1,50 @@
+"""The command `torch-py-backend`, run in this process."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torch_py_backend.cli import app
+
+
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run the command; return its exit code, and what it printed through Python's streams."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(sys, "argv", ["torch-py-backend", *arguments])
+        patch.setenv("COLUMNS", "200")
+        patch.setenv("TERM", "dumb")
+        if cwd is not None:
+            patch.chdir(cwd)
+        try:
+            app()
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return subprocess.CompletedProcess(arguments, code, out.getvalue(), err.getvalue())
+
+
+def refuse(text: str, *arguments: str, cwd: Path | None = None) -> None:
+    """Check that the command prints one line on standard error with a text, and exits with 1."""
+    done = run(*arguments, cwd=cwd)
+    assert done.returncode == 1, done.stdout
+    assert done.stderr.startswith("error: ")
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Return all paths below a folder, with the contents of files."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None
+        for path in folder.rglob("*")
+    }

@@ -1,0 +1,108 @@
+"""Arguments of a tritonserver: their values, and restrictions of endpoints."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from documentation import ROOT
+
+from torch_py_backend.errors import ServerError
+from torch_py_backend.server import server_arguments
+from torch_py_backend.server.server_arguments import Keys
+
+_ARGUMENTS = ["--load-model=a", "--log-verbose", "1", "--load-model", "b", "--load-models=c"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "values", "rest"),
+    [
+        ([], [], []),
+        (_ARGUMENTS, ["a", "b"], ["--log-verbose", "1", "--load-models=c"]),
+        (["--load-model"], [""], []),
+        (["--load-model", "--load-model", "x"], ["--load-model", "x"], ["x"]),
+    ],
+)
+def test_values_in_both_spellings(arguments: list[str], values: list[str], rest: list[str]) -> None:
+    """`--name=value` and `--name value` are found, and can be removed."""
+    assert server_arguments.values(arguments, "load-model") == values
+    assert server_arguments.without(arguments, "load-model") == rest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keys"),
+    [
+        ([], Keys()),
+        (["--http-restricted-api", "health:k=v=w"], Keys(http=(("k", "v=w"),))),
+        (
+            ["--grpc-restricted-protocol=model-repository,trace:Key=v"],
+            Keys(grpc=(("triton-grpc-protocol-key", "v"),)),
+        ),
+        (
+            ["--http-restricted-api=health:a=1", "--http-restricted-api=trace:b=2"],
+            Keys(http=(("a", "1"), ("b", "2"))),
+        ),
+        (
+            server_arguments.restriction_arguments("trace, logging", "key", "v"),
+            Keys(http=(("key", "v"),), grpc=(("triton-grpc-protocol-key", "v"),)),
+        ),
+    ],
+    ids=["none", "http", "grpc", "several", "ours"],
+)
+def test_keys(arguments: list[str], keys: Keys) -> None:
+    """The keys are those that clients must send to restricted endpoints."""
+    assert server_arguments.required_keys(arguments) == keys
+
+
+@pytest.mark.parametrize("value", ["health", "health:key", "health=key"])
+def test_a_restriction_without_a_key(value: str) -> None:
+    """The error shows the expected form."""
+    with pytest.raises(ServerError, match="expected APIS:KEY=VALUE"):
+        server_arguments.required_keys([f"--http-restricted-api={value}"])
+
+
+@pytest.mark.parametrize("apis", ["", "repository", "trace,,logging", "trace:k"])
+def test_endpoints_that_triton_does_not_have(apis: str) -> None:
+    """A misspelt endpoint would stay open: it is an error, which lists the names."""
+    with pytest.raises(ServerError, match="health, metadata, inference"):
+        server_arguments.restriction_arguments(apis, "k", "v")
+
+
+_ALL = "model-repository,shared-memory,trace,logging"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exposed"),
+    [
+        ([], ["model-repository", "shared-memory", "trace", "logging"]),
+        (server_arguments.restriction_arguments(_ALL, "k", "v"), []),
+        (
+            server_arguments.restriction_arguments("health, model-repository", "k", "v"),
+            ["shared-memory", "trace", "logging"],
+        ),
+        ([f"--http-restricted-api={_ALL}:k=v"], _ALL.split(",")),
+        (
+            [
+                f"--http-restricted-api={_ALL}:k=v",
+                "--grpc-restricted-protocol",
+                "trace:k=v",
+                "--grpc-restricted-protocol=logging:l=w",
+            ],
+            ["model-repository", "shared-memory"],
+        ),
+    ],
+    ids=["none", "all", "some", "one protocol", "several"],
+)
+def test_unrestricted_endpoints(arguments: list[str], exposed: list[str]) -> None:
+    """An endpoint is restricted if both protocols require a key for it."""
+    assert server_arguments.unrestricted(arguments) == exposed
+
+
+def test_the_flags_in_the_documentation() -> None:
+    """The arguments in security.md restrict all sensitive endpoints."""
+    text = (ROOT / "docs/security.md").read_text()
+    flags = re.findall(r"^--(?:http|grpc)-restricted\S+$", text, flags=re.MULTILINE)
+    assert server_arguments.required_keys(flags) == Keys(
+        http=(("admin-key", "SECRET"),), grpc=(("triton-grpc-protocol-admin-key", "SECRET"),)
+    )
+    assert server_arguments.unrestricted(flags) == []
