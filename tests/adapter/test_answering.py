@@ -381,7 +381,7 @@ def test_a_poisoned_instance(
     """The error is reported once, every request is refused unread, and the model is not called."""
     model = load(tmp_path)
     told = Told()
-    model._vitals = told
+    model._status = told
     assert model.is_ready()
     assert gauge() == [0]
 

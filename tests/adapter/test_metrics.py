@@ -193,7 +193,7 @@ def test_seconds_of_stages(tmp_path: Path, process: None, monkeypatch: pytest.Mo
 
         return taking if stage in _TOOK else function
 
-    model._engine.surround(around)
+    model._engine.instrument(around)
     with monkeypatch.context() as patched:
         patched.setattr(time, "perf_counter", lambda: now[0])
         model.execute([request(1, 1)])
@@ -335,7 +335,7 @@ def test_a_running_call(tmp_path: Path, process: None) -> None:
     """The duration of the running call is published, and so is the heartbeat."""
     model = load(tmp_path, judge())
     assert told("running_call_seconds") == {}
-    model._vitals.busy()
+    model._status.busy()
     model._publisher.publish()
     (seconds,) = told("running_call_seconds").values()
     assert 0 < seconds < _SECONDS

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from torch_py_backend.engine.bisection import CallBudget, bisect
+from torch_py_backend.engine.bisection import bisect
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Model:
 def narrowed(model: Model, count: int, calls: int = 1000) -> list[str | Failed]:
     items = range(count)
     return bisect(
-        items, model, Failed(tuple(items)), calls=CallBudget(calls), hopeless=lambda: False
+        items, model, Failed(tuple(items)), calls=iter(range(calls)), hopeless=lambda: False
     )
 
 
@@ -107,7 +107,7 @@ def test_stop_after_a_fatal_failure(guilty: int) -> None:
         range(8),
         attempt,
         Failed(tuple(range(8))),
-        calls=CallBudget(1000),
+        calls=iter(range(1000)),
         hopeless=lambda: model.calls[-1] == (guilty,),
     )
 

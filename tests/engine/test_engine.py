@@ -151,7 +151,7 @@ def test_a_later_result_of_another_structure() -> None:
 def test_a_result_that_does_not_bind() -> None:
     """Missing outputs in the first result are an error in every run."""
     made = engine(lambda x: (x, x))
-    made.callee.take = OutputExtractor(build.config(outputs=(build.spec("OUTPUT__2"),))).take
+    made.runner.take = OutputExtractor(build.config(outputs=(build.spec("OUTPUT__2"),))).take
     for _ in range(2):
         (outcome,) = made.run(items((1, 4)))
         assert isinstance(outcome, BindingError)

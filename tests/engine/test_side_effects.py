@@ -133,14 +133,14 @@ def test_inputs_that_are_written(value: Any, write: Any) -> None:
     assert not made.known
     made.compare(before, item)
     assert made.known
-    assert not made.writes_inputs()
+    assert not made.writes_inputs
 
     write(value)
     made.compare(before, item)
-    assert made.writes_inputs()
+    assert made.writes_inputs
 
     made.compare(side_effects.copy_tensors(item), item)
-    assert made.writes_inputs()
+    assert made.writes_inputs
 
 
 @pytest.mark.parametrize(
@@ -158,7 +158,7 @@ def test_inputs_that_are_not_written(value: Any) -> None:
     made, item = SideEffects(None), {"x": value}
     made.compare(side_effects.copy_tensors(item), item)
 
-    assert not made.writes_inputs()
+    assert not made.writes_inputs
 
 
 def test_one_value_with_a_stride_of_0() -> None:
@@ -167,7 +167,7 @@ def test_one_value_with_a_stride_of_0() -> None:
     made = SideEffects(None)
     before = side_effects.copy_tensors({"x": value})
     made.compare(before, {"x": value})
-    assert not made.writes_inputs()
+    assert not made.writes_inputs
     value.add_(1)
     made.compare(before, {"x": value})
-    assert made.writes_inputs()
+    assert made.writes_inputs

@@ -155,7 +155,7 @@ def test_a_new_file_is_swapped_in(
         until(lambda: watch.digest == hashlib.sha256(path.read_bytes()).hexdigest()[:12])
         assert torch.equal(answer(made), Net(value)(X))
         # The swap is not a side effect of the model.
-        assert not made.purity.writes_buffers()
+        assert not made.side_effects.writes_buffers()
         found = sharing.mapped(made.loaded)
         assert found.shared == found.total
     until(lambda: f"{path} (deleted)" not in Path("/proc/self/maps").read_text())

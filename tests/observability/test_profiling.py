@@ -97,7 +97,7 @@ def test_stages_are_restored_after_a_trace(process: None, tmp_path: Path) -> Non
     during = engine.__dict__.keys()
     served.send(1)
     assert not {"_run", "_attempt", "_scatter"} & engine.__dict__.keys()
-    assert engine.callee.module is engine.loaded.module
+    assert engine.runner.module is engine.loaded.module
     assert during >= {"_gather", "_to_device", "_to_host"}
 
 
@@ -108,7 +108,7 @@ def test_the_last_batch_ends_while_the_stages_are_instrumented(
     served = _Served(tmp_path, PROFILE_BATCHES="1", TRACING="false")
     served.send(1)
     engine = served.model._engine
-    surround = engine.surround
+    surround = engine.instrument
     sending = threading.Thread(target=served.send, args=(1,))
 
     def surrounding(around: Any) -> Callable[[], None]:
@@ -117,7 +117,7 @@ def test_the_last_batch_ends_while_the_stages_are_instrumented(
         _wait(lambda: around.__self__._left == 0)
         return restore
 
-    engine.surround = surrounding  # type: ignore[method-assign]
+    engine.instrument = surrounding  # type: ignore[method-assign]
     profiler = profiling.LiveProfiler(engine)
     sending.join()
     assert "_run" not in vars(engine)

@@ -103,7 +103,7 @@ def test_torchscript_with_bytes(tmp_path: Path, first: bytes, optimize: tuple[st
     settings = build.config(tmp_path, inputs=inputs, outputs=OUTPUTS, optimize=optimize)
     sent = np.array([[first], ["é".encode()]], dtype=np.object_)
     engine = _build(settings)
-    module: Any = engine.callee.module
+    module: Any = engine.runner.module
     assert module.original_name == "Echo"  # hooks may use attributes of the module
 
     for _ in range(2):

@@ -97,7 +97,7 @@ def test_writes_to_inputs_are_detected(writes: bool) -> None:
 
     warmup.run(model)
 
-    assert model.purity.writes_inputs() == writes
+    assert model.side_effects.writes_inputs == writes
 
 
 def test_reports_of_failures_are_cleared(caplog: pytest.LogCaptureFixture) -> None:
@@ -405,7 +405,7 @@ def test_samples_after_a_failed_one_are_run() -> None:
     warmup.run(model, serving=True)
 
     assert rows == [8, 7, 7, 7, 1, 1, 1]
-    assert not model.purity.writes_inputs()
+    assert not model.side_effects.writes_inputs
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,8 @@ class StreamCalls:
 
     Args:
         config: the model's config.
-        intake: converts items to arguments.
-        callee: the model.
+        grouping: converts items to arguments.
+        runner: the model.
         surroundings: the device and the context of calls.
         finite: refuses outputs with NaN or infinity; None: they are not checked.
         counts: the counters of calls and seconds.
@@ -56,8 +56,8 @@ class StreamCalls:
     def __init__(
         self,
         config: ModelConfig,
-        intake: Grouping | HookedPipeline,
-        callee: ModelRunner,
+        grouping: Grouping | HookedPipeline,
+        runner: ModelRunner,
         surroundings: Runtime,
         finite: Finite | None,
         counts: Counts,
@@ -65,8 +65,8 @@ class StreamCalls:
     ) -> None:
         self.step = step
         self.advance: Callable[[Callable[[], Any]], Any] = lambda resume: resume()
-        self._intake = intake
-        self._callee = callee
+        self._grouping = grouping
+        self._runner = runner
         self._finite = finite
         self._counts = counts
         self._batched = config.max_batch_size > 0
@@ -94,25 +94,25 @@ class StreamCalls:
         Raises:
             InputError: the item is not what the model takes.
         """
-        assert isinstance(self._intake, Grouping)  # noqa: S101  hooks are refused for streams
-        admitted = self._intake.admit(item)
+        assert isinstance(self._grouping, Grouping)  # noqa: S101  hooks are refused for streams
+        admitted = self._grouping.admit(item)
         if isinstance(admitted, BackendError):
             raise admitted
-        (group,) = self._intake.group([(0, admitted)])
+        (group,) = self._grouping.group([(0, admitted)])
         began = time.perf_counter()
         batch = self._gather(group.items, group.inputs.names)
         gathered = time.perf_counter()
         columns = self._to_device(batch.columns)
         sent = time.perf_counter()
-        given = StreamInputs(rows_in(columns), columns)
-        passed = self._intake.convert(group.inputs, columns)
-        result = group.inputs.call(self._callee.module, passed)
+        inputs = StreamInputs(rows_in(columns), columns)
+        passed = self._grouping.convert(group.inputs, columns)
+        result = group.inputs.call(self._runner.module, passed)
         counts = self._counts
         counts.forward_seconds += time.perf_counter() - sent
         counts.gather_seconds += gathered - began
         counts.host_to_device_seconds += sent - gathered
-        counts.batch(given.rows if self._batched else 1)
-        return result, given
+        counts.batch(inputs.rows if self._batched else 1)
+        return result, inputs
 
     def outcomes(self, results: Sequence[tuple[Any, StreamInputs]]) -> list[Outcome]:
         """Return the outcomes for results of streams, checked against the config."""
@@ -140,7 +140,7 @@ class StreamCalls:
 
     def _extract(self, result: Any, rows: int) -> list[Value] | OutputError:
         try:
-            return self._callee.take(result, rows)
+            return self._runner.take(result, rows)
         except OutputError as error:
             return error
 

@@ -51,7 +51,7 @@ class Recording:
     def __init__(self, engine: Engine, *, memory: bool = False) -> None:
         self._profiler = profile(profile_memory=memory)
         self._profiler.start()
-        self._restore = engine.surround(_with_range)
+        self._restore = engine.instrument(_with_range)
 
     def stop(self) -> profile:
         """Remove the ranges, stop the profiler and return it."""
@@ -181,7 +181,7 @@ class LiveProfiler:
         """Record the next batches."""
         with self._lock:
             self._left = self._batches
-            self._disarm = self._engine.surround(self._recorded)
+            self._disarm = self._engine.instrument(self._recorded)
 
     def _recorded(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
         decoupled = self._engine.config.decoupled

@@ -58,19 +58,19 @@ class TracedItem(dict[str, Value]):
         return TracedItem({**self, **other}, self.context)
 
 
-def check_available(config: ModelConfig, *, told: bool) -> None:
+def check_available(config: ModelConfig, *, traced: bool) -> None:
     """Check, before the model is loaded, that TRACING can work.
 
     Args:
         config: the model's config.
-        told: whether requests of this server have traces.
+        traced: whether requests of this server have traces.
 
     Raises:
         PlatformError: the server is too old, or opentelemetry-sdk is not installed.
     """
     if not config.options.tracing:
         return
-    if not told:
+    if not traced:
         raise PlatformError(
             config.name,
             "TRACING is set, and this server does not pass traces to models",
@@ -83,7 +83,7 @@ def check_available(config: ModelConfig, *, told: bool) -> None:
         )
 
 
-def is_enabled(config: ModelConfig, *, told: bool) -> bool:
+def is_enabled(config: ModelConfig, *, traced: bool) -> bool:
     """Return whether to trace the model's requests.
 
     If TRACING is unset: yes if the model's code has imported OpenTelemetry, or if OTEL_* variables
@@ -91,12 +91,12 @@ def is_enabled(config: ModelConfig, *, told: bool) -> bool:
 
     Args:
         config: the model's config.
-        told: whether requests of this server have traces.
+        traced: whether requests of this server have traces.
     """
     if config.options.tracing is not None:
         return config.options.tracing
     used = "opentelemetry.context" in sys.modules or bool(_exporter_names())
-    return told and used and _installed()
+    return traced and used and _installed()
 
 
 def _installed() -> bool:
@@ -133,7 +133,7 @@ class Tracing:
             "triton.model_version": engine.config.version,
         }
         self._contexts: Sequence[Context | None] = ()
-        engine.surround(self._traced)
+        engine.instrument(self._traced)
 
     def close(self) -> None:
         """Send the remaining spans. Closing twice is allowed."""

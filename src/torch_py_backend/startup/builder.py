@@ -73,7 +73,7 @@ def summary(engine: Engine, threads: Threads) -> str:
         f"threads {threads.intra_op} intra-op, {threads.inter_op} inter-op",
         f"inference mode {'on' if options.inference_mode else 'off'}",
         f"JIT switches {', '.join(switches) or 'unset'}",
-        f"torch.compile {compiled if engine.callee.compiles else 'off'}",
+        f"torch.compile {compiled if engine.runner.compiles else 'off'}",
         *([f"OPTIMIZE {', '.join(options.optimize)}"] if options.optimize else []),
         f"warm-up {'off' if options.warmup is False else 'on'}",
     ]
