@@ -22,8 +22,6 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.errors import BackendError, UnavailableError
 from torch_py_backend.processes import instance_status
 
-_DOCUMENT = {"input": [{"name": "x", "dims": [4]}]}
-
 
 def load(folder: Path, definition: Any = models.Judge, **parameters: str) -> TritonPythonModel:
     scenario = scenarios.Scenario(
@@ -194,12 +192,6 @@ def test_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
     )
 
 
-def test_only_requests_that_cannot_be_read(tmp_path: Path, process: None) -> None:
-    """If no request can be read, the model is not called."""
-    sent = [unreadable(), unreadable()]
-    assert check(sent, load(tmp_path).execute(sent)) == [TritonError.INVALID_ARG] * 2
-
-
 def test_out_of_memory_while_a_request_is_read(tmp_path: Path, process: None) -> None:
     """The error is UNAVAILABLE: the client is not at fault."""
     sent = [unreadable(MemoryError()), request(2)]
@@ -292,18 +284,6 @@ def test_cancelled_requests_are_not_run(tmp_path: Path, process: None) -> None:
 
     assert codes == [None, TritonError.CANCELLED, None]
     assert model._engine.counts.rows - before == 2
-
-
-def test_only_cancelled_requests(tmp_path: Path, process: None) -> None:
-    """A batch of only cancelled requests is not run."""
-    model = load(tmp_path, Slow)
-    model.execute([request(1)])
-    before = model._engine.counts.rows
-    sent = [request(2, cancelled=True)] * 2
-
-    for _ in range(3):  # what was not run says nothing of how long the next one takes
-        assert check(sent, model.execute(sent)) == [TritonError.CANCELLED] * 2
-    assert model._engine.counts.rows == before
 
 
 def test_cancellation_is_not_checked_for_short_batches(
@@ -404,14 +384,6 @@ def test_a_poisoned_instance(
     )
 
 
-def test_metrics_have_instance_labels(tmp_path: Path, process: None) -> None:
-    """The gauge has the instance's name as a label."""
-    load(tmp_path)
-    (metric,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]
-
-    assert metric.labels == {"model": "judge", "version": "1", "model_instance": "judge_0_0"}
-
-
 @pytest.mark.parametrize(("action", "leaves"), [("stay", False), ("exit", True), (None, False)])
 def test_on_fatal(
     action: str | None,
@@ -458,13 +430,6 @@ def test_a_device_that_breaks_in_the_warm_up(
 class Raises(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no")
-
-
-def test_failure_of_the_warm_up_is_logged(tmp_path: Path, process: None) -> None:
-    """The load error is one sentence; the log has the traceback."""
-    with pytest.raises(fake_triton.TritonModelException, match="the warm-up with x"):
-        load(tmp_path, Raises, WARMUP="true")
-    assert any("Traceback" in line and 'raise RuntimeError("no")' in line for line in errors())
 
 
 def test_error_codes_are_tritons() -> None:

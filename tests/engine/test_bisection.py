@@ -56,23 +56,6 @@ def test_only_failing_items_get_the_error(count: int, share: float) -> None:
     assert len(model.calls) <= 2 * len(guilty) * math.ceil(math.log2(count))
 
 
-def test_no_call_is_made_twice() -> None:
-    """Items that succeeded, or failed alone, are not run again."""
-    model = Model([3, 4])
-
-    narrowed(model, 8)
-
-    assert len(set(model.calls)) == len(model.calls)
-
-
-def test_single_item_is_not_retried() -> None:
-    """A batch of one item cannot be divided further."""
-    model = Model([0])
-
-    assert narrowed(model, 1) == [Failed((0,))]
-    assert model.calls == []
-
-
 def test_failure_that_depends_on_the_batch() -> None:
     """If both halves succeed, all items get their results."""
     model = Model([])

@@ -71,9 +71,7 @@ class Served:
     def __init__(self, settings: ModelConfig, module: nn.Module, device: str = "cpu") -> None:
         self.clock = Clock()
         self.engine = engine(settings, module, device)
-        self.states = Sequences(
-            self.engine.config, self.engine.run, self.engine.device, self.clock
-        )
+        self.states = Sequences(self.engine.config, self.engine.run, self.engine.device, self.clock)
 
     def send(self, *steps: Step) -> list[Any]:
         """Return the first value of `y` of each outcome, or its error."""
@@ -160,9 +158,7 @@ def test_a_report_has_the_position_of_the_failed_step() -> None:
     served = accumulating()
     served.send(step(1, 1, "s"), step(2, 1, "s"))
 
-    outcomes = served.send(
-        step(0, 9), step(7, 1), step(1, 1), step(2, -1), step(1, -1), step(1, 1)
-    )
+    outcomes = served.send(step(0, 9), step(7, 1), step(1, 1), step(2, -1), step(1, -1), step(1, 1))
 
     reported = [at for at, value in enumerate(outcomes) if getattr(value, "reported", False)]
     assert reported == [3, 4]
@@ -213,7 +209,7 @@ def test_internal_error_ends_sequences() -> None:
     assert len(served.states) == 1
 
 
-def _fails(items: Any, places: Any) -> Any:
+def _fails(items: Any) -> Any:
     raise KeyboardInterrupt
 
 
@@ -734,10 +730,10 @@ def test_sweep_does_not_wait_for_a_batch() -> None:
     served = accumulating()
     run = served.states._run_items
 
-    def swept(items: Any, places: Any) -> Any:
+    def swept(items: Any) -> Any:
         served.clock.now += 10 * _FORGOTTEN_S
         served.states.sweep()
-        return run(items, places)
+        return run(items)
 
     served.send(step(1, 1, "s"))
     served.states._run_items = swept

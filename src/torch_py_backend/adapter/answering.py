@@ -73,7 +73,7 @@ class Answering(Generic[T]):
         self._run_all = run
         self._count_sent = count_sent
         self._counts = engine.counts
-        self._watcher = watcher if messages.takes_parameters() else None
+        self._watcher = watcher if watcher is not None and messages.takes_parameters() else None
         self._model = engine.config.name
         self._end = end
         self._duration = 0.0

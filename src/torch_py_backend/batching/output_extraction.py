@@ -269,7 +269,7 @@ class _Tensor(_Output):
         if isinstance(part, bool) or self.dtype is torch.bool:
             fits = isinstance(part, bool)
         elif self.dtype.is_floating_point:
-            fits = True
+            part, fits = float(part), True
         else:
             limits = torch.iinfo(self.dtype)
             fits = isinstance(part, int) and limits.min <= part <= limits.max
