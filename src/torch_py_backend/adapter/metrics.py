@@ -46,10 +46,7 @@ _Values: TypeAlias = "Iterator[tuple[_Series, float]]"
 class Metric:
     """One series in Triton and its last published value.
 
-    Args:
-        config: the instance's config.
-        name: the series' name.
-        more: the values of labels that do not follow from the config.
+    `more` has the values of labels that do not follow from the config.
 
     Attributes:
         supported: whether this server has metrics; found out once.
@@ -126,10 +123,7 @@ def _refused(config: ModelConfig, name: str, error: Exception) -> PlatformError:
 class Publisher:
     """Publishes an instance's counters and gauges until it is closed.
 
-    Args:
-        engine: the model, warmed up; counts of the warm-up are not published.
-        status: the instance's status.
-        watcher: has the digest of the current weights; None: weights are not watched.
+    Counts of the warm-up are not published.
 
     Raises:
         PlatformError: Triton refuses a metric.

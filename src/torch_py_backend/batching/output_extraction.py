@@ -26,9 +26,7 @@ Verify: TypeAlias = "Callable[[Any, int], Value]"
 class OutputExtractor:
     """Extracts the config's outputs from results and checks them.
 
-    Args:
-        config: the model's config.
-        of: the name of the function that returns the results, for messages.
+    `of` is the name of the function that returns the results, for messages.
     """
 
     def __init__(self, config: ModelConfig, of: str = "forward()") -> None:

@@ -212,8 +212,7 @@ class Padding:
     def split(self, items: Sequence[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
         """Split the items of one group into parts whose padding stays within MOST_GROWTH.
 
-        Args:
-            items: items with the same inputs, each with its position; parts keep their order.
+        The parts keep the order of the items.
         """
         names = [name for name in self.pads if name in items[0][1]]
         if not names:
@@ -246,14 +245,7 @@ class Padding:
         names: Sequence[str],
         columns: Sequence[Value],
     ) -> None:
-        """Count a batch's values and its padding.
-
-        Args:
-            counts: the counters.
-            items: the items.
-            names: their inputs.
-            columns: the gathered column of each input.
-        """
+        """Count a batch's values and its padding."""
         for name, column in zip(names, columns, strict=True):
             if name in self.pads:
                 values = math.prod(column.shape)
@@ -264,13 +256,7 @@ class Padding:
     def cut(
         self, outcomes: Sequence[dict[str, Value]], items: Sequence[Item], shapes: Mapping[str, Any]
     ) -> None:
-        """Cut outputs to the lengths of their items.
-
-        Args:
-            outcomes: each item's outputs; changed in place.
-            items: the items.
-            shapes: the shapes of the padded inputs by name.
-        """
+        """Cut outputs to the lengths of their items."""
         for cut in self._cuts:
             if cut.input not in shapes:
                 continue

@@ -26,9 +26,6 @@ class Ragged:
 
     Values of inputs with `allow_ragged_batch` are concatenated in one dimension, those of a single
     request included. Element counts are for a whole request, item shapes for one row.
-
-    Args:
-        config: the model's config, which has batch_input or batch_output.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -68,10 +65,6 @@ class Ragged:
         self, items: Sequence[Item], outputs: Sequence[Value | Owned]
     ) -> Sequence[Value | Owned]:
         """Split each batch output by the shapes of its source.
-
-        Args:
-            items: the items.
-            outputs: the outputs; those to split have one dimension.
 
         Raises:
             OutputError: the number of values of a batch output contradicts the shapes.

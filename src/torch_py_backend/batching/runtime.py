@@ -100,9 +100,6 @@ def memory() -> list[tuple[int, int, int]]:
 def probe(device: torch.device) -> None:
     """Synchronize with the GPUs that this process uses.
 
-    Args:
-        device: the model's device.
-
     Raises:
         RuntimeError: a GPU is unusable: after a sticky CUDA error every later call reports it.
     """
@@ -206,10 +203,7 @@ def _optimize(wanted: bool) -> None:  # noqa: FBT001  the signature of torch's o
 def create(options: Options, device: torch.device | None, weights: Iterable[Tensor]) -> Runtime:
     """Return the runtime for a loaded model.
 
-    Args:
-        options: the model's options.
-        device: the model's device; None: that of the first of `weights`.
-        weights: the model's parameters and buffers.
+    Without a device, it is that of the first of `weights`, the model's parameters and buffers.
     """
     if device is None:
         first = next(iter(weights), None)

@@ -20,13 +20,7 @@ _WARM_UP = 3  # calls before a capture: allocations and tuning of first calls ar
 
 
 class Graphs:
-    """A model that captures a graph for each new shape until it is sealed.
-
-    Args:
-        model: the model's name.
-        call: the callable for inputs.
-        counts: counts the calls that are not replayed after the model is sealed.
-    """
+    """A model that captures a graph for each new shape until it is sealed."""
 
     def __init__(self, model: str, call: Callable[..., Any], counts: Counts) -> None:
         self._model = model
@@ -52,8 +46,7 @@ class Graphs:
     def seal(self, call: Callable[..., Any]) -> Graphs:
         """Capture no more graphs, and return the model.
 
-        Args:
-            call: the callable for shapes that were not captured.
+        `call` is called for shapes that were not captured.
         """
         log.info("model '%s': %d CUDA graphs were captured.", self._model, len(self._replays))
         self._call = call

@@ -57,12 +57,6 @@ def apply(
 ) -> Compiled | None:
     """Compile a module if the config asks for it; None: it is served without torch.compile.
 
-    Args:
-        config: the model's config.
-        kind: the type of its artifact.
-        module: the module.
-        counts: counts the calls that run eagerly after the model is sealed.
-
     Raises:
         OptionError: torch.compile does not accept the parameters.
     """

@@ -66,10 +66,8 @@ class Attempt(Protocol):
     def __call__(self, group: Group, *, more: bool) -> Sequence[Outcome]:
         """Run the group.
 
-        Args:
-            group: the group.
-            more: whether the model may be called again before the outcomes are sent. Outcomes are
-                copies then: a model may return views of memory that its next call overwrites.
+        If the model may be called again before the outcomes are sent (`more`), outcomes are copies:
+        a model may return views of memory that its next call overwrites.
         """
 
 
@@ -127,12 +125,7 @@ class RetryPolicy:
         self._counts = counts
 
     def run(self, group: Group, *, more: bool) -> Sequence[Outcome]:
-        """Run a group within the limits for its shape; retry if it fails.
-
-        Args:
-            group: the group.
-            more: as for `Attempt`.
-        """
+        """Run a group within the limits for its shape; retry if it fails."""
         if self.fatal is not None:
             return [self.fatal] * len(group.items)
         shape, rows = _shape(group), sum(self._sizes(group))
@@ -159,12 +152,8 @@ class RetryPolicy:
         Do not call this in an except block: the next exception would keep the handled one as its
         context.
 
-        Args:
-            group: the group.
-            failure: the group's failure.
-            calls: limits the calls of bisections of the batch that the group is a part of; None:
-                the group is the whole batch.
-            more: as for `Attempt`.
+        `calls` limits the bisections of the batch that the group is a part of; None: it is the whole
+        batch.
         """
         calls = calls or iter(range(_CALLS))
         if self.fatal is None and failure.memory and self._batched:
@@ -204,11 +193,7 @@ class RetryPolicy:
     ) -> list[Outcome]:
         """Run a group in calls of as many rows as fit in memory.
 
-        Args:
-            group: the group.
-            before: the limit of its shape before this group.
-            calls: limits the calls of bisections.
-            more: as for `Attempt`.
+        `before` is the limit of its shape before this group.
         """
         shape, sizes = _shape(group), self._sizes(group)
         pending = deque((place, 0, size) for place, size in enumerate(sizes))
@@ -282,9 +267,7 @@ class RetryPolicy:
     def judge(self, error: BaseException, called: str | None = None) -> Failure:
         """Classify an exception and release its frames.
 
-        Args:
-            error: the exception.
-            called: the name of the model's function that raised it, if not an attempt's.
+        `called` is the name of the model's function that raised it, if not an attempt's.
         """
         text = "".join(traceback.format_exception(error, limit=_FRAMES)).rstrip()
         memory = faults.out_of_memory(error)

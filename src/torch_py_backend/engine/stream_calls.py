@@ -42,15 +42,6 @@ class StreamCalls:
     Attributes:
         step: the module's step(), which runs all live streams; None: it has none.
         advance: resumes one stream by calling its argument.
-
-    Args:
-        config: the model's config.
-        grouping: converts items to arguments.
-        runner: the model.
-        surroundings: the device and the context of calls.
-        finite: refuses outputs with NaN or infinity; None: they are not checked.
-        counts: the counters of calls and seconds.
-        step: the module's step(), if it has one.
     """
 
     def __init__(

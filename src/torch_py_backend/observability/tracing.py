@@ -61,9 +61,7 @@ class TracedItem(dict[str, Value]):
 def check_available(config: ModelConfig, *, traced: bool) -> None:
     """Check, before the model is loaded, that TRACING can work.
 
-    Args:
-        config: the model's config.
-        traced: whether requests of this server have traces.
+    `traced` says whether requests of this server have traces.
 
     Raises:
         PlatformError: the server is too old, or opentelemetry-sdk is not installed.
@@ -89,9 +87,7 @@ def is_enabled(config: ModelConfig, *, traced: bool) -> bool:
     If TRACING is unset: yes if the model's code has imported OpenTelemetry, or if OTEL_* variables
     name an exporter. Called after the warm-up, when the code has imported what it uses.
 
-    Args:
-        config: the model's config.
-        traced: whether requests of this server have traces.
+    `traced` says whether requests of this server have traces.
     """
     if config.options.tracing is not None:
         return config.options.tracing
@@ -112,8 +108,7 @@ class Tracing:
     Code that is called for a batch runs in one span: a child of the first request's span, with
     links to those of the others. Code that is called for one request runs in its context.
 
-    Args:
-        engine: the loaded model. A tracer provider that its code has set is used.
+    A tracer provider that the model's code has set is used.
 
     Raises:
         PlatformError: an exporter that OTEL_* variables name is not available.
@@ -149,10 +144,7 @@ class Tracing:
     def carry(self, item: Item, context_json: str, handle: Any) -> Item:
         """Return the item with the context of its request.
 
-        Args:
-            item: the item.
-            context_json: the trace's context from Triton: the fields of a carrier as JSON.
-            handle: the trace, an object of Triton's utilities.
+        `context_json` has the fields of a carrier, and `handle` is the trace in Triton's utilities.
         """
         context = self._context.set_value(_HANDLE, handle, self._context.Context())
         try:
