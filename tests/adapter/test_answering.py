@@ -286,6 +286,18 @@ def test_cancelled_requests_are_not_run(tmp_path: Path, process: None) -> None:
     assert model._engine.counts.rows - before == 2
 
 
+def test_only_cancelled_requests(tmp_path: Path, process: None) -> None:
+    """A batch of only cancelled requests is not run."""
+    model = load(tmp_path, Slow)
+    model.execute([request(1)])
+    before = model._engine.counts.rows
+    sent = [request(2, cancelled=True)] * 2
+
+    for _ in range(3):  # what was not run says nothing of how long the next one takes
+        assert check(sent, model.execute(sent)) == [TritonError.CANCELLED] * 2
+    assert model._engine.counts.rows == before
+
+
 def test_cancellation_is_not_checked_for_short_batches(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

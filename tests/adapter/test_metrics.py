@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import streamed
 import torch
 from fake_triton import MetricFamily, TritonModelException
 from scenarios import Scenario
+from torch import nn
 
 from torch_py_backend.adapter import TritonPythonModel, metrics
 from torch_py_backend.batching import runtime
@@ -100,6 +102,41 @@ def test_retries(tmp_path: Path, process: None) -> None:
     assert told("batch_rows_sum") == {"": 3}
 
 
+class Narrow(nn.Module):
+    """Raises for more than two rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return x * 2
+
+
+def test_memory_that_runs_out(tmp_path: Path, process: None) -> None:
+    """Five rows are run as two, two and one, after memory ran out once for five."""
+    scenario = Scenario("narrow", scenarios.python(Narrow), scenarios.x_to_y(4, WARMUP="false"))
+    model = load(tmp_path, scenario)
+    model.execute([request(1, 5)])
+    model.execute([request(1, 5)])
+    model.finalize()
+
+    assert told("memory_splits_total") == {"": 1}
+    assert told("retried_rows_total") == {"": 5}
+    assert told("batch_rows_bucket", "le") == {"1": 2, "2": 6, "4": 6, "8": 6, "+Inf": 6}
+    assert told("requests_total", "code") == {"OK": 2}
+
+
+def test_model_without_rows(tmp_path: Path, process: None) -> None:
+    """Without a batch dimension a request is a batch of 1, whatever its shape."""
+    text = scenarios.config({"x": [4]}, {"y": [4]}, max_batch_size=0)
+    model = load(tmp_path, Scenario("plain", scenarios.python(models.Negate), text))
+    one = {"x": np.ones(4, dtype=np.float32)}
+    model.execute([fake_triton.request(one, {"input": [{"name": "x", "dims": [4]}]})])
+    model.finalize()
+
+    assert told("batch_rows_bucket", "le") == {"1": 1, "+Inf": 1}
+    assert told("batch_rows_sum") == {"": 1}
+
+
 _HOOKED = (
     "from torch import Tensor, nn\n\n\nclass Net(nn.Module):\n"
     "    def forward(self, x: Tensor) -> Tensor:\n        return x\n\n\n"
@@ -174,6 +211,22 @@ def test_streams(tmp_path: Path, process: None) -> None:
     assert told("batch_rows_count") == {"": 3}
 
 
+def test_sequences_of_slots(tmp_path: Path, process: None) -> None:
+    """Requests that only fill a slot are not counted."""
+    (scenario,) = [one for one in scenarios.SEQUENCES if one.name == "signals_uint64_direct"]
+    folder = scenario.lay_out(tmp_path)
+    model = TritonPythonModel()
+    given = fake_triton.completed(model, fake_triton.arguments(folder))
+    model.initialize(given)
+    document = json.loads(given["model_config"])
+    x = {"x": np.ones((1, 4), dtype=np.float32)}
+    turn = fake_triton.Turn(7, starts=True, ends=False)
+    model.execute([fake_triton.request(x, document, turn=turn), fake_triton.request(x, document)])
+    model.finalize()
+
+    assert told("requests_total", "code") == {"OK": 1}
+
+
 def test_compilation(tmp_path: Path, process: None) -> None:
     """Graphs of the warm-up, a cache miss, and a call that would need another graph are counted."""
     parameters = {"TORCH_COMPILE_OPTIONAL_PARAMETERS": '{"backend": "eager"}', "WEIGHTS": "none"}
@@ -193,6 +246,20 @@ def test_compilation(tmp_path: Path, process: None) -> None:
     assert sum(told("compiled_graphs_total").values()) >= 1
     assert told("compile_cache_total", "result") == {"miss": 1}
     assert told("eager_calls_total") == {"": 1}
+
+
+def test_rare_code(tmp_path: Path, process: None) -> None:
+    """An error of another model may have any code: its series is created on demand."""
+    code = (
+        "from torch_py_backend.errors import CallError\n\n\ndef forward(x):\n"
+        "    if (x < 0).any():\n"
+        "        raise CallError('other', 'it is not there', code='NOT_FOUND')\n    return x\n"
+    )
+    model = load(tmp_path, Scenario("calls", scenarios.text(code), scenarios.x_to_y(4)))
+    model.execute([request(-1)])
+    model.finalize()
+
+    assert told("requests_total", "code") == {"NOT_FOUND": 1}
 
 
 def test_memory_of_gpus(tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,15 @@ def test_no_input_outlives_a_cancelled_stream(tmp_path: Path, text: str) -> None
     _until(partial(_free, inputs))
 
 
+@pytest.mark.parametrize("scenario", streamed.REFUSED, ids=lambda one: one.name)
+def test_refusals(scenario: Scenario, tmp_path: Path, process: None) -> None:
+    """A model that cannot be served as a stream fails the load with the reason."""
+    with pytest.raises(fake_triton.TritonModelException) as refusal:
+        _Served(tmp_path, scenario)
+    for part in scenario.load_error:
+        assert part in str(refusal.value)
+
+
 def _model(text: str, more: str = "") -> Scenario:
     config = streamed.config({"x": "FP32"}, {"y": "FP32"})
     return Scenario("endless", scenarios.text(text), config + more)
@@ -344,6 +353,19 @@ def test_a_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
     (refused,) = _ended(bad)
     assert refused.error().code() == fake_triton.TritonError.INVALID_ARG
     _check(ticker.streams[0], _ended(good))
+
+
+def test_the_log_names_the_request(tmp_path: Path, process: None) -> None:
+    """The error of a stream is logged with the request's ID and the traceback."""
+    (ticker,) = (one for one in streamed.TABLE if one.scenario.name == "ticker")
+    served = _Served(tmp_path, ticker.scenario)
+    request = served.request(ticker.streams[-1].inputs, "number-9")
+    served.start(request)
+    _ended(request)
+    _until(lambda: any(level == "error" for level, _ in fake_triton.Logger.lines))
+    (text,) = [text for level, text in fake_triton.Logger.lines if level == "error"]
+    assert "(request number-9)" in text
+    assert "Traceback" in text
 
 
 def test_a_fatal_error_ends_all(

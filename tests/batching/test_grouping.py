@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.batching.grouping import Grouping
+from torch_py_backend.batching.padding import Padding
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
 from torch_py_backend.config.sequence_config import SequenceConfig, State
 from torch_py_backend.errors import BindingError, InputError
@@ -116,6 +117,16 @@ def test_item_without_rows(specs: tuple[TensorSpec], shape: tuple[int, ...]) -> 
     assert made.whole([{"x": torch.ones(2, 4)}, item]) is None
 
 
+def test_padded_item_without_rows() -> None:
+    """It is refused before a mask is created for it."""
+    specs = [dataclasses.replace(build.spec(name, "INT64", (-1,)), ragged=True) for name in "xn"]
+    specs[1] = optional(specs[1])
+    config = build.config(inputs=tuple(specs), pad={"x": {"mask": "n"}})
+    made = Grouping(config, introspection.from_function(pair), Padding(config))
+
+    assert isinstance(made.admit({"x": np.ones(3, dtype=np.int64)}), InputError)
+
+
 def test_no_rows_without_a_batch_dimension() -> None:
     """With max_batch_size 0 the first dimensions may differ."""
     item: Item = {"x": torch.ones(2), "n": torch.tensor(3.0)}
@@ -143,6 +154,21 @@ def test_items_are_grouped_by_what_they_have() -> None:
     assert (x.tolist(), y.tolist()) == (with_y["x"].tolist(), with_y["y"].tolist())
     assert alone is without["x"]
     assert nothing is None
+
+
+def test_different_patterns_are_kept_apart() -> None:
+    """Items that lack different inputs do not share a call."""
+
+    def forward(x: Any, a: Any = "a", b: Any = "b") -> Any:
+        return x, a, b
+
+    made = passing(forward, X, optional(build.spec("a")), optional(build.spec("b")))
+    value = torch.ones(1, 4)
+
+    found = received(made, forward, {"x": value, "a": value}, {"x": value, "b": value})
+
+    assert [(a is value, b is value) for _, a, b in found] == [(True, False), (False, True)]
+    assert (found[0][2], found[1][1]) == ("b", "a")
 
 
 def test_gap_in_a_list_is_refused_before_the_call() -> None:
@@ -215,6 +241,16 @@ def test_items_of_one_shape_form_a_group(
     """Items are batched with those of their shape, in order."""
     items: list[Item] = [{"x": torch.ones(shape)} for shape in shapes]
     assert positions(passing(one, X), *items) == groups
+
+
+def test_any_input_separates_items() -> None:
+    """Items that differ in the shape or device of one input do not share a call."""
+    made = passing(pair, X, build.spec("n"))
+    first: Item = {"x": torch.ones(1, 2), "n": torch.ones(1, 2)}
+    second: Item = {**first, "n": torch.ones(1, 3)}
+    third: Item = {**first, "x": torch.ones(1, 2, device="meta")}
+
+    assert positions(made, first, second, third, first) == [[0, 3], [1], [2]]
 
 
 # --- scalars ---------------------------------------------------------------------------------
@@ -321,6 +357,20 @@ def test_nan_is_one_value() -> None:
     found = made.admit({"x": torch.ones(2, 4), "n": torch.full((2, 1), float("nan"))})
 
     assert isinstance(found, dict)
+
+
+def test_optional_scalar() -> None:
+    """A scalar that is left out gets its default."""
+
+    def forward(x: Any, n: int = 7) -> Any:
+        return x, n
+
+    made = passing(forward, X, optional(build.spec("n", "INT64", (1,))))
+    item: Item = {"x": torch.ones(1, 4)}
+
+    found = received(made, forward, item, {**item, "n": torch.full((1, 1), 2)}, item)
+
+    assert [number for _, number in found] == [7, 2]
 
 
 # --- strings ---------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import build
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ def spec(name: str, dtype: str = "INT64", dims: tuple[int, ...] = (-1,), **more:
 
 
 IDS, MASK = spec("ids"), spec("mask", optional=True)
+IMAGE = spec("image", "FP32", (3, -1, -1))
 
 
 def padding(
@@ -50,6 +52,19 @@ def test_values_are_padded(pad: Pad, lengths: list[int], expected: list[list[int
     assert gathered.dtype is torch.int32
 
 
+def test_several_axes_and_rows() -> None:
+    """Images of different sizes share a batch, and their rows keep their order."""
+    first, second = torch.full((2, 3, 1, 4), 1.0), torch.full((1, 3, 2, 2), 2.0)
+
+    gathered = Pad((2, 3), -1, False, 1).gather([first, second])
+
+    assert gathered.shape == (3, 3, 2, 4)
+    assert torch.equal(gathered[:2, :, :1], first)
+    assert torch.equal(gathered[2:, :, :, :2], second)
+    assert (gathered[:2, :, 1:] == -1).all()
+    assert (gathered[2:, :, :, 2:] == -1).all()
+
+
 @pytest.mark.parametrize("mask", ["INT64", "BOOL", "FP32"])
 def test_missing_mask_is_created(mask: str) -> None:
     """A mask that a request leaves out marks all its values, in the mask's type."""
@@ -61,6 +76,18 @@ def test_missing_mask_is_created(mask: str) -> None:
     assert isinstance(found, Tensor)
     assert found.dtype is getattr(torch, str(build.spec("x", mask).dtype.torch))
     assert found.tolist() == [[1, 1, 1]] * 2
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        pytest.param({"ids": torch.zeros(1, 3), "mask": torch.zeros(1, 3)}, id="there"),
+        pytest.param({}, id="nothing to mask"),
+    ],
+)
+def test_mask_of_a_request_is_kept(item: dict[str, Any]) -> None:
+    """A mask that a request sends is not changed."""
+    assert padding((IDS, MASK), ids={"mask": "mask"}).fill(item) is item
 
 
 @pytest.mark.parametrize(
@@ -213,6 +240,17 @@ def test_outputs_get_their_own_lengths(
 
     assert [value[0].tolist() for value in found] == expected
     assert all(value.is_contiguous() for value in found)
+
+
+def test_strings_are_cut_too() -> None:
+    """Strings for padding are not sent."""
+    made = padding((IDS,), (spec("y", "BYTES"),), ids={})
+    words = np.array([["a", "b", "?"]], dtype=np.object_)
+    outcomes: list[dict[str, Any]] = [{"y": words}]
+
+    made.cut(outcomes, [{"ids": torch.zeros(1, 2)}], {"ids": (1, 3)})
+
+    assert outcomes[0]["y"].tolist() == [["a", "b"]]
 
 
 # --- refusals ------------------------------------------------------------------------------------

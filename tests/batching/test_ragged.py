@@ -198,6 +198,14 @@ def test_memory_that_runs_out() -> None:
     assert {size for call in calls for size in call} == {8, 3, 4, 16, 1}
 
 
+@pytest.mark.parametrize("rows", [Rows(4, 4), Rows(2)])
+def test_row_counts_of_a_program(rows: Rows) -> None:
+    """Ragged batches are not filled up: their first dimension is not rows."""
+    sent = [item(1, 1, 3)]
+
+    assert check(sent, engine(double, rows).run(sent), ForwardError) == []
+
+
 def test_requests_of_any_shape_share_a_call() -> None:
     """Only the shapes of other inputs must be equal."""
     calls = []

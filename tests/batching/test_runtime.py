@@ -58,6 +58,21 @@ def test_jit_switch_is_set_when_its_key_is_present(option: str, switch: str, val
     assert state() == before | {switch: value}
 
 
+@pytest.mark.parametrize("found", [True, False])
+@pytest.mark.usefixtures("process")
+def test_jit_switches_stay_without_keys(found: bool) -> None:
+    """Without keys PyTorch's own settings stay."""
+    torch._C._jit_set_profiling_executor(found)
+    torch._C._jit_set_profiling_mode(found)
+    torch._C._jit_set_texpr_fuser_enabled(found)
+    torch._C._set_graph_executor_optimize(found)
+    before = state()
+
+    settle()
+
+    assert state() == before
+
+
 @pytest.mark.usefixtures("process")
 def test_optimisation_is_switched_off_on_demand() -> None:
     """DISABLE_OPTIMIZED_EXECUTION sets TorchScript's graph executor."""
@@ -66,6 +81,15 @@ def test_optimisation_is_switched_off_on_demand() -> None:
     settle(disable_optimized_execution=True)
 
     assert not state()["optimize"]
+
+
+@pytest.mark.parametrize("disable", [True, False])
+@pytest.mark.usefixtures("process")
+def test_cudnn_is_switched_off_on_demand(disable: bool) -> None:
+    """DISABLE_CUDNN sets torch.backends.cudnn.enabled."""
+    settle(disable_cudnn=disable)
+
+    assert torch.backends.cudnn.enabled is not disable
 
 
 def test_threads_of_a_fresh_process_are_the_budget() -> None:
@@ -131,6 +155,26 @@ def test_missing_gpu(seen: int, wished: int, monkeypatch: pytest.MonkeyPatch) ->
     assert "Use KIND_CPU" in text
 
 
+@pytest.mark.parametrize(
+    ("device", "weights", "expected"),
+    [
+        pytest.param(CPU, [], CPU, id="given"),
+        pytest.param(CPU, [torch.ones(1, device="meta")], CPU, id="given, not the weights'"),
+        pytest.param(
+            None, [torch.ones(1, device="meta"), torch.ones(1)], torch.device("meta"), id="weights'"
+        ),
+        pytest.param(None, [], CPU, id="no weights"),
+    ],
+)
+def test_inputs_go_to_the_model(
+    device: torch.device | None, weights: list[torch.Tensor], expected: torch.device
+) -> None:
+    """A model that places itself gets its inputs on the device of its first weight."""
+    surroundings = runtime.create(Options(), device, iter(weights))
+
+    assert surroundings.device == expected
+
+
 def test_cpu_tensors_are_not_touched() -> None:
     """On the CPU nothing is copied on the way in or out."""
     surroundings = runtime.create(Options(), CPU, [])
@@ -165,6 +209,25 @@ def test_inputs_on_a_gpu_that_torch_does_not_see(
         f"model 'digits': FORCE_CPU_ONLY_INPUT_TENSORS is 'no', and torch {torch.__version__} sees"
         " no GPU: a request whose tensors are on one is refused. Take the parameter out."
     )
+
+
+def test_tensors_are_moved_to_another_device() -> None:
+    """Columns are moved to the model's device."""
+    surroundings = runtime.create(Options(), None, [torch.ones(1, device="meta")])
+
+    (column,) = surroundings.to_device([torch.ones(2, 3)])
+
+    assert isinstance(column, Tensor)
+    assert column.device.type == "meta"
+    assert column.shape == (2, 3)
+
+
+@pytest.mark.parametrize("clean", [True, False])
+def test_there_is_no_cuda_cache_to_clean_on_the_cpu(clean: bool) -> None:
+    """ENABLE_CACHE_CLEANING has no effect without a GPU."""
+    surroundings = runtime.create(Options(enable_cache_cleaning=clean), CPU, [])
+
+    assert surroundings.clean is None
 
 
 # --- the context of a call -------------------------------------------------------------------
@@ -253,3 +316,11 @@ def test_memory_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     device = runtime.placement(build.config(kind="GPU", device_id=1, cuda_memory_fraction=0.25))
 
     assert done == [("set", device), (0.25, device)]
+
+
+@pytest.mark.parametrize("kind", ["CPU", "MODEL"])
+def test_memory_fraction_without_a_gpu(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a GPU a warning says that the parameter has no effect."""
+    runtime.placement(build.config(kind=kind, cuda_memory_fraction=0.25))
+
+    assert f"CUDA_MEMORY_FRACTION has no effect on KIND_{kind}" in caplog.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import threading
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,6 +69,17 @@ def test_copies_keep_their_types(tree: Any) -> None:
 
     assert type(made) is type(tree)
     assert _first(made).tolist() == [1, 1]
+
+
+def test_uncopyable_objects_stay_the_same() -> None:
+    """An object that refuses to be copied is passed on unchanged."""
+
+    class Stubborn(dict[str, Any]):
+        def __deepcopy__(self, _: Any) -> Any:
+            raise TypeError("no")
+
+    tree = Stubborn(lock=threading.Lock())
+    assert trees.owned(tree) is tree
 
 
 @pytest.mark.parametrize(

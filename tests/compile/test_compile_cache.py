@@ -250,6 +250,20 @@ def test_damaged_bundle(
     assert found.path.read_bytes() == sound
 
 
+def test_nothing_to_save(
+    tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without anything to save, no file is written."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
+    monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
+    found = bundle(tmp_path, artifact)
+
+    with found.used():
+        pass
+
+    assert not found.path.exists()
+
+
 @pytest.mark.parametrize("value", ["none", "NONE"])
 def test_cache_is_disabled(tmp_path: Path, artifact: Artifact, value: str) -> None:
     """COMPILE_CACHE_DIR none writes nothing to the model's folder."""
@@ -257,6 +271,13 @@ def test_cache_is_disabled(tmp_path: Path, artifact: Artifact, value: str) -> No
 
     assert compile_cache.at(config, artifact, CPU) is None
     assert [one.name for one in tmp_path.iterdir()] == ["1"]
+
+
+def test_named_folder_is_used(tmp_path: Path, artifact: Artifact) -> None:
+    """The folder of COMPILE_CACHE_DIR is created if it is missing."""
+    found = bundle(tmp_path, artifact, compile_cache_dir=str(tmp_path / "a" / "b"))
+
+    assert found.path.parent == tmp_path / "a" / "b"
 
 
 def test_named_folder_that_cannot_be_written(tmp_path: Path, artifact: Artifact) -> None:

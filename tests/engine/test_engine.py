@@ -168,6 +168,21 @@ def test_different_scalars_are_different_calls() -> None:
 
 
 @pytest.mark.parametrize("count", [1, 2])
+def test_items_without_any_input(count: int) -> None:
+    """A model whose inputs are all optional answers requests without inputs."""
+
+    def constant(x: Tensor | None = None) -> Tensor:
+        return torch.ones(4) if x is None else x
+
+    x = dataclasses.replace(build.spec("x"), optional=True)
+    made = whole(constant, (x,), (build.spec("y"),), max_batch_size=0)
+
+    outcomes = made.run([{}] * count)
+
+    assert [isinstance(outcome, dict) for outcome in outcomes] == [True] * count
+
+
+@pytest.mark.parametrize("count", [1, 2])
 def test_batch_without_any_input(count: int) -> None:
     """A batched request without any input is refused: its number of rows is unknown."""
 

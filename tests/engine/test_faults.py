@@ -128,6 +128,17 @@ def test_sticky(error: BaseException, expected: bool) -> None:
     assert faults.is_sticky(error) is expected
 
 
+def test_exceptions_without_a_message() -> None:
+    """An exception whose message cannot be read is none of these."""
+
+    class SpeechlessError(RuntimeError):
+        def __str__(self) -> str:
+            raise KeyError
+
+    assert not faults.out_of_memory(SpeechlessError())
+    assert not faults.is_sticky(SpeechlessError())
+
+
 def test_cyclic_chains() -> None:
     """Exceptions that are each other's causes are visited once."""
     one, other = ValueError("one"), ValueError("other")

@@ -148,6 +148,21 @@ def test_invalid_outputs_of_one_request(wrong: str) -> None:
     assert check(sent, engine(model).run(sent), OutputError) == [2]
 
 
+@pytest.mark.filterwarnings("ignore:.*nested tensors.*:UserWarning")
+def test_results_that_cannot_be_read() -> None:
+    """A tensor whose shape raises is an error of the output."""
+
+    def model(x: Tensor) -> Any:
+        odd = bool((x == BAD).any())
+        return torch.nested.nested_tensor([x[0], x[0, :1]]) if odd else x * 2
+
+    sent = items([1.0, BAD, 3.0])
+    outcomes = engine(model).run(sent)
+
+    assert check(sent, outcomes, OutputError) == [1]
+    assert "the outputs cannot be read" in str(outcomes[1])
+
+
 def test_binding_errors_are_not_retried() -> None:
     """A config that names missing outputs fails every request, so it is not retried."""
     model = Model()
@@ -254,6 +269,17 @@ def test_first_request_of_a_model_that_writes_to_its_inputs() -> None:
     assert check(before, engine(InPlace(above(1))).run(sent), OutOfMemoryError) == []
 
 
+def test_batches_of_models_that_write_to_their_inputs() -> None:
+    """A batch of several requests is a copy, so it is retried: only bad requests fail."""
+    sent = items([1.0, BAD, 3.0, 4.0])
+    before: list[Item] = [{"x": np.copy(np.asarray(one["x"]))} for one in sent]
+
+    def judge(x: Tensor) -> None:
+        bad(x / 2)
+
+    assert check(before, engine(InPlace(judge)).run(sent), ForwardError) == [1]
+
+
 def test_parts_of_a_request_of_a_model_that_writes_to_its_inputs() -> None:
     """Rows that did not fit in memory are retried with their original values."""
     model = InPlace(above(8))
@@ -301,6 +327,22 @@ def test_reports() -> None:
         assert error.traceback.startswith("Traceback (most recent call last):")
         assert "in judge" in error.traceback
         assert "During handling" not in error.traceback
+
+
+def test_endless_recursion() -> None:
+    """Only the last frames of a long traceback are reported."""
+
+    def even(x: Tensor) -> None:
+        odd(x)
+
+    def odd(x: Tensor) -> None:
+        even(x)
+
+    (error,) = engine(Model(even)).run(items([1.0]))
+
+    assert isinstance(error, ForwardError)
+    assert "RecursionError" in str(error)
+    assert len(error.traceback.splitlines()) < 300
 
 
 def test_every_retry_is_announced() -> None:

@@ -90,6 +90,18 @@ def test_changes_of_the_warm_up_are_the_baseline() -> None:
 
 
 @pytest.mark.parametrize(
+    "model", [nn.BatchNorm1d(4).eval(), nn.Linear(4, 4), torch.jit.script(nn.BatchNorm1d(4).eval())]
+)
+def test_models_without_side_effects(model: nn.Module) -> None:
+    """A model in eval mode keeps its buffers; also in TorchScript."""
+    made = SideEffects(model)
+    with torch.inference_mode():
+        model(torch.rand(2, 4))
+
+    assert not made.writes_buffers()
+
+
+@pytest.mark.parametrize(
     ("value", "write"),
     [
         pytest.param(torch.ones(2, 4), lambda x: x.mul_(2), id="tensor"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import ranges
 import scenarios
+import torch
 from scenarios import Scenario
 
 from torch_py_backend.adapter import TritonPythonModel
@@ -99,6 +101,38 @@ def test_stages_are_restored_after_a_trace(process: None, tmp_path: Path) -> Non
     assert isinstance(engine._run, partial)
     assert engine.runner.module is engine.loaded.module
     assert during >= {"_gather", "_to_device", "_to_host"}
+
+
+def test_the_last_batch_ends_while_the_stages_are_instrumented(
+    process: None, tmp_path: Path
+) -> None:
+    """If the last batch ends before `instrument` returns, the stages are restored all the same."""
+    served = _Served(tmp_path, PROFILE_BATCHES="1", TRACING="false")
+    served.send(1)
+    engine = served.model._engine
+    instrument = engine.instrument
+    sending = threading.Thread(target=served.send, args=(1,))
+
+    def instrumenting(around: Any) -> Callable[[], None]:
+        restore = instrument(around)
+        sending.start()
+        _wait(lambda: around.__self__._left == 0)
+        return restore
+
+    engine.instrument = instrumenting  # type: ignore[method-assign]
+    profiler = profiling.LiveProfiler(engine)
+    sending.join()
+    assert isinstance(engine._run, partial)
+    profiler.close()
+
+
+def test_unloading_discards_an_incomplete_trace(process: None, tmp_path: Path) -> None:
+    """A model that is unloaded before the last batch of a trace writes nothing."""
+    served = _Served(tmp_path)
+    served.send(1)
+    served.model.finalize()
+    assert list(served.traces.iterdir()) == []
+    assert not torch._C._autograd._profiler_enabled()
 
 
 def test_requests_are_answered_if_the_profiler_fails(

@@ -250,6 +250,19 @@ def _negate(folder: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[TritonPython
     return model, fake_triton.InferenceRequest([x], trace=context)
 
 
+def test_unset_and_unused(tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without OTEL_* variables, a model that does not use OpenTelemetry is not traced."""
+
+    def fail(request: Any) -> Any:
+        raise AssertionError
+
+    monkeypatch.setattr(fake_triton.InferenceRequest, "trace", fail)
+    model, request = _negate(tmp_path, monkeypatch)
+    (response,) = model.execute([request])
+    assert response.error() is None
+    assert "opentelemetry.context" not in sys.modules
+
+
 def test_unset_with_an_exporter(
     tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -301,6 +314,16 @@ def test_unset_without_the_sdk(
     assert served.run(served.request(*_FIRST)) == [[0, 0]]
 
 
+def test_unset_on_an_old_server(
+    tmp_path: Path, spans: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If TRACING is unset, a model is served on servers without traces."""
+    monkeypatch.delattr(fake_triton.InferenceRequest, "trace")
+    served = _Served(tmp_path, "hooked")
+    x = fake_triton.Tensor("x", np.ones((1, 1), dtype=np.float32))
+    assert served.run(fake_triton.InferenceRequest([x])) == [[0, 0]]
+
+
 def _load_error(name: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(fake_triton.TritonModelException) as error:
         _Served(tmp_path, name)
@@ -313,6 +336,14 @@ def test_required_without_the_sdk(
     """TRACING true without OpenTelemetry fails the load; the message has what to install."""
     _without_sdk(monkeypatch)
     _load_error("plain", "pip install 'torch-py-backend[tracing]'", tmp_path)
+
+
+def test_required_on_an_old_server(
+    tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRACING true on a server without traces fails the load."""
+    monkeypatch.delattr(fake_triton.InferenceRequest, "trace")
+    _load_error("plain", "expected Triton 24.04 or later", tmp_path)
 
 
 # --- exporters ---------------------------------------------------------------------------------
@@ -380,3 +411,13 @@ def test_unreachable_collector(
     for thread in threading.enumerate():
         if thread.name == "spans":
             thread.join(_SECONDS)
+
+
+@pytest.mark.parametrize("value", ["none", "", " none , "])
+def test_exporter_none(
+    value: str, tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OTEL_TRACES_EXPORTER none sends no spans; an empty value counts as unset."""
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", value)
+    _Served(tmp_path, "plain")
+    assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)

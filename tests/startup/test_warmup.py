@@ -17,7 +17,7 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.errors import BackendError, LoadError, WarmupError
+from torch_py_backend.errors import BackendError, BindingError, LoadError, WarmupError
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import Argument, ArgumentType, Passing, Signature
 from torch_py_backend.startup import warmup
@@ -227,6 +227,14 @@ def test_a_failed_warm_up_fails_the_load(forward: Callable[..., Any], message: s
     assert text.startswith("model 'digits': the warm-up with x [8, 4] failed: ")
     assert message in text
     assert 'set the parameter WARMUP to "false"' in text
+
+
+def test_output_names_that_do_not_fit() -> None:
+    """A wrong output name raises BindingError, not WarmupError."""
+    config = build.config(outputs=(build.spec("mean"), build.spec("variance")))
+
+    with pytest.raises(BindingError, match="the outputs mean, variance do not fit"):
+        warmup.run(engine(config, lambda x: {"mean": x, "deviation": x}))
 
 
 # --- samples that may fail -------------------------------------------------------------------
