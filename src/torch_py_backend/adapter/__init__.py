@@ -83,11 +83,15 @@ class TritonPythonModel:
         document = auto_complete_model_config.as_dict()
         status = instance_status.start_completing(document["name"])
         try:
-            _check_python(document)
+            execution_env.check_running_python(
+                document["name"], execution_env.environment_path(document)
+            )
             if completion.is_incomplete(document):
                 _complete(auto_complete_model_config, document)
             elif completion.set_decoupled(document, Path(pb_utils.get_model_dir())):
                 auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
+        except BackendError as error:
+            raise pb_utils.TritonModelException(str(error)) from error
         finally:
             status.ended()
         return auto_complete_model_config
@@ -228,21 +232,9 @@ class TritonPythonModel:
         self._modes.close()
 
 
-def _check_python(document: Mapping[str, Any]) -> None:
-    try:
-        execution_env.check_running_python(
-            document["name"], execution_env.environment_path(document)
-        )
-    except BackendError as error:
-        raise pb_utils.TritonModelException(str(error)) from error
-
-
 def _complete(completed: Any, document: dict[str, Any]) -> None:
     logs.install()
-    try:
-        completion.complete(_arguments(document), document)
-    except BackendError as error:
-        raise pb_utils.TritonModelException(str(error)) from error
+    completion.complete(_arguments(document), document)
     completed.set_max_batch_size(document["max_batch_size"])
     if "model_transaction_policy" in document:
         completed.set_model_transaction_policy(document["model_transaction_policy"])

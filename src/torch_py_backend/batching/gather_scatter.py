@@ -39,7 +39,7 @@ class Owned(tuple[Any, ...]):
 SMALL_BYTES = 1 << 16
 
 # Combines the values of several items into one.
-Gather: TypeAlias = "Callable[[list[Any]], Value]"
+Gather: TypeAlias = "Callable[[list[Value]], Value]"
 _NO_PADS: Mapping[str, Gather] = MappingProxyType({})
 
 
@@ -207,7 +207,7 @@ def own(value: Value) -> Value:
     return value.clone() if isinstance(value, Tensor) else value.copy()
 
 
-def wait(values: Iterable[Any]) -> None:
+def wait(values: Iterable[object]) -> None:
     """Synchronize with the current stream of each GPU that holds one of the values."""
     tensors = (value for value in values if isinstance(value, Tensor))
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:

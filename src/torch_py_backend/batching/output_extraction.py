@@ -20,7 +20,7 @@ from torch_py_backend.signature import results
 log = logging.getLogger(__name__)
 
 # Converts a part of a result, for a number of rows, to an output; raises OutputError.
-Verify: TypeAlias = "Callable[[Any, int], Value]"
+Verify: TypeAlias = "Callable[[object, int], Value]"
 
 
 class OutputExtractor:
@@ -229,7 +229,7 @@ class _Tensor(_Output):
         # Compared first, because most outputs have fixed dims. None if there is only the batch.
         self.fixed = self.dims[self.start :] if len(self.dims) > self.start else None
 
-    def verify(self, part: Any, rows: int) -> Tensor:
+    def verify(self, part: object, rows: int) -> Tensor:
         if not isinstance(part, Tensor):
             part = self._from_number(part)
         if part.dtype is not self.dtype:
@@ -253,8 +253,7 @@ class _Tensor(_Output):
         # gradient or have a pending negation.
         if part.requires_grad or part.is_neg():
             part = part.detach().resolve_neg()
-        contiguous: Tensor = part.contiguous()
-        return contiguous
+        return part.contiguous()
 
     def _from_number(self, part: object) -> Tensor:
         """Convert a Python number without loss, allowed only without a batch dimension."""

@@ -89,7 +89,7 @@ class Ragged:
                 expected=f"{sum(sizes)}, as batch_output says",
             )
         if isinstance(values, Tensor):
-            parts: Sequence[Any] = values.split(sizes)
+            parts: Sequence[Value] = values.split(sizes)
         else:
             parts = np.split(values, np.cumsum(sizes)[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -122,7 +122,7 @@ def _item_shapes(shapes: _Shapes) -> list[list[int]]:
     return [list(shape[1:]) for shape in shapes for _ in range(shape[0])]
 
 
-_NUMBERS: Mapping[BatchInputKind, Callable[[_Shapes], list[Any]]] = {
+_NUMBERS: Mapping[BatchInputKind, Callable[[_Shapes], Sequence[object]]] = {
     BatchInputKind.ELEMENT_COUNT: lambda shapes: list(map(math.prod, shapes)),
     BatchInputKind.ACCUMULATED_ELEMENT_COUNT: lambda shapes: list(
         itertools.accumulate(map(math.prod, shapes))

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound="Value | Owned")
 
-Guard: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+Guard: TypeAlias = "Callable[[], AbstractContextManager[object]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +185,7 @@ def set_switches(options: Options, threads: Threads) -> None:
     if torch.get_num_interop_threads() != threads.inter_op:
         torch.set_num_interop_threads(threads.inter_op)
     torch.backends.cudnn.enabled = not options.disable_cudnn
-    switches: tuple[tuple[bool | None, Callable[[bool], Any]], ...] = (
+    switches: tuple[tuple[bool | None, Callable[[bool], object]], ...] = (
         (options.enable_jit_executor, torch._C._jit_set_profiling_executor),
         (options.enable_jit_profiling, torch._C._jit_set_profiling_mode),
         (options.enable_tensor_fuser, torch._C._jit_set_texpr_fuser_enabled),
@@ -223,7 +223,7 @@ def create(options: Options, device: torch.device | None, weights: Iterable[Tens
 _ENTERED = contextlib.nullcontext()
 
 
-def mode(options: Options) -> AbstractContextManager[Any]:
+def mode(options: Options) -> AbstractContextManager[object]:
     """Return the context of a thread that calls the model, warm-up included.
 
     Tensors made in inference mode have other dispatch keys, for which torch.compile compiles anew.
@@ -231,7 +231,7 @@ def mode(options: Options) -> AbstractContextManager[Any]:
     return torch.inference_mode() if options.inference_mode else contextlib.nullcontext()
 
 
-def _inference_mode() -> AbstractContextManager[Any]:
+def _inference_mode() -> AbstractContextManager[object]:
     """Enter inference mode unless the thread is in it: entering costs as much as a small model."""
     return _ENTERED if torch.is_inference_mode_enabled() else torch.inference_mode()
 

@@ -53,7 +53,7 @@ def graph_count() -> int:
 
 
 def apply(
-    config: ModelConfig, kind: ArtifactType, module: Callable[..., Any], counts: Counts
+    config: ModelConfig, kind: ArtifactType, module: Callable[..., object], counts: Counts
 ) -> Compiled | None:
     """Compile a module if the config asks for it; None: it is served without torch.compile.
 
@@ -97,7 +97,7 @@ class Compiled:
         OptionError: torch.compile does not accept the config's parameters.
     """
 
-    def __init__(self, config: ModelConfig, module: Callable[..., Any], counts: Counts) -> None:
+    def __init__(self, config: ModelConfig, module: Callable[..., object], counts: Counts) -> None:
         parameters = _parameters(config)
         self._model = config.name
         self._counts = counts
@@ -106,11 +106,11 @@ class Compiled:
         self._required = required(config)
         self._failed = self._sealed = self._warned = False
         try:
-            self._compiled: Callable[..., Any] = torch.compile(self._traced, **parameters)
+            self._compiled: Callable[..., object] = torch.compile(self._traced, **parameters)
         except Exception as error:  # torch.compile raises various errors for unknown values
             raise parameter_error(config, error) from error
 
-    def _traced(self, *args: Any, **kwargs: Any) -> Any:
+    def _traced(self, *args: object, **kwargs: object) -> object:
         # False where torch.compile traces this function: a compiled graph records nothing.
         if not torch.compiler.is_compiling():
             self._record_eager_call(args, kwargs)
@@ -131,7 +131,7 @@ class Compiled:
                 [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)],
             )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the compiled model, or the eager one if it cannot be compiled.
 
         Raises:

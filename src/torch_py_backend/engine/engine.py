@@ -115,7 +115,7 @@ class Engine:
         self._gather = gather_scatter.gather if self._ragged is None else self._ragged.gather
         self._to_device = surroundings.to_device
         self._call = self.runner.call
-        self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
+        self._to_host: Callable[..., Sequence[Value | Owned]] = surroundings.to_host
         self.stream_calls = StreamCalls(
             config,
             self._grouping,
@@ -281,7 +281,7 @@ class Engine:
         self.clean()
         return outcomes
 
-    def _call_hook(self, place: int, stage: Callable[..., Any], *args: Any) -> Any:  # noqa: ARG002  the position is for instrumentation
+    def _call_hook(self, place: int, stage: Callable[..., object], *args: Any) -> Any:  # noqa: ARG002  the position is for instrumentation
         """Return the result of a hook stage for the item at a position, or the item's error."""
         try:
             return stage(*args)
@@ -363,7 +363,7 @@ class Engine:
         return outcomes
 
     def _kept(
-        self, before: Sequence[Any], outputs: Sequence[Any], *, more: bool
+        self, before: Sequence[Value | Owned], outputs: Sequence[Value | Owned], *, more: bool
     ) -> Sequence[Value | Owned]:
         """Copy outputs whose memory a later call or new weights may change.
 

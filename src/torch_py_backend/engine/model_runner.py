@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -24,7 +24,7 @@ from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import InputBinding
 
 # Extracts the config's outputs from a result for a number of rows.
-Take: TypeAlias = "Callable[[Any, int], list[Value]]"
+Take: TypeAlias = "Callable[[object, int], list[Value]]"
 
 
 class ModelRunner:

@@ -152,8 +152,8 @@ class RetryPolicy:
         Do not call this in an except block: the next exception would keep the handled one as its
         context.
 
-        `calls` limits the bisections of the batch that the group is a part of; None: it is the whole
-        batch.
+        `calls` limits the bisections of the batch that the group is a part of; None: the group is
+        the batch.
         """
         calls = calls or iter(range(_CALLS))
         if self.fatal is None and failure.memory and self._batched:

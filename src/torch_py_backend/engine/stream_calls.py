@@ -55,7 +55,7 @@ class StreamCalls:
         step: Callable[[list[Any]], Any] | None,
     ) -> None:
         self.step = step
-        self.advance: Callable[[Callable[[], Any]], Any] = lambda resume: resume()
+        self.advance: Callable[[Callable[[], object]], object] = lambda resume: resume()
         self._grouping = grouping
         self._runner = runner
         self._finite = finite
@@ -67,11 +67,11 @@ class StreamCalls:
         self._owns = step is not None or config.options.watch_weights
         self._gather = gather_scatter.gather
         self._to_device = surroundings.to_device
-        self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
+        self._to_host: Callable[..., Sequence[Value]] = surroundings.to_host
 
     def stages(self) -> list[Stage]:
         """Return the stages of this object."""
-        own = [
+        own: list[Stage] = [
             ("gather", self, "_gather"),
             ("host to device", self, "_to_device"),
             ("next", self, "advance"),
@@ -105,7 +105,7 @@ class StreamCalls:
         counts.batch(inputs.rows if self._batched else 1)
         return result, inputs
 
-    def outcomes(self, results: Sequence[tuple[Any, StreamInputs]]) -> list[Outcome]:
+    def outcomes(self, results: Sequence[tuple[object, StreamInputs]]) -> list[Outcome]:
         """Return the outcomes for results of streams, checked against the config."""
         extracted = [self._extract(result, given.rows) for result, given in results]
         outputs = [
@@ -129,7 +129,7 @@ class StreamCalls:
             for values in extracted
         ]
 
-    def _extract(self, result: Any, rows: int) -> list[Value] | OutputError:
+    def _extract(self, result: object, rows: int) -> list[Value] | OutputError:
         try:
             return self._runner.take(result, rows)
         except OutputError as error:

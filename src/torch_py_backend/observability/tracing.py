@@ -66,16 +66,14 @@ def check_available(config: ModelConfig, *, traced: bool) -> None:
     Raises:
         PlatformError: the server is too old, or opentelemetry-sdk is not installed.
     """
-    if not config.options.tracing:
-        return
-    if not traced:
+    if config.options.tracing and not traced:
         raise PlatformError(
             config.name,
             "TRACING is set, and this server does not pass traces to models",
             expected="Triton 24.04 or later",
             cure="Remove TRACING.",
         )
-    if not _installed():
+    if config.options.tracing and not _installed():
         raise PlatformError(
             config.name, "TRACING is set, and opentelemetry-sdk is not installed", cure=_CURE
         )
@@ -180,12 +178,12 @@ class Tracing:
 
     # --- stages of the engine ------------------------------------------------------------------
 
-    def _traced(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _traced(self, stage: str, function: Callable[..., object]) -> Callable[..., object]:
         """Return a stage with its contexts and spans."""
         wrap = {"run": self._run, "hook": self._hook, "call": self._call}.get(stage)
         return function if wrap is None else wrap(function)
 
-    def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _run(self, function: Callable[..., object]) -> Callable[..., object]:
         def run(items: Sequence[Item]) -> Any:
             contexts: list[Context | None] = [getattr(item, "context", None) for item in items]
             if not any(contexts):
@@ -198,7 +196,7 @@ class Tracing:
 
         return run
 
-    def _hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _hook(self, function: Callable[..., object]) -> Callable[..., object]:
         """Run a hook in the context of its request."""
 
         def hook(position: int, *args: Any) -> Any:
@@ -210,7 +208,7 @@ class Tracing:
 
         return hook
 
-    def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _call(self, function: Callable[..., object]) -> Callable[..., object]:
         """Run the call of a group in a span."""
 
         def call(group: Group, *, more: bool) -> Any:
