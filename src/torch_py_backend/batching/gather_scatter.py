@@ -80,7 +80,7 @@ class Rows(NamedTuple):
         """Return whether `rows` rows are one call without filling."""
         if self.most is not None and rows > self.most:
             return False
-        return rows == 0 or self.filled(rows) == rows
+        return rows == 0 or (rows in self.buckets if self.buckets else rows >= self.least)
 
     def below(self, rows: int) -> int | None:
         """Return the size of the next smaller call, about half of `rows`; None: there is none."""

@@ -88,7 +88,8 @@ class Engine:
         self._pads = {name: pad.gather for name, pad in pads.items()}
         self._ragged = Ragged(config) if config.concatenates else None
         columns = StateColumns(config)
-        self._state_inputs, self._owned, self._sent = columns.inputs, columns.owned, columns.sent
+        self._state_inputs = columns.inputs
+        self._states = columns if config.states else None
         # New weights may be swapped in between a call and its responses: see `WeightWatcher`.
         self._watched = config.options.watch_weights
         self._finite = Finite(config) if config.options.check_finite else None
@@ -251,7 +252,8 @@ class Engine:
         else:
             with self._admitting():
                 outcomes = self._run_admitted([grouping.admit(item) for item in items])
-        self.clean()
+        if self._clean is not None:
+            self.clean()
         return outcomes
 
     def _run_hooked(self, pipeline: HookedPipeline, items: Sequence[Item]) -> Sequence[Outcome]:
@@ -278,7 +280,8 @@ class Engine:
                     for place, outcome in enumerate(outcomes)
                 ]
                 self.counts.postprocess_seconds += time.perf_counter() - ran
-        self.clean()
+        if self._clean is not None:
+            self.clean()
         return outcomes
 
     def _call_hook(self, place: int, stage: Callable[..., object], *args: Any) -> Any:  # noqa: ARG002  the position is for instrumentation
@@ -344,8 +347,11 @@ class Engine:
             called = time.perf_counter()
             if not known:
                 self.side_effects.compare(before, dict(zip(names, batch.columns, strict=True)))
-            owned = self._owned(raw, batch)
-            outputs = self._to_host(owned, self._sent(names, batch))
+            owned: Sequence[Value | Owned] = raw
+            inputs = batch.columns
+            if self._states is not None:
+                owned, inputs = self._states.owned(raw, batch), self._states.sent(names, batch)
+            outputs = self._to_host(owned, inputs)
             if more or self._watched:
                 outputs = self._kept(owned, outputs, more=more)
             fetched = time.perf_counter()
