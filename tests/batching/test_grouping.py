@@ -447,15 +447,6 @@ def test_bytes_for_torchscript_may_be_invalid_utf8() -> None:
     assert made.convert(group.inputs, columns) == [[b"\xff", "a"], b"\xe9"]
 
 
-def test_decoding_leaves_the_request_alone() -> None:
-    """Decoding does not change the request's array."""
-    item: Item = {"x": texts([b"a"])}
-
-    passing(words, build.spec("x", "BYTES", (1,))).admit(item)
-
-    assert item["x"].tolist() == [[b"a"]]
-
-
 # --- CAST_INPUTS -----------------------------------------------------------------------------
 
 

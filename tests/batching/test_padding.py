@@ -21,7 +21,6 @@ def spec(name: str, dtype: str = "INT64", dims: tuple[int, ...] = (-1,), **more:
 
 
 IDS, MASK = spec("ids"), spec("mask", optional=True)
-IMAGE = spec("image", "FP32", (3, -1, -1))
 
 
 def padding(

@@ -119,17 +119,6 @@ def test_memory_that_comes_and_goes(rows: Rows, monkeypatch: pytest.MonkeyPatch)
                 break
 
 
-def test_small_batches_do_not_raise_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches below the limit do not count as successes."""
-    monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
-    made = MemoryLimits(Rows(1, 32))
-    settle(made, 8, 32)
-    for _ in range(100):
-        settle(made, 32, 5)
-
-    assert made.most(SHAPE) == 8
-
-
 def test_memory_of_shapes_is_bounded() -> None:
     """Requests of ever new shapes do not use unbounded memory."""
     made = MemoryLimits(Rows(1, 32))

@@ -313,23 +313,6 @@ def test_made_up_samples_may_fail_when_serving(
     assert not isinstance(outcome, BackendError)
 
 
-def test_samples_after_a_failed_one_are_run() -> None:
-    """If one row count fails, the others are warmed up all the same."""
-    rows = []
-
-    def forward(x: Tensor) -> Tensor:
-        rows.append(len(x))
-        if len(x) == 8:
-            raise ValueError("too many")
-        return x
-
-    model = engine(build.config(), forward)
-    warmup.run(model, serving=True)
-
-    assert rows == [8, 7, 7, 7, 1, 1, 1]
-    assert not model.side_effects.writes_inputs
-
-
 @pytest.mark.parametrize(
     ("options", "forward"),
     [
