@@ -14,6 +14,7 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 from torch.utils import dlpack
 
+from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Array, Item, Outcome, Value
 from torch_py_backend.batching.runtime import Guard
 from torch_py_backend.config import request_parameters
@@ -90,8 +91,7 @@ def read_kept(request: Request, guard: Guard) -> Item:
     if on_gpu:
         with guard():
             item.update((name, tensor.clone()) for name, tensor in on_gpu.items())
-            for device in {tensor.device for tensor in on_gpu.values()}:
-                torch.cuda.current_stream(device).synchronize()
+            gather_scatter.wait(on_gpu.values())
     return item
 
 

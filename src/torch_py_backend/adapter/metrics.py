@@ -85,7 +85,15 @@ class Metric:
             self._metric = handle.Metric(labels=labels)
         except pb_utils.TritonModelException as error:
             if _WITHOUT_METRICS not in str(error):
-                raise _refused(config, name, error) from error
+                reason = str(error).rpartition("message: ")[2]
+                raise PlatformError(
+                    config.name,
+                    f"Triton refuses the metric {name} ({reason})",
+                    expected="a server where nothing else has a metric of that name and another"
+                    " kind",
+                    cure="Rename the metric of the model or backend that has it, and start the"
+                    " server anew: Triton forgets no name.",
+                ) from error
             Metric.supported = False
             return
         # Never freed, not even when the process ends: some servers then free memory that other
@@ -107,17 +115,6 @@ class Metric:
         elif value or self._published:
             self._metric.set(value)
         self._published = value
-
-
-def _refused(config: ModelConfig, name: str, error: Exception) -> PlatformError:
-    reason = str(error).rpartition("message: ")[2]
-    return PlatformError(
-        config.name,
-        f"Triton refuses the metric {name} ({reason})",
-        expected="a server where nothing else has a metric of that name and another kind",
-        cure="Rename the metric of the model or backend that has it, and start the server anew:"
-        " Triton forgets no name.",
-    )
 
 
 class Publisher:

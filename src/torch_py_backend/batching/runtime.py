@@ -189,15 +189,14 @@ def set_switches(options: Options, threads: Threads) -> None:
         (options.enable_jit_executor, torch._C._jit_set_profiling_executor),
         (options.enable_jit_profiling, torch._C._jit_set_profiling_mode),
         (options.enable_tensor_fuser, torch._C._jit_set_texpr_fuser_enabled),
-        (False if options.disable_optimized_execution else None, _optimize),
+        (
+            False if options.disable_optimized_execution else None,
+            torch._C._set_graph_executor_optimize,
+        ),
     )
-    for wanted, switch in switches:
-        if wanted is not None:
-            switch(wanted)
-
-
-def _optimize(wanted: bool) -> None:  # noqa: FBT001  the signature of torch's own switches
-    torch._C._set_graph_executor_optimize(wanted)
+    for enabled, switch in switches:
+        if enabled is not None:
+            switch(enabled)
 
 
 def create(options: Options, device: torch.device | None, weights: Iterable[Tensor]) -> Runtime:

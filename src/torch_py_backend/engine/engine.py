@@ -67,7 +67,7 @@ class Engine:
         self,
         config: ModelConfig,
         loaded: Loaded,
-        surroundings: runtime.Runtime,
+        device_runtime: runtime.Runtime,
         artifact: Artifact,
         hooks: Hooks | None = None,
     ) -> None:
@@ -78,8 +78,8 @@ class Engine:
         self.kind = loaded.kind
         self.signature = str(loaded.signature)
         self.hooks = hooks
-        self.device, self.guard = surroundings.device, surroundings.guard
-        self._clean = surroundings.clean
+        self.device, self.guard = device_runtime.device, device_runtime.guard
+        self._clean = device_runtime.clean
         self.sharing = sharing.report(config, artifact, loaded)
         self.counts = Counts()
         self._batched = config.max_batch_size > 0
@@ -101,7 +101,7 @@ class Engine:
             self._grouping = Grouping(config, loaded.signature, self._padding)
             self._run = partial(self._run_items, self._grouping)
         else:
-            self._grouping = HookedPipeline(config, loaded.signature, hooks, surroundings)
+            self._grouping = HookedPipeline(config, loaded.signature, hooks, device_runtime)
             self._run = partial(self._run_hooked, self._grouping)
             if self._grouping.finishes:  # after scatter
                 self._names, take = hooked_pipeline.UNREAD, self._grouping.split
@@ -114,14 +114,14 @@ class Engine:
         # PAD creates masks on the model's own stream.
         self._admitting = self.guard if self._padding else contextlib.nullcontext
         self._gather = gather_scatter.gather if self._ragged is None else self._ragged.gather
-        self._to_device = surroundings.to_device
+        self._to_device = device_runtime.to_device
         self._call = self.runner.call
-        self._to_host: Callable[..., Sequence[Value | Owned]] = surroundings.to_host
+        self._to_host: Callable[..., Sequence[Value | Owned]] = device_runtime.to_host
         self.stream_calls = StreamCalls(
             config,
             self._grouping,
             self.runner,
-            surroundings,
+            device_runtime,
             self._finite,
             self.counts,
             loaded.step,

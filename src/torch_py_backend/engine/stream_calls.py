@@ -49,7 +49,7 @@ class StreamCalls:
         config: ModelConfig,
         grouping: Grouping | HookedPipeline,
         runner: ModelRunner,
-        surroundings: Runtime,
+        device_runtime: Runtime,
         finite: Finite | None,
         counts: Counts,
         step: Callable[[list[Any]], Any] | None,
@@ -66,8 +66,8 @@ class StreamCalls:
         # an outcome shares with the model before the outcome is sent.
         self._owns = step is not None or config.options.watch_weights
         self._gather = gather_scatter.gather
-        self._to_device = surroundings.to_device
-        self._to_host: Callable[..., Sequence[Value]] = surroundings.to_host
+        self._to_device = device_runtime.to_device
+        self._to_host: Callable[..., Sequence[Value]] = device_runtime.to_host
 
     def stages(self) -> list[Stage]:
         """Return the stages of this object."""
@@ -107,13 +107,13 @@ class StreamCalls:
 
     def outcomes(self, results: Sequence[tuple[object, StreamInputs]]) -> list[Outcome]:
         """Return the outcomes for results of streams, checked against the config."""
-        extracted = [self._extract(result, given.rows) for result, given in results]
+        extracted = [self._extract(result, inputs.rows) for result, inputs in results]
         outputs = [
             value for values in extracted if not isinstance(values, OutputError) for value in values
         ]
-        inputs = [column for _, given in results for column in given.columns]
+        columns = [column for _, inputs in results for column in inputs.columns]
         began = time.perf_counter()
-        fetched = self._to_host(outputs, inputs)
+        fetched = self._to_host(outputs, columns)
         if self._owns:
             fetched = [
                 gather_scatter.own(value) if value is before else value

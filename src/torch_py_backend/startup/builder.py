@@ -89,8 +89,8 @@ def _engine(
     """Return an engine for a device; its weights are loaded on `weights_device`."""
     loaded = _load(config, artifact, weights_device)
     config = state_store.with_controls(config, loaded.signature)
-    surroundings = runtime.create(config.options, device, loaded.weights)
-    return Engine(config, loaded, surroundings, artifact, user_hooks.load(config, artifact))
+    device_runtime = runtime.create(config.options, device, loaded.weights)
+    return Engine(config, loaded, device_runtime, artifact, user_hooks.load(config, artifact))
 
 
 def _load(config: ModelConfig, artifact: Artifact, device: torch.device | None) -> Loaded:
