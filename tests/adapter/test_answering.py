@@ -58,16 +58,14 @@ def errors() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("values", "cancelled"),
     [
-        pytest.param([1], id="one"),
-        pytest.param([1, 2, 3], id="a batch"),
-        pytest.param([-1], id="one fails"),
-        pytest.param([1, -1, 2, -2, -4, 5], id="some fail"),
-        pytest.param([1, -5, 2], id="memory runs out"),
+        pytest.param([1, 2, 3], True, id="a batch"),
+        pytest.param([-1], True, id="one fails"),
+        pytest.param([1, -1, 2, -2, -4, 5], False, id="some fail"),
+        pytest.param([1, -5, 2], False, id="memory runs out"),
     ],
 )
-@pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.usefixtures("process", "no_collector")
 def test_no_input_outlives_its_response(
     tmp_path: Path, values: list[float], cancelled: bool

@@ -459,6 +459,24 @@ def test_bad_requests_while_memory_is_short() -> None:
     assert check(few, made.run(few), ForwardError) == [1]
 
 
+def test_outputs_are_not_copied_while_memory_is_short() -> None:
+    """A remembered limit does not copy the outputs of a batch that fits, nor of the last part."""
+    memory = torch.zeros(8, 4)
+
+    def model(x: Tensor) -> Tensor:
+        above(2)(x)
+        return memory[: x.shape[0]]
+
+    made = engine(model)
+    outcomes: Sequence[Any] = [*made.run(items([1.0] * 4)), *made.run(items([1.0]))]
+
+    owned = [
+        outcome["y"].data_ptr() != memory[at].data_ptr()
+        for at, outcome in zip((0, 1, 0, 1, 0), outcomes, strict=True)
+    ]
+    assert owned == [True, True, False, False, False]
+
+
 def test_a_first_failure_that_hides_a_shortage() -> None:
     """If halves fail for another reason than the whole batch, their own reason counts."""
 

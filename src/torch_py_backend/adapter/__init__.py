@@ -181,7 +181,7 @@ class TritonPythonModel:
             steps.run,
             watcher,
             count_sent=steps.count_sent,
-            leaves_out=False,  # cancelled steps run, too: the next step needs their states
+            skips_cancelled=False,  # cancelled steps run, too: the next step needs their states
         )
 
     def execute(self, requests: Sequence[Any]) -> Any:

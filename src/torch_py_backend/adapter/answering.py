@@ -53,7 +53,7 @@ class Answering(Generic[T]):
         watcher: its digest of the weights is added to responses as a parameter, if the server
             supports it; None: responses have none.
         count_sent: returns how many of the requests were sent by clients.
-        leaves_out: whether to skip cancelled requests.
+        skips_cancelled: whether to skip cancelled requests.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Answering(Generic[T]):
         watcher: WeightWatcher | None = None,
         *,
         count_sent: Callable[[Sequence[Request]], int] = len,
-        leaves_out: bool = True,
+        skips_cancelled: bool = True,
     ) -> None:
         self._engine = engine
-        self._leaves_out = leaves_out
+        self._skips_cancelled = skips_cancelled
         self._read = read
         self._run_all = run
         self._count_sent = count_sent
@@ -84,7 +84,7 @@ class Answering(Generic[T]):
         if fatal is not None:  # reading requests could fail: their tensors may be on the device
             self._counts.answered(fatal.code, self._count_sent(requests))
             return [messages.write(fatal) for _ in requests]
-        if self._leaves_out and self._duration > len(requests) * _CHECK_CANCELLED_S:
+        if self._skips_cancelled and self._duration > len(requests) * _CHECK_CANCELLED_S:
             # Cancelled while they waited for the previous batch.
             cancelled = CancelledError(self._model)
             refused = {
