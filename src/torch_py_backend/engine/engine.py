@@ -31,7 +31,7 @@ from torch_py_backend.errors import BackendError, InputError
 from torch_py_backend.hooks import hooked_pipeline
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.hooks.user_hooks import Hooks
-from torch_py_backend.loading import example_inputs, mapped_files
+from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences.state_columns import StateColumns
 from torch_py_backend.weights import gpu_sharing, sharing
@@ -162,10 +162,6 @@ class Engine:
     def memory(self) -> list[tuple[int, int, int]]:
         """Return the index and the allocated and reserved bytes of each GPU in use."""
         return runtime.memory()
-
-    def example(self) -> Item:
-        """Return the example inputs in the model's folder; empty if there are none."""
-        return example_inputs.find(self.config, self.artifact) or {}
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:

@@ -161,14 +161,14 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
         and not (engine.kind is ArtifactType.TORCHSERVE and torch_compile.requested(engine.config))
         # Other instances read the same memory: the warm-up must show that the model does not write.
         and not gpu_sharing.requested(engine.config)
-        and not engine.example()
+        and not example_inputs.find(engine.config, engine.artifact)
     )
 
 
 def batches(engine: Engine) -> Iterator[Item]:
     """Yield an item for each kind of batch whose first call may be slow."""
     config = engine.config
-    example = _fitting(config, engine.example())
+    example = _fitting(config, example_inputs.find(config, engine.artifact) or {})
     # Hooks may not take smaller examples, such as a part of the bytes of a file.
     fixed = example and engine.hooks
     varies = not fixed and any(
