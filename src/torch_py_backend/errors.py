@@ -46,12 +46,13 @@ class BackendError(Exception):
 
     Attributes:
         code: the name of a `TritonError` code.
-        traceback: the traceback of the cause, if the cause was raised in another process; never
-            sent to clients.
+        traceback: the traceback of the cause, for the log; never sent to clients.
+        reported: whether the error of a request is written to the log: not if its client caused it.
     """
 
     code: str = "INTERNAL"
     traceback: str = ""
+    reported: bool = False
 
 
 class ModelError(BackendError):

@@ -35,30 +35,6 @@ def _requests(*arrays: np.ndarray[tuple[int, ...], np.dtype[np.float32]]) -> lis
     return [fake_triton.request({"x": array}, document) for array in arrays]
 
 
-def test_one_response_for_each_request_in_order(tmp_path: Path, process: None) -> None:
-    """Requests of different row counts are answered in order, each with its own rows."""
-    model = _model(tmp_path, _named("function"))
-    arrays = [scenarios.floats(rows, 4, seed=rows) for rows in (3, 1, 2, 8)]
-    responses = model.execute(_requests(*arrays))
-    for array, response in zip(arrays, responses, strict=True):
-        np.testing.assert_array_equal(response.output_tensors()[0].as_numpy(), 2 * array)
-
-
-def test_a_batch_without_requests(tmp_path: Path, process: None) -> None:
-    """An empty batch has no responses."""
-    assert _model(tmp_path, _named("function")).execute([]) == []
-
-
-def test_an_input_that_is_left_out(tmp_path: Path, process: None) -> None:
-    """A request without a required input is refused alone; the other is answered."""
-    model = _model(tmp_path, _named("function"))
-    (good,) = _requests(scenarios.floats(1, 4))
-    refused, answered = model.execute([fake_triton.InferenceRequest([]), good])
-    assert refused.error().code() == fake_triton.TritonError.INVALID_ARG
-    assert refused.error().message() == "model 'function': the request lacks the input 'x'."
-    assert answered.error() is None
-
-
 def test_numpy_that_garbles_tensors(
     tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -102,14 +78,6 @@ class Keeps(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         before, self.kept = self.kept, x
         return before if before.shape == x.shape else x
-
-
-def test_a_load_error_is_one_sentence(tmp_path: Path, process: None) -> None:
-    """Triton prints one sentence, and the cause is kept for the log."""
-    with pytest.raises(fake_triton.TritonModelException) as refusal:
-        _model(tmp_path, _named("syntax_error"))
-    assert str(refusal.value).count("\n") == 0
-    assert isinstance(refusal.value.__cause__, Exception)
 
 
 def test_importing_the_adapter_does_not_import_torch() -> None:
@@ -191,27 +159,6 @@ def test_padding_is_counted(tmp_path: Path, process: None) -> None:
     # IDs and mask, each [2, 4] instead of [2, 3].
     assert _counted("rows", "values", "padded_values") == {
         "rows": 2, "values": 16, "padded_values": 4,
-    }  # fmt: skip
-
-
-def test_one_long_request_does_not_pad_the_whole_batch(tmp_path: Path, process: None) -> None:
-    """The long request gets its own call, and every request its own result."""
-    model = _model(tmp_path, _named("padded"))
-    document = {"input": [{"name": "ids", "dims": [-1]}]}
-    lengths = [4, 4, 4000, 4, 4, 4, 4]
-
-    responses = model.execute(
-        [fake_triton.request({"ids": np.full((1, length), length)}, document) for length in lengths]
-    )
-    model.finalize()
-
-    places = [np.arange(1, length + 1) for length in lengths]
-    for response, length, place in zip(responses, lengths, places, strict=True):
-        y, _ = response.output_tensors()
-        np.testing.assert_array_equal(y.as_numpy(), length * 100 + place[None])
-    # IDs and mask of each; in one call there would be 56,000 values, 47,952 of them padding.
-    assert _counted("rows", "values", "padded_values") == {
-        "rows": 7, "values": 2 * sum(lengths), "padded_values": 0,
     }  # fmt: skip
 
 

@@ -22,8 +22,6 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.errors import BackendError, UnavailableError
 from torch_py_backend.processes import instance_status
 
-_DOCUMENT = {"input": [{"name": "x", "dims": [4]}]}
-
 
 def load(folder: Path, definition: Any = models.Judge, **parameters: str) -> TritonPythonModel:
     scenario = scenarios.Scenario(
@@ -60,16 +58,14 @@ def errors() -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "values",
+    ("values", "cancelled"),
     [
-        pytest.param([1], id="one"),
-        pytest.param([1, 2, 3], id="a batch"),
-        pytest.param([-1], id="one fails"),
-        pytest.param([1, -1, 2, -2, -4, 5], id="some fail"),
-        pytest.param([1, -5, 2], id="memory runs out"),
+        pytest.param([1, 2, 3], True, id="a batch"),
+        pytest.param([-1], True, id="one fails"),
+        pytest.param([1, -1, 2, -2, -4, 5], False, id="some fail"),
+        pytest.param([1, -5, 2], False, id="memory runs out"),
     ],
 )
-@pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.usefixtures("process", "no_collector")
 def test_no_input_outlives_its_response(
     tmp_path: Path, values: list[float], cancelled: bool
@@ -192,12 +188,6 @@ def test_request_that_cannot_be_read(tmp_path: Path, process: None) -> None:
         "model 'judge': the request cannot be read: ValueError: unpack requires 4 bytes, in"
         " utils.py."
     )
-
-
-def test_only_requests_that_cannot_be_read(tmp_path: Path, process: None) -> None:
-    """If no request can be read, the model is not called."""
-    sent = [unreadable(), unreadable()]
-    assert check(sent, load(tmp_path).execute(sent)) == [TritonError.INVALID_ARG] * 2
 
 
 def test_out_of_memory_while_a_request_is_read(tmp_path: Path, process: None) -> None:
@@ -381,7 +371,7 @@ def test_a_poisoned_instance(
     """The error is reported once, every request is refused unread, and the model is not called."""
     model = load(tmp_path)
     told = Told()
-    model._vitals = told
+    model._status = told
     assert model.is_ready()
     assert gauge() == [0]
 
@@ -402,14 +392,6 @@ def test_a_poisoned_instance(
         "model 'judge': instance judge_0_0 is poisoned and refuses all requests until the model is"
         " loaded anew."
     )
-
-
-def test_metrics_have_instance_labels(tmp_path: Path, process: None) -> None:
-    """The gauge has the instance's name as a label."""
-    load(tmp_path)
-    (metric,) = fake_triton.MetricFamily.made["pytorch_py_poisoned"]
-
-    assert metric.labels == {"model": "judge", "version": "1", "model_instance": "judge_0_0"}
 
 
 @pytest.mark.parametrize(("action", "leaves"), [("stay", False), ("exit", True), (None, False)])
@@ -458,13 +440,6 @@ def test_a_device_that_breaks_in_the_warm_up(
 class Raises(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no")
-
-
-def test_failure_of_the_warm_up_is_logged(tmp_path: Path, process: None) -> None:
-    """The load error is one sentence; the log has the traceback."""
-    with pytest.raises(fake_triton.TritonModelException, match="the warm-up with x"):
-        load(tmp_path, Raises, WARMUP="true")
-    assert any("Traceback" in line and 'raise RuntimeError("no")' in line for line in errors())
 
 
 def test_error_codes_are_tritons() -> None:

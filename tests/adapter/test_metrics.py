@@ -125,17 +125,6 @@ def test_memory_that_runs_out(tmp_path: Path, process: None) -> None:
     assert told("requests_total", "code") == {"OK": 2}
 
 
-def test_cancelled_requests(tmp_path: Path, process: None) -> None:
-    """Skipped requests are counted, too."""
-    model = load(tmp_path, judge())
-    model._answering._duration = 1.0
-    cancelled = fake_triton.InferenceRequest(request(1).inputs(), cancelled=True)
-    model.execute([cancelled, request(2)])
-    model.finalize()
-
-    assert told("requests_total", "code") == {"OK": 1, "CANCELLED": 1}
-
-
 def test_model_without_rows(tmp_path: Path, process: None) -> None:
     """Without a batch dimension a request is a batch of 1, whatever its shape."""
     text = scenarios.config({"x": [4]}, {"y": [4]}, max_batch_size=0)
@@ -193,7 +182,7 @@ def test_seconds_of_stages(tmp_path: Path, process: None, monkeypatch: pytest.Mo
 
         return taking if stage in _TOOK else function
 
-    model._engine.surround(around)
+    model._engine.instrument(around)
     with monkeypatch.context() as patched:
         patched.setattr(time, "perf_counter", lambda: now[0])
         model.execute([request(1, 1)])
@@ -335,7 +324,7 @@ def test_a_running_call(tmp_path: Path, process: None) -> None:
     """The duration of the running call is published, and so is the heartbeat."""
     model = load(tmp_path, judge())
     assert told("running_call_seconds") == {}
-    model._vitals.busy()
+    model._status.busy()
     model._publisher.publish()
     (seconds,) = told("running_call_seconds").values()
     assert 0 < seconds < _SECONDS

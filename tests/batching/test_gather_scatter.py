@@ -52,15 +52,6 @@ def test_single_item_is_not_copied(rows: int) -> None:
     assert outcome["n"] is sent["n"]
 
 
-def test_single_item_without_dimensions() -> None:
-    """A model without a batch dimension takes and returns tensors without dimensions."""
-    sent: Item = {"x": torch.tensor(3.0)}
-
-    batch = gather_scatter.gather([sent], ["x"])
-
-    assert gather_scatter.scatter(batch.columns, ["y"], batch.sizes) == [{"y": sent["x"]}]
-
-
 def test_columns_are_in_the_requested_order() -> None:
     """The order of a request's inputs does not matter, and other inputs are ignored."""
     items = [{**item(1), "extra": torch.ones(1)}, dict(reversed(item(2).items()))]
@@ -68,17 +59,6 @@ def test_columns_are_in_the_requested_order() -> None:
     batch = gather_scatter.gather(items, ["n", "x"])
 
     assert [column.dtype for column in batch.columns] == [torch.int64, torch.float32]
-
-
-def test_gathered_columns_are_new_memory() -> None:
-    """A model that writes to its inputs does not change a request."""
-    items = [item(1), item(1)]
-
-    (column,) = gather_scatter.gather(items, ["x"]).columns
-    assert isinstance(column, Tensor)
-    column.fill_(-1.0)
-
-    assert torch.equal(items[0]["x"], item(1)["x"])
 
 
 @pytest.mark.parametrize(
@@ -100,40 +80,6 @@ def test_scattered_rows_are_contiguous_views(dtype: torch.dtype, offsets: list[i
 
 def texts(*rows: Any) -> Value:
     return np.array(rows, dtype=np.object_)
-
-
-@pytest.mark.parametrize("sizes", [[1, 1], [3, 1, 2], [2, 0, 1]], ids=str)
-def test_strings_are_gathered_and_scattered(sizes: list[int]) -> None:
-    """Each request of a batch gets its own strings."""
-    items: list[Item] = [
-        {"s": np.array([[f"{n} {row}"] for row in range(size)], dtype=np.object_).reshape(-1, 1)}
-        for n, size in enumerate(sizes)
-    ]
-
-    batch = gather_scatter.gather(items, ["s"])
-    outcomes = gather_scatter.scatter(batch.columns, ["y"], batch.sizes)
-
-    assert list(batch.sizes) == sizes
-    assert [outcome["y"].tolist() for outcome in outcomes] == [one["s"].tolist() for one in items]
-    assert all(outcome["y"].dtype == np.object_ for outcome in outcomes)
-
-
-def test_single_item_of_strings_is_not_copied() -> None:
-    """The strings of a single request are passed on without a copy."""
-    sent = texts(["a"], ["b"])
-
-    batch = gather_scatter.gather([{"s": sent}], ["s"])
-
-    assert batch.columns[0] is sent
-    assert list(batch.sizes) == [2]
-
-
-def test_no_names() -> None:
-    """Without requested inputs there are no columns and no sizes."""
-    batch = gather_scatter.gather([{}], [])
-
-    assert list(batch.columns) == []
-    assert len(batch.sizes) == 0
 
 
 # --- rows that a program takes ---------------------------------------------------------------
@@ -213,13 +159,6 @@ def test_outputs_of_several_calls_are_joined() -> None:
 
     assert numbers.tolist() == [1, 2, 3]
     assert strings.tolist() == ["a", "b", "c"]
-
-
-def test_output_of_one_call_is_not_copied() -> None:
-    """A single part is returned without a copy."""
-    piece: list[Value] = [torch.ones(2)]
-
-    assert gather_scatter.join([piece]) is piece
 
 
 @pytest.mark.parametrize("sizes", [[2], [1, 1], [1, 2, 1], [2, 0]], ids=str)

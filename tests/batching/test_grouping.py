@@ -134,22 +134,6 @@ def test_no_rows_without_a_batch_dimension() -> None:
     assert passing(pair, X, build.spec("n"), max_batch_size=0).admit(item) is item
 
 
-def test_optional_input_may_be_missing() -> None:
-    """An optional input may be left out."""
-    made = passing(two, X, optional(Y))
-
-    item: Item = {"x": torch.ones(1, 4)}
-    assert made.admit(item) is item
-    assert isinstance(made.admit({"y": torch.ones(1, 4)}), InputError)
-
-
-def test_optional_input_must_agree_in_rows() -> None:
-    """An optional input is checked if it is present."""
-    made = passing(two, X, optional(Y))
-
-    assert isinstance(made.admit({"x": torch.ones(1, 4), "y": torch.ones(2, 4)}), InputError)
-
-
 def test_optional_input_without_a_default_is_refused_at_load() -> None:
     """An optional input that forward() requires fails the load."""
     with pytest.raises(BindingError, match="argument n; n cannot be optional"):
@@ -185,14 +169,6 @@ def test_different_patterns_are_kept_apart() -> None:
 
     assert [(a is value, b is value) for _, a, b in found] == [(True, False), (False, True)]
     assert (found[0][2], found[1][1]) == ("b", "a")
-
-
-def test_optional_input_without_a_batch() -> None:
-    """An unbatched item is a call of its own, with or without its optional input."""
-    made = passing(two, X, optional(Y), max_batch_size=0)
-    x = torch.ones(4)
-
-    assert received(made, two, {"x": x}, {"x": x, "y": x}) == [(x, None), (x, x)]
 
 
 def test_gap_in_a_list_is_refused_before_the_call() -> None:
@@ -275,40 +251,6 @@ def test_any_input_separates_items() -> None:
     third: Item = {**first, "x": torch.ones(1, 2, device="meta")}
 
     assert positions(made, first, second, third, first) == [[0, 3], [1], [2]]
-
-
-def test_order_of_a_requests_inputs_does_not_matter() -> None:
-    """Requests that name their inputs in a different order share a call."""
-    made = passing(pair, X, build.spec("n"))
-    item: Item = {"x": torch.ones(1, 2), "n": torch.zeros(1, 2)}
-
-    assert positions(made, item, dict(reversed(item.items()))) == [[0, 1]]
-
-
-def test_strings_separate_items_by_shape() -> None:
-    """Strings are batched like tensors."""
-    made = passing(one, build.spec("x", "BYTES"))
-
-    assert positions(made, {"x": texts(["a"])}, {"x": texts(["b"])}, {"x": texts(["a", "b"])}) == [
-        [0, 1],
-        [2],
-    ]
-
-
-def test_unbatched_items_are_called_one_by_one() -> None:
-    """With max_batch_size 0 nothing is batched."""
-    item: Item = {"x": torch.ones(4)}
-
-    assert positions(passing(one, X, max_batch_size=0), item, item) == [[0], [1]]
-
-
-def test_positions_include_refused_items() -> None:
-    """A group has the positions of its items among all items."""
-    item: Item = {"x": torch.ones(1, 2)}
-
-    (group,) = passing(one, X).group([(3, item), (7, item)])
-
-    assert group.positions == [3, 7]
 
 
 # --- scalars ---------------------------------------------------------------------------------
@@ -408,14 +350,6 @@ def test_scalars_separate_items() -> None:
     assert [number for _, number in received(made, power, *items)] == [2, 3]
 
 
-def test_string_scalars_separate_items() -> None:
-    """A string argument for all rows separates items like a number."""
-    made = passing(unit, X, build.spec("n", "BYTES", (1,)))
-    items: list[Item] = [{"x": torch.ones(1, 4), "n": texts([word])} for word in (b"a", b"b")]
-
-    assert [word for _, word in received(made, unit, *items)] == ["a", "b"]
-
-
 def test_nan_is_one_value() -> None:
     """NaN in all rows counts as one value."""
     made = passing(factor, X, build.spec("n", "FP32", (1,)))
@@ -485,26 +419,6 @@ def test_strings_without_an_annotation_are_an_array() -> None:
     assert found.tolist() == [["a", "ä"], ["", "b"]]
 
 
-def test_strings_of_several_items_are_joined() -> None:
-    """A batch of strings is one call, in the order of the items."""
-    made = passing(words, build.spec("x", "BYTES", (1,)))
-
-    assert received(made, words, {"x": texts([b"a"])}, {"x": texts([b"b"], [b"c"])}) == [
-        ["a", "b", "c"]
-    ]
-
-
-def test_invalid_utf8_fails_alone() -> None:
-    """A request with invalid UTF-8 is refused; the others of its batch are not."""
-    made = passing(words, build.spec("x", "BYTES", (1,)))
-
-    wrong = made.admit({"x": texts([b"\xff"])})
-
-    assert isinstance(wrong, InputError)
-    assert "'digits': input 'x' is not UTF-8: invalid start byte" in str(wrong)
-    assert isinstance(made.admit({"x": texts([b"a"])}), dict)
-
-
 @pytest.mark.parametrize("forward", [blobs, rows_of_blobs])
 def test_bytes_may_be_invalid_utf8(forward: Callable[..., Any]) -> None:
     """If forward() takes bytes, any bytes are accepted."""
@@ -533,31 +447,6 @@ def test_bytes_for_torchscript_may_be_invalid_utf8() -> None:
     assert made.convert(group.inputs, columns) == [[b"\xff", "a"], b"\xe9"]
 
 
-def test_decoding_leaves_the_request_alone() -> None:
-    """Decoding does not change the request's array."""
-    item: Item = {"x": texts([b"a"])}
-
-    passing(words, build.spec("x", "BYTES", (1,))).admit(item)
-
-    assert item["x"].tolist() == [[b"a"]]
-
-
-def test_strings_without_a_batch_dimension() -> None:
-    """A string without dimensions is decoded."""
-    made = passing(one, build.spec("x", "BYTES", ()), max_batch_size=0)
-
-    (found,) = received(made, one, {"x": np.array(b"a", dtype=np.object_)})
-
-    assert found.item() == "a"
-
-
-def test_no_strings_at_all() -> None:
-    """An empty array of strings becomes an empty list."""
-    made = passing(words, build.spec("x", "BYTES", (-1,)))
-
-    assert received(made, words, {"x": np.empty((2, 0), dtype=np.object_)}) == [[]]
-
-
 # --- CAST_INPUTS -----------------------------------------------------------------------------
 
 
@@ -583,35 +472,7 @@ def test_inputs_are_cast_on_demand(sent: str, cast: str | None, found: torch.dty
     assert x.tolist() == column.tolist()
 
 
-def test_strings_and_scalars_are_not_cast() -> None:
-    """Python floats and strings are not cast."""
-
-    def forward(x: Any, f: float, s: list[str]) -> Any:
-        return x, f, s
-
-    made = passing(
-        forward, X, build.spec("f", dims=(1,)), build.spec("s", "BYTES", (1,)), cast_inputs="FP16"
-    )
-    item: Item = {"x": torch.ones(1, 4), "f": torch.tensor([[0.1]]), "s": texts([b"a"])}
-
-    ((x, f, s),) = received(made, forward, item)
-
-    assert x.dtype is torch.float16
-    assert (f, s) == (torch.tensor(0.1).item(), ["a"])
-
-
 # --- places ----------------------------------------------------------------------------------
-
-
-def test_places() -> None:
-    """Each input's place in the call tree is available by name."""
-
-    def forward(x: Any, extra: Any, *, scale: Any) -> Any: ...
-
-    names = ("scale", "ARGS[1][key]", "x")
-    made = passing(forward, *(build.spec(name) for name in names))
-
-    assert made.places == {"x": "x", "scale": "scale", "ARGS[1][key]": "extra[key]"}
 
 
 # --- the fast path -----------------------------------------------------------------------------

@@ -111,17 +111,6 @@ def test_a_single_request_is_flattened_too(rows: int) -> None:
     assert np.shares_memory(column.numpy(), np.asarray(sent["x"]))  # type: ignore[union-attr]
 
 
-def test_inputs_that_are_not_ragged() -> None:
-    """Other inputs are concatenated by rows."""
-    made = Ragged(config(inputs=(ragged(), build.spec("z", dims=(2,)))))
-    sent = [item(1, 1, 3) | {"z": np.ones((1, 2))}, item(2, 2, 1) | {"z": np.ones((2, 2))}]
-
-    columns, sizes = made.gather(sent, ["x", "z", "n"], {}, ())
-
-    assert [column.shape for column in columns] == [(5,), (3, 2), (2,)]
-    assert sizes == [1, 2]
-
-
 def test_strings() -> None:
     """Ragged strings are one flat list, as LibTorch passes them."""
     made = engine(
@@ -156,14 +145,6 @@ def test_results_that_cannot_be_split(result: Callable[[Tensor], Tensor], says: 
     outcomes = made.run([item(1, 1, 3), item(2, 2, 2)])
 
     assert all(isinstance(one, OutputError) and says in str(one) for one in outcomes), outcomes
-
-
-def test_shape_of_the_result() -> None:
-    """A batch output may have any shape: only its values and their order count."""
-    made = engine(lambda x, n: (2 * x).reshape(1, -1, 1))
-    sent = [item(1, 1, 3), item(2, 2, 2)]
-
-    assert check(sent, made.run(sent), ForwardError) == []
 
 
 def test_one_dimension_without_batch_inputs() -> None:
@@ -243,22 +224,6 @@ def test_requests_of_any_shape_share_a_call() -> None:
 
     assert check(sent, made.run(sent), ForwardError) == []
     assert calls == [3, 1]
-
-
-def test_an_optional_input() -> None:
-    """Batch inputs are created for requests that leave out another input, too."""
-    bias = dataclasses.replace(build.spec("bias", dims=(1,)), optional=True)
-
-    def forward(x: Tensor, n: Tensor, bias: Tensor | None = None) -> Tensor:
-        return x * 2 if bias is None else x * 2 + torch.repeat_interleave(bias[:, 0], n)
-
-    made = engine(forward, inputs=(ragged(), bias))
-    one = np.ones((1, 1), np.float32)
-
-    outcomes = made.run([item(1, 1, 2), item(2, 1, 1) | {"bias": one}, item(3, 1, 3)])
-
-    values = [outcome["y"].tolist() for outcome in outcomes]  # type: ignore[index]
-    assert values == [[[2.0, 2.0]], [[5.0]], [[6.0, 6.0, 6.0]]]
 
 
 def test_casts_leave_counts_alone() -> None:

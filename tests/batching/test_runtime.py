@@ -247,20 +247,6 @@ def test_no_gradients_are_recorded(inference_mode: bool) -> None:
         assert not torch.is_inference_mode_enabled()
 
 
-def test_guard_is_left_when_the_model_fails() -> None:
-    """An exception in a call leaves no mode set."""
-    surroundings = runtime.create(Options(), CPU, [])
-
-    def fail() -> None:
-        with surroundings.guard():
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-
-    assert not torch.is_inference_mode_enabled()
-
-
 # --- broken and full devices -----------------------------------------------------------------
 
 
@@ -322,14 +308,6 @@ def test_autocast_caches_no_weights_that_graphs_read(
     with runtime.create(options, torch.device("cpu"), ()).guard():
         assert torch.is_autocast_enabled("cpu")
         assert torch.is_autocast_cache_enabled() == cached
-
-
-def test_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Cached memory is freed."""
-    done = _gpus(monkeypatch, {0: 0}, current=0)
-    runtime.free()
-
-    assert done == ["free"]
 
 
 def test_memory_fraction(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,15 +17,11 @@ from torch_py_backend.errors import ConfigError
         pytest.param(8, ANY_ROWS, False, None, Rows(1, 8), id="at most max_batch_size"),
         pytest.param(8, ANY_ROWS, True, None, Rows(1, 8, (1, 2, 4, 8)), id="fixed shapes"),
         pytest.param(6, ANY_ROWS, True, None, Rows(1, 6, (1, 2, 4, 6)), id="no power of two"),
-        pytest.param(8, ANY_ROWS, True, (), Rows(1, 8), id="none wished"),
         pytest.param(8, ANY_ROWS, False, (2, 8), Rows(2, 8, (2, 8)), id="a list"),
-        pytest.param(8, ANY_ROWS, False, (2, 4), Rows(2, 4, (2, 4)), id="below max_batch_size"),
         pytest.param(8, Rows(4, 4), False, None, Rows(4, 4), id="a program's fixed batch"),
-        pytest.param(8, Rows(4, 4), True, None, Rows(4, 4, (4,)), id="a fixed batch, fixed"),
         pytest.param(2, Rows(4, 4), True, None, Rows(4, 4, (4,)), id="above max_batch_size"),
         pytest.param(8, Rows(2, None), False, None, Rows(2, 8), id="at least two"),
         pytest.param(8, Rows(2, 6), False, (1, 4, 8), Rows(4, 4, (4,)), id="only what it takes"),
-        pytest.param(1, Rows(2, None), False, None, Rows(2, 2), id="one row, and it takes two"),
     ],
 )
 def test_rows_of_a_call(
@@ -43,12 +39,3 @@ def test_unusable_buckets() -> None:
 
     with pytest.raises(ConfigError, match=r"BATCH_BUCKETS is 1, 2; expected .* 4 to 8"):
         batch_buckets.row_counts(config, Rows(4, 8), fixed=False)
-
-
-@pytest.mark.parametrize(
-    ("most", "expected"),
-    [(1, (1,)), (2, (1, 2)), (3, (1, 2, 3)), (8, (1, 2, 4, 8)), (9, (1, 2, 4, 8, 9))],
-)
-def test_powers_of_two(most: int, expected: tuple[int, ...]) -> None:
-    """The numbers double, and end with the largest number itself."""
-    assert batch_buckets.powers_of_two(most) == expected

@@ -54,37 +54,10 @@ def graphs() -> int:
     return count
 
 
-@pytest.mark.parametrize(
-    ("parameters", "requested"),
-    [
-        pytest.param(None, False, id="unset"),
-        pytest.param({}, True, id="defaults"),
-        pytest.param({"mode": "default"}, True, id="mode"),
-        pytest.param({"disable": True}, False, id="disabled"),
-        pytest.param({"disable": False}, True, id="not disabled"),
-    ],
-)
-def test_requested(parameters: dict[str, Any] | None, requested: bool) -> None:
-    """The parameter requests torch.compile, unless it contains `disable`."""
-    assert torch_compile.requested(config(parameters)) is requested
-
-
 @pytest.mark.parametrize("parameters", [None, {"disable": True}], ids=["unset", "disabled"])
 def test_model_without_compilation(parameters: dict[str, Any] | None) -> None:
     """Without the parameter the module is not compiled."""
     assert torch_compile.apply(config(parameters), ArtifactType.MODULE, Scaled(), Counts()) is None
-
-
-@pytest.mark.parametrize("module", [Scaled(), lambda x: x * 3], ids=["module", "function"])
-def test_model_is_compiled(module: Any) -> None:
-    """Compiled modules and functions return the same results."""
-    x = torch.ones(2)
-    torch._dynamo.utils.counters.clear()
-
-    made = compiled(config({"backend": "eager"}), module)
-
-    assert torch.equal(made(x), module(x))
-    assert graphs() == 1
 
 
 def test_parameters_reach_torch_compile() -> None:
@@ -112,25 +85,11 @@ def test_torchscript_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
     assert "TORCH_COMPILE_OPTIONAL_PARAMETERS has no effect" in record.getMessage()
 
 
-@pytest.mark.parametrize("parameters", [None, {"disable": True}], ids=["unset", "disabled"])
-def test_eager_torchscript_is_not_warned_about(
-    parameters: dict[str, Any] | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Without the parameter nothing is logged for TorchScript."""
-    torch_compile.apply(
-        config(parameters), ArtifactType.TORCHSCRIPT, torch.jit.script(Scaled()), Counts()
-    )
-
-    assert caplog.messages == []
-
-
 @pytest.mark.parametrize(
     ("dynamic", "rows", "limit"),
     [
         pytest.param(False, 32, 33, id="static"),
-        pytest.param(False, 2, None, id="static, few rows"),
         pytest.param(None, 32, None, id="automatic"),
-        pytest.param(True, 32, None, id="dynamic"),
     ],
 )
 def test_recompile_limit(
@@ -146,25 +105,10 @@ def test_recompile_limit(
     assert torch._dynamo.config.recompile_limit == (limit or recompile_limit)
 
 
-def test_static_model_is_compiled_for_each_row_count() -> None:
-    """With static shapes each batch size has a graph."""
-    parameters = {"backend": "eager", "dynamic": False, "fullgraph": True}
-    made = compiled(config(parameters, max_batch_size=12), Scaled())
-    torch._dynamo.utils.counters.clear()
-
-    for rows in range(1, 13):
-        made(torch.ones(rows, 4))
-
-    assert graphs() == 12
-
-
 @pytest.mark.parametrize(
     ("parameters", "said"),
     [
         pytest.param({"backend": "nope"}, "nope", id="backend"),
-        pytest.param({"mode": "fastest"}, "fastest", id="mode"),
-        pytest.param({"options": {"nope": 1}}, "nope", id="options"),
-        pytest.param({"mode": "max-autotune", "options": {"debug": True}}, "options", id="both"),
         pytest.param({"dynamic": "yes"}, "bool", id="dynamic"),
     ],
 )
@@ -208,20 +152,6 @@ def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None
     assert counts.eager_calls == 4
     (message,) = ours(caplog)
     assert "[[1, 4]] were not met in the warm-up" in message
-
-
-def test_sealed_model_raises_what_the_model_raises() -> None:
-    """An error of the model is raised as it is."""
-
-    def forward(x: Tensor) -> Tensor:
-        torch._assert_async(x.sum() > 0, "negative")
-        return x
-
-    made = compiled(config({"backend": "eager"}), forward)
-    made(torch.ones(2, 4))
-
-    with pytest.raises(RuntimeError, match="negative"):
-        made.seal()(-torch.ones(2, 4))
 
 
 class Broken(nn.Module):
@@ -281,18 +211,6 @@ def test_error_with_the_text_of_dynamo() -> None:
     with pytest.raises(RuntimeError, match="Detected recompile"):
         sealed(-torch.ones(2, 4))
     assert calls == 1
-
-
-def test_other_compiled_functions() -> None:
-    """Functions that other code has compiled run after the model is sealed."""
-    made = compiled(config({"backend": "eager"}), Scaled())
-    made(torch.ones(8, 4))
-    double = torch.compile(lambda x: x * 2, backend="eager")
-    assert torch.equal(double(torch.ones(3)), torch.full((3,), 2.0))
-    made.seal()
-
-    for shape in ((3,), (5, 5)):
-        assert torch.equal(double(torch.ones(shape)), torch.full(shape, 2.0))
 
 
 def broken(graph: Any, samples: Any) -> Any:

@@ -15,13 +15,11 @@ from torch import Tensor
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
-from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.config.options import Options
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import (
     BackendError,
-    BindingError,
     ForwardError,
     InputError,
     OutputError,
@@ -57,17 +55,6 @@ def items(*shapes: tuple[int, ...]) -> list[Any]:
     return [{"x": torch.rand(shape)} for shape in shapes]
 
 
-def test_one_call_for_a_batch() -> None:
-    """Items of one shape share a call, whatever their row counts."""
-    model = Recorder()
-    sent = items((1, 4), (3, 4), (2, 4))
-    outcomes = engine(model).run(sent)
-    assert [call.shape for call in model.calls] == [(6, 4)]
-    for item, outcome in zip(sent, outcomes, strict=True):
-        assert isinstance(outcome, dict)
-        assert torch.equal(torch.as_tensor(outcome["y"]), item["x"])
-
-
 def test_one_item_is_not_copied() -> None:
     """A single item's memory is passed in and out without a copy, except in the very first call."""
     model = Recorder()
@@ -80,32 +67,12 @@ def test_one_item_is_not_copied() -> None:
     assert model.calls[1].data_ptr() == item["x"].data_ptr() == made.data_ptr()
 
 
-def test_different_shapes_are_different_calls() -> None:
-    """Items that cannot share a batch get one call per shape, and their outcomes keep the order."""
-    model = Recorder()
-    sent = items((1, 4), (1, 5), (2, 4))
-    outcomes = engine(model).run(sent)
-    assert sorted(call.shape for call in model.calls) == [(1, 5), (3, 4)]
-    for item, outcome in zip(sent, outcomes, strict=True):
-        assert isinstance(outcome, dict)
-        assert torch.equal(torch.as_tensor(outcome["y"]), item["x"])
-
-
 def test_unbatched_items_are_called_one_by_one() -> None:
     """With max_batch_size 0 each request is a call."""
     model = Recorder()
     outcomes = engine(model, max_batch_size=0).run(items((4,), (4,), (4,)))
     assert [call.shape for call in model.calls] == [(4,)] * 3
     assert all(isinstance(outcome, dict) for outcome in outcomes)
-
-
-def test_refused_items_are_not_batched() -> None:
-    """An item without its input gets the error; the model is called with the others."""
-    model = Recorder()
-    outcomes = engine(model).run([{}, *items((2, 4))])
-    assert isinstance(outcomes[0], InputError)
-    assert isinstance(outcomes[1], dict)
-    assert [call.shape for call in model.calls] == [(2, 4)]
 
 
 def test_a_failed_group_does_not_affect_others() -> None:
@@ -132,7 +99,7 @@ def test_inference_mode(mode: bool, expected: bool) -> None:
         return x
 
     made = engine(look)
-    made._runtime = runtime.create(Options(inference_mode=mode), torch.device("cpu"), ())
+    made.guard = runtime.create(Options(inference_mode=mode), torch.device("cpu"), ()).guard
     made.run(items((1, 4)))
     assert seen == [(expected, False)]
 
@@ -146,25 +113,6 @@ def test_a_later_result_of_another_structure() -> None:
     for outcome in outcomes[1:]:
         assert isinstance(outcome, OutputError)
         assert "unlike its first result" in str(outcome)
-
-
-def test_a_result_that_does_not_bind() -> None:
-    """Missing outputs in the first result are an error in every run."""
-    made = engine(lambda x: (x, x))
-    made.callee.take = OutputExtractor(build.config(outputs=(build.spec("OUTPUT__2"),))).take
-    for _ in range(2):
-        (outcome,) = made.run(items((1, 4)))
-        assert isinstance(outcome, BindingError)
-
-
-@pytest.mark.parametrize("sizes", [(1, 2), (3, 4, 2)], ids=["one call", "three"])
-def test_a_program_of_fixed_rows(sizes: tuple[int, ...]) -> None:
-    """Each item gets its own rows, however many calls the program needs."""
-    sent = items(*((size, 4) for size in sizes))
-    outcomes = engine(lambda x: x * 2, Rows(4, 4)).run(sent)
-    for item, outcome in zip(sent, outcomes, strict=True):
-        assert isinstance(outcome, dict)
-        assert torch.equal(torch.as_tensor(outcome["y"]), item["x"] * 2)
 
 
 def whole(
@@ -190,16 +138,6 @@ LOUDER = (build.spec("y", "BYTES", (1,)),)
 
 def louder(x: list[str]) -> list[str]:
     return [word + "!" for word in x]
-
-
-def test_each_item_gets_its_own_strings() -> None:
-    """The strings of a batch are returned to their own requests."""
-    outcomes = whole(louder, WORDS, LOUDER).run(
-        [{"x": texts([b"a"])}, {"x": texts([b"b"], [b"c"])}, {"x": texts([b"d"])}]
-    )
-
-    found = [outcome["y"].tolist() for outcome in outcomes if isinstance(outcome, dict)]
-    assert found == [[["a!"]], [["b!"], ["c!"]], [["d!"]]]
 
 
 def test_invalid_utf8_fails_alone() -> None:
@@ -229,22 +167,6 @@ def test_different_scalars_are_different_calls() -> None:
     assert [value.flatten()[0].item() for value in found] == [9.0, 27.0]
 
 
-def test_items_with_and_without_an_optional_input() -> None:
-    """Each item is answered with its own inputs, and outcomes keep the order."""
-
-    def shifted(x: Tensor, by: Tensor | None = None) -> Tensor:
-        return x if by is None else x + by
-
-    by = dataclasses.replace(build.spec("by"), optional=True)
-    made = whole(shifted, (build.spec("x"), by), (build.spec("y"),))
-    x = torch.zeros(1, 4)
-
-    outcomes = made.run([{"x": x}, {"x": x, "by": x + 1}, {"x": x + 5}, {"x": x, "by": x + 2}])
-
-    found = [outcome["y"] for outcome in outcomes if isinstance(outcome, dict)]
-    assert [value.flatten()[0].item() for value in found] == [0.0, 1.0, 5.0, 2.0]
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_items_without_any_input(count: int) -> None:
     """A model whose inputs are all optional answers requests without inputs."""
@@ -271,34 +193,6 @@ def test_batch_without_any_input(count: int) -> None:
     outcomes = whole(constant, (x,), (build.spec("y"),)).run([{}] * count)
 
     assert all(isinstance(outcome, InputError) for outcome in outcomes)
-
-
-def test_output_errors_do_not_affect_other_groups() -> None:
-    """A result that contradicts the config for one shape does not affect another shape."""
-    outcomes = engine(lambda x: x.double() if x.shape[1] == 5 else x).run(items((1, 4), (1, 5)))
-
-    assert isinstance(outcomes[0], dict)
-    assert isinstance(outcomes[1], OutputError)
-    assert "output 'y' is float64 [1, 5]; expected float32 [-1, -1]" in str(outcomes[1])
-
-
-def test_rows_are_free_without_a_batch_dimension() -> None:
-    """With max_batch_size 0 the model's calls are never filled up."""
-    model = Recorder()
-    engine(model, Rows(4, 4), max_batch_size=0).run(items((2,)))
-
-    assert [call.shape for call in model.calls] == [(2,)]
-
-
-def test_places_and_signature() -> None:
-    """The places and the signature of a model are those it was bound to."""
-
-    def forward(x: Tensor, *, scale: Tensor) -> Any: ...
-
-    made = whole(forward, (build.spec("scale"), build.spec("ARGS[0]")), (build.spec("y"),))
-
-    assert made.places == {"ARGS[0]": "x", "scale": "scale"}
-    assert made.signature == "forward(x: 'Tensor', *, scale: 'Tensor')"
 
 
 class Scratch:

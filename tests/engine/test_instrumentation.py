@@ -44,16 +44,6 @@ def test_removal_restores_the_stage(attribute: str) -> None:
     assert vars(owner) == before
 
 
-def test_unwrapped_stages_are_not_replaced() -> None:
-    """A stage that `around` returns unchanged is not set."""
-    owner = Owner()
-    before = dict(vars(owner))
-
-    instrumentation.wrap([("stage", owner, "own"), ("other", owner, "kept")], around())
-
-    assert vars(owner) == before
-
-
 def test_nested_wrappers() -> None:
     """A later wrapper is the outer one, and removing it leaves the inner one."""
     owner = Owner()

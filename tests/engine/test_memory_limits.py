@@ -27,15 +27,6 @@ def settle(made: MemoryLimits, fits: int, rows: int) -> int:
         failures += 1
 
 
-def test_nothing_is_limited_before_memory_runs_out() -> None:
-    """Nothing is recorded while no call fails."""
-    made = MemoryLimits(Rows(1, 32))
-    made.fitted(SHAPE, 32)
-
-    assert made.most(SHAPE) is None
-    assert not made.limits
-
-
 @pytest.mark.parametrize(
     ("rows", "failed", "steps"),
     [
@@ -62,14 +53,6 @@ def test_steps_down(rows: Rows, failed: int, steps: list[int | None]) -> None:
         found.append(tried)
 
     assert found == steps
-
-
-def test_limits_are_per_shape() -> None:
-    """A limit for long inputs does not apply to short ones."""
-    made = MemoryLimits(Rows(1, 32))
-    made.failed(((512,),), 32)
-
-    assert (made.most(((512,),)), made.most(((8,),))) == (16, None)
 
 
 def test_what_fits_is_not_tried_again_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,17 +117,6 @@ def test_memory_that_comes_and_goes(rows: Rows, monkeypatch: pytest.MonkeyPatch)
             if made.failed(SHAPE, min(size, most or size)) is None:
                 assert now == rows.filled(1)
                 break
-
-
-def test_small_batches_do_not_raise_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Batches below the limit do not count as successes."""
-    monkeypatch.setattr(memory_limits, "_PATIENCE", 2)
-    made = MemoryLimits(Rows(1, 32))
-    settle(made, 8, 32)
-    for _ in range(100):
-        settle(made, 32, 5)
-
-    assert made.most(SHAPE) == 8
 
 
 def test_memory_of_shapes_is_bounded() -> None:

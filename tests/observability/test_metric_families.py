@@ -25,23 +25,6 @@ def test_names(row: Family) -> None:
     assert not _RESERVED & set(row.labels)
 
 
-@pytest.mark.parametrize("row", metric_families.TABLE, ids=lambda row: row.name)
-def test_texts(row: Family) -> None:
-    """HELP is a clause and the hint a sentence; both fit into a cell of a table."""
-    assert not row.doc.endswith(".")
-    assert row.hint.endswith(".")
-    assert "|" not in row.doc + row.hint + row.models
-
-
-def test_series_are_distinct() -> None:
-    """No two metrics have a series of the same name."""
-    series = [name for row in metric_families.TABLE for name in row.series]
-    assert len(set(series)) == len(series)
-    assert set(metric_families.BY_NAME) & set(series) == {
-        row.name for row in metric_families.TABLE if row.kind is not MetricKind.HISTOGRAM
-    }
-
-
 @pytest.mark.parametrize(
     ("most", "bounds"),
     [

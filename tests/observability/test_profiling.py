@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,31 +97,32 @@ def test_stages_are_restored_after_a_trace(process: None, tmp_path: Path) -> Non
     engine = served.model._engine
     during = engine.__dict__.keys()
     served.send(1)
-    assert not {"_run", "_attempt", "_scatter"} & engine.__dict__.keys()
-    assert engine.callee.module is engine.loaded.module
+    assert not {"_attempt", "_scatter"} & engine.__dict__.keys()
+    assert isinstance(engine._run, partial)
+    assert engine.runner.module is engine.loaded.module
     assert during >= {"_gather", "_to_device", "_to_host"}
 
 
 def test_the_last_batch_ends_while_the_stages_are_instrumented(
     process: None, tmp_path: Path
 ) -> None:
-    """If the last batch ends before `surround` returns, the stages are restored all the same."""
+    """If the last batch ends before `instrument` returns, the stages are restored all the same."""
     served = _Served(tmp_path, PROFILE_BATCHES="1", TRACING="false")
     served.send(1)
     engine = served.model._engine
-    surround = engine.surround
+    instrument = engine.instrument
     sending = threading.Thread(target=served.send, args=(1,))
 
-    def surrounding(around: Any) -> Callable[[], None]:
-        restore = surround(around)
+    def instrumenting(around: Any) -> Callable[[], None]:
+        restore = instrument(around)
         sending.start()
         _wait(lambda: around.__self__._left == 0)
         return restore
 
-    engine.surround = surrounding  # type: ignore[method-assign]
+    engine.instrument = instrumenting  # type: ignore[method-assign]
     profiler = profiling.LiveProfiler(engine)
     sending.join()
-    assert "_run" not in vars(engine)
+    assert isinstance(engine._run, partial)
     profiler.close()
 
 

@@ -294,13 +294,6 @@ def test_invalid_context(context: str, tmp_path: Path, spans: InMemorySpanExport
     served.run(fake_triton.InferenceRequest([x], trace=InferenceTrace(context)))
 
 
-def test_completing_a_config_imports_none(tmp_path: Path) -> None:
-    """The adapter, which Triton also imports to complete configs, does not import OpenTelemetry."""
-    assert "import opentelemetry" not in Path(
-        sys.modules["torch_py_backend.adapter"].__file__ or ""
-    ).read_text(encoding="utf-8")
-
-
 def _without_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
     original = importlib.util.find_spec
 
@@ -354,13 +347,6 @@ def test_required_on_an_old_server(
 
 
 # --- exporters ---------------------------------------------------------------------------------
-
-
-def test_without_exporter(tmp_path: Path, provider: None) -> None:
-    """Without OTEL_* variables, contexts are passed to the model and no spans are sent."""
-    served = _Served(tmp_path, "plain")
-    assert served.run(served.request(*_FIRST)) == [traced.ends(*_FIRST)]
-    assert isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
 
 
 def test_exported(tmp_path: Path, provider: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,15 +63,6 @@ def test_in_effect(options: dict[str, Any], parts: str, tmp_path: Path) -> None:
     )
 
 
-def test_the_artifact_of_the_version_folder(tmp_path: Path) -> None:
-    """The engine runs the artifact of the version folder."""
-    build.write(tmp_path, "model.py", _NET)
-
-    (outcome,) = _build(build.config(tmp_path)).run([{"x": torch.zeros(1, 4)}])
-
-    assert outcome["y"].tolist() == [[1.0] * 4]
-
-
 class Echo(nn.Module):
     """Takes and returns strings in every way that TorchScript allows."""
 
@@ -103,7 +94,7 @@ def test_torchscript_with_bytes(tmp_path: Path, first: bytes, optimize: tuple[st
     settings = build.config(tmp_path, inputs=inputs, outputs=OUTPUTS, optimize=optimize)
     sent = np.array([[first], ["é".encode()]], dtype=np.object_)
     engine = _build(settings)
-    module: Any = engine.callee.module
+    module: Any = engine.runner.module
     assert module.original_name == "Echo"  # hooks may use attributes of the module
 
     for _ in range(2):

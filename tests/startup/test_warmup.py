@@ -75,21 +75,6 @@ def test_progress_is_logged(
     ]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.usefixtures("dynamo")
-def test_the_beginning_is_logged(compiled: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """The warm-up logs its beginning: compiling a single graph may take minutes."""
-    caplog.set_level("INFO", "torch_py_backend")
-    parameters = {"backend": "eager"} if compiled else None
-    config = build.config(torch_compile_optional_parameters=parameters)
-
-    warmup.run(engine(config, lambda x: x))
-
-    (line, *_) = [record.getMessage() for record in caplog.records]
-    suffix = "; torch.compile may take minutes" if compiled else ""
-    assert line == f"model 'digits': the warm-up begins{suffix}."
-
-
 @pytest.mark.parametrize("writes", [True, False])
 def test_writes_to_inputs_are_detected(writes: bool) -> None:
     """The warm-up detects whether the model writes into its inputs."""
@@ -97,11 +82,11 @@ def test_writes_to_inputs_are_detected(writes: bool) -> None:
 
     warmup.run(model)
 
-    assert model.purity.writes_inputs() == writes
+    assert model.side_effects.writes_inputs == writes
 
 
-def test_reports_of_failures_are_cleared(caplog: pytest.LogCaptureFixture) -> None:
-    """A failure is logged with its traceback, and is not reported again later."""
+def test_a_failure_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """A sample that fails the load is logged with its traceback."""
 
     def forward(x: Tensor) -> Tensor:
         raise ValueError("no")
@@ -111,7 +96,6 @@ def test_reports_of_failures_are_cleared(caplog: pytest.LogCaptureFixture) -> No
         warmup.run(model)
 
     assert "Traceback" in caplog.text
-    assert not model.recovery.reports
 
 
 @pytest.fixture(autouse=True)
@@ -180,13 +164,6 @@ def test_row_counts_of_compiled_models_without_buckets(
     assert [rows for rows, _ in shapes(config)] == counts
 
 
-def test_buckets_are_the_only_row_counts() -> None:
-    """A model with buckets is called with these row counts only."""
-    config = build.config(max_batch_size=8, batch_buckets=(2, 8))
-
-    assert [rows for rows, _ in shapes(config)] == [8, 2]
-
-
 def test_example_inputs(tmp_path: Path) -> None:
     """Samples use values of the example; values that do not fit the config are made up."""
     example = {"x": torch.arange(8.0).reshape(2, 4), "n": torch.zeros(1, 3)}
@@ -211,42 +188,6 @@ def test_every_combination_of_optional_inputs() -> None:
         ["m", "x"],
         ["x"],
     ]
-
-
-def test_inputs_of_a_sample_have_one_row_count() -> None:
-    """All inputs of a sample have the same row count; fixed dims keep their size."""
-    config = build.config(
-        max_batch_size=3,
-        inputs=(build.spec("x", dims=(-1,)), build.spec("n", "INT64", (1,))),
-    )
-
-    sizes = [(list(item["x"].shape), list(item["n"].shape)) for item in batches(config)]
-
-    assert sizes[:3] == [([3, 8], [3, 1]), ([3, 6], [3, 1]), ([2, 8], [2, 1])]
-
-
-def test_row_counts_with_and_without_optional_inputs() -> None:
-    """Each row count has a sample with and one without the optional input."""
-    optional = dataclasses.replace(build.spec("n"), optional=True)
-    config = build.config(max_batch_size=2, inputs=(build.spec("x"), optional))
-
-    samples = [(len(item["x"]), "n" in item) for item in batches(config)]
-
-    assert samples == [(2, True), (2, False), (1, True), (1, False)]
-
-
-def test_calls_without_optional_inputs() -> None:
-    """forward() is called with and without an optional input."""
-    omitted = []
-
-    def forward(x: Tensor, n: Tensor | None = None) -> Tensor:
-        omitted.append(n is None)
-        return x
-
-    optional = dataclasses.replace(build.spec("n"), optional=True)
-    warmup.run(engine(build.config(max_batch_size=1, inputs=(build.spec("x"), optional)), forward))
-
-    assert omitted == [False] * 3 + [True] * 3
 
 
 def test_each_sample_is_run_three_times() -> None:
@@ -286,24 +227,6 @@ def test_a_failed_warm_up_fails_the_load(forward: Callable[..., Any], message: s
     assert text.startswith("model 'digits': the warm-up with x [8, 4] failed: ")
     assert message in text
     assert 'set the parameter WARMUP to "false"' in text
-
-
-def test_failure_names_all_inputs() -> None:
-    """The message has the shape of every input of the sample."""
-    config = build.config(inputs=(build.spec("x"), build.spec("n", "INT64", (1,))))
-
-    with pytest.raises(WarmupError, match=r"the warm-up with x \[8, 4\], n \[8, 1\] failed"):
-        warmup.run(engine(config, lambda x, n: x.missing))
-
-
-def test_a_smaller_batch_fails() -> None:
-    """A model that takes full batches only fails the load."""
-
-    def forward(x: Tensor) -> Tensor:
-        return x.reshape(8, 4)
-
-    with pytest.raises(WarmupError, match=r"the warm-up with x \[7, 4\] failed"):
-        warmup.run(engine(build.config(), forward))
 
 
 def test_output_names_that_do_not_fit() -> None:
@@ -385,27 +308,9 @@ def test_made_up_samples_may_fail_when_serving(
     assert "example_inputs.safetensors" in warning
     assert "It is served all the same" in warning
     assert "Traceback" in warning
-    assert not model.recovery.reports
     value = np.array([[b"1"]], dtype=object) if takes is ArgumentType.STRINGS else torch.ones(1, 12)
     (outcome,) = model.run([{"x": value}])
     assert not isinstance(outcome, BackendError)
-
-
-def test_samples_after_a_failed_one_are_run() -> None:
-    """If one row count fails, the others are warmed up all the same."""
-    rows = []
-
-    def forward(x: Tensor) -> Tensor:
-        rows.append(len(x))
-        if len(x) == 8:
-            raise ValueError("too many")
-        return x
-
-    model = engine(build.config(), forward)
-    warmup.run(model, serving=True)
-
-    assert rows == [8, 7, 7, 7, 1, 1, 1]
-    assert not model.purity.writes_inputs()
 
 
 @pytest.mark.parametrize(

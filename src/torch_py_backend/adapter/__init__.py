@@ -29,8 +29,10 @@ from torch_py_backend.errors import BackendError, PlatformError
 from torch_py_backend.processes import instance_status
 
 if TYPE_CHECKING:
-    from torch_py_backend.adapter.answering import Answering, WeightsParameter
+    from torch_py_backend.adapter.answering import Answering
+    from torch_py_backend.adapter.messages import Request
     from torch_py_backend.adapter.streaming import Streaming
+    from torch_py_backend.engine.weight_watcher import WeightWatcher
     from torch_py_backend.observability.tracing import Tracing
 
 log = logging.getLogger(__name__)
@@ -55,7 +57,7 @@ class TritonPythonModel:
         if not faulthandler.is_enabled():
             faulthandler.enable()
         self._modes = contextlib.ExitStack()
-        self._vitals = instance_status.InstanceStatus()
+        self._status = instance_status.InstanceStatus()
         self._streaming: Streaming | None = None
         self._lost = False
         # Triton's stub runs in the C locale, but torch.compile reads its templates as UTF-8.
@@ -64,12 +66,12 @@ class TritonPythonModel:
             self._start(args)
         except BaseException as error:
             # The process did not die: Triton reports the exception.
-            self._vitals.ended()
+            self._status.ended()
             self.leave()
             if isinstance(error, BackendError):
                 raise pb_utils.TritonModelException(str(error)) from error
             raise
-        self._vitals.ready()
+        self._status.ready()
 
     @staticmethod
     def auto_complete_config(auto_complete_model_config: Any) -> Any:
@@ -81,11 +83,15 @@ class TritonPythonModel:
         document = auto_complete_model_config.as_dict()
         status = instance_status.start_completing(document["name"])
         try:
-            _check_python(document)
+            execution_env.check_running_python(
+                document["name"], execution_env.environment_path(document)
+            )
             if completion.is_incomplete(document):
                 _complete(auto_complete_model_config, document)
             elif completion.set_decoupled(document, Path(pb_utils.get_model_dir())):
                 auto_complete_model_config.set_model_transaction_policy({"decoupled": True})
+        except BackendError as error:
+            raise pb_utils.TritonModelException(str(error)) from error
         finally:
             status.ended()
         return auto_complete_model_config
@@ -93,18 +99,18 @@ class TritonPythonModel:
     def _start(self, args: Mapping[str, str]) -> None:
         settings = tuned_settings.apply(model_config.parse(args))
         execution_env.check_running_python(settings.name, settings.options.execution_env_path or "")
-        self._vitals = instance_status.start(settings)
+        self._status = instance_status.start(settings)
         share = threads.budget(settings)
         threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
-        from torch_py_backend.adapter import answering, calling, messages, streaming
+        from torch_py_backend.adapter import calling, messages, streaming
         from torch_py_backend.batching import runtime
         from torch_py_backend.engine import weight_watcher
         from torch_py_backend.observability import tracing
         from torch_py_backend.startup import builder, warmup
 
         _check_numpy(settings.name)
-        tracing.check_available(settings, told=messages.tells_traces())
+        tracing.check_available(settings, traced=messages.has_traces())
         if settings.options.profile_dir is not None:
             from torch_py_backend.observability import profiling
 
@@ -114,8 +120,7 @@ class TritonPythonModel:
         self._settings = settings
         self._watch = weight_watcher.WeightWatcher(self._engine)
         self._modes.callback(self._watch.close)
-        watched = settings.options.watch_weights
-        weights = answering.WeightsParameter(self._watch) if watched else None
+        watcher = self._watch if settings.options.watch_weights else None
         # Triton calls only this thread, so the mode is entered once instead of for each batch.
         self._modes.enter_context(runtime.mode(settings.options))
         if settings.options.warmup is not False:
@@ -124,62 +129,59 @@ class TritonPythonModel:
         # metrics that follow wait until it has arrived.
         log.info("%s", builder.summary(self._engine, share))
         # Closed after the objects that are created below, to publish their last counts.
-        digest = (lambda: self._watch.digest) if watched else None
-        self._publisher = metrics.Publisher(self._engine, self._vitals, digest)
+        self._publisher = metrics.Publisher(self._engine, self._status, watcher)
         self._modes.callback(self._publisher.close)
-        traced = tracing.is_enabled(settings, told=messages.tells_traces())
-        traces = tracing.Tracing(self._engine) if traced else None
-        if traces is None:
-            calls = calling.ModelCaller(settings.name)
-        else:
+        traces = None
+        if tracing.is_enabled(settings, traced=messages.has_traces()):
+            traces = tracing.Tracing(self._engine)
             self._modes.callback(traces.close)
-            calls = calling.ModelCaller(settings.name, traces.handle)
         # Only now: Triton refuses calls of other models while a model loads.
-        composition.set_transport(calls)
+        composition.set_transport(
+            calling.ModelCaller(settings.name, traces.handle if traces else lambda: None)
+        )
         # Only now: loading has no time limit.
-        self._engine.recovery.begins = self._vitals.busy
+        self._engine.recovery.begins = self._status.busy
         if settings.options.profile_dir is not None:
             self._modes.callback(profiling.LiveProfiler(self._engine).close)
         if settings.decoupled:
             self._streaming = streaming.Streaming(
-                self._engine, self._end, self._vitals.idle, traces
+                self._engine, self._end, self._status.idle, traces
             )
             self._modes.callback(self._streaming.close)
             self._publisher.follow(streams=self._streaming.streams)
         else:
-            self._answering = self._create_answering(weights, traces)
+            self._answering = self._create_answering(watcher, traces)
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of
         # them would stop a request for tens of milliseconds.
         gc.collect()
         gc.freeze()
 
     def _create_answering(
-        self, weights: WeightsParameter | None, traces: Tracing | None
-    ) -> Answering:
+        self, watcher: WeightWatcher | None, traces: Tracing | None
+    ) -> Answering[Any]:
         from torch_py_backend.adapter import answering, messages, sequencing
 
+        engine = self._engine
+        read: Callable[[Request], Any]
         if self._settings.sequencing is None:
             # Reading parameters takes time, so do it only for hooks that take them.
-            asks = self._engine.hooks is not None and self._engine.hooks.takes_parameters
-            read: Callable[[Any], Any] = messages.read_with_parameters if asks else messages.read
+            takes_parameters = engine.hooks is not None and engine.hooks.takes_parameters
+            read = messages.read_with_parameters if takes_parameters else messages.read
             if traces is not None:
                 read = messages.traced(read, traces.carry)
-            return answering.Answering(self._engine, self._end, weights, read=read)
-        steps = sequencing.SequenceReader(self._engine)
+            return answering.Answering(engine, self._end, read, engine.run, watcher)
+        steps = sequencing.SequenceReader(engine)
         self._modes.callback(steps.close)
         self._publisher.follow(sequences=steps.sequences)
-        read = steps.read
-        if traces is not None:
-            read = messages.traced(steps.read, traces.carry)
-        # Cancelled steps run, too: the next step needs their states.
+        read = steps.read if traces is None else messages.traced(steps.read, traces.carry)
         return answering.Answering(
-            self._engine,
+            engine,
             self._end,
-            weights,
-            read=read,
-            run=steps.run,
+            read,
+            steps.run,
+            watcher,
             count_sent=steps.count_sent,
-            leaves_out=False,
+            skips_cancelled=False,  # cancelled steps run, too: the next step needs their states
         )
 
     def execute(self, requests: Sequence[Any]) -> Any:
@@ -187,23 +189,25 @@ class TritonPythonModel:
         if self._streaming is not None:  # its thread reports when it is busy
             self._streaming.start(requests)
             return None
-        self._vitals.busy()
+        self._status.busy()
         try:
-            responses: list[Any] = self._answering.answer(requests)
+            return self._answering.answer(requests)
         finally:
-            self._vitals.idle()
-        return responses
+            self._status.idle()
 
     def is_ready(self) -> bool:
         """Return whether requests can be answered; called by servers from 26.03 on."""
         return self._engine.recovery.fatal is None
 
     def _end(self, reason: str) -> None:
-        """Report once that the process cannot use its device any more; exit if ON_FATAL says so."""
+        """Report once that the process cannot use its device any more; exit if ON_FATAL says so.
+
+        `reason` is the cause in a few words.
+        """
         if self._lost:
             return
         self._lost = True
-        self._vitals.poisoned(reason)
+        self._status.poisoned(reason)
         self._publisher.poisoned()
         leaves = self._settings.options.on_fatal == "exit"
         log.error(
@@ -220,7 +224,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         """Release the model; Triton calls this before a healthy instance ends."""
-        self._vitals.ended()
+        self._status.ended()
         self.leave()
 
     def leave(self) -> None:
@@ -228,21 +232,9 @@ class TritonPythonModel:
         self._modes.close()
 
 
-def _check_python(document: Mapping[str, Any]) -> None:
-    try:
-        execution_env.check_running_python(
-            document["name"], execution_env.environment_path(document)
-        )
-    except BackendError as error:
-        raise pb_utils.TritonModelException(str(error)) from error
-
-
 def _complete(completed: Any, document: dict[str, Any]) -> None:
     logs.install()
-    try:
-        completion.complete(_arguments(document), document)
-    except BackendError as error:
-        raise pb_utils.TritonModelException(str(error)) from error
+    completion.complete(_arguments(document), document)
     completed.set_max_batch_size(document["max_batch_size"])
     if "model_transaction_policy" in document:
         completed.set_model_transaction_policy(document["model_transaction_policy"])

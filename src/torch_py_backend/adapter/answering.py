@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Generic, TypeVar
 
 from torch_py_backend.adapter import messages
+from torch_py_backend.adapter.messages import Request, Response
 from torch_py_backend.batching.gather_scatter import Outcome
 from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.retry import reported
 from torch_py_backend.engine.weight_watcher import WeightWatcher
 from torch_py_backend.errors import (
     BackendError,
@@ -28,6 +30,9 @@ from torch_py_backend.observability.metric_families import OK
 
 log = logging.getLogger(__name__)
 
+# What `read` returns and `run` takes: an item, or a step of a sequence.
+T = TypeVar("T")
+
 # Checking whether a request was cancelled takes 26 microseconds. Check only if the last batch took
 # twenty times as long for each request: that costs at most a twentieth of the time.
 _CHECK_CANCELLED_S = 20 * 26e-6
@@ -37,138 +42,114 @@ _MOST_LOGGED = 8
 _RESULTS = {dict}
 
 
-class WeightsParameter:
-    """Adds the digest of the weights to responses as a parameter, if the server supports it."""
-
-    def __init__(self, watch: WeightWatcher) -> None:
-        self._watch = watch
-        self._takes_parameters = messages.takes_parameters()
-
-    def writer(self) -> Callable[[Outcome], Any]:
-        """Return the function that writes responses of the current weights."""
-        if not self._takes_parameters:
-            return messages.write
-        parameters = {"weights": self._watch.digest}
-        return partial(messages.write_with_parameters, parameters=parameters)
-
-
-class Answering:
+class Answering(Generic[T]):
     """Answers the requests of one instance.
 
     Args:
         engine: the model.
-        end: called once, with the reason, when the process cannot use its device any more.
-        weights: adds the digest of the weights to responses; None: responses have none.
+        end: called with the reason when the process cannot use its device any more.
         read: reads a request; raises if that fails.
-        run: runs the read requests, returns one outcome for each; None: `engine.run`.
+        run: runs the read requests, returns one outcome for each.
+        watcher: its digest of the weights is added to responses as a parameter, if the server
+            supports it; None: responses have none.
         count_sent: returns how many of the requests were sent by clients.
-        leaves_out: whether to skip cancelled requests.
+        skips_cancelled: whether to skip cancelled requests.
     """
 
     def __init__(
         self,
         engine: Engine,
         end: Callable[[str], None],
-        weights: WeightsParameter | None = None,
+        read: Callable[[Request], T],
+        run: Callable[[Sequence[T]], Sequence[Outcome]],
+        watcher: WeightWatcher | None = None,
         *,
-        read: Callable[[Any], Any] = messages.read,
-        run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None,
-        count_sent: Callable[[Sequence[Any]], int] = len,
-        leaves_out: bool = True,
+        count_sent: Callable[[Sequence[Request]], int] = len,
+        skips_cancelled: bool = True,
     ) -> None:
         self._engine = engine
-        self._leaves_out = leaves_out
+        self._skips_cancelled = skips_cancelled
         self._read = read
-        self._run_all = run or engine.run
+        self._run_all = run
         self._count_sent = count_sent
         self._counts = engine.counts
-        self._weights = weights
+        self._watcher = watcher if watcher is not None and messages.takes_parameters() else None
         self._model = engine.config.name
         self._end = end
         self._duration = 0.0
 
-    def answer(self, requests: Sequence[Any]) -> list[Any]:
+    def answer(self, requests: Sequence[Request]) -> list[Response]:
         """Return one response for each request, in order."""
         fatal = self._engine.recovery.fatal
         if fatal is not None:  # reading requests could fail: their tensors may be on the device
             self._counts.answered(fatal.code, self._count_sent(requests))
             return [messages.write(fatal) for _ in requests]
-        if self._leaves_out and self._duration > len(requests) * _CHECK_CANCELLED_S:
-            return self._answer_uncancelled(requests)
+        if self._skips_cancelled and self._duration > len(requests) * _CHECK_CANCELLED_S:
+            # Cancelled while they waited for the previous batch.
+            cancelled = CancelledError(self._model)
+            refused = {
+                at: cancelled for at, request in enumerate(requests) if request.is_cancelled()
+            }
+            if refused:
+                return self._answer_others(requests, refused)
         return self._answer_all(requests)
 
-    def _answer_uncancelled(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer requests; refuse those cancelled while they waited for the previous batch."""
-        cancelled = CancelledError(self._model)
-        refused: dict[int, BackendError] = {
-            place: cancelled for place, request in enumerate(requests) if request.is_cancelled()
-        }
-        return self._answer_others(requests, refused) if refused else self._answer_all(requests)
-
     def _answer_others(
-        self, requests: Sequence[Any], refused: Mapping[int, BackendError]
-    ) -> list[Any]:
-        """Answer requests of which some are refused already."""
-        for place, error in refused.items():
-            self._count(requests[place], error)
-        others = [request for place, request in enumerate(requests) if place not in refused]
+        self, requests: Sequence[Request], refused: Mapping[int, BackendError]
+    ) -> list[Response]:
+        """Answer requests of which some are refused already, by their positions."""
+        self._record([requests[at] for at in refused], list(refused.values()))
+        others = [request for at, request in enumerate(requests) if at not in refused]
         answered = iter(self._answer_all(others) if others else ())
         return [
-            messages.write(refused[place]) if place in refused else next(answered)
-            for place in range(len(requests))
+            messages.write(refused[at]) if at in refused else next(answered)
+            for at in range(len(requests))
         ]
 
-    def _answer_all(self, requests: Sequence[Any]) -> list[Any]:
+    def _answer_all(self, requests: Sequence[Request]) -> list[Response]:
         began = time.perf_counter()
         try:
             items = [self._read(request) for request in requests]
         except Exception:
-            return self._answer_readable(requests)
-        write: Callable[[Outcome], Any] = messages.write
-        if self._weights is None:
+            refused = {
+                at: error
+                for at, request in enumerate(requests)
+                if (error := self._unreadable(request)) is not None
+            }
+            fatal = self._engine.recovery.fatal
+            if fatal is not None:
+                refused = dict.fromkeys(range(len(requests)), fatal)
+            return self._answer_others(requests, refused)
+        write = messages.write
+        if self._watcher is None:
             outcomes = self._run(items)
         else:
             with self._engine.turn:  # new weights must not be swapped in meanwhile
                 outcomes = self._run(items)
-                write = self._weights.writer()
-        failed = 0
-        if set(map(type, outcomes)) != _RESULTS:
-            failed += self._count_errors(requests, outcomes)
+                parameters = {"weights": self._watcher.digest}
+            write = partial(messages.write_with_parameters, parameters=parameters)
         try:
             responses = [write(outcome) for outcome in outcomes]
         except Exception:
-            responses, unsent = self._write_sendable(requests, outcomes)
-            failed += unsent
-        self._counts.answered(OK, self._count_sent(requests) - failed)
-        if self._engine.recovery.reports:
-            self._log_reports(requests)
+            pairs = [self._write_or_refuse(outcome) for outcome in outcomes]
+            responses, outcomes = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        if set(map(type, outcomes)) == _RESULTS:
+            self._counts.answered(OK, self._count_sent(requests))
+        else:
+            self._record(requests, outcomes)
         # Not set for a batch that was cancelled as a whole: its duration predicts nothing.
         self._duration = time.perf_counter() - began
         return responses
 
-    def _run(self, items: Sequence[Any]) -> Sequence[Outcome]:
+    def _run(self, items: Sequence[T]) -> Sequence[Outcome]:
         try:
             return self._run_all(items)
         except BaseException as error:  # Triton would send the traceback to every client
             failure = self._engine.recovery.judge(error)
         internal = self._engine.recovery.fatal or InternalError(self._model)
-        self._engine.recovery.report(internal, failure.text, range(len(items)))
-        return [internal] * len(items)
+        return [reported(internal, failure.text)] * len(items)
 
-    def _answer_readable(self, requests: Sequence[Any]) -> list[Any]:
-        """Answer requests of which at least one cannot be read."""
-        refused = {}
-        for place, request in enumerate(requests):
-            error = self._unreadable(request)
-            if error is not None:
-                refused[place] = error
-        fatal = self._engine.recovery.fatal
-        if fatal is not None:
-            refused = dict.fromkeys(range(len(requests)), fatal)
-        self._log_reports(requests)
-        return self._answer_others(requests, refused)
-
-    def _unreadable(self, request: Any) -> BackendError | None:
+    def _unreadable(self, request: Request) -> BackendError | None:
         recovery = self._engine.recovery
         try:
             self._read(request)
@@ -177,67 +158,55 @@ class Answering:
         else:
             return None
         if recovery.fatal is not None or failure.memory:
-            recovery.report(failure.error, failure.text, ())
-            return failure.error
+            return recovery.refusal(failure)
         return InputError(self._model, f"the request cannot be read: {reason}")
 
-    def _count(self, request: Any, error: BackendError) -> int:
-        """Count an error unless the request only fills a slot; return the number counted."""
-        count = self._count_sent((request,))
-        if count:
-            self._counts.answered(error.code)
-        return count
-
-    def _count_errors(self, requests: Sequence[Any], outcomes: Sequence[Outcome]) -> int:
-        return sum(
-            self._count(request, outcome)
-            for request, outcome in zip(requests, outcomes, strict=True)
-            if isinstance(outcome, BackendError)
-        )
-
-    def _write_sendable(
-        self, requests: Sequence[Any], outcomes: Sequence[Outcome]
-    ) -> tuple[list[Any], int]:
-        """Write responses of which at least one fails; return them and the number of failures."""
+    def _write_or_refuse(self, outcome: Outcome) -> tuple[Response, Outcome]:
+        """Return a response and its outcome, which is an error if the result cannot be written."""
         recovery = self._engine.recovery
-        responses, unsent = [], 0
-        for place, outcome in enumerate(outcomes):
-            try:
-                responses.append(messages.write(outcome))
+        try:
+            return messages.write(outcome), outcome
+        except Exception as error:
+            reason, failure = summarize(error), recovery.judge(error)
+        if recovery.fatal is not None or failure.memory:
+            refusal = recovery.refusal(failure)
+        else:
+            unsent = OutputError(self._model, f"the outputs cannot be sent: {reason}")
+            refusal = reported(unsent, failure.text)
+        return messages.write(refusal), refusal
+
+    def _record(self, requests: Sequence[Request], outcomes: Sequence[Outcome]) -> None:
+        """Count outcomes of which some are errors, log those, and report a fatal one."""
+        reports: dict[tuple[str, str], list[Request]] = {}
+        results = 0
+        for request, outcome in zip(requests, outcomes, strict=True):
+            sent = self._count_sent((request,))  # 0 for a request that only fills a slot
+            if not isinstance(outcome, BackendError):
+                results += sent
                 continue
-            except Exception as error:
-                reason, failure = summarize(error), recovery.judge(error)
-            refusal: BackendError = failure.error
-            if recovery.fatal is None and not failure.memory:
-                refusal = OutputError(self._model, f"the outputs cannot be sent: {reason}")
-            recovery.report(refusal, failure.text, (place,))
-            unsent += self._count(requests[place], refusal)
-            responses.append(messages.write(refusal))
-        return responses, unsent
-
-    def _log_reports(self, requests: Sequence[Any]) -> None:
-        """Log the failures with the IDs of their requests; report a fatal one."""
-        recovery = self._engine.recovery
-        reports = list(recovery.reports.items())
-        recovery.reports.clear()
-        for (sentence, text), places in reports[:_MOST_LOGGED]:
-            names = _names(requests[place] for place in places)
-            log.error("%s%s%s", sentence, names, f"\n{text}" if text else "")
+            if sent:
+                self._counts.answered(outcome.code)
+            if outcome.reported:
+                reports.setdefault((str(outcome), outcome.traceback), []).append(request)
+        self._counts.answered(OK, results)
+        for (sentence, text), failed in list(reports.items())[:_MOST_LOGGED]:
+            log.error("%s%s%s", sentence, _names(failed), f"\n{text}" if text else "")
         if len(reports) > _MOST_LOGGED:
             log.error(
                 "model '%s': %d more failures in the same batch are not shown.",
                 self._model,
                 len(reports) - _MOST_LOGGED,
             )
+        recovery = self._engine.recovery
         if recovery.fatal is not None:
             self._end(recovery.reason)
 
 
-def _names(requests: Iterable[Any]) -> str:
+def _names(requests: Sequence[Request]) -> str:
     """Return the IDs of a failure's requests for the log, where clients set them."""
-    ids = [messages.request_id(request) for request in requests]
-    known = [name for name in ids if name]
+    known = [name for name in map(messages.request_id, requests) if name]
     if not known:
-        return f" ({len(ids)} requests without an id)" if ids else ""
-    others = f", {len(ids) - len(known)} without an id" if len(known) < len(ids) else ""
+        return f" ({len(requests)} requests without an id)"
+    unknown = len(requests) - len(known)
+    others = f", {unknown} without an id" if unknown else ""
     return f" (requests {join_names(known)}{others})"

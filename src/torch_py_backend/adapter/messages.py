@@ -6,15 +6,16 @@ Imported when an instance starts: it needs torch and the complete Triton utiliti
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 import triton_python_backend_utils as pb_utils
 from torch import Tensor
 from torch.utils import dlpack
 
-from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
+from torch_py_backend.batching import gather_scatter
+from torch_py_backend.batching.gather_scatter import Array, Item, Outcome, Value
 from torch_py_backend.batching.runtime import Guard
 from torch_py_backend.config import request_parameters
 from torch_py_backend.errors import BackendError
@@ -24,19 +25,60 @@ from torch_py_backend.sequences.state_store import Step
 _SMALL_BYTES = 4096
 _LONGEST_ID = 64
 
+# `pb_utils.InferenceResponse` and `pb_utils.Tensor`, which only Triton reads.
+Response: TypeAlias = Any
+OutputTensor: TypeAlias = Any
+# What a request is read as: an item, or a step of a sequence.
+T = TypeVar("T")
 
-def read(request: Any) -> Item:
+
+class TritonTensor(Protocol):
+    """`pb_utils.Tensor`."""
+
+    def name(self) -> str: ...
+    def is_cpu(self) -> bool: ...
+    def as_numpy(self) -> Array: ...
+    def to_dlpack(self) -> object: ...
+
+
+class Trace(Protocol):
+    """`pb_utils.InferenceTrace`."""
+
+    def get_context(self) -> str | None: ...
+
+
+class Sender(Protocol):
+    """`pb_utils.InferenceResponseSender`."""
+
+    def send(self, response: Response = ..., flags: int = ...) -> None: ...
+    def is_cancelled(self) -> bool: ...
+
+
+class Request(Protocol):
+    """`pb_utils.InferenceRequest`, as Triton passes it to execute()."""
+
+    def inputs(self) -> Iterable[TritonTensor]: ...
+    def request_id(self) -> str: ...
+    def correlation_id(self) -> int | str: ...
+    def flags(self) -> int: ...
+    def parameters(self) -> str: ...
+    def trace(self) -> Trace: ...
+    def is_cancelled(self) -> bool: ...
+    def get_response_sender(self) -> Sender: ...
+
+
+def read(request: Request) -> Item:
     """Return a request's tensors by name: arrays with their own memory, or tensors on the GPU."""
     return {tensor.name(): read_tensor(tensor) for tensor in request.inputs()}
 
 
-def read_some(request: Any, names: Collection[str]) -> Item:
+def read_some(request: Request, names: Collection[str]) -> Item:
     """Return a request's tensors with the given names; do not access the memory of others."""
     tensors = ((name, pb_utils.get_input_tensor_by_name(request, name)) for name in names)
     return {name: read_tensor(tensor) for name, tensor in tensors if tensor is not None}
 
 
-def read_kept(request: Any, guard: Guard) -> Item:
+def read_kept(request: Request, guard: Guard) -> Item:
     """Return a request's tensors for use after execute() has returned.
 
     Triton owns the memory of tensors on the GPU. They are copied on the model's stream, before
@@ -49,26 +91,28 @@ def read_kept(request: Any, guard: Guard) -> Item:
     if on_gpu:
         with guard():
             item.update((name, tensor.clone()) for name, tensor in on_gpu.items())
-            for device in {tensor.device for tensor in on_gpu.values()}:
-                torch.cuda.current_stream(device).synchronize()
+            gather_scatter.wait(on_gpu.values())
     return item
 
 
-def read_with_parameters(request: Any) -> Item:
+def read_with_parameters(request: Request) -> Item:
     """Return a request's tensors by name, with a column of its parameters."""
     item = read(request)
     parameters = request_parameters.parse(request.parameters())
     return {**item, request_parameters.KEY: request_parameters.column([parameters])}
 
 
-def tells_traces() -> bool:
-    """Return whether this server's requests provide traces: 24.04 and later."""
+def has_traces() -> bool:
+    """Return whether this server's requests have traces: 24.04 and later."""
     return hasattr(getattr(pb_utils, "InferenceRequest", None), "trace")
 
 
 def traced(
-    read: Callable[[Any], Any], carry: Callable[[Item, str, Any], Item], *, kept: bool = False
-) -> Callable[[Any], Any]:
+    read: Callable[[Request], T],
+    carry: Callable[[Item, str, Trace | None], Item],
+    *,
+    kept: bool = False,
+) -> Callable[[Request], T]:
     """Return a `read` that adds the trace of a traced request to its item.
 
     Args:
@@ -77,8 +121,8 @@ def traced(
         kept: whether items are used after execute() has returned; Triton owns the handle.
     """
 
-    def read_traced(request: Any) -> Any:
-        item = read(request)
+    def read_traced(request: Request) -> Any:
+        item: Any = read(request)
         trace = request.trace()
         context = trace.get_context()
         if not context:
@@ -91,19 +135,18 @@ def traced(
     return read_traced
 
 
-def read_tensor(tensor: Any) -> Value:
+def read_tensor(tensor: TritonTensor) -> Value:
     """Convert one of Triton's tensors to an array with its own memory, or to a tensor."""
     if not tensor.is_cpu():
         return dlpack.from_dlpack(tensor)
     try:
-        array: Value = tensor.as_numpy()
+        return tensor.as_numpy()
     except pb_utils.TritonModelException:  # BF16, which numpy does not have
         # The memory is Triton's: it is unaligned and invalid after execute() has returned.
-        array = dlpack.from_dlpack(tensor.to_dlpack()).clone()
-    return array
+        return dlpack.from_dlpack(tensor.to_dlpack()).clone()
 
 
-def write_with_parameters(outcome: Outcome, parameters: Mapping[str, str]) -> Any:
+def write_with_parameters(outcome: Outcome, parameters: Mapping[str, str]) -> Response:
     """Return a response with the result and parameters, or with the error."""
     if isinstance(outcome, BackendError):
         return write(outcome)
@@ -120,13 +163,13 @@ def takes_parameters() -> bool:
     return True
 
 
-def request_id(request: Any) -> str:
+def request_id(request: Request) -> str:
     """Return a request's ID, shortened and without unprintable characters, for the log."""
-    name: str = request.request_id()
-    return "".join(char if char.isprintable() else "?" for char in name[:_LONGEST_ID])
+    name = request.request_id()[:_LONGEST_ID]
+    return "".join(char if char.isprintable() else "?" for char in name)
 
 
-def write(outcome: Outcome) -> Any:
+def write(outcome: Outcome) -> Response:
     """Return a response with the result or the error."""
     if isinstance(outcome, BackendError):
         code = getattr(pb_utils.TritonError, outcome.code)
@@ -135,21 +178,16 @@ def write(outcome: Outcome) -> Any:
     return pb_utils.InferenceResponse(tensors)
 
 
-def write_tensor(name: str, value: Value) -> Any:
+def write_tensor(name: str, value: Value) -> OutputTensor:
     """Convert a contiguous value to one of Triton's tensors."""
     if not isinstance(value, Tensor):
         return pb_utils.Tensor(name, value)
-    if not value.numel():
-        value = _laid_out(value)
+    if not value.numel():  # Triton requires contiguous strides even of empty tensors
+        strides = [math.prod(value.shape[axis + 1 :]) for axis in range(value.ndim)]
+        value = value.as_strided(value.shape, strides)
     if value.is_cuda:
         return pb_utils.Tensor.from_dlpack(name, value)
     if value.dtype is torch.bfloat16 or value.nbytes < _SMALL_BYTES:
         # A capsule from torch: Triton renames capsules, and a renamed one of numpy's crashes.
         return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(value))  # type: ignore[attr-defined]
     return pb_utils.Tensor(name, value.numpy())
-
-
-def _laid_out(empty: Tensor) -> Tensor:
-    """Return an empty tensor with contiguous strides, which Triton requires even of those."""
-    strides = [math.prod(empty.shape[axis + 1 :]) for axis in range(empty.ndim)]
-    return empty.as_strided(empty.shape, strides)

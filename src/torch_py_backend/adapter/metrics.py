@@ -15,7 +15,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import triton_python_backend_utils as pb_utils
@@ -28,6 +28,7 @@ from torch_py_backend.processes.instance_status import InstanceStatus
 
 if TYPE_CHECKING:  # these import torch, which completing a config does not need
     from torch_py_backend.engine.engine import Engine
+    from torch_py_backend.engine.weight_watcher import WeightWatcher
     from torch_py_backend.sequences.state_store import Sequences
     from torch_py_backend.streaming.streams import Streams
 
@@ -45,10 +46,7 @@ _Values: TypeAlias = "Iterator[tuple[_Series, float]]"
 class Metric:
     """One series in Triton and its last published value.
 
-    Args:
-        config: the instance's config.
-        name: the series' name.
-        more: the values of labels that do not follow from the config.
+    `more` has the values of labels that do not follow from the config.
 
     Attributes:
         supported: whether this server has metrics; found out once.
@@ -87,7 +85,15 @@ class Metric:
             self._metric = handle.Metric(labels=labels)
         except pb_utils.TritonModelException as error:
             if _WITHOUT_METRICS not in str(error):
-                raise _refused(config, name, error) from error
+                reason = str(error).rpartition("message: ")[2]
+                raise PlatformError(
+                    config.name,
+                    f"Triton refuses the metric {name} ({reason})",
+                    expected="a server where nothing else has a metric of that name and another"
+                    " kind",
+                    cure="Rename the metric of the model or backend that has it, and start the"
+                    " server anew: Triton forgets no name.",
+                ) from error
             Metric.supported = False
             return
         # Never freed, not even when the process ends: some servers then free memory that other
@@ -111,37 +117,22 @@ class Metric:
         self._published = value
 
 
-def _refused(config: ModelConfig, name: str, error: Exception) -> PlatformError:
-    reason = str(error).rpartition("message: ")[2]
-    return PlatformError(
-        config.name,
-        f"Triton refuses the metric {name} ({reason})",
-        expected="a server where nothing else has a metric of that name and another kind",
-        cure="Rename the metric of the model or backend that has it, and start the server anew:"
-        " Triton forgets no name.",
-    )
-
-
 class Publisher:
     """Publishes an instance's counters and gauges until it is closed.
 
-    Args:
-        engine: the model, warmed up; counts of the warm-up are not published.
-        vitals: the instance's status.
-        digest: returns the digest of the current weights, empty until it is known; None: weights
-            are not watched.
+    Counts of the warm-up are not published.
 
     Raises:
         PlatformError: Triton refuses a metric.
     """
 
     def __init__(
-        self, engine: Engine, vitals: InstanceStatus, digest: Callable[[], str] | None = None
+        self, engine: Engine, status: InstanceStatus, watcher: WeightWatcher | None = None
     ) -> None:
         self._engine = engine
         self._config = engine.config
-        self._vitals = vitals
-        self._digest = digest
+        self._status = status
+        self._watcher = watcher
         self._streams: Streams | None = None
         self._sequences: Sequences | None = None
         self._bounds = metric_families.buckets(engine.config.max_batch_size)
@@ -228,7 +219,7 @@ class Publisher:
         totals = ["retried_rows", "memory_splits"]
         if self._engine.fills:
             totals += ["rows", "filled_rows", "values", "padded_values"]
-        if self._engine.callee.compiles or self._engine.callee.captures:
+        if self._engine.runner.compiles or self._engine.runner.captures:
             totals.append("eager_calls")
         for name in totals:
             yield (f"pytorch_py_{name}_total", ()), getattr(counts, name)
@@ -247,7 +238,7 @@ class Publisher:
     def _compiled(self) -> _Values:
         """Yield the graphs that were compiled in the warm-up."""
         counts = self._engine.counts
-        if self._engine.callee.compiles:
+        if self._engine.runner.compiles:
             yield ("pytorch_py_compiled_graphs_total", ()), counts.compiled_graphs
             for result in ("hit", "miss"):
                 loads = counts.compile_cache.get(result, 0)
@@ -265,16 +256,15 @@ class Publisher:
         yield ("pytorch_py_poisoned", ()), self._poisoned
         yield ("pytorch_py_ready_timestamp_seconds", ()), self._ready_at
         yield ("pytorch_py_heartbeat_timestamp_seconds", ()), time.time()
-        yield ("pytorch_py_running_call_seconds", ()), self._vitals.under_way()
+        yield ("pytorch_py_running_call_seconds", ()), self._status.under_way()
         if self._streams is not None:
             yield ("pytorch_py_live_streams", ()), self._streams.live
         if self._sequences is not None:
             yield ("pytorch_py_sequences", ()), len(self._sequences)
             yield ("pytorch_py_sequence_bytes", ()), self._sequences.size
-        digest = self._digest() if self._digest is not None else ""
-        if digest:
+        if self._watcher is not None and self._watcher.digest:
             # A value that a float represents exactly. As a label, Triton would keep old digests.
-            yield ("pytorch_py_weights_digest", ()), int(digest, base=16)
+            yield ("pytorch_py_weights_digest", ()), int(self._watcher.digest, base=16)
         for device, allocated, reserved in self._engine.memory():
             label = (("device", str(device)),)
             yield ("pytorch_py_device_memory_allocated_bytes", label), allocated

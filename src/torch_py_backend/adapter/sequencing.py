@@ -13,6 +13,7 @@ import triton_python_backend_utils as pb_utils
 from torch import Tensor
 
 from torch_py_backend.adapter import messages
+from torch_py_backend.adapter.messages import Request
 from torch_py_backend.batching.gather_scatter import Item, Outcome
 from torch_py_backend.config.model_config import Origin
 from torch_py_backend.engine.engine import Engine
@@ -28,7 +29,8 @@ class SequenceReader:
     batch), all requests are run as they come, including those that only fill a slot.
 
     Attributes:
-        run: runs steps, returns one outcome for each; None: the engine runs items.
+        sequences: the states of the sequences; None: the config has no states.
+        run: runs what `read` has returned; returns one outcome for each.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -42,27 +44,24 @@ class SequenceReader:
         self._fills = False
         self._starts = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_START
         self._ends = pb_utils.TRITONSERVER_REQUEST_FLAG_SEQUENCE_END
-        self._sequences: Sequences | None = None
-        self.run: Callable[[Sequence[Any]], Sequence[Outcome]] | None = None
+        self.sequences: Sequences | None = None
+        self.run: Callable[[Sequence[Any]], Sequence[Outcome]] = engine.run
         self._closed = threading.Event()
         if config.states:
-            self._sequences = Sequences(config, engine.run_some, engine.device, guard=engine.guard)
-            self.run = self._sequences.run
-            self._thread = threading.Thread(target=self._sweep, name="sequences", daemon=True)
+            self.sequences = Sequences(config, engine.run, engine.device, guard=engine.guard)
+            self.run = self.sequences.run
+            self._thread = threading.Thread(
+                target=self._sweep, args=(self.sequences,), name="sequences", daemon=True
+            )
             self._thread.start()
 
-    @property
-    def sequences(self) -> Sequences | None:
-        """The states of the sequences; None: the config has no states."""
-        return self._sequences
-
-    def read(self, request: Any) -> Item | Step:
+    def read(self, request: Request) -> Item | Step:
         """Return a request's step; its item if the config has no states.
 
         A request that cannot be read still begins and ends its sequence: the next request must not
         get the state of an older sequence with the same ID.
         """
-        if self._sequences is None:
+        if self.sequences is None:
             if request.correlation_id():
                 return messages.read_some(request, self._names)
             self._fills = True
@@ -76,11 +75,11 @@ class SequenceReader:
         try:
             item = messages.read_some(request, self._names)
         except Exception:
-            self._sequences.skip(name, starts=starts, ends=ends)
+            self.sequences.skip(name, starts=starts, ends=ends)
             raise
         return Step(name, starts, ends, item)
 
-    def count_sent(self, requests: Sequence[Any]) -> int:
+    def count_sent(self, requests: Sequence[Request]) -> int:
         """Return how many of the requests were sent by clients and do not only fill a slot."""
         if not self._fills:
             return len(requests)
@@ -98,10 +97,9 @@ class SequenceReader:
     def close(self) -> None:
         """Stop the thread. May be called twice."""
         self._closed.set()
-        if self._sequences is not None:
+        if self.sequences is not None:
             self._thread.join()
 
-    def _sweep(self) -> None:
-        sequences = self._sequences
-        while sequences is not None and not self._closed.wait(_SECONDS):
+    def _sweep(self, sequences: Sequences) -> None:
+        while not self._closed.wait(_SECONDS):
             sequences.sweep()

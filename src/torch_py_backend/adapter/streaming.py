@@ -12,12 +12,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import triton_python_backend_utils as pb_utils
 
 from torch_py_backend.adapter import messages
+from torch_py_backend.adapter.messages import Request
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Value
 from torch_py_backend.engine.engine import Engine
@@ -49,6 +49,9 @@ _POLLED_CHECK_S = 0.5
 class Streaming:
     """Answers the requests of one instance with streams of responses.
 
+    Attributes:
+        streams: the live streams.
+
     Args:
         engine: the model, warmed up.
         end: called once, with the reason, when the process cannot use its device any more.
@@ -68,12 +71,14 @@ class Streaming:
         self._end = end
         self._ended = False
         self._traces = traces
-        self._read_request: Callable[[Any], Item] = partial(messages.read_kept, guard=engine.guard)
+        self._read_request: Callable[[Request], Item] = partial(
+            messages.read_kept, guard=engine.guard
+        )
         if traces is not None:
             self._read_request = messages.traced(self._read_request, traces.carry, kept=True)
         # While `start` waits for it, Triton queues requests or sends them to other instances.
         self._slots = threading.BoundedSemaphore(engine.config.options.max_streams)
-        self._streams = Streams(engine, rests)
+        self.streams = Streams(engine, rests)
         # Streams end in the streams' thread, unreadable requests in Triton's.
         self._counting = threading.Lock()
         self._polling = False
@@ -87,16 +92,11 @@ class Streaming:
         self._thread.start()
 
     @property
-    def streams(self) -> Streams:
-        """The live streams."""
-        return self._streams
-
-    @property
     def check_interval(self) -> float:
         """The seconds between two checks of a stream for cancellation."""
-        return _CHECK_INTERVAL_S * max(self._streams.live, 1)
+        return _CHECK_INTERVAL_S * max(self.streams.live, 1)
 
-    def start(self, requests: Sequence[Any]) -> None:
+    def start(self, requests: Sequence[Request]) -> None:
         """Start a stream for each request; wait while there are too many."""
         for request in requests:
             client = _Client(self, request)
@@ -122,7 +122,7 @@ class Streaming:
         with self._counting:
             self.engine.counts.answered(code)
 
-    def _read(self, request: Any, client: _Client) -> Item | None:
+    def _read(self, request: Request, client: _Client) -> Item | None:
         try:
             return self._read_request(request)
         except Exception as error:  # from Triton's utilities, or because of a lost device
@@ -168,10 +168,10 @@ class Streaming:
 
     def _launch(self, item: Item, client: _Client) -> None:
         if self._traces is None:
-            task = self._loop.create_task(self._streams.run(item, client))
+            task = self._loop.create_task(self.streams.run(item, client))
         else:
             with self._traces.streaming(item) as ended:  # a task keeps the current context
-                task = self._loop.create_task(self._streams.run(item, client))
+                task = self._loop.create_task(self.streams.run(item, client))
             task.add_done_callback(lambda _: ended(client.error))
         self._clients[task] = client
         task.add_done_callback(self._finalize)
@@ -182,7 +182,7 @@ class Streaming:
         self._slots.release()
         # A stream ends its client by itself, except on an unexpected exception.
         if task.cancelled():  # before it began
-            client.end(self._streams.failure(asyncio.CancelledError(), client).error)
+            client.end(self.streams.failure(asyncio.CancelledError(), client).error)
             return
         error = task.exception()
         if error is not None:
@@ -204,7 +204,7 @@ class Streaming:
                 task.cancel()
 
     async def _finish(self) -> None:
-        self._streams.closing = True
+        self.streams.closing = True
         # Includes tasks of the model.
         others = asyncio.all_tasks() - {asyncio.current_task()}
         for task in others:
@@ -220,7 +220,7 @@ class _Client:
         error: the error that the stream ended with; None: it ended without, or goes on.
     """
 
-    def __init__(self, streaming: Streaming, request: Any) -> None:
+    def __init__(self, streaming: Streaming, request: Request) -> None:
         self._streaming = streaming
         self._sender = request.get_response_sender()
         self._name = messages.request_id(request)
@@ -244,10 +244,12 @@ class _Client:
     def end(self, error: BackendError | None, text: str = "") -> None:
         """End the stream for the client; log the error."""
         self.error = error
-        response = () if error is None else (messages.write(error),)
+        send = self._sender.send
+        if error is not None:
+            send = partial(send, messages.write(error))
         self._streaming.ended(OK if error is None else error.code)
         try:
-            self._sender.send(*response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+            send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
         except Exception as failed:  # Triton has closed its side
             log.warning(
                 "model '%s': the end of a stream cannot be sent: %s.",

@@ -39,7 +39,7 @@ class Owned(tuple[Any, ...]):
 SMALL_BYTES = 1 << 16
 
 # Combines the values of several items into one.
-Gather: TypeAlias = "Callable[[list[Any]], Value]"
+Gather: TypeAlias = "Callable[[list[Value]], Value]"
 _NO_PADS: Mapping[str, Gather] = MappingProxyType({})
 
 
@@ -80,7 +80,7 @@ class Rows(NamedTuple):
         """Return whether `rows` rows are one call without filling."""
         if self.most is not None and rows > self.most:
             return False
-        return rows == 0 or self.filled(rows) == rows
+        return rows == 0 or (rows in self.buckets if self.buckets else rows >= self.least)
 
     def below(self, rows: int) -> int | None:
         """Return the size of the next smaller call, about half of `rows`; None: there is none."""
@@ -207,7 +207,7 @@ def own(value: Value) -> Value:
     return value.clone() if isinstance(value, Tensor) else value.copy()
 
 
-def wait(values: Iterable[Any]) -> None:
+def wait(values: Iterable[object]) -> None:
     """Synchronize with the current stream of each GPU that holds one of the values."""
     tensors = (value for value in values if isinstance(value, Tensor))
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:

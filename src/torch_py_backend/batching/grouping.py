@@ -81,7 +81,6 @@ class Grouping:
             if takes.scalar or takes in _LISTS
         }
         _check_types(config, signature.name, self._special)
-        _check_batch_inputs(config, signature.name, self._special)
         # Triton checks fixed dims: items with all inputs can share a call without further checks.
         self._uniform = (
             self._batched
@@ -114,9 +113,8 @@ class Grouping:
         Raises:
             BindingError: an optional input is in none of these sets.
         """
-        patterns = list(_patterns(optional))
-        refusals = {pattern: self._refusal(pattern) for pattern in patterns}
-        passable = [pattern for pattern in patterns if refusals[pattern] is None]
+        refusals = {pattern: self._refusal(pattern) for pattern in _patterns(optional)}
+        passable = [pattern for pattern, refusal in refusals.items() if refusal is None]
         for pattern, refusal in refusals.items():
             if refusal is not None and not pattern <= frozenset().union(*passable):
                 raise refusal
@@ -135,7 +133,7 @@ class Grouping:
         """Where each input goes: an argument, or a path in the call tree."""
         return dict(zip(self._whole.names, self._whole.places, strict=True))
 
-    def stages(self) -> list[tuple[str, Any, str]]:
+    def stages(self) -> list[tuple[str, object, str]]:
         """Return the stages of grouping: each one's name, owner and attribute."""
         return [
             ("group", self, "whole"),
@@ -183,10 +181,14 @@ class Grouping:
         for name in self._required:
             if name not in item:
                 return InputError(self._model, f"the request lacks the input '{name}'")
-        misfit = self._misfit(item)
-        if misfit is not None:
-            return misfit
+        if self._batched:
+            rows = count_rows(self._model, item, self._axes)
+            if isinstance(rows, InputError):
+                return rows
         if self._padding is not None:
+            mismatch = self._padding.mismatch(item)
+            if mismatch is not None:
+                return mismatch
             item = self._padding.fill(item)
         if len(item) < len(self._names):
             try:
@@ -194,22 +196,6 @@ class Grouping:
             except BindingError as error:  # a set of inputs that was not tried at load
                 return InputError(self._model, f"the request lacks inputs: {error}")
         return self._admit_special(item) if self._special or self._strings else item
-
-    def _misfit(self, item: Item) -> InputError | None:
-        """Return how the shapes of an item's inputs contradict each other; None: they do not."""
-        rows = count_rows(self._model, item, self._axes) if self._batched else 0
-        if isinstance(rows, InputError):
-            return rows
-        mismatch = self._padding.mismatch(item) if self._padding is not None else None
-        if mismatch is None:
-            return None
-        mask, name = mismatch
-        return InputError(
-            self._model,
-            f"input '{mask}' is {list(item[mask].shape)}, and its input '{name}' is"
-            f" {list(item[name].shape)}",
-            expected="a mask as long as its input",
-        )
 
     def _admit_special(self, item: Item) -> Item | InputError:
         admitted = dict(item)
@@ -237,7 +223,7 @@ class Grouping:
         """Group items with the same inputs, shapes without rows, devices and scalars."""
         if not self._batched or len(items) <= 1:
             return [Group(self._inputs(item), [item], [position]) for position, item in items]
-        groups: dict[Any, list[tuple[int, Item]]] = {}
+        groups: dict[tuple[object, ...], list[tuple[int, Item]]] = {}
         for position, item in items:
             groups.setdefault(self._key(item), []).append((position, item))
         split = self._padding.split if self._padding is not None else lambda members: [members]
@@ -281,7 +267,7 @@ class Grouping:
             self._partial[left_out] = inputs
         return inputs
 
-    def convert(self, inputs: InputBinding, columns: Sequence[Value]) -> Sequence[Any]:
+    def convert(self, inputs: InputBinding, columns: Sequence[Value]) -> Sequence[object]:
         """Convert columns to arguments of forward(): cast them, make scalars and lists of them."""
         if self._cast is None and not self._special:
             return columns
@@ -290,7 +276,7 @@ class Grouping:
             for name, column, takes in zip(inputs.names, columns, inputs.takes, strict=True)
         ]
 
-    def _convert(self, column: Value, takes: ArgumentType) -> Any:
+    def _convert(self, column: Value, takes: ArgumentType) -> object:
         if takes.scalar:
             return _SCALARS[takes](_flat(column)[0])
         if not isinstance(column, Tensor):
@@ -310,10 +296,7 @@ def _device(value: Value) -> torch.device:
 def count_rows(model: str, item: Item, axes: Mapping[str, int]) -> int | InputError:
     """Return the number of rows of an item, or how its inputs' shapes contradict each other.
 
-    Args:
-        model: the model's name.
-        item: the request's item.
-        axes: the number of dimensions of each input, including rows; other inputs may have any.
+    `axes` is the number of dimensions of inputs, including rows; other inputs may have any.
     """
     if not item:
         return InputError(model, "the request has no inputs, and so no number of rows")
@@ -337,7 +320,7 @@ def count_rows(model: str, item: Item, axes: Mapping[str, int]) -> int | InputEr
 
 
 # Strings are passed as a flat list, as LibTorch does, unless the annotation is a nested list.
-_LISTS: Mapping[ArgumentType, Callable[[Strings], list[Any]]] = {
+_LISTS: Mapping[ArgumentType, Callable[[Strings], list[object]]] = {
     ArgumentType.STRINGS: lambda column: column.ravel().tolist(),
     ArgumentType.BYTES: lambda column: column.ravel().tolist(),
     ArgumentType.NESTED_STRINGS: lambda column: column.tolist(),
@@ -345,7 +328,7 @@ _LISTS: Mapping[ArgumentType, Callable[[Strings], list[Any]]] = {
 }
 
 
-_SCALARS: Mapping[ArgumentType, Callable[[Any], Any]] = {
+_SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
     ArgumentType.INT: int,
     ArgumentType.FLOAT: float,
     ArgumentType.BOOL: bool,
@@ -369,7 +352,7 @@ def _patterns(optional: Sequence[str]) -> Iterator[frozenset[str]]:
 
 
 def _check_types(config: ModelConfig, function: str, special: Mapping[str, ArgumentType]) -> None:
-    """Check that each argument takes the config's type of its input without loss."""
+    """Check that each argument takes the type of its input without loss."""
     for spec in config.inputs:
         takes = special.get(spec.name)
         if takes is None:
@@ -381,11 +364,6 @@ def _check_types(config: ModelConfig, function: str, special: Mapping[str, Argum
                 f"input '{spec.name}' is {spec.dtype.triton}, and {function}() takes {takes.value}",
                 expected=f"{' or '.join(accepted)} in config.pbtxt",
             )
-
-
-def _check_batch_inputs(
-    config: ModelConfig, function: str, special: Mapping[str, ArgumentType]
-) -> None:
     for batch_input in config.batch_inputs:
         name = batch_input.name
         if name in special:
@@ -409,13 +387,13 @@ def _flat(value: Value) -> list[Any]:
     return value.reshape(-1).tolist()
 
 
-def _decode(value: Value, *, any_bytes: bool = False) -> Strings:
+def _decode(value: Value, *, any_bytes: bool) -> Strings:
     """Decode UTF-8 strings to str; with `any_bytes`, keep others as bytes.
 
     Raises:
         UnicodeDecodeError: a string is not UTF-8, and `any_bytes` is false.
     """
-    decode = _decoded if any_bytes else bytes.decode
+    decode: Callable[[bytes], str | bytes] = _decode_utf8 if any_bytes else bytes.decode
     decoded: Strings = np.empty(value.shape, dtype=np.object_)
     decoded.ravel()[:] = [
         decode(text) if isinstance(text, bytes) else str(text) for text in _flat(value)
@@ -423,7 +401,7 @@ def _decode(value: Value, *, any_bytes: bool = False) -> Strings:
     return decoded
 
 
-def _decoded(text: bytes) -> str | bytes:
+def _decode_utf8(text: bytes) -> str | bytes:
     try:
         return text.decode()
     except UnicodeDecodeError:

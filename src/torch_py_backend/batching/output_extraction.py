@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -21,57 +20,13 @@ from torch_py_backend.signature import results
 log = logging.getLogger(__name__)
 
 # Converts a part of a result, for a number of rows, to an output; raises OutputError.
-Verify: TypeAlias = "Callable[[Any, int], Value]"
-
-
-def verifiers(config: ModelConfig) -> tuple[Verify, ...]:
-    """Return one for each output, in the config's order, then one for each state of STATE."""
-    batched = config.max_batch_size > 0
-    carried = (_Expected(config.name, state.output, (), batched) for state in config.carried)
-    split = {batch_output.name for batch_output in config.batch_outputs}
-    return (
-        *(
-            _of_values(config, spec) if spec.name in split else _verifier(config, spec)
-            for spec in config.outputs
-        ),
-        *(_Carried(expected).verify for expected in carried),
-    )
-
-
-def _of_values(config: ModelConfig, spec: TensorSpec) -> Verify:
-    """Return what flattens a batch output to one dimension, which is split later."""
-    unbatched = dataclasses.replace(config, max_batch_size=0)
-    verify = _verifier(unbatched, dataclasses.replace(spec, dims=(-1,)))
-    return lambda part, rows: verify(part.reshape(-1) if isinstance(part, Tensor) else part, rows)
-
-
-def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
-    batched = config.max_batch_size > 0
-    dims = (-1, *spec.dims) if batched else spec.dims
-    # Triton's reshape needs the config's shape, and so do the states of sequences.
-    any_shape = not (
-        config.options.check_outputs or spec.reshaped or spec.origin is not Origin.CLIENT
-    )
-    expected = _Expected(config.name, spec.name, dims, batched, any_shape=any_shape)
-    if spec.dtype.torch is None:
-        return _Strings(expected).verify
-    dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-    # Autocast changes the type of outputs; the config has the type without it.
-    cast = config.options.cast_outputs or (
-        config.options.autocast is not None and dtype.is_floating_point
-    )
-    start = int(batched)
-    # Compared first, because most outputs have fixed dims. None if there is only the batch.
-    fixed = dims[start:] if len(dims) > start else None
-    return _Tensors(expected, dtype, cast, start, fixed).verify
+Verify: TypeAlias = "Callable[[object, int], Value]"
 
 
 class OutputExtractor:
     """Extracts the config's outputs from results and checks them.
 
-    Args:
-        config: the model's config.
-        of: the name of the function that returns the results, for messages.
+    `of` is the name of the function that returns the results, for messages.
     """
 
     def __init__(self, config: ModelConfig, of: str = "forward()") -> None:
@@ -83,8 +38,8 @@ class OutputExtractor:
         # Bound to the structure of the first result.
         self._outputs: results.OutputBinding | None = None
 
-    def take(self, result: Any, rows: int) -> list[Value]:
-        """Return the outputs of a result for `rows` rows, in the config's order.
+    def take(self, result: object, rows: int) -> list[Value]:
+        """Return the outputs of a result for `rows` rows: the config's, then the states of STATE.
 
         Raises:
             BindingError: the first result does not have the outputs.
@@ -111,8 +66,7 @@ class OutputExtractor:
                 expected="dense tensors",
             ) from error
 
-    def _bind(self, result: Any) -> results.OutputBinding:
-        """Return what reads the outputs from a result, followed by the states of STATE."""
+    def _bind(self, result: object) -> results.OutputBinding:
         outputs = results.bind_outputs(self._model, self._names, result, self._of)
         if not self._carried:
             return outputs
@@ -156,7 +110,7 @@ def _finite(value: Value | Owned | Part) -> bool:
     return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 
-def plain(model: str, name: str, part: Any) -> Value:
+def plain(model: str, name: str, part: object) -> Value:
     """Convert a part of a result to a tensor or an array of strings, without checks.
 
     Raises:
@@ -166,12 +120,52 @@ def plain(model: str, name: str, part: Any) -> Value:
         return part.detach()
     if isinstance(part, bool | int | float):
         return torch.tensor(part)
-    return _Strings(_Expected(model, name, (), batched=False)).array(part)
+    return _array(model, name, part)
+
+
+def verifiers(config: ModelConfig) -> tuple[Verify, ...]:
+    """Return one for each output, in the config's order, then one for each state of STATE."""
+    batched = config.max_batch_size > 0
+    split = {batch_output.name for batch_output in config.batch_outputs}
+    return (
+        *(
+            _flattened(_verifier(config, spec, (-1,), batched=False))
+            if spec.name in split
+            else _verifier(
+                config, spec, (-1, *spec.dims) if batched else spec.dims, batched=batched
+            )
+            for spec in config.outputs
+        ),
+        *(_State(config.name, state.output, (), batched).verify for state in config.carried),
+    )
+
+
+def _flattened(verify: Verify) -> Verify:
+    """Flatten a batch output to one dimension, which is split later."""
+    return lambda part, rows: verify(part.reshape(-1) if isinstance(part, Tensor) else part, rows)
+
+
+def _verifier(
+    config: ModelConfig, spec: TensorSpec, dims: tuple[int, ...], *, batched: bool
+) -> Verify:
+    # Triton's reshape needs the config's shape, and so do the states of sequences.
+    any_shape = not (
+        config.options.check_outputs or spec.reshaped or spec.origin is not Origin.CLIENT
+    )
+    if spec.dtype.torch is None:
+        return _Strings(config.name, spec.name, dims, batched, any_shape).verify
+    dtype: torch.dtype = getattr(torch, spec.dtype.torch)
+    # Autocast changes the type of outputs; the config has the type without it.
+    cast = config.options.cast_outputs or (
+        config.options.autocast is not None and dtype.is_floating_point
+    )
+    output = _Tensor(config.name, spec.name, dims, batched, any_shape, dtype=dtype, cast=cast)
+    return output.verify
 
 
 @dataclass(slots=True)
-class _Expected:
-    """What the config says about an output.
+class _Output:
+    """One output, as the config describes it.
 
     Attributes:
         dims: the output's dims, with the batch dimension as -1.
@@ -207,18 +201,12 @@ class _Expected:
             )
         return True
 
-    def lacks_ones(self, shape: tuple[int, ...]) -> bool:
-        """Return whether only dims of 1 are missing: [rows] for [-1, 1], a scalar for [1]."""
-        ones = self.dims[1:] if self.batched else self.dims
-        return len(shape) == int(self.batched) and all(size == 1 for size in ones)
-
-    def check_rows(self, size: int, rows: int) -> None:
-        if self.batched and size != rows:
-            raise OutputError(
-                self.model,
-                f"output '{self.name}' has {size} rows for a batch of {rows}",
-                expected="as many rows as the inputs have",
-            )
+    def wrong_rows(self, size: int, rows: int) -> OutputError:
+        return OutputError(
+            self.model,
+            f"output '{self.name}' has {size} rows for a batch of {rows}",
+            expected="as many rows as the inputs have",
+        )
 
     def mismatch(self, actual: str, kind: str) -> OutputError:
         dims = ", ".join(map(str, self.dims))
@@ -229,66 +217,62 @@ class _Expected:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensors:
-    expected: _Expected
+@dataclass(slots=True, kw_only=True)
+class _Tensor(_Output):
     dtype: torch.dtype
     cast: bool
-    start: int
-    fixed: tuple[int, ...] | None
+    start: int = field(init=False)
+    fixed: tuple[int, ...] | None = field(init=False)
 
-    def verify(self, part: Any, rows: int) -> Tensor:
+    def __post_init__(self) -> None:
+        self.start = int(self.batched)
+        # Compared first, because most outputs have fixed dims. None if there is only the batch.
+        self.fixed = self.dims[self.start :] if len(self.dims) > self.start else None
+
+    def verify(self, part: object, rows: int) -> Tensor:
         if not isinstance(part, Tensor):
             part = self._from_number(part)
         if part.dtype is not self.dtype:
-            part = self._cast(part)
+            special = part.is_complex() or part.is_quantized or part.is_nested
+            if not self.cast or special or part.layout is not torch.strided:
+                raise self.mismatch(_form(part), _short(self.dtype))
+            part = part.to(self.dtype)
         if part.layout is not torch.strided or part.is_meta:
-            raise self.expected.mismatch(_form(part), "a dense tensor with values")
+            raise self.mismatch(_form(part), "a dense tensor with values")
         shape = part.shape
-        if shape[self.start :] != self.fixed and not self.expected.fits(shape):
-            if self.expected.lacks_ones(shape):
-                part = part.reshape(*shape, *(1,) * (len(self.expected.dims) - len(shape)))
-            elif not self.expected.serves(shape):
-                raise self._mismatch(part)
-        self.expected.check_rows(part.shape[0] if part.ndim else rows, rows)
+        if shape[self.start :] != self.fixed and not self.fits(shape):
+            ones = self.dims[self.start :]
+            if len(shape) == self.start and all(size == 1 for size in ones):
+                # Only dims of 1 are missing: [rows] for [-1, 1], a scalar for [1].
+                part = part.reshape(*shape, *ones)
+            elif not self.serves(shape):
+                raise self.mismatch(_form(part), _short(self.dtype))
+        if self.batched and shape[0] != rows:
+            raise self.wrong_rows(shape[0], rows)
         # Triton's utilities require contiguous memory. numpy rejects tensors that require a
         # gradient or have a pending negation.
         if part.requires_grad or part.is_neg():
             part = part.detach().resolve_neg()
-        contiguous: Tensor = part.contiguous()
-        return contiguous
+        return part.contiguous()
 
-    def _cast(self, part: Tensor) -> Tensor:
-        special = part.is_complex() or part.is_quantized or part.is_nested
-        if self.cast and not special and part.layout is torch.strided:
-            return part.to(self.dtype)
-        raise self._mismatch(part)
-
-    def _from_number(self, part: Any) -> Tensor:
-        """Convert a Python number, allowed only for a model without a batch dimension."""
-        if isinstance(part, bool | int | float) and not self.expected.batched:
-            return self._exactly(part)
-        raise OutputError(
-            self.expected.model,
-            f"output '{self.expected.name}' is a {type(part).__name__}",
-            expected="a torch.Tensor",
-        )
-
-    def _exactly(self, number: float) -> Tensor:
-        """Convert a number to the output's type without loss."""
-        if isinstance(number, bool) or self.dtype is torch.bool:
-            fits = isinstance(number, bool)
+    def _from_number(self, part: object) -> Tensor:
+        """Convert a Python number without loss, allowed only without a batch dimension."""
+        if self.batched or not isinstance(part, bool | int | float):
+            raise OutputError(
+                self.model,
+                f"output '{self.name}' is a {type(part).__name__}",
+                expected="a torch.Tensor",
+            )
+        if isinstance(part, bool) or self.dtype is torch.bool:
+            fits = isinstance(part, bool)
         elif self.dtype.is_floating_point:
-            number, fits = float(number), True
+            part, fits = float(part), True
         else:
             limits = torch.iinfo(self.dtype)
-            fits = isinstance(number, int) and limits.min <= number <= limits.max
-        if fits:
-            return torch.tensor(number, dtype=self.dtype)
-        raise self.expected.mismatch(f"the number {number}", _short(self.dtype))
-
-    def _mismatch(self, part: Tensor) -> OutputError:
-        return self.expected.mismatch(_form(part), _short(self.dtype))
+            fits = isinstance(part, int) and limits.min <= part <= limits.max
+        if not fits:
+            raise self.mismatch(f"the number {part}", _short(self.dtype))
+        return torch.tensor(part, dtype=self.dtype)
 
 
 def _form(part: Tensor) -> str:
@@ -305,72 +289,65 @@ def _short(of: torch.dtype | torch.layout) -> str:
     return str(of).removeprefix("torch.")
 
 
-@dataclass(frozen=True, slots=True)
-class _Carried:
+class _State(_Output):
     """A state of STATE: a tensor of any type, with as many rows as the batch."""
-
-    expected: _Expected
 
     def verify(self, part: Any, rows: int) -> Tensor:
         dense = isinstance(part, Tensor) and part.layout is torch.strided and not part.is_meta
-        if not dense or (self.expected.batched and not part.ndim):
+        if not dense or (self.batched and not part.ndim):
             form = _form(part) if isinstance(part, Tensor) else f"a {type(part).__name__}"
             raise OutputError(
-                self.expected.model,
-                f"the state '{self.expected.name}' is {form}",
+                self.model,
+                f"the state '{self.name}' is {form}",
                 expected="a dense tensor, whose first dimension is the batch",
             )
-        self.expected.check_rows(part.shape[0] if part.ndim else rows, rows)
+        if self.batched and part.shape[0] != rows:
+            raise self.wrong_rows(part.shape[0], rows)
         detached: Tensor = part.detach()
         return detached.resolve_neg().resolve_conj().contiguous()
 
 
-@dataclass(frozen=True, slots=True)
-class _Strings:
-    expected: _Expected
-
-    def verify(self, part: Any, rows: int) -> Value:
-        strings = self.array(part)
-        self._check_text(strings)
-        if not self.expected.fits(strings.shape):
-            shaped = self._shaped(strings, rows)
-            if shaped is None and not self.expected.serves(strings.shape):
-                raise self.expected.mismatch(f"strings {list(strings.shape)}", "strings")
-            strings = strings if shaped is None else shaped
-        self.expected.check_rows(strings.shape[0] if strings.ndim else rows, rows)
-        return strings
-
-    def array(self, part: Any) -> Strings:
-        """Convert strings to an array of objects: Triton's utilities refuse other string types."""
-        if isinstance(part, np.ndarray) and part.dtype.kind in "OUS":
-            return part.astype(np.object_)
-        if isinstance(part, str | bytes):
-            return np.array(part, dtype=np.object_)
-        if isinstance(part, list | tuple):
-            array = np.array(part, dtype=np.object_)
-            if all(isinstance(text, str | bytes) for text in array.flat):
-                return array
-        raise OutputError(
-            self.expected.model,
-            f"output '{self.expected.name}' is a {type(part).__name__}",
-            expected="a list of str or bytes",
-        )
-
-    def _check_text(self, strings: Strings) -> None:
-        """Refuse strings that cannot be encoded: writing them would fail the whole batch."""
-        try:
+class _Strings(_Output):
+    def verify(self, part: object, rows: int) -> Strings:
+        strings = _array(self.model, self.name, part)
+        try:  # strings that cannot be encoded would fail the responses of the whole batch
             for text in strings.reshape(-1).tolist():
                 if not isinstance(text, bytes):
                     text.encode()
         except (AttributeError, UnicodeEncodeError) as error:
-            raise self.expected.mismatch(f"no strings: {error}", "strings") from None
+            raise self.mismatch(f"no strings: {error}", "strings") from None
+        if not self.fits(strings.shape):
+            shaped = self._shaped(strings, rows)
+            if shaped is None and not self.serves(strings.shape):
+                raise self.mismatch(f"strings {list(strings.shape)}", "strings")
+            strings = strings if shaped is None else shaped
+        if self.batched and strings.shape[0] != rows:
+            raise self.wrong_rows(strings.shape[0], rows)
+        return strings
 
     def _shaped(self, strings: Strings, rows: int) -> Strings | None:
         """Reshape a flat list of all rows' strings, as LibTorch does; None: that does not fit."""
-        dims = (rows, *self.expected.dims[1:]) if self.expected.batched else self.expected.dims
+        dims = (rows, *self.dims[1:]) if self.batched else self.dims
         if strings.ndim > 1 or dims.count(-1) > 1:
             return None
         try:
             return strings.reshape(dims)
         except ValueError:
             return None
+
+
+def _array(model: str, name: str, part: object) -> Strings:
+    """Convert strings to an array of objects: Triton's utilities refuse other string types."""
+    if isinstance(part, np.ndarray) and part.dtype.kind in "OUS":
+        return part.astype(np.object_)
+    if isinstance(part, str | bytes):
+        return np.array(part, dtype=np.object_)
+    if isinstance(part, list | tuple):
+        array = np.array(part, dtype=np.object_)
+        if all(isinstance(text, str | bytes) for text in array.flat):
+            return array
+    raise OutputError(
+        model,
+        f"output '{name}' is a {type(part).__name__}",
+        expected="a list of str or bytes",
+    )

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item, Value, to_column
 from torch_py_backend.config.model_config import ModelConfig, TensorSpec
-from torch_py_backend.errors import ConfigError, join_names
+from torch_py_backend.errors import ConfigError, InputError, join_names
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +78,9 @@ class Pad:
 
     def _place(self, rows: slice, value: Tensor, target: Sequence[int]) -> tuple[slice, ...]:
         sizes = zip(value.shape[1:], target, strict=True)
-        left = self.left
         return (
             rows,
-            *(slice(padded - size, padded) if left else slice(size) for size, padded in sizes),
+            *(slice(padded - size, padded) if self.left else slice(size) for size, padded in sizes),
         )
 
 
@@ -108,6 +107,7 @@ class Padding:
     """
 
     def __init__(self, config: ModelConfig) -> None:
+        self._model = config.name
         self._specs = {spec.name: spec for spec in config.inputs}
         self.pads: dict[str, Pad] = {}
         self.masks: dict[str, str] = {}
@@ -196,8 +196,8 @@ class Padding:
                 item = item | {mask: torch.ones(shape, dtype=dtype, device=device)}
         return item
 
-    def mismatch(self, item: Item) -> tuple[str, str] | None:
-        """Return a mask and its input if a request sent them in different sizes; else None.
+    def mismatch(self, item: Item) -> InputError | None:
+        """Return the error of a request that sent a mask and its input in different sizes.
 
         In a batch both are padded to the longest, so the model would not notice.
         """
@@ -206,14 +206,18 @@ class Padding:
                 shape = item[name].shape
                 expected = (shape[0], *(shape[axis] for axis in self.pads[name].axes))
                 if tuple(item[mask].shape) != expected:
-                    return mask, name
+                    return InputError(
+                        self._model,
+                        f"input '{mask}' is {list(item[mask].shape)}, and its input '{name}' is"
+                        f" {list(shape)}",
+                        expected="a mask as long as its input",
+                    )
         return None
 
     def split(self, items: Sequence[tuple[int, Item]]) -> list[list[tuple[int, Item]]]:
         """Split the items of one group into parts whose padding stays within MOST_GROWTH.
 
-        Args:
-            items: items with the same inputs, each with its position; parts keep their order.
+        The parts keep the order of the items.
         """
         names = [name for name in self.pads if name in items[0][1]]
         if not names:
@@ -246,14 +250,7 @@ class Padding:
         names: Sequence[str],
         columns: Sequence[Value],
     ) -> None:
-        """Count a batch's values and its padding.
-
-        Args:
-            counts: the counters.
-            items: the items.
-            names: their inputs.
-            columns: the gathered column of each input.
-        """
+        """Count a batch's values and its padding."""
         for name, column in zip(names, columns, strict=True):
             if name in self.pads:
                 values = math.prod(column.shape)
@@ -262,15 +259,12 @@ class Padding:
                 counts.padded_values += values - sent
 
     def cut(
-        self, outcomes: Sequence[dict[str, Value]], items: Sequence[Item], shapes: Mapping[str, Any]
+        self,
+        outcomes: Sequence[dict[str, Value]],
+        items: Sequence[Item],
+        shapes: Mapping[str, Sequence[int]],
     ) -> None:
-        """Cut outputs to the lengths of their items.
-
-        Args:
-            outcomes: each item's outputs; changed in place.
-            items: the items.
-            shapes: the shapes of the padded inputs by name.
-        """
+        """Cut outputs to the lengths of their items."""
         for cut in self._cuts:
             if cut.input not in shapes:
                 continue

@@ -26,9 +26,6 @@ class Ragged:
 
     Values of inputs with `allow_ragged_batch` are concatenated in one dimension, those of a single
     request included. Element counts are for a whole request, item shapes for one row.
-
-    Args:
-        config: the model's config, which has batch_input or batch_output.
     """
 
     def __init__(self, config: ModelConfig) -> None:
@@ -69,10 +66,6 @@ class Ragged:
     ) -> Sequence[Value | Owned]:
         """Split each batch output by the shapes of its source.
 
-        Args:
-            items: the items.
-            outputs: the outputs; those to split have one dimension.
-
         Raises:
             OutputError: the number of values of a batch output contradicts the shapes.
         """
@@ -96,7 +89,7 @@ class Ragged:
                 expected=f"{sum(sizes)}, as batch_output says",
             )
         if isinstance(values, Tensor):
-            parts: Sequence[Any] = values.split(sizes)
+            parts: Sequence[Value] = values.split(sizes)
         else:
             parts = np.split(values, np.cumsum(sizes)[:-1])
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
@@ -129,7 +122,7 @@ def _item_shapes(shapes: _Shapes) -> list[list[int]]:
     return [list(shape[1:]) for shape in shapes for _ in range(shape[0])]
 
 
-_NUMBERS: Mapping[BatchInputKind, Callable[[_Shapes], list[Any]]] = {
+_NUMBERS: Mapping[BatchInputKind, Callable[[_Shapes], Sequence[object]]] = {
     BatchInputKind.ELEMENT_COUNT: lambda shapes: list(map(math.prod, shapes)),
     BatchInputKind.ACCUMULATED_ELEMENT_COUNT: lambda shapes: list(
         itertools.accumulate(map(math.prod, shapes))

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound="Value | Owned")
 
-Guard: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+Guard: TypeAlias = "Callable[[], AbstractContextManager[object]]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +99,6 @@ def memory() -> list[tuple[int, int, int]]:
 
 def probe(device: torch.device) -> None:
     """Synchronize with the GPUs that this process uses.
-
-    Args:
-        device: the model's device.
 
     Raises:
         RuntimeError: a GPU is unusable: after a sticky CUDA error every later call reports it.
@@ -188,28 +185,24 @@ def set_switches(options: Options, threads: Threads) -> None:
     if torch.get_num_interop_threads() != threads.inter_op:
         torch.set_num_interop_threads(threads.inter_op)
     torch.backends.cudnn.enabled = not options.disable_cudnn
-    switches: tuple[tuple[bool | None, Callable[[bool], Any]], ...] = (
+    switches: tuple[tuple[bool | None, Callable[[bool], object]], ...] = (
         (options.enable_jit_executor, torch._C._jit_set_profiling_executor),
         (options.enable_jit_profiling, torch._C._jit_set_profiling_mode),
         (options.enable_tensor_fuser, torch._C._jit_set_texpr_fuser_enabled),
-        (False if options.disable_optimized_execution else None, _optimize),
+        (
+            False if options.disable_optimized_execution else None,
+            torch._C._set_graph_executor_optimize,
+        ),
     )
-    for wanted, switch in switches:
-        if wanted is not None:
-            switch(wanted)
-
-
-def _optimize(wanted: bool) -> None:  # noqa: FBT001  the signature of torch's own switches
-    torch._C._set_graph_executor_optimize(wanted)
+    for enabled, switch in switches:
+        if enabled is not None:
+            switch(enabled)
 
 
 def create(options: Options, device: torch.device | None, weights: Iterable[Tensor]) -> Runtime:
     """Return the runtime for a loaded model.
 
-    Args:
-        options: the model's options.
-        device: the model's device; None: that of the first of `weights`.
-        weights: the model's parameters and buffers.
+    Without a device, it is that of the first of `weights`, the model's parameters and buffers.
     """
     if device is None:
         first = next(iter(weights), None)
@@ -229,7 +222,7 @@ def create(options: Options, device: torch.device | None, weights: Iterable[Tens
 _ENTERED = contextlib.nullcontext()
 
 
-def mode(options: Options) -> AbstractContextManager[Any]:
+def mode(options: Options) -> AbstractContextManager[object]:
     """Return the context of a thread that calls the model, warm-up included.
 
     Tensors made in inference mode have other dispatch keys, for which torch.compile compiles anew.
@@ -237,7 +230,7 @@ def mode(options: Options) -> AbstractContextManager[Any]:
     return torch.inference_mode() if options.inference_mode else contextlib.nullcontext()
 
 
-def _inference_mode() -> AbstractContextManager[Any]:
+def _inference_mode() -> AbstractContextManager[object]:
     """Enter inference mode unless the thread is in it: entering costs as much as a small model."""
     return _ENTERED if torch.is_inference_mode_enabled() else torch.inference_mode()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,19 +16,13 @@ from torch_py_backend.errors import OutputError
 
 def to_device(tree: Any, device: torch.device) -> Any:
     """Move the tensors of a tree to a device; return the same tree if they are there already."""
-    return changed(tree, lambda tensor: tensor if tensor.device == device else tensor.to(device))
-
-
-def changed(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply `change` to the tensors of a tree; return the same tree if none is replaced."""
     if isinstance(tree, Tensor):
-        return change(tree)
+        return tree.to(device)
     if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
         parts = _parts(tree)
-        changed_parts = [changed(part, change) for part in parts]
-        if all(new is part for new, part in zip(changed_parts, parts, strict=True)):
-            return tree
-        return _like(tree, changed_parts)
+        moved = [to_device(part, device) for part in parts]
+        if any(new is not part for new, part in zip(moved, parts, strict=True)):
+            return _like(tree, moved)
     return tree
 
 

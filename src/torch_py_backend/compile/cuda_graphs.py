@@ -20,22 +20,16 @@ _WARM_UP = 3  # calls before a capture: allocations and tuning of first calls ar
 
 
 class Graphs:
-    """A model that captures a graph for each new shape until it is sealed.
+    """A model that captures a graph for each new shape until it is sealed."""
 
-    Args:
-        model: the model's name.
-        call: the callable for inputs.
-        counts: counts the calls that are not replayed after the model is sealed.
-    """
-
-    def __init__(self, model: str, call: Callable[..., Any], counts: Counts) -> None:
+    def __init__(self, model: str, call: Callable[..., object], counts: Counts) -> None:
         self._model = model
         self._counts = counts
         self._call = call
         self._replays: dict[Any, Replay] = {}
         self._sealed = False
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the model, by replaying a graph if its shapes were captured."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -49,11 +43,10 @@ class Graphs:
             self._replays[key] = capture(_of_tensors(self._call, leaves, spec), tensors)
         return self._call(*args, **kwargs)
 
-    def seal(self, call: Callable[..., Any]) -> Graphs:
+    def seal(self, call: Callable[..., object]) -> Graphs:
         """Capture no more graphs, and return the model.
 
-        Args:
-            call: the callable for shapes that were not captured.
+        `call` is called for shapes that were not captured.
         """
         log.info("model '%s': %d CUDA graphs were captured.", self._model, len(self._replays))
         self._call = call
@@ -68,7 +61,7 @@ def _signature(leaf: Any) -> Any:
     return type(leaf), leaf
 
 
-def _of_tensors(call: Callable[..., Any], leaves: list[Any], spec: Any) -> Callable[..., Any]:
+def _of_tensors(call: Callable[..., object], leaves: list[Any], spec: Any) -> Callable[..., object]:
     """Return a call as a function of its tensors only."""
 
     def function(tensors: Sequence[Tensor]) -> Any:

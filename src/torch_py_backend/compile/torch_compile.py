@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,23 +25,25 @@ def requested(config: ModelConfig) -> bool:
     return parameters is not None and not parameters.get("disable", False)
 
 
+def _parameters(config: ModelConfig) -> Mapping[str, Any]:
+    """Return the parameters of torch.compile if the config asks for a compiled model."""
+    return config.options.torch_compile_optional_parameters or {} if requested(config) else {}
+
+
 def static_shapes(config: ModelConfig) -> bool:
     """Return whether the config asks for a graph for each shape."""
-    parameters = config.options.torch_compile_optional_parameters or {}
-    return requested(config) and parameters.get("dynamic") is False
+    return _parameters(config).get("dynamic") is False
 
 
 def required(config: ModelConfig) -> bool:
     """Return whether loading fails if the model cannot be compiled; `fullgraph` implies that."""
-    parameters = config.options.torch_compile_optional_parameters or {}
-    needed = config.options.compile_required or parameters.get("fullgraph", False)
+    needed = config.options.compile_required or _parameters(config).get("fullgraph", False)
     return requested(config) and bool(needed)
 
 
 def by_inductor(config: ModelConfig) -> bool:
     """Return whether the config asks for inductor, torch.compile's default backend."""
-    parameters = config.options.torch_compile_optional_parameters or {}
-    return requested(config) and parameters.get("backend", "inductor") == "inductor"
+    return requested(config) and _parameters(config).get("backend", "inductor") == "inductor"
 
 
 def graph_count() -> int:
@@ -51,15 +53,9 @@ def graph_count() -> int:
 
 
 def apply(
-    config: ModelConfig, kind: ArtifactType, module: Callable[..., Any], counts: Counts
+    config: ModelConfig, kind: ArtifactType, module: Callable[..., object], counts: Counts
 ) -> Compiled | None:
     """Compile a module if the config asks for it; None: it is served without torch.compile.
-
-    Args:
-        config: the model's config.
-        kind: the type of its artifact.
-        module: the module.
-        counts: counts the calls that run eagerly after the model is sealed.
 
     Raises:
         OptionError: torch.compile does not accept the parameters.
@@ -74,7 +70,6 @@ def apply(
             kind.value,
         )
         return None
-    parameters = config.options.torch_compile_optional_parameters or {}
     if static_shapes(config):
         # There is one graph for each row count, and torch compiles no more than its limits allow.
         dynamo, graphs = torch._dynamo.config, config.max_batch_size + 1
@@ -82,50 +77,7 @@ def apply(
         dynamo.accumulated_recompile_limit = max(dynamo.accumulated_recompile_limit, graphs)
     torch.compiler.set_stance("default")
     torch._inductor.config.freezing = "freeze" in config.options.optimize
-    eager_calls = _EagerCalls(config.name, counts)
-    try:
-        compiled = torch.compile(_traced(module, eager_calls), **parameters)
-    except Exception as error:  # torch.compile raises various errors for unknown values
-        raise parameter_error(config, error) from error
-    return Compiled(config, module, compiled, eager_calls)
-
-
-def _traced(module: Callable[..., Any], eager_calls: _EagerCalls) -> Callable[..., Any]:
-    """Return a function that calls the module, and records calls that run eagerly.
-
-    `is_compiling` is true while torch.compile traces it, so a compiled graph records nothing.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
-            eager_calls.record(args, kwargs)
-        return module(*args, **kwargs)
-
-    return call
-
-
-class _EagerCalls:
-    """Counts the calls of a sealed model that run eagerly, and logs the first one's shapes."""
-
-    def __init__(self, model: str, counts: Counts) -> None:
-        self.sealed = False
-        self._model = model
-        self._counts = counts
-        self._logged = False
-
-    def record(self, args: Any, kwargs: Any) -> None:
-        if not self.sealed:
-            return
-        self._counts.eager_calls += 1
-        if not self._logged:
-            self._logged = True
-            leaves = pytree.tree_leaves((args, kwargs))
-            log.warning(
-                "model '%s': inputs of the shapes %s were not met in the warm-up; they, and all"
-                " others that would need a compilation, run eagerly.",
-                self._model,
-                [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)],
-            )
+    return Compiled(config, module, counts)
 
 
 def parameter_error(config: ModelConfig, error: Exception) -> OptionError:
@@ -139,25 +91,47 @@ def parameter_error(config: ModelConfig, error: Exception) -> OptionError:
 
 
 class Compiled:
-    """A model that compiles a graph for new shapes until it is sealed."""
+    """A model that compiles a graph for new shapes until it is sealed.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        module: Callable[..., Any],
-        compiled: Callable[..., Any],
-        eager_calls: _EagerCalls,
-    ) -> None:
-        self._eager_calls = eager_calls
-        parameters = config.options.torch_compile_optional_parameters or {}
+    Raises:
+        OptionError: torch.compile does not accept the config's parameters.
+    """
+
+    def __init__(self, config: ModelConfig, module: Callable[..., object], counts: Counts) -> None:
+        parameters = _parameters(config)
         self._model = config.name
+        self._counts = counts
         self._eager = module
-        self._compiled = compiled
         self._marks_rows = config.max_batch_size > 1 and parameters.get("dynamic") is None
         self._required = required(config)
-        self._failed = False
+        self._failed = self._sealed = self._warned = False
+        try:
+            self._compiled: Callable[..., object] = torch.compile(self._traced, **parameters)
+        except Exception as error:  # torch.compile raises various errors for unknown values
+            raise parameter_error(config, error) from error
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _traced(self, *args: object, **kwargs: object) -> object:
+        # False where torch.compile traces this function: a compiled graph records nothing.
+        if not torch.compiler.is_compiling():
+            self._record_eager_call(args, kwargs)
+        return self._eager(*args, **kwargs)
+
+    def _record_eager_call(self, args: Any, kwargs: Any) -> None:
+        """Count a call of the sealed model that runs eagerly; log the first one's shapes."""
+        if not self._sealed:
+            return
+        self._counts.eager_calls += 1
+        if not self._warned:
+            self._warned = True
+            leaves = pytree.tree_leaves((args, kwargs))
+            log.warning(
+                "model '%s': inputs of the shapes %s were not met in the warm-up; they, and all"
+                " others that would need a compilation, run eagerly.",
+                self._model,
+                [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)],
+            )
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the compiled model, or the eager one if it cannot be compiled.
 
         Raises:
@@ -192,5 +166,5 @@ class Compiled:
         if self._failed:
             return self._eager
         torch.compiler.set_stance("eager_on_recompile")
-        self._eager_calls.sealed = True
+        self._sealed = True
         return self._compiled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -11,24 +11,12 @@ R = TypeVar("R")
 F = TypeVar("F")
 
 
-class CallBudget:
-    """The number of calls that the bisections of one batch may still make."""
-
-    def __init__(self, calls: int) -> None:
-        self._left = calls
-
-    def take(self) -> bool:
-        """Use up one call; return whether one was left."""
-        self._left -= 1
-        return self._left >= 0
-
-
 def bisect(
     items: Sequence[T],
     attempt: Callable[[Sequence[T]], Sequence[R] | F],
     failure: F,
     *,
-    calls: CallBudget,
+    calls: Iterator[object],
     hopeless: Callable[[], bool],
 ) -> list[R | F]:
     """Return one result or failure for each item of a batch that failed as a whole.
@@ -40,8 +28,8 @@ def bisect(
         items: the batch.
         attempt: runs some of the items, in order; returns one result each, or the failure.
         failure: the failure of the whole batch.
-        calls: limits the calls of `attempt`; items that are undecided after the last call keep
-            the failure of their range.
+        calls: gives up one element for each call of `attempt`. Items that are undecided once it is
+            exhausted keep the failure of their range.
         hopeless: called after each failure; returns whether no further call can succeed. All
             undecided items then get the last failure.
     """
@@ -52,7 +40,7 @@ def bisect(
         middle = (start + stop) // 2
         halves = ((start, middle), (middle, stop)) if stop - start > 1 else ()
         for first, last in halves:
-            if not calls.take():
+            if next(calls, None) is None:
                 return results
             result = attempt(items[first:last])
             # Only the class distinguishes a failure from a sequence of results.

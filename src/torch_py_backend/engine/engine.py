@@ -12,27 +12,26 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-import torch
-
 from torch_py_backend.artifacts.discovery import Artifact
-from torch_py_backend.batching import gather_scatter, output_extraction, runtime
+from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Batch, Item, Outcome, Owned, Value, rows_in
 from torch_py_backend.batching.grouping import Group, Grouping
+from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine import instrumentation, side_effects
 from torch_py_backend.engine.instrumentation import Around, Stage
 from torch_py_backend.engine.model_runner import ModelRunner, Take
-from torch_py_backend.engine.retry import RetryPolicy
+from torch_py_backend.engine.retry import RetryPolicy, reported
 from torch_py_backend.engine.side_effects import SideEffects
 from torch_py_backend.engine.stream_calls import StreamCalls
-from torch_py_backend.errors import BackendError, InputError, UnavailableError
+from torch_py_backend.errors import BackendError, InputError
 from torch_py_backend.hooks import hooked_pipeline
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.hooks.user_hooks import Hooks
-from torch_py_backend.loading import example_inputs, mapped_files
+from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences.state_columns import StateColumns
 from torch_py_backend.weights import gpu_sharing, sharing
@@ -41,7 +40,7 @@ from torch_py_backend.weights import gpu_sharing, sharing
 _STAGES = {
     "run": "_run",
     "streamed": "calling",
-    "hook": "_staged",
+    "hook": "_call_hook",
     "call": "_attempt",
     "gather": "_gather",
     "host to device": "_to_device",
@@ -59,15 +58,18 @@ class Engine:
         hooks: the model's hooks; None: it has none.
         places: where each input goes: an argument, or a path in the call tree.
         patterns: the sets of optional inputs that may be left out together; the empty set is first.
+        device: the device that the model runs on.
+        guard: the context for work on tensors of the device.
+        fills: whether batches are padded or filled up to a bucket.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         loaded: Loaded,
-        surroundings: runtime.Runtime,
+        device_runtime: runtime.Runtime,
         artifact: Artifact,
-        around: Hooks | None = None,
+        hooks: Hooks | None = None,
     ) -> None:
         self.config = config
         self.artifact = artifact
@@ -75,60 +77,66 @@ class Engine:
         self.turn = threading.RLock()
         self.kind = loaded.kind
         self.signature = str(loaded.signature)
-        self._padding = Padding(config) if config.options.pad else None
-        self._pads = (
-            {name: pad.gather for name, pad in self._padding.pads.items()} if self._padding else {}
-        )
-        self.hooks = around
-        self._intake: Grouping | HookedPipeline
-        if around is None:
-            self._intake = Grouping(config, loaded.signature, self._padding)
-        else:
-            self._intake = HookedPipeline(config, loaded.signature, around, surroundings)
-        self.places = self._intake.places
-        self.patterns = self._intake.patterns
+        self.hooks = hooks
+        self.device, self.guard = device_runtime.device, device_runtime.guard
+        self._clean = device_runtime.clean
         self.sharing = sharing.report(config, artifact, loaded)
         self.counts = Counts()
         self._batched = config.max_batch_size > 0
+        self._padding = Padding(config) if config.options.pad else None
+        pads = self._padding.pads if self._padding else {}
+        self._pads = {name: pad.gather for name, pad in pads.items()}
+        self._ragged = Ragged(config) if config.concatenates else None
         columns = StateColumns(config)
-        self._state_inputs, self._owned, self._sent = columns.inputs, columns.owned, columns.sent
+        self._state_inputs = columns.inputs
+        self._states = columns if config.states else None
         # New weights may be swapped in between a call and its responses: see `WeightWatcher`.
         self._watched = config.options.watch_weights
-        self._finite = output_extraction.Finite(config) if config.options.check_finite else None
-        take: Take = output_extraction.OutputExtractor(config, f"{loaded.returns}()").take
+        self._finite = Finite(config) if config.options.check_finite else None
+        take: Take = OutputExtractor(config, f"{loaded.returns}()").take
         self._names = columns.outputs
         self._own: Callable[[Value], Value] = gather_scatter.own
-        if isinstance(self._intake, HookedPipeline) and self._intake.finishes:  # after scatter
-            self._names, take, self._finite = hooked_pipeline.UNREAD, self._intake.split, None
-            self._own = hooked_pipeline.own_rows
-        self.callee = ModelRunner(config, loaded, self._intake, take, self.counts, own=self._own)
-        self._runtime = surroundings
+        self._grouping: Grouping | HookedPipeline
+        if hooks is None:
+            self._grouping = Grouping(config, loaded.signature, self._padding)
+            self._run = partial(self._run_items, self._grouping)
+        else:
+            self._grouping = HookedPipeline(config, loaded.signature, hooks, device_runtime)
+            self._run = partial(self._run_hooked, self._grouping)
+            if self._grouping.finishes:  # after scatter
+                self._names, take = hooked_pipeline.UNREAD, self._grouping.split
+                self._own, self._finite = hooked_pipeline.own_rows, None
+        self.places = self._grouping.places
+        self.patterns = self._grouping.patterns
+        self.runner = ModelRunner(config, loaded, self._grouping, take, self.counts, own=self._own)
+        rows = self.runner.rows
+        self.fills = self._padding is not None or bool(rows.buckets) or rows.least > 1
         # PAD creates masks on the model's own stream.
-        self._admitting = surroundings.guard if self._padding else contextlib.nullcontext
-        self._ragged = Ragged(config) if config.concatenates else None
+        self._admitting = self.guard if self._padding else contextlib.nullcontext
         self._gather = gather_scatter.gather if self._ragged is None else self._ragged.gather
-        self._to_device = surroundings.to_device
-        self._call = self.callee.call
-        self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
+        self._to_device = device_runtime.to_device
+        self._call = self.runner.call
+        self._to_host: Callable[..., Sequence[Value | Owned]] = device_runtime.to_host
         self.stream_calls = StreamCalls(
             config,
-            self._intake,
-            self.callee,
-            surroundings,
+            self._grouping,
+            self.runner,
+            device_runtime,
             self._finite,
             self.counts,
             loaded.step,
         )
-        self.purity = SideEffects(loaded.owner, captured=self.callee.captures)
+        self.side_effects = SideEffects(loaded.owner, captured=self.runner.captures)
         self.recovery = RetryPolicy(
             config.name,
-            lambda group: self._attempt(group, more=True),  # looked up late: it may be instrumented
+            # Looked up late: it may be instrumented.
+            lambda group, *, more: self._attempt(group, more=more),
             called=loaded.signature.name,
-            rows=self.callee.rows if config.max_batch_size else None,
+            rows=rows if config.max_batch_size else None,
             repeats=self.repeats,
             divides=not config.concatenates,
             free=runtime.free,
-            probe=partial(runtime.probe, surroundings.device),
+            probe=partial(runtime.probe, self.device),
             counts=self.counts,
         )
         # Empty until memory runs out for the first time.
@@ -144,49 +152,29 @@ class Engine:
         """
         shared.hold(self.loaded.owner, self.kind)
         self._shared, self.turn = shared, shared.lock
-        self.purity.settle()
+        self.side_effects.settle()
 
     def leave(self) -> None:
         """Release weights that are shared with other processes. May be called twice."""
         if self._shared is not None:
             self._shared.leave()
 
-    @property
-    def fills(self) -> bool:
-        """Whether batches are padded or filled up to a bucket."""
-        rows = self.callee.rows
-        return self._padding is not None or bool(rows.buckets) or rows.least > 1
-
-    @property
-    def device(self) -> torch.device:
-        """The device that the model runs on."""
-        return self._runtime.device
-
-    @property
-    def guard(self) -> runtime.Guard:
-        """The context for work on tensors of the device."""
-        return self._runtime.guard
-
     def memory(self) -> list[tuple[int, int, int]]:
         """Return the index and the allocated and reserved bytes of each GPU in use."""
         return runtime.memory()
-
-    def example(self) -> Item:
-        """Return the example inputs in the model's folder; empty if there are none."""
-        return example_inputs.find(self.config, self.artifact) or {}
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
         """Allow compilation within the context; forbid it afterwards."""
         self._prepares = True
-        with self.callee.preparing(self.artifact, self._runtime.device):
+        with self.runner.preparing(self.artifact, self.device):
             yield
         self._prepares = False
-        if self._shared is not None and self.purity.writes_buffers():
+        if self._shared is not None and self.side_effects.writes_buffers():
             raise gpu_sharing.not_shared_error(
                 self.config, "the model writes to its buffers, which other instances share"
             )
-        self.purity.settle()
+        self.side_effects.settle()
 
     def repeats(self, items: int = 2) -> bool:
         """Return whether the model may be called again with items that were passed to it before.
@@ -197,135 +185,124 @@ class Engine:
         configured = self.config.options.retry_failed_batch
         if configured is not None:
             return configured
-        return (items > 1 or not self.purity.writes_inputs()) and not self.purity.writes_buffers()
+        effects = self.side_effects
+        return (items > 1 or not effects.writes_inputs) and not effects.writes_buffers()
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """The context of each call of the model for a stream."""
         with self.turn:
             self.recovery.begins()
-            with self._runtime.guard():
+            with self.guard():
                 yield
 
-    def surround(self, around: Around) -> Callable[[], None]:
+    def instrument(self, around: Around) -> Callable[[], None]:
         """Wrap the stages with `around`; the returned function removes the wrappers."""
         stages: list[Stage] = [
             *((name, self, attribute) for name, attribute in _STAGES.items()),
-            *self.callee.stages(),
+            ("outputs", self.runner, "take"),
             *self.stream_calls.stages(),
-            *self._intake.stages(),
+            *self._grouping.stages(),
         ]
         if self.hooks is None:  # hooks get the module itself and may read its attributes
-            stages.append(("forward", self.callee, "module"))
+            stages.append(("forward", self.runner, "module"))
         return instrumentation.wrap(stages, around)
 
     def clean(self) -> None:
         """Free cached device memory after an execution where the config enables that."""
-        if self._runtime.clean is not None and self.recovery.fatal is None:
-            self._runtime.clean()
-
-    def run_some(self, items: Sequence[Item], places: Sequence[int]) -> Sequence[Outcome]:
-        """Run items that are at these positions of a batch of requests."""
-        self.recovery.places = places
-        try:
-            return self.run(items)
-        finally:
-            self.recovery.places = None
+        if self._clean is not None and self.recovery.fatal is None:
+            self._clean()
 
     def run(self, items: Sequence[Item]) -> Sequence[Outcome]:
         """Return one outcome for each item, in order."""
-        if self._shared is not None:
-            return self._run_shared(self._shared, items)
         with self.turn:
-            return self._run(items)
+            if self._shared is not None:
+                return self._run_shared(self._shared, items)
+            outcomes: Sequence[Outcome] = self._run(items)
+            return outcomes
 
     def _run_shared(
         self, shared: gpu_sharing.SharedWeights, items: Sequence[Item]
     ) -> Sequence[Outcome]:
         """Return the outcomes, or a refusal for each item if the shared weights are gone."""
-        with self.turn:
-            outcomes, refusal = self._run_once(shared, items)
-            while refusal is not None and self._prepares and not shared.final:
-                outcomes, refusal = self._run_once(shared, items)
-        if refusal is None:
-            return outcomes
+        while True:
+            present = shared.present
+            refusal = shared.ready()
+            if refusal is None:
+                if not present:  # the weights are at other addresses now
+                    self.side_effects.settle()
+                outcomes: Sequence[Outcome] = self._run(items)
+                refusal = shared.lost()
+                if refusal is None:
+                    return outcomes
+            if shared.final or not self._prepares:
+                break
         if shared.final:
             self.recovery.fatal = refusal
-        self.recovery.report(refusal, "", range(len(items)))
-        return [refusal] * len(items)
+        return [reported(refusal)] * len(items)
 
-    def _run_once(
-        self, shared: gpu_sharing.SharedWeights, items: Sequence[Item]
-    ) -> tuple[Sequence[Outcome], UnavailableError | None]:
-        present = shared.present
-        refusal = shared.ready()
-        if refusal is not None:
-            return (), refusal
-        if not present:  # the weights are at other addresses now
-            self.purity.settle()
-        outcomes = self._run(items)
-        return outcomes, shared.lost()
-
-    def _run(self, items: Sequence[Item]) -> Sequence[Outcome]:
-        outcomes: Sequence[Outcome]
-        if isinstance(self._intake, HookedPipeline):
-            with self._runtime.guard():
-                outcomes = self._run_staged(self._intake, items)
+    def _run_items(self, grouping: Grouping, items: Sequence[Item]) -> Sequence[Outcome]:
+        whole = grouping.whole(items)
+        if whole is not None:
+            outcomes = self._run_group(whole)
         else:
-            whole = self._intake.whole(items)
-            if whole is not None:
-                outcomes = self._run_group(whole)
-            else:
-                with self._admitting():
-                    outcomes = self._run_admitted([self._intake.admit(item) for item in items])
-        self.clean()
+            with self._admitting():
+                outcomes = self._run_admitted([grouping.admit(item) for item in items])
+        if self._clean is not None:
+            self.clean()
         return outcomes
 
-    def _run_staged(self, around: HookedPipeline, items: Sequence[Item]) -> Sequence[Outcome]:
+    def _run_hooked(self, pipeline: HookedPipeline, items: Sequence[Item]) -> Sequence[Outcome]:
         """Return the outcomes; hooks run before and after the engine's own stages."""
-        began = time.perf_counter()
         # The result of a hook for one item is in use until all items are prepared and sent.
         more = len(items) > 1
-        begin, finish = partial(around.begin, more=more), partial(around.finish, more=more)
-        begun = [self._staged(place, begin, item) for place, item in enumerate(items)]
-        prepared = [
-            prepare if isinstance(prepare, BackendError) else self._staged(place, prepare)
-            for place, prepare in enumerate(begun)
-        ]
-        self.counts.preprocess_seconds += time.perf_counter() - began
-        outcomes = self._run_admitted(list(prepared))
-        if not around.finishes:
-            return outcomes
-        ran = time.perf_counter()
-        finished = [
-            outcome
-            if isinstance(outcome, BackendError)
-            else self._staged(place, finish, outcome, prepared[place])
-            for place, outcome in enumerate(outcomes)
-        ]
-        self.counts.postprocess_seconds += time.perf_counter() - ran
-        return finished
+        with self.guard():
+            began = time.perf_counter()
+            begin = partial(pipeline.begin, more=more)
+            begun = [self._call_hook(place, begin, item) for place, item in enumerate(items)]
+            prepared = [
+                prepare if isinstance(prepare, BackendError) else self._call_hook(place, prepare)
+                for place, prepare in enumerate(begun)
+            ]
+            self.counts.preprocess_seconds += time.perf_counter() - began
+            outcomes: Sequence[Outcome] = self._run_admitted(list(prepared))
+            if pipeline.finishes:
+                ran = time.perf_counter()
+                finish = partial(pipeline.finish, more=more)
+                outcomes = [
+                    outcome
+                    if isinstance(outcome, BackendError)
+                    else self._call_hook(place, finish, outcome, prepared[place])
+                    for place, outcome in enumerate(outcomes)
+                ]
+                self.counts.postprocess_seconds += time.perf_counter() - ran
+        if self._clean is not None:
+            self.clean()
+        return outcomes
 
-    def _staged(self, place: int, stage: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of a hook stage for one item, or the item's error."""
+    def _call_hook(self, place: int, stage: Callable[..., object], *args: Any) -> Any:  # noqa: ARG002  the position is for instrumentation
+        """Return the result of a hook stage for the item at a position, or the item's error."""
         try:
             return stage(*args)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             failure = self.recovery.judge(error)
-        if not isinstance(failure.error, InputError):
-            self.recovery.report(failure.error, failure.text, [place])
-        return failure.error
+        return (
+            failure.error
+            if isinstance(failure.error, InputError)
+            else self.recovery.refusal(failure)
+        )
 
-    def _run_admitted(self, outcomes: list[Any]) -> list[Outcome]:
-        """Run the admitted items; `outcomes` has an error in place of each refused item."""
+    def _run_admitted(self, items: Sequence[Item | BackendError]) -> Sequence[Outcome]:
+        """Return the outcomes of admitted items, and the errors of those that were refused."""
+        outcomes: list[Outcome] = list(items)
         admitted = [
             (position, item)
-            for position, item in enumerate(outcomes)
+            for position, item in enumerate(items)
             if not isinstance(item, BackendError)
         ]
-        groups = self._intake.group(admitted)
+        groups = self._grouping.group(admitted)
         for number, group in enumerate(groups, 1):
             results = self._run_group(group, more=number < len(groups))
             for position, outcome in zip(group.positions, results, strict=True):
@@ -334,27 +311,21 @@ class Engine:
 
     def _run_group(self, group: Group, *, more: bool = False) -> Sequence[Outcome]:
         if self._limits or self.recovery.fatal is not None:
-            return self.recovery.run(group)
+            return self.recovery.run(group, more=more)
         try:
             return self._attempt(group, more=more)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             failure = self.recovery.judge(error)
-        return self.recovery.resolve(group, failure)
+        return self.recovery.resolve(group, failure, more=more)
 
     def _attempt(self, group: Group, *, more: bool) -> Sequence[Outcome]:
-        """Run a group as one batch; raise whatever the model raises.
-
-        Args:
-            group: the group.
-            more: whether the model may be called again before the outcomes are sent. Outcomes are
-                copies then: a model may return views of memory that its next call overwrites.
-        """
-        with self._runtime.guard():
+        """Run a group as one batch; raise whatever the model raises. See `retry.Attempt`."""
+        with self.guard():
             names = group.inputs.names
             began = time.perf_counter()
-            known = self.purity.known
+            known = self.side_effects.known
             copied = self._state_inputs if known else names
             batch = self._gather(group.items, names, self._pads, copied)
             before = (
@@ -371,9 +342,12 @@ class Engine:
             raw = self._call(group.inputs, columns, rows)
             called = time.perf_counter()
             if not known:
-                self.purity.compare(before, dict(zip(names, batch.columns, strict=True)))
-            owned = self._owned(raw, batch)
-            outputs = self._to_host(owned, self._sent(names, batch))
+                self.side_effects.compare(before, dict(zip(names, batch.columns, strict=True)))
+            owned: Sequence[Value | Owned] = raw
+            inputs = batch.columns
+            if self._states is not None:
+                owned, inputs = self._states.owned(raw, batch), self._states.sent(names, batch)
+            outputs = self._to_host(owned, inputs)
             if more or self._watched:
                 outputs = self._kept(owned, outputs, more=more)
             fetched = time.perf_counter()
@@ -387,21 +361,15 @@ class Engine:
         counts.batches[size] = counts.batches.get(size, 0) + 1
         outcomes = self._scatter(group, batch, outputs)
         if self._finite is not None and not self._finite.holds(outputs):
-            return [
-                self._checked(self._finite, outcome, position)
-                for outcome, position in zip(outcomes, group.positions, strict=True)
-            ]
+            return [self._checked(self._finite, outcome) for outcome in outcomes]
         return outcomes
 
     def _kept(
-        self, before: Sequence[Any], outputs: Sequence[Any], *, more: bool
+        self, before: Sequence[Value | Owned], outputs: Sequence[Value | Owned], *, more: bool
     ) -> Sequence[Value | Owned]:
         """Copy outputs whose memory a later call or new weights may change.
 
-        Args:
-            before: the outputs as the model returned them; `to_host` may have copied some.
-            outputs: the outputs after `to_host`.
-            more: as for `_attempt`.
+        Outputs that `to_host` has copied are not those that the model returned (`before`).
         """
         kept = [
             self._own(value)
@@ -417,14 +385,9 @@ class Engine:
         gather_scatter.wait(kept)  # Triton reads GPU outputs without synchronizing with a stream
         return kept
 
-    def _checked(
-        self, finite: output_extraction.Finite, outcome: Outcome, position: int
-    ) -> Outcome:
+    def _checked(self, finite: Finite, outcome: Outcome) -> Outcome:
         refusal = None if isinstance(outcome, BackendError) else finite.refusal(outcome)
-        if refusal is None:
-            return outcome
-        self.recovery.report(refusal, "", [position])
-        return refusal
+        return outcome if refusal is None else reported(refusal)
 
     def _scatter(
         self, group: Group, batch: Batch, outputs: Sequence[Value | Owned]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 # A stage: its name, the object that has it, and its attribute.
-Stage: TypeAlias = "tuple[str, Any, str]"
+Stage: TypeAlias = "tuple[str, object, str]"
 # Takes a stage's name and function; returns a wrapper, or the function itself to leave it as it is.
-Around: TypeAlias = "Callable[[str, Callable[..., Any]], Callable[..., Any]]"
+Around: TypeAlias = "Callable[[str, Callable[..., object]], Callable[..., object]]"
 
 
 def wrap(stages: Iterable[Stage], around: Around) -> Callable[[], None]:

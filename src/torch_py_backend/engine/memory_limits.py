@@ -30,9 +30,6 @@ class MemoryLimits:
 
     Attributes:
         limits: the limits by shape; empty until memory runs out for the first time.
-
-    Args:
-        rows: the row counts that the model takes.
     """
 
     def __init__(self, rows: Rows) -> None:

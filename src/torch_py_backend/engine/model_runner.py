@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -19,13 +19,12 @@ from torch_py_backend.batching.grouping import Grouping
 from torch_py_backend.compile import batch_buckets, compile_cache, torch_compile
 from torch_py_backend.compile.cuda_graphs import Graphs
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine.instrumentation import Stage
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import InputBinding
 
 # Extracts the config's outputs from a result for a number of rows.
-Take: TypeAlias = "Callable[[Any, int], list[Value]]"
+Take: TypeAlias = "Callable[[object, int], list[Value]]"
 
 
 class ModelRunner:
@@ -35,14 +34,8 @@ class ModelRunner:
         module: the model, compiled, captured and instrumented as configured.
         take: extracts the outputs from a result.
         rows: how many rows one call takes.
-
-    Args:
-        config: the model's config.
-        loaded: the model.
-        intake: converts columns to arguments.
-        take: extracts the outputs from a result.
-        counts: the counters of calls.
-        own: copies an output.
+        captures: whether calls are replayed from CUDA graphs.
+        compiles: whether a new shape may be compiled.
 
     Raises:
         OptionError: torch.compile does not accept its options.
@@ -52,34 +45,25 @@ class ModelRunner:
         self,
         config: ModelConfig,
         loaded: Loaded,
-        intake: Grouping | HookedPipeline,
+        grouping: Grouping | HookedPipeline,
         take: Take,
         counts: Counts,
-        own: Callable[[Value], Value] = gather_scatter.own,
+        own: Callable[[Value], Value],
     ) -> None:
         self._config = config
         self._own = own
-        self._intake = intake
+        self._grouping = grouping
         self._counts = counts
         self._eager = loaded.module
         self._compiled = torch_compile.apply(config, loaded.kind, loaded.module, counts)
         self.module = self._compiled or loaded.module
-        captured = "cuda_graphs" in config.options.optimize
-        self._graphs = Graphs(config.name, self.module, counts) if captured else None
+        self.compiles = self._compiled is not None
+        self.captures = "cuda_graphs" in config.options.optimize
+        self._graphs = Graphs(config.name, self.module, counts) if self.captures else None
         self.module = self._graphs or self.module
         self.take = take
-        fixed = torch_compile.static_shapes(config) or captured
+        fixed = torch_compile.static_shapes(config) or self.captures
         self.rows = batch_buckets.row_counts(config, loaded.rows, fixed=fixed)
-
-    @property
-    def captures(self) -> bool:
-        """Whether calls are replayed from CUDA graphs."""
-        return self._graphs is not None
-
-    @property
-    def compiles(self) -> bool:
-        """Whether a new shape may be compiled."""
-        return self._compiled is not None
 
     @contextlib.contextmanager
     def preparing(self, artifact: Artifact, device: torch.device) -> Iterator[None]:
@@ -98,10 +82,6 @@ class ModelRunner:
             sealed = self._compiled.seal()
         self.module = sealed if self._graphs is None else self._graphs.seal(sealed)
 
-    def stages(self) -> list[Stage]:
-        """Return the stages of a call, without the model itself."""
-        return [("outputs", self, "take")]
-
     def call(self, inputs: InputBinding, columns: Sequence[Value], rows: int) -> Sequence[Value]:
         """Return the model's outputs for a batch, in as many calls as needed."""
         if self.rows.take(rows):
@@ -118,6 +98,6 @@ class ModelRunner:
     def _call_once(
         self, inputs: InputBinding, columns: Sequence[Value], rows: int
     ) -> Sequence[Value]:
-        passed = self._intake.convert(inputs, columns)
+        passed = self._grouping.convert(inputs, columns)
         self._counts.rows += rows
         return self.take(inputs.call(self.module, passed), rows)

@@ -7,14 +7,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Protocol, TypeAlias, TypeVar
 
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.counters import Counts
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Rows, Value
 from torch_py_backend.batching.grouping import Group
 from torch_py_backend.engine import faults
-from torch_py_backend.engine.bisection import CallBudget, bisect
+from torch_py_backend.engine.bisection import bisect
 from torch_py_backend.engine.memory_limits import Limit, MemoryLimits
 from torch_py_backend.errors import (
     BackendError,
@@ -34,6 +34,14 @@ _CALLS = 128
 # Log only the innermost frames of a traceback: an endless recursion has a thousand.
 _FRAMES = -64
 
+E = TypeVar("E", bound=BackendError)
+
+
+def reported(error: E, text: str = "") -> E:
+    """Return the error of a request, marked for the log with the traceback of its cause."""
+    error.reported, error.traceback = True, text
+    return error
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
@@ -52,6 +60,17 @@ class Failure:
     repeats: bool = False
 
 
+class Attempt(Protocol):
+    """Runs a group as one batch; raises whatever the model raises."""
+
+    def __call__(self, group: Group, *, more: bool) -> Sequence[Outcome]:
+        """Run the group.
+
+        If the model may be called again before the outcomes are sent (`more`), outcomes are copies:
+        a model may return views of memory that its next call overwrites.
+        """
+
+
 # A range of an item's rows: the item's index in the group, the first row, the end of the range.
 _Part: TypeAlias = "tuple[int, int, int]"
 
@@ -60,10 +79,6 @@ class RetryPolicy:
     """Retries failed batches of one model.
 
     Attributes:
-        reports: the failures of a run: for each message and traceback the positions of its items.
-            The caller logs and clears them.
-        places: the positions in `reports` of the items of the current run; None: the items are
-            numbered from 0.
         fatal: the error for every request once the process cannot use its device; else None.
         reason: the cause of `fatal` in a few words.
         capacity: the limits on rows for one call.
@@ -71,7 +86,7 @@ class RetryPolicy:
 
     Args:
         model: the model's name.
-        attempt: runs a group; may raise anything.
+        attempt: runs a group.
         called: the name of the model's function that an attempt calls.
         rows: the row counts that the model takes; None: it has no batch dimension.
         repeats: returns whether the model may be called again with that many items that were
@@ -85,7 +100,7 @@ class RetryPolicy:
     def __init__(
         self,
         model: str,
-        attempt: Callable[[Group], Sequence[Outcome]],
+        attempt: Attempt,
         *,
         called: str,
         rows: Rows | None,
@@ -95,8 +110,6 @@ class RetryPolicy:
         probe: Callable[[], None],
         counts: Counts,
     ) -> None:
-        self.reports: dict[tuple[str, str], list[int]] = {}
-        self.places: Sequence[int] | None = None
         self.fatal: UnavailableError | None = None
         self.reason = ""
         self.capacity = MemoryLimits(rows or gather_scatter.ANY_ROWS)
@@ -111,103 +124,96 @@ class RetryPolicy:
         self._probe = probe
         self._counts = counts
 
-    def run(self, group: Group) -> Sequence[Outcome]:
+    def run(self, group: Group, *, more: bool) -> Sequence[Outcome]:
         """Run a group within the limits for its shape; retry if it fails."""
         if self.fatal is not None:
             return [self.fatal] * len(group.items)
-        shape, sizes = _shape(group), self._sizes(group)
+        shape, rows = _shape(group), sum(self._sizes(group))
         most = self.capacity.most(shape) if self._batched else None
-        if most is not None and sum(sizes) > most:
+        if most is not None and rows > most:
             before = self.capacity.remembered(shape)
-            return self._in_parts(group, shape, sizes, before, CallBudget(_CALLS))
-        result = self._try(group)
+            return self._run_in_parts(group, before, iter(range(_CALLS)), more=more)
+        result = self._try(group, more=more)
         if isinstance(result, Failure):
-            return self.resolve(group, result)
-        self.capacity.fitted(shape, sum(sizes))
+            return self.resolve(group, result, more=more)
+        self.capacity.fitted(shape, rows)
         return result
 
     def resolve(
-        self, group: Group, failure: Failure, calls: CallBudget | None = None
+        self,
+        group: Group,
+        failure: Failure,
+        calls: Iterator[object] | None = None,
+        *,
+        more: bool,
     ) -> Sequence[Outcome]:
         """Return the outcomes of a group that failed: retry it or refuse it.
 
         Do not call this in an except block: the next exception would keep the handled one as its
         context.
 
-        Args:
-            group: the group.
-            failure: the group's failure.
-            calls: limits the calls of bisections of the batch that the group is a part of; None:
-                the group is the whole batch.
+        `calls` limits the bisections of the batch that the group is a part of; None: the group is
+        the batch.
         """
-        calls = calls or CallBudget(_CALLS)
+        calls = calls or iter(range(_CALLS))
         if self.fatal is None and failure.memory and self._batched:
-            shape, sizes = _shape(group), self._sizes(group)
+            shape, rows = _shape(group), sum(self._sizes(group))
             before = self.capacity.remembered(shape)
-            if self._lower_limit(shape, sum(sizes)) and self._repeats(len(sizes)):
-                self._counts.retried_rows += sum(sizes)
-                return self._in_parts(group, shape, sizes, before, calls)
+            if self._lower_limit(shape, rows) and self._repeats(len(group.items)):
+                self._counts.retried_rows += rows
+                return self._run_in_parts(group, before, calls, more=more)
         final = failure.memory or failure.repeats or self.fatal is not None
         if final or len(group.items) == 1 or not self._repeats(len(group.items)):
-            return self._refuse(group, failure)
+            return [self.refusal(failure)] * len(group.items)
         return self._bisect(group, failure, calls)
 
-    def _bisect(self, group: Group, failure: Failure, calls: CallBudget) -> Sequence[Outcome]:
+    def _bisect(self, group: Group, failure: Failure, calls: Iterator[object]) -> Sequence[Outcome]:
         members = list(zip(group.items, group.positions, strict=True))
 
-        def attempt(part_members: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
-            part = _regrouped(group, part_members)
-            self._counts.retried_rows += sum(self._sizes(part))
-            return self._try(part)
+        def part(some: Sequence[tuple[Item, int]]) -> Group:
+            return Group(group.inputs, [item for item, _ in some], [at for _, at in some])
 
-        outcomes: list[Any] = bisect(
-            members,
-            attempt,
-            failure,
-            calls=calls,
-            hopeless=lambda: self.fatal is not None,
+        def attempt(some: Sequence[tuple[Item, int]]) -> Sequence[Outcome] | Failure:
+            half = part(some)
+            self._counts.retried_rows += sum(self._sizes(half))
+            return self._try(half, more=True)
+
+        results = bisect(
+            members, attempt, failure, calls=calls, hopeless=lambda: self.fatal is not None
         )
-        for place, result in enumerate(outcomes):
-            if isinstance(result, Failure):
-                single = _regrouped(group, [members[place]])
-                (outcomes[place],) = self.resolve(single, result, calls)
-        return outcomes
+        return [
+            self.resolve(part([member]), result, calls, more=True)[0]
+            if isinstance(result, Failure)
+            else result
+            for member, result in zip(members, results, strict=True)
+        ]
 
-    def _in_parts(
-        self,
-        group: Group,
-        shape: Hashable,
-        sizes: Sequence[int],
-        before: Limit | None,
-        calls: CallBudget,
+    def _run_in_parts(
+        self, group: Group, before: Limit | None, calls: Iterator[object], *, more: bool
     ) -> list[Outcome]:
         """Run a group in calls of as many rows as fit in memory.
 
-        Args:
-            group: the group.
-            shape: the key of its limit.
-            sizes: the rows of its items.
-            before: the limit before this group.
-            calls: limits the calls of bisections.
+        `before` is the limit of its shape before this group.
         """
+        shape, sizes = _shape(group), self._sizes(group)
         pending = deque((place, 0, size) for place, size in enumerate(sizes))
-        pieces: list[list[Any]] = [[] for _ in sizes]
+        pieces: list[list[dict[str, Value]]] = [[] for _ in sizes]
         refused: dict[int, BackendError] = {}
         never_fits = False
         while pending:
             parts = list(_take(pending, self.capacity.most(shape)))
             subgroup = _of_parts(group, parts, sizes)
-            result = self._try(subgroup)
+            result = self._try(subgroup, more=more or bool(pending))
             if isinstance(result, Failure) and result.memory and self.fatal is None:
                 rows = sum(last - first for _, first, last in parts)
                 if self._lower_limit(shape, rows):
                     self._counts.retried_rows += rows
                     pending.extendleft(reversed(parts))
                     continue
-                result = self._refuse(subgroup, result)
+                result = [self.refusal(result)] * len(parts)
                 never_fits = True
             elif isinstance(result, Failure):
-                result = self.resolve(subgroup, result, calls)
+                result = self.resolve(subgroup, result, calls, more=True)
             for (place, _, _), outcome in zip(parts, result, strict=True):
                 if isinstance(outcome, BackendError):
                     refused[place] = outcome
@@ -223,8 +229,13 @@ class RetryPolicy:
         ]
 
     def _sizes(self, group: Group) -> list[int]:
-        """Return the rows of each item; 1 for each where an item's rows stay together."""
-        return _sizes(group) if self._divides else [1] * len(group.items)
+        """Return the rows of each item.
+
+        It is 0 where there is no input, and 1 where the rows of an item stay together.
+        """
+        names = group.inputs.names if self._divides else ()
+        default = 0 if self._divides else 1
+        return [item[names[0]].shape[0] if names else default for item in group.items]
 
     def _join(self, pieces: Sequence[dict[str, Value]]) -> Outcome:
         """Return one item's outputs, joined from those of its calls."""
@@ -242,12 +253,12 @@ class RetryPolicy:
             )
         return dict(zip(names, joined, strict=True))
 
-    def _try(self, group: Group) -> Sequence[Outcome] | Failure:
+    def _try(self, group: Group, *, more: bool) -> Sequence[Outcome] | Failure:
         if self.fatal is not None:
             return Failure(self.fatal, repeats=True)
         self.begins()
         try:
-            return self._attempt(group)
+            return self._attempt(group, more=more)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
@@ -256,9 +267,7 @@ class RetryPolicy:
     def judge(self, error: BaseException, called: str | None = None) -> Failure:
         """Classify an exception and release its frames.
 
-        Args:
-            error: the exception.
-            called: the name of the model's function that raised it, if not an attempt's.
+        `called` is the name of the model's function that raised it, if not an attempt's.
         """
         text = "".join(traceback.format_exception(error, limit=_FRAMES)).rstrip()
         memory = faults.out_of_memory(error)
@@ -266,7 +275,7 @@ class RetryPolicy:
         if cause is not None:
             if self.fatal is None:
                 self.reason = summarize(cause)
-                self.fatal = UnavailableError.fatal(self._model, self.reason)
+                self.fatal = reported(UnavailableError.fatal(self._model, self.reason), text)
             failure = Failure(self.fatal, text, repeats=True)
         elif memory:
             failure = Failure(OutOfMemoryError(self._model), text, memory=True)
@@ -311,16 +320,9 @@ class RetryPolicy:
         )
         return True
 
-    def _refuse(self, group: Group, failure: Failure) -> list[Outcome]:
-        error = failure.error if self.fatal is None else self.fatal
-        self.report(error, failure.text, group.positions)
-        return [error] * len(group.items)
-
-    def report(self, error: BackendError, text: str, positions: Sequence[int]) -> None:
-        """Record a failure; equal failures of several items become one report."""
-        if self.places is not None:
-            positions = [self.places[position] for position in positions]
-        self.reports.setdefault((str(error), text), []).extend(positions)
+    def refusal(self, failure: Failure) -> BackendError:
+        """Return the error of a failure, marked for the log; `fatal` once there is that."""
+        return self.fatal or reported(failure.error, failure.text)
 
 
 def _shape(group: Group) -> tuple[tuple[int, ...], ...]:
@@ -330,16 +332,6 @@ def _shape(group: Group) -> tuple[tuple[int, ...], ...]:
         for name in group.inputs.names
         if name in group.items[0]  # not a batch input, which is created for each call
     )
-
-
-def _sizes(group: Group) -> list[int]:
-    """Return the rows of each item; 0 where there is no input."""
-    names = group.inputs.names
-    return [item[names[0]].shape[0] if names else 0 for item in group.items]
-
-
-def _regrouped(group: Group, members: Sequence[tuple[Item, int]]) -> Group:
-    return Group(group.inputs, [item for item, _ in members], [at for _, at in members])
 
 
 def _take(pending: deque[_Part], most: int | None) -> Iterator[_Part]:

@@ -20,6 +20,7 @@ class SideEffects:
 
     Attributes:
         known: whether a call has been compared; until then the model gets copies of its inputs.
+        writes_inputs: whether a call has written to its inputs.
 
     Args:
         owner: the module with the model's buffers; None: they are not accessible.
@@ -30,7 +31,7 @@ class SideEffects:
         self._owner = owner
         self._captured = captured
         self.known = False
-        self._writes_inputs = False
+        self.writes_inputs = False
         self._settled = self._state()
 
     def settle(self) -> None:
@@ -40,13 +41,9 @@ class SideEffects:
     def compare(self, before: Mapping[str, Value], after: Item) -> None:
         """Compare the inputs of a call with copies from before it."""
         self.known = True
-        self._writes_inputs = self._writes_inputs or any(
+        self.writes_inputs |= any(
             not torch.equal(_bytes(value), _bytes(after[name])) for name, value in before.items()
         )
-
-    def writes_inputs(self) -> bool:
-        """Return whether a call has written to its inputs."""
-        return self._writes_inputs
 
     def writes_buffers(self) -> bool:
         """Return whether a buffer has changed since `settle`."""

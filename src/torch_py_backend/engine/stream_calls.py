@@ -42,31 +42,22 @@ class StreamCalls:
     Attributes:
         step: the module's step(), which runs all live streams; None: it has none.
         advance: resumes one stream by calling its argument.
-
-    Args:
-        config: the model's config.
-        intake: converts items to arguments.
-        callee: the model.
-        surroundings: the device and the context of calls.
-        finite: refuses outputs with NaN or infinity; None: they are not checked.
-        counts: the counters of calls and seconds.
-        step: the module's step(), if it has one.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        intake: Grouping | HookedPipeline,
-        callee: ModelRunner,
-        surroundings: Runtime,
+        grouping: Grouping | HookedPipeline,
+        runner: ModelRunner,
+        device_runtime: Runtime,
         finite: Finite | None,
         counts: Counts,
         step: Callable[[list[Any]], Any] | None,
     ) -> None:
         self.step = step
-        self.advance: Callable[[Callable[[], Any]], Any] = lambda resume: resume()
-        self._intake = intake
-        self._callee = callee
+        self.advance: Callable[[Callable[[], object]], object] = lambda resume: resume()
+        self._grouping = grouping
+        self._runner = runner
         self._finite = finite
         self._counts = counts
         self._batched = config.max_batch_size > 0
@@ -75,12 +66,12 @@ class StreamCalls:
         # an outcome shares with the model before the outcome is sent.
         self._owns = step is not None or config.options.watch_weights
         self._gather = gather_scatter.gather
-        self._to_device = surroundings.to_device
-        self._to_host: Callable[..., Sequence[Any]] = surroundings.to_host
+        self._to_device = device_runtime.to_device
+        self._to_host: Callable[..., Sequence[Value]] = device_runtime.to_host
 
     def stages(self) -> list[Stage]:
         """Return the stages of this object."""
-        own = [
+        own: list[Stage] = [
             ("gather", self, "_gather"),
             ("host to device", self, "_to_device"),
             ("next", self, "advance"),
@@ -94,35 +85,35 @@ class StreamCalls:
         Raises:
             InputError: the item is not what the model takes.
         """
-        assert isinstance(self._intake, Grouping)  # noqa: S101  hooks are refused for streams
-        admitted = self._intake.admit(item)
+        assert isinstance(self._grouping, Grouping)  # noqa: S101  hooks are refused for streams
+        admitted = self._grouping.admit(item)
         if isinstance(admitted, BackendError):
             raise admitted
-        (group,) = self._intake.group([(0, admitted)])
+        (group,) = self._grouping.group([(0, admitted)])
         began = time.perf_counter()
         batch = self._gather(group.items, group.inputs.names)
         gathered = time.perf_counter()
         columns = self._to_device(batch.columns)
         sent = time.perf_counter()
-        given = StreamInputs(rows_in(columns), columns)
-        passed = self._intake.convert(group.inputs, columns)
-        result = group.inputs.call(self._callee.module, passed)
+        inputs = StreamInputs(rows_in(columns), columns)
+        passed = self._grouping.convert(group.inputs, columns)
+        result = group.inputs.call(self._runner.module, passed)
         counts = self._counts
         counts.forward_seconds += time.perf_counter() - sent
         counts.gather_seconds += gathered - began
         counts.host_to_device_seconds += sent - gathered
-        counts.batch(given.rows if self._batched else 1)
-        return result, given
+        counts.batch(inputs.rows if self._batched else 1)
+        return result, inputs
 
-    def outcomes(self, results: Sequence[tuple[Any, StreamInputs]]) -> list[Outcome]:
+    def outcomes(self, results: Sequence[tuple[object, StreamInputs]]) -> list[Outcome]:
         """Return the outcomes for results of streams, checked against the config."""
-        extracted = [self._extract(result, given.rows) for result, given in results]
+        extracted = [self._extract(result, inputs.rows) for result, inputs in results]
         outputs = [
             value for values in extracted if not isinstance(values, OutputError) for value in values
         ]
-        inputs = [column for _, given in results for column in given.columns]
+        columns = [column for _, inputs in results for column in inputs.columns]
         began = time.perf_counter()
-        fetched = self._to_host(outputs, inputs)
+        fetched = self._to_host(outputs, columns)
         if self._owns:
             fetched = [
                 gather_scatter.own(value) if value is before else value
@@ -138,9 +129,9 @@ class StreamCalls:
             for values in extracted
         ]
 
-    def _extract(self, result: Any, rows: int) -> list[Value] | OutputError:
+    def _extract(self, result: object, rows: int) -> list[Value] | OutputError:
         try:
-            return self._callee.take(result, rows)
+            return self._runner.take(result, rows)
         except OutputError as error:
             return error
 

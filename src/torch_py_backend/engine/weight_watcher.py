@@ -112,7 +112,7 @@ class WeightWatcher:
                     torch.cuda.synchronize(self._engine.device)
             except Exception as error:  # torch's copy_ may raise any class
                 return error
-            self._engine.purity.settle()  # the swap is not a side effect of the model
+            self._engine.side_effects.settle()  # the swap is not a side effect of the model
             self.digest = digest
         return None
 

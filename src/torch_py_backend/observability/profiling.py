@@ -13,13 +13,12 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from torch.profiler import profile, record_function
 
-from torch_py_backend.batching.gather_scatter import Item, Outcome
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.errors import ConfigError, summarize
@@ -51,7 +50,7 @@ class Recording:
     def __init__(self, engine: Engine, *, memory: bool = False) -> None:
         self._profiler = profile(profile_memory=memory)
         self._profiler.start()
-        self._restore = engine.surround(_with_range)
+        self._restore = engine.instrument(_with_range)
 
     def stop(self) -> profile:
         """Remove the ranges, stop the profiler and return it."""
@@ -60,12 +59,12 @@ class Recording:
         return self._profiler
 
 
-def _with_range(stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_range(stage: str, function: Callable[..., object]) -> Callable[..., object]:
     if stage in _WITHOUT_RANGE:
         return function
     label = PREFIX + stage
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         with record_function(label):
             return function(*args, **kwargs)
 
@@ -181,23 +180,17 @@ class LiveProfiler:
         """Record the next batches."""
         with self._lock:
             self._left = self._batches
-            self._disarm = self._engine.surround(self._recorded)
+            self._disarm = self._engine.instrument(self._recorded)
 
-    def _recorded(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        decoupled = self._engine.config.decoupled
-
-        def run(items: Sequence[Item]) -> Sequence[Outcome]:
-            with self._batch():
-                outcomes: Sequence[Outcome] = function(items)
-                return outcomes
-
+    def _recorded(self, stage: str, function: Callable[..., Any]) -> Callable[..., object]:
         @contextlib.contextmanager
         def streamed() -> Iterator[None]:
             with self._batch(), function():
                 yield
 
+        decoupled = self._engine.config.decoupled
         if stage == "run" and not decoupled:
-            return run
+            return self._batch()(function)
         return streamed if stage == "streamed" and decoupled else function
 
     @contextlib.contextmanager

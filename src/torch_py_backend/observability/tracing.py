@@ -58,45 +58,39 @@ class TracedItem(dict[str, Value]):
         return TracedItem({**self, **other}, self.context)
 
 
-def check_available(config: ModelConfig, *, told: bool) -> None:
+def check_available(config: ModelConfig, *, traced: bool) -> None:
     """Check, before the model is loaded, that TRACING can work.
 
-    Args:
-        config: the model's config.
-        told: whether requests of this server have traces.
+    `traced` says whether requests of this server have traces.
 
     Raises:
         PlatformError: the server is too old, or opentelemetry-sdk is not installed.
     """
-    if not config.options.tracing:
-        return
-    if not told:
+    if config.options.tracing and not traced:
         raise PlatformError(
             config.name,
             "TRACING is set, and this server does not pass traces to models",
             expected="Triton 24.04 or later",
             cure="Remove TRACING.",
         )
-    if not _installed():
+    if config.options.tracing and not _installed():
         raise PlatformError(
             config.name, "TRACING is set, and opentelemetry-sdk is not installed", cure=_CURE
         )
 
 
-def is_enabled(config: ModelConfig, *, told: bool) -> bool:
+def is_enabled(config: ModelConfig, *, traced: bool) -> bool:
     """Return whether to trace the model's requests.
 
     If TRACING is unset: yes if the model's code has imported OpenTelemetry, or if OTEL_* variables
     name an exporter. Called after the warm-up, when the code has imported what it uses.
 
-    Args:
-        config: the model's config.
-        told: whether requests of this server have traces.
+    `traced` says whether requests of this server have traces.
     """
     if config.options.tracing is not None:
         return config.options.tracing
     used = "opentelemetry.context" in sys.modules or bool(_exporter_names())
-    return told and used and _installed()
+    return traced and used and _installed()
 
 
 def _installed() -> bool:
@@ -112,8 +106,7 @@ class Tracing:
     Code that is called for a batch runs in one span: a child of the first request's span, with
     links to those of the others. Code that is called for one request runs in its context.
 
-    Args:
-        engine: the loaded model. A tracer provider that its code has set is used.
+    A tracer provider that the model's code has set is used.
 
     Raises:
         PlatformError: an exporter that OTEL_* variables name is not available.
@@ -133,7 +126,7 @@ class Tracing:
             "triton.model_version": engine.config.version,
         }
         self._contexts: Sequence[Context | None] = ()
-        engine.surround(self._traced)
+        engine.instrument(self._traced)
 
     def close(self) -> None:
         """Send the remaining spans. Closing twice is allowed."""
@@ -149,10 +142,7 @@ class Tracing:
     def carry(self, item: Item, context_json: str, handle: Any) -> Item:
         """Return the item with the context of its request.
 
-        Args:
-            item: the item.
-            context_json: the trace's context from Triton: the fields of a carrier as JSON.
-            handle: the trace, an object of Triton's utilities.
+        `context_json` has the fields of a carrier, and `handle` is the trace in Triton's utilities.
         """
         context = self._context.set_value(_HANDLE, handle, self._context.Context())
         try:
@@ -188,12 +178,12 @@ class Tracing:
 
     # --- stages of the engine ------------------------------------------------------------------
 
-    def _traced(self, stage: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _traced(self, stage: str, function: Callable[..., object]) -> Callable[..., object]:
         """Return a stage with its contexts and spans."""
         wrap = {"run": self._run, "hook": self._hook, "call": self._call}.get(stage)
         return function if wrap is None else wrap(function)
 
-    def _run(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _run(self, function: Callable[..., object]) -> Callable[..., object]:
         def run(items: Sequence[Item]) -> Any:
             contexts: list[Context | None] = [getattr(item, "context", None) for item in items]
             if not any(contexts):
@@ -206,7 +196,7 @@ class Tracing:
 
         return run
 
-    def _hook(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _hook(self, function: Callable[..., object]) -> Callable[..., object]:
         """Run a hook in the context of its request."""
 
         def hook(position: int, *args: Any) -> Any:
@@ -218,7 +208,7 @@ class Tracing:
 
         return hook
 
-    def _call(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _call(self, function: Callable[..., object]) -> Callable[..., object]:
         """Run the call of a group in a span."""
 
         def call(group: Group, *, more: bool) -> Any:

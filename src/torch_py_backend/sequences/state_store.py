@@ -134,7 +134,7 @@ class Sequences:
 
     Args:
         config: the model's config.
-        run: runs items; takes their positions among all steps, returns their outcomes in order.
+        run: runs items, returns their outcomes in order.
         device: the device of the states.
         clock: returns seconds.
         guard: the context for work on the device's tensors.
@@ -143,7 +143,7 @@ class Sequences:
     def __init__(
         self,
         config: ModelConfig,
-        run: Callable[[Sequence[Item], Sequence[int]], Sequence[Outcome]],
+        run: Callable[[Sequence[Item]], Sequence[Outcome]],
         device: torch.device,
         clock: Callable[[], float] = time.monotonic,
         guard: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
@@ -206,7 +206,7 @@ class Sequences:
         with self._lock:
             rounds = _rounds(steps)
             for number, places in enumerate(rounds, 1):
-                results = self._run([steps[place] for place in places], places)
+                results = self._run([steps[place] for place in places])
                 if number < len(rounds):  # the next round may overwrite the model's outputs
                     with self._guard():
                         results = [_owned(outcome) for outcome in results]
@@ -236,21 +236,20 @@ class Sequences:
         finally:
             self._lock.release()
 
-    def _run(self, steps: Sequence[Step], places: Sequence[int]) -> list[Outcome]:
-        """Run steps of different sequences; `places` are their positions among all steps."""
+    def _run(self, steps: Sequence[Step]) -> list[Outcome]:
+        """Run steps of different sequences."""
         sequences = [
             self._begin(step.id) if step.starts else self._sequences.get(step.id) for step in steps
         ]
         now = self._clock()
-        run, items, at = [], [], []
-        for step, sequence, place in zip(steps, sequences, places, strict=True):
+        run, items = [], []
+        for step, sequence in zip(steps, sequences, strict=True):
             if sequence is not None:
                 sequence.used, sequence.passed = now, None
                 run.append((step, sequence))
                 items.append(step.item | sequence.values)
-                at.append(place)
         try:
-            outcomes = self._run_items(items, at) if items else ()
+            outcomes = self._run_items(items) if items else ()
             with self._guard():
                 updated = iter(self._update(run, outcomes))
             return [

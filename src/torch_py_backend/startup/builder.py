@@ -73,7 +73,7 @@ def summary(engine: Engine, threads: Threads) -> str:
         f"threads {threads.intra_op} intra-op, {threads.inter_op} inter-op",
         f"inference mode {'on' if options.inference_mode else 'off'}",
         f"JIT switches {', '.join(switches) or 'unset'}",
-        f"torch.compile {compiled if engine.callee.compiles else 'off'}",
+        f"torch.compile {compiled if engine.runner.compiles else 'off'}",
         *([f"OPTIMIZE {', '.join(options.optimize)}"] if options.optimize else []),
         f"warm-up {'off' if options.warmup is False else 'on'}",
     ]
@@ -89,8 +89,8 @@ def _engine(
     """Return an engine for a device; its weights are loaded on `weights_device`."""
     loaded = _load(config, artifact, weights_device)
     config = state_store.with_controls(config, loaded.signature)
-    surroundings = runtime.create(config.options, device, loaded.weights)
-    return Engine(config, loaded, surroundings, artifact, user_hooks.load(config, artifact))
+    device_runtime = runtime.create(config.options, device, loaded.weights)
+    return Engine(config, loaded, device_runtime, artifact, user_hooks.load(config, artifact))
 
 
 def _load(config: ModelConfig, artifact: Artifact, device: torch.device | None) -> Loaded:

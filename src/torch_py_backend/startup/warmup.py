@@ -41,20 +41,6 @@ _REPORT_S = 10.0
 _Call: TypeAlias = "Callable[[Sequence[Item]], Sequence[Outcome]]"
 
 
-class _SampleError(Exception):
-    """The failure of a sample.
-
-    Attributes:
-        error: the outcome of the call.
-        load_error: the error that fails the load.
-    """
-
-    def __init__(self, error: BackendError, load_error: LoadError) -> None:
-        super().__init__(str(load_error))
-        self.error = error
-        self.load_error = load_error
-
-
 def run(engine: Engine, *, serving: bool = False) -> None:
     """Call the engine with a sample of every kind of batch.
 
@@ -69,28 +55,34 @@ def run(engine: Engine, *, serving: bool = False) -> None:
     """
     model = engine.config.name
     call = streams.trial(engine) if engine.config.decoupled else engine.run
-    compiles = "; torch.compile may take minutes" if engine.callee.compiles else ""
+    compiles = "; torch.compile may take minutes" if engine.runner.compiles else ""
     log.info("model '%s': the warm-up begins%s.", model, compiles)
-    failures: list[_SampleError] = []
+    first: LoadError | None = None
     with engine.preparing():
         try:
-            for item in _reported(model, batches(engine)):
-                failure = _try(engine, call, item)
-                if failure is None:
+            for sample in _reported(model, batches(engine)):
+                failed = _try(engine, call, sample)
+                if failed is None:
                     continue
-                if not (serving and _may_fail(engine, failure.error)):
-                    failure.load_error.traceback = _log_reports(engine)
-                    raise failure.load_error
-                failures.append(failure)
+                item, error = failed
+                failure = error if isinstance(error, LoadError) else _failure(model, item, error)
+                failure.traceback = error.traceback
+                if not (serving and _may_fail(engine, error)):
+                    if error.reported:
+                        log.error("%s\n%s", error, error.traceback)
+                    raise failure
+                first = first or failure
         except NoServerError as error:
-            engine.recovery.reports.clear()
             log.warning(
                 "model '%s': the warm-up is skipped: the model calls another model. %s",
                 model,
                 error,
             )
-    if failures:
-        _warn(engine, failures[0])
+    if first is not None:
+        consequence = "the first requests may take longer."
+        if engine.runner.compiles:
+            consequence = "calls that need another graph run eagerly."
+        log.warning("%s It is served all the same; %s\n%s", first, consequence, first.traceback)
 
 
 def _reported(model: str, items: Iterator[Item]) -> Iterator[Item]:
@@ -114,43 +106,42 @@ def _shapes(item: Item) -> str:
     return ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
 
 
-def _try(engine: Engine, call: _Call, item: Item) -> _SampleError | None:
-    """Call the engine with a sample until a request of this kind costs no first call."""
-    before = side_effects.copy_tensors(item)
-    items = sample_inputs.requests(engine.config, item)
-    try:
-        for _ in range(_REPEATS):
-            outcomes = _call_once(engine, call, items)
-        engine.purity.compare(before, item)
-        # Later steps of a sequence, whose states may have grown.
-        for _ in range(_REPEATS if engine.config.states else 0):
-            steps = zip(items, outcomes, strict=True)
-            outcomes = _call_once(
-                engine, call, [state_store.next_item(engine.config, *step) for step in steps]
-            )
-    except _SampleError as failure:
-        return failure
+def _try(engine: Engine, call: _Call, sample: Item) -> tuple[Item, BackendError] | None:
+    """Call the engine with a sample until a request of this kind costs no first call.
+
+    Return a request that failed, and its error.
+
+    Raises:
+        NoServerError: the model calls another model.
+    """
+    before = side_effects.copy_tensors(sample)
+    config = engine.config
+    items = sample_inputs.requests(config, sample)
+    for number in range(1, _REPEATS * (2 if config.states else 1) + 1):
+        results: list[dict[str, Value]] = []
+        for item, outcome in zip(items, call(items), strict=True):
+            if isinstance(outcome, NoServerError):
+                raise outcome
+            if isinstance(outcome, BackendError):
+                return item, outcome
+            results.append(outcome)
+        if number == _REPEATS:
+            engine.side_effects.compare(before, sample)
+        if number >= _REPEATS and config.states:
+            # Later steps of a sequence, whose states may have grown.
+            steps = zip(items, results, strict=True)
+            items = [state_store.next_item(config, *step) for step in steps]
     return None
 
 
-def _call_once(engine: Engine, call: _Call, items: Sequence[Item]) -> list[dict[str, Value]]:
-    results = []
-    for item, outcome in zip(items, call(items), strict=True):
-        if isinstance(outcome, NoServerError):
-            raise outcome
-        if isinstance(outcome, LoadError):
-            raise _SampleError(outcome, outcome)
-        if isinstance(outcome, BackendError):
-            load_error = WarmupError(
-                engine.config.name,
-                f"the warm-up with {_shapes(item)} failed: {outcome}",
-                cure="Correct the model or its config. If it cannot take made-up values (ones,"
-                ' random numbers below 1, the string "text"), put valid ones beside it'
-                f' ({example_inputs.NAME}.safetensors), or set the parameter WARMUP to "false".',
-            )
-            raise _SampleError(outcome, load_error)
-        results.append(outcome)
-    return results
+def _failure(model: str, item: Item, error: BackendError) -> WarmupError:
+    return WarmupError(
+        model,
+        f"the warm-up with {_shapes(item)} failed: {error}",
+        cure="Correct the model or its config. If it cannot take made-up values (ones, random"
+        ' numbers below 1, the string "text"), put valid ones beside it'
+        f' ({example_inputs.NAME}.safetensors), or set the parameter WARMUP to "false".',
+    )
 
 
 def _may_fail(engine: Engine, error: BackendError) -> bool:
@@ -164,39 +155,20 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
         isinstance(error, ForwardError | HookError | InputError)
         and options.warmup is None
         and engine.recovery.fatal is None
-        and not engine.callee.captures
+        and not engine.runner.captures
         and not torch_compile.required(engine.config)
         # Compilation by a TorchServe handler cannot be disabled once requests come.
         and not (engine.kind is ArtifactType.TORCHSERVE and torch_compile.requested(engine.config))
         # Other instances read the same memory: the warm-up must show that the model does not write.
         and not gpu_sharing.requested(engine.config)
-        and not engine.example()
+        and not example_inputs.find(engine.config, engine.artifact)
     )
-
-
-def _warn(engine: Engine, failure: _SampleError) -> None:
-    """Log that the model is served although samples failed, with the first traceback."""
-    consequence = "It is served all the same; the first requests may take longer."
-    if engine.callee.compiles:
-        consequence = "It is served all the same; calls that need another graph run eagerly."
-    traceback = next((text for _, text in engine.recovery.reports if text), "")
-    log.warning("%s %s\n%s", failure.load_error, consequence, traceback)
-    engine.recovery.reports.clear()
-
-
-def _log_reports(engine: Engine) -> str:
-    """Log the engine's reports and return their tracebacks."""
-    reports = list(engine.recovery.reports)
-    for sentence, text in reports:
-        log.error("%s\n%s", sentence, text)
-    engine.recovery.reports.clear()
-    return "\n".join(text for _, text in reports)
 
 
 def batches(engine: Engine) -> Iterator[Item]:
     """Yield an item for each kind of batch whose first call may be slow."""
     config = engine.config
-    example = _fitting(config, engine.example())
+    example = _fitting(config, example_inputs.find(config, engine.artifact) or {})
     # Hooks may not take smaller examples, such as a part of the bytes of a file.
     fixed = example and engine.hooks
     varies = not fixed and any(
@@ -236,9 +208,9 @@ def _row_counts(engine: Engine) -> Sequence[int | None]:
     largest = engine.config.max_batch_size
     if largest == 0:
         return [None]
-    if engine.callee.rows.buckets:
-        return engine.callee.rows.buckets[::-1]
-    if engine.callee.compiles:
+    if engine.runner.rows.buckets:
+        return engine.runner.rows.buckets[::-1]
+    if engine.runner.compiles:
         # A graph for all row counts may have guards that only some row counts pass.
         every = (
             largest

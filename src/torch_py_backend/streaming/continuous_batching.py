@@ -20,7 +20,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Outcome
-from torch_py_backend.engine.bisection import CallBudget, bisect
+from torch_py_backend.engine.bisection import bisect
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.engine.memory_limits import MemoryLimits
 from torch_py_backend.engine.retry import Failure
@@ -128,7 +128,7 @@ class Stepper:
             batch,
             self._retry,
             results,
-            calls=CallBudget(_MAX_BISECTION_CALLS),
+            calls=iter(range(_MAX_BISECTION_CALLS)),
             hopeless=lambda: engine.recovery.fatal is not None,
         )
 

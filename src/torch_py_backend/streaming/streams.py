@@ -30,7 +30,7 @@ from torch_py_backend.batching import runtime
 from torch_py_backend.batching.gather_scatter import Item, Outcome, Value
 from torch_py_backend.engine import faults
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.retry import Failure
+from torch_py_backend.engine.retry import Failure, reported
 from torch_py_backend.engine.stream_calls import StreamInputs
 from torch_py_backend.errors import (
     BackendError,
@@ -298,9 +298,8 @@ class _Sliced(Awaitable[T]):
 class _TrialConsumer:
     """Takes the first responses of a stream and cancels the rest."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self) -> None:
         self.outcome: Outcome = {}
-        self._engine = engine
         self._taken = 0
 
     def take(self, outcome: dict[str, Value], *, last: bool) -> None:  # noqa: ARG002  a Consumer's
@@ -309,8 +308,7 @@ class _TrialConsumer:
 
     def end(self, error: BackendError | None, text: str = "") -> None:
         if error is not None and not isinstance(error, CancelledError):
-            self.outcome = error
-            self._engine.recovery.report(error, text, ())
+            self.outcome = reported(error, text)
 
     def cancelled(self) -> bool:
         return self._taken >= _TRIAL_RESPONSES
@@ -326,7 +324,7 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
         streams = Streams(engine)
         # With step(), each item is run twice: a step of several streams differs from one of one.
         count = len(items) * (2 if streams.steps else 1)
-        consumers = [_TrialConsumer(engine) for _ in range(count)]
+        consumers = [_TrialConsumer() for _ in range(count)]
         await asyncio.gather(
             *(
                 streams.run(items[number % len(items)], consumer)
