@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.counters import Counts
@@ -21,6 +21,8 @@ from torch_py_backend.engine.instrumentation import Stage
 from torch_py_backend.engine.model_runner import ModelRunner
 from torch_py_backend.errors import BackendError, OutputError
 from torch_py_backend.hooks.hooked_pipeline import HookedPipeline
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,6 @@ class StreamCalls:
 
     Attributes:
         step: the module's step(), which runs all live streams; None: it has none.
-        advance: resumes one stream by calling its argument.
     """
 
     def __init__(
@@ -55,7 +56,6 @@ class StreamCalls:
         step: Callable[[list[Any]], Any] | None,
     ) -> None:
         self.step = step
-        self.advance: Callable[[Callable[[], object]], object] = lambda resume: resume()
         self._grouping = grouping
         self._runner = runner
         self._finite = finite
@@ -68,6 +68,10 @@ class StreamCalls:
         self._gather = gather_scatter.gather
         self._to_device = device_runtime.to_device
         self._to_host: Callable[..., Sequence[Value]] = device_runtime.to_host
+
+    def advance(self, resume: Callable[[], T]) -> T:
+        """Resume one stream: a stage of its own, to be instrumented."""
+        return resume()
 
     def stages(self) -> list[Stage]:
         """Return the stages of this object."""
