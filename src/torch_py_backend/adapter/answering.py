@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 # Checking whether a request was cancelled takes 26 microseconds. Check only if the last batch took
 # twenty times as long for each request: that costs at most a twentieth of the time.
-_CHECK_CANCELLED_S = 20 * 26e-6
+CHECK_CANCELLED_S = 20 * 26e-6
 # The most reports of one batch in the log; equal ones are merged.
 _MOST_LOGGED = 8
 # The types of outcomes without an error among them.
@@ -84,15 +84,21 @@ class Answering(Generic[T]):
         if fatal is not None:  # reading requests could fail: their tensors may be on the device
             self._counts.answered(fatal.code, self._count_sent(requests))
             return [messages.write(fatal) for _ in requests]
-        if self._skips_cancelled and self._duration > len(requests) * _CHECK_CANCELLED_S:
-            # Cancelled while they waited for the previous batch.
-            cancelled = CancelledError(self._model)
-            refused = {
-                at: cancelled for at, request in enumerate(requests) if request.is_cancelled()
-            }
-            if refused:
-                return self._answer_others(requests, refused)
+        if self._skips_cancelled and self._duration > len(requests) * CHECK_CANCELLED_S:
+            return self.answer_uncancelled(requests)
         return self._answer_all(requests)
+
+    def answer_uncancelled(self, requests: Sequence[Request]) -> list[Response]:
+        """Answer requests; refuse those cancelled while they waited for the previous batch."""
+        cancelled = CancelledError(self._model)
+        refused = {at: cancelled for at, request in enumerate(requests) if request.is_cancelled()}
+        return self._answer_others(requests, refused) if refused else self._answer_all(requests)
+
+    def answer_failed(
+        self, requests: Sequence[Request], resolve: Callable[[], Sequence[Outcome]]
+    ) -> list[Response]:
+        """Answer requests whose call failed; `resolve` runs them again or refuses them."""
+        return self.respond(requests, self._guarded(resolve, len(requests)))
 
     def _answer_others(
         self, requests: Sequence[Request], refused: Mapping[int, BackendError]
@@ -120,14 +126,26 @@ class Answering(Generic[T]):
             if fatal is not None:
                 refused = dict.fromkeys(range(len(requests)), fatal)
             return self._answer_others(requests, refused)
-        write = messages.write
+        run = partial(self._run_all, items)
         if self._watcher is None:
-            outcomes = self._run(items)
+            responses = self.respond(requests, self._guarded(run, len(items)))
         else:
             with self._engine.turn:  # new weights must not be swapped in meanwhile
-                outcomes = self._run(items)
+                outcomes = self._guarded(run, len(items))
                 parameters = {"weights": self._watcher.digest}
             write = partial(messages.write_with_parameters, parameters=parameters)
+            responses = self.respond(requests, outcomes, write)
+        # Not set for a batch that was cancelled as a whole: its duration predicts nothing.
+        self._duration = time.perf_counter() - began
+        return responses
+
+    def respond(
+        self,
+        requests: Sequence[Request],
+        outcomes: Sequence[Outcome],
+        write: Callable[[Outcome], Response] = messages.write,
+    ) -> list[Response]:
+        """Return a response for each outcome; count them, and log failures."""
         try:
             responses = [write(outcome) for outcome in outcomes]
         except Exception:
@@ -137,17 +155,15 @@ class Answering(Generic[T]):
             self._counts.answered(OK, self._count_sent(requests))
         else:
             self._record(requests, outcomes)
-        # Not set for a batch that was cancelled as a whole: its duration predicts nothing.
-        self._duration = time.perf_counter() - began
         return responses
 
-    def _run(self, items: Sequence[T]) -> Sequence[Outcome]:
+    def _guarded(self, run: Callable[[], Sequence[Outcome]], count: int) -> Sequence[Outcome]:
         try:
-            return self._run_all(items)
+            return run()
         except BaseException as error:  # Triton would send the traceback to every client
             failure = self._engine.recovery.judge(error)
         internal = self._engine.recovery.fatal or InternalError(self._model)
-        return [reported(internal, failure.text)] * len(items)
+        return [reported(internal, failure.text)] * count
 
     def _unreadable(self, request: Request) -> BackendError | None:
         recovery = self._engine.recovery

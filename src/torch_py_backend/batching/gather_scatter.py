@@ -191,7 +191,7 @@ def owned(column: Value, sizes: Sequence[int]) -> Owned:
             return Owned(zip(itertools.repeat(column.clone()), range(len(sizes)), strict=False))
         copies: list[Tensor] = torch.split_with_sizes_copy(column, list(sizes))  # type: ignore[func-returns-value,assignment]
         return Owned(copies)
-    return Owned([own(rows) for rows in _split(column, sizes)])
+    return Owned([own(rows) for rows in split(column, sizes)])
 
 
 def taken(part: Value | Part) -> Value:
@@ -221,11 +221,12 @@ def scatter(
     if len(sizes) <= 1:
         values = [output[0] if isinstance(output, Owned) else output for output in outputs]
         return [dict(zip(names, values, strict=True))]
-    split = [_split(output, sizes) for output in outputs]
-    return [dict(zip(names, rows, strict=True)) for rows in zip(*split, strict=True)]
+    parts = [split(output, sizes) for output in outputs]
+    return [dict(zip(names, rows, strict=True)) for rows in zip(*parts, strict=True)]
 
 
-def _split(output: Value | Owned, sizes: Sequence[int]) -> Sequence[Value]:
+def split(output: Value | Owned, sizes: Sequence[int]) -> Sequence[Value]:
+    """Return each item's rows of an output as a view."""
     if isinstance(output, Owned):
         return output
     if isinstance(output, Tensor):

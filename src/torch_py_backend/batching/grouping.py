@@ -133,6 +133,23 @@ class Grouping:
         """Where each input goes: an argument, or a path in the call tree."""
         return dict(zip(self._whole.names, self._whole.places, strict=True))
 
+    @property
+    def binding(self) -> InputBinding:
+        """How a batch is passed whose items have all inputs."""
+        return self._whole
+
+    @property
+    def plain(self) -> bool:
+        """Whether columns of numbers, all inputs of every item, are passed as they are."""
+        return (
+            self._batched
+            and self._padding is None
+            and self._cast is None
+            and not (self._special or self._strings or self._carried or self._flattened)
+            and not self._batch_inputs
+            and self._required == self._names
+        )
+
     def stages(self) -> list[tuple[str, object, str]]:
         """Return the stages of grouping: each one's name, owner and attribute."""
         return [

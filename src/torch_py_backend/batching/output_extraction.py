@@ -32,6 +32,7 @@ class OutputExtractor:
     def __init__(self, config: ModelConfig, of: str = "forward()") -> None:
         self._model = config.name
         self._of = of
+        self._specs = config.outputs
         self._names = tuple(spec.name for spec in config.outputs)
         self._carried = tuple(state.output for state in config.carried)
         self._verify = verifiers(config)
@@ -65,6 +66,23 @@ class OutputExtractor:
                 f"the outputs cannot be read: {summarize(error)}",
                 expected="dense tensors",
             ) from error
+
+    def only_tensor(self) -> tuple[torch.dtype, tuple[int, ...]] | None:
+        """Return the type and dims of the only output if a result itself is that output.
+
+        None: there are several, no result was bound yet, or the dims are not fixed.
+        """
+        if self._outputs is None or len(self._specs) != 1:
+            return None
+        (spec,) = self._specs
+        sample = torch.empty(0)
+        try:
+            parts = self._outputs(sample)
+        except (LookupError, AttributeError, TypeError):
+            return None
+        if len(parts) != 1 or parts[0] is not sample or spec.dtype.torch is None or -1 in spec.dims:
+            return None
+        return getattr(torch, spec.dtype.torch), spec.dims
 
     def _bind(self, result: object) -> results.OutputBinding:
         outputs = results.bind_outputs(self._model, self._names, result, self._of)

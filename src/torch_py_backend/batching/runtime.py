@@ -42,9 +42,14 @@ class Runtime:
     clean: Callable[[], None] | None
     host_inputs: bool = True
 
+    @property
+    def plain(self) -> bool:
+        """Whether the model and all its inputs are on the CPU."""
+        return self.host_inputs and self.device.type == "cpu"
+
     def to_device(self, columns: Sequence[Value]) -> Sequence[Value]:
         """Copy tensors to this instance's device where they are elsewhere."""
-        if self.host_inputs and self.device.type == "cpu":
+        if self.plain:
             return columns
         return [
             _sent(column, self.device)

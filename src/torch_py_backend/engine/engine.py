@@ -21,10 +21,11 @@ from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.padding import Padding
 from torch_py_backend.batching.ragged import Ragged
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.engine import instrumentation, side_effects
+from torch_py_backend.engine import instrumentation, plain_call, side_effects
 from torch_py_backend.engine.instrumentation import Around, Stage
 from torch_py_backend.engine.model_runner import ModelRunner, Take
-from torch_py_backend.engine.retry import RetryPolicy, reported
+from torch_py_backend.engine.plain_call import PlainCall
+from torch_py_backend.engine.retry import Failure, RetryPolicy, reported
 from torch_py_backend.engine.side_effects import SideEffects
 from torch_py_backend.engine.stream_calls import StreamCalls
 from torch_py_backend.errors import BackendError, InputError
@@ -79,7 +80,7 @@ class Engine:
         self.signature = str(loaded.signature)
         self.hooks = hooks
         self.device, self.guard = device_runtime.device, device_runtime.guard
-        self._clean = device_runtime.clean
+        self._runtime, self._clean = device_runtime, device_runtime.clean
         self.sharing = sharing.report(config, artifact, loaded)
         self.counts = Counts()
         self._batched = config.max_batch_size > 0
@@ -88,13 +89,13 @@ class Engine:
         self._pads = {name: pad.gather for name, pad in pads.items()}
         self._ragged = Ragged(config) if config.concatenates else None
         columns = StateColumns(config)
-        self._state_inputs = columns.inputs
+        self._state_inputs, self._names = columns.inputs, columns.outputs
         self._states = columns if config.states else None
         # New weights may be swapped in between a call and its responses: see `WeightWatcher`.
         self._watched = config.options.watch_weights
         self._finite = Finite(config) if config.options.check_finite else None
-        take: Take = OutputExtractor(config, f"{loaded.returns}()").take
-        self._names = columns.outputs
+        self._extractor = OutputExtractor(config, f"{loaded.returns}()")
+        take: Take = self._extractor.take
         self._own: Callable[[Value], Value] = gather_scatter.own
         self._grouping: Grouping | HookedPipeline
         if hooks is None:
@@ -207,6 +208,41 @@ class Engine:
         if self.hooks is None:  # hooks get the module itself and may read its attributes
             stages.append(("forward", self.runner, "module"))
         return instrumentation.wrap(stages, around)
+
+    def plain_call(self) -> PlainCall | None:
+        """Return the call of a plain model, to be used after the warm-up; None: it is not plain."""
+        options = self.config.options
+        if not (
+            isinstance(self._grouping, Grouping)
+            and self._grouping.plain
+            and self._runtime.plain
+            and options.inference_mode
+            and options.autocast is None
+            and self._finite is None
+            and not self.config.batch_outputs
+            and not self._watched
+            and self._shared is None
+            and self.runner.takes_any_rows
+            and self.side_effects.known
+        ):
+            return None
+        binding = self._grouping.binding
+        ranks = {spec.name: len(spec.dims) + 1 for spec in self.config.inputs}
+
+        def resolve(items: Sequence[Item], failure: Failure) -> Sequence[Outcome]:
+            group = Group(binding, items, range(len(items)))
+            return self.recovery.resolve(group, failure, more=False)
+
+        return PlainCall(
+            binding.names,
+            tuple(ranks[name] for name in binding.names),
+            plain_call.bind(binding, self.runner.module),
+            self.runner.take,
+            self._runtime.to_host,
+            self._names,
+            self._extractor.only_tensor(),
+            resolve,
+        )
 
     def clean(self) -> None:
         """Free cached device memory after an execution where the config enables that."""

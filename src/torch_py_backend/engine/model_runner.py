@@ -65,6 +65,13 @@ class ModelRunner:
         fixed = torch_compile.static_shapes(config) or self.captures
         self.rows = batch_buckets.row_counts(config, loaded.rows, fixed=fixed)
 
+    @property
+    def takes_any_rows(self) -> bool:
+        """Whether a batch is always one call, without rows that fill a bucket."""
+        most = self.rows.most
+        limited = most is not None and most < self._config.max_batch_size
+        return not limited and not self.rows.buckets and self.rows.least <= 1
+
     @contextlib.contextmanager
     def preparing(self, artifact: Artifact, device: torch.device) -> Iterator[None]:
         """Allow compilation within the context; forbid it afterwards."""

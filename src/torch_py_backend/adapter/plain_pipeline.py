@@ -1,0 +1,196 @@
+"""The answers of a plain model by one short path, chosen at load.
+
+It crosses as few Python frames as possible: in a stub, whose caches are cold, each costs more than
+in a loop. Whatever is unusual (a cancelled request, several shapes in one batch, a failure) takes
+the general path of `answering`. No call of the model is repeated but by the retry policy.
+
+Imported when an instance starts: it needs torch and the complete Triton utilities.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+import triton_python_backend_utils as pb_utils
+from torch import Tensor
+from torch.utils import dlpack
+
+from torch_py_backend.adapter import answering, messages
+from torch_py_backend.adapter.messages import Request, Response
+from torch_py_backend.batching import gather_scatter
+from torch_py_backend.batching.gather_scatter import Array, Value
+from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.retry import Failure
+from torch_py_backend.observability.metric_families import OK
+
+# Returns one response for each request, in order.
+Answer: TypeAlias = "Callable[[Sequence[Request]], list[Response]]"
+
+
+class _Batch(NamedTuple):
+    """The inputs of a batch.
+
+    Attributes:
+        columns: the arguments of forward(), in order.
+        sizes: the rows of each request.
+        arrays: the requests' values of each input, in the order of `columns`.
+    """
+
+    columns: list[Tensor]
+    sizes: list[int]
+    arrays: list[list[Array]]
+
+
+def build(engine: Engine, general: answering.Answering[Any], *, plain: bool = True) -> Answer:  # noqa: C901  one flat function
+    """Return the function that answers requests: the short path if the model is plain.
+
+    Args:
+        engine: the model, warmed up.
+        general: the path for all other batches.
+        plain: whether the short path may be taken.
+    """
+    model = engine.plain_call() if plain else None
+    if model is None:
+        return general.answer
+    # Locals: each attribute that a call looks up costs time.
+    read, write = _reader(model.inputs, model.ranks), _writer(model.outputs)
+    forward, extract, to_host = model.forward, model.extract, model.to_host
+    dtype, dims = model.tensor or (None, ())
+    recovery, counts = engine.recovery, engine.counts
+    limits, batches, answered = recovery.capacity.limits, counts.batches, counts.requests
+    clock, strided = time.perf_counter, torch.strided
+    duration = 0.0
+
+    def answer(requests: Sequence[Request]) -> list[Response]:
+        nonlocal duration
+        if limits or recovery.fatal is not None:
+            return general.answer(requests)
+        count = len(requests)
+        if duration > count * answering.CHECK_CANCELLED_S and _any_cancelled(requests):
+            return general.answer_uncancelled(requests)
+        began = clock()
+        batch = read(requests)
+        if batch is None:
+            return general.answer(requests)
+        columns, sizes, arrays = batch
+        rows = columns[0].shape[0]
+        counts.rows += rows
+        failure: Failure | None = None
+        gathered = clock()
+        try:
+            result = forward(*columns)
+            called = clock()
+            if (
+                type(result) is Tensor
+                and result.dtype is dtype
+                and result.layout is strided
+                and not result.is_nested  # has no shape
+                and result.shape == (rows, *dims)
+                and result.is_cpu
+                and result.is_contiguous()
+                and not result.requires_grad
+                and not result.is_neg()
+            ):
+                outputs: Sequence[Value] = (result,)
+            else:
+                outputs = to_host(extract(result, rows), columns)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            failure = recovery.judge(error)
+        if failure is not None:
+            items = [
+                dict(zip(model.inputs, item, strict=True)) for item in zip(*arrays, strict=True)
+            ]
+            return general.answer_failed(requests, partial(model.resolve, items, failure))
+        counts.gather_seconds += gathered - began
+        counts.forward_seconds += called - gathered
+        batches[rows] = batches.get(rows, 0) + 1
+        duration = called - began
+        responses = write(outputs, sizes)
+        if responses is None:
+            outcomes = gather_scatter.scatter(outputs, model.outputs, sizes)
+            return general.respond(requests, outcomes)
+        answered[OK] = answered.get(OK, 0) + count
+        return responses
+
+    return answer
+
+
+def _any_cancelled(requests: Sequence[Request]) -> bool:
+    return any(request.is_cancelled() for request in requests)
+
+
+def _reader(
+    names: Sequence[str], ranks: Sequence[int]
+) -> Callable[[Sequence[Request]], _Batch | None]:
+    """Return what reads the inputs of a batch; it returns None for what the short path refuses.
+
+    Args:
+        names: the inputs in the order of forward()'s arguments; each request has all of them.
+        ranks: the number of dimensions of each, rows included.
+    """
+    concatenate, from_numpy = np.concatenate, torch.from_numpy
+    several = len(names) > 1
+    axes = tuple(ranks)
+
+    def read(requests: Sequence[Request]) -> _Batch | None:
+        try:
+            if several:
+                items = [
+                    {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+                    for request in requests
+                ]
+                arrays = [[item[name] for item in items] for name in names]
+            else:
+                arrays = [[request.inputs()[0].as_numpy() for request in requests]]
+            if len(requests) == 1:
+                columns = [from_numpy(values[0]) for values in arrays]
+            else:
+                columns = [from_numpy(concatenate(values)) for values in arrays]
+            sizes = [value.shape[0] for value in arrays[0]]
+            for values in arrays[1:]:
+                if [value.shape[0] for value in values] != sizes:
+                    return None
+        except Exception:  # several shapes, or a request that cannot be read
+            return None
+        # After the concatenation, which refuses arrays of different ranks.
+        if tuple([column.ndim for column in columns]) != axes:
+            return None
+        return _Batch(columns, sizes, arrays)
+
+    return read
+
+
+def _writer(
+    names: Sequence[str],
+) -> Callable[[Sequence[Value], list[int]], list[Response] | None]:
+    """Return what writes the responses of a batch; it returns None if Triton refuses an output."""
+    to_capsule = dlpack.to_dlpack  # type: ignore[attr-defined]
+    from_array, from_dlpack = pb_utils.Tensor, pb_utils.Tensor.from_dlpack
+    response = pb_utils.InferenceResponse
+
+    def write(outputs: Sequence[Value], sizes: list[int]) -> list[Response] | None:
+        count = len(sizes)
+        try:
+            written = []
+            for name, output in zip(names, outputs, strict=True):
+                if not isinstance(output, Tensor) or not output.nbytes:
+                    values = gather_scatter.split(output, sizes)
+                    written.append([messages.write_tensor(name, value) for value in values])
+                    continue
+                parts = (output,) if count == 1 else output.split_with_sizes(sizes)
+                if output.nbytes < messages.SMALL_BYTES * count or output.dtype is torch.bfloat16:
+                    written.append([from_dlpack(name, to_capsule(part)) for part in parts])
+                else:
+                    written.append([from_array(name, part.numpy()) for part in parts])
+            return [response(list(tensors)) for tensors in zip(*written, strict=True)]
+        except Exception:  # `answering` finds the output, and sends the others
+            return None
+
+    return write

@@ -1,0 +1,251 @@
+"""The short path gives the answers of the general path, and is taken by plain models only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fake_triton
+import models
+import numpy as np
+import pytest
+import scenarios
+import torch
+from scenarios import Scenario, floats, tensor
+from torch import Tensor, nn
+
+from torch_py_backend.adapter import TritonPythonModel
+
+pytestmark = pytest.mark.usefixtures("process")
+
+
+class Keywords(nn.Module):
+    """Takes an argument by keyword; inputs are bound by name."""
+
+    def forward(self, a: Tensor, *, b: Tensor) -> Tensor:
+        return a - 2 * b
+
+
+class Parts(nn.Module):
+    """Outputs of several types, sizes and forms."""
+
+    def forward(self, x: Tensor) -> dict[str, Any]:
+        return {
+            "view": x[:, :2],
+            "wide": x[:, :1].expand(-1, 2000),
+            "half": x.to(torch.bfloat16),
+            "empty": x[:, :0],
+            "text": [[f"{value:.1f}"] for value in x[:, 0].tolist()],
+        }
+
+
+class WithParameter(nn.Module):
+    """Returns a parameter, which requires a gradient, for a batch of 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(12.0).reshape(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight if x.shape[0] == 3 else x + self.weight[:1]
+
+
+class Hooked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_forward_hook(lambda module, inputs, result: 10 * result)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Case(NamedTuple):
+    definition: type[nn.Module]
+    inputs: str
+    outputs: str
+
+
+_X, _Y = tensor("input", "x", [4]), tensor("output", "y", [4])
+_TWO = tensor("input", "b", [4]) + tensor("input", "a", [4]) + _Y
+_CASES = {
+    "one input": Case(models.Negate, _X, _Y),
+    "open dims": Case(models.Negate, tensor("input", "x", [-1, 3]), tensor("output", "y", [-1, 3])),
+    "by keyword": Case(Keywords, _TWO, ""),
+    "several outputs": Case(
+        models.ReturnsDict, _X, tensor("output", "triple", [4]) + tensor("output", "double", [4])
+    ),
+    "forms": Case(
+        Parts,
+        _X,
+        tensor("output", "view", [2])
+        + tensor("output", "wide", [2000])
+        + tensor("output", "half", [4], "BF16")
+        + tensor("output", "empty", [0])
+        + tensor("output", "text", [1], "STRING"),
+    ),
+    "a parameter": Case(WithParameter, _X, _Y),
+    "hooks of the module": Case(Hooked, _X, _Y),
+}
+
+
+def _load(
+    folder: Path, case: Case, *, script: bool = False, parameters: dict[str, str] | None = None
+) -> TritonPythonModel:
+    text = scenarios.config({}, {}, parameters=parameters, more=case.inputs + case.outputs + _CPU)
+    write: Callable[[Path], None] = scenarios.python(case.definition)
+    if script:
+        write = scenarios.script(case.definition())
+    model = TritonPythonModel()
+    model.initialize(fake_triton.arguments(Scenario("plain", write, text).lay_out(folder)))
+    return model
+
+
+_CPU = "instance_group [{ kind: KIND_CPU count: 1 }]\n"
+
+
+def _request(shapes: dict[str, tuple[int, ...]], seed: int) -> Any:
+    return fake_triton.InferenceRequest(
+        [
+            fake_triton.Tensor(name, floats(*shape, seed=seed + place))
+            for place, (name, shape) in enumerate(shapes.items())
+        ]
+    )
+
+
+def _contents(responses: Sequence[Any]) -> list[object]:
+    """Return what clients would see of the responses."""
+    return [
+        response.error().message()
+        if response.has_error()
+        else {
+            part.name(): torch.utils.dlpack.from_dlpack(part.to_dlpack()).tolist()
+            if part.name() != "text"
+            else part.as_numpy().tolist()
+            for part in response.output_tensors()
+        }
+        for response in responses
+    ]
+
+
+def _forbid(*args: object) -> Any:
+    raise AssertionError("the general path was taken")
+
+
+@pytest.mark.parametrize("name", _CASES)
+@pytest.mark.parametrize("rows", [(1,), (3,), (1, 1), (2, 1, 1)], ids=str)
+def test_same_answers(
+    name: str, rows: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches of one or several requests, without the general path."""
+    model = _load(tmp_path, _CASES[name], parameters={"WEIGHTS": "none"})
+    inputs = [spec.name for spec in model._engine.config.inputs]
+    shape = (2, 3) if name == "open dims" else (4,)
+    requests = [
+        _request(dict.fromkeys(inputs, (count, *shape)), seed) for seed, count in enumerate(rows)
+    ]
+    expected = _contents(model._answering.answer(requests))
+    assert not any(isinstance(content, str) for content in expected)
+
+    monkeypatch.setattr(model._answering, "answer", _forbid)
+    assert _contents(model.execute(requests)) == expected
+
+
+@pytest.mark.parametrize("definition", [models.Negate, models.AddSub])
+def test_torchscript(
+    definition: type[nn.Module], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ScriptModule's method is called, with the inputs in the order of its arguments."""
+    two = definition is models.AddSub
+    case = Case(
+        definition,
+        tensor("input", "INPUT1", [4]) + tensor("input", "INPUT0", [4]) if two else _X,
+        tensor("output", "OUTPUT__0", [4]) + (tensor("output", "OUTPUT__1", [4]) if two else ""),
+    )
+    model = _load(tmp_path, case, script=True)
+    names = ["INPUT1", "INPUT0"] if two else ["x"]
+    requests = [_request(dict.fromkeys(names, (1, 4)), seed) for seed in range(2)]
+    expected = _contents(model._answering.answer(requests))
+
+    monkeypatch.setattr(model._answering, "answer", _forbid)
+    assert _contents(model.execute(requests)) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        pytest.param("open dims", [{"x": (1, 2, 3)}, {"x": (1, 5, 3)}], id="other dims"),
+        pytest.param("by keyword", [{"a": (1, 4), "b": (2, 4)}], id="rows of one request"),
+        pytest.param(
+            "by keyword",
+            [{"a": (1, 4), "b": (2, 4)}, {"a": (2, 4), "b": (1, 4)}],
+            id="rows of two requests, the same in sum",
+        ),
+        pytest.param("one input", [{"x": (4,)}], id="no rows"),
+        pytest.param("one input", [{"x": (4,)}, {"x": (4,)}], id="no rows in a batch"),
+        pytest.param("one input", [{}], id="no input"),
+    ],
+)
+def test_unusual_batches(
+    name: str, shapes: list[dict[str, tuple[int, ...]]], tmp_path: Path
+) -> None:
+    """They get the answers of the general path: results in groups, or refusals."""
+    model = _load(tmp_path, _CASES[name])
+    requests = [_request(sizes, seed) for seed, sizes in enumerate(shapes)]
+    expected = _contents(model._answering.answer(requests))
+
+    assert _contents(model.execute(requests)) == expected
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        {"CHECK_FINITE": "true"},
+        {"INFERENCE_MODE": "false"},
+        {"OPTIMIZE": "bf16"},
+        {"BATCH_BUCKETS": "4,8"},
+        {"CAST_INPUTS": "FP16", "CAST_OUTPUTS": "true"},
+    ],
+    ids=str,
+)
+def test_other_models(parameters: dict[str, str], tmp_path: Path) -> None:
+    """Options that need further steps keep the general path."""
+    model = _load(tmp_path, _CASES["one input"], parameters=parameters)
+    assert model._answer == model._answering.answer
+
+
+class Recorder(nn.Module):
+    """Keeps the rows of its calls; refuses a negative value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[int] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.append(x.shape[0])
+        if (x < 0).any():
+            raise ValueError("negative")
+        return 2 * x
+
+
+def test_failed_calls(tmp_path: Path) -> None:
+    """After a call that raises, the retry policy calls the model as often as after another path."""
+    model = _load(tmp_path, Case(Recorder, _X, _Y))
+    module: Any = model._engine.loaded.module
+    calls = module.calls
+    values = [1, -1, 2, 3]
+    requests = [
+        fake_triton.InferenceRequest(
+            [fake_triton.Tensor("x", np.full((1, 4), value, dtype=np.float32))]
+        )
+        for value in values
+    ]
+    seen = []
+    for answer in (model._answering.answer, model.execute):
+        calls.clear()
+        contents = _contents(answer(requests))
+        assert [isinstance(content, str) for content in contents] == [False, True, False, False]
+        seen.append((contents, list(calls)))
+    assert model._answer != model._answering.answer
+    assert seen[0] == seen[1]
+    assert seen[0][1][0] == 4
