@@ -80,7 +80,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin in place of a GPU, and a temporary folder of the test."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(gpu_sharing, "CudaMemory", lambda device: twin.Twin())
-    monkeypatch.setattr(gpu_sharing, "wished", lambda config: True)
+    monkeypatch.setattr(gpu_sharing, "requested", lambda config: True)
 
 
 @pytest.fixture
