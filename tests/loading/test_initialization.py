@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.loading import initialization
+from torch_py_backend.loading import state_dict
 
 
 class Module(nn.Module):
@@ -80,7 +80,7 @@ def test_weights_that_a_file_will_fill_are_not_drawn(more: Callable[[Any], None]
 
     torch.manual_seed(0)
     before = torch.random.get_rng_state()
-    assert initialization.build_uninitialized(build) is built[0]
+    assert state_dict.build_uninitialized(build) is built[0]
     assert len(built) == 1
     assert torch.equal(torch.random.get_rng_state(), before)
 
@@ -138,7 +138,7 @@ def test_a_module_that_uses_its_random_values_has_them(more: Callable[[Any], Non
     torch.manual_seed(0)
     expected: Any = build()
     torch.manual_seed(0)
-    built: Any = initialization.build_uninitialized(build)
+    built: Any = state_dict.build_uninitialized(build)
     for name, value in vars(expected).items():
         if isinstance(value, Tensor):
             assert torch.equal(getattr(built, name), value)
@@ -157,7 +157,7 @@ def test_error_of_a_constructor() -> None:
         raise ValueError("no such size")
 
     with pytest.raises(ValueError, match="no such size"):
-        initialization.build_uninitialized(build)
+        state_dict.build_uninitialized(build)
 
 
 def test_function_keeps_its_random_values() -> None:
@@ -170,4 +170,4 @@ def test_function_keeps_its_random_values() -> None:
         return lambda: drawn
 
     torch.manual_seed(0)
-    assert torch.equal(initialization.build_uninitialized(build)(), expected)
+    assert torch.equal(state_dict.build_uninitialized(build)(), expected)

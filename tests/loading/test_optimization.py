@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.loading import optimization
+from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import Signature
 
@@ -47,7 +47,7 @@ def module() -> Iterator[nn.Module]:
 
 def test_without_optimize(module: nn.Module) -> None:
     """Without OPTIMIZE a model is not changed."""
-    assert optimization.apply(build.config(), loaded(ArtifactType.MODULE, module)) is module
+    assert registry.optimize(build.config(), loaded(ArtifactType.MODULE, module)) is module
 
 
 @pytest.mark.parametrize("kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT])
@@ -57,7 +57,7 @@ def test_channels_last(module: nn.Module, kind: ArtifactType) -> None:
     expected = module(x)
     served: Any = torch.jit.script(module) if kind is ArtifactType.TORCHSCRIPT else module
 
-    found = optimization.apply(build.config(optimize=("channels_last",)), loaded(kind, served))
+    found = registry.optimize(build.config(optimize=("channels_last",)), loaded(kind, served))
 
     weight = served.convolution.weight
     assert weight.is_contiguous(memory_format=torch.channels_last)
@@ -69,7 +69,7 @@ def test_channels_last_of_a_method(module: nn.Module) -> None:
     served = module.raw
     config = build.config(optimize=("channels_last",))
 
-    found = optimization.apply(config, loaded(ArtifactType.MODULE, module, served))
+    found = registry.optimize(config, loaded(ArtifactType.MODULE, module, served))
 
     assert found == served
     weight: Any = module.get_parameter("convolution.weight")
@@ -86,7 +86,7 @@ def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
 
     with torch.inference_mode():
         expected = served(x)
-        found: Any = optimization.apply(config, loaded(ArtifactType.TORCHSCRIPT, script, served))
+        found: Any = registry.optimize(config, loaded(ArtifactType.TORCHSCRIPT, script, served))
         torch.testing.assert_close(found(x), expected, rtol=1e-4, atol=1e-5)
 
     assert "GetAttr" not in str(found.graph)
@@ -105,7 +105,7 @@ def test_unsupported_optimizations(
 ) -> None:
     """An optimization that does not apply to the artifact is refused."""
     with pytest.raises(ConfigError, match=says):
-        optimization.apply(build.config(optimize=wished), loaded(kind, module))
+        registry.optimize(build.config(optimize=wished), loaded(kind, module))
 
 
 def test_function_has_no_memory_format() -> None:
@@ -113,11 +113,11 @@ def test_function_has_no_memory_format() -> None:
     config = build.config(optimize=("channels_last",))
 
     with pytest.raises(ConfigError, match="A function has no weights"):
-        optimization.apply(config, loaded(ArtifactType.MODULE, None, lambda x: x))
+        registry.optimize(config, loaded(ArtifactType.MODULE, None, lambda x: x))
 
 
 def test_compiled_module_may_be_frozen(module: nn.Module) -> None:
     """With torch.compile the module is not changed; its graph is frozen later."""
     config = build.config(optimize=("freeze",), torch_compile_optional_parameters={})
 
-    assert optimization.apply(config, loaded(ArtifactType.MODULE, module)) is module
+    assert registry.optimize(config, loaded(ArtifactType.MODULE, module)) is module

@@ -14,7 +14,7 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.loading import mapped_files, optimization, registry, state_dict
+from torch_py_backend.loading import mapped_files, registry, state_dict
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 from torch_py_backend.weights import sharing
@@ -102,7 +102,7 @@ def settled(folder: Path, write: Callable[[Path], None], **options: Any) -> Shar
     config: ModelConfig = build.config(folder, **options)
     artifact = discovery.find(config)
     loaded = registry.load(artifact, config, torch.device("cpu"))
-    optimization.apply(config, loaded)
+    registry.optimize(config, loaded)
     return sharing.report(config, artifact, loaded)
 
 

@@ -37,7 +37,6 @@ from torch_py_backend.loading import (
     example_inputs,
     exported_program,
     registry,
-    sample_inputs,
     size_probing,
 )
 from torch_py_backend.loading.loaded import Loaded
@@ -314,7 +313,7 @@ def _from_hooks(
     if example is None:
         size = config.max_batch_size if written else _DEFAULT_BATCH_SIZE
         config = dataclasses.replace(config, inputs=tuple(specs), max_batch_size=size)
-        item = sample_inputs.item(config, 2 if size else None)
+        item = example_inputs.item(config, 2 if size else None)
         return _run_hooks(config, loaded, hooks, item, device)
     specs = _whole_specs(config, example)
     if len({spec.dims[:1] for spec in specs}) == 1 and all(spec.dims for spec in specs):
@@ -442,12 +441,12 @@ def _from_written(
     valid = {
         spec.name: example[spec.name]
         for spec in written
-        if spec.name in example and sample_inputs.fits(listed, spec, example[spec.name])
+        if spec.name in example and example_inputs.fits(listed, spec, example[spec.name])
     }
     rows = 2 if config.max_batch_size else None
 
     def run(*, shrunk: bool) -> Schema:
-        item = sample_inputs.item(listed, rows, shrunk=shrunk, example=valid)
+        item = example_inputs.item(listed, rows, shrunk=shrunk, example=valid)
         return _from_item(config, loaded, device, item)
 
     schema = run(shrunk=False)
@@ -514,7 +513,7 @@ def _with_sequence_inputs(config: ModelConfig, loaded: Loaded, example: Item) ->
     bound = state_store.with_controls(dataclasses.replace(config, inputs=inputs), loaded.signature)
     return {
         **initial_states.find(config, count),
-        **sample_inputs.item(bound, count, example=example),
+        **example_inputs.item(bound, count, example=example),
     }
 
 

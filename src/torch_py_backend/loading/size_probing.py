@@ -22,7 +22,7 @@ from torch import Tensor
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import InputError, summarize
-from torch_py_backend.loading import sample_inputs
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.sequences import state_store
 from torch_py_backend.signature import binding
 from torch_py_backend.signature.binding import Signature
@@ -63,7 +63,7 @@ def row_limits(
     inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)
 
     def message(rows: int) -> str:
-        item = sample_inputs.item(config, rows)
+        item = example_inputs.item(config, rows)
         # The checks compare devices before sizes.
         columns = [
             value.to(device) if device is not None and isinstance(value, Tensor) else value
@@ -147,7 +147,7 @@ def accept_sizes_of_one(
     # On a GPU, a read past the memory of an input makes the device unusable for the process.
     if not dynamic or (device is not None and device.type != "cpu"):
         return run
-    item = sample_inputs.item(config, min(max(rows.least, 2), rows.most or 2) if start else None)
+    item = example_inputs.item(config, min(max(rows.least, 2), rows.most or 2) if start else None)
     leaves = [value for name in names if isinstance(value := item[name], Tensor)]
     least = _least_sizes(run, leaves, dynamic)
     if not least:

@@ -23,7 +23,7 @@ from torch_py_backend.errors import (
     NoServerError,
     WarmupError,
 )
-from torch_py_backend.loading import example_inputs, sample_inputs
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.sequences import state_store
 from torch_py_backend.streaming import streams
 from torch_py_backend.weights import gpu_sharing
@@ -117,7 +117,7 @@ def _shapes(item: Item) -> str:
 def _try(engine: Engine, call: _Call, item: Item) -> _SampleError | None:
     """Call the engine with a sample until a request of this kind costs no first call."""
     before = side_effects.copy_tensors(item)
-    items = sample_inputs.requests(engine.config, item)
+    items = example_inputs.requests(engine.config, item)
     try:
         for _ in range(_REPEATS):
             outcomes = _call_once(engine, call, items)
@@ -205,7 +205,7 @@ def batches(engine: Engine) -> Iterator[Item]:
     for rows, shrunk, without in itertools.product(
         _row_counts(engine), (False, True) if varies else (False,), engine.patterns
     ):
-        item = sample_inputs.item(config, rows, shrunk=shrunk, without=without, example=example)
+        item = example_inputs.item(config, rows, shrunk=shrunk, without=without, example=example)
         if item or rows is None:  # an item without inputs has no row count
             yield item
 
@@ -217,7 +217,7 @@ def _fitting(config: ModelConfig, example: Item) -> Item:
         value = example.get(spec.name)
         if value is None:
             continue
-        if sample_inputs.fits(config, spec, value):
+        if example_inputs.fits(config, spec, value):
             fitting[spec.name] = value
         else:
             log.warning(

@@ -39,7 +39,7 @@ from torch_py_backend.errors import (
     WarmupError,
     summarize,
 )
-from torch_py_backend.loading import example_inputs, sample_inputs
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.startup import builder, warmup
 
 # The least number of calls of a measurement, however long they take.
@@ -97,7 +97,7 @@ def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
         _check_inputs(settings, example, example_inputs.NAME)
         return example, example_inputs.NAME
     rows = settings.max_batch_size or None
-    return sample_inputs.item(settings, rows), "made-up values"
+    return example_inputs.item(settings, rows), "made-up values"
 
 
 def _read_inputs(settings: ModelConfig, path: Path) -> Item:
@@ -124,7 +124,7 @@ def _check_inputs(settings: ModelConfig, item: Item, source: str) -> None:
             expected=f"the inputs {', '.join(sorted(specs))}",
         )
     for name, value in item.items():
-        if not sample_inputs.fits(settings, specs[name], value):
+        if not example_inputs.fits(settings, specs[name], value):
             kind = str(value.dtype).removeprefix("torch.")
             rows = "one row at least of " if settings.max_batch_size else ""
             raise ConfigError(
@@ -138,7 +138,7 @@ def tile(settings: ModelConfig, item: Item, rows: int) -> Item:
     """Return a batch of this many rows, which repeats the item's rows."""
     absent = {spec.name for spec in _sent(settings)} - item.keys()
     count = rows if settings.max_batch_size else None
-    return sample_inputs.item(settings, count, without=absent, example=item)
+    return example_inputs.item(settings, count, without=absent, example=item)
 
 
 def _sent(settings: ModelConfig) -> Iterator[TensorSpec]:
@@ -148,7 +148,7 @@ def _sent(settings: ModelConfig) -> Iterator[TensorSpec]:
 
 def _run(engine: Engine, item: Item) -> dict[str, Value]:
     results = []
-    for outcome in engine.run(sample_inputs.requests(engine.config, item)):
+    for outcome in engine.run(example_inputs.requests(engine.config, item)):
         if isinstance(outcome, LoadError):
             raise outcome
         if isinstance(outcome, BackendError):

@@ -20,7 +20,7 @@ from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.errors import ArtifactError, SourceError, join_names
-from torch_py_backend.loading import initialization, mapped_files, state_dict
+from torch_py_backend.loading import mapped_files, state_dict
 from torch_py_backend.torchserve.context import Context, settings
 from torch_py_backend.torchserve.images import ImageNetTransform, opened, pillow
 from torch_py_backend.torchserve.labels import (
@@ -123,7 +123,7 @@ class BaseHandler:
         if model_pt_path is None:
             whole: nn.Module = classes[0]()
             return whole
-        module: nn.Module = initialization.build_uninitialized(classes[0])
+        module: nn.Module = state_dict.build_uninitialized(classes[0])
         path = Path(model_dir, model_file)
         state_dict.load_into(
             config, Artifact(ArtifactType.MODULE, path, Path(model_pt_path)), module

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, WeightsError
-from torch_py_backend.loading import mapped_files, optimization, registry
+from torch_py_backend.loading import mapped_files, registry
 from torch_py_backend.loading.loaded import Loaded
 
 
@@ -71,7 +71,7 @@ def read(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Loaded:
         WeightsError: names, shapes or dtypes differ from those of the model that is served.
     """
     fresh = registry.load(artifact, config, torch.device("cpu"))
-    optimization.set_memory_format(config, fresh)
+    registry.set_memory_format(config, fresh)
     _compare(config, artifact, weights(loaded), weights(fresh))
     return fresh
 

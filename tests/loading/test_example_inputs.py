@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config import dtypes
-from torch_py_backend.loading import sample_inputs
+from torch_py_backend.loading import example_inputs
 
 TENSOR_TYPES = [one.triton for one in dtypes.TABLE if one.torch is not None]
 FLOATS = ("FP16", "FP32", "FP64", "BF16")
@@ -38,7 +38,7 @@ def test_item_has_the_configs_shapes(
     """All inputs have the same rows, and only dimensions of -1 differ."""
     config = build.config(inputs=(build.spec("x", dims=(3, -1)), build.spec("n", "INT64", ())))
 
-    assert shapes(sample_inputs.item(config, rows, shrunk=shrunk)) == found
+    assert shapes(example_inputs.item(config, rows, shrunk=shrunk)) == found
 
 
 @pytest.mark.parametrize(("shrunk", "size"), [(False, 32), (True, 16)])
@@ -49,7 +49,7 @@ def test_sizes_with_padding(shrunk: bool, size: int) -> None:
         pad={"x": {"multiple_of": 16}},
     )
 
-    assert shapes(sample_inputs.item(config, 1, shrunk=shrunk)) == {"x": (1, size), "m": (1, size)}
+    assert shapes(example_inputs.item(config, 1, shrunk=shrunk)) == {"x": (1, size), "m": (1, size)}
 
 
 @pytest.mark.parametrize("name", TENSOR_TYPES)
@@ -57,7 +57,7 @@ def test_item_has_the_configs_type(name: str) -> None:
     """Each dtype has a sample: floats between 0 and 1, integers of 1."""
     spec = build.spec("x", name, (100,))
 
-    value = sample_inputs.item(build.config(inputs=(spec,)), None)["x"]
+    value = example_inputs.item(build.config(inputs=(spec,)), None)["x"]
 
     assert isinstance(value, Tensor)
     assert value.dtype is getattr(torch, str(spec.dtype.torch))
@@ -68,7 +68,7 @@ def test_item_has_the_configs_type(name: str) -> None:
 
 def test_strings() -> None:
     """A sample of strings is an array of bytes, as in a request."""
-    value = sample_inputs.item(build.config(inputs=(build.spec("x", "BYTES", (-1, 2)),)), 3)["x"]
+    value = example_inputs.item(build.config(inputs=(build.spec("x", "BYTES", (-1, 2)),)), 3)["x"]
 
     assert isinstance(value, np.ndarray)
     assert value.dtype == np.object_
@@ -81,7 +81,7 @@ def test_inputs_may_be_left_out(without: tuple[str, ...], names: list[str]) -> N
     """Inputs can be left out."""
     config = build.config(inputs=(build.spec("x"), build.spec("n")))
 
-    assert list(sample_inputs.item(config, 1, without=without)) == names
+    assert list(example_inputs.item(config, 1, without=without)) == names
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_rows_of_an_example(
     example = torch.arange(1, 9).reshape(2, 4)
     value: Any = example.numpy().astype(np.object_) if strings else example
 
-    item = sample_inputs.item(config, rows, shrunk=shrunk, example={"x": value})
+    item = example_inputs.item(config, rows, shrunk=shrunk, example={"x": value})
 
     assert item["x"].tolist() == expected
     assert item["n"].shape == (rows, 4)
@@ -123,12 +123,12 @@ def test_rows_of_an_example(
 )
 def test_an_example_fits_its_input(dims: tuple[int, ...], value: Any, fits: bool) -> None:
     """An example of another dtype or shape does not fit its input."""
-    assert sample_inputs.fits(build.config(), build.spec("x", dims=dims), value) is fits
+    assert example_inputs.fits(build.config(), build.spec("x", dims=dims), value) is fits
 
 
 def test_items_are_the_same_each_time() -> None:
     """An item is the same each time."""
-    first, second = (sample_inputs.item(build.config(), 2)["x"] for _ in range(2))
+    first, second = (example_inputs.item(build.config(), 2)["x"] for _ in range(2))
 
     assert first.tolist() == second.tolist()
 
@@ -137,7 +137,7 @@ def test_inputs_of_an_item_differ() -> None:
     """Two inputs have different values, so that a mix-up is noticed."""
     config = build.config(inputs=(build.spec("x"), build.spec("y")))
 
-    item = sample_inputs.item(config, 2)
+    item = example_inputs.item(config, 2)
 
     assert item["x"].tolist() != item["y"].tolist()
 
@@ -145,7 +145,7 @@ def test_inputs_of_an_item_differ() -> None:
 @pytest.mark.parametrize("dims", [(), (1,), (1, 1)])
 def test_rows_of_one_value(dims: tuple[int, ...]) -> None:
     """All rows of one value are equal: an argument annotated as float gets one number."""
-    x = sample_inputs.item(build.config(inputs=(build.spec("x", dims=dims),)), 4)["x"]
+    x = example_inputs.item(build.config(inputs=(build.spec("x", dims=dims),)), 4)["x"]
 
     assert tuple(x.shape) == (4, *dims)
     assert len(set(torch.as_tensor(x).flatten().tolist())) == 1
@@ -155,6 +155,6 @@ def test_global_random_numbers_are_left_alone() -> None:
     """The global random state is not changed."""
     before = torch.random.get_rng_state()
 
-    sample_inputs.item(build.config(), 8)
+    example_inputs.item(build.config(), 8)
 
     assert torch.equal(torch.random.get_rng_state(), before)
