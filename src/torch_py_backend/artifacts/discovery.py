@@ -6,6 +6,7 @@ Does not import torch, unpickle, or run code of the model.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import enum
 import re
@@ -57,7 +58,7 @@ class Artifact:
     def weight_files(self) -> list[Path]:
         """Return the files of its weights, an index before its shards."""
         if self.weights is not None:
-            return [self.weights, *_shards(self.weights)]
+            return [self.weights, *shards(self.weights).values()]
         if self.path.is_dir():  # a factory may read any of its files
             return sorted(path for path in self.path.rglob("*") if path.is_file())
         return [self.path] if self.path.is_file() else []
@@ -163,14 +164,6 @@ def _is_hooks(node: ast.stmt) -> bool:
     return bool(bases) or not methods.isdisjoint(HOOK_METHODS)
 
 
-def _is_complete(path: Path) -> bool:
-    """Return whether a file is a model without further files."""
-    try:
-        return file_types.file_type(path) in _KINDS
-    except OSError:
-        return False
-
-
 def _refuse_fallback(config: ModelConfig, kind: ArtifactType) -> None:
     if config.options.fallback is not None and kind is not ArtifactType.AOTI:
         raise ConfigError(
@@ -213,44 +206,57 @@ def _describe(config: ModelConfig, path: Path) -> Artifact:
 
 
 def _model_file(config: ModelConfig) -> Path:
-    folder, options = config.version_folder, config.options
-    names = _candidates(config.default_model_filename)
-    if names[0] not in _DEFAULTS:  # a default name may be a link to a store of models
-        check_inside(config, "default_model_filename", names[0])
+    folder, options, name = config.version_folder, config.options, config.default_model_filename
+    names: tuple[str, ...] = _DEFAULTS if name is None else (name,)
+    if name == "model.pt":
+        # Triton sets it for `platform: "pytorch_libtorch"`, even if there is no such file.
+        names = ("model.pt", "model.py", "model.pt2")
+    elif name is not None and name not in _DEFAULTS:
+        # A default name may be a link to a store of models.
+        check_inside(config, "default_model_filename", name)
     paths = [folder / name for name in names]
     present = [
         path for path in paths if path.is_file() or (path.suffix == ".mar" and path.is_dir())
     ]
-    if present:
-        first = present[0]
-        named = options.model_class or options.model_factory
-        if first.suffix == ".py" and not named and _hooks(config, first) is not None:
-            return next((path for path in present[1:] if _is_complete(path)), first)
-        return first
-    entries = folder.iterdir() if folder.is_dir() else ()
-    others = sorted(f"{path.name}{'' if path.exists() else ' (a broken link)'}" for path in entries)
-    raise ArtifactError(
-        config.name,
-        f"version {config.version} holds {', '.join(others) or 'no files'}",
-        expected=" or ".join(names),
-        cure="Put the model there, or name its file with default_model_filename.",
-    )
-
-
-def _candidates(named: str | None) -> tuple[str, ...]:
-    if named is None:
-        return _DEFAULTS
-    # Triton sets model.pt for `platform: "pytorch_libtorch"`, even if there is no such file.
-    return ("model.pt", "model.py", "model.pt2") if named == "model.pt" else (named,)
+    if not present:
+        entries = folder.iterdir() if folder.is_dir() else ()
+        others = sorted(
+            f"{path.name}{'' if path.exists() else ' (a broken link)'}" for path in entries
+        )
+        raise ArtifactError(
+            config.name,
+            f"version {config.version} holds {', '.join(others) or 'no files'}",
+            expected=" or ".join(names),
+            cure="Put the model there, or name its file with default_model_filename.",
+        )
+    first = present[0]
+    selected = options.model_class or options.model_factory
+    if first.suffix == ".py" and not selected and _hooks(config, first) is not None:
+        # It only provides the hooks if there is a model without further files.
+        for path in present[1:]:
+            with contextlib.suppress(OSError):
+                if file_types.file_type(path) in _KINDS:
+                    return path
+    return first
 
 
 def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str) -> Artifact:
     name = config.options.weights
     if name is not None and name.lower() == "none":
         return Artifact(kind, path, weightless=True)
+    if name:
+        return Artifact(kind, path, _inside(config, "WEIGHTS", name))
     folder = path if kind is ArtifactType.FACTORY else path.parent
-    weights = _inside(config, "WEIGHTS", name) if name else _weights_in(config, folder, stem)
-    return Artifact(kind, path, weights)
+    beside = [folder / f"{stem}{suffix}" for suffix in WEIGHT_SUFFIXES]
+    present = [path for path in beside if path.is_file()]
+    if len(present) > 1:
+        raise ArtifactError(
+            config.name,
+            f"version {config.version} holds {' and '.join(path.name for path in present)}",
+            expected="one file of weights",
+            cure="Remove the others, or name the one to use with the parameter WEIGHTS.",
+        )
+    return Artifact(kind, path, present[0] if present else None)
 
 
 def _inside(config: ModelConfig, option: str, name: str) -> Path:
@@ -291,25 +297,12 @@ def check_inside(config: ModelConfig, option: str, name: str, folder: Path | Non
         )
 
 
-def _weights_in(config: ModelConfig, folder: Path, stem: str) -> Path | None:
-    beside = [folder / f"{stem}{suffix}" for suffix in WEIGHT_SUFFIXES]
-    present = [path for path in beside if path.is_file()]
-    if len(present) > 1:
-        raise ArtifactError(
-            config.name,
-            f"version {config.version} holds {' and '.join(path.name for path in present)}",
-            expected="one file of weights",
-            cure="Remove the others, or name the one to use with the parameter WEIGHTS.",
-        )
-    return present[0] if present else None
-
-
-def _shards(weights: Path) -> list[Path]:
-    """Return the existing files that an index names; loading reports an invalid index."""
+def shards(weights: Path) -> dict[str, Path]:
+    """Return the existing files that an index names, by name; loading reports an invalid index."""
     if weights.suffix != ".json":
-        return []
+        return {}
     try:
         names = file_types.shards(weights)
-        return [path for name in names if (path := weights.parent / name).is_file()]
+        return {name: path for name in names if (path := weights.parent / name).is_file()}
     except (OSError, *file_types.INDEX_ERRORS):  # OSError: a name is too long
-        return []
+        return {}

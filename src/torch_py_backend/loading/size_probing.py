@@ -14,7 +14,7 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -38,10 +38,9 @@ CHECKS = "AOTI_RUNTIME_CHECK_INPUTS"
 _AT_LEAST = re.compile(r"at 0, expected (?:it )?to be >= (\d+)")
 _AT_MOST = re.compile(r"at 0, expected (?:it )?to be <= (\d+)")
 _EXACTLY = re.compile(r"unmatched dim value at 0, expected: (\d+)")
-_STRIDE = re.compile(r"unmatched stride value at 0")
 _TOO_SMALL = re.compile(r"too small at (\d+), expected (?:it )?to be >= (\d+)")
-_ANY_STRIDE = re.compile(r"unmatched stride value at \d+")
-_CHECK_MESSAGES = (_AT_LEAST, _AT_MOST, _EXACTLY, _STRIDE, _TOO_SMALL, _ANY_STRIDE)
+_STRIDE = re.compile(r"unmatched stride value at \d+")
+_CHECK_MESSAGES = (_AT_LEAST, _AT_MOST, _EXACTLY, _TOO_SMALL, _STRIDE)
 
 # --- rows ------------------------------------------------------------------------------------
 
@@ -80,7 +79,7 @@ def row_limits(
     return Rows(int(least[1]) if least else 1, int(most[1]) if most else None)
 
 
-def most_rows(call: Callable[[Sequence[Any]], Any], columns: Sequence[Tensor]) -> int | None:
+def most_rows(call: Callable[[Sequence[Tensor]], object], columns: Sequence[Tensor]) -> int | None:
     """Return how many rows a package accepts at most; None: any number, or it is unknown.
 
     The package is called with rows that share the memory of one row. It refuses strides of 0 after
@@ -204,7 +203,7 @@ def _least_sizes(run: Run, leaves: Sequence[Tensor], dynamic: Iterable[_Dim]) ->
             probe[leaf] = leaves[leaf].new_zeros(1).as_strided(sizes, (0,) * len(sizes))
             return _check_message(lambda: run(*probe))
 
-        if _ANY_STRIDE.search(message(leaves[leaf].shape[dim])):
+        if _STRIDE.search(message(leaves[leaf].shape[dim])):
             refused = _TOO_SMALL.search(message(1))
             if refused and int(refused[1]) == dim:
                 least[leaf, dim] = int(refused[2])

@@ -17,7 +17,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,29 @@ from torch_py_backend.weights.owner_election import Owner, Sharer
 log = logging.getLogger(__name__)
 
 Weights: TypeAlias = "Mapping[str, Tensor]"
-Facts: TypeAlias = "Mapping[str, list[Any]]"
+# What must be equal in two processes, by name: dtype, size, and the first name of a tied tensor.
+Facts: TypeAlias = "Mapping[str, list[object]]"
 # Options that determine the tensors and their values.
 _OPTIONS = ("model_class", "model_factory", "model_kwargs", "weights", "optimize", "fallback")
+
+
+class _Placed(TypedDict):
+    """The memory of one tensor: the index of its block, and the offset in it in bytes."""
+
+    block: int
+    at: int
+    dtype: str
+    size: list[int]
+    stride: list[int]
+
+
+class _Offer(TypedDict):
+    """The weights of an owner, as JSON."""
+
+    instance: str
+    facts: Facts
+    blocks: list[str]
+    tensors: dict[str, _Placed]
 
 
 class Memory(Protocol):
@@ -44,20 +64,11 @@ class Memory(Protocol):
 
     device: torch.device
 
-    def name(self) -> str:
-        """Return an identity of the device that is the same in all processes."""
-
-    def export(self, tensor: Tensor) -> tuple[str, int]:
-        """Return the handle of a tensor's allocation, as text, and the tensor's offset in it."""
-
-    def open(self, block: str) -> Tensor:
-        """Map an allocation of another process, as bytes."""
-
-    def synchronize(self) -> None:
-        """Wait until all work on the device is done."""
-
-    def empty_cache(self) -> None:
-        """Free the memory that torch's allocator caches."""
+    def name(self) -> str: ...
+    def export(self, tensor: Tensor) -> tuple[str, int]: ...
+    def open(self, block: str) -> Tensor: ...
+    def synchronize(self) -> None: ...
+    def empty_cache(self) -> None: ...
 
 
 def requested(config: ModelConfig) -> bool:
@@ -253,20 +264,21 @@ class SharedWeights:
         self._put(weights)
         self._memory.synchronize()
         try:
-            owner.offer(
-                {
-                    "instance": self._config.instance,
-                    "facts": self._facts,
-                    **_offer(self._weights, self._memory),
-                }
-            )
+            blocks, tensors = _export(self._weights, self._memory)
         except NotShared as error:
             raise not_shared_error(self._config, str(error)) from error
+        offer: _Offer = {
+            "instance": self._config.instance,
+            "facts": self._facts,
+            "blocks": blocks,
+            "tensors": tensors,
+        }
+        owner.offer(offer)
         log.info("model '%s': '%s' owns the weights.", self._config.name, self._config.instance)
 
     def _map(self, sharer: Sharer) -> bool:
         """Map the offered weights, and return whether the owner is still alive."""
-        offer = sharer.document
+        offer: _Offer = sharer.document
         self._compare(offer["facts"], f"'{offer['instance']}'")
         try:
             self._put(_views(offer, self._memory))
@@ -357,7 +369,6 @@ def named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _facts(weights: Weights) -> Facts:
-    """Return what must be equal in two processes: dtype, size, and the first name if it is tied."""
     first: dict[int, str] = {}
     return {
         name: [str(weight.dtype), list(weight.shape), first.setdefault(id(weight), name)]
@@ -365,10 +376,10 @@ def _facts(weights: Weights) -> Facts:
     }
 
 
-def _offer(weights: Weights, memory: Memory) -> dict[str, Any]:
-    """Return the memory of the weights, as JSON."""
+def _export(weights: Weights, memory: Memory) -> tuple[list[str], dict[str, _Placed]]:
+    """Return the blocks of memory of the weights, and the place of each weight."""
     blocks: dict[str, int] = {}
-    tensors = {}
+    tensors: dict[str, _Placed] = {}
     for name, weight in weights.items():
         if weight.device != memory.device or weight.layout is not torch.strided:
             raise NotShared(f"{name} is a tensor of layout {weight.layout} on {weight.device}")
@@ -380,10 +391,10 @@ def _offer(weights: Weights, memory: Memory) -> dict[str, Any]:
             "size": list(weight.shape),
             "stride": list(weight.stride()),
         }
-    return {"blocks": list(blocks), "tensors": tensors}
+    return list(blocks), tensors
 
 
-def _views(offer: Mapping[str, Any], memory: Memory) -> dict[str, Tensor]:
+def _views(offer: _Offer, memory: Memory) -> dict[str, Tensor]:
     """Map the memory of an offer, and return the weights."""
     blocks = [memory.open(block) if block else None for block in offer["blocks"]]
     views = {}

@@ -137,6 +137,11 @@ def _movable(tensor: Tensor, fresh: Tensor) -> bool:
     return plain and tensor.device.type == "cpu" and mapped_files.has_no_other_views(tensor)
 
 
+# --- members of archives ---------------------------------------------------------------------
+
+_INCIDENTAL = (".debug_pkl", "/version", "/byteorder", "/serialization_id", "/archive_format")
+
+
 def code_checksums(artifact: Artifact) -> dict[str, int]:
     """Return the checksums of an archive's members that are not weights."""
     if artifact.kind not in (ArtifactType.TORCHSCRIPT, ArtifactType.EXPORTED):
@@ -145,7 +150,9 @@ def code_checksums(artifact: Artifact) -> dict[str, int]:
         return {
             member.filename.partition("/")[2]: member.CRC
             for member in archive.infolist()
-            if not _is_weight(member.filename) and not _is_incidental(member.filename)
+            if not _is_weight(member.filename)
+            and not member.filename.endswith(_INCIDENTAL)
+            and "/data/sample_inputs/" not in member.filename
         }
 
 
@@ -170,10 +177,3 @@ def _is_weight(member: str) -> bool:
     return (folder == "data" and name.isdigit()) or (
         folder == "data/weights" and not name.endswith(".json")
     )
-
-
-_INCIDENTAL = (".debug_pkl", "/version", "/byteorder", "/serialization_id", "/archive_format")
-
-
-def _is_incidental(member: str) -> bool:
-    return member.endswith(_INCIDENTAL) or "/data/sample_inputs/" in member
