@@ -61,7 +61,7 @@ _STAGES = {
     "with the lock": "owner_election.Owner.__init__ = die",
     "before it listens": "Owner.offer = die",
     "before it accepts": "Owner._serve = die",
-    "before it sends": "Owner._remove_dead = die",
+    "before it sends": "owner_election._peer = die",
     "while it sends": """
 def serve(self, listening, line):
     sharer, _ = listening.accept()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import importlib.util
 import inspect
@@ -181,8 +180,9 @@ def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[obj
 def _build(
     artifact: Artifact, factory: Callable[..., object], keywords: Mapping[str, object]
 ) -> object:
-    build = functools.partial(factory, **keywords)
-    return build() if artifact.weights is None else state_dict.build_uninitialized(build)
+    if artifact.weights is None:
+        return factory(**keywords)
+    return state_dict.build_uninitialized(lambda: factory(**keywords))
 
 
 def _mismatch(function: Callable[..., object], keywords: Mapping[str, object]) -> str:
