@@ -92,7 +92,7 @@ def join(gpu: None, tmp_path: Path) -> Iterator[Join]:
         afresh = how.pop("afresh", lambda: None)
         kind = how.pop("kind", ArtifactType.MODULE)
         settings = build.config(tmp_path, instance=f"digits_0_{len(joined)}", **how)
-        shared = gpu_sharing.start(
+        shared = SharedWeights(
             settings, Artifact(kind, tmp_path / "model.py"), torch.device("cpu"), afresh
         )
         joined.append(shared)
@@ -483,7 +483,7 @@ def test_refusals(
     """Weights that cannot be shared are refused with a reason."""
     settings = build.config(tmp_path, **({"kind": "GPU"} | overrides))
     with pytest.raises(ConfigError, match=reason):
-        gpu_sharing.start(settings, Artifact(kind, tmp_path), torch.device("cpu"), lambda: None)
+        SharedWeights(settings, Artifact(kind, tmp_path), torch.device("cpu"), lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -98,23 +98,23 @@ def find(config: ModelConfig) -> Artifact:
         ArtifactError: there is no such file, or it cannot be served.
         ConfigError: an option names a file outside the model's folder.
     """
-    artifact = _find(config)
-    source = config.version_folder / "model.py"
-    if artifact.kind is not ArtifactType.FACTORY:
-        source = artifact.path.with_suffix(".py")
-    return dataclasses.replace(artifact, hooks=_hooks(config, source))
-
-
-def _find(config: ModelConfig) -> Artifact:
+    fallback = config.options.fallback
     if ":" in (config.options.model_factory or ""):
-        _refuse_fallback(config, ArtifactType.FACTORY)
-        return _with_weights(config, ArtifactType.FACTORY, config.version_folder, "model")
-    artifact = _describe(config, _model_file(config))
-    if config.options.fallback is None:
-        return artifact
-    _refuse_fallback(config, artifact.kind)
-    fallback = _describe(config, _inside(config, "FALLBACK", config.options.fallback))
-    return Artifact(ArtifactType.AOTI, artifact.path, fallback=fallback)
+        artifact = _with_weights(config, ArtifactType.FACTORY, config.version_folder, "model")
+        source = config.version_folder / "model.py"
+    else:
+        artifact = _describe(config, _model_file(config))
+        source = artifact.path.with_suffix(".py")
+    if fallback is not None:
+        if artifact.kind is not ArtifactType.AOTI:
+            raise ConfigError(
+                config.name,
+                f"FALLBACK is set, and the model is {artifact.kind.value}",
+                expected="an AOTInductor package, the only type that may not fit a machine",
+            )
+        alternative = _describe(config, _inside(config, "FALLBACK", fallback))
+        artifact = dataclasses.replace(artifact, fallback=alternative)
+    return dataclasses.replace(artifact, hooks=_hooks(config, source))
 
 
 # --- hooks -----------------------------------------------------------------------------------
@@ -123,10 +123,10 @@ def _find(config: ModelConfig) -> Artifact:
 def _hooks(config: ModelConfig, source: Path) -> Path | None:
     """Return the source file if it defines the hooks."""
     name = config.options.hooks
-    if name is not None and name.lower() == "none":
-        return None
     if name is None:
         return source if _defines_hooks(source) else None
+    if name.lower() == "none":
+        return None
     if not source.is_file():
         raise ArtifactError(
             config.name,
@@ -146,31 +146,26 @@ def _defines_hooks(source: Path) -> bool:
     except OSError:  # missing; or unreadable, which loading it reports
         return False
     try:
-        tree = ast.parse(text)
+        body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError):
         return re.search(rb"^class Hooks\b", text, re.MULTILINE) is not None
-    return any(_is_hooks(node) for node in tree.body)
+    return any(
+        isinstance(node, ast.ClassDef) and node.name == HOOKS_CLASS and _has_hooks(node)
+        for node in body
+    )
 
 
-def _is_hooks(node: ast.stmt) -> bool:
-    if not isinstance(node, ast.ClassDef) or node.name != HOOKS_CLASS:
-        return False
+def _has_hooks(node: ast.ClassDef) -> bool:
     bases = [ast.unparse(base) for base in node.bases]
-    if any(base.endswith("Module") for base in bases):
-        return False
     methods = {
         part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
     }
-    return bool(bases) or not methods.isdisjoint(HOOK_METHODS)
+    return not any(base.endswith("Module") for base in bases) and (
+        bool(bases) or not methods.isdisjoint(HOOK_METHODS)
+    )
 
 
-def _refuse_fallback(config: ModelConfig, kind: ArtifactType) -> None:
-    if config.options.fallback is not None and kind is not ArtifactType.AOTI:
-        raise ConfigError(
-            config.name,
-            f"FALLBACK is set, and the model is {kind.value}",
-            expected="an AOTInductor package, the only type that may not fit a machine",
-        )
+# --- files -----------------------------------------------------------------------------------
 
 
 def _describe(config: ModelConfig, path: Path) -> Artifact:

@@ -40,7 +40,7 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     artifact = discovery.find(config)
     if not gpu_sharing.requested(config):
         return _engine(config, artifact, device, device)
-    shared = gpu_sharing.start(
+    shared = gpu_sharing.SharedWeights(
         config, artifact, device, lambda: _load(config, artifact, device).owner
     )
     try:

@@ -107,13 +107,8 @@ def key(config: ModelConfig, artifact: Artifact, device: str) -> str:
 # --- one instance ----------------------------------------------------------------------------
 
 
-def start(
-    config: ModelConfig,
-    artifact: Artifact,
-    device: torch.device | None,
-    afresh: Callable[[], nn.Module | None],
-) -> SharedWeights:
-    """Join the instances that share weights: become the owner, or wait for the owner's offer.
+class SharedWeights:
+    """The weights of one instance, shared with the others: it owns them, or waits for an offer.
 
     Args:
         config: the config of the model.
@@ -121,41 +116,35 @@ def start(
         device: the GPU; None: the model places itself.
         afresh: loads the module from its files again, onto the GPU.
 
-    Raises:
-        ConfigError: the weights cannot be shared.
-        PlatformError: the server's folder cannot be used.
-    """
-    reason = refusal(config, artifact.kind)
-    if reason or device is None:
-        raise not_shared_error(config, reason)
-    return SharedWeights(config, artifact, CudaMemory(device), afresh)
-
-
-class SharedWeights:
-    """The weights of one instance, shared with the others.
-
     Attributes:
         lock: held while the weights are used or replaced.
         final: whether compiled code or CUDA graphs contain the addresses of the weights, so that
             the memory cannot be replaced.
+
+    Raises:
+        ConfigError: the weights cannot be shared.
+        PlatformError: the server's folder cannot be used.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         artifact: Artifact,
-        memory: Memory,
+        device: torch.device | None,
         afresh: Callable[[], nn.Module | None],
     ) -> None:
+        reason = refusal(config, artifact.kind)
+        if reason or device is None:
+            raise not_shared_error(config, reason)
         self.lock = threading.RLock()
         self.final = "cuda_graphs" in config.options.optimize or torch_compile.requested(config)
         self._config = config
-        self._memory = memory
+        self._memory: Memory = CudaMemory(device)
         self._afresh = afresh
         self._unplaced: nn.Module | None = None
         self._weights: Weights = {}
         self._facts: Facts = {}
-        digest = key(config, artifact, memory.name())
+        digest = key(config, artifact, self._memory.name())
         self._server_folder = server_folder.enter(config.name)
         try:
             self._folder = self._server_folder.folder(f"weights-{digest[:32]}")
