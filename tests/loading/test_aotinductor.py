@@ -90,10 +90,10 @@ def test_this_machine_matches_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
     """This machine matches itself, on the CPU and on a GPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
-    for device, found in ((None, "cpu"), (CPU, "cpu"), (torch.device("cuda", 0), "cuda")):
+    for device, name in ((None, "cpu"), (CPU, "cpu"), (torch.device("cuda", 0), "cuda")):
         here = aotinductor._machine(device)
-        assert here["AOTI_DEVICE_KEY"] == found
-        assert here["AOTI_COMPUTE_CAPABILITY"] == ("90" if found == "cuda" else "none")
+        assert here["AOTI_DEVICE_KEY"] == name
+        assert here["AOTI_COMPUTE_CAPABILITY"] == ("90" if name == "cuda" else "none")
         assert aotinductor.mismatch(package(tmp_path, here), device) == ""
 
 
@@ -175,14 +175,14 @@ def test_device_of_a_package(
 
 
 @pytest.mark.usefixtures("process")
-def test_package_is_probed_on_its_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A package is probed with tensors on its device: it checks devices before rows."""
+def test_calls_of_the_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package is probed with tensors on its device, and not at all without a batch."""
     loader = Loader()
+    assert aoti(tmp_path, monkeypatch, loader, rows=0).rows == ANY_ROWS
+    assert loader.calls == []
 
     aoti(tmp_path, monkeypatch, loader, device=torch.device("meta"))
-
-    devices = {leaf.device.type for leaves in loader.calls for leaf in leaves}
-    assert devices == {"meta"}
+    assert {leaf.device.type for leaves in loader.calls for leaf in leaves} == {"meta"}
 
 
 @pytest.mark.usefixtures("process")
@@ -313,14 +313,3 @@ class Limited(Loader):
                 "input_handles[0]: dim value is too large at 0, expected to be <= 5, but got: 8\n"
             )
         return super().run(leaves)
-
-
-@pytest.mark.usefixtures("process")
-def test_package_without_a_batch_is_not_probed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With max_batch_size 0 a package is not called."""
-    loader = Loader()
-
-    assert aoti(tmp_path, monkeypatch, loader, rows=0).rows == ANY_ROWS
-    assert loader.calls == []
