@@ -230,34 +230,6 @@ def test_weights_in_the_model_folder(name: str, tmp_path: Path) -> None:
     assert artifact.weights.samefile(tmp_path / "1" / name)
 
 
-@pytest.mark.parametrize(
-    ("option", "name"),
-    [
-        ("weights", "../../secret.pt"),
-        ("weights", "../../missing.pt"),
-        ("weights", "{outside}/secret.pt"),
-        ("weights", "/etc/passwd"),
-        ("weights", "best.pt"),
-        ("weights", "../shared/secret.pt"),
-        ("fallback", "../../secret.pt"),
-    ],
-)
-def test_file_outside_the_model_folder(option: str, name: str, tmp_path: Path) -> None:
-    """A name outside the model's folder, also through a link, is rejected."""
-    folder = tmp_path / "digits"
-    store(folder, {"model.pt2" if option == "fallback" else "model.py": aoti})
-    weights(tmp_path / "secret.pt")
-    (folder / "1" / "best.pt").symlink_to(tmp_path / "secret.pt")
-    (folder / "shared").symlink_to(tmp_path)
-    name = name.format(outside=tmp_path)
-
-    with pytest.raises(ConfigError) as raised:
-        discovery.find(build.config(folder, **{option: name}))
-
-    message = f"'digits': {option.upper()} is '{name}'; expected a file in the model's own folder"
-    assert message in str(raised.value)
-
-
 def test_links_within_the_folder_are_followed(tmp_path: Path) -> None:
     """A link to a file of the model, and a model folder that is a link, are accepted."""
     store(tmp_path / "store", {"model.py": source, "epoch7.pt": weights})

@@ -3,8 +3,6 @@
 import gzip
 import io
 import json
-import os
-import pickle
 import struct
 import tracemalloc
 import zipfile
@@ -19,9 +17,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts import discovery, file_types
+from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.file_types import FileType
-from torch_py_backend.errors import ArtifactError
 
 
 class Doubled(nn.Module):
@@ -33,16 +30,6 @@ class Doubled(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.weight
-
-
-class Trap:
-    """An object that creates a folder when it is unpickled."""
-
-    def __init__(self, sprung: Path) -> None:
-        self.sprung = sprung
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.sprung),)
 
 
 def save(thing: Any, **options: Any) -> Callable[[Path], None]:
@@ -249,38 +236,6 @@ def test_damaged_pickle(tmp_path: Path) -> None:
     path.write_bytes(content)
 
     assert file_types.file_type(path) is FileType.TRUNCATED
-
-
-@pytest.mark.parametrize(
-    "write",
-    [
-        pytest.param(torch.save, id="torch.save"),
-        pytest.param(lambda trap, path: torch.save({"weight": trap}, path), id="in a state_dict"),
-        pytest.param(
-            lambda trap, path: torch.save(trap, path, _use_new_zipfile_serialization=False),
-            id="legacy",
-        ),
-        pytest.param(lambda trap, path: torch.save(trap, path, pickle_protocol=4), id="protocol 4"),
-        pytest.param(lambda trap, path: path.write_bytes(pickle.dumps(trap)), id="pickle"),
-    ],
-)
-def test_nothing_is_unpickled(write: Callable[[Trap, Path], Any], tmp_path: Path) -> None:
-    """Reading the type runs no code in the file."""
-    sprung = tmp_path / "sprung"
-    path = build.write(tmp_path, "model.pt", "")
-    write(Trap(sprung), path)
-
-    file_types.file_type(path)
-    with pytest.raises(ArtifactError):
-        discovery.find(build.config(tmp_path))
-
-    assert not sprung.exists()
-    with path.open("rb") as file:  # the trap does work
-        if file.read(2) == b"\x80\x04":
-            pickle.loads(path.read_bytes())
-        else:
-            torch.load(path, weights_only=False)
-    assert sprung.is_dir()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 import collections
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -356,38 +355,6 @@ def test_file_without_a_state_dict(state: object, message: str, tmp_path: Path) 
 # --- what is no file of weights --------------------------------------------------------------
 
 
-class Trap:
-    """Creates a folder when it is unpickled."""
-
-    def __init__(self, sprung: Path) -> None:
-        self.sprung = sprung
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.sprung),)
-
-
-class Evaluated(Trap):
-    """Creates a folder through a built-in function when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return eval, (f"__import__('os').mkdir({str(self.sprung)!r})",)
-
-
-@pytest.mark.parametrize(("kind", "write"), [(Trap, zipped), (Evaluated, legacy)])
-def test_no_code_of_a_file_is_run(kind: type[Trap], write: Writer, tmp_path: Path) -> None:
-    """A pickle that would run code is refused, and its code does not run."""
-    sprung = tmp_path / "sprung"
-
-    with pytest.raises(ArtifactError) as raised:
-        filled(tmp_path, Net(), {**STATE, "linear.more": kind(sprung)}, write)
-
-    assert not sprung.exists()
-    assert "model 'digits': the weights model.pt " in str(raised.value)
-    assert "expected a state_dict" in str(raised.value)
-    torch.load(tmp_path / "1" / "model.pt", weights_only=False)
-    assert sprung.is_dir()  # the trap does work
-
-
 def test_other_files_are_refused(tmp_path: Path) -> None:
     """A pickled module, or TorchScript, is not a file of weights."""
     with pytest.raises(ArtifactError, match="expected a state_dict"):
@@ -488,30 +455,18 @@ def test_keys_of_shards(tmp_path: Path) -> None:
         filled_from_shards(tmp_path, Net())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("../../secret.safetensors", id="outside"),
-        pytest.param("{folder}/secret.safetensors", id="absolute"),
-        pytest.param("link.safetensors", id="link that leaves the folder"),
-        pytest.param("gone.safetensors", id="missing"),
-        pytest.param(".", id="a folder"),
-        pytest.param("", id="no name"),
-    ],
-)
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "gone.safetensors", ".", ""])
 def test_missing_shard(name: str, tmp_path: Path) -> None:
-    """A missing shard, or one outside of the folder, is refused."""
+    """A missing shard, or one outside of the folder, is refused; see test_security, too."""
     folder = tmp_path / "digits"
-    name = name.format(folder=tmp_path)
     safe(STATE, tmp_path / "secret.safetensors")
     store_shards(folder, {}, weight_map=dict.fromkeys(STATE, name))
-    (folder / "1" / "link.safetensors").symlink_to(tmp_path / "secret.safetensors")
 
     with pytest.raises(ArtifactError) as raised:
         filled_from_shards(folder, Net())
 
-    assert f"'digits': the weights {INDEX} name {name}" in str(raised.value)
-    assert "expected a file beside the index" in str(raised.value)
+    message = f"'digits': the weights {INDEX} name {name}; expected a file beside the index"
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,16 @@ def dispatch(config: ModelConfig, module: nn.Module) -> None:
         PlatformError: this process does not see one of the devices.
     """
     device_map = _read_map(config)
-    _refuse_missing(config, device_map)
+    count = torch.cuda.device_count()  # 0 if this torch has no CUDA
+    for name, device in device_map.items():
+        index = torch.device(device).index
+        if index is not None and index >= count:
+            raise PlatformError(
+                config.name,
+                f"DEVICE_MAP puts '{name}' on {device}, and torch {torch.__version__} sees {count}"
+                " GPUs",
+                cure="Correct the map, or install a torch built for this machine's CUDA driver.",
+            )
     devices = _devices(config, module, device_map)
     # As Module.to() does it, one layer at a time: no device needs memory for the whole module.
     module._apply(lambda tensor: tensor.to(devices.get(id(tensor), tensor.device)))
@@ -89,19 +98,6 @@ def _read_map(config: ModelConfig) -> Mapping[str, str]:
         ) from error
 
 
-def _refuse_missing(config: ModelConfig, device_map: Mapping[str, str]) -> None:
-    count = torch.cuda.device_count()  # 0 if this torch has no CUDA
-    for name, device in device_map.items():
-        index = torch.device(device).index
-        if index is not None and index >= count:
-            raise PlatformError(
-                config.name,
-                f"DEVICE_MAP puts '{name}' on {device}, and torch {torch.__version__} sees {count}"
-                " GPUs",
-                cure="Correct the map, or install a torch built for this machine's CUDA driver.",
-            )
-
-
 def _devices(
     config: ModelConfig, module: nn.Module, device_map: Mapping[str, str]
 ) -> dict[int, torch.device]:
@@ -159,17 +155,12 @@ def _borders(
         inside = _device(device_map, name)
         if not name or inside is None or type(submodule).forward is NO_FORWARD:
             continue
-        outside = _device(device_map, _caller(module, name))
+        # The caller is the nearest enclosing module that has a forward().
+        caller = name.rpartition(".")[0]
+        while caller and type(module.get_submodule(caller)).forward is NO_FORWARD:
+            caller = caller.rpartition(".")[0]
+        outside = _device(device_map, caller)
         if outside is None:
             yield submodule, torch.device(inside), None
         elif outside != inside:
             yield submodule, torch.device(inside), torch.device(outside)
-
-
-def _caller(module: nn.Module, name: str) -> str:
-    """Return the name of the nearest enclosing module that has a forward()."""
-    while name:
-        name = name.rpartition(".")[0]
-        if type(module.get_submodule(name)).forward is not NO_FORWARD:
-            break
-    return name

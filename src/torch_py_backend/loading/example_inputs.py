@@ -107,12 +107,18 @@ def item(
     """
     generator = torch.Generator().manual_seed(0)
     initial = initial_states.find(config, rows)
+    variable = _SHRUNK if shrunk else _VARIABLE
+    multiple: int = max(
+        (pad.get("multiple_of", 1) for pad in (config.options.pad or {}).values()), default=1
+    )
+    if multiple > 1:  # the two sizes differ also after rounding up
+        variable = multiple if shrunk else 2 * multiple
     return {
         spec.name: _from_example(spec, rows, example[spec.name], shrunk=shrunk)
         if spec.name in example
         else initial[spec.name]
         if spec.name in initial
-        else _synthetic(spec, rows, _variable(config, shrunk=shrunk), generator)
+        else _synthetic(spec, rows, variable, generator)
         for spec in config.inputs
         if spec.name not in without
     }
@@ -127,15 +133,6 @@ def requests(config: ModelConfig, item: Item) -> list[Item]:
         return [item]
     rows = next(iter(item.values())).shape[0]
     return [{name: value[at : at + 1] for name, value in item.items()} for at in range(rows)]
-
-
-def _variable(config: ModelConfig, *, shrunk: bool) -> int:
-    """Return the size for dimensions of -1; the two sizes differ also after rounding up."""
-    pads = (config.options.pad or {}).values()
-    multiple: int = max((pad.get("multiple_of", 1) for pad in pads), default=1)
-    if multiple > 1:
-        return multiple if shrunk else 2 * multiple
-    return _SHRUNK if shrunk else _VARIABLE
 
 
 def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:

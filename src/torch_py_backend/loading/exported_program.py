@@ -35,7 +35,13 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     warn_unused(config, "model_class", "model_kwargs", "weights")
     program = _read(config, path)
     if config.options.enable_weight_sharing is not False:
-        _share_weights(program, path)
+        tables: tuple[dict[str, Any], ...] = (program.state_dict, program.constants)
+        for table in tables:
+            # torch reads weights as views. Their bases would keep the memory that is replaced.
+            table.update(
+                {name: value.data for name, value in table.items() if type(value) is Tensor}
+            )
+        mapped_files.share((value for table in tables for value in table.values()), path)
     if device is not None:
         program = move_to_device_pass(program, device)
     module = program.module()
@@ -102,14 +108,6 @@ def _read(config: ModelConfig, path: Path) -> ExportedProgram:
             f" {summarize(error)}",
             cure="Write it again with torch.export.save under this version of torch.",
         ) from error
-
-
-def _share_weights(program: ExportedProgram, path: Path) -> None:
-    tables: tuple[dict[str, Any], ...] = (program.state_dict, program.constants)
-    for table in tables:
-        # torch reads weights as views. Their bases would keep the memory that is replaced.
-        table.update({name: value.data for name, value in table.items() if type(value) is Tensor})
-    mapped_files.share((value for table in tables for value in table.values()), path)
 
 
 def _signature(program: ExportedProgram, module: nn.Module) -> Signature:

@@ -11,9 +11,8 @@ import struct
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard, cast
+from typing import NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -188,8 +187,7 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 # --- measurement -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Mapped:
+class Mapped(NamedTuple):
     """Weights in mapped files.
 
     Attributes:
@@ -205,7 +203,13 @@ class Mapped:
 
 def measure(weights: Iterable[object]) -> Mapped:
     """Return which weights are in mapped files, according to /proc/self/maps."""
-    files = list(_file_ranges())
+    files: list[tuple[int, int]] = []
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:  # in ascending order
+            addresses, _, _, _, inode, *_ = line.split()
+            if inode != "0":
+                start, _, end = addresses.partition("-")
+                files.append((int(start, 16), int(end, 16)))
     starts = [start for start, _ in files]
     shared = total = 0
     ranges = set()
@@ -219,13 +223,3 @@ def measure(weights: Iterable[object]) -> Mapped:
                 shared += storage.nbytes()
                 ranges.add(files[position])
     return Mapped(shared, total, tuple(sorted(ranges)))
-
-
-def _file_ranges() -> Iterator[tuple[int, int]]:
-    """Yield the address ranges that files are mapped to, in ascending order."""
-    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            addresses, _, _, _, inode, *_ = line.split()
-            if inode != "0":
-                start, _, end = addresses.partition("-")
-                yield int(start, 16), int(end, 16)

@@ -291,7 +291,15 @@ class SharedWeights:
     def _put(self, weights: Weights) -> None:
         """Give the module these weights, and move it to the device if it is not there yet."""
         if self._unplaced is not None:
-            _move(self._unplaced, weights, self._memory.device)
+            tensors = named(self._unplaced).items()
+            replacements = {id(own): weights[name] for name, own in tensors if name in weights}
+            device = self._memory.device
+            # As Module.to() does it.
+            self._unplaced._apply(  # noqa: SLF001
+                lambda tensor: (
+                    replacements[id(tensor)] if id(tensor) in replacements else tensor.to(device)
+                )
+            )
             self._weights, self._unplaced = named(self._unplaced), None
         # This sets the weights of later calls, and those of RNNs: moving an RNN copies them.
         for name, weight in weights.items():
@@ -397,16 +405,3 @@ def _views(offer: _Offer, memory: Memory) -> dict[str, Tensor]:
             view = torch.empty(0, dtype=dtype, device=memory.device)
             views[name] = view.set_(block.untyped_storage(), offset, size, stride)
     return views
-
-
-def _move(module: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Move a module to a device, with these weights in place of those of the same names."""
-    replacements = {
-        id(tensor): weights[name] for name, tensor in named(module).items() if name in weights
-    }
-
-    def moved(tensor: Tensor) -> Tensor:
-        replacement = replacements.get(id(tensor))
-        return tensor.to(device) if replacement is None else replacement
-
-    module._apply(moved)  # noqa: SLF001  as Module.to() does

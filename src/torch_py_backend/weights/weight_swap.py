@@ -113,7 +113,9 @@ def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded)
     with torch.inference_mode():
         try:
             for name, tensor in old.items():
-                if _movable(tensor, new[name]):
+                plain = mapped_files.is_dense(tensor) and mapped_files.is_dense(new[name])
+                on_cpu = tensor.device.type == "cpu"
+                if plain and on_cpu and mapped_files.has_no_other_views(tensor):
                     undo.append(partial(mapped_files.alias, tensor, tensor.detach()))
                     mapped_files.alias(tensor, new[name])
                 else:
@@ -130,11 +132,6 @@ def _copy(tensor: Tensor) -> Tensor:
         return tensor.clone()
     except torch.OutOfMemoryError:  # a GPU without memory for both
         return tensor.cpu()
-
-
-def _movable(tensor: Tensor, fresh: Tensor) -> bool:
-    plain = mapped_files.is_dense(tensor) and mapped_files.is_dense(fresh)
-    return plain and tensor.device.type == "cpu" and mapped_files.has_no_other_views(tensor)
 
 
 # --- members of archives ---------------------------------------------------------------------
