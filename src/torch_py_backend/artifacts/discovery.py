@@ -268,16 +268,9 @@ def _inside(config: ModelConfig, option: str, name: str) -> Path:
 
 
 def check_inside(config: ModelConfig, option: str, name: str, folder: Path | None = None) -> None:
-    """Raise if a file name leads out of the model's folder, also through a link.
+    """Raise ConfigError if the file name in an option leads out of the model's folder.
 
-    Args:
-        config: the model's config.
-        option: the option with the name, for the message.
-        name: the name.
-        folder: the folder that the name is relative to; None: the version folder.
-
-    Raises:
-        ConfigError: it leads out of the folder, or is not a valid name.
+    The name, which may be that of a link, is relative to `folder`; None: the version folder.
     """
     try:
         path = ((folder or config.version_folder) / name).resolve()

@@ -20,10 +20,7 @@ _SERVED = "model"
 def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Path]:
     """Return the files of a source file by their names in a version folder, where it is model.py.
 
-    Args:
-        model: the model's name.
-        source: the source file.
-        weights: its weights; None: the weights file with the same stem, if there is one.
+    Without `weights`, the weights file with the same stem belongs to it, if there is one.
 
     Raises:
         ArtifactError: there are several weights files, or a module has the name model.py.

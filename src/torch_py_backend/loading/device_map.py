@@ -56,13 +56,7 @@ def _add_hooks(module: nn.Module, inside: torch.device, outside: torch.device | 
 
 
 class Dispatched:
-    """A callable that moves inputs to the module's device, and results to that of its first weight.
-
-    Args:
-        call: the module, or one of its methods.
-        owner: the module.
-        config: its config.
-    """
+    """Moves inputs to the module's device, and results to that of its first weight."""
 
     def __init__(self, call: Forward, owner: nn.Module, config: ModelConfig) -> None:
         default = _read_map(config).get("")

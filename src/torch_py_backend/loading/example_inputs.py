@@ -95,7 +95,7 @@ def item(
     """Return one item.
 
     Args:
-        config: the model's config.
+        config: the config of the model.
         rows: the size of the batch dimension; None: the model has none.
         shrunk: reduce dimensions of -1 by a quarter.
         without: inputs to leave out.

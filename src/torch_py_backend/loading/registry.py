@@ -22,14 +22,9 @@ Loader: TypeAlias = "Callable[[Artifact, ModelConfig, torch.device | None], Load
 
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
-    """Load an artifact as a module in eval mode.
+    """Load an artifact as a module in eval mode on a device; None: the model places itself.
 
     If the artifact was built for another machine or cannot be loaded, load its fallback.
-
-    Args:
-        artifact: the artifact.
-        config: the model's config.
-        device: the device that it is loaded to; None: the model places itself.
 
     Raises:
         ArtifactError, SourceError, WeightsError: the artifact cannot be loaded.

@@ -122,14 +122,7 @@ def accept_sizes_of_one(
     `aot_inductor.check_lowerbound` of inductor's config describes the checks that refuse a size of
     1. They cannot be disabled alone, so the package is opened a second time without any checks. Its
     results for a size of 1 are compared with those of the checked package for 2 (see `_correct`).
-
-    Args:
-        config: the model's config; its dims of -1 are probed.
-        signature: the signature of the package.
-        run: calls the package.
-        open_unchecked: opens the package again, without checks.
-        rows: how many rows the package accepts.
-        device: the device of its inputs.
+    Dims of -1 in the config are probed.
     """
     config = state_store.with_controls(config, signature)
     if len(config.inputs) != len(signature.leaves or ()):

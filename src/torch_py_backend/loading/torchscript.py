@@ -77,12 +77,7 @@ def freeze(config: ModelConfig, loaded: Loaded) -> Forward:
 
 
 def accept_bytes(loaded: Loaded, called: Forward) -> Forward:
-    """Return a callable that also accepts strings that are not UTF-8, if the model takes strings.
-
-    Args:
-        loaded: the model.
-        called: the callable for inputs.
-    """
+    """Return a callable that accepts strings that are not UTF-8, if the model takes strings."""
     takes_text = any(argument.takes in _TEXTS for argument in loaded.signature.arguments)
     if not loaded.signature.torchscript or not takes_text:
         return called

@@ -86,10 +86,7 @@ def turn(
 ) -> Iterator[None]:
     """Wait until the load may begin, and hold its ticket until it is done.
 
-    Args:
-        config: the config of the model.
-        claimed: the memory that the load needs.
-        device_free: returns the free memory of the claim's GPU.
+    `device_free` returns the free memory of the claim's GPU.
 
     Raises:
         PlatformError: PARALLEL_LOADS is set, and the server's folder cannot be used.
@@ -126,14 +123,7 @@ def turn(
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """The ticket of one loader.
-
-    Attributes:
-        instance: the name of the instance.
-        max_parallel: how many loads may run at once.
-        claim: the memory that its load needs.
-        loads: whether its load has begun.
-    """
+    """The ticket of one loader: the claim of its load, and whether that has begun."""
 
     instance: str
     max_parallel: int

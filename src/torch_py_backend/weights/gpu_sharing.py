@@ -111,8 +111,6 @@ class SharedWeights:
     """The weights of one instance, shared with the others: it owns them, or waits for an offer.
 
     Args:
-        config: the config of the model.
-        artifact: the artifact that the weights are loaded from.
         device: the GPU; None: the model places itself.
         afresh: loads the module from its files again, onto the GPU.
 
@@ -164,11 +162,7 @@ class SharedWeights:
         return self._role is not None
 
     def hold(self, module: nn.Module | None, kind: ArtifactType) -> None:
-        """Share the weights of a module from now on.
-
-        Args:
-            module: the module; that of a sharer may still be on the CPU.
-            kind: the type of its artifact.
+        """Share the weights of a module from now on; that of a sharer may still be on the CPU.
 
         Raises:
             ConfigError: the weights cannot be shared.

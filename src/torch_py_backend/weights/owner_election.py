@@ -37,12 +37,7 @@ _EXITING = 0x4  # PF_EXITING of the kernel
 
 
 def join(folder: Path, instance: str) -> Owner | Sharer:
-    """Become the owner, or wait for the owner's offer.
-
-    Args:
-        folder: the folder of the election; there is one for each shared thing.
-        instance: the name of this instance, for the logs of the others.
-    """
+    """Become the owner of what a folder stands for, or wait for the owner's offer."""
     patience = time.monotonic() + _PATIENCE_S
     while True:
         lock = server_folder.lock(folder / _LOCK)
