@@ -262,7 +262,7 @@ def bomb(path: Path, filling: bytes, size: int, compression: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("filling", "compression", "found"),
+    ("filling", "compression", "expected"),
     [
         (b"\x00", zipfile.ZIP_STORED, FileType.STATE_DICT),
         (b"}", zipfile.ZIP_DEFLATED, FileType.BOMB),
@@ -270,13 +270,13 @@ def bomb(path: Path, filling: bytes, size: int, compression: int) -> None:
     ids=["stored", "deflated"],
 )
 def test_large_pickle_is_read_in_part(
-    filling: bytes, compression: int, found: FileType, tmp_path: Path
+    filling: bytes, compression: int, expected: FileType, tmp_path: Path
 ) -> None:
     """A pickle is read up to a bound; one with a high compression ratio is not read."""
     bomb(tmp_path / "model.pt", filling * (1 << 20), 64 << 20, compression)
     tracemalloc.start()
     try:
-        assert file_types.file_type(tmp_path / "model.pt") is found
+        assert file_types.file_type(tmp_path / "model.pt") is expected
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

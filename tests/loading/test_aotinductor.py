@@ -97,15 +97,6 @@ def test_this_machine_matches_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert aotinductor.mismatch(package(tmp_path, here), device) == ""
 
 
-def test_instruction_sets_of_inductor(tmp_path: Path) -> None:
-    """The instruction sets that this torch would write into a package match this machine."""
-    from torch._inductor import cpu_vec_isa
-
-    built = str(cpu_vec_isa.pick_vec_isa()).upper()
-
-    assert aotinductor.mismatch(package(tmp_path, {"AOTI_CPU_ISA": built}), CPU) == ""
-
-
 @pytest.mark.parametrize("content", ["", "PK\x03\x04"])
 def test_package_that_cannot_be_loaded(content: str, tmp_path: Path) -> None:
     """A damaged package fails the load with an error that says what to do."""
@@ -237,7 +228,7 @@ class Loud(Loader):
 
 
 @pytest.mark.parametrize(
-    ("refuses", "heard"),
+    ("refuses", "lines"),
     [
         pytest.param("dim value is too small at 0, expected it to be >= 2", 1, id="refusal"),
         pytest.param("CUDA error: something else", 2, id="fails-otherwise"),
@@ -247,7 +238,7 @@ class Loud(Loader):
 @pytest.mark.usefixtures("process")
 def test_probing_prints_nothing(
     refuses: str,
-    heard: int,
+    lines: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -255,7 +246,7 @@ def test_probing_prints_nothing(
     """Messages of refused sizes are not printed; other messages are."""
     aoti(tmp_path, monkeypatch, Loud(refuses, least=2))
 
-    assert capfd.readouterr().err.count("Error: what the runtime prints\n") == heard
+    assert capfd.readouterr().err.count("Error: what the runtime prints\n") == lines
     os.write(2, b"open again\n")
     assert capfd.readouterr().err == "open again\n"
 

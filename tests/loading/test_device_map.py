@@ -60,8 +60,8 @@ class Net(nn.Module):
 def _replaced(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Module._apply for fake tensors, which keep their device when they are changed in place."""
     for part in module.modules():
-        for name, one in part.named_parameters(recurse=False):
-            setattr(part, name, nn.Parameter(change(one), requires_grad=False))
+        for name, weight in part.named_parameters(recurse=False):
+            setattr(part, name, nn.Parameter(change(weight), requires_grad=False))
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, change(buffer))
 

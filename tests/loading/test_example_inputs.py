@@ -14,7 +14,7 @@ from torch_py_backend.batching.gather_scatter import Item
 from torch_py_backend.config import dtypes
 from torch_py_backend.loading import example_inputs
 
-TENSOR_TYPES = [one.triton for one in dtypes.TABLE if one.torch is not None]
+TENSOR_TYPES = [dtype.triton for dtype in dtypes.TABLE if dtype.torch is not None]
 FLOATS = ("FP16", "FP32", "FP64", "BF16")
 
 
@@ -23,7 +23,7 @@ def shapes(item: Item) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "shrunk", "found"),
+    ("rows", "shrunk", "expected"),
     [
         pytest.param(None, False, {"x": (3, 8), "n": ()}, id="no batches"),
         pytest.param(None, True, {"x": (3, 6), "n": ()}, id="no batches, shrunk"),
@@ -33,12 +33,12 @@ def shapes(item: Item) -> dict[str, tuple[int, ...]]:
     ],
 )
 def test_item_has_the_configs_shapes(
-    rows: int | None, shrunk: bool, found: dict[str, tuple[int, ...]]
+    rows: int | None, shrunk: bool, expected: dict[str, tuple[int, ...]]
 ) -> None:
     """All inputs have the same rows, and only dimensions of -1 differ."""
     config = build.config(inputs=(build.spec("x", dims=(3, -1)), build.spec("n", "INT64", ())))
 
-    assert shapes(example_inputs.item(config, rows, shrunk=shrunk)) == found
+    assert shapes(example_inputs.item(config, rows, shrunk=shrunk)) == expected
 
 
 def test_sizes_with_padding() -> None:

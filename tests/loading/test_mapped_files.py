@@ -174,16 +174,16 @@ def test_weights_of_an_archive(make: Callable[[Net, Path], Any], tmp_path: Path)
     torch.manual_seed(0)
     net: Any = Net().eval()
     path, x = tmp_path / "model.pt", torch.rand(2, 6)
-    made = make(net, path)
+    model = make(net, path)
     before = path.read_bytes()
-    found = mapped_files.measure(made.state_dict(keep_vars=True).values())
-    assert found.shared == found.total > 0
-    assert torch.equal(made(x), net(x))
-    made.state_dict()["table"].add_(1)
+    mapped = mapped_files.measure(model.state_dict(keep_vars=True).values())
+    assert mapped.shared == mapped.total > 0
+    assert torch.equal(model(x), net(x))
+    model.state_dict()["table"].add_(1)
     assert path.read_bytes() == before
-    assert torch.allclose(made(x), net(x) + 1)
+    assert torch.allclose(model(x), net(x) + 1)
     # Of equal values, and two all the same.
-    first, second = made.state_dict()["first.bias"], made.state_dict()["second.bias"]
+    first, second = model.state_dict()["first.bias"], model.state_dict()["second.bias"]
     assert first.data_ptr() != second.data_ptr()
 
 

@@ -57,7 +57,7 @@ def varying(
     monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *_: package())
     inputs = (build.spec("x", dims=(-1, 2)), build.spec("mask", dims=(-1,)))
     names = {"ARGS[0]": inputs[0], "ARGS[1]": inputs[1]}
-    specs = tuple(dataclasses.replace(one, name=name) for name, one in names.items())
+    specs = tuple(dataclasses.replace(spec, name=name) for name, spec in names.items())
     settings = build.config(folder, inputs=specs)
     return aotinductor.load(Artifact(ArtifactType.AOTI, folder / "model.pt2"), settings, CPU)
 
@@ -175,6 +175,6 @@ def test_sizes_of_one_of_a_real_package(tmp_path: Path) -> None:
     for size in (1, 2, 5):
         x, mask = torch.rand(3, size, 2), torch.rand(3, size)
         with torch.inference_mode():
-            wanted = module(x, mask)
-        for found, value in zip(loaded.module(x, mask), wanted, strict=True):
-            torch.testing.assert_close(found, value)
+            expected = module(x, mask)
+        for actual, value in zip(loaded.module(x, mask), expected, strict=True):
+            torch.testing.assert_close(actual, value)

@@ -22,7 +22,7 @@ from torch_py_backend.startup.load_queue import Claim
 
 _MIB = 1 << 20
 _SMALL = Claim(1)
-# Says when it waits and when it loads; loads until it is told to end.
+# Prints when it waits and when it loads; loads until it gets a line.
 _LOADER = """
 import build
 from torch_py_backend.startup import load_queue

@@ -317,15 +317,15 @@ def test_finalize(gpu: None, process: None, tmp_path: Path) -> None:
 class Tied(nn.Module):
     """One tensor under several names, as parameter and as buffer, and one that is no weight."""
 
-    one: Tensor
+    buffer: Tensor
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(3, 3)
         self.second = nn.Linear(3, 3)
         self.second.weight = self.first.weight
-        self.register_buffer("one", torch.rand(2))
-        self.register_buffer("two", self.one, persistent=False)
+        self.register_buffer("buffer", torch.rand(2))
+        self.register_buffer("alias", self.buffer, persistent=False)
         self.also = [self.first.weight]
 
 
@@ -388,7 +388,7 @@ def test_tied_weights_stay_tied(join: Join) -> None:
     mapped = Tied()
     join(mapped)
     assert mapped.first.weight is mapped.second.weight is mapped.also[0]
-    assert mapped.one is mapped.two
+    assert mapped.buffer is mapped.alias
 
 
 def test_memory_is_one(join: Join) -> None:

@@ -110,9 +110,9 @@ def test_an_owner_killed_afterwards(start: Start, tmp_path: Path) -> None:
     assert {sharer.ask("ended") for sharer in sharers} == {"True False"}
     for sharer in sharers:
         sharer.tell("again")
-    heard = [sharer.hear() for sharer in sharers]
-    assert heard.count("owner") == 1
-    assert set(heard) - {"owner"} == {"bcd"[heard.index("owner")]}
+    roles = [sharer.hear() for sharer in sharers]
+    assert roles.count("owner") == 1
+    assert set(roles) - {"owner"} == {"bcd"[roles.index("owner")]}
 
 
 def test_owner_closes(start: Start, tmp_path: Path) -> None:
@@ -218,35 +218,35 @@ def _exchange(folder: Path, document: dict[str, object]) -> None:
 
 
 @pytest.fixture
-def everybodys() -> Iterator[Path]:
+def shared_folder() -> Iterator[Path]:
     """A folder that all users may write to."""
-    with tempfile.TemporaryDirectory() as made:
-        Path(made).chmod(0o777)
-        yield Path(made)
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_sharer_of_another_user(start: Start, everybodys: Path) -> None:
+def test_sharer_of_another_user(start: Start, shared_folder: Path) -> None:
     """A process of another user gets no offer, even with access to the folder."""
-    start(_MEMBER, everybodys, "a").hear()
-    (everybodys / "offer.socket").chmod(0o777)
+    start(_MEMBER, shared_folder, "a").hear()
+    (shared_folder / "offer.socket").chmod(0o777)
     code = (
         "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX);"
         " s.connect(sys.argv[1]); print(len(s.recv(9)), flush=True)"
     )
-    assert start(code, everybodys / "offer.socket").hear() == "0"
+    assert start(code, shared_folder / "offer.socket").hear() == "0"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_owner_of_another_user(start: Start, everybodys: Path) -> None:
+def test_owner_of_another_user(start: Start, shared_folder: Path) -> None:
     """The offer of another user is not accepted."""
     code = (
         "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX);"
         " s.bind(sys.argv[1]); s.listen(); print('listens', flush=True);"
         " c, _ = s.accept(); c.sendall(b'{}\\n'); input()"
     )
-    assert start(code, everybodys / "offer.socket").hear() == "listens"
-    assert owner_election._connect(everybodys) is None
+    assert start(code, shared_folder / "offer.socket").hear() == "listens"
+    assert owner_election._connect(shared_folder) is None
 
 
 def test_waiting_is_logged(
