@@ -272,17 +272,21 @@ def check_inside(config: ModelConfig, option: str, name: str, folder: Path | Non
 
     The name, which may be that of a link, is relative to `folder`; None: the version folder.
     """
-    try:
-        path = ((folder or config.version_folder) / name).resolve()
-        path.is_file()  # raises what a later access would raise
-        folders = (config.folder.resolve(), config.version_folder.resolve())
-        inside = any(path.is_relative_to(folder) for folder in folders)
-    except (OSError, ValueError, RuntimeError):  # too long, a NUL, a loop of links
-        inside = False
-    if not inside:
+    path = (folder or config.version_folder) / name
+    if not is_inside(path, config.folder, config.version_folder):
         raise ConfigError(
             config.name, f"{option} is '{name}'", expected="a file in the model's own folder"
         )
+
+
+def is_inside(path: Path, *folders: Path) -> bool:
+    """Return whether a path is valid and, with its links followed, in one of these folders."""
+    try:
+        target = path.resolve()
+        target.is_file()  # raises what a later access would raise
+        return any(target.is_relative_to(folder.resolve()) for folder in folders)
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, a loop of links
+        return False
 
 
 def shards(weights: Path) -> dict[str, Path]:

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.artifacts import file_types
+from torch_py_backend.artifacts import discovery, file_types
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.config.model_config import ModelConfig
@@ -152,17 +152,12 @@ def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
             f"the weights {index.name} are not an index of safetensors: {summarize(error)}",
             expected="a JSON object with a weight_map from keys to files",
         ) from error
-    # If the index is a link, its shards may be links into the folder of its target.
-    folders = (config.folder.resolve(), index.resolve().parent)
     state: dict[str, Tensor] = {}
     for name in files:
         path = index.parent / name
-        try:
-            inside = any(path.resolve().is_relative_to(folder) for folder in folders)
-            exists = inside and path.is_file()
-        except (OSError, ValueError, RuntimeError):  # too long, a NUL, circular links
-            exists = False
-        if not exists:
+        # If the index is a link, its shards may be links into the folder of its target.
+        inside = discovery.is_inside(path, config.folder, index.resolve().parent)
+        if not inside or not path.is_file():
             raise ArtifactError(
                 config.name,
                 f"the weights {index.name} name {name}",
