@@ -26,10 +26,6 @@ class Doubled(nn.Module):
         return x * self.weight
 
 
-def save(thing: Any, **options: Any) -> Callable[[Path], None]:
-    return lambda path: torch.save(thing(), path, **options)
-
-
 def script(path: Path) -> None:
     torch.jit.save(torch.jit.script(Doubled()), path)
 
@@ -149,7 +145,6 @@ def test_model_file_is_found(
     [
         ([], None, "holds no files; expected model.py or model.pt or model.pt2 or model.mar."),
         (["b.txt", "a.pt"], None, "holds a.pt, b.txt, model.pth (a broken link); expected model."),
-        (["model.pt", "model.py"], "net.pt", "expected net.pt."),
         (["net.py"], "model.pt", "expected model.pt or model.py"),
         (["model.py/x"], None, "expected model.py or model.pt"),
     ],
@@ -174,28 +169,6 @@ def test_missing_version_folder(tmp_path: Path) -> None:
     """A missing version folder is the same error as an empty one."""
     with pytest.raises(ArtifactError, match="version 3 holds no files"):
         discovery.find(build.config(tmp_path, version="3"))
-
-
-@pytest.mark.parametrize(
-    ("write", "message"),
-    [
-        (
-            weights,
-            "is a state_dict: weights without code; expected TorchScript, a torch.export pro",
-        ),
-        (save(Doubled), "is a pickle of a whole module"),
-        (raw(b"PK\x03\x04"), "is a truncated or damaged zip"),
-        (raw(b"hello"), "is not a file that torch.save"),
-    ],
-)
-def test_unsupported_file(write: Callable[[Path], None], message: str, tmp_path: Path) -> None:
-    """The error names the type of the file; `file_types.advice` says what to do."""
-    store(tmp_path, {"net.pt": write, "model.py": source})
-
-    with pytest.raises(ArtifactError) as raised:
-        discovery.find(build.config(tmp_path, default_model_filename="net.pt"))
-
-    assert f"'digits': net.pt {message}" in str(raised.value)
 
 
 # --- weights ---------------------------------------------------------------------------------

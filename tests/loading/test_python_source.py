@@ -160,13 +160,7 @@ def test_keyword_arguments_reach_class_and_factory(option: str, tmp_path: Path) 
     ("source", "options", "message"),
     [
         ("x = 1\n", {}, "model.py defines no nn.Module and no function; expected one class"),
-        (NET + "class Other(nn.Module): ...\n", {}, "model.py defines Net, Other; expected one"),
         ("def a(x): ...\ndef b(x): ...\n", {}, "model.py defines a, b; expected one class"),
-        (
-            NET + "def make(): ...\n",
-            {"model_class": "Nett"},
-            "MODEL_CLASS is 'Nett', which model.py does not define; expected one of Net, make",
-        ),
         (
             NET + "def make(): ...\n",
             {"model_factory": "build"},
@@ -236,7 +230,6 @@ def test_error_of_a_constructor(body: str, message: str, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("x = 1\ny = (\n", "line 2: SyntaxError: '(' was never closed: y = ("),
         ("x = 1\n\nz = y\n", "line 3: NameError: name 'y' is not defined"),
         ("import sys\nsys.exit('enough')\n", "line 2: SystemExit: enough"),
         ("def f():\n    raise OSError('inner')\n\nf()\n", "line 2: OSError: inner"),
@@ -397,7 +390,6 @@ def test_from_pretrained_without_a_config(package: str, tmp_path: Path) -> None:
             ".models:Missing",
             "MODEL_FACTORY is 'installed_package.models:Missing', which cannot be imp",
         ),
-        (".nothing:Net", "cannot be imported: ModuleNotFoundError: No module named"),
         (".models:", "cannot be imported"),
         (".models:Net:make", "cannot be imported"),
         (".failing:Net", "cannot be imported: ZeroDivisionError: division by zero"),

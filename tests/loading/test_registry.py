@@ -147,16 +147,6 @@ def test_module_places_itself(tmp_path: Path) -> None:
     assert {tensor.device.type for tensor in loaded.weights} == {"meta"}
 
 
-def test_module_without_its_weights_is_refused(tmp_path: Path) -> None:
-    """A module with random weights is served only with WEIGHTS none."""
-    store(tmp_path)
-
-    with pytest.raises(ArtifactError, match="Net has 3 weights, and there is no weights file"):
-        load(tmp_path)
-    torch.save(STATE, tmp_path / "1" / "model.pt")
-    assert torch.equal(list(load(tmp_path, weights="none").weights)[-1], torch.ones(3))
-
-
 def test_function_is_served(tmp_path: Path) -> None:
     """A function, or another callable object, is served without weights."""
     store(
