@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_py_backend.artifacts.discovery import Artifact
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, SourceError
 from torch_py_backend.loading import device_map, python_source, state_dict
@@ -17,37 +17,19 @@ from torch_py_backend.loading.loaded import NO_FORWARD, Forward, Loaded, refuse_
 from torch_py_backend.signature import introspection
 
 
-def load_module(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
-    """Load what a model.py defines, with the weights beside it.
+def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
+    """Load what a model.py defines, or what MODEL_FACTORY of a package returns.
+
+    A module is filled with the weights of its version folder and moved to its device.
 
     Raises:
         ArtifactError, SourceError, WeightsError: it cannot be loaded.
         ConfigError: an option does not apply to it.
     """
-    served = python_source.construct(config, artifact)
-    return _load(artifact, config, device, served, has_weights=artifact.weightless)
-
-
-def load_factory(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
-    """Load what MODEL_FACTORY returns, with the weights in the version folder.
-
-    Raises:
-        as `load_module`.
-    """
-    served, pretrained = python_source.construct_from_package(config, artifact)
-    has_weights = pretrained or artifact.weightless
-    return _load(artifact, config, device, served, has_weights=has_weights)
-
-
-def _load(
-    artifact: Artifact,
-    config: ModelConfig,
-    device: torch.device | None,
-    served: object,
-    *,
-    has_weights: bool,
-) -> Loaded:
-    """Return a module, filled with its weights and on its device, or a function as `Loaded`."""
+    if artifact.kind is ArtifactType.FACTORY:
+        served, pretrained = python_source.construct_from_package(config, artifact)
+    else:
+        served, pretrained = python_source.construct(config, artifact), False
     if not callable(served):
         raise SourceError(
             config.name,
@@ -58,7 +40,7 @@ def _load(
     if owner is None:
         _refuse_weights(artifact, config)
     else:
-        if not has_weights:
+        if not pretrained and not artifact.weightless:
             state_dict.load_into(config, artifact, owner)
         owner.eval()
         for parameter in owner.parameters():  # TorchScript does not support requires_grad_()
@@ -75,8 +57,7 @@ def _load(
         raise SourceError(
             config.name, f"the arguments of what is served cannot be determined: {error}"
         ) from error
-    if not config.decoupled:
-        _refuse_streams(config, served, described)
+    _refuse_streams(config, served, described)
     if owner is not None and device is None and config.options.device_map is not None:
         called = device_map.Dispatched(called, owner, config)
     return Loaded(artifact.kind, called, signature, owner, step=step)
@@ -119,6 +100,8 @@ def _has_steps(served: object) -> bool:
 
 def _refuse_streams(config: ModelConfig, served: object, described: Forward) -> None:
     """Raise ConfigError for a streaming model whose config is not decoupled."""
+    if config.decoupled:
+        return
     if introspection.is_generator(described):
         problem = f"{getattr(described, '__name__', 'forward')}() yields its results one by one"
     elif _has_steps(served) and getattr(described, "__func__", None) is NO_FORWARD:

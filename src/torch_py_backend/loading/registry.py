@@ -52,8 +52,8 @@ def _load_torchserve(
 
 LOADERS: Mapping[ArtifactType, Loader] = {
     ArtifactType.TORCHSCRIPT: torchscript.load,
-    ArtifactType.MODULE: python_model.load_module,
-    ArtifactType.FACTORY: python_model.load_factory,
+    ArtifactType.MODULE: python_model.load,
+    ArtifactType.FACTORY: python_model.load,
     ArtifactType.EXPORTED: exported_program.load,
     ArtifactType.AOTI: aotinductor.load,
     ArtifactType.TORCHSERVE: _load_torchserve,
