@@ -234,10 +234,14 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
             min(classes),
         )
         return classes[min(classes)]
-    problem = join_names(candidates) or "no nn.Module and no function"
+    problem = (
+        f"defines {join_names(candidates)}"
+        if candidates
+        else "defines no nn.Module and no function"
+    )
     raise SourceError(
         config.name,
-        f"{path.name} defines {problem}",
+        f"{path.name} {problem}",
         expected="one class derived from torch.nn.Module, or one function",
         cure="Name the one to serve with the parameter MODEL_CLASS." if candidates else "",
     )
