@@ -253,6 +253,14 @@ def test_error_of_an_import(source: str | bytes, message: str, tmp_path: Path) -
     assert message in text
 
 
+def test_failed_import_is_repeated(tmp_path: Path) -> None:
+    """A file that failed is not taken from sys.modules the next time."""
+    path = build.write(tmp_path, "model.py", "1 / 0\n")
+    for _ in range(2):
+        with pytest.raises(SourceError, match="ZeroDivisionError"):
+            python_source.import_source(build.MODEL, path)
+
+
 def test_siblings_can_be_imported(tmp_path: Path) -> None:
     """Files and packages beside model.py can be imported, also later; no bytecode is written."""
     build.write(tmp_path, "sibling_number.py", "NUMBER = 3\n")
