@@ -1,12 +1,8 @@
 """The type of a file from its first bytes, zip members and the names in pickles."""
 
-import bz2
 import gzip
 import io
 import json
-import lzma
-import os
-import pickle
 import struct
 import tracemalloc
 import zipfile
@@ -21,9 +17,8 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 
-from torch_py_backend.artifacts import discovery, file_types
+from torch_py_backend.artifacts import file_types
 from torch_py_backend.artifacts.file_types import FileType
-from torch_py_backend.errors import ArtifactError
 
 
 class Doubled(nn.Module):
@@ -37,16 +32,6 @@ class Doubled(nn.Module):
         return x * self.weight
 
 
-class Trap:
-    """An object that creates a folder when it is unpickled."""
-
-    def __init__(self, sprung: Path) -> None:
-        self.sprung = sprung
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.sprung),)
-
-
 def save(thing: Any, **options: Any) -> Callable[[Path], None]:
     return lambda path: torch.save(thing(), path, **options)
 
@@ -57,10 +42,6 @@ def script(path: Path) -> None:
 
 def trace(path: Path) -> None:
     torch.jit.save(torch.jit.trace(Doubled(), torch.ones(3)), path)
-
-
-def freeze(path: Path) -> None:
-    torch.jit.save(torch.jit.freeze(torch.jit.script(Doubled().eval())), path)
 
 
 def archive(**members: bytes) -> Callable[[Path], None]:
@@ -126,7 +107,6 @@ def many_keys(path: Path) -> None:
 CONTENTS = [
     pytest.param(script, FileType.TORCHSCRIPT, id="torch.jit.script"),
     pytest.param(trace, FileType.TORCHSCRIPT, id="torch.jit.trace"),
-    pytest.param(freeze, FileType.TORCHSCRIPT, id="torch.jit.freeze"),
     pytest.param(
         archive(**{"data.pkl": b"", "code/__torch__.py": b""}),
         FileType.TORCHSCRIPT,
@@ -171,11 +151,8 @@ CONTENTS = [
         id="git-lfs pointer",
     ),
     pytest.param(raw(b"<!DOCTYPE html>\n<html>404"), FileType.HTML, id="HTML"),
-    pytest.param(raw(b"\n  <HTML lang='en'>"), FileType.HTML, id="HTML in capitals"),
     pytest.param(raw(b'<?xml version="1.0"?><Error>'), FileType.HTML, id="XML of an object store"),
     pytest.param(raw(gzip.compress(b"model")), FileType.COMPRESSED, id="gzip"),
-    pytest.param(raw(bz2.compress(b"model")), FileType.COMPRESSED, id="bzip2"),
-    pytest.param(raw(lzma.compress(b"model")), FileType.COMPRESSED, id="xz"),
     pytest.param(raw(b"(\xb5/\xfd" + bytes(20)), FileType.COMPRESSED, id="zstandard"),
     pytest.param(raw(b"\x89HDF\r\n\x1a\n" + bytes(60)), FileType.TENSORFLOW, id="HDF5"),
     pytest.param(raw(b"\x08\x07\x12\x07pytorch\x1a\x052.1.0"), FileType.ONNX, id="ONNX of torch"),
@@ -191,7 +168,6 @@ CONTENTS = [
     ),
     pytest.param(raw(numpy_file(np.savez, np.ones(3))), FileType.UNKNOWN, id="numpy archive"),
     pytest.param(raw(bytes(range(7, 250))), FileType.UNKNOWN, id="random bytes"),
-    pytest.param(raw(b"P"), FileType.UNKNOWN, id="one byte"),
     pytest.param(
         lambda path: safetensors.torch.save_file(Doubled().state_dict(), path),
         FileType.SAFETENSORS,
@@ -240,7 +216,7 @@ def test_content(write: Callable[[Path], None], content: FileType, tmp_path: Pat
     assert file_types.file_type(tmp_path / "model.pt") is content
 
 
-@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+@pytest.mark.parametrize("share", [0.1, 0.999])
 @pytest.mark.parametrize("write", [script, save(lambda: Doubled().state_dict())], ids=["jit", "pt"])
 def test_truncated_archive(write: Callable[[Path], None], share: float, tmp_path: Path) -> None:
     """An incomplete copy is recognized, wherever it ends."""
@@ -263,49 +239,15 @@ def test_damaged_pickle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "write",
+    ("name", "content", "expected"),
     [
-        pytest.param(torch.save, id="torch.save"),
-        pytest.param(lambda trap, path: torch.save({"weight": trap}, path), id="in a state_dict"),
-        pytest.param(
-            lambda trap, path: torch.save(trap, path, _use_new_zipfile_serialization=False),
-            id="legacy",
-        ),
-        pytest.param(lambda trap, path: torch.save(trap, path, pickle_protocol=4), id="protocol 4"),
-        pytest.param(lambda trap, path: path.write_bytes(pickle.dumps(trap)), id="pickle"),
+        ("model.onnx", b"\x08\x03:\x10" + bytes(70), FileType.ONNX),
+        ("saved_model.pb", b"\x08\x01\x12\x07", FileType.TENSORFLOW),
     ],
 )
-def test_nothing_is_unpickled(write: Callable[[Trap, Path], Any], tmp_path: Path) -> None:
-    """Reading the type runs no code in the file."""
-    sprung = tmp_path / "sprung"
-    path = build.write(tmp_path, "model.pt", "")
-    write(Trap(sprung), path)
-
-    file_types.file_type(path)
-    with pytest.raises(ArtifactError):
-        discovery.find(build.config(tmp_path))
-
-    assert not sprung.exists()
-    with path.open("rb") as file:  # the trap does work
-        if file.read(2) == b"\x80\x04":
-            pickle.loads(path.read_bytes())
-        else:
-            torch.load(path, weights_only=False)
-    assert sprung.is_dir()
-
-
-def test_onnx_by_suffix(tmp_path: Path) -> None:
-    """An ONNX file without a recognizable header is recognized by its suffix."""
-    path = build.write(tmp_path, "model.onnx", b"\x08\x03:\x10" + bytes(70))
-
-    assert file_types.file_type(path) is FileType.ONNX
-
-
-def test_saved_model_by_name(tmp_path: Path) -> None:
-    """A TensorFlow model is recognized by its name."""
-    path = build.write(tmp_path, "saved_model.pb", b"\x08\x01\x12\x07")
-
-    assert file_types.file_type(path) is FileType.TENSORFLOW
+def test_type_by_name(name: str, content: bytes, expected: FileType, tmp_path: Path) -> None:
+    """An ONNX or TensorFlow file without a recognizable header is recognized by its name."""
+    assert file_types.file_type(build.write(tmp_path, name, content)) is expected
 
 
 def bomb(path: Path, filling: bytes, size: int, compression: int) -> None:
@@ -319,20 +261,22 @@ def bomb(path: Path, filling: bytes, size: int, compression: int) -> None:
             member.write(filling)
 
 
-@pytest.mark.parametrize("filling", [b"\x00", b"}"], ids=repr)
 @pytest.mark.parametrize(
-    ("compression", "found"),
-    [(zipfile.ZIP_STORED, FileType.STATE_DICT), (zipfile.ZIP_DEFLATED, FileType.BOMB)],
+    ("filling", "compression", "expected"),
+    [
+        (b"\x00", zipfile.ZIP_STORED, FileType.STATE_DICT),
+        (b"}", zipfile.ZIP_DEFLATED, FileType.BOMB),
+    ],
     ids=["stored", "deflated"],
 )
 def test_large_pickle_is_read_in_part(
-    filling: bytes, compression: int, found: FileType, tmp_path: Path
+    filling: bytes, compression: int, expected: FileType, tmp_path: Path
 ) -> None:
     """A pickle is read up to a bound; one with a high compression ratio is not read."""
     bomb(tmp_path / "model.pt", filling * (1 << 20), 64 << 20, compression)
     tracemalloc.start()
     try:
-        assert file_types.file_type(tmp_path / "model.pt") is found
+        assert file_types.file_type(tmp_path / "model.pt") is expected
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -341,17 +285,11 @@ def test_large_pickle_is_read_in_part(
 
 
 @pytest.mark.parametrize(
-    ("flags", "method", "found"),
-    [
-        pytest.param(1, None, FileType.TRUNCATED, id="encrypted"),
-        pytest.param(0, zipfile.ZIP_DEFLATED, FileType.TRUNCATED, id="damaged deflate"),
-        pytest.param(0, zipfile.ZIP_BZIP2, FileType.TRUNCATED, id="damaged bzip2"),
-        pytest.param(0, zipfile.ZIP_LZMA, FileType.TRUNCATED, id="damaged lzma"),
-    ],
+    ("flags", "method"),
+    [(1, None), (0, zipfile.ZIP_DEFLATED), (0, zipfile.ZIP_BZIP2), (0, zipfile.ZIP_LZMA)],
+    ids=["encrypted", "damaged deflate", "damaged bzip2", "damaged lzma"],
 )
-def test_unreadable_members(
-    flags: int, method: int | None, found: FileType, tmp_path: Path
-) -> None:
+def test_unreadable_members(flags: int, method: int | None, tmp_path: Path) -> None:
     """Members that are encrypted or do not inflate make a damaged archive, not a crash."""
     path = tmp_path / "model.pt"
     archive(**{"data.pkl": bytes(range(256)) * 8})(path)
@@ -363,69 +301,49 @@ def test_unreadable_members(
             content[start + kind] = method
     path.write_bytes(content)
 
-    assert file_types.file_type(path) is found
+    assert file_types.file_type(path) is FileType.TRUNCATED
 
 
 # --- what to do --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("found", "said"),
+    ("content", "advice"),
     [
         (FileType.STATE_DICT, "Put the class that it belongs to in net.py beside it"),
-        (FileType.SAFETENSORS, "Put the class that it belongs to in net.py beside it"),
         (FileType.PICKLED_MODULE, "Save module.state_dict() instead and put the class in net.py"),
-        (FileType.ONNX, "onnxruntime backend serves it"),
-        (FileType.TENSORFLOW, "convert it first"),
-        (FileType.HTML, "Download it again"),
         (FileType.GIT_LFS, "git lfs pull"),
-        (FileType.COMPRESSED, "Unpack it"),
         (FileType.EMPTY, "copy it again"),
-        (FileType.TRUNCATED, "copy it again"),
-        (FileType.UNKNOWN, "Write it again with torch.jit.save"),
     ],
-    ids=lambda value: getattr(value, "name", ""),
 )
-def test_cure(found: FileType, said: str) -> None:
-    """Each type of file has its own advice."""
-    assert said in file_types.advice(found, Path("/models/digits/1/net.pt"))
+def test_advice(content: FileType, advice: str) -> None:
+    """The advice fits the type of file and names the source beside it."""
+    assert advice in file_types.advice(content, Path("/models/digits/1/net.pt"))
 
 
 # --- what a package was built for ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("members", "metadata"),
+    ("member", "content", "metadata"),
     [
-        pytest.param(
-            {"data/aotinductor/model/abc_metadata.json": b'{"AOTI_DEVICE_KEY": "cpu"}'},
+        (
+            "aotinductor/model/abc",
+            b'{"AOTI_DEVICE_KEY": "cpu", "n": 3}',
             {"AOTI_DEVICE_KEY": "cpu"},
-            id="told",
         ),
-        pytest.param({"data/aotinductor/model/abc.so": b""}, {}, id="not told"),
-        pytest.param({"extra/abc_metadata.json": b'{"a": "b"}'}, {}, id="another file's"),
+        ("extra/abc", b'{"a": "b"}', {}),
+        ("aotinductor/model/abc", b"{", {}),
+        ("aotinductor/model/abc", b"[1]", {}),
+        ("aotinductor/model/abc", b"\xff", {}),
+        ("aotinductor/model/abc", json.dumps({"note": "x" * (1 << 17)}).encode(), {}),
     ],
+    ids=["strings", "another file", "cut off", "list", "not UTF-8", "longer than is read"],
 )
 def test_metadata_of_a_package(
-    members: dict[str, bytes], metadata: dict[str, str], tmp_path: Path
+    member: str, content: bytes, metadata: dict[str, str], tmp_path: Path
 ) -> None:
-    """The metadata of a package names its target machine."""
-    archive(**members)(tmp_path / "model.pt2")
+    """Metadata names the target machine; without it torch decides whether a package loads."""
+    archive(**{f"data/{member}_metadata.json": content})(tmp_path / "model.pt2")
 
     assert file_types.aoti_metadata(tmp_path / "model.pt2") == metadata
-
-
-@pytest.mark.parametrize(
-    "metadata",
-    [
-        pytest.param(b"{", id="cut off"),
-        pytest.param(b"[1]", id="list"),
-        pytest.param(b"\xff", id="not UTF-8"),
-        pytest.param(json.dumps({"note": "x" * (1 << 17)}).encode(), id="longer than is read"),
-    ],
-)
-def test_unreadable_metadata(metadata: bytes, tmp_path: Path) -> None:
-    """Unreadable metadata is treated as missing: torch decides whether the package loads."""
-    archive(**{"data/aotinductor/model/abc_metadata.json": metadata})(tmp_path / "model.pt2")
-
-    assert file_types.aoti_metadata(tmp_path / "model.pt2") == {}

@@ -24,7 +24,7 @@ def _lay_out(root: Path, *entries: str) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("entries", "found"),
+    ("entries", "expected"),
     [
         pytest.param(("a/config.pbtxt", "b/config.pbtxt"), ["a", "b"], id="configs"),
         pytest.param(("b/1/", "a/2/"), ["a", "b"], id="versions-without-config"),
@@ -40,10 +40,10 @@ def _lay_out(root: Path, *entries: str) -> Path:
         pytest.param((), [], id="empty"),
     ],
 )
-def test_models(tmp_path: Path, entries: tuple[str, ...], found: list[str]) -> None:
+def test_models(tmp_path: Path, entries: tuple[str, ...], expected: list[str]) -> None:
     """A path with a config or a version is a model; otherwise its folders are searched."""
     root = _lay_out(tmp_path / "repository", *entries)
-    assert repository.models(root) == [root / name for name in found]
+    assert repository.models(root) == [root / name for name in expected]
 
 
 def test_models_behind_links(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_models_behind_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entries", "found"),
+    ("entries", "expected"),
     [
         pytest.param(("10/", "9/", "2/"), ["2", "9", "10"], id="as-numbers"),
         pytest.param(("1/", "0/", "-3/", "x/", "1.5/"), ["1"], id="only-numbers-above-0"),
@@ -65,10 +65,10 @@ def test_models_behind_links(tmp_path: Path) -> None:
         pytest.param((), [], id="none"),
     ],
 )
-def test_versions(tmp_path: Path, entries: tuple[str, ...], found: list[str]) -> None:
+def test_versions(tmp_path: Path, entries: tuple[str, ...], expected: list[str]) -> None:
     """Versions are folders whose names are numbers above 0, in numeric order."""
     folder = _lay_out(tmp_path / "digits", *entries)
-    assert repository.versions(folder) == found
+    assert repository.versions(folder) == expected
 
 
 def test_latest(tmp_path: Path) -> None:
@@ -102,10 +102,10 @@ def test_unreadable_folder() -> None:
         (root / "closed").chmod(0)
         os.seteuid(65534)
         try:
-            found = repository.models(root)
+            models = repository.models(root)
         finally:
             os.seteuid(0)
-    assert [folder.name for folder in found] == ["a", "closed"]
+    assert [folder.name for folder in models] == ["a", "closed"]
 
 
 def test_models_by_name(tmp_path: Path) -> None:

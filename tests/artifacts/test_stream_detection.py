@@ -17,7 +17,7 @@ _STEPS = (
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "expected"),
     [
         pytest.param(_YIELDS, True, id="forward"),
         pytest.param(_YIELDS.replace("def", "async def"), True, id="asynchronous"),
@@ -69,15 +69,15 @@ _STEPS = (
         pytest.param("", False, id="empty"),
     ],
 )  # fmt: skip
-def test_in_source(text: str, found: bool, tmp_path: Path) -> None:
+def test_in_source(text: str, expected: bool, tmp_path: Path) -> None:
     """The served class or function yields, or has begin() and step(); others do not count."""
     path = tmp_path / "model.py"
     path.write_text(text)
-    assert stream_detection.is_streaming(path) is found
+    assert stream_detection.is_streaming(path) is expected
 
 
 @pytest.mark.parametrize(
-    ("named", "method", "found"),
+    ("named", "method", "expected"),
     [
         ("A", None, True),
         ("B", None, False),
@@ -85,18 +85,17 @@ def test_in_source(text: str, found: bool, tmp_path: Path) -> None:
         ("f", None, True),
         ("absent", None, False),
         ("A", "other", False),
-        # Whoever names a method wants no other.
         ("C", "begin", False),
         (None, None, True),
     ],
 )
 def test_named_class_and_method(
-    named: str | None, method: str | None, found: bool, tmp_path: Path
+    named: str | None, method: str | None, expected: bool, tmp_path: Path
 ) -> None:
     """MODEL_CLASS and METHOD select the code to inspect."""
     path = tmp_path / "model.py"
     path.write_text(_YIELDS + _PLAIN + _STEPS + "def f(x):\n    yield x\n")
-    assert stream_detection.is_streaming(path, named=named, method=method) is found
+    assert stream_detection.is_streaming(path, named=named, method=method) is expected
 
 
 def test_missing_file(tmp_path: Path) -> None:

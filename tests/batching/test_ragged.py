@@ -24,7 +24,7 @@ from torch_py_backend.errors import (
     OutOfMemoryError,
     OutputError,
 )
-from torch_py_backend.loading import sample_inputs
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 from torch_py_backend.startup import warmup
@@ -266,4 +266,4 @@ def test_the_warm_up_sends_requests_of_one_row(rows: int) -> None:
     warmup.run(made)
 
     assert counts == ({8, 7, 1} if rows else {1})
-    assert len(sample_inputs.requests(made.config, item(1, 3, 2))) == (3 if rows else 1)
+    assert len(example_inputs.requests(made.config, item(1, 3, 2))) == (3 if rows else 1)

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact
-from torch_py_backend.errors import ConfigError, LoadError, PlatformError
+from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import device_map, registry
 from torch_py_backend.loading.device_map import Dispatched
 from torch_py_backend.weights import weight_swap
@@ -60,8 +60,8 @@ class Net(nn.Module):
 def _replaced(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Module._apply for fake tensors, which keep their device when they are changed in place."""
     for part in module.modules():
-        for name, one in part.named_parameters(recurse=False):
-            setattr(part, name, nn.Parameter(change(one), requires_grad=False))
+        for name, weight in part.named_parameters(recurse=False):
+            setattr(part, name, nn.Parameter(change(weight), requires_grad=False))
         for name, buffer in part.named_buffers(recurse=False):
             setattr(part, name, change(buffer))
 
@@ -88,8 +88,8 @@ _SPLIT = {"start": "cuda:0", "blocks.0": "cuda:0", "blocks.1": "cuda:1", "head":
 def test_devices_of_weights() -> None:
     """Parameters and buffers, also non-persistent ones, follow the longest matching name."""
     net = spread({"": "cuda:1", "blocks": "cuda:0", "blocks.1.inner": "cpu"})
-    found = {name: str(one.device) for name, one in (*net.named_parameters(), *net.named_buffers())}
-    assert found == {
+    tensors = (*net.named_parameters(), *net.named_buffers())
+    assert {name: str(tensor.device) for name, tensor in tensors} == {
         "start": "cuda:1",
         "blocks.0.inner.weight": "cuda:0",
         "blocks.0.inner.bias": "cuda:0",
@@ -103,130 +103,76 @@ def test_devices_of_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    "wished",
+    "devices",
     [
         _SPLIT,
-        {"": "cuda:0"},
-        {"": "cpu"},
         {"": "cuda:0", "head": "cuda:1"},
-        {"": "cpu", "blocks": "cuda:0", "head": "cuda:1"},
         {"": "cpu", "blocks": "cuda:1", "blocks.1.inner": "cuda:0"},
     ],
     ids=str,
 )
 @pytest.mark.usefixtures("gpus")
-def test_tensors_follow(wished: dict[str, str]) -> None:
-    """Inputs are moved to each submodule's device, and the result to that of the first weight."""
-    net = spread(wished)
-    config = build.config(kind="MODEL", device_map=wished)
-    home = net.start.device
-    made = Dispatched(net, net, config)(torch.zeros(3, 4))
-    assert (made.device, made.shape) == (home, (3, 2))
+def test_tensors_follow(devices: dict[str, str]) -> None:
+    """Inputs and results of submodules follow; the result is on the device of the first weight.
 
+    Without hooks, an operation on two devices fails.
+    """
+    net = spread(devices)
+    config = build.config(kind="MODEL", device_map=devices)
+    for method, shape in ((net, (3, 2)), (net.summed, (3, 4))):
+        result = Dispatched(method, net, config)(torch.zeros(3, 4))
+        assert (result.device, result.shape) == (net.start.device, shape)
 
-@pytest.mark.usefixtures("gpus")
-def test_without_hooks() -> None:
-    """Without hooks, an operation on two devices fails."""
-    net = Net()
-    net.head.to("cuda:1")
+    plain = Net()
+    plain.head.to("cuda:1")
     with pytest.raises(RuntimeError, match=r"cpu|cuda:1"):
-        net(torch.zeros(3, 4))
-
-
-@pytest.mark.usefixtures("gpus")
-def test_result_of_a_submodule() -> None:
-    """The result of a submodule is moved to the device of its caller."""
-    wished = {"": "cuda:0", "blocks": "cuda:1"}
-    net = spread(wished)
-    config = build.config(kind="MODEL", device_map=wished)
-    assert str(Dispatched(net.summed, net, config)(torch.zeros(3, 4)).device) == "cuda:0"
+        plain(torch.zeros(3, 4))
 
 
 def test_values_are_the_same() -> None:
-    """A device map does not change results."""
-    net = Net().requires_grad_(requires_grad=False)
+    """A device map does not change results or tied weights; attributes are those of the module."""
+    net = _tied().requires_grad_(requires_grad=False)
     x = torch.rand(3, 4)
     before = net(x)
     spread({"": "cpu", "head": "cpu"}, net)
-    home = Dispatched(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
-    assert torch.equal(home(x), before)
-
-
-def test_hooks_see_the_module() -> None:
-    """Attributes are those of the module."""
-    net = spread({"": "cpu"})
-    home = Dispatched(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
-    assert home.head is net.head
+    dispatched = Dispatched(net, net, build.config(kind="MODEL", device_map={"": "cpu"}))
+    assert torch.equal(dispatched(x), before)
+    assert net.get_parameter("blocks.1.inner.weight") is net.get_parameter("blocks.0.inner.weight")
+    assert dispatched.head is net.head
     with pytest.raises(AttributeError, match="tail"):
-        home.tail  # noqa: B018
+        dispatched.tail  # noqa: B018
 
 
 def test_only_borders_are_hooked() -> None:
     """Submodules on the device of their caller have no hooks."""
     net = spread({"": "cpu", "blocks": "cpu", "blocks.1.inner": "cpu"})
-    assert not any(one._forward_pre_hooks or one._forward_hooks for one in net.modules())
-
-
-def test_tied_weights_stay_tied() -> None:
-    """Tied weights are one tensor afterwards."""
-    net = spread({"": "cpu", "blocks.0": "cpu"}, _tied())
-    assert net.blocks[1].inner.weight is net.blocks[0].inner.weight
+    assert not any(part._forward_pre_hooks or part._forward_hooks for part in net.modules())
 
 
 def _tied() -> Net:
-    net: Any = Net()
-    net.blocks[1].inner.weight = net.blocks[0].inner.weight
-    tied: Net = net
-    return tied
+    net = Net()
+    first, second = (net.get_submodule(f"blocks.{place}.inner") for place in (0, 1))
+    second.weight = first.weight
+    return net
 
 
 @pytest.mark.parametrize(
-    ("wished", "module", "kind", "says"),
+    ("devices", "message"),
     [
-        pytest.param(
-            {"": "cuda:7"},
-            Net(),
-            PlatformError,
-            "DEVICE_MAP puts '' on cuda:7, and torch .* sees 2 GPUs",
-            id="device",
-        ),
-        pytest.param(
-            {"": "cpu", "tail": "cpu"},
-            Net(),
-            ConfigError,
-            "names tail, and Net has no such part; expected modules or weights of it, such as"
-            " blocks, head",
-            id="module",
-        ),
-        pytest.param(
-            {"blocks": "cpu"},
-            Net(),
-            ConfigError,
-            "has no device for 3 weights: start, head.weight, head.bias",
-            id="uncovered",
-        ),
-        pytest.param(
+        ({"blocks": "cpu"}, "has no device for 3 weights: start, head.weight, head.bias"),
+        (
             {"": "cpu", "blocks.1": "cuda:0"},
-            _tied(),
-            ConfigError,
-            "puts blocks.0.inner.weight on cpu and blocks.1.inner.weight on cuda:0, and they are"
-            " one tensor",
-            id="tied",
+            "puts blocks.0.inner.weight on cpu and blocks.1.inner.weight on cuda:0, and they are",
         ),
     ],
 )
-def test_wrong_map(
-    wished: dict[str, str],
-    module: nn.Module,
-    kind: type[LoadError],
-    says: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A wrong map is refused before anything is moved."""
+def test_wrong_map(devices: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong map is refused before anything is moved; see `device_map` in scenarios.py, too."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(kind, match=says):
-        spread(wished, module)
-    assert {one.device.type for one in module.parameters()} == {"cpu"}
+    module = _tied()
+    with pytest.raises(ConfigError, match=message):
+        spread(devices, module)
+    assert {parameter.device.type for parameter in module.parameters()} == {"cpu"}
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -240,32 +186,21 @@ def test_a_map_in_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("name", "content", "message"),
     [
-        (None, "No such file"),
-        ("{", "JSONDecodeError"),
-        ("[]", "expected a JSON object"),
-        ("{}", "expected a JSON object"),
-        ('{"": "disk"}', "expected a JSON object"),
-        ('{"": "cpu", "": "cuda"}', "expected a JSON object from each module once"),
-        ("\xff", "expected a JSON object"),
+        ("a.json", "", "DEVICE_MAP is 'a.json', which cannot be used: JSONDecodeError"),
+        ("a.json", '{"": "disk"}', "cannot be used: .*expected a JSON object from each module onc"),
+        ("a.json", '{"": "cpu", "": "cuda"}', "expected a JSON object from each module once"),
+        ("a.json", "\xff", "expected a JSON object"),
+        ("b.json", "", "DEVICE_MAP is 'b.json', which cannot be used: .*No such file"),
+        ("../../a.json", "", "expected a file in the model's own folder"),
     ],
 )
-def test_wrong_file(content: str | None, says: str, tmp_path: Path) -> None:
-    """The error names the file and the expected content."""
-    if content is not None:
-        build.write(tmp_path, "devices.json", content.encode("latin-1"))
-    config = build.config(tmp_path, kind="MODEL", device_map="devices.json")
-    with pytest.raises(ConfigError, match=says) as raised:
-        device_map.dispatch(config, Net())
-    assert "DEVICE_MAP is 'devices.json', which cannot be used" in str(raised.value)
-
-
-@pytest.mark.parametrize("name", ["../../devices.json", "/etc/devices.json"])
-def test_file_outside_of_the_model(name: str, tmp_path: Path) -> None:
-    """The file must be in the model's folder."""
+def test_wrong_file(name: str, content: str, message: str, tmp_path: Path) -> None:
+    """The error names the file, which is in the model's folder, and the expected content."""
+    build.write(tmp_path, "a.json", content.encode("latin-1"))
     config = build.config(tmp_path, kind="MODEL", device_map=name)
-    with pytest.raises(ConfigError, match="expected a file in the model's own folder"):
+    with pytest.raises(ConfigError, match=message):
         device_map.dispatch(config, Net())
 
 

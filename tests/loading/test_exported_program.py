@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError
@@ -29,8 +30,8 @@ class Net(nn.Module):
         self.register_buffer("offset", torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.linear(x) + self.offset
-        return found
+        result: Tensor = self.linear(x) + self.offset
+        return result
 
 
 class Nested(nn.Module):
@@ -72,7 +73,8 @@ def exported(
 
 def loaded(folder: Path, *names: str, device: torch.device | None = CPU, rows: int = 8) -> Loaded:
     settings = config(folder, *names, rows=rows)
-    return exported_program.load(settings, folder / "1" / "model.pt2", device)
+    artifact = Artifact(ArtifactType.EXPORTED, folder / "1" / "model.pt2")
+    return exported_program.load(artifact, settings, device)
 
 
 def weights(program: Loaded) -> list[Tensor]:
@@ -101,73 +103,50 @@ def test_program_computes_what_was_exported(tmp_path: Path) -> None:
     assert sorted(tensor.shape for tensor in weights(program)) == [(3,), (3,), (3, 2)]
 
 
-@pytest.mark.parametrize(("device", "found"), [(CPU, "cpu"), (torch.device("meta"), "meta")])
-def test_program_is_moved_to_its_device(device: torch.device, found: str, tmp_path: Path) -> None:
-    """A program is moved to the device of its instance, wherever it was exported."""
+@pytest.mark.parametrize(
+    ("device", "expected"), [(CPU, "cpu"), (torch.device("meta"), "meta"), (None, "cpu")]
+)
+def test_device_of_a_program(device: torch.device | None, expected: str, tmp_path: Path) -> None:
+    """A program is moved to the device of its instance; with KIND_MODEL it stays where it was."""
     exported(tmp_path, Net(), (torch.rand(4, 2),), dims=(dynamic(),))
 
     program = loaded(tmp_path, "x", device=device)
 
-    assert {tensor.device.type for tensor in weights(program)} == {found}
-
-
-def test_program_stays_where_it_was_exported(tmp_path: Path) -> None:
-    """With KIND_MODEL a program stays on the device that it was exported on."""
-    exported(tmp_path, Net(), (torch.rand(4, 2),), dims=(dynamic(),))
-
-    assert {one.device.type for one in weights(loaded(tmp_path, "x", device=None))} == {"cpu"}
+    assert {tensor.device.type for tensor in weights(program)} == {expected}
 
 
 A, B, C, D, S = (torch.full((2, 2), number) for number in (1.0, 2.0, 3.0, 4.0, 0.5))
 
 
-def nested(folder: Path) -> Loaded:
+def test_nested_inputs_reach_their_places(tmp_path: Path) -> None:
+    """Inputs under names, numbers or paths, in any order, reach their arguments."""
     sample = {"z": B.clone(), "a": [C.clone(), D.clone()]}
-    exported(folder, Nested(), (A.clone(), sample), {"scale": S.clone()})
-    return loaded(folder, "x", "z", "c", "d", "scale")
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(
-            {"scale": S, "ARGS[1][a][1]": D, "z": B, "ARGS[1][a][0]": C, "x": A}, id="names"
-        ),
-        pytest.param({f"INPUT__{n}": one for n, one in enumerate([A, B, C, D, S])}, id="numbers"),
-        pytest.param(
-            {
-                "KWARGS[scale]": S,
-                "ARGS[0]": A,
-                "ARGS[1][a][0]": C,
-                "ARGS[1][a][1]": D,
-                "ARGS[1][z]": B,
-            },
-            id="paths",
-        ),
-    ],
-)
-def test_nested_inputs_reach_their_places(names: dict[str, Tensor], tmp_path: Path) -> None:
-    """Inputs under any names and in any order reach their arguments."""
-    program = nested(tmp_path)
-
-    found = called(program, names)
-
+    exported(tmp_path, Nested(), (A.clone(), sample), {"scale": S.clone()})
+    program = loaded(tmp_path, "x", "z", "c", "d", "scale")
     assert str(program.signature) == "forward(x, extra, *, scale)"
-    assert torch.equal(found["total"], (A + 10 * B + 100 * C + 1000 * D) * S)
-    assert torch.equal(found["parts"][1][0], B)
+
+    for columns in (
+        {"scale": S, "ARGS[1][a][1]": D, "z": B, "ARGS[1][a][0]": C, "x": A},
+        {f"INPUT__{number}": value for number, value in enumerate([A, B, C, D, S])},
+        {"KWARGS[scale]": S, "ARGS[0]": A, "ARGS[1][a][0]": C, "ARGS[1][a][1]": D, "ARGS[1][z]": B},
+    ):
+        result = called(program, columns)
+        assert torch.equal(result["total"], (A + 10 * B + 100 * C + 1000 * D) * S)
+        assert torch.equal(result["parts"][1][0], B)
 
 
-@pytest.mark.parametrize(
-    "names", [["x", "y"], ["INPUT__0", "INPUT__1"], ["ARGS[0]", "ARGS[2]"]], ids=" ".join
-)
-def test_constants_are_passed_as_exported(names: list[str], tmp_path: Path) -> None:
+def test_constants_are_passed_as_exported(tmp_path: Path) -> None:
     """A number of the export is not an input, and is passed with each call."""
-    exported(tmp_path, Power(), (torch.rand(2, 2), 3, torch.rand(2, 2)))
+    path = exported(tmp_path, Power(), (torch.rand(2, 2), 3, torch.rand(2, 2)))
 
     program = loaded(tmp_path, "x", "y")
 
     assert program.signature.leaves == ("ARGS[0]", "ARGS[2]")
-    assert torch.equal(called(program, dict(zip(names, (B, A), strict=True))), B**3 + A)
+    for names in (["x", "y"], ["INPUT__0", "INPUT__1"], ["ARGS[0]", "ARGS[2]"]):
+        assert torch.equal(called(program, dict(zip(names, (B, A), strict=True))), B**3 + A)
+    description = exported_program.describe(config(tmp_path), path)
+    assert [name for name, _, _ in description.inputs] == ["x", "y"]
+    assert [name for name, _, _ in description.outputs] == ["OUTPUT__0"]
 
 
 @pytest.mark.parametrize(
@@ -175,9 +154,7 @@ def test_constants_are_passed_as_exported(names: list[str], tmp_path: Path) -> N
     [
         pytest.param((dynamic(),), Rows(1, None), id="dynamic"),
         pytest.param((dynamic(2, 16),), Rows(2, 16), id="bounds"),
-        pytest.param((dynamic(None, 64),), Rows(1, 64), id="at most"),
-        pytest.param(None, Rows(4, 4), id="fixed"),
-        pytest.param(({1: torch.export.Dim("width")},), Rows(4, 4), id="other dimension dynamic"),
+        pytest.param(({1: torch.export.Dim("width")},), Rows(4, 4), id="fixed"),
     ],
 )
 def test_row_limits_of_a_program(dims: Any, rows: Rows, tmp_path: Path) -> None:
@@ -192,17 +169,12 @@ def test_row_limits_of_a_program(dims: Any, rows: Rows, tmp_path: Path) -> None:
     assert loaded(tmp_path, "x").rows == rows
 
 
-def test_rows_without_a_batch_dimension(tmp_path: Path) -> None:
-    """With max_batch_size 0 dimension 0 is not a batch."""
+def test_programs_without_limits(tmp_path: Path) -> None:
+    """There are no limits without a batch dimension, or if inputs differ in dimension 0."""
     exported(tmp_path, Net(), (torch.rand(4, 2),))
-
     assert loaded(tmp_path, "x", rows=0).rows == ANY_ROWS
 
-
-def test_inputs_without_common_rows(tmp_path: Path) -> None:
-    """Inputs with different sizes of dimension 0 set no limits."""
     exported(tmp_path, Total(), (torch.rand(4, 2), torch.rand(3)))
-
     assert loaded(tmp_path, "x", "y").rows == ANY_ROWS
 
 
@@ -240,7 +212,7 @@ def test_program_that_cannot_be_loaded(damage: Any, tmp_path: Path) -> None:
     assert str(tmp_path) not in text
 
 
-# --- what a program says of itself -----------------------------------------------------------
+# --- descriptions -----------------------------------------------------------
 
 
 def test_description_of_a_program(tmp_path: Path) -> None:
@@ -255,42 +227,17 @@ def test_description_of_a_program(tmp_path: Path) -> None:
     rows = torch.export.Dim("rows")
     path = exported(tmp_path, Scores(), args, dims=({0: rows}, {"weight": {0: rows}}))
 
-    found = exported_program.describe(config(tmp_path), path)
+    description = exported_program.describe(config(tmp_path), path)
 
-    assert found.inputs == [
+    assert description.inputs == [
         ("image", torch.uint8, (-1, 3)),
         ("weight", torch.float16, (-1, 1)),
     ]
-    assert found.outputs == [
+    assert description.outputs == [
         ("scores", torch.float16, (-1, 3)),
         ("best", torch.int64, (-1,)),
     ]
-    assert found.rows.most is None
-
-
-@pytest.mark.parametrize(
-    ("module", "args", "inputs", "outputs"),
-    [
-        pytest.param(Net(), (torch.ones(4, 2),), ["x"], ["OUTPUT__0"], id="tensor"),
-        pytest.param(
-            Power(),
-            (torch.ones(4, 2), 3, torch.ones(4, 2)),
-            ["x", "y"],
-            ["OUTPUT__0"],
-            id="constant",
-        ),
-    ],
-)
-def test_names_of_inputs_and_outputs(
-    module: nn.Module, args: Any, inputs: list[str], outputs: list[str], tmp_path: Path
-) -> None:
-    """Inputs are named after arguments, and unnamed outputs are numbered."""
-    path = exported(tmp_path, module, args)
-
-    found = exported_program.describe(config(tmp_path), path)
-
-    assert [name for name, _, _ in found.inputs] == inputs
-    assert [name for name, _, _ in found.outputs] == outputs
+    assert description.rows.most is None
 
 
 def test_outputs_are_tensors(tmp_path: Path) -> None:
@@ -302,9 +249,9 @@ def test_outputs_are_tensors(tmp_path: Path) -> None:
 
     path = exported(tmp_path, WithNone(), (torch.rand(4, 2),))
 
-    found = exported_program.describe(config(tmp_path), path)
+    description = exported_program.describe(config(tmp_path), path)
 
-    assert found.outputs == [("y", torch.float32, (4, 2))]
+    assert description.outputs == [("y", torch.float32, (4, 2))]
 
 
 def test_symbolic_number(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""OPTIMIZE."""
+"""OPTIMIZE: frozen graphs and memory formats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.loading import optimization
+from torch_py_backend.loading import registry
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature.binding import Signature
 
@@ -45,35 +45,27 @@ def module() -> Iterator[nn.Module]:
         yield Convolved().eval()
 
 
-def test_without_optimize(module: nn.Module) -> None:
-    """Without OPTIMIZE a model is not changed."""
-    assert optimization.apply(build.config(), loaded(ArtifactType.MODULE, module)) is module
+@pytest.mark.parametrize(
+    "options", [{}, {"optimize": ("freeze",), "torch_compile_optional_parameters": {}}]
+)
+def test_module_is_not_changed(module: nn.Module, options: dict[str, Any]) -> None:
+    """Without OPTIMIZE a model is not changed; with torch.compile its graph is frozen later."""
+    assert registry.optimize(build.config(**options), loaded(ArtifactType.MODULE, module)) is module
 
 
 @pytest.mark.parametrize("kind", [ArtifactType.MODULE, ArtifactType.TORCHSCRIPT])
 def test_channels_last(module: nn.Module, kind: ArtifactType) -> None:
-    """The weights of convolutions change their layout, not their values."""
+    """The weights of convolutions change their layout, not their values, also for a method."""
     x = torch.rand(2, 3, 8, 8)
     expected = module(x)
-    served: Any = torch.jit.script(module) if kind is ArtifactType.TORCHSCRIPT else module
-
-    found = optimization.apply(build.config(optimize=("channels_last",)), loaded(kind, served))
-
-    weight = served.convolution.weight
-    assert weight.is_contiguous(memory_format=torch.channels_last)
-    torch.testing.assert_close(found(x), expected)
-
-
-def test_channels_last_of_a_method(module: nn.Module) -> None:
-    """The weights of the module are changed if one of its methods is served."""
-    served = module.raw
+    owner: Any = torch.jit.script(module) if kind is ArtifactType.TORCHSCRIPT else module
     config = build.config(optimize=("channels_last",))
 
-    found = optimization.apply(config, loaded(ArtifactType.MODULE, module, served))
+    assert registry.optimize(config, loaded(kind, owner, owner.raw)) == owner.raw
+    optimized = registry.optimize(config, loaded(kind, owner))
 
-    assert found == served
-    weight: Any = module.get_parameter("convolution.weight")
-    assert weight.is_contiguous(memory_format=torch.channels_last)
+    assert owner.convolution.weight.is_contiguous(memory_format=torch.channels_last)
+    torch.testing.assert_close(optimized(x), expected)
 
 
 @pytest.mark.parametrize("method", [None, "raw"])
@@ -86,38 +78,22 @@ def test_torchscript_is_frozen(module: nn.Module, method: str | None) -> None:
 
     with torch.inference_mode():
         expected = served(x)
-        found: Any = optimization.apply(config, loaded(ArtifactType.TORCHSCRIPT, script, served))
-        torch.testing.assert_close(found(x), expected, rtol=1e-4, atol=1e-5)
+        frozen: Any = registry.optimize(config, loaded(ArtifactType.TORCHSCRIPT, script, served))
+        torch.testing.assert_close(frozen(x), expected, rtol=1e-4, atol=1e-5)
 
-    assert "GetAttr" not in str(found.graph)
+    assert "GetAttr" not in str(frozen.graph)
 
 
 @pytest.mark.parametrize(
-    ("wished", "kind", "says"),
+    ("name", "kind", "message"),
     [
-        (("freeze",), ArtifactType.MODULE, "TORCH_COMPILE_OPTIONAL_PARAMETERS, too"),
-        (("freeze",), ArtifactType.EXPORTED, "TORCH_COMPILE_OPTIONAL_PARAMETERS, too"),
-        (("bf16",), ArtifactType.AOTI, "take OPTIMIZE out"),
+        ("freeze", ArtifactType.EXPORTED, "TORCH_COMPILE_OPTIONAL_PARAMETERS, too"),
+        ("freeze", ArtifactType.TORCHSERVE, "Its handler is Python code"),
+        ("bf16", ArtifactType.AOTI, "take OPTIMIZE out"),
+        ("channels_last", ArtifactType.MODULE, "A function has no weights"),
     ],
 )
-def test_unsupported_optimizations(
-    module: nn.Module, wished: tuple[str, ...], kind: ArtifactType, says: str
-) -> None:
+def test_unsupported_optimizations(name: str, kind: ArtifactType, message: str) -> None:
     """An optimization that does not apply to the artifact is refused."""
-    with pytest.raises(ConfigError, match=says):
-        optimization.apply(build.config(optimize=wished), loaded(kind, module))
-
-
-def test_function_has_no_memory_format() -> None:
-    """channels_last is refused for a function, which has no weights."""
-    config = build.config(optimize=("channels_last",))
-
-    with pytest.raises(ConfigError, match="A function has no weights"):
-        optimization.apply(config, loaded(ArtifactType.MODULE, None, lambda x: x))
-
-
-def test_compiled_module_may_be_frozen(module: nn.Module) -> None:
-    """With torch.compile the module is not changed; its graph is frozen later."""
-    config = build.config(optimize=("freeze",), torch_compile_optional_parameters={})
-
-    assert optimization.apply(config, loaded(ArtifactType.MODULE, module)) is module
+    with pytest.raises(ConfigError, match=message):
+        registry.optimize(build.config(optimize=(name,)), loaded(kind, None, lambda x: x))

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import InputError
 from torch_py_backend.loading import aotinductor
 from torch_py_backend.loading.loaded import Loaded
@@ -56,9 +57,9 @@ def varying(
     monkeypatch.setattr(torch._C._aoti, "AOTIModelPackageLoader", lambda *_: package())
     inputs = (build.spec("x", dims=(-1, 2)), build.spec("mask", dims=(-1,)))
     names = {"ARGS[0]": inputs[0], "ARGS[1]": inputs[1]}
-    specs = tuple(dataclasses.replace(one, name=name) for name, one in names.items())
+    specs = tuple(dataclasses.replace(spec, name=name) for name, spec in names.items())
     settings = build.config(folder, inputs=specs)
-    return aotinductor.load(settings, folder / "model.pt2", CPU)
+    return aotinductor.load(Artifact(ArtifactType.AOTI, folder / "model.pt2"), settings, CPU)
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> list[Tensor]:
@@ -168,11 +169,12 @@ def test_sizes_of_one_of_a_real_package(tmp_path: Path) -> None:
     path = tmp_path / "model.pt2"
     torch._inductor.aoti_compile_and_package(program, package_path=str(path))
     inputs = (build.spec("INPUT__0", dims=(-1, 2)), build.spec("INPUT__1", dims=(-1,)))
-    loaded = aotinductor.load(build.config(tmp_path, inputs=inputs), path, CPU)
+    artifact = Artifact(ArtifactType.AOTI, path)
+    loaded = aotinductor.load(artifact, build.config(tmp_path, inputs=inputs), CPU)
 
     for size in (1, 2, 5):
         x, mask = torch.rand(3, size, 2), torch.rand(3, size)
         with torch.inference_mode():
-            wanted = module(x, mask)
-        for found, value in zip(loaded.module(x, mask), wanted, strict=True):
-            torch.testing.assert_close(found, value)
+            expected = module(x, mask)
+        for actual, value in zip(loaded.module(x, mask), expected, strict=True):
+            torch.testing.assert_close(actual, value)

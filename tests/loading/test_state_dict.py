@@ -1,6 +1,5 @@
 import collections
 import json
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -108,8 +107,6 @@ def safe(state: State, path: Path) -> None:
 
 FORMATS = [
     pytest.param(zipped, "model.pt", id="pt"),
-    pytest.param(legacy, "model.pt", id="legacy pt"),
-    pytest.param(zipped, "model.pth", id="pth"),
     pytest.param(legacy, "model.pth", id="legacy pth"),
     pytest.param(safe, "model.safetensors", id="safetensors"),
 ]
@@ -138,56 +135,41 @@ def filled(
 
 
 @pytest.mark.parametrize(("write", "name"), FORMATS)
-def test_weights_arrive_from_every_format(write: Writer, name: str, tmp_path: Path) -> None:
-    """A module computes with the weights of a file of any format."""
-    module = filled(tmp_path, Net(), STATE, write, name)
+def test_weights_of_every_format(write: Writer, name: str, tmp_path: Path) -> None:
+    """Any mapping of tensors in a file of any format becomes the weights of the module."""
+    module = filled(tmp_path, Net(), collections.OrderedDict(STATE), write, name)
 
-    assert torch.equal(module(X), Y)
-
-
-@pytest.mark.parametrize(("write", "name"), FORMATS)
-@pytest.mark.parametrize("saved", [torch.float16, torch.bfloat16, torch.float64], ids=str)
-def test_module_keeps_its_dtype(
-    saved: torch.dtype, write: Writer, name: str, tmp_path: Path
-) -> None:
-    """Weights of another dtype are converted to that of the module."""
-    state = {key: tensor.to(saved) for key, tensor in STATE.items()}
-
-    module = filled(tmp_path, Net(), state, write, name)
-
-    assert {tensor.dtype for tensor in module.parameters()} == {torch.float32}
-    assert torch.equal(module(X), Y)
-
-
-def test_module_of_half_precision_stays_one(tmp_path: Path) -> None:
-    """A module in bfloat16 stays in bfloat16 with a float32 file."""
-    module = filled(tmp_path, Net().bfloat16(), STATE)
-
-    assert {tensor.dtype for tensor in module.parameters()} == {torch.bfloat16}
-
-
-def test_dtype_of_one_tensor(tmp_path: Path) -> None:
-    """One tensor of another dtype does not change the dtypes of the module."""
-    module = filled(tmp_path, Net(), {**STATE, "linear.bias": STATE["linear.bias"].double()})
-
-    assert {tensor.dtype for tensor in module.parameters()} == {torch.float32}
     assert torch.equal(module(X), Y)
 
 
 @pytest.mark.parametrize(
-    "write",
+    ("own", "saved", "write", "name"),
     [
-        pytest.param(zipped, id="pt"),
-        pytest.param(legacy, id="legacy pt"),
+        (torch.float32, torch.float16, zipped, "model.pt"),
+        (torch.float32, torch.bfloat16, safe, "model.safetensors"),
+        (torch.float32, torch.float64, legacy, "model.pth"),
+        (torch.bfloat16, torch.float32, zipped, "model.pt"),
     ],
 )
+def test_module_keeps_its_dtype(
+    own: torch.dtype, saved: torch.dtype, write: Writer, name: str, tmp_path: Path
+) -> None:
+    """Weights of another dtype, also a single one, are converted to that of the module."""
+    state = {**STATE, "linear.bias": STATE["linear.bias"].to(saved)}
+
+    module = filled(tmp_path, Net().to(own), state, write, name)
+
+    assert {tensor.dtype for tensor in module.parameters()} == {own}
+    assert torch.equal(module(X.to(own)), Y.to(own))
+
+
+@pytest.mark.parametrize("write", [zipped, legacy], ids=["pt", "legacy pt"])
 def test_tied_weights_stay_tied(write: Writer, tmp_path: Path) -> None:
     """Tied weights are one tensor after loading."""
-    saved = Tied()
+    saved, module = Tied(), Tied()
 
-    module = filled(tmp_path, Tied(), saved.state_dict(), write)
+    filled(tmp_path, module, saved.state_dict(), write)
 
-    assert isinstance(module, Tied)
     assert module.head.weight is module.embedding.weight
     assert torch.equal(module.head.weight, saved.head.weight)
 
@@ -202,18 +184,6 @@ def test_safetensors_keep_one_name_of_tied_weights(kept: str, tmp_path: Path) ->
     assert isinstance(module, Tied)
     assert module.head.weight is module.embedding.weight
     assert torch.equal(module.embedding.weight, matrix)
-
-
-def test_file_of_safetensors_save_model_fits(tmp_path: Path) -> None:
-    """A file of safetensors.torch.save_model with tied weights is read."""
-    saved = Tied()
-    path = build.write(tmp_path, "model.safetensors", "")
-    safetensors.torch.save_model(saved, str(path))
-
-    module = Tied()
-    state_dict.load_into(build.config(tmp_path), artifact(tmp_path, path.name), module)
-
-    assert torch.equal(module.head.weight, saved.head.weight)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +207,9 @@ def test_file_of_safetensors_save_model_fits(tmp_path: Path) -> None:
         pytest.param(Viewed, X, id="view of a weight"),
     ],
 )
-@pytest.mark.parametrize(("write", "name"), FORMATS)
+@pytest.mark.parametrize(
+    ("write", "name"), [(zipped, "model.pt"), (safe, "model.safetensors")], ids=["pt", "safe"]
+)
 def test_module_computes_as_the_one_that_was_saved(
     make: Callable[[], nn.Module], x: Tensor, write: Writer, name: str, tmp_path: Path
 ) -> None:
@@ -250,10 +222,10 @@ def test_module_computes_as_the_one_that_was_saved(
 
     module = filled(tmp_path, make(), saved.state_dict(), write, name)
 
-    found = module(x)
+    result = module(x)
     if isinstance(expected, tuple):
-        expected, found = expected[0], found[0]
-    assert torch.equal(found, expected)
+        expected, result = expected[0], result[0]
+    assert torch.equal(result, expected)
 
 
 def test_old_checkpoint(tmp_path: Path) -> None:
@@ -276,12 +248,6 @@ def test_translated_keys(tmp_path: Path) -> None:
     assert torch.equal(filled(tmp_path, Renamed(), old)(X), Y)
 
 
-@pytest.mark.parametrize("state", [dict, collections.OrderedDict], ids=["dict", "OrderedDict"])
-def test_any_mapping_is_a_state_dict(state: Callable[[State], State], tmp_path: Path) -> None:
-    """Any dict of tensors is a state_dict."""
-    assert torch.equal(filled(tmp_path, Net(), state(STATE))(X), Y)
-
-
 @pytest.mark.parametrize(("write", "name"), FORMATS)
 def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: Path) -> None:
     """Writing over a file does not change a model that has copied from it."""
@@ -296,98 +262,51 @@ def test_file_may_change_while_it_is_served(write: Writer, name: str, tmp_path: 
 # --- no file ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("module", [nn.Identity(), nn.ReLU(), nn.Sequential(nn.GELU())], ids=str)
-def test_module_without_weights_needs_no_file(module: nn.Module, tmp_path: Path) -> None:
-    """A module without weights needs no file."""
-    state_dict.load_into(build.config(tmp_path), artifact(tmp_path, None), module)
-
-
-@pytest.mark.parametrize(
-    ("module", "count"),
-    [
-        pytest.param(Net(), "Net has 2 weights", id="parameters"),
-        pytest.param(nn.BatchNorm1d(2, affine=False), "BatchNorm1d has 3 weights", id="buffers"),
-    ],
-)
-def test_missing_file(module: nn.Module, count: str, tmp_path: Path) -> None:
-    """A module with weights and without a file is refused."""
-    with pytest.raises(ArtifactError) as raised:
-        state_dict.load_into(build.config(tmp_path), artifact(tmp_path, None), module)
-
-    text = str(raised.value)
-    assert f"model 'digits': {count}, and there is no weights file beside model.py" in text
-    assert "expected model.safetensors, .pt or .pth" in text
-    assert 'set the parameter WEIGHTS to "none"' in text
+def test_missing_file(tmp_path: Path) -> None:
+    """A module with weights or buffers and without a file is refused; one without any is not."""
+    for module, count in ((Net(), 2), (nn.BatchNorm1d(2, affine=False), 3)):
+        with pytest.raises(ArtifactError) as raised:
+            state_dict.load_into(build.config(tmp_path), artifact(tmp_path, None), module)
+        name = type(module).__name__
+        message = f"model 'digits': {name} has {count} weights, and there is no weights file beside"
+        assert message in str(raised.value)
+        assert 'set the parameter WEIGHTS to "none"' in str(raised.value)
+    state_dict.load_into(build.config(tmp_path), artifact(tmp_path, None), nn.ReLU())
 
 
 # --- what does not fit -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("write", "name"), FORMATS)
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("module", "changes", "message"),
     [
-        pytest.param({"linear.bias": None}, ["missing keys (1): linear.bias"], id="missing"),
-        pytest.param(
-            {"linear.bias": None, "linear.weight": None, "other": torch.ones(1)},
-            ["missing keys (2): linear.weight, linear.bias; unexpected keys (1): other"],
-            id="all other",
+        (
+            Net(),
+            {"linear.bias": None, "linear.weight": None, "module.linear.weight": torch.ones(1)},
+            "missing keys (2): linear.weight, linear.bias; unexpected keys (1): module.linear.weig",
         ),
-        pytest.param(
-            {"extra.weight": torch.ones(1), "extra.bias": torch.ones(1)},
-            ["unexpected keys (2): ", "extra.weight", "extra.bias"],
-            id="unexpected",
-        ),
-        pytest.param(
-            {"linear.weight": torch.ones(2, 3), "linear.bias": torch.ones(1)},
-            [
-                "wrong shapes (2): linear.weight [2, 3] instead of [3, 2], linear.bias",
-                "linear.bias [1] instead of [3]",
-            ],
-            id="shapes",
-        ),
-        pytest.param(
+        (Net(), {"extra": torch.ones(1)}, "unexpected keys (1): extra"),
+        (
+            Net(),
             {"linear.bias": None, "linear.weight": torch.ones(5), "more": torch.ones(1)},
-            [
-                "missing keys (1): linear.bias",
-                "unexpected keys (1): more",
-                "wrong shapes (1): linear.weight [5] instead of [3, 2]",
-            ],
-            id="everything",
+            "missing keys (1): linear.bias; unexpected keys (1): more; wrong shapes (1): linear.w",
         ),
-        pytest.param(
-            {
-                "linear.weight": None,
-                "linear.bias": None,
-                "module.linear.weight": torch.ones(3, 2),
-                "module.linear.bias": torch.ones(3),
-            },
-            ["missing keys (2): linear.weight, linear.bias", "module.linear.weight"],
-            id="DataParallel's prefix",
-        ),
+        (nn.Identity(), {}, "unexpected keys (2): linear.weight, linear.bias"),
     ],
 )
 def test_weights_of_another_module(
-    changes: dict[str, Tensor | None], said: list[str], write: Writer, name: str, tmp_path: Path
+    module: nn.Module, changes: dict[str, Tensor | None], message: str, tmp_path: Path
 ) -> None:
     """One message names all missing and unexpected keys and other shapes."""
     changed = {**STATE, **changes}
     state = {key: tensor for key, tensor in changed.items() if tensor is not None}
 
     with pytest.raises(WeightsError) as raised:
-        filled(tmp_path, Net(), state, write, name)
+        filled(tmp_path, module, state)
 
-    text = str(raised.value)
     assert isinstance(raised.value, LoadError)
-    assert text.startswith(f"model 'digits': the weights in {name} do not fit the module: ")
-    assert all(part in text for part in said)
-    assert "state_dict() of the class that is served" in text
-
-
-def test_weights_of_a_module_without_any(tmp_path: Path) -> None:
-    """A file with weights beside a module without any is an error."""
-    with pytest.raises(WeightsError, match=r"unexpected keys \(2\): linear.weight, linear.bias"):
-        filled(tmp_path, nn.Identity(), STATE)
+    start = "model 'digits': the weights in model.pt do not fit the module: "
+    assert str(raised.value).startswith(start + message)
 
 
 def test_tied_weight_of_another_shape(tmp_path: Path) -> None:
@@ -405,98 +324,49 @@ def test_lazy_module(tmp_path: Path) -> None:
         filled(tmp_path, nn.LazyLinear(3), {"weight": torch.ones(3, 2)})
 
 
-@pytest.mark.parametrize("write", [zipped, legacy], ids=["pt", "legacy pt"])
 @pytest.mark.parametrize(
-    ("state", "said"),
+    ("state", "message"),
     [
-        pytest.param(
+        (
             {"state_dict": STATE, "epoch": 3},
-            "hold a dict that is not a state_dict; expected tensors by name. Save its entry"
-            " 'state_dict' alone.",
-            id="checkpoint",
+            "hold a dict that is not a state_dict; expected tensors by name. Save its entry 'st",
         ),
-        pytest.param({"model": STATE}, "Save its entry 'model' alone.", id="nested"),
-        pytest.param({**STATE, "epoch": 3}, "hold a dict that is not a state_dict", id="a number"),
-        pytest.param(torch.ones(3), "hold a Tensor that is not a state_dict", id="tensor"),
-        pytest.param([torch.ones(3)], "hold a list that is not a state_dict", id="list"),
-        pytest.param(3, "hold a int that is not a state_dict", id="int"),
-        pytest.param("text", "hold a str that is not a state_dict", id="str"),
-        pytest.param(None, "hold a NoneType that is not a state_dict", id="None"),
-        pytest.param({0: torch.ones(3)}, "hold a dict that is not a state_dict", id="numbered"),
+        ({"model": STATE}, "Save its entry 'model' alone."),
+        ({**STATE, "epoch": 3}, "hold a dict that is not a state_dict"),
+        ({0: torch.ones(3)}, "hold a dict that is not a state_dict"),
+        (torch.ones(3), "hold a Tensor that is not a state_dict"),
+        (None, "hold a NoneType that is not a state_dict"),
     ],
 )
-def test_file_without_a_state_dict(state: Any, said: str, write: Writer, tmp_path: Path) -> None:
+def test_file_without_a_state_dict(state: object, message: str, tmp_path: Path) -> None:
     """A file without tensors by name is an error that names the entry to save."""
     with pytest.raises(ArtifactError) as raised:
-        filled(tmp_path, Net(), state, write)
+        filled(tmp_path, Net(), state)
 
     assert "model 'digits': the weights model.pt " in str(raised.value)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 # --- what is no file of weights --------------------------------------------------------------
 
 
-class Trap:
-    """Creates a folder when it is unpickled."""
-
-    def __init__(self, sprung: Path) -> None:
-        self.sprung = sprung
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.sprung),)
-
-
-class Evaluated(Trap):
-    """Creates a folder through a built-in function when it is unpickled."""
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return eval, (f"__import__('os').mkdir({str(self.sprung)!r})",)
-
-
-@pytest.mark.parametrize("write", [zipped, legacy], ids=["pt", "legacy pt"])
-@pytest.mark.parametrize("kind", [Trap, Evaluated], ids=["os.mkdir", "eval"])
-def test_no_code_of_a_file_is_run(kind: type[Trap], write: Writer, tmp_path: Path) -> None:
-    """A pickle that would run code is refused, and its code does not run."""
-    sprung = tmp_path / "sprung"
-
-    with pytest.raises(ArtifactError) as raised:
-        filled(tmp_path, Net(), {**STATE, "linear.more": kind(sprung)}, write)
-
-    assert not sprung.exists()
-    assert "model 'digits': the weights model.pt " in str(raised.value)
-    assert "expected a state_dict" in str(raised.value)
-    torch.load(tmp_path / "1" / "model.pt", weights_only=False)
-    assert sprung.is_dir()  # the trap does work
-
-
-@pytest.mark.parametrize("write", [zipped, legacy], ids=["pt", "legacy pt"])
-def test_whole_module_is_refused(write: Writer, tmp_path: Path) -> None:
-    """A pickled module is refused."""
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    """A pickled module, or TorchScript, is not a file of weights."""
     with pytest.raises(ArtifactError, match="expected a state_dict"):
-        filled(tmp_path, Net(), Net(), write)
-
-
-def test_torchscript_is_no_file_of_weights(tmp_path: Path) -> None:
-    """TorchScript as a file of weights is refused by its type."""
-    path = build.write(tmp_path, "model.pt", "")
-    torch.jit.save(torch.jit.script(Net()), path)
-
+        filled(tmp_path, Net(), Net(), legacy)
+    torch.jit.save(torch.jit.script(Net()), tmp_path / "1" / "model.pt")
     with pytest.raises(ArtifactError, match=r"the weights model\.pt are TorchScript"):
         state_dict.load_into(build.config(tmp_path), artifact(tmp_path, "model.pt"), Net())
 
 
-@pytest.mark.parametrize("name", ["model.pt", "model.pth", "model.safetensors"])
+@pytest.mark.parametrize("name", ["model.pt", "model.safetensors"])
 @pytest.mark.parametrize(
     "content",
     [
         pytest.param(b"", id="empty"),
-        pytest.param(b"hello", id="text"),
-        pytest.param(b"\x80", id="one byte of a pickle"),
         pytest.param(b"\x80\x02abc", id="start of a pickle"),
         pytest.param(b"\x80\x02}." * 5, id="empty pickles"),
         pytest.param(b"PK\x03\x04" + bytes(40), id="start of a zip"),
-        pytest.param(b"\xff" * 100, id="ones"),
         pytest.param((2).to_bytes(8, "little") + b"{}" + b"rest", id="safetensors with a rest"),
         pytest.param((9).to_bytes(8, "little") + b'{"a": 1}}', id="safetensors without tensors"),
     ],
@@ -505,13 +375,11 @@ def test_damaged_weights(content: bytes, name: str, tmp_path: Path) -> None:
     """A damaged file fails the load with an error that names it."""
     build.write(tmp_path, name, content)
 
-    with pytest.raises(ArtifactError) as raised:
+    with pytest.raises(ArtifactError, match=f"model 'digits': the weights {name} "):
         state_dict.load_into(build.config(tmp_path), artifact(tmp_path, name), Net())
 
-    assert f"model 'digits': the weights {name} " in str(raised.value)
 
-
-@pytest.mark.parametrize("share", [0.05, 0.2, 0.4, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("share", [0.05, 0.4, 0.6, 0.95])
 @pytest.mark.parametrize(("write", "name"), FORMATS)
 def test_truncated_weights(write: Writer, name: str, share: float, tmp_path: Path) -> None:
     """A truncated file fails the load with an error that names it."""
@@ -519,10 +387,8 @@ def test_truncated_weights(write: Writer, name: str, share: float, tmp_path: Pat
     write(STATE, path)
     path.write_bytes(path.read_bytes()[: int(path.stat().st_size * share)])
 
-    with pytest.raises(ArtifactError) as raised:
+    with pytest.raises(ArtifactError, match=f"model 'digits': the weights {name} "):
         state_dict.load_into(build.config(tmp_path), artifact(tmp_path, name), Net())
-
-    assert f"model 'digits': the weights {name} " in str(raised.value)
 
 
 # --- sharded safetensors ---------------------------------------------------------------------
@@ -547,11 +413,10 @@ def filled_from_shards(folder: Path, module: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(
     "names",
     [
-        pytest.param(["model-00001-of-00002.safetensors"] * 2, id="one shard"),
-        pytest.param([f"model-0000{n}-of-00002.safetensors" for n in (1, 2)], id="two shards"),
-        pytest.param(["shards/a.safetensors", "shards/b.safetensors"], id="in a folder"),
-        pytest.param(["../a.safetensors", "../b.safetensors"], id="shared by versions"),
+        ["model-00001-of-00002.safetensors"] * 2,
+        ["shards/a.safetensors", "../b.safetensors"],
     ],
+    ids=["one shard", "in other folders"],
 )
 def test_shards_are_put_together(names: list[str], tmp_path: Path) -> None:
     """Weights in several files are loaded like those of one file."""
@@ -573,68 +438,42 @@ def test_linked_index_has_linked_shards(tmp_path: Path) -> None:
     assert torch.equal(filled_from_shards(tmp_path / "digits", Net())(X), Y)
 
 
-def test_shards_are_compared_as_one(tmp_path: Path) -> None:
-    """A key that is in no shard is missing, and the error names the index."""
+def test_keys_of_shards(tmp_path: Path) -> None:
+    """A key that is in no shard is missing; a damaged shard is named."""
     store_shards(tmp_path, {"a.safetensors": {"linear.weight": STATE["linear.weight"]}})
-
-    with pytest.raises(WeightsError) as raised:
+    with pytest.raises(WeightsError, match=rf"in {INDEX} do not fit.*\(1\): linear\.bias"):
         filled_from_shards(tmp_path, Net())
 
-    assert f"the weights in {INDEX} do not fit" in str(raised.value)
-    assert "missing keys (1): linear.bias" in str(raised.value)
+    path = tmp_path / "1" / "a.safetensors"
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(ArtifactError, match=r"the weights a\.safetensors are not valid safeten"):
+        filled_from_shards(tmp_path, Net())
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("../../secret.safetensors", id="outside"),
-        pytest.param("{folder}/secret.safetensors", id="absolute"),
-        pytest.param("link.safetensors", id="link that leaves the folder"),
-        pytest.param("gone.safetensors", id="missing"),
-        pytest.param(".", id="a folder"),
-        pytest.param("", id="no name"),
-    ],
-)
+@pytest.mark.parametrize("name", ["../../secret.safetensors", "gone.safetensors", ".", ""])
 def test_missing_shard(name: str, tmp_path: Path) -> None:
-    """A missing shard, or one outside of the folder, is refused."""
+    """A missing shard, or one outside of the folder, is refused; see test_security, too."""
     folder = tmp_path / "digits"
-    name = name.format(folder=tmp_path)
     safe(STATE, tmp_path / "secret.safetensors")
     store_shards(folder, {}, weight_map=dict.fromkeys(STATE, name))
-    (folder / "1" / "link.safetensors").symlink_to(tmp_path / "secret.safetensors")
 
     with pytest.raises(ArtifactError) as raised:
         filled_from_shards(folder, Net())
 
-    assert f"'digits': the weights {INDEX} name {name}" in str(raised.value)
-    assert "expected a file beside the index" in str(raised.value)
-
-
-def test_damaged_shard(tmp_path: Path) -> None:
-    """The error names the damaged shard."""
-    store_shards(tmp_path, {"a.safetensors": STATE})
-    path = tmp_path / "1" / "a.safetensors"
-    path.write_bytes(path.read_bytes()[:-4])
-
-    with pytest.raises(
-        ArtifactError, match=r"the weights a\.safetensors are not valid safetensors"
-    ):
-        filled_from_shards(tmp_path, Net())
+    message = f"'digits': the weights {INDEX} name {name}; expected a file beside the index"
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        pytest.param(b"", id="empty"),
-        pytest.param(b"{", id="cut off"),
-        pytest.param(b"[]", id="list"),
-        pytest.param(b"{}", id="no weight_map"),
-        pytest.param(b'{"weight_map": []}', id="weight_map of no keys"),
-        pytest.param(b'{"weight_map": null}', id="no keys"),
-        pytest.param(b'{"weight_map": {"a": ["b"]}}', id="list of files"),
-        pytest.param(b'{"weight_map": {"a": "b", "c": 3}}', id="a number for a file"),
-        pytest.param(b"\xff\xfe\x00", id="not UTF-8"),
-        pytest.param(b"\x89PNG", id="no JSON"),
+        b"{",
+        b"[]",
+        b"{}",
+        b'{"weight_map": null}',
+        b'{"weight_map": {"a": ["b"]}}',
+        b'{"weight_map": {"a": "b", "c": 3}}',
+        b"\xff\xfe\x00",
     ],
 )
 def test_damaged_index(content: bytes, tmp_path: Path) -> None:
@@ -646,3 +485,95 @@ def test_damaged_index(content: bytes, tmp_path: Path) -> None:
 
     assert f"'digits': the weights {INDEX} are not an index of safetensors" in str(raised.value)
     assert "a JSON object with a weight_map" in str(raised.value)
+
+
+# --- modules without random values -----------------------------------------------------------
+
+
+class Constructed(nn.Module):
+    """A module with a layer, whose constructor runs more code."""
+
+    def __init__(self, code: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        exec(code, {"self": self, "nn": nn, "torch": torch})
+
+
+_NOISE = "self.register_buffer('noise', {}, persistent={})"
+_UNUSED = {
+    "embedding": "self.embedding = nn.Embedding(5, 4, padding_idx=0)",
+    "copied layers": "layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)\n"
+    "self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)",
+    "truncated": "self.positions = nn.Parameter(torch.empty(4))\n"
+    "nn.init.trunc_normal_(self.positions, std=0.02)",
+    "through data": "self.linear.weight.data.normal_(0, 0.02)",
+    "own generator": _NOISE.format(
+        "torch.randn(3, generator=torch.Generator().manual_seed(1))", False
+    ),
+    "saved buffer": _NOISE.format("torch.empty(3).normal_()", True),
+    "freed": "torch.empty(3).normal_()",
+    "tied": "self.head = nn.Linear(3, 3, bias=False)\nself.head.weight = self.linear.weight",
+}
+
+
+@pytest.mark.parametrize("code", _UNUSED.values(), ids=_UNUSED)
+def test_weights_that_a_file_will_fill_are_not_drawn(code: str) -> None:
+    """The module is built once, and its weights are uninitialized."""
+    built: list[nn.Module] = []
+
+    def construct() -> nn.Module:
+        built.append(Constructed(code))
+        return built[-1]
+
+    torch.manual_seed(0)
+    before = torch.random.get_rng_state()
+    assert state_dict.build_uninitialized(construct) is built[0]
+    assert len(built) == 1
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+_USED = {
+    "unsaved buffer": _NOISE.format("torch.empty(3).normal_()", False),
+    "drawn later": _NOISE.format("torch.randn(3)", False),
+    "plain tensor": "self.noise = torch.empty(3).uniform_()",
+    "computed": _NOISE.format("self.linear.weight.sum()", False),
+    "converted": "self.half = self.linear.weight.to(torch.float64)",
+    "compared": "assert self.linear.weight.abs().max() <= 1",
+    "fails without": "with torch.no_grad():\n"
+    "    self.linear.weight.copy_(torch.full((3, 3), float('nan')))\n"
+    "    self.linear.weight.normal_()\n"
+    "assert not torch.isnan(self.linear.weight).any()",
+}
+
+
+@pytest.mark.parametrize("code", _USED.values(), ids=_USED)
+def test_a_module_that_uses_its_random_values_has_them(code: str) -> None:
+    """A module that uses its random values is built with them."""
+    torch.manual_seed(0)
+    expected = Constructed(code)
+    torch.manual_seed(0)
+    built = state_dict.build_uninitialized(lambda: Constructed(code))
+    tensors = [name for name, value in vars(expected).items() if isinstance(value, Tensor)]
+    buffers = [name for name, _ in expected.named_buffers()]
+    for name in (*tensors, *buffers):
+        assert torch.equal(getattr(built, name), getattr(expected, name)), name
+    assert torch.equal(built.linear.weight, expected.linear.weight)
+
+
+def test_error_of_a_constructor() -> None:
+    """The error of the constructor is raised."""
+    with pytest.raises(ValueError, match="no such size"):
+        state_dict.build_uninitialized(lambda: Constructed("raise ValueError('no such size')"))
+
+
+def test_function_keeps_its_random_values() -> None:
+    """No file fills the tensors of a closure."""
+
+    def construct() -> Callable[[], Tensor]:
+        drawn = torch.empty(3).normal_()
+        return lambda: drawn
+
+    torch.manual_seed(0)
+    expected = construct()()
+    torch.manual_seed(0)
+    assert torch.equal(state_dict.build_uninitialized(construct)(), expected)

@@ -29,7 +29,7 @@ from torch_py_backend.errors import (
     InputError,
     OutputError,
 )
-from torch_py_backend.loading import sample_inputs
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import row_pool, state_store
 from torch_py_backend.sequences.row_pool import Pool
@@ -447,7 +447,7 @@ def test_buckets_fill_up_with_states() -> None:
 def test_samples_are_first_steps() -> None:
     """Sample inputs have initial states, and controls of a single step."""
     settings = config(kept(dims=(-1, 2), initial=InitialState((0, 2))), controls=_CONTROLS)
-    sample = sample_inputs.item(
+    sample = example_inputs.item(
         state_store.with_controls(settings, introspection.from_function(_takes_total)), 3
     )
 

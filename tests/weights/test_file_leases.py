@@ -95,7 +95,7 @@ def test_one_of_several_files(tmp_path: Path) -> None:
     guard = file_leases.Guard("digits", paths, mapped_files.measure(weights).ranges)
     for path in paths:
         cut_short(path)
-    assert [one.numpy().tobytes() for one in weights] == expected
+    assert [tensor.numpy().tobytes() for tensor in weights] == expected
     guard.close()
 
 
@@ -103,16 +103,18 @@ def test_file_without_a_lease(
     file: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Writing over a file without a lease is logged as an error."""
-    said = []
+    messages = []
     monkeypatch.setattr(file_leases, "_POLL_S", 0.01)
-    monkeypatch.setattr(file_leases.log, "error", lambda *words: said.append(words[0] % words[1:]))
+    monkeypatch.setattr(
+        file_leases.log, "error", lambda *words: messages.append(words[0] % words[1:])
+    )
     with file.open("r+b"):  # who writes already: the kernel refuses a lease
         guard = file_leases.Guard("digits", [file], ())
         os.utime(file, ns=(1, 1))
         guard._thread.join(timeout=30)
     assert not guard._thread.is_alive()
-    (sentence,) = said
-    assert "weights.bin was written over in place" in sentence
+    (message,) = messages
+    assert "weights.bin was written over in place" in message
     guard.close()
 
 

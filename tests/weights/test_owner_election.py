@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import tempfile
@@ -61,7 +60,7 @@ _STAGES = {
     "with the lock": "owner_election.Owner.__init__ = die",
     "before it listens": "Owner.offer = die",
     "before it accepts": "Owner._serve = die",
-    "before it sends": "Owner._remove_dead = die",
+    "before it sends": "owner_election._peer = die",
     "while it sends": """
 def serve(self, listening, line):
     sharer, _ = listening.accept()
@@ -82,18 +81,12 @@ def _descriptors(process: int) -> int:
     return sum(1 for _ in Path(f"/proc/{process}/fd").iterdir())
 
 
-def test_the_first_owns(start: Start, tmp_path: Path) -> None:
-    """The first process is the owner, and the others get its offer."""
-    assert start(_MEMBER, tmp_path, "a").hear() == "owner"
-    assert [start(_MEMBER, tmp_path, name).hear() for name in "bc"] == ["a", "a"]
-
-
-def test_eight_at_once(start: Start, tmp_path: Path) -> None:
-    """Of processes that start together, one is the owner."""
-    members = {name: start(_MEMBER, tmp_path, name) for name in "abcdefgh"}
-    heard = {name: member.hear() for name, member in members.items()}
-    (owner,) = (name for name, said in heard.items() if said == "owner")
-    assert {said for name, said in heard.items() if name != owner} == {owner}
+def test_several_at_once(start: Start, tmp_path: Path) -> None:
+    """Of processes that start together, one is the owner, and the others get its offer."""
+    members = {name: start(_MEMBER, tmp_path, name) for name in "abcde"}
+    roles = {name: member.hear() for name, member in members.items()}
+    (owner,) = (name for name, role in roles.items() if role == "owner")
+    assert {role for name, role in roles.items() if name != owner} == {owner}
 
 
 @pytest.mark.parametrize("stage", _STAGES)
@@ -103,11 +96,10 @@ def test_an_owner_killed(stage: str, start: Start, tmp_path: Path) -> None:
     lock = tmp_path / "owner.lock"
     while not (lock.exists() and lock.read_bytes()):  # its name, once it holds the lock
         pass
-    members = [start(_MEMBER, tmp_path, name) for name in "abc"]
-    heard = [member.hear() for member in members]
+    members = [start(_MEMBER, tmp_path, name) for name in "ab"]
+    roles = [member.hear() for member in members]
     assert killed.process.wait() == -9
-    assert max(heard) == "owner"
-    assert set(heard) - {"owner"} == {"abc"[heard.index("owner")]}
+    assert roles in (["owner", "a"], ["b", "owner"])
 
 
 def test_an_owner_killed_afterwards(start: Start, tmp_path: Path) -> None:
@@ -118,9 +110,9 @@ def test_an_owner_killed_afterwards(start: Start, tmp_path: Path) -> None:
     assert {sharer.ask("ended") for sharer in sharers} == {"True False"}
     for sharer in sharers:
         sharer.tell("again")
-    heard = [sharer.hear() for sharer in sharers]
-    assert heard.count("owner") == 1
-    assert set(heard) - {"owner"} == {"bcd"[heard.index("owner")]}
+    roles = [sharer.hear() for sharer in sharers]
+    assert roles.count("owner") == 1
+    assert set(roles) - {"owner"} == {"bcd"[roles.index("owner")]}
 
 
 def test_owner_closes(start: Start, tmp_path: Path) -> None:
@@ -166,7 +158,7 @@ def test_sharers_come_and_go(start: Start, tmp_path: Path) -> None:
     owner = start(_MEMBER, tmp_path, "a")
     owner.hear()
     before = _descriptors(owner.pid)
-    for number in range(6):
+    for number in range(2):
         sharer = start(_MEMBER, tmp_path, "b")
         assert sharer.hear() == "a"
         if number % 2:
@@ -193,59 +185,68 @@ def test_descriptors_of_a_sharer(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stale", ["socket", "file", "listening"])
-def test_stale_socket(stale: str, start: Start, tmp_path: Path) -> None:
+def test_stale_socket(stale: str, tmp_path: Path) -> None:
     """The socket of a killed owner is replaced."""
     path = tmp_path / "offer.socket"
-    left = socket.socket(socket.AF_UNIX)
-    if stale == "file":
-        path.touch()
-    else:
-        left.bind(str(path))
-    if stale == "listening":
-        left.listen()
-    left.close()
-    assert start(_MEMBER, tmp_path, "a").hear() == "owner"
-    assert start(_MEMBER, tmp_path, "b").hear() == "a"
+    with socket.socket(socket.AF_UNIX) as killed:
+        if stale == "file":
+            path.touch()
+        else:
+            killed.bind(str(path))
+        if stale == "listening":
+            killed.listen()
+    _exchange(tmp_path, {"by": "a"})
 
 
-def test_a_long_path(start: Start, tmp_path: Path) -> None:
+def test_a_long_path(tmp_path: Path) -> None:
     """The path of the folder may be longer than the address of a socket."""
     folder = tmp_path / ("x" * 100) / ("y" * 100)
     folder.mkdir(parents=True)
-    assert start(_MEMBER, folder, "a").hear() == "owner"
-    assert start(_MEMBER, folder, "b").hear() == "a"
+    _exchange(folder, {"a": [1, None, "ü\n"], "b": {"c": 1.5}})
+
+
+def _exchange(folder: Path, document: dict[str, object]) -> None:
+    """Send an offer to a sharer, and close both; a second close does nothing."""
+    owner = owner_election.join(folder, "a")
+    assert isinstance(owner, Owner)
+    owner.offer(document)
+    sharer = owner_election.join(folder, "b")
+    assert isinstance(sharer, Sharer)
+    assert sharer.document == document
+    for part in (sharer, sharer, owner, owner):
+        part.close()
 
 
 @pytest.fixture
-def everybodys() -> Iterator[Path]:
+def shared_folder() -> Iterator[Path]:
     """A folder that all users may write to."""
-    with tempfile.TemporaryDirectory() as made:
-        Path(made).chmod(0o777)
-        yield Path(made)
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o777)
+        yield Path(name)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_sharer_of_another_user(start: Start, everybodys: Path) -> None:
+def test_sharer_of_another_user(start: Start, shared_folder: Path) -> None:
     """A process of another user gets no offer, even with access to the folder."""
-    start(_MEMBER, everybodys, "a").hear()
-    (everybodys / "offer.socket").chmod(0o777)
+    start(_MEMBER, shared_folder, "a").hear()
+    (shared_folder / "offer.socket").chmod(0o777)
     code = (
         "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX);"
         " s.connect(sys.argv[1]); print(len(s.recv(9)), flush=True)"
     )
-    assert start(code, everybodys / "offer.socket").hear() == "0"
+    assert start(code, shared_folder / "offer.socket").hear() == "0"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
-def test_owner_of_another_user(start: Start, everybodys: Path) -> None:
+def test_owner_of_another_user(start: Start, shared_folder: Path) -> None:
     """The offer of another user is not accepted."""
     code = (
         "import os, socket, sys; os.setuid(12345); s = socket.socket(socket.AF_UNIX);"
         " s.bind(sys.argv[1]); s.listen(); print('listens', flush=True);"
         " c, _ = s.accept(); c.sendall(b'{}\\n'); input()"
     )
-    assert start(code, everybodys / "offer.socket").hear() == "listens"
-    assert owner_election._connect(everybodys) is None
+    assert start(code, shared_folder / "offer.socket").hear() == "listens"
+    assert owner_election._connect(shared_folder) is None
 
 
 def test_waiting_is_logged(
@@ -262,18 +263,6 @@ def test_waiting_is_logged(
     assert caplog.messages == ["'digits_0_1' waits until 'digits_0_0' has loaded the weights."]
 
 
-def test_closing_twice(tmp_path: Path) -> None:
-    """A second close does nothing."""
-    owner = owner_election.join(tmp_path, "a")
-    assert isinstance(owner, Owner)
-    owner.offer({"by": "a"})
-    sharer = owner_election.join(tmp_path, "b")
-    assert isinstance(sharer, Sharer)
-    for one in (sharer, sharer, owner, owner):
-        one.close()
-    owner_election.join(tmp_path, "c").close()
-
-
 def _group(start: Start, folder: Path, names: str, change: str = "") -> list[Child]:
     """Start an owner and its sharers."""
     members = []
@@ -281,16 +270,3 @@ def _group(start: Start, folder: Path, names: str, change: str = "") -> list[Chi
         members.append(start(_MEMBER, folder, name, change if place else ""))
         assert members[-1].hear() == (names[0] if place else "owner")
     return members
-
-
-def test_offer_is_json(tmp_path: Path) -> None:
-    """The offer is sent as JSON."""
-    document = {"a": [1, None, "ü\n"], "b": {"c": 1.5}}
-    owner = owner_election.join(tmp_path, "a")
-    assert isinstance(owner, Owner)
-    owner.offer(document)
-    sharer = owner_election.join(tmp_path, "b")
-    assert isinstance(sharer, Sharer)
-    assert sharer.document == json.loads(json.dumps(document))
-    sharer.close()
-    owner.close()

@@ -14,7 +14,7 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
-from torch_py_backend.loading import mapped_files, optimization, registry, state_dict
+from torch_py_backend.loading import mapped_files, registry, state_dict
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
 from torch_py_backend.weights import sharing
@@ -102,20 +102,22 @@ def settled(folder: Path, write: Callable[[Path], None], **options: Any) -> Shar
     config: ModelConfig = build.config(folder, **options)
     artifact = discovery.find(config)
     loaded = registry.load(artifact, config, torch.device("cpu"))
-    optimization.apply(config, loaded)
+    registry.optimize(config, loaded)
     return sharing.report(config, artifact, loaded)
 
 
-@pytest.mark.parametrize("wanted", [None, True])
 @pytest.mark.parametrize("write", [_state_dict, _safetensors, _shards, _scripted, _exported])
 def test_instances_share_the_weights_of_a_file(
-    write: Callable[[Path], None], wanted: bool | None, tmp_path: Path
+    write: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    """All weights of all artifact types are shared, unless the config disables it."""
-    found = settled(tmp_path, write, enable_weight_sharing=wanted)
-    assert (found.mapped.shared, found.mapped.total) == (BYTES, BYTES)
-    assert not found.obstacle
-    assert str(found) == "0.0 MB of 0.0 MB shared by the instances"
+    """All weights of all artifact types are shared, unless ENABLE_WEIGHT_SHARING is false."""
+    shared = settled(tmp_path, write, enable_weight_sharing=True)
+    assert (shared.mapped.shared, shared.mapped.total) == (BYTES, BYTES)
+    assert str(shared) == "0.0 MB of 0.0 MB shared by the instances"
+    build.write(tmp_path, "model.py", SOURCE)
+    copied = settled(tmp_path, write, enable_weight_sharing=False)
+    assert copied.mapped.shared == 0
+    assert copied.obstacle == "ENABLE_WEIGHT_SHARING is false"
 
 
 OBSTACLES = [
@@ -143,14 +145,6 @@ def test_obstacles(
     with pytest.raises(ConfigError, match="ENABLE_WEIGHT_SHARING is true, and only") as caught:
         settled(tmp_path, write, enable_weight_sharing=True, **options)
     assert reason in str(caught.value)
-
-
-@pytest.mark.parametrize("write", [_state_dict, _safetensors, _scripted, _exported])
-def test_sharing_is_disabled(write: Callable[[Path], None], tmp_path: Path) -> None:
-    """With ENABLE_WEIGHT_SHARING false no weight is mapped."""
-    found = settled(tmp_path, write, enable_weight_sharing=False)
-    assert found.mapped.shared == 0
-    assert found.obstacle == "ENABLE_WEIGHT_SHARING is false"
 
 
 @pytest.mark.parametrize(("least", "lines"), [(1, 1), (1 << 30, 0)])
@@ -198,16 +192,13 @@ class Extra(Odd):
 
 
 @_QUANTISED
-@pytest.mark.parametrize("kind", [Odd, Extra])
-def test_unusual_tensors(kind: type[nn.Module]) -> None:
+def test_unusual_tensors() -> None:
     """Tensors that are not plain are ignored."""
-    module = kind()
-    loaded = Loaded(
-        ArtifactType.FACTORY, module, introspection.from_function(module.forward), module
-    )
-    found = sharing.mapped(loaded)
-    assert found.shared == 0
-    assert found.total == sum(one.nbytes for one in module.parameters())
+    module = Extra()
+    signature = introspection.from_function(module.forward)
+    mapped = sharing.mapped(Loaded(ArtifactType.FACTORY, module, signature, module))
+    assert mapped.shared == 0
+    assert mapped.total == sum(parameter.nbytes for parameter in module.parameters())
 
 
 @_QUANTISED
@@ -244,6 +235,6 @@ def test_quantised_tensors_of_an_archive_stay(tmp_path: Path) -> None:
 
     path = tmp_path / "model.pt"
     torch.jit.script(Quantised().eval()).save(path)
-    made = torch.jit.load(path)
-    mapped_files.share(made.state_dict(keep_vars=True).values(), path)
-    assert torch.equal(made(torch.zeros(4)), Quantised()(torch.zeros(4)))
+    loaded = torch.jit.load(path)
+    mapped_files.share(loaded.state_dict(keep_vars=True).values(), path)
+    assert torch.equal(loaded(torch.zeros(4)), Quantised()(torch.zeros(4)))

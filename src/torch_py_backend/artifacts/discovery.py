@@ -6,6 +6,7 @@ Does not import torch, unpickle, or run code of the model.
 from __future__ import annotations
 
 import ast
+import contextlib
 import dataclasses
 import enum
 import re
@@ -57,7 +58,7 @@ class Artifact:
     def weight_files(self) -> list[Path]:
         """Return the files of its weights, an index before its shards."""
         if self.weights is not None:
-            return [self.weights, *_shards(self.weights)]
+            return [self.weights, *shards(self.weights).values()]
         if self.path.is_dir():  # a factory may read any of its files
             return sorted(path for path in self.path.rglob("*") if path.is_file())
         return [self.path] if self.path.is_file() else []
@@ -97,23 +98,23 @@ def find(config: ModelConfig) -> Artifact:
         ArtifactError: there is no such file, or it cannot be served.
         ConfigError: an option names a file outside the model's folder.
     """
-    artifact = _find(config)
-    source = config.version_folder / "model.py"
-    if artifact.kind is not ArtifactType.FACTORY:
-        source = artifact.path.with_suffix(".py")
-    return dataclasses.replace(artifact, hooks=_hooks(config, source))
-
-
-def _find(config: ModelConfig) -> Artifact:
+    fallback = config.options.fallback
     if ":" in (config.options.model_factory or ""):
-        _refuse_fallback(config, ArtifactType.FACTORY)
-        return _with_weights(config, ArtifactType.FACTORY, config.version_folder, "model")
-    artifact = _describe(config, _model_file(config))
-    if config.options.fallback is None:
-        return artifact
-    _refuse_fallback(config, artifact.kind)
-    fallback = _describe(config, _inside(config, "FALLBACK", config.options.fallback))
-    return Artifact(ArtifactType.AOTI, artifact.path, fallback=fallback)
+        artifact = _with_weights(config, ArtifactType.FACTORY, config.version_folder, "model")
+        source = config.version_folder / "model.py"
+    else:
+        artifact = _describe(config, _model_file(config))
+        source = artifact.path.with_suffix(".py")
+    if fallback is not None:
+        if artifact.kind is not ArtifactType.AOTI:
+            raise ConfigError(
+                config.name,
+                f"FALLBACK is set, and the model is {artifact.kind.value}",
+                expected="an AOTInductor package, the only type that may not fit a machine",
+            )
+        alternative = _describe(config, _inside(config, "FALLBACK", fallback))
+        artifact = dataclasses.replace(artifact, fallback=alternative)
+    return dataclasses.replace(artifact, hooks=_hooks(config, source))
 
 
 # --- hooks -----------------------------------------------------------------------------------
@@ -122,10 +123,10 @@ def _find(config: ModelConfig) -> Artifact:
 def _hooks(config: ModelConfig, source: Path) -> Path | None:
     """Return the source file if it defines the hooks."""
     name = config.options.hooks
-    if name is not None and name.lower() == "none":
-        return None
     if name is None:
         return source if _defines_hooks(source) else None
+    if name.lower() == "none":
+        return None
     if not source.is_file():
         raise ArtifactError(
             config.name,
@@ -145,39 +146,26 @@ def _defines_hooks(source: Path) -> bool:
     except OSError:  # missing; or unreadable, which loading it reports
         return False
     try:
-        tree = ast.parse(text)
+        body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError):
         return re.search(rb"^class Hooks\b", text, re.MULTILINE) is not None
-    return any(_is_hooks(node) for node in tree.body)
+    return any(
+        isinstance(node, ast.ClassDef) and node.name == HOOKS_CLASS and _has_hooks(node)
+        for node in body
+    )
 
 
-def _is_hooks(node: ast.stmt) -> bool:
-    if not isinstance(node, ast.ClassDef) or node.name != HOOKS_CLASS:
-        return False
+def _has_hooks(node: ast.ClassDef) -> bool:
     bases = [ast.unparse(base) for base in node.bases]
-    if any(base.endswith("Module") for base in bases):
-        return False
     methods = {
         part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
     }
-    return bool(bases) or not methods.isdisjoint(HOOK_METHODS)
+    return not any(base.endswith("Module") for base in bases) and (
+        bool(bases) or not methods.isdisjoint(HOOK_METHODS)
+    )
 
 
-def _is_complete(path: Path) -> bool:
-    """Return whether a file is a model without further files."""
-    try:
-        return file_types.file_type(path) in _KINDS
-    except OSError:
-        return False
-
-
-def _refuse_fallback(config: ModelConfig, kind: ArtifactType) -> None:
-    if config.options.fallback is not None and kind is not ArtifactType.AOTI:
-        raise ConfigError(
-            config.name,
-            f"FALLBACK is set, and the model is {kind.value}",
-            expected="an AOTInductor package, the only type that may not fit a machine",
-        )
+# --- files -----------------------------------------------------------------------------------
 
 
 def _describe(config: ModelConfig, path: Path) -> Artifact:
@@ -213,44 +201,57 @@ def _describe(config: ModelConfig, path: Path) -> Artifact:
 
 
 def _model_file(config: ModelConfig) -> Path:
-    folder, options = config.version_folder, config.options
-    names = _candidates(config.default_model_filename)
-    if names[0] not in _DEFAULTS:  # a default name may be a link to a store of models
-        check_inside(config, "default_model_filename", names[0])
+    folder, options, name = config.version_folder, config.options, config.default_model_filename
+    names: tuple[str, ...] = _DEFAULTS if name is None else (name,)
+    if name == "model.pt":
+        # Triton sets it for `platform: "pytorch_libtorch"`, even if there is no such file.
+        names = ("model.pt", "model.py", "model.pt2")
+    elif name is not None and name not in _DEFAULTS:
+        # A default name may be a link to a store of models.
+        check_inside(config, "default_model_filename", name)
     paths = [folder / name for name in names]
     present = [
         path for path in paths if path.is_file() or (path.suffix == ".mar" and path.is_dir())
     ]
-    if present:
-        first = present[0]
-        named = options.model_class or options.model_factory
-        if first.suffix == ".py" and not named and _hooks(config, first) is not None:
-            return next((path for path in present[1:] if _is_complete(path)), first)
-        return first
-    entries = folder.iterdir() if folder.is_dir() else ()
-    others = sorted(f"{path.name}{'' if path.exists() else ' (a broken link)'}" for path in entries)
-    raise ArtifactError(
-        config.name,
-        f"version {config.version} holds {', '.join(others) or 'no files'}",
-        expected=" or ".join(names),
-        cure="Put the model there, or name its file with default_model_filename.",
-    )
-
-
-def _candidates(named: str | None) -> tuple[str, ...]:
-    if named is None:
-        return _DEFAULTS
-    # Triton sets model.pt for `platform: "pytorch_libtorch"`, even if there is no such file.
-    return ("model.pt", "model.py", "model.pt2") if named == "model.pt" else (named,)
+    if not present:
+        entries = folder.iterdir() if folder.is_dir() else ()
+        others = sorted(
+            f"{path.name}{'' if path.exists() else ' (a broken link)'}" for path in entries
+        )
+        raise ArtifactError(
+            config.name,
+            f"version {config.version} holds {', '.join(others) or 'no files'}",
+            expected=" or ".join(names),
+            cure="Put the model there, or name its file with default_model_filename.",
+        )
+    first = present[0]
+    selected = options.model_class or options.model_factory
+    if first.suffix == ".py" and not selected and _hooks(config, first) is not None:
+        # It only provides the hooks if there is a model without further files.
+        for path in present[1:]:
+            with contextlib.suppress(OSError):
+                if file_types.file_type(path) in _KINDS:
+                    return path
+    return first
 
 
 def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str) -> Artifact:
     name = config.options.weights
     if name is not None and name.lower() == "none":
         return Artifact(kind, path, weightless=True)
+    if name:
+        return Artifact(kind, path, _inside(config, "WEIGHTS", name))
     folder = path if kind is ArtifactType.FACTORY else path.parent
-    weights = _inside(config, "WEIGHTS", name) if name else _weights_in(config, folder, stem)
-    return Artifact(kind, path, weights)
+    beside = [folder / f"{stem}{suffix}" for suffix in WEIGHT_SUFFIXES]
+    present = [path for path in beside if path.is_file()]
+    if len(present) > 1:
+        raise ArtifactError(
+            config.name,
+            f"version {config.version} holds {' and '.join(path.name for path in present)}",
+            expected="one file of weights",
+            cure="Remove the others, or name the one to use with the parameter WEIGHTS.",
+        )
+    return Artifact(kind, path, present[0] if present else None)
 
 
 def _inside(config: ModelConfig, option: str, name: str) -> Path:
@@ -267,49 +268,33 @@ def _inside(config: ModelConfig, option: str, name: str) -> Path:
 
 
 def check_inside(config: ModelConfig, option: str, name: str, folder: Path | None = None) -> None:
-    """Raise if a file name leads out of the model's folder, also through a link.
+    """Raise ConfigError if the file name in an option leads out of the model's folder.
 
-    Args:
-        config: the model's config.
-        option: the option with the name, for the message.
-        name: the name.
-        folder: the folder that the name is relative to; None: the version folder.
-
-    Raises:
-        ConfigError: it leads out of the folder, or is not a valid name.
+    The name, which may be that of a link, is relative to `folder`; None: the version folder.
     """
-    try:
-        path = ((folder or config.version_folder) / name).resolve()
-        path.is_file()  # raises what a later access would raise
-        folders = (config.folder.resolve(), config.version_folder.resolve())
-        inside = any(path.is_relative_to(folder) for folder in folders)
-    except (OSError, ValueError, RuntimeError):  # too long, a NUL, a loop of links
-        inside = False
-    if not inside:
+    path = (folder or config.version_folder) / name
+    if not is_inside(path, config.folder, config.version_folder):
         raise ConfigError(
             config.name, f"{option} is '{name}'", expected="a file in the model's own folder"
         )
 
 
-def _weights_in(config: ModelConfig, folder: Path, stem: str) -> Path | None:
-    beside = [folder / f"{stem}{suffix}" for suffix in WEIGHT_SUFFIXES]
-    present = [path for path in beside if path.is_file()]
-    if len(present) > 1:
-        raise ArtifactError(
-            config.name,
-            f"version {config.version} holds {' and '.join(path.name for path in present)}",
-            expected="one file of weights",
-            cure="Remove the others, or name the one to use with the parameter WEIGHTS.",
-        )
-    return present[0] if present else None
+def is_inside(path: Path, *folders: Path) -> bool:
+    """Return whether a path is valid and, with its links followed, in one of these folders."""
+    try:
+        target = path.resolve()
+        target.is_file()  # raises what a later access would raise
+        return any(target.is_relative_to(folder.resolve()) for folder in folders)
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL, a loop of links
+        return False
 
 
-def _shards(weights: Path) -> list[Path]:
-    """Return the existing files that an index names; loading reports an invalid index."""
+def shards(weights: Path) -> dict[str, Path]:
+    """Return the existing files that an index names, by name; loading reports an invalid index."""
     if weights.suffix != ".json":
-        return []
+        return {}
     try:
         names = file_types.shards(weights)
-        return [path for name in names if (path := weights.parent / name).is_file()]
+        return {name: path for name in names if (path := weights.parent / name).is_file()}
     except (OSError, *file_types.INDEX_ERRORS):  # OSError: a name is too long
-        return []
+        return {}

@@ -43,17 +43,17 @@ class FileType(enum.Enum):
     UNKNOWN = "not a file that torch.save, torch.jit.save or torch.export.save wrote"
 
 
-def advice(found: FileType, path: Path) -> str:
+def advice(content: FileType, path: Path) -> str:
     """Return what to do with a file that cannot be served."""
     source = f"{path.stem}.py beside it"
-    if found in (FileType.STATE_DICT, FileType.SAFETENSORS):
+    if content in (FileType.STATE_DICT, FileType.SAFETENSORS):
         return f"Put the class that it belongs to in {source}."
-    if found is FileType.PICKLED_MODULE:
+    if content is FileType.PICKLED_MODULE:
         return (
             "Pickles can run any code and are not loaded. Save module.state_dict() instead and"
             f" put the class in {source}, or save TorchScript or a torch.export program."
         )
-    return _CURES.get(found, "Write it again with torch.jit.save, or copy it again.")
+    return _CURES.get(content, "Write it again with torch.jit.save, or copy it again.")
 
 
 _CURES = {
@@ -130,34 +130,32 @@ def _describe_archive(archive: zipfile.ZipFile) -> FileType:
     members = archive.namelist()
     if any("/data/aotinductor/" in name for name in members):
         return FileType.AOTI
-    if any(_is_program(name) for name in members):
+    # The second form is that of torch before 2.7.
+    if any(
+        ("/models/" in name and name.endswith(".json"))
+        or name.endswith("serialized_exported_program.json")
+        for name in members
+    ):
         return FileType.EXPORTED
     if any("/code/" in name or name.endswith("/constants.pkl") for name in members):
         return FileType.TORCHSCRIPT
     if any(name.endswith(("keras_metadata.pb", "model.weights.h5")) for name in members):
         return FileType.TENSORFLOW
-    return _describe_saved(archive)
-
-
-def _describe_saved(archive: zipfile.ZipFile) -> FileType:
-    """Return the type of a zip archive that torch.save may have written."""
-    pickles = [name for name in archive.namelist() if name.endswith("data.pkl")]
+    pickles = [name for name in members if name.endswith("data.pkl")]
     if not pickles:
         return FileType.UNKNOWN
+    return _describe_saved(archive, pickles[0])
+
+
+def _describe_saved(archive: zipfile.ZipFile, pickled: str) -> FileType:
+    """Return the type of a zip archive that torch.save may have written."""
     entries = archive.infolist()
     # torch.save does not compress. Tools that repack its files reach about half of their size.
     compressed = sum(entry.compress_size for entry in entries)
     if sum(entry.file_size for entry in entries) > _INFLATION * compressed:
         return FileType.BOMB
-    with archive.open(pickles[0]) as file:
+    with archive.open(pickled) as file:
         return _describe_pickle(file.read(_PICKLE_BYTES))
-
-
-def _is_program(name: str) -> bool:
-    """Return whether a zip member is an exported program before or since torch 2.7."""
-    return ("/models/" in name and name.endswith(".json")) or name.endswith(
-        "serialized_exported_program.json"
-    )
 
 
 def mmap_obstacle(weights: Path) -> str:
@@ -184,7 +182,8 @@ def aoti_metadata(path: Path) -> dict[str, str]:
             for name in archive.namelist():
                 if "/data/aotinductor/" in name and name.endswith("_metadata.json"):
                     with archive.open(name) as file:
-                        return _strings(file.read(_METADATA_BYTES))
+                        entries = json.loads(file.read(_METADATA_BYTES)).items()
+                    return {key: value for key, value in entries if isinstance(value, str)}
     except Exception:  # damaged, which loading it reports
         return {}
     return {}
@@ -212,49 +211,33 @@ def shards(index: Path) -> list[str]:
     return sorted(names)
 
 
-def _strings(data: bytes) -> dict[str, str]:
-    """Return the strings of a JSON object by key; empty if the data is not an object."""
-    try:
-        document = json.loads(data)
-    except (ValueError, RecursionError):
-        return {}
-    entries = document.items() if isinstance(document, dict) else ()
-    return {name: value for name, value in entries if isinstance(value, str)}
-
-
-def _describe_pickle(pickled: bytes) -> FileType:
-    foreign = any(
-        name.startswith(_CODE) or name.split(".")[0] not in _DATA for name in _named(pickled)
-    )
-    return FileType.PICKLED_MODULE if foreign else FileType.STATE_DICT
-
-
 # Packages that pickles of tensors and containers name; and packages of torch that contain code.
 _DATA = {"torch", "collections", "numpy", "builtins", "__builtin__", "_codecs"}
 _CODE = ("torch.nn.modules.", "torch.fx.", "torch.jit.")
 
 
-def _named(pickled: bytes) -> set[str]:
-    """Return the classes and functions that a pickle names; nothing is imported or called."""
-    named: set[str] = set()
+def _describe_pickle(pickled: bytes) -> FileType:
+    """Return the type after the classes and functions that a pickle names; it is not unpickled."""
+    names: set[str] = set()
     stream = io.BytesIO(pickled)
     try:
         # torch older than 1.6 wrote several pickles in a row.
         while stream.tell() < len(pickled):
-            _collect_names(stream, named)
+            _collect_names(stream, names)
     except (ValueError, LookupError):  # cut off at the bound, or data after the pickles
         pass
-    return named
+    foreign = any(name.startswith(_CODE) or name.split(".")[0] not in _DATA for name in names)
+    return FileType.PICKLED_MODULE if foreign else FileType.STATE_DICT
 
 
-def _collect_names(stream: io.BytesIO, named: set[str]) -> None:
+def _collect_names(stream: io.BytesIO, names: set[str]) -> None:
     strings: list[str] = []
     memo: dict[int, str] = {}
     for opcode, argument, _ in pickletools.genops(stream):
         if opcode.name == "GLOBAL":  # protocol 2, which torch.save uses: "module name"
-            named.add(str(argument).replace(" ", "."))
+            names.add(str(argument).replace(" ", "."))
         elif opcode.name == "STACK_GLOBAL":  # protocol 4: the two strings before it
-            named.add(".".join(strings[-2:]))
+            names.add(".".join(strings[-2:]))
         elif opcode.name == "MEMOIZE":
             memo[len(memo)] = strings[-1] if strings else ""
         elif opcode.name in ("BINGET", "LONG_BINGET"):

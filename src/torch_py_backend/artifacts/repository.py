@@ -35,18 +35,17 @@ def by_name(path: Path, wanted: Iterable[str] = ()) -> dict[str, Path]:
 
 def _is_model(folder: Path) -> bool:
     try:
-        return _has_config(folder) or any(_is_version(folder / name) for name in versions(folder))
+        return _has_config(folder) or any(
+            # A version, and not a model whose name is a number.
+            not _has_config(folder / name) and not versions(folder / name)
+            for name in versions(folder)
+        )
     except PermissionError:
         return True  # accessing it later reports the error
 
 
 def _has_config(folder: Path) -> bool:
     return (folder / "config.pbtxt").is_file()
-
-
-def _is_version(folder: Path) -> bool:
-    """Return whether a folder whose name is a number is a version, and not a model."""
-    return not _has_config(folder) and not versions(folder)
 
 
 def versions(folder: Path) -> list[str]:

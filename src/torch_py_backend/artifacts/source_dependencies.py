@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES
 from pathlib import Path, PurePosixPath
 
-from torch_py_backend.artifacts import file_types
+from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import WEIGHT_SUFFIXES
 from torch_py_backend.errors import ArtifactError
 
@@ -20,10 +20,7 @@ _SERVED = "model"
 def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Path]:
     """Return the files of a source file by their names in a version folder, where it is model.py.
 
-    Args:
-        model: the model's name.
-        source: the source file.
-        weights: its weights; None: the weights file with the same stem, if there is one.
+    Without `weights`, the weights file with the same stem belongs to it, if there is one.
 
     Raises:
         ArtifactError: there are several weights files, or a module has the name model.py.
@@ -44,9 +41,6 @@ def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Pat
     return {target: source, **weight_files, **modules}
 
 
-# --- weights ---------------------------------------------------------------------------------
-
-
 def _weights(model: str, source: Path) -> dict[str, Path]:
     present = {
         suffix: path for suffix in WEIGHT_SUFFIXES if (path := source.with_suffix(suffix)).is_file()
@@ -56,24 +50,14 @@ def _weights(model: str, source: Path) -> dict[str, Path]:
         raise ArtifactError(
             model, f"{names} lie beside {source.name}", expected="one file of weights"
         )
-    named = {f"{_SERVED}{suffix}": path for suffix, path in present.items()}
-    return {**named, **_shards(present.get(".safetensors.index.json"))}
-
-
-def _shards(index: Path | None) -> dict[str, Path]:
-    """Return the existing files that an index names; loading reports an invalid index."""
-    if index is None:
-        return {}
-    try:
-        names = file_types.shards(index)
-    except file_types.INDEX_ERRORS:
-        return {}
-    inside = [
-        name
-        for name in names
-        if not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
-    ]
-    return {name: path for name in inside if (path := index.parent / name).is_file()}
+    files = {f"{_SERVED}{suffix}": path for suffix, path in present.items()}
+    for path in present.values():
+        files |= {
+            name: shard
+            for name, shard in discovery.shards(path).items()
+            if not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
+        }
+    return files
 
 
 # --- modules ---------------------------------------------------------------------------------
@@ -104,18 +88,12 @@ def _imported(path: Path, root: Path) -> Iterator[tuple[str, ...]]:
         if isinstance(node, ast.Import):
             yield from (tuple(alias.name.split(".")) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            base = (*_package(path, root, node.level), *(node.module or "").split("."))
-            base = tuple(part for part in base if part)
+            parts = path.relative_to(root).parent.parts
+            # A relative import starts from a package.
+            package = parts[: len(parts) + 1 - node.level] if node.level else ()
+            base = tuple(part for part in (*package, *(node.module or "").split(".")) if part)
             yield base
             yield from ((*base, alias.name) for alias in node.names)
-
-
-def _package(path: Path, root: Path, level: int) -> tuple[str, ...]:
-    """Return the package that a relative import starts from."""
-    if level == 0:
-        return ()
-    parts = path.relative_to(root).parent.parts
-    return parts[: len(parts) + 1 - level]
 
 
 def _files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
@@ -124,7 +102,11 @@ def _files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
     for part in name:
         package = folder / part
         if (package / "__init__.py").is_file():
-            yield from _of_package(package)
+            for path in sorted(package.rglob("*")):
+                parts = path.relative_to(package).parts
+                hidden = any(part == "__pycache__" or part.startswith(".") for part in parts)
+                if path.is_file() and not hidden:
+                    yield path
             return
         modules = [folder / f"{part}{suffix}" for suffix in (*EXTENSION_SUFFIXES, *SOURCE_SUFFIXES)]
         present = [path for path in modules if path.is_file()]
@@ -132,11 +114,3 @@ def _files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
             yield present[0]
             return
         folder = package  # a package without an __init__.py, or nothing
-
-
-def _of_package(package: Path) -> Iterator[Path]:
-    for path in sorted(package.rglob("*")):
-        parts = path.relative_to(package).parts
-        hidden = any(part == "__pycache__" or part.startswith(".") for part in parts)
-        if path.is_file() and not hidden:
-            yield path

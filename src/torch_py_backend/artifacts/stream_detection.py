@@ -27,23 +27,15 @@ def is_streaming(path: Path, *, named: str | None = None, method: str | None = N
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     functions = {node.name: node for node in body if isinstance(node, _Function)}
     if named is not None:
-        classes_served = [classes[named]] if named in classes else []
-        functions_served = [functions[named]] if named in functions else []
+        served: set[str] = {named}
     else:
-        # A class without a base is not a module.
-        classes_served = [node for node in classes.values() if node.bases and _is_public(node.name)]
-        # If there is a class, the functions are its helpers.
-        functions_served = [
-            node for node in functions.values() if not classes_served and _is_public(node.name)
-        ]
-    return any(map(_yields, functions_served)) or any(
-        _streams(_methods(node, classes), method) for node in classes_served
+        public = {name for name in (*classes, *functions) if not name.startswith("_")}
+        # A class without a base is not a module. Beside a class, functions are its helpers.
+        served = {name for name in public & classes.keys() if classes[name].bases}
+        served = served or public - classes.keys() - {"example_inputs"}
+    return any(_yields(functions[name]) for name in served & functions.keys()) or any(
+        _streams(_methods(classes[name], classes), method) for name in served & classes.keys()
     )
-
-
-def _is_public(name: str) -> bool:
-    """Return whether a class or function may be the model if no option names one."""
-    return not name.startswith("_") and name != "example_inputs"
 
 
 def _methods(

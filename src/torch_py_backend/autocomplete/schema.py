@@ -37,7 +37,6 @@ from torch_py_backend.loading import (
     example_inputs,
     exported_program,
     registry,
-    sample_inputs,
     size_probing,
 )
 from torch_py_backend.loading.loaded import Loaded
@@ -306,7 +305,7 @@ def _from_hooks(
     if example is None:
         size = config.max_batch_size if written else _DEFAULT_BATCH_SIZE
         config = dataclasses.replace(config, inputs=tuple(specs), max_batch_size=size)
-        item = sample_inputs.item(config, 2 if size else None)
+        item = example_inputs.item(config, 2 if size else None)
         return _run_hooks(config, loaded, hooks, item, device)
     specs = _whole_specs(config, example)
     if len({spec.dims[:1] for spec in specs}) == 1 and all(spec.dims for spec in specs):
@@ -435,13 +434,13 @@ class _Trial:
         valid = {
             spec.name: example[spec.name]
             for spec in written
-            if spec.name in example and sample_inputs.fits(listed, spec, example[spec.name])
+            if spec.name in example and example_inputs.fits(listed, spec, example[spec.name])
         }
-        schema = self.schema(sample_inputs.item(listed, rows, example=valid))
+        schema = self.schema(example_inputs.item(listed, rows, example=valid))
         if all(-1 not in spec.dims for spec in written):
             return schema
         try:
-            smaller = self.schema(sample_inputs.item(listed, rows, shrunk=True, example=valid))
+            smaller = self.schema(example_inputs.item(listed, rows, shrunk=True, example=valid))
         except ForwardError:
             if self.device is _META:
                 raise
@@ -493,7 +492,7 @@ class _Trial:
         bound = state_store.with_controls(config, self.loaded.signature)
         return {
             **initial_states.find(self.config, count),
-            **sample_inputs.item(bound, count, example=example),
+            **example_inputs.item(bound, count, example=example),
         }
 
     def _call(self, item: Item) -> tuple[dict[str, Value], frozenset[str]]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +13,36 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from torch_py_backend.artifacts import file_types
-from torch_py_backend.artifacts.discovery import ArtifactType
+from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading import size_probing
-from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
 from torch_py_backend.loading.size_probing import Run
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.binding import Signature
 
-# Arguments of torch's package loader, as aoti_load_package and aoti_compile_and_package pass them.
-_MODEL_NAME = "model"
-_SINGLE_THREADED, _RUNNERS = False, 1
 
-
-def load(config: ModelConfig, path: Path, device: torch.device | None) -> Loaded:
+def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
     """Load a package. It is called with its leaves, in the order of the package.
 
     Raises:
-        ArtifactError: this torch cannot load it.
+        ArtifactError: it was built for another machine, or this torch cannot load it.
+        ConfigError: METHOD is set.
     """
+    path = artifact.path
+    refuse_method(artifact, config)
+    difference = mismatch(path, device)
+    if difference:
+        raise ArtifactError(
+            config.name,
+            f"{path.name} was built for {difference}",
+            cure=""
+            if artifact.fallback is not None
+            else "Serve it on such a machine, build it for this one, or name an exported program or"
+            " a model.py to serve instead with the parameter FALLBACK.",
+        )
+    warn_unused(config, "model_class", "model_kwargs", "weights")
     # Without the checks, a package reads past the memory of inputs whose shapes are wrong.
     os.environ[size_probing.CHECKS] = "1"
     index = device.index if device is not None and device.type == "cuda" else -1
@@ -41,9 +50,8 @@ def load(config: ModelConfig, path: Path, device: torch.device | None) -> Loaded
     def open_package() -> Any:
         # aoti_load_package ends with this call. Before that, it imports the compiler and builds a
         # library for each instruction set, to warn of what `mismatch` has compared: 2 to 10 s.
-        return torch._C._aoti.AOTIModelPackageLoader(
-            str(path), _MODEL_NAME, _SINGLE_THREADED, _RUNNERS, index
-        )
+        # It passes the same name of the model, "not single-threaded", and one runner.
+        return torch._C._aoti.AOTIModelPackageLoader(str(path), "model", False, 1, index)  # noqa: FBT003
 
     try:
         package = open_package()
@@ -68,7 +76,7 @@ def load(config: ModelConfig, path: Path, device: torch.device | None) -> Loaded
     def module(*leaves: Tensor) -> Any:
         return pytree.tree_unflatten(call(*leaves), out_spec)
 
-    return Loaded(ArtifactType.AOTI, module, signature, None, rows)
+    return Loaded(artifact.kind, module, signature, None, rows)
 
 
 def _runner(package: Any) -> Run:
@@ -122,11 +130,16 @@ def mismatch(path: Path, device: torch.device | None) -> str:
     return ", ".join(differences)
 
 
-def _machine(device: torch.device | None) -> Mapping[str, str]:
+def _machine(device: torch.device | None) -> dict[str, str]:
     """Return the facts of this machine under the keys of a package's metadata."""
     on_gpu = device is not None and device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else ()
-    flags = _processor_flags()
+    try:
+        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        cpuinfo = ""
+    lines = (line for line in cpuinfo.splitlines() if line.startswith("flags"))
+    flags = set(next(lines, "").split())
     return {
         "AOTI_DEVICE_KEY": "cuda" if on_gpu else "cpu",
         "AOTI_PLATFORM": sys.platform,
@@ -135,14 +148,6 @@ def _machine(device: torch.device | None) -> Mapping[str, str]:
         "AOTI_COMPUTE_CAPABILITY": "".join(map(str, capability)) or "none",
         "torch_version": torch.__version__,
     }
-
-
-def _processor_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return set()
-    return set(next((line.split() for line in lines if line.startswith("flags")), []))
 
 
 def _fits(key: str, built: str, here: str) -> bool:

@@ -7,20 +7,18 @@ runs through. Here only submodules at the border between two devices have a hook
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torch_py_backend.artifacts import discovery
 from torch_py_backend.batching import trees
 from torch_py_backend.config import options
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, PlatformError, join_names, summarize
-
-# The forward() of modules that are not called, such as ModuleList.
-_NO_FORWARD = nn.Module.forward
+from torch_py_backend.loading.loaded import NO_FORWARD, Forward
 
 
 def dispatch(config: ModelConfig, module: nn.Module) -> None:
@@ -31,26 +29,36 @@ def dispatch(config: ModelConfig, module: nn.Module) -> None:
         PlatformError: this process does not see one of the devices.
     """
     device_map = _read_map(config)
-    _refuse_missing(config, device_map)
+    count = torch.cuda.device_count()  # 0 if this torch has no CUDA
+    for name, device in device_map.items():
+        index = torch.device(device).index
+        if index is not None and index >= count:
+            raise PlatformError(
+                config.name,
+                f"DEVICE_MAP puts '{name}' on {device}, and torch {torch.__version__} sees {count}"
+                " GPUs",
+                cure="Correct the map, or install a torch built for this machine's CUDA driver.",
+            )
     devices = _devices(config, module, device_map)
     # As Module.to() does it, one layer at a time: no device needs memory for the whole module.
     module._apply(lambda tensor: tensor.to(devices.get(id(tensor), tensor.device)))
     for submodule, inside, outside in _borders(module, device_map):
-        submodule.register_forward_pre_hook(_move_inputs(inside), with_kwargs=True)
-        if outside is not None:
-            submodule.register_forward_hook(_move_result(outside))
+        _add_hooks(submodule, inside, outside)
+
+
+def _add_hooks(module: nn.Module, inside: torch.device, outside: torch.device | None) -> None:
+    """Move the inputs of a module to its device, and its result to that of its caller."""
+    module.register_forward_pre_hook(
+        lambda _, args, kwargs: trees.to_device((args, kwargs), inside), with_kwargs=True
+    )
+    if outside is not None:
+        module.register_forward_hook(lambda _, __, result: trees.to_device(result, outside))
 
 
 class Dispatched:
-    """A callable that moves inputs to the module's device, and results to that of its first weight.
+    """Moves inputs to the module's device, and results to that of its first weight."""
 
-    Args:
-        call: the module, or one of its methods.
-        owner: the module.
-        config: its config.
-    """
-
-    def __init__(self, call: Callable[..., Any], owner: nn.Module, config: ModelConfig) -> None:
+    def __init__(self, call: Forward, owner: nn.Module, config: ModelConfig) -> None:
         default = _read_map(config).get("")
         first = next(itertools.chain(owner.parameters(), owner.buffers()), None)
         self._call = call
@@ -84,19 +92,6 @@ def _read_map(config: ModelConfig) -> Mapping[str, str]:
         ) from error
 
 
-def _refuse_missing(config: ModelConfig, device_map: Mapping[str, str]) -> None:
-    count = torch.cuda.device_count()  # 0 if this torch has no CUDA
-    for name, device in device_map.items():
-        index = torch.device(device).index
-        if index is not None and index >= count:
-            raise PlatformError(
-                config.name,
-                f"DEVICE_MAP puts '{name}' on {device}, and torch {torch.__version__} sees {count}"
-                " GPUs",
-                cure="Correct the map, or install a torch built for this machine's CUDA driver.",
-            )
-
-
 def _devices(
     config: ModelConfig, module: nn.Module, device_map: Mapping[str, str]
 ) -> dict[int, torch.device]:
@@ -121,13 +116,6 @@ def _devices(
             f"DEVICE_MAP has no device for {len(uncovered)} weights: {join_names(uncovered)}",
             cure='Add their modules, or "" for all the rest.',
         )
-    return _by_tensor(config, device_map, weights)
-
-
-def _by_tensor(
-    config: ModelConfig, device_map: Mapping[str, str], weights: list[tuple[str, Tensor]]
-) -> dict[int, torch.device]:
-    """Return the devices by tensor: all names of tied weights must have one device."""
     names: dict[int, str] = {}
     devices: dict[int, torch.device] = {}
     for name, tensor in weights:
@@ -159,33 +147,14 @@ def _borders(
     """Yield submodules on another device than their caller, with their device and the caller's."""
     for name, submodule in module.named_modules():
         inside = _device(device_map, name)
-        if not name or inside is None or type(submodule).forward is _NO_FORWARD:
+        if not name or inside is None or type(submodule).forward is NO_FORWARD:
             continue
-        outside = _device(device_map, _caller(module, name))
+        # The caller is the nearest enclosing module that has a forward().
+        caller = name.rpartition(".")[0]
+        while caller and type(module.get_submodule(caller)).forward is NO_FORWARD:
+            caller = caller.rpartition(".")[0]
+        outside = _device(device_map, caller)
         if outside is None:
             yield submodule, torch.device(inside), None
         elif outside != inside:
             yield submodule, torch.device(inside), torch.device(outside)
-
-
-def _caller(module: nn.Module, name: str) -> str:
-    """Return the name of the nearest enclosing module that has a forward()."""
-    while name:
-        name = name.rpartition(".")[0]
-        if type(module.get_submodule(name)).forward is not _NO_FORWARD:
-            break
-    return name
-
-
-def _move_inputs(device: torch.device) -> Callable[..., Any]:
-    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return trees.to_device((args, kwargs), device)
-
-    return hook
-
-
-def _move_result(device: torch.device) -> Callable[..., Any]:
-    def hook(_: nn.Module, __: tuple[Any, ...], result: Any) -> Any:
-        return trees.to_device(result, device)
-
-    return hook

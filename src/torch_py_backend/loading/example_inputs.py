@@ -1,21 +1,29 @@
-"""Example inputs of a model, for completing its config, warming it up and tuning it."""
+"""Inputs to try a model with: the examples that lie beside it, and synthetic requests."""
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Collection, Mapping
 
 import numpy as np
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.batching.gather_scatter import Item, Strings, Value
-from torch_py_backend.config.model_config import ModelConfig
+from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import ArtifactError, SourceError, summarize
 from torch_py_backend.loading import python_source
+from torch_py_backend.sequences import initial_states
 
 NAME = "example_inputs"
+# Two sizes for dimensions of -1, so that torch.compile marks them as dynamic. It specializes 1.
+_VARIABLE, _SHRUNK = 8, 6
+_NO_EXAMPLE: Mapping[str, Value] = {}
+
+# --- examples --------------------------------------------------------------------------------
 
 
 def find(config: ModelConfig, artifact: Artifact) -> Item | None:
@@ -60,7 +68,7 @@ def _request_bodies(config: ModelConfig) -> Item | None:
     return bodies or None
 
 
-def _value(config: ModelConfig, name: str, value: Any) -> Value:
+def _value(config: ModelConfig, name: str, value: object) -> Value:
     if isinstance(value, Tensor):
         return value
     array = np.asarray(value, dtype=np.object_)
@@ -71,3 +79,95 @@ def _value(config: ModelConfig, name: str, value: Any) -> Value:
         f"{NAME}() gives a {type(value).__name__} for '{name}'",
         expected="a tensor, or a list of strings",
     )
+
+
+# --- synthetic requests ----------------------------------------------------------------------
+
+
+def item(
+    config: ModelConfig,
+    rows: int | None,
+    *,
+    shrunk: bool = False,
+    without: Collection[str] = (),
+    example: Mapping[str, Value] = _NO_EXAMPLE,
+) -> Item:
+    """Return one item.
+
+    Args:
+        config: the config of the model.
+        rows: the size of the batch dimension; None: the model has none.
+        shrunk: reduce dimensions of -1 by a quarter.
+        without: inputs to leave out.
+        example: valid values by name, with a batch dimension if the model has one; their rows are
+            repeated. States get the values of a first step, other inputs synthetic ones.
+
+    Raises:
+        ArtifactError: a file of initial states cannot be read.
+    """
+    generator = torch.Generator().manual_seed(0)
+    initial = initial_states.find(config, rows)
+    variable = _SHRUNK if shrunk else _VARIABLE
+    multiple: int = max(
+        (pad.get("multiple_of", 1) for pad in (config.options.pad or {}).values()), default=1
+    )
+    if multiple > 1:  # the two sizes differ also after rounding up
+        variable = multiple if shrunk else 2 * multiple
+    return {
+        spec.name: _from_example(spec, rows, example[spec.name], shrunk=shrunk)
+        if spec.name in example
+        else initial[spec.name]
+        if spec.name in initial
+        else _synthetic(spec, rows, variable, generator)
+        for spec in config.inputs
+        if spec.name not in without
+    }
+
+
+def requests(config: ModelConfig, item: Item) -> list[Item]:
+    """Return the requests that form an item: with batch_input or batch_output one for each row.
+
+    Such a model gets the number of rows of each request, and returns a row for each request.
+    """
+    if not config.concatenates or not config.max_batch_size:
+        return [item]
+    rows = next(iter(item.values())).shape[0]
+    return [{name: value[at : at + 1] for name, value in item.items()} for at in range(rows)]
+
+
+def fits(config: ModelConfig, spec: TensorSpec, value: Value) -> bool:
+    """Return whether an example is a valid value of this input, with at least one row."""
+    dims = (-1, *spec.dims) if config.max_batch_size else spec.dims
+    dtype = str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else None
+    return (
+        dtype == spec.dtype.torch
+        and len(value.shape) == len(dims)
+        and all(dim in (-1, size) and size > 0 for size, dim in zip(value.shape, dims, strict=True))
+    )
+
+
+def _from_example(spec: TensorSpec, rows: int | None, value: Value, *, shrunk: bool) -> Value:
+    if rows is not None:
+        value = value[np.arange(rows) % value.shape[0]]
+    if shrunk:
+        for axis, dim in enumerate(spec.dims, value.ndim - len(spec.dims)):
+            size = max(1, value.shape[axis] * _SHRUNK // _VARIABLE)
+            value = value[(slice(None),) * axis + (slice(size),)] if dim == -1 else value
+    return value.contiguous() if isinstance(value, Tensor) else value
+
+
+def _synthetic(
+    spec: TensorSpec, rows: int | None, variable: int, generator: torch.Generator
+) -> Value:
+    dims = [variable if dim == -1 else dim for dim in spec.dims]
+    shape = dims if rows is None else [rows, *dims]
+    if spec.dtype.torch is None:
+        return np.full(shape, b"text", dtype=np.object_)
+    dtype: torch.dtype = getattr(torch, spec.dtype.torch)
+    if dtype.is_floating_point and spec.origin is not Origin.CONTROL:
+        # A row of one value has the same in all rows, because the argument may take one number.
+        drawn = dims if math.prod(dims) == 1 else shape
+        return torch.rand(drawn, generator=generator).to(dtype).expand(shape).contiguous()
+    # 1 is a valid ID, mask and length for nearly all models; a length of 0 is not. As a control
+    # input, 1 means that the request is the first and last of its sequence.
+    return torch.ones(shape, dtype=dtype)

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.passes import move_to_device_pass
 from torch.utils import _pytree as pytree
 
-from torch_py_backend.artifacts.discovery import ArtifactType
+from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, summarize
 from torch_py_backend.loading import mapped_files
-from torch_py_backend.loading.loaded import Loaded
+from torch_py_backend.loading.loaded import Loaded, refuse_method, warn_unused
 from torch_py_backend.signature import binding, introspection, results
 from torch_py_backend.signature.binding import Signature
 
 
-def load(config: ModelConfig, path: Path, device: torch.device | None) -> Loaded:
+def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
     """Load a program and move it to the device.
 
     Raises:
         ArtifactError: this torch cannot load it, or it takes a number that is not a constant.
+        ConfigError: METHOD is set.
     """
+    path = artifact.path
+    refuse_method(artifact, config)
+    warn_unused(config, "model_class", "model_kwargs", "weights")
     program = _read(config, path)
     if config.options.enable_weight_sharing is not False:
-        _share_weights(program, path)
+        tables: tuple[dict[str, Any], ...] = (program.state_dict, program.constants)
+        for table in tables:
+            # torch reads weights as views. Their bases would keep the memory that is replaced.
+            table.update(
+                {name: value.data for name, value in table.items() if type(value) is Tensor}
+            )
+        mapped_files.share((value for table in tables for value in table.values()), path)
     if device is not None:
         program = move_to_device_pass(program, device)
     module = program.module()
@@ -46,7 +55,7 @@ def load(config: ModelConfig, path: Path, device: torch.device | None) -> Loaded
                 cure="Export it with that number as a constant, or as a tensor.",
             )
     rows = _rows(program) if config.max_batch_size else ANY_ROWS
-    return Loaded(ArtifactType.EXPORTED, module, signature, module, rows)
+    return Loaded(artifact.kind, module, signature, module, rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,22 +79,23 @@ def describe(config: ModelConfig, path: Path) -> Description:
     output_nodes = program.graph_signature.user_outputs
     out_spec: Any = program.call_spec.out_spec
     names = results.leaf_names(pytree.tree_unflatten(list(range(len(output_nodes))), out_spec))
-    return Description(
-        [
-            _tensor(binding.leaf_name(index, signature), value)
-            for index, value in enumerate(_input_values(program))
-        ],
-        [
-            _tensor(name, nodes[node].meta["val"])
-            for name, node in zip(names, output_nodes, strict=True)
-            if node in nodes  # None and numbers in a result are not outputs
-        ],
-        _rows(program),
-    )
+    inputs = [
+        (binding.leaf_name(index, signature), value)
+        for index, value in enumerate(_input_values(program))
+    ]
+    outputs = [
+        (name, nodes[node].meta["val"])
+        for name, node in zip(names, output_nodes, strict=True)
+        if node in nodes  # None and numbers in a result are not outputs
+    ]
+    return Description(_sizes(inputs), _sizes(outputs), _rows(program))
 
 
-def _tensor(name: str, value: Any) -> tuple[str, torch.dtype, tuple[int, ...]]:
-    return name, value.dtype, tuple(size if isinstance(size, int) else -1 for size in value.shape)
+def _sizes(tensors: list[tuple[str, Any]]) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    return [
+        (name, value.dtype, tuple(size if isinstance(size, int) else -1 for size in value.shape))
+        for name, value in tensors
+    ]
 
 
 def _read(config: ModelConfig, path: Path) -> ExportedProgram:
@@ -100,23 +110,15 @@ def _read(config: ModelConfig, path: Path) -> ExportedProgram:
         ) from error
 
 
-def _share_weights(program: ExportedProgram, path: Path) -> None:
-    tables: tuple[dict[str, Any], ...] = (program.state_dict, program.constants)
-    for table in tables:
-        # torch reads weights as views. Their bases would keep the memory that is replaced.
-        table.update({name: value.data for name, value in table.items() if type(value) is Tensor})
-    mapped_files.share((value for table in tables for value in table.values()), path)
-
-
-def _signature(program: ExportedProgram, module: Callable[..., Any]) -> Signature:
+def _signature(program: ExportedProgram, module: nn.Module) -> Signature:
     in_spec: Any = program.call_spec.in_spec
     constants = {
         index: argument.value
         for index, argument in enumerate(_user_inputs(program))
         if hasattr(argument, "value")
     }
-    forward = module.forward  # type: ignore[attr-defined]
-    return introspection.from_tree(in_spec, constants, list(inspect.signature(forward).parameters))
+    names = list(inspect.signature(module.forward).parameters)
+    return introspection.from_tree(in_spec, constants, names)
 
 
 def _user_inputs(program: ExportedProgram) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor, nn
 
@@ -17,6 +17,11 @@ from torch_py_backend.signature import introspection
 from torch_py_backend.signature.binding import Signature
 
 log = logging.getLogger(__name__)
+
+# A user's forward(), or what is called in its place: it takes and returns anything.
+Forward: TypeAlias = "Callable[..., Any]"
+# The forward() of modules that define none, such as ModuleList.
+NO_FORWARD = nn.Module.forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Loaded:
     """
 
     kind: ArtifactType
-    module: Callable[..., Any]
+    module: Forward
     signature: Signature
     owner: nn.Module | None = None
     rows: Rows = ANY_ROWS

@@ -11,12 +11,12 @@ import struct
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard, cast
+from typing import NamedTuple, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # A local file header of a ZIP archive has 30 bytes. The last four are the lengths of the name and
@@ -55,35 +55,31 @@ class AliasOnCopy(DispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,
+        func: OpOverload[..., object],
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        if func is torch.ops.aten.copy_.default and self._aliased(*args[:2]):
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is torch.ops.aten.copy_.default and self._aliased(args[0], args[1]):
             return args[0]
         return func(*args, **(kwargs or {}))
 
-    def _aliased(self, weight: Tensor, mapped: Tensor) -> bool:
-        if not is_dense(mapped) or storage_id(mapped) not in self._mapped:
+    def _aliased(self, weight: object, mapped: object) -> bool:
+        """Make the weight a view if it can be one, and return whether it is."""
+        if not is_dense(mapped) or storage_id(mapped) not in self._mapped or not is_dense(weight):
             return False
-        if not _interchangeable(weight, mapped) or not has_no_other_views(weight):
+        if (weight.device, weight.dtype) != (mapped.device, mapped.dtype):
+            return False
+        if (weight.shape, weight.stride()) != (mapped.shape, mapped.stride()):
             return False
         # Two weights that are one in the file must differ after the model writes into one.
-        if self._weights.setdefault(mapped.data_ptr(), weight) is not weight:
+        if (
+            not has_no_other_views(weight)
+            or self._weights.setdefault(mapped.data_ptr(), weight) is not weight
+        ):
             return False
         alias(weight, mapped)
         return True
-
-
-def _interchangeable(weight: Tensor, mapped: Tensor) -> bool:
-    return (
-        is_dense(weight)
-        and weight.device == mapped.device
-        and weight.dtype == mapped.dtype
-        and weight.shape == mapped.shape
-        and weight.stride() == mapped.stride()
-    )
 
 
 def is_dense(value: object) -> TypeGuard[Tensor]:
@@ -191,8 +187,7 @@ def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
 # --- measurement -------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Mapped:
+class Mapped(NamedTuple):
     """Weights in mapped files.
 
     Attributes:
@@ -208,7 +203,13 @@ class Mapped:
 
 def measure(weights: Iterable[object]) -> Mapped:
     """Return which weights are in mapped files, according to /proc/self/maps."""
-    files = list(_file_ranges())
+    files: list[tuple[int, int]] = []
+    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:  # in ascending order
+            addresses, _, _, _, inode, *_ = line.split()
+            if inode != "0":
+                start, _, end = addresses.partition("-")
+                files.append((int(start, 16), int(end, 16)))
     starts = [start for start, _ in files]
     shared = total = 0
     ranges = set()
@@ -222,13 +223,3 @@ def measure(weights: Iterable[object]) -> Mapped:
                 shared += storage.nbytes()
                 ranges.add(files[position])
     return Mapped(shared, total, tuple(sorted(ranges)))
-
-
-def _file_ranges() -> Iterator[tuple[int, int]]:
-    """Yield the address ranges that files are mapped to, in ascending order."""
-    with Path("/proc/self/maps").open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            addresses, _, _, _, inode, *_ = line.split()
-            if inode != "0":
-                start, _, end = addresses.partition("-")
-                yield int(start, 16), int(end, 16)

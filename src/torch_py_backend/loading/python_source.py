@@ -14,16 +14,22 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 from torch import nn
 
 from torch_py_backend.artifacts import discovery
+from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import SourceError, join_names, summarize
-from torch_py_backend.loading import initialization
+from torch_py_backend.loading import state_dict
 
 log = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+
+# --- the import ------------------------------------------------------------------------------
 
 
 def import_source(model: str, path: Path) -> ModuleType:
@@ -34,8 +40,8 @@ def import_source(model: str, path: Path) -> ModuleType:
     """
     name = f"torch_py_backend_model_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     try:
-        about = path.stat()
-        state = (about.st_mtime_ns, about.st_size)
+        status = path.stat()
+        state = (status.st_mtime_ns, status.st_size)
     except OSError:  # the loader reports it
         state = (0, 0)
     known = sys.modules.get(name)
@@ -81,27 +87,65 @@ def error_location(error: BaseException, path: Path) -> str:
     """Return the line of the model's file that raised an exception, and its message."""
     if isinstance(error, SyntaxError) and error.filename == str(path) and error.lineno:
         return f"line {error.lineno}: SyntaxError: {error.msg}: {(error.text or '').strip()}"
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename == str(path)
-    ]
-    where = f"line {lines[-1]}: " if lines else ""
-    return f"{where}{summarize(error)}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f"line {lines[-1]}: {summarize(error)}" if lines else summarize(error)
 
 
-class Built(NamedTuple):
-    """What a factory returned, and whether it has read the weights."""
+def _call(model: str, path: Path, name: str, function: Callable[[], _Result]) -> _Result:
+    """Call a function of a model's file; raise SourceError with the line of its error."""
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise SourceError(
+            model, f"{name}() in {path.name} fails at {error_location(error, path)}"
+        ) from error
 
-    served: Any
-    has_weights: bool
+
+# --- the model -------------------------------------------------------------------------------
 
 
-def construct_from_package(config: ModelConfig, *, filled: bool) -> Built:
-    """Return what `MODEL_FACTORY: "package.module:callable"` builds.
+def construct(config: ModelConfig, artifact: Artifact) -> object:
+    """Return the object of a model.py that is served: a constructed module, or a function.
+
+    If there is a file of weights, the random values of the module are not drawn.
+
+    Raises:
+        SourceError: the file defines no model, or several, or it fails.
+    """
+    path, options = artifact.path, config.options
+    target = _select(config, path, import_source(config.name, path))
+    keywords = options.model_kwargs or {}
+    if not isinstance(target, type) and options.model_factory is None:
+        if keywords:
+            name = getattr(target, "__name__", type(target).__name__)
+            raise SourceError(
+                config.name,
+                f"MODEL_KWARGS is set, and {name}, which {path.name} serves, is not constructed",
+                cure="Take MODEL_KWARGS out, or name a function that builds the module with"
+                " MODEL_FACTORY.",
+            )
+        return target
+    name = options.model_factory or target.__name__
+    mismatch = _mismatch(target, keywords)
+    if mismatch:
+        raise SourceError(
+            config.name,
+            f"{name}{inspect.signature(target)} in {path.name} cannot be called with"
+            f" {keywords or 'no arguments'}: {mismatch}",
+            cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
+        )
+    return _call(config.name, path, name, lambda: _build(artifact, target, keywords))
+
+
+def construct_from_package(config: ModelConfig, artifact: Artifact) -> tuple[object, bool]:
+    """Return what `MODEL_FACTORY: "package.module:callable"` builds, and whether it has weights.
 
     A class with `from_pretrained`, as in transformers, gets the folder with the config.json, and
-    no network.
+    no network; it reads the weights itself.
+
+    Raises:
+        SourceError: the factory cannot be imported, or fails.
     """
     factory_name = config.options.model_factory or ""
     package, _, name = factory_name.partition(":")
@@ -122,9 +166,8 @@ def construct_from_package(config: ModelConfig, *, filled: bool) -> Built:
     folder = next((path for path in folders if (path / "config.json").is_file()), None)
     try:
         if from_pretrained is not None and folder is not None:
-            served = from_pretrained(str(folder), local_files_only=True, **keywords)
-            return Built(served, has_weights=True)
-        return Built(_call(factory, keywords, filled=filled), has_weights=False)
+            return from_pretrained(str(folder), local_files_only=True, **keywords), True
+        return _build(artifact, factory, keywords), False
     except (Exception, SystemExit) as error:
         raise SourceError(
             config.name,
@@ -134,7 +177,101 @@ def construct_from_package(config: ModelConfig, *, filled: bool) -> Built:
         ) from error
 
 
-def example_inputs(model: str, path: Path, name: str) -> Mapping[str, Any] | None:
+def _build(
+    artifact: Artifact, factory: Callable[..., object], keywords: Mapping[str, object]
+) -> object:
+    if artifact.weights is None:
+        return factory(**keywords)
+    return state_dict.build_uninitialized(lambda: factory(**keywords))
+
+
+def _mismatch(function: Callable[..., object], keywords: Mapping[str, object]) -> str:
+    """Return why a function cannot be called with these arguments; empty: it can."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return ""
+    try:
+        signature.bind(**keywords)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
+    """Return the class, function or module object in the source that is to be served."""
+    options = config.options
+    classes = _defined(source, _is_module_class)
+    if config.python_runtime and not classes:
+        # Triton's Python runtime serves imported classes, too.
+        classes = {
+            name: value
+            for name, value in vars(source).items()
+            if _is_module_class(value) and value.__module__.partition(".")[0] != "torch"
+        }
+    functions = _defined(source, inspect.isfunction)
+    wanted = options.model_factory or options.model_class
+    if wanted is not None:
+        target = getattr(source, wanted, None)
+        if callable(target):
+            return target
+        key = "MODEL_FACTORY" if options.model_factory else "MODEL_CLASS"
+        raise SourceError(
+            config.name,
+            f"{key} is '{wanted}', which {path.name} does not define",
+            expected=f"one of {join_names(classes | functions) or 'its classes or functions'}",
+        )
+    candidates = classes or functions
+    if len({id(value) for value in candidates.values()}) == 1:  # a class may have two names
+        return next(iter(candidates.values()))
+    if classes and config.python_runtime:
+        log.warning(
+            "model '%s': %s defines %s; %s is served, the first in the alphabet, as Triton's own"
+            " runtime does. The parameter MODEL_CLASS names another.",
+            config.name,
+            path.name,
+            join_names(classes),
+            min(classes),
+        )
+        return classes[min(classes)]
+    problem = (
+        f"defines {join_names(candidates)}"
+        if candidates
+        else "defines no nn.Module and no function"
+    )
+    raise SourceError(
+        config.name,
+        f"{path.name} {problem}",
+        expected="one class derived from torch.nn.Module, or one function",
+        cure="Name the one to serve with the parameter MODEL_CLASS." if candidates else "",
+    )
+
+
+def _defined(source: ModuleType, matches: Callable[[object], bool]) -> dict[str, Any]:
+    """Return the matching public objects that a file defines; imported ones are left out."""
+    return {
+        name: value
+        for name, value in vars(source).items()
+        if not name.startswith("_")
+        and name != "example_inputs"
+        and matches(value)
+        and value.__module__ == source.__name__
+    }
+
+
+def _is_module_class(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+# --- beside the model ------------------------------------------------------------------------
+
+
+def module_names(model: str, path: Path) -> list[str]:
+    """Return the names of the nn.Module classes that a source defines."""
+    return list(_defined(import_source(model, path), _is_module_class))
+
+
+def example_inputs(model: str, path: Path, name: str) -> Mapping[str, object] | None:
     """Return the result of the function of this name in a model's source; None: it has none.
 
     Raises:
@@ -143,12 +280,7 @@ def example_inputs(model: str, path: Path, name: str) -> Mapping[str, Any] | Non
     function = getattr(import_source(model, path), name, None)
     if function is None:
         return None
-    try:
-        inputs = function()
-    except (Exception, SystemExit) as error:
-        raise SourceError(
-            model, f"{name}() in {path.name} fails at {error_location(error, path)}"
-        ) from error
+    inputs: object = _call(model, path, name, function)
     if not isinstance(inputs, Mapping):
         raise SourceError(
             model,
@@ -166,170 +298,27 @@ def construct_hooks(config: ModelConfig, path: Path) -> Any:
     Raises:
         SourceError: there is no such class, or it cannot be constructed.
     """
-    source = import_source(config.name, path)
     name = config.options.hooks or discovery.HOOKS_CLASS
-    hooks_class = getattr(source, name, None)
-    if _is_module_class(hooks_class) and config.options.hooks is None:
+    hooks_class = getattr(import_source(config.name, path), name, None)
+    is_module = _is_module_class(hooks_class)
+    if is_module and config.options.hooks is None:
         return None
-    if not isinstance(hooks_class, type) or issubclass(hooks_class, nn.Module):
-        kind = "an nn.Module" if _is_module_class(hooks_class) else "not a class"
+    if is_module or not isinstance(hooks_class, type):
         raise SourceError(
             config.name,
-            f"{name}, which is to run around forward(), is {kind} in {path.name}",
+            f"{name}, which is to run around forward(), is"
+            f" {'an nn.Module' if is_module else 'not a class'} in {path.name}",
             expected="a plain class with some of the methods " + ", ".join(discovery.HOOK_METHODS),
         )
-    signature = _signature(hooks_class)
-    takes_folder = signature is not None and "folder" in signature.parameters
-    keywords = {"folder": config.version_folder} if takes_folder else {}
-    try:
-        if signature is not None:
-            signature.bind(**keywords)
-    except TypeError as error:
+    keywords: dict[str, Path] = {}
+    with contextlib.suppress(TypeError, ValueError):  # some built-in classes have no signature
+        if "folder" in inspect.signature(hooks_class).parameters:
+            keywords["folder"] = config.version_folder
+    mismatch = _mismatch(hooks_class, keywords)
+    if mismatch:
         raise SourceError(
             config.name,
-            f"{name}{signature} in {path.name} cannot be called: {error}",
+            f"{name}{inspect.signature(hooks_class)} in {path.name} cannot be called: {mismatch}",
             expected="no arguments, or `folder`, which is the version's folder",
-        ) from None
-    try:
-        return hooks_class(**keywords)
-    except (Exception, SystemExit) as error:
-        raise SourceError(
-            config.name, f"{name}() in {path.name} fails at {error_location(error, path)}"
-        ) from error
-
-
-def module_names(model: str, path: Path) -> list[str]:
-    """Return the names of the nn.Module classes that a source defines."""
-    return list(_defined(import_source(model, path), _is_module_class))
-
-
-def construct(config: ModelConfig, path: Path, source: ModuleType, *, filled: bool) -> Any:
-    """Return the object that is called with the inputs: a constructed module, or a function.
-
-    Args:
-        config: the model's config.
-        path: its source.
-        source: that source, imported.
-        filled: whether a file of weights will replace the random values of the module.
-    """
-    target = _select(config, path, source)
-    keywords = config.options.model_kwargs or {}
-    factory_name = config.options.model_factory
-    if not isinstance(target, type) and factory_name is None:
-        if keywords:
-            name = getattr(target, "__name__", type(target).__name__)
-            raise SourceError(
-                config.name,
-                f"MODEL_KWARGS is set, and {name}, which {path.name} serves, is not constructed",
-                cure="Take MODEL_KWARGS out, or name a function that builds the module with"
-                " MODEL_FACTORY.",
-            )
-        return target
-    name = factory_name or target.__name__
-    signature = _signature(target)
-    try:
-        if signature is not None:
-            signature.bind(**keywords)
-    except TypeError as error:
-        raise SourceError(
-            config.name,
-            f"{name}{signature} in {path.name} cannot be called with"
-            f" {keywords or 'no arguments'}: {error}",
-            cure="Give its arguments as JSON in the parameter MODEL_KWARGS.",
-        ) from None
-    try:
-        return _call(target, keywords, filled=filled)
-    except (Exception, SystemExit) as error:
-        raise SourceError(
-            config.name, f"{name}() in {path.name} fails at {error_location(error, path)}"
-        ) from error
-
-
-def _call(factory: Callable[..., Any], keywords: Mapping[str, Any], *, filled: bool) -> Any:
-    def build() -> Any:
-        return factory(**keywords)
-
-    return initialization.build_uninitialized(build) if filled else build()
-
-
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in functions have none
-        return None
-
-
-def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
-    """Return the class, function or module object in the source that is to be served."""
-    options = config.options
-    name = options.model_factory or options.model_class
-    classes = _defined(source, _is_module_class)
-    if config.python_runtime and not classes:
-        classes = _imported_classes(source)
-    functions = _defined(source, inspect.isfunction)
-    if name is not None:
-        target = getattr(source, name, None)
-        if callable(target):
-            return target
-        key = "MODEL_FACTORY" if options.model_factory else "MODEL_CLASS"
-        raise SourceError(
-            config.name,
-            f"{key} is '{name}', which {path.name} does not define",
-            expected=f"one of {join_names(classes | functions) or 'its classes or functions'}",
         )
-    candidates = classes or functions
-    distinct = {id(value): value for value in candidates.values()}  # a class may have two names
-    if len(distinct) == 1:
-        return next(iter(distinct.values()))
-    if classes and config.python_runtime:
-        return _first(config, path, classes)
-    problem = (
-        f"defines {join_names(candidates)}"
-        if candidates
-        else "defines no nn.Module and no function"
-    )
-    raise SourceError(
-        config.name,
-        f"{path.name} {problem}",
-        expected="one class derived from torch.nn.Module, or one function",
-        cure="Name the one to serve with the parameter MODEL_CLASS." if candidates else "",
-    )
-
-
-def _first(config: ModelConfig, path: Path, classes: Mapping[str, Any]) -> Any:
-    """Return the class that the Python runtime of Triton's PyTorch backend takes among several."""
-    name = min(classes)
-    log.warning(
-        "model '%s': %s defines %s; %s is served, the first in the alphabet, as Triton's own"
-        " runtime does. The parameter MODEL_CLASS names another.",
-        config.name,
-        path.name,
-        join_names(classes),
-        name,
-    )
-    return classes[name]
-
-
-def _defined(source: ModuleType, matches: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return the matching public objects that a file defines; imported ones are left out."""
-    return {
-        name: value
-        for name, value in vars(source).items()
-        if not name.startswith("_")
-        and name != "example_inputs"
-        and matches(value)
-        and value.__module__ == source.__name__
-    }
-
-
-def _imported_classes(source: ModuleType) -> dict[str, Any]:
-    """Return imported nn.Module classes that are not torch's: Triton's runtime serves these."""
-    return {
-        name: value
-        for name, value in vars(source).items()
-        if _is_module_class(value) and value.__module__.partition(".")[0] != "torch"
-    }
-
-
-def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
+    return _call(config.name, path, name, lambda: hooks_class(**keywords))

@@ -1,4 +1,4 @@
-"""The table of loaders: one function per artifact type."""
+"""Load an artifact with the loader of its type, and apply OPTIMIZE to the result."""
 
 from __future__ import annotations
 
@@ -10,28 +10,21 @@ from typing import TypeAlias
 import torch
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
+from torch_py_backend.compile import torch_compile
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError
+from torch_py_backend.errors import ArtifactError, ConfigError
 from torch_py_backend.loading import aotinductor, exported_program, python_model, torchscript
-from torch_py_backend.loading.loaded import Loaded, refuse_device_map, refuse_method, warn_unused
+from torch_py_backend.loading.loaded import Forward, Loaded, refuse_device_map
 
 log = logging.getLogger(__name__)
 
 Loader: TypeAlias = "Callable[[Artifact, ModelConfig, torch.device | None], Loaded]"
 
-# Imported by name when such an artifact is loaded: it is in a layer above this package.
-_TORCHSERVE = "torch_py_backend.torchserve.loader"
-
 
 def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
-    """Load an artifact as a module in eval mode.
+    """Load an artifact as a module in eval mode on a device; None: the model places itself.
 
     If the artifact was built for another machine or cannot be loaded, load its fallback.
-
-    Args:
-        artifact: the artifact.
-        config: the model's config.
-        device: the device that it is loaded to; None: the model places itself.
 
     Raises:
         ArtifactError, SourceError, WeightsError: the artifact cannot be loaded.
@@ -48,40 +41,68 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     return load(artifact.fallback, config, device)
 
 
-def _load_exported(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
-    refuse_method(artifact, config)
-    warn_unused(config, "model_class", "model_kwargs", "weights")
-    return exported_program.load(config, artifact.path, device)
-
-
-def _load_aoti(artifact: Artifact, config: ModelConfig, device: torch.device | None) -> Loaded:
-    refuse_method(artifact, config)
-    mismatch = aotinductor.mismatch(artifact.path, device)
-    if mismatch:
-        raise ArtifactError(
-            config.name,
-            f"{artifact.path.name} was built for {mismatch}",
-            cure=""
-            if artifact.fallback is not None
-            else "Serve it on such a machine, build it for this one, or name an exported program or"
-            " a model.py to serve instead with the parameter FALLBACK.",
-        )
-    warn_unused(config, "model_class", "model_kwargs", "weights")
-    return aotinductor.load(config, artifact.path, device)
-
-
 def _load_torchserve(
     artifact: Artifact, config: ModelConfig, device: torch.device | None
 ) -> Loaded:
-    loaded: Loaded = importlib.import_module(_TORCHSERVE).load(artifact, config, device)
+    # Imported by name: it is in a layer above this package.
+    torchserve = importlib.import_module("torch_py_backend.torchserve.loader")
+    loaded: Loaded = torchserve.load(artifact, config, device)
     return loaded
 
 
 LOADERS: Mapping[ArtifactType, Loader] = {
     ArtifactType.TORCHSCRIPT: torchscript.load,
-    ArtifactType.MODULE: python_model.load_module,
-    ArtifactType.FACTORY: python_model.load_factory,
-    ArtifactType.EXPORTED: _load_exported,
-    ArtifactType.AOTI: _load_aoti,
+    ArtifactType.MODULE: python_model.load,
+    ArtifactType.FACTORY: python_model.load,
+    ArtifactType.EXPORTED: exported_program.load,
+    ArtifactType.AOTI: aotinductor.load,
     ArtifactType.TORCHSERVE: _load_torchserve,
 }
+
+
+# --- OPTIMIZE --------------------------------------------------------------------------------
+
+
+def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
+    """Apply the values of OPTIMIZE that change the model itself; return the callable for inputs.
+
+    Raises:
+        ConfigError: an optimization does not apply to such an artifact.
+    """
+    wanted, kind = config.options.optimize, loaded.kind
+    if wanted and kind is ArtifactType.AOTI:
+        raise _refusal(config, wanted, kind, "The package is compiled already; take OPTIMIZE out.")
+    of_graphs = tuple(name for name in ("freeze", "cuda_graphs") if name in wanted)
+    if of_graphs and kind is ArtifactType.TORCHSERVE:
+        raise _refusal(config, of_graphs, kind, "Its handler is Python code; take that out.")
+    set_memory_format(config, loaded)
+    if "freeze" in wanted and kind is ArtifactType.TORCHSCRIPT:
+        return torchscript.freeze(config, loaded)
+    if "freeze" in wanted and not torch_compile.requested(config):
+        cure = "Set TORCH_COMPILE_OPTIONAL_PARAMETERS, too: what is frozen is its graph."
+        raise _refusal(config, ("freeze",), kind, cure)
+    return loaded.module
+
+
+def set_memory_format(config: ModelConfig, loaded: Loaded) -> None:
+    """Convert the weights to the memory format that OPTIMIZE names, if any.
+
+    Raises:
+        ConfigError: there are no weights.
+    """
+    if "channels_last" not in config.options.optimize:
+        return
+    if loaded.owner is None:
+        raise _refusal(config, ("channels_last",), loaded.kind, "A function has no weights.")
+    loaded.owner.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+
+def _refusal(
+    config: ModelConfig, names: tuple[str, ...], kind: ArtifactType, cure: str
+) -> ConfigError:
+    return ConfigError(
+        config.name,
+        f"OPTIMIZE asks for {', '.join(names)}, and the model is {kind.value}",
+        expected="what applies to it",
+        cure=cure,
+    )

@@ -14,7 +14,7 @@ import re
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import InputError, summarize
-from torch_py_backend.loading import sample_inputs
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.sequences import state_store
 from torch_py_backend.signature import binding
 from torch_py_backend.signature.binding import Signature
@@ -38,10 +38,9 @@ CHECKS = "AOTI_RUNTIME_CHECK_INPUTS"
 _AT_LEAST = re.compile(r"at 0, expected (?:it )?to be >= (\d+)")
 _AT_MOST = re.compile(r"at 0, expected (?:it )?to be <= (\d+)")
 _EXACTLY = re.compile(r"unmatched dim value at 0, expected: (\d+)")
-_STRIDE = re.compile(r"unmatched stride value at 0")
 _TOO_SMALL = re.compile(r"too small at (\d+), expected (?:it )?to be >= (\d+)")
-_ANY_STRIDE = re.compile(r"unmatched stride value at \d+")
-_CHECK_MESSAGES = (_AT_LEAST, _AT_MOST, _EXACTLY, _STRIDE, _TOO_SMALL, _ANY_STRIDE)
+_STRIDE = re.compile(r"unmatched stride value at \d+")
+_CHECK_MESSAGES = (_AT_LEAST, _AT_MOST, _EXACTLY, _TOO_SMALL, _STRIDE)
 
 # --- rows ------------------------------------------------------------------------------------
 
@@ -63,7 +62,7 @@ def row_limits(
     inputs = binding.bind_inputs(config.name, [spec.name for spec in config.inputs], signature)
 
     def message(rows: int) -> str:
-        item = sample_inputs.item(config, rows)
+        item = example_inputs.item(config, rows)
         # The checks compare devices before sizes.
         columns = [
             value.to(device) if device is not None and isinstance(value, Tensor) else value
@@ -80,7 +79,7 @@ def row_limits(
     return Rows(int(least[1]) if least else 1, int(most[1]) if most else None)
 
 
-def most_rows(call: Callable[[Sequence[Any]], Any], columns: Sequence[Tensor]) -> int | None:
+def most_rows(call: Callable[[Sequence[Tensor]], object], columns: Sequence[Tensor]) -> int | None:
     """Return how many rows a package accepts at most; None: any number, or it is unknown.
 
     The package is called with rows that share the memory of one row. It refuses strides of 0 after
@@ -123,14 +122,7 @@ def accept_sizes_of_one(
     `aot_inductor.check_lowerbound` of inductor's config describes the checks that refuse a size of
     1. They cannot be disabled alone, so the package is opened a second time without any checks. Its
     results for a size of 1 are compared with those of the checked package for 2 (see `_correct`).
-
-    Args:
-        config: the model's config; its dims of -1 are probed.
-        signature: the signature of the package.
-        run: calls the package.
-        open_unchecked: opens the package again, without checks.
-        rows: how many rows the package accepts.
-        device: the device of its inputs.
+    Dims of -1 in the config are probed.
     """
     config = state_store.with_controls(config, signature)
     if len(config.inputs) != len(signature.leaves or ()):
@@ -147,7 +139,7 @@ def accept_sizes_of_one(
     # On a GPU, a read past the memory of an input makes the device unusable for the process.
     if not dynamic or (device is not None and device.type != "cpu"):
         return run
-    item = sample_inputs.item(config, min(max(rows.least, 2), rows.most or 2) if start else None)
+    item = example_inputs.item(config, min(max(rows.least, 2), rows.most or 2) if start else None)
     leaves = [value for name in names if isinstance(value := item[name], Tensor)]
     least = _least_sizes(run, leaves, dynamic)
     if not least:
@@ -204,7 +196,7 @@ def _least_sizes(run: Run, leaves: Sequence[Tensor], dynamic: Iterable[_Dim]) ->
             probe[leaf] = leaves[leaf].new_zeros(1).as_strided(sizes, (0,) * len(sizes))
             return _check_message(lambda: run(*probe))
 
-        if _ANY_STRIDE.search(message(leaves[leaf].shape[dim])):
+        if _STRIDE.search(message(leaves[leaf].shape[dim])):
             refused = _TOO_SMALL.search(message(1))
             if refused and int(refused[1]) == dim:
                 least[leaf, dim] = int(refused[2])

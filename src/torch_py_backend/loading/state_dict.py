@@ -1,28 +1,33 @@
-"""Files of weights, read without executing code, and loaded into modules.
+"""Weights of modules: building a module without random values, and loading a file into it.
 
-Files are mapped. Where a module loads a weight unchanged, the weight stays in the mapped file: see
-`mapped_files`.
+Files are read without executing code. They are mapped: where a module loads a weight unchanged, the
+weight stays in the mapped file (see `mapped_files`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeGuard, TypeVar
+from unittest import mock
 
 import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.nn.parameter import is_lazy
+from torch.utils import _pytree as pytree
 
-from torch_py_backend.artifacts import file_types
+from torch_py_backend.artifacts import discovery, file_types
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.artifacts.file_types import FileType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, WeightsError, summarize
 from torch_py_backend.loading import mapped_files
+
+_Built = TypeVar("_Built")
 
 
 def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> None:
@@ -45,7 +50,12 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
         )
     state = _read_weights(config, artifact.weights)
     file = artifact.weights.name
-    shapes = _wrong_shapes(own, state)
+    shapes = [
+        f"{key} {list(state[key].shape)} instead of {list(tensor.shape)}"
+        for key, tensor in own.items()
+        # A lazy module gets its shapes from the file.
+        if key in state and not is_lazy(tensor) and state[key].shape != tensor.shape
+    ]
     if shapes:
         raise WeightsError(
             config.name,
@@ -54,9 +64,14 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
             unexpected=[key for key in state if key not in own],
             shapes=shapes,
         )
+    sharing: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+    if config.options.enable_weight_sharing is not False and not file_types.mmap_obstacle(
+        artifact.weights
+    ):
+        sharing = mapped_files.AliasOnCopy(state.values())
     try:
         # The module compares the keys: it may translate old names and add missing values.
-        with _sharing(config, artifact.weights, state):
+        with sharing:
             result = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise ArtifactError(
@@ -68,14 +83,6 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
         raise WeightsError(config.name, file, missing=missing, unexpected=result.unexpected_keys)
 
 
-def _sharing(
-    config: ModelConfig, path: Path, state: Mapping[str, Tensor]
-) -> contextlib.AbstractContextManager[Any]:
-    if config.options.enable_weight_sharing is False or file_types.mmap_obstacle(path):
-        return contextlib.nullcontext()
-    return mapped_files.AliasOnCopy(state.values())
-
-
 def _without_twins(
     missing: Sequence[str], own: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> list[str]:
@@ -84,13 +91,7 @@ def _without_twins(
     return [key for key in missing if id(own.get(key)) not in present]
 
 
-def _wrong_shapes(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]:
-    return [
-        f"{key} {list(state[key].shape)} instead of {list(tensor.shape)}"
-        for key, tensor in own.items()
-        # A lazy module gets its shapes from the file.
-        if key in state and not is_lazy(tensor) and state[key].shape != tensor.shape
-    ]
+# --- files -----------------------------------------------------------------------------------
 
 
 def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
@@ -123,20 +124,19 @@ def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
             expected="a state_dict of plain tensors",
             cure="Save module.state_dict() there, or convert it to safetensors.",
         ) from error
-    if not _is_state_dict(state):
-        entries = state if isinstance(state, Mapping) else {}
-        inner = [key for key in ("state_dict", "model") if _is_state_dict(entries.get(key))]
-        raise ArtifactError(
-            config.name,
-            f"the weights {path.name} hold a {type(state).__name__} that is not a state_dict",
-            expected="tensors by name",
-            cure=f"Save its entry '{inner[0]}' alone." if inner else "Save module.state_dict().",
-        )
-    tensors: Mapping[str, Tensor] = state
-    return tensors
+    if _is_state_dict(state):
+        return state
+    entries = state if isinstance(state, Mapping) else {}
+    inner = [key for key in ("state_dict", "model") if _is_state_dict(entries.get(key))]
+    raise ArtifactError(
+        config.name,
+        f"the weights {path.name} hold a {type(state).__name__} that is not a state_dict",
+        expected="tensors by name",
+        cure=f"Save its entry '{inner[0]}' alone." if inner else "Save module.state_dict().",
+    )
 
 
-def _is_state_dict(value: Any) -> bool:
+def _is_state_dict(value: object) -> TypeGuard[Mapping[str, Tensor]]:
     return isinstance(value, Mapping) and all(
         isinstance(key, str) and isinstance(tensor, Tensor) for key, tensor in value.items()
     )
@@ -152,17 +152,12 @@ def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
             f"the weights {index.name} are not an index of safetensors: {summarize(error)}",
             expected="a JSON object with a weight_map from keys to files",
         ) from error
-    # If the index is a link, its shards may be links into the folder of its target.
-    folders = (config.folder.resolve(), index.resolve().parent)
     state: dict[str, Tensor] = {}
     for name in files:
         path = index.parent / name
-        try:
-            inside = any(path.resolve().is_relative_to(folder) for folder in folders)
-            exists = inside and path.is_file()
-        except (OSError, ValueError, RuntimeError):  # too long, a NUL, circular links
-            exists = False
-        if not exists:
+        # If the index is a link, its shards may be links into the folder of its target.
+        inside = discovery.is_inside(path, config.folder, index.resolve().parent)
+        if not inside or not path.is_file():
             raise ArtifactError(
                 config.name,
                 f"the weights {index.name} name {name}",
@@ -181,3 +176,109 @@ def _read_safetensors(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
             f"the weights {path.name} are not valid safetensors: {summarize(error)}",
             cure="Write them again with safetensors.torch.save_file, or copy them again.",
         ) from error
+
+
+# --- modules without random values -----------------------------------------------------------
+
+
+def build_uninitialized(build: Callable[[], _Built]) -> _Built:
+    """Return what `build` returns, without random values of weights where that is safe.
+
+    Drawing the values takes longer than reading them: seconds and memory for each gigabyte, in each
+    instance. Memory of torch.empty costs neither until it is written. The meta device would avoid
+    the values as well, but also those of the buffers that a constructor computes and no file holds.
+
+    It is safe if the skipped values are only in the module's state_dict, which the file fills, and
+    nothing was computed from them or drawn after them: a random projection that is drawn later and
+    is in no state_dict would have other values. Otherwise, and after an exception, `build` is
+    called again.
+    """
+    random_state = torch.random.get_rng_state()
+    with contextlib.suppress(Exception):  # the second call raises it, too, or succeeds
+        with mock.patch.object(nn.init, _TRUNCATED, _truncated), _SkipRandom() as skipping:
+            built = build()
+        if skipping.is_safe(built):
+            return built
+    torch.random.set_rng_state(random_state)
+    return build()
+
+
+# This function of nn.init reads the values that it has drawn; no other one does.
+_TRUNCATED = "_no_grad_trunc_normal_"
+_original: Callable[..., Tensor] = getattr(nn.init, _TRUNCATED)
+
+
+def _truncated(tensor: Tensor, *bounds: float, generator: torch.Generator | None = None) -> Tensor:
+    if generator is not None:
+        return _original(tensor, *bounds, generator=generator)
+    with torch.no_grad():
+        return tensor.normal_()
+
+
+# Operations that take the shape of their argument, and not its values.
+_SHAPE_ONLY = {
+    torch.ops.aten.empty_like.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.ones_like.default,
+    torch.ops.aten.full_like.default,
+}
+
+
+class _SkipRandom(mapped_files.DispatchMode):
+    """Skips in-place random operations, and in-place operations on their results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Tensors without values, by the identity of their storages.
+        self._skipped: dict[int, Tensor] = {}
+        # Whether nothing was computed from them, and nothing was drawn after them.
+        self._unused = True
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload[..., object],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        keywords = kwargs or {}
+        # A generator that the caller passes is not affected by what is skipped.
+        random = (
+            torch.Tag.nondeterministic_seeded in func.tags and keywords.get("generator") is None
+        )
+        target = args[0] if args and func._schema.is_mutable else None
+        if isinstance(target, Tensor):
+            if mapped_files.storage_id(target) in self._skipped:
+                return target
+            if random:
+                self._skip(target)
+                return target
+        reads = bool(self._skipped) and any(
+            isinstance(leaf, Tensor) and mapped_files.storage_id(leaf) in self._skipped
+            for leaf in pytree.tree_leaves((args, keywords))
+        )
+        if reads and func is torch.ops.aten.clone.default:  # copy.deepcopy of a layer
+            clone = torch.ops.aten.empty_like.default(*args, **keywords)
+            self._skip(clone)
+            return clone
+        if (random and self._skipped) or (reads and not func.is_view and func not in _SHAPE_ONLY):
+            self._unused = False
+        return func(*args, **keywords)
+
+    def _skip(self, tensor: Tensor) -> None:
+        # A separate tensor, so that its storage shows whether the module still uses it.
+        self._skipped[mapped_files.storage_id(tensor)] = tensor.detach()
+
+    def is_safe(self, built: object) -> bool:
+        """Return whether the skipped values are in the module's state_dict, and nowhere else."""
+        if not self._skipped:
+            return True
+        if not self._unused or not isinstance(built, nn.Module):
+            return False
+        filled = {
+            mapped_files.storage_id(tensor) for tensor in built.state_dict(keep_vars=True).values()
+        }
+        return all(
+            storage in filled or mapped_files.has_no_other_views(tensor)
+            for storage, tensor in self._skipped.items()
+        )

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
-from torch_py_backend.errors import ArtifactError, summarize
+from torch_py_backend.errors import ArtifactError, ConfigError, summarize
 from torch_py_backend.loading import mapped_files
-from torch_py_backend.loading.loaded import Loaded, warn_unused
+from torch_py_backend.loading.loaded import Forward, Loaded, warn_unused
 from torch_py_backend.signature import introspection
 from torch_py_backend.signature.binding import ArgumentType
 
@@ -26,7 +26,7 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
         ArtifactError: this torch cannot load it, or it lacks the method to serve.
     """
     try:
-        module: Any = torch.jit.load(artifact.path, map_location=device)
+        module = torch.jit.load(artifact.path, map_location=device)
     except Exception as error:  # a damaged archive raises nearly anything
         raise ArtifactError(
             config.name,
@@ -52,13 +52,32 @@ def load(artifact: Artifact, config: ModelConfig, device: torch.device | None) -
     return Loaded(artifact.kind, called, signature, module)
 
 
-def accept_bytes(loaded: Loaded, called: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a callable that also accepts strings that are not UTF-8, if the model takes strings.
+def freeze(config: ModelConfig, loaded: Loaded) -> Forward:
+    """Return a model with its weights as constants and its operators fused for the CPU.
 
-    Args:
-        loaded: the model.
-        called: the callable for inputs.
+    Raises:
+        ConfigError: torch cannot freeze the graph.
     """
+    method = config.options.method
+    others = [method] if method else []
+    try:
+        frozen = torch.jit.freeze(loaded.owner, preserved_attrs=others)
+        optimized = torch.jit.optimize_for_inference(frozen, other_methods=others)
+    except Exception as error:  # unsupported graphs raise nearly anything
+        raise ConfigError(
+            config.name,
+            f"OPTIMIZE asks for freeze, which fails: {summarize(error)}",
+            cure="Take freeze out.",
+        ) from error
+    called: Forward = getattr(optimized, method) if method else optimized
+    return called
+
+
+# --- strings of any bytes --------------------------------------------------------------------
+
+
+def accept_bytes(loaded: Loaded, called: Forward) -> Forward:
+    """Return a callable that accepts strings that are not UTF-8, if the model takes strings."""
     takes_text = any(argument.takes in _TEXTS for argument in loaded.signature.arguments)
     if not loaded.signature.torchscript or not takes_text:
         return called
@@ -73,43 +92,45 @@ class _AcceptBytes:
     codes of each string's bytes: slow (2 µs a byte), but without a second call of the model.
     """
 
-    def __init__(self, called: Callable[..., Any], owner: Any, method: str) -> None:
+    def __init__(self, called: Forward, owner: Any, method: str) -> None:
         self._called = called
         self._owner = owner
         self._method = method
-        self._added: dict[tuple[str, ...], Callable[..., Any]] = {}
-        self._schema: Any = getattr(owner, method).schema
+        self._added: dict[tuple[str, ...], Forward] = {}
+        schema: torch.FunctionSchema = getattr(owner, method).schema
+        self._arguments = {
+            argument.name: argument.type.annotation_str for argument in schema.arguments[1:]
+        }
+        (returned,) = schema.returns
+        self._returned: torch.JitType = returned.type
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not _has_bytes((*args, *kwargs.values())):
             return self._called(*args, **kwargs)
-        names = [argument.name for argument in self._schema.arguments[1 : 1 + len(args)]]
-        names += kwargs
-        added = self._added.get(tuple(names))
+        names = (*list(self._arguments)[: len(args)], *kwargs)
+        added = self._added.get(names)
         if added is None:
-            added = self._added[tuple(names)] = self._add(names)
-        (returned,) = self._schema.returns
-        return _decode(added(*args, *kwargs.values()), returned.type)
+            added = self._added[names] = self._add(names)
+        return _decode(added(*args, *kwargs.values()), self._returned)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model, for hooks."""
         return getattr(self._called, name)
 
-    def _add(self, names: Sequence[str]) -> Callable[..., Any]:
+    def _add(self, names: Sequence[str]) -> Forward:
         """Add a method with these arguments that returns codes in place of strings."""
-        types = {argument.name: argument.type.annotation_str for argument in self._schema.arguments}
-        (returned,) = self._schema.returns
         added = f"{self._method}_in_bytes_{len(self._added)}"
+        arguments = ", ".join(f"{name}: {self._arguments[name]}" for name in names)
         self._owner.define(
-            f"def {added}(self, {', '.join(f'{name}: {types[name]}' for name in names)}):\n"
+            f"def {added}(self, {arguments}):\n"
             f"    result = self.{self._method}({', '.join(f'{name}={name}' for name in names)})\n"
-            f"    return {_encode('result', returned.type)}\n"
+            f"    return {_encode('result', self._returned)}\n"
         )
-        method: Callable[..., Any] = getattr(self._owner, added)
+        method: Forward = getattr(self._owner, added)
         return method
 
 
-def _has_bytes(value: Any) -> bool:
+def _has_bytes(value: object) -> bool:
     if isinstance(value, list | tuple):
         return any(map(_has_bytes, value))
     return isinstance(value, bytes)

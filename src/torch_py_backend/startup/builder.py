@@ -15,9 +15,10 @@ from torch_py_backend.config.options import TABLE
 from torch_py_backend.config.threads import Threads
 from torch_py_backend.engine.engine import Engine
 from torch_py_backend.hooks import user_hooks
-from torch_py_backend.loading import load_queue, optimization, registry, torchscript
+from torch_py_backend.loading import registry, torchscript
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences import state_store
+from torch_py_backend.startup import load_queue
 from torch_py_backend.weights import gpu_sharing
 
 _JIT_SWITCHES = (
@@ -39,7 +40,7 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
     artifact = discovery.find(config)
     if not gpu_sharing.requested(config):
         return _engine(config, artifact, device, device)
-    shared = gpu_sharing.start(
+    shared = gpu_sharing.SharedWeights(
         config, artifact, device, lambda: _load(config, artifact, device).owner
     )
     try:
@@ -103,5 +104,5 @@ def _load(config: ModelConfig, artifact: Artifact, device: torch.device | None) 
     claim = load_queue.claim(config, artifact, on_gpu=on_gpu)
     with load_queue.turn(config, claim, runtime.free_memory(device)):
         loaded = registry.load(artifact, config, device)
-        module = optimization.apply(config, loaded)
+        module = registry.optimize(config, loaded)
         return dataclasses.replace(loaded, module=torchscript.accept_bytes(loaded, module))

@@ -23,7 +23,7 @@ from torch_py_backend.errors import (
     NoServerError,
     WarmupError,
 )
-from torch_py_backend.loading import example_inputs, sample_inputs
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.sequences import state_store
 from torch_py_backend.streaming import streams
 from torch_py_backend.weights import gpu_sharing
@@ -116,7 +116,7 @@ def _try(engine: Engine, call: _Call, sample: Item) -> tuple[Item, BackendError]
     """
     before = side_effects.copy_tensors(sample)
     config = engine.config
-    items = sample_inputs.requests(config, sample)
+    items = example_inputs.requests(config, sample)
     for number in range(1, _REPEATS * (2 if config.states else 1) + 1):
         results: list[dict[str, Value]] = []
         for item, outcome in zip(items, call(items), strict=True):
@@ -177,7 +177,7 @@ def batches(engine: Engine) -> Iterator[Item]:
     for rows, shrunk, without in itertools.product(
         _row_counts(engine), (False, True) if varies else (False,), engine.patterns
     ):
-        item = sample_inputs.item(config, rows, shrunk=shrunk, without=without, example=example)
+        item = example_inputs.item(config, rows, shrunk=shrunk, without=without, example=example)
         if item or rows is None:  # an item without inputs has no row count
             yield item
 
@@ -189,7 +189,7 @@ def _fitting(config: ModelConfig, example: Item) -> Item:
         value = example.get(spec.name)
         if value is None:
             continue
-        if sample_inputs.fits(config, spec, value):
+        if example_inputs.fits(config, spec, value):
             fitting[spec.name] = value
         else:
             log.warning(

@@ -41,7 +41,7 @@ from torch_py_backend.errors import (
     WarmupError,
     summarize,
 )
-from torch_py_backend.loading import example_inputs, sample_inputs
+from torch_py_backend.loading import example_inputs
 from torch_py_backend.signature import binding
 from torch_py_backend.startup import builder, warmup
 
@@ -184,7 +184,7 @@ def find_inputs(settings: ModelConfig, inputs: str | None) -> tuple[Item, str]:
     if inputs is None:
         example = example_inputs.find(settings, discovery.find(settings))
         if example is None:
-            return sample_inputs.item(settings, settings.max_batch_size or None), "made-up values"
+            return example_inputs.item(settings, settings.max_batch_size or None), "made-up values"
         item, source = example, example_inputs.NAME
     else:
         source = Path(inputs).name
@@ -211,7 +211,7 @@ def _check_inputs(settings: ModelConfig, item: Item, source: str) -> None:
             expected=f"the inputs {', '.join(sorted(specs))}",
         )
     for name, value in item.items():
-        if not sample_inputs.fits(settings, specs[name], value):
+        if not example_inputs.fits(settings, specs[name], value):
             kind = str(value.dtype).removeprefix("torch.")
             rows = "one row at least of " if settings.max_batch_size else ""
             raise ConfigError(
@@ -225,7 +225,7 @@ def tile(settings: ModelConfig, item: Item, rows: int) -> Item:
     """Return a batch of this many rows, which repeats the item's rows."""
     absent = {spec.name for spec in _sent(settings)} - item.keys()
     count = rows if settings.max_batch_size else None
-    return sample_inputs.item(settings, count, without=absent, example=item)
+    return example_inputs.item(settings, count, without=absent, example=item)
 
 
 def _sent(settings: ModelConfig) -> Iterator[TensorSpec]:
@@ -235,7 +235,7 @@ def _sent(settings: ModelConfig) -> Iterator[TensorSpec]:
 
 def _run(engine: Engine, item: Item) -> dict[str, Value]:
     results = []
-    for outcome in engine.run(sample_inputs.requests(engine.config, item)):
+    for outcome in engine.run(example_inputs.requests(engine.config, item)):
         if isinstance(outcome, LoadError):
             raise outcome
         if isinstance(outcome, BackendError):

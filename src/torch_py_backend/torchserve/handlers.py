@@ -32,7 +32,7 @@ from torch_py_backend.errors import (
     SourceError,
     join_names,
 )
-from torch_py_backend.loading import initialization, mapped_files, state_dict
+from torch_py_backend.loading import mapped_files, state_dict
 from torch_py_backend.torchserve.context import Context, settings
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class BaseHandler:
         if model_pt_path is None:
             module = classes[0]()
             return module
-        module = initialization.build_uninitialized(classes[0])
+        module = state_dict.build_uninitialized(classes[0])
         path = Path(model_dir, model_file)
         state_dict.load_into(
             config, Artifact(ArtifactType.MODULE, path, Path(model_pt_path)), module

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class CudaMemory:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._driver: Any = ctypes.CDLL("libcuda.so.1")
+        self._driver = ctypes.CDLL("libcuda.so.1")
 
     def name(self) -> str:
         """Return the UUID of the GPU."""
@@ -88,7 +87,7 @@ class CudaMemory:
         torch.cuda.set_device(self.device)
         torch.cuda.synchronize(self.device)
 
-    def _call(self, function: str, *arguments: Any) -> None:
+    def _call(self, function: str, *arguments: object) -> None:
         code = getattr(self._driver, function)(*arguments)
         if code:
             text = ctypes.c_char_p()

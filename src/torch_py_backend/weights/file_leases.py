@@ -37,29 +37,14 @@ _CHUNK = 64 << 20
 
 @dataclass(slots=True)
 class _File:
-    """A mapped file.
-
-    Attributes:
-        path: the path that it was opened by; another file may be there now.
-        descriptor: holds the lease.
-        leased: whether the kernel signals writers.
-        modified: the time of its last modification, in nanoseconds.
-    """
-
-    path: Path
-    descriptor: int
-    leased: bool
-    modified: int
+    path: Path  # another file may be there now
+    descriptor: int  # holds the lease
+    leased: bool  # whether the kernel signals writers
+    modified: int  # in nanoseconds
 
 
 class Guard:
-    """Watches the mapped files of a model's weights until it is closed.
-
-    Args:
-        model: the model's name.
-        paths: the files.
-        ranges: the addresses that they are mapped to: start and end.
-    """
+    """Watches the files of a model's weights, which are mapped to `ranges`, until it is closed."""
 
     def __init__(
         self, model: str, paths: Iterable[Path], ranges: Sequence[tuple[int, int]]

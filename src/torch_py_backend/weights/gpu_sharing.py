@@ -17,7 +17,7 @@ import json
 import logging
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +34,29 @@ from torch_py_backend.weights.owner_election import Owner, Sharer
 log = logging.getLogger(__name__)
 
 Weights: TypeAlias = "Mapping[str, Tensor]"
-Facts: TypeAlias = "Mapping[str, list[Any]]"
+# What must be equal in two processes, by name: dtype, size, and the first name of a tied tensor.
+Facts: TypeAlias = "Mapping[str, list[object]]"
 # Options that determine the tensors and their values.
 _OPTIONS = ("model_class", "model_factory", "model_kwargs", "weights", "optimize", "fallback")
+
+
+class _Placed(TypedDict):
+    """The memory of one tensor: the index of its block, and the offset in it in bytes."""
+
+    block: int
+    at: int
+    dtype: str
+    size: list[int]
+    stride: list[int]
+
+
+class _Offer(TypedDict):
+    """The weights of an owner, as JSON."""
+
+    instance: str
+    facts: Facts
+    blocks: list[str]
+    tensors: dict[str, _Placed]
 
 
 class Memory(Protocol):
@@ -44,20 +64,11 @@ class Memory(Protocol):
 
     device: torch.device
 
-    def name(self) -> str:
-        """Return an identity of the device that is the same in all processes."""
-
-    def export(self, tensor: Tensor) -> tuple[str, int]:
-        """Return the handle of a tensor's allocation, as text, and the tensor's offset in it."""
-
-    def open(self, block: str) -> Tensor:
-        """Map an allocation of another process, as bytes."""
-
-    def synchronize(self) -> None:
-        """Wait until all work on the device is done."""
-
-    def empty_cache(self) -> None:
-        """Free the memory that torch's allocator caches."""
+    def name(self) -> str: ...
+    def export(self, tensor: Tensor) -> tuple[str, int]: ...
+    def open(self, block: str) -> Tensor: ...
+    def synchronize(self) -> None: ...
+    def empty_cache(self) -> None: ...
 
 
 def requested(config: ModelConfig) -> bool:
@@ -96,55 +107,42 @@ def key(config: ModelConfig, artifact: Artifact, device: str) -> str:
 # --- one instance ----------------------------------------------------------------------------
 
 
-def start(
-    config: ModelConfig,
-    artifact: Artifact,
-    device: torch.device | None,
-    afresh: Callable[[], nn.Module | None],
-) -> SharedWeights:
-    """Join the instances that share weights: become the owner, or wait for the owner's offer.
+class SharedWeights:
+    """The weights of one instance, shared with the others: it owns them, or waits for an offer.
 
     Args:
-        config: the config of the model.
-        artifact: the artifact that the weights are loaded from.
         device: the GPU; None: the model places itself.
         afresh: loads the module from its files again, onto the GPU.
-
-    Raises:
-        ConfigError: the weights cannot be shared.
-        PlatformError: the server's folder cannot be used.
-    """
-    reason = refusal(config, artifact.kind)
-    if reason or device is None:
-        raise not_shared_error(config, reason)
-    return SharedWeights(config, artifact, CudaMemory(device), afresh)
-
-
-class SharedWeights:
-    """The weights of one instance, shared with the others.
 
     Attributes:
         lock: held while the weights are used or replaced.
         final: whether compiled code or CUDA graphs contain the addresses of the weights, so that
             the memory cannot be replaced.
+
+    Raises:
+        ConfigError: the weights cannot be shared.
+        PlatformError: the server's folder cannot be used.
     """
 
     def __init__(
         self,
         config: ModelConfig,
         artifact: Artifact,
-        memory: Memory,
+        device: torch.device | None,
         afresh: Callable[[], nn.Module | None],
     ) -> None:
+        reason = refusal(config, artifact.kind)
+        if reason or device is None:
+            raise not_shared_error(config, reason)
         self.lock = threading.RLock()
         self.final = "cuda_graphs" in config.options.optimize or torch_compile.requested(config)
         self._config = config
-        self._memory = memory
+        self._memory: Memory = CudaMemory(device)
         self._afresh = afresh
         self._unplaced: nn.Module | None = None
         self._weights: Weights = {}
         self._facts: Facts = {}
-        digest = key(config, artifact, memory.name())
+        digest = key(config, artifact, self._memory.name())
         self._server_folder = server_folder.enter(config.name)
         try:
             self._folder = self._server_folder.folder(f"weights-{digest[:32]}")
@@ -164,11 +162,7 @@ class SharedWeights:
         return self._role is not None
 
     def hold(self, module: nn.Module | None, kind: ArtifactType) -> None:
-        """Share the weights of a module from now on.
-
-        Args:
-            module: the module; that of a sharer may still be on the CPU.
-            kind: the type of its artifact.
+        """Share the weights of a module from now on; that of a sharer may still be on the CPU.
 
         Raises:
             ConfigError: the weights cannot be shared.
@@ -253,20 +247,21 @@ class SharedWeights:
         self._put(weights)
         self._memory.synchronize()
         try:
-            owner.offer(
-                {
-                    "instance": self._config.instance,
-                    "facts": self._facts,
-                    **_offer(self._weights, self._memory),
-                }
-            )
+            blocks, tensors = _export(self._weights, self._memory)
         except NotShared as error:
             raise not_shared_error(self._config, str(error)) from error
+        offer: _Offer = {
+            "instance": self._config.instance,
+            "facts": self._facts,
+            "blocks": blocks,
+            "tensors": tensors,
+        }
+        owner.offer(offer)
         log.info("model '%s': '%s' owns the weights.", self._config.name, self._config.instance)
 
     def _map(self, sharer: Sharer) -> bool:
         """Map the offered weights, and return whether the owner is still alive."""
-        offer = sharer.document
+        offer: _Offer = sharer.document
         self._compare(offer["facts"], f"'{offer['instance']}'")
         try:
             self._put(_views(offer, self._memory))
@@ -290,7 +285,15 @@ class SharedWeights:
     def _put(self, weights: Weights) -> None:
         """Give the module these weights, and move it to the device if it is not there yet."""
         if self._unplaced is not None:
-            _move(self._unplaced, weights, self._memory.device)
+            tensors = named(self._unplaced).items()
+            replacements = {id(own): weights[name] for name, own in tensors if name in weights}
+            device = self._memory.device
+            # As Module.to() does it.
+            self._unplaced._apply(  # noqa: SLF001
+                lambda tensor: (
+                    replacements[id(tensor)] if id(tensor) in replacements else tensor.to(device)
+                )
+            )
             self._weights, self._unplaced = named(self._unplaced), None
         # This sets the weights of later calls, and those of RNNs: moving an RNN copies them.
         for name, weight in weights.items():
@@ -357,7 +360,6 @@ def named(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _facts(weights: Weights) -> Facts:
-    """Return what must be equal in two processes: dtype, size, and the first name if it is tied."""
     first: dict[int, str] = {}
     return {
         name: [str(weight.dtype), list(weight.shape), first.setdefault(id(weight), name)]
@@ -365,10 +367,10 @@ def _facts(weights: Weights) -> Facts:
     }
 
 
-def _offer(weights: Weights, memory: Memory) -> dict[str, Any]:
-    """Return the memory of the weights, as JSON."""
+def _export(weights: Weights, memory: Memory) -> tuple[list[str], dict[str, _Placed]]:
+    """Return the blocks of memory of the weights, and the place of each weight."""
     blocks: dict[str, int] = {}
-    tensors = {}
+    tensors: dict[str, _Placed] = {}
     for name, weight in weights.items():
         if weight.device != memory.device or weight.layout is not torch.strided:
             raise NotShared(f"{name} is a tensor of layout {weight.layout} on {weight.device}")
@@ -380,10 +382,10 @@ def _offer(weights: Weights, memory: Memory) -> dict[str, Any]:
             "size": list(weight.shape),
             "stride": list(weight.stride()),
         }
-    return {"blocks": list(blocks), "tensors": tensors}
+    return list(blocks), tensors
 
 
-def _views(offer: Mapping[str, Any], memory: Memory) -> dict[str, Tensor]:
+def _views(offer: _Offer, memory: Memory) -> dict[str, Tensor]:
     """Map the memory of an offer, and return the weights."""
     blocks = [memory.open(block) if block else None for block in offer["blocks"]]
     views = {}
@@ -397,16 +399,3 @@ def _views(offer: Mapping[str, Any], memory: Memory) -> dict[str, Tensor]:
             view = torch.empty(0, dtype=dtype, device=memory.device)
             views[name] = view.set_(block.untyped_storage(), offset, size, stride)
     return views
-
-
-def _move(module: nn.Module, weights: Weights, device: torch.device) -> None:
-    """Move a module to a device, with these weights in place of those of the same names."""
-    replacements = {
-        id(tensor): weights[name] for name, tensor in named(module).items() if name in weights
-    }
-
-    def moved(tensor: Tensor) -> Tensor:
-        replacement = replacements.get(id(tensor))
-        return tensor.to(device) if replacement is None else replacement
-
-    module._apply(moved)  # noqa: SLF001  as Module.to() does

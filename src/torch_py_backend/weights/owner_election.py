@@ -18,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,12 +37,7 @@ _EXITING = 0x4  # PF_EXITING of the kernel
 
 
 def join(folder: Path, instance: str) -> Owner | Sharer:
-    """Become the owner, or wait for the owner's offer.
-
-    Args:
-        folder: the folder of the election; there is one for each shared thing.
-        instance: the name of this instance, for the logs of the others.
-    """
+    """Become the owner of what a folder stands for, or wait for the owner's offer."""
     patience = time.monotonic() + _PATIENCE_S
     while True:
         lock = server_folder.lock(folder / _LOCK)
@@ -73,7 +68,7 @@ class Owner:
         self._thread: threading.Thread | None = None
         self._sharers: list[socket.socket] = []
 
-    def offer(self, document: Any) -> None:
+    def offer(self, document: Mapping[str, object]) -> None:
         """Send a document to all sharers from now on."""
         with _address(self._folder) as address:
             # A socket there belongs to an owner that died: this process holds the lock.
@@ -96,10 +91,18 @@ class Owner:
                 self._listening.shutdown(socket.SHUT_RDWR)
         if self._thread is not None:
             self._thread.join()
-        self._dismiss_sharers()
-        for connection in (*self._sharers, self._listening):
-            if connection is not None:
-                server_folder.release(connection.detach())
+        # Sharers hang up when they have stopped using the offer.
+        until = time.monotonic() + _TIMEOUT_S
+        for connection in self._sharers:
+            with contextlib.suppress(OSError):
+                connection.sendall(_LEAVING)
+        for connection in self._sharers:
+            with contextlib.suppress(OSError):
+                connection.settimeout(max(0.01, until - time.monotonic()))
+                connection.recv(1)
+        for end in (*self._sharers, self._listening):
+            if end is not None:
+                server_folder.release(end.detach())
         self._sharers, self._listening, self._thread = [], None, None
         if self._lock is not None:
             server_folder.release(self._lock)
@@ -112,7 +115,9 @@ class Owner:
             except OSError:  # it was shut down
                 return
             server_folder.close_on_fork(sharer.fileno())
-            self._remove_dead()
+            for connection in [other for other in self._sharers if _hung_up(other)]:
+                self._sharers.remove(connection)
+                server_folder.release(connection.detach())
             sharer.settimeout(_TIMEOUT_S)
             try:
                 if _peer(sharer)[1] != os.geteuid():
@@ -122,22 +127,6 @@ class Owner:
                 server_folder.release(sharer.detach())
             else:
                 self._sharers.append(sharer)
-
-    def _remove_dead(self) -> None:
-        for connection in [sharer for sharer in self._sharers if _hung_up(sharer)]:
-            self._sharers.remove(connection)
-            server_folder.release(connection.detach())
-
-    def _dismiss_sharers(self) -> None:
-        """Ask the sharers to stop using the offer, and wait until they hang up."""
-        until = time.monotonic() + _TIMEOUT_S
-        for connection in self._sharers:
-            with contextlib.suppress(OSError):
-                connection.sendall(_LEAVING)
-        for connection in self._sharers:
-            with contextlib.suppress(OSError):
-                connection.settimeout(max(0.01, until - time.monotonic()))
-                connection.recv(1)
 
 
 # --- the sharers -----------------------------------------------------------------------------
@@ -225,14 +214,14 @@ def _connect(folder: Path) -> Sharer | None:
         return None
 
 
-def _line(connection: socket.socket) -> bytes:
-    pieces: list[bytes] = []
-    while not pieces or not pieces[-1].endswith(b"\n"):
+def _line(connection: socket.socket) -> bytearray:
+    line = bytearray()
+    while not line.endswith(b"\n"):
         piece = connection.recv(1 << 16)
         if not piece:
             raise EOFError
-        pieces.append(piece)
-    return b"".join(pieces)
+        line += piece
+    return line
 
 
 # --- sockets ---------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ArtifactError, ConfigError, WeightsError
-from torch_py_backend.loading import mapped_files, optimization, registry
+from torch_py_backend.loading import mapped_files, registry
 from torch_py_backend.loading.loaded import Loaded
 
 
@@ -71,7 +71,7 @@ def read(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Loaded:
         WeightsError: names, shapes or dtypes differ from those of the model that is served.
     """
     fresh = registry.load(artifact, config, torch.device("cpu"))
-    optimization.set_memory_format(config, fresh)
+    registry.set_memory_format(config, fresh)
     _compare(config, artifact, weights(loaded), weights(fresh))
     return fresh
 
@@ -113,7 +113,9 @@ def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded)
     with torch.inference_mode():
         try:
             for name, tensor in old.items():
-                if _movable(tensor, new[name]):
+                plain = mapped_files.is_dense(tensor) and mapped_files.is_dense(new[name])
+                on_cpu = tensor.device.type == "cpu"
+                if plain and on_cpu and mapped_files.has_no_other_views(tensor):
                     undo.append(partial(mapped_files.alias, tensor, tensor.detach()))
                     mapped_files.alias(tensor, new[name])
                 else:
@@ -132,9 +134,9 @@ def _copy(tensor: Tensor) -> Tensor:
         return tensor.cpu()
 
 
-def _movable(tensor: Tensor, fresh: Tensor) -> bool:
-    plain = mapped_files.is_dense(tensor) and mapped_files.is_dense(fresh)
-    return plain and tensor.device.type == "cpu" and mapped_files.has_no_other_views(tensor)
+# --- members of archives ---------------------------------------------------------------------
+
+_INCIDENTAL = (".debug_pkl", "/version", "/byteorder", "/serialization_id", "/archive_format")
 
 
 def code_checksums(artifact: Artifact) -> dict[str, int]:
@@ -145,7 +147,9 @@ def code_checksums(artifact: Artifact) -> dict[str, int]:
         return {
             member.filename.partition("/")[2]: member.CRC
             for member in archive.infolist()
-            if not _is_weight(member.filename) and not _is_incidental(member.filename)
+            if not _is_weight(member.filename)
+            and not member.filename.endswith(_INCIDENTAL)
+            and "/data/sample_inputs/" not in member.filename
         }
 
 
@@ -170,10 +174,3 @@ def _is_weight(member: str) -> bool:
     return (folder == "data" and name.isdigit()) or (
         folder == "data/weights" and not name.endswith(".json")
     )
-
-
-_INCIDENTAL = (".debug_pkl", "/version", "/byteorder", "/serialization_id", "/archive_format")
-
-
-def _is_incidental(member: str) -> bool:
-    return member.endswith(_INCIDENTAL) or "/data/sample_inputs/" in member

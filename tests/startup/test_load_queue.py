@@ -17,16 +17,15 @@ from children import Start, starting
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.errors import PlatformError
-from torch_py_backend.loading import load_queue
-from torch_py_backend.loading.load_queue import Claim
-from torch_py_backend.processes import server_folder
+from torch_py_backend.startup import load_queue
+from torch_py_backend.startup.load_queue import Claim
 
 _MIB = 1 << 20
 _SMALL = Claim(1)
-# Says when it waits and when it loads; loads until it is told to end.
+# Prints when it waits and when it loads; loads until it gets a line.
 _LOADER = """
 import build
-from torch_py_backend.loading import load_queue
+from torch_py_backend.startup import load_queue
 import sys
 print("waits", flush=True)
 with load_queue.turn(build.config(instance=sys.argv[1], parallel_loads=1), load_queue.Claim(1)):
@@ -34,20 +33,8 @@ with load_queue.turn(build.config(instance=sys.argv[1], parallel_loads=1), load_
     input()
 print("done", flush=True)
 """
-# Loads for a moment, and writes down how many load at that time.
-_CROWD = """
-import build, os, pathlib, sys, time
-from torch_py_backend.loading import load_queue
-folder = pathlib.Path(sys.argv[1])
-with load_queue.turn(build.config(parallel_loads=2), load_queue.Claim(1)):
-    own = folder / str(os.getpid())
-    own.touch()
-    time.sleep(0.05)
-    print(len(list(folder.iterdir())), flush=True)
-    own.unlink()
-"""
 
-Join: TypeAlias = "Callable[..., Any]"
+Join: TypeAlias = "Callable[..., Callable[..., list[str]]]"
 
 
 @pytest.fixture
@@ -65,14 +52,15 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
-    """A position in a queue, with a hundred bytes of free memory."""
+    """Join a queue beside a hundred bytes of free memory; the result begins to load."""
     monkeypatch.setattr(load_queue, "available", lambda: 100)
     names = itertools.count()
     with contextlib.ExitStack() as stack:
 
-        def join(claim: Claim = _SMALL, most: int = 8) -> Any:
+        def join(claim: Claim = _SMALL, most: int = 8) -> Callable[..., list[str]]:
             ticket = load_queue._Ticket(f"digits_{next(names)}", most, claim)
-            return stack.enter_context(load_queue._Queue(tmp_path).joined(ticket))
+            path = stack.enter_context(load_queue._joined(tmp_path, ticket))
+            return lambda device_free=0: load_queue._begin(path, ticket, device_free)
 
         yield join
 
@@ -82,98 +70,67 @@ def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
 
 def test_single_loader(join: Join) -> None:
     """A loader that is alone does not wait, whatever it claims."""
-    assert join(Claim(10**15, 10**15, 0), most=1).begin(lambda: 0) == []
+    assert join(Claim(10**15, 10**15, 0), most=1)() == []
 
 
 @pytest.mark.parametrize(
     ("first", "second", "waits"),
     [
-        ((Claim(50), 8), (Claim(50), 8), False),
-        ((Claim(50), 8), (Claim(51), 8), True),
-        ((Claim(200), 8), (Claim(1), 8), True),
-        ((Claim(1), 1), (Claim(1), 8), True),
-        ((Claim(1), 8), (Claim(1), 1), True),
-        ((Claim(1), 2), (Claim(1), 2), False),
-        ((Claim(1, 30, 0), 8), (Claim(1, 40, 0), 8), False),
-        ((Claim(1, 30, 0), 8), (Claim(1, 41, 0), 8), True),
-        ((Claim(1, 30, 1), 8), (Claim(1, 41, 0), 8), False),
-        ((Claim(1), 8), (Claim(1, 70, 0), 8), False),
-        ((Claim(1), 8), (Claim(1, 71, 0), 8), True),
-        ((Claim(1, 99, 0), 8), (Claim(1), 8), False),
-    ],
-    ids=[
-        "fits",
-        "exceeds the memory",
-        "the first exceeds it alone",
-        "the first wants to be alone",
-        "the second wants to be alone",
-        "two at once",
-        "fits the GPU",
-        "exceeds the GPU",
-        "on different GPUs",
-        "fits a GPU alone",
-        "exceeds a GPU alone",
-        "a CPU beside a GPU",
+        pytest.param((Claim(50), 8), (Claim(50), 8), False, id="fits"),
+        pytest.param((Claim(50), 8), (Claim(51), 8), True, id="exceeds the memory"),
+        pytest.param((Claim(200), 8), (Claim(1), 8), True, id="the first exceeds it alone"),
+        pytest.param((Claim(1), 1), (Claim(1), 8), True, id="the first permits no other"),
+        pytest.param((Claim(1), 8), (Claim(1), 1), True, id="the second permits no other"),
+        pytest.param((Claim(1, 30, 0), 8), (Claim(1, 40, 0), 8), False, id="fits the GPU"),
+        pytest.param((Claim(1, 30, 0), 8), (Claim(1, 41, 0), 8), True, id="exceeds the GPU"),
+        pytest.param((Claim(1, 30, 1), 8), (Claim(1, 41, 0), 8), False, id="on different GPUs"),
+        pytest.param((Claim(1), 8), (Claim(1, 71, 0), 8), True, id="exceeds a GPU alone"),
+        pytest.param((Claim(1, 99, 0), 8), (Claim(1), 8), False, id="a CPU beside a GPU"),
     ],
 )
 def test_a_second_loader(
     first: tuple[Claim, int], second: tuple[Claim, int], waits: bool, join: Join
 ) -> None:
     """A second loader waits if both exceed a limit; the GPU has 70 free bytes."""
-    assert join(*first).begin(lambda: 70) == []
-    assert join(*second).begin(lambda: 70) == (["digits_0"] if waits else [])
+    assert join(*first)(70) == []
+    assert join(*second)(70) == (["digits_0"] if waits else [])
 
 
 def test_order_of_the_queue(join: Join) -> None:
     """A small load does not overtake a large one that waits."""
-    assert join(Claim(50)).begin(None) == []
+    assert join(Claim(50))() == []
     large, small = join(Claim(90)), join(Claim(1))
-    assert large.begin(None) == ["digits_0"]
-    assert small.begin(None) == ["digits_0", "digits_1"]
+    assert large() == ["digits_0"]
+    assert small() == ["digits_0", "digits_1"]
 
 
 def test_first_waiting_loader_is_next(tmp_path: Path, join: Join) -> None:
     """The first waiting loader begins when the running one is done."""
-    queue = load_queue._Queue(tmp_path)
-    with queue.joined(load_queue._Ticket("loader", 8, Claim(90))) as loader:
-        assert loader.begin(None) == []
+    ticket = load_queue._Ticket("loader", 8, Claim(90))
+    with load_queue._joined(tmp_path, ticket) as path:
+        assert load_queue._begin(path, ticket, 0) == []
         first, second = join(Claim(90)), join(Claim(90))
-        assert first.begin(None) == ["loader"]
-    assert second.begin(None) == ["digits_0"]
-    assert first.begin(None) == []
-    assert second.begin(None) == ["digits_0"]
+        assert first() == ["loader"]
+    assert second() == ["digits_0"]
+    assert first() == []
+    assert second() == ["digits_0"]
 
 
 def test_several_loaders(join: Join) -> None:
     """All claims are added up, and the lowest limit applies."""
-    assert [join(Claim(30), most=4).begin(None) for _ in range(3)] == [[], [], []]
-    assert join(Claim(30), most=4).begin(None) == ["digits_0", "digits_1", "digits_2"]
+    assert [join(Claim(30), most=4)() for _ in range(3)] == [[], [], []]
+    assert join(Claim(30), most=4)() == ["digits_0", "digits_1", "digits_2"]
 
 
 @pytest.mark.parametrize("content", [b"", b'{"instance": "x', b"[]"])
 def test_tickets_of_dead_processes(content: bytes, tmp_path: Path, join: Join) -> None:
     """The ticket of a killed loader is removed."""
     (tmp_path / "000000000001.ticket").write_bytes(content)
-    assert join(most=1).begin(None) == []
+    assert join(most=1)() == []
     assert [path.name for path in tmp_path.glob("*.ticket")] == ["000000000002.ticket"]
 
 
 # --- with processes --------------------------------------------------------------------------
-
-
-def test_order_of_processes(start: Start, tmp_path: Path) -> None:
-    """Each process loads when the one before it is done."""
-    loaders = [start(_LOADER, name) for name in ("a", "b", "c")]
-    assert {loader.hear() for loader in loaders} == {"waits"}
-    for _ in range(3):
-        tickets = _tickets(tmp_path)
-        while sum(one["loads"] for one in tickets) != 1:
-            tickets = _tickets(tmp_path)
-        (name,) = (one["instance"] for one in tickets if one["loads"])
-        loader = loaders["abc".index(name)]
-        assert loader.hear() == "loads"
-        assert loader.ask() == "done"
-    assert not any(tmp_path.glob("*/servers/*"))
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -194,23 +151,12 @@ def test_killed_loaders(killed: int, start: Start, tmp_path: Path) -> None:
     assert not any(tmp_path.glob("*/servers/*"))
 
 
-def test_parallel_loads_limit(start: Start, tmp_path: Path) -> None:
-    """No more than PARALLEL_LOADS load at once."""
-    folder = tmp_path / "present"
-    folder.mkdir()
-    crowd = [start(_CROWD, folder) for _ in range(8)]
-    present = [int(one.hear()) for one in crowd]
-    assert set(present) <= {1, 2}
-    assert {one.end() for one in crowd} == {0}
-    assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
-
-
 def _tickets(folder: Path) -> list[dict[str, Any]]:
-    found = []
+    tickets = []
     for path in sorted(folder.glob("*/servers/*/loading/*.ticket")):
         with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-            found.append(json.loads(path.read_bytes()))
-    return found
+            tickets.append(json.loads(path.read_bytes()))
+    return tickets
 
 
 def _descriptors() -> int:
@@ -221,7 +167,7 @@ def _descriptors() -> int:
 
 
 def test_nothing_remains(temporary: Path) -> None:
-    """A load, also a failed one, leaves no file and no descriptor."""
+    """A load, also a failed one, leaves no file in the server's folder and no descriptor."""
     before = _descriptors()
     with load_queue.turn(build.config(), Claim(1)):
         assert _tickets(temporary)[0]["loads"]
@@ -237,7 +183,7 @@ def test_waiting_is_logged(
     """One line names the instances that a loader waits for."""
     monkeypatch.setattr(load_queue, "_PATIENCE_S", 0)
     answers = iter([["resnet_0_0", "bert_0_1"]] * 3 + [[]])
-    monkeypatch.setattr(load_queue._Position, "begin", lambda self, device_free: next(answers))
+    monkeypatch.setattr(load_queue, "_begin", lambda *_: next(answers))
     with caplog.at_level(logging.INFO), load_queue.turn(build.config(), Claim(1)):
         pass
     assert [record.getMessage() for record in caplog.records] == [
@@ -267,8 +213,6 @@ def test_no_server_folder(
     [
         (False, (), Claim(4 * _MIB)),
         (False, ("freeze",), Claim(8 * _MIB)),
-        (False, ("bf16", "channels_last"), Claim(4 * _MIB)),
-        (True, (), Claim(4 * _MIB, 4 * _MIB, 1)),
         (True, ("freeze",), Claim(4 * _MIB, 8 * _MIB, 1)),
     ],
 )
@@ -277,10 +221,10 @@ def test_claims(on_gpu: bool, optimize: tuple[str, ...], expected: Claim, tmp_pa
     path = build.write(tmp_path, "model.py", b"x" * _MIB)
     weights = build.write(tmp_path, "model.pt", b"x" * 3 * _MIB)
     settings = build.config(tmp_path, device_id=1, optimize=optimize)
-    made = load_queue.claim(settings, Artifact(ArtifactType.MODULE, path, weights), on_gpu=on_gpu)
+    claim = load_queue.claim(settings, Artifact(ArtifactType.MODULE, path, weights), on_gpu=on_gpu)
     constant = load_queue._CONSTANT
     device = expected.device + constant if expected.gpu is not None else 0
-    assert made == Claim(expected.host + constant, device, expected.gpu)
+    assert claim == Claim(expected.host + constant, device, expected.gpu)
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -329,19 +273,7 @@ def test_available(
             (cgroup / folder).mkdir(parents=True, exist_ok=True)
             (cgroup / folder / name).write_text(text)
     assert load_queue.available(meminfo, tmp_path / "1" / "own", cgroup) == expected
-
-
-def test_available_on_this_machine() -> None:
-    """The memory of this machine can be read."""
     assert load_queue.available() > 0
-
-
-def test_queue_is_in_the_server_folder(temporary: Path) -> None:
-    """The queue is in the server's folder."""
-    room = server_folder.enter("digits")
-    with load_queue.turn(build.config(), Claim(1)):
-        assert any((room.path / "loading").glob("*.ticket"))
-    room.leave()
 
 
 def test_full_disk(

@@ -86,10 +86,7 @@ def turn(
 ) -> Iterator[None]:
     """Wait until the load may begin, and hold its ticket until it is done.
 
-    Args:
-        config: the config of the model.
-        claimed: the memory that the load needs.
-        device_free: returns the free memory of the claim's GPU.
+    `device_free` returns the free memory of the claim's GPU.
 
     Raises:
         PlatformError: PARALLEL_LOADS is set, and the server's folder cannot be used.
@@ -107,8 +104,13 @@ def turn(
     with contextlib.ExitStack() as stack:
         stack.callback(shared_folder.leave)
         try:
-            queue = _Queue(shared_folder.folder("loading"))
-            _wait(config.name, stack.enter_context(queue.joined(ticket)), device_free)
+            path = stack.enter_context(_joined(shared_folder.folder("loading"), ticket))
+            patience = time.monotonic() + _PATIENCE_S
+            while blocking := _begin(path, ticket, device_free() if device_free else 0):
+                if time.monotonic() > patience:
+                    patience = math.inf
+                    log.info("model '%s' waits to load for %s.", config.name, ", ".join(blocking))
+                time.sleep(_POLL_S)
         except OSError as error:  # such as a full disk
             log.warning(
                 "model '%s' loads without waiting for others: %s.", config.name, summarize(error)
@@ -116,28 +118,12 @@ def turn(
         yield
 
 
-def _wait(model: str, position: _Position, device_free: Callable[[], int] | None) -> None:
-    patience = time.monotonic() + _PATIENCE_S
-    while blocking := position.begin(device_free):
-        if time.monotonic() > patience:
-            patience = math.inf
-            log.info("model '%s' waits to load for %s.", model, ", ".join(blocking))
-        time.sleep(_POLL_S)
-
-
 # --- the queue -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """The ticket of one loader.
-
-    Attributes:
-        instance: the name of the instance.
-        max_parallel: how many loads may run at once.
-        claim: the memory that its load needs.
-        loads: whether its load has begun.
-    """
+    """The ticket of one loader: the claim of its load, and whether that has begun."""
 
     instance: str
     max_parallel: int
@@ -152,101 +138,79 @@ class _Ticket:
         fields = json.loads(path.read_bytes())
         return _Ticket(**{**fields, "claim": Claim(**fields["claim"])})
 
+    def fits(self, loading: Sequence[_Ticket], device_free: int) -> bool:
+        """Return whether this load may begin beside those that are running."""
+        tickets = [self, *loading]
+        if len(loading) >= min(ticket.max_parallel for ticket in tickets):
+            return False
+        claims = [ticket.claim for ticket in tickets]
+        if sum(claim.host for claim in claims) > available():
+            return False
+        on_gpu = sum(claim.device for claim in claims if claim.gpu == self.claim.gpu)
+        return self.claim.gpu is None or on_gpu <= device_free
 
-class _Queue:
-    """The tickets in a folder, in order of arrival; `_LOCK` is held to read or change them."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+@contextlib.contextmanager
+def _joined(folder: Path, ticket: _Ticket) -> Iterator[Path]:
+    """Hold a ticket at the end of the queue; yield its path. Paths have the order of arrival."""
+    with _held(folder):
+        last = max((int(path.stem) for path in folder.glob(f"*{_SUFFIX}")), default=0)
+        path = folder / f"{last + 1:012}{_SUFFIX}"
+        lock = server_folder.lock(path)
+        try:
+            ticket.write(path)
+        except OSError:
+            path.unlink(missing_ok=True)
+            if lock is not None:
+                server_folder.release(lock)
+            raise
+    if lock is None:
+        raise RuntimeError(f"{path} is locked by another process")
+    try:
+        yield path
+    finally:
+        with _held(folder):
+            path.unlink(missing_ok=True)
+            server_folder.release(lock)
 
-    @contextlib.contextmanager
-    def joined(self, ticket: _Ticket) -> Iterator[_Position]:
-        """Hold a position at the end of the queue."""
-        with self.held():
-            last = max((_number(path) for path in self._paths()), default=0)
-            path = self._folder / f"{last + 1:012}{_SUFFIX}"
-            lock = server_folder.lock(path)
-            try:
-                ticket.write(path)
-            except OSError:
-                path.unlink(missing_ok=True)
-                if lock is not None:
-                    server_folder.release(lock)
-                raise
+
+@contextlib.contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Hold the lock of the queue: while it is held, no other process reads or changes tickets."""
+    descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _begin(path: Path, ticket: _Ticket, device_free: int) -> list[str]:
+    """Begin to load if it is allowed; otherwise return the instances that it waits for."""
+    with _held(path.parent):
+        others = _others(path)
+        loading = [other for other in others.values() if other.loads]
+        earlier = [other for at, other in others.items() if at < path and not other.loads]
+        if earlier or (loading and not ticket.fits(loading, device_free)):
+            return [other.instance for other in (*loading, *earlier)]
+        replace(ticket, loads=True).write(path)
+        return []
+
+
+def _others(own: Path) -> dict[Path, _Ticket]:
+    """Return the other tickets by path, and remove those of dead processes."""
+    tickets = {}
+    for path in sorted(own.parent.glob(f"*{_SUFFIX}")):
+        if path == own:
+            continue
+        lock = server_folder.lock(path)
         if lock is None:
-            raise RuntimeError(f"{path} is locked by another process")
-        try:
-            yield _Position(self, path, ticket)
-        finally:
-            with self.held():
-                path.unlink(missing_ok=True)
-                server_folder.release(lock)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Hold the lock of the queue."""
-        descriptor = os.open(self._folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            yield
-        finally:
-            os.close(descriptor)
-
-    def others(self, own: Path) -> list[tuple[int, _Ticket]]:
-        """Return the other tickets by number, and remove those of dead processes."""
-        tickets = []
-        for path in self._paths():
-            if path == own:
-                continue
-            lock = server_folder.lock(path)
-            if lock is None:
-                with contextlib.suppress(ValueError):  # the disk was full when it was written
-                    tickets.append((_number(path), _Ticket.read(path)))
-            else:
-                path.unlink()
-                server_folder.release(lock)
-        return tickets
-
-    def _paths(self) -> list[Path]:
-        return sorted(self._folder.glob(f"*{_SUFFIX}"))
-
-
-@dataclass(slots=True)
-class _Position:
-    """A loader's position in the queue."""
-
-    queue: _Queue
-    path: Path
-    ticket: _Ticket
-
-    def begin(self, device_free: Callable[[], int] | None) -> list[str]:
-        """Begin to load if it is allowed; otherwise return the instances that it waits for."""
-        free = device_free() if device_free is not None else 0
-        number = _number(self.path)
-        with self.queue.held():
-            others = self.queue.others(self.path)
-            loading = [ticket for _, ticket in others if ticket.loads]
-            earlier = [ticket for other, ticket in others if other < number and not ticket.loads]
-            if earlier or (loading and not _fits(self.ticket, loading, free)):
-                return [ticket.instance for ticket in (*loading, *earlier)]
-            replace(self.ticket, loads=True).write(self.path)
-            return []
-
-
-def _number(path: Path) -> int:
-    return int(path.name.removesuffix(_SUFFIX))
-
-
-def _fits(own: _Ticket, loading: Sequence[_Ticket], device_free: int) -> bool:
-    """Return whether a load may begin beside those that are running."""
-    tickets = [own, *loading]
-    if len(loading) >= min(ticket.max_parallel for ticket in tickets):
-        return False
-    claims = [ticket.claim for ticket in tickets]
-    if sum(claim.host for claim in claims) > available():
-        return False
-    on_gpu = sum(claim.device for claim in claims if claim.gpu == own.claim.gpu)
-    return own.claim.gpu is None or on_gpu <= device_free
+            with contextlib.suppress(ValueError):  # the disk was full when it was written
+                tickets[path] = _Ticket.read(path)
+        else:
+            path.unlink()
+            server_folder.release(lock)
+    return tickets
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -268,26 +232,21 @@ def available(meminfo: Path = _MEMINFO, own: Path = _OWN, cgroup: Path = _CGROUP
 
 def _below_limits(own: Path, cgroup: Path) -> Iterator[int]:
     """Yield the bytes below each limit of this process's control group and its ancestors."""
-    for controllers, name in _groups(own):
-        mount = cgroup / "memory" if controllers else cgroup
-        names = _V1 if controllers else _V2
-        path = mount / name.lstrip("/")
-        # In a container the group may be the mount itself, and the path of its name not exist.
-        for folder in [path, *path.parents]:
-            if folder.is_relative_to(mount):
-                yield from _below_limit(folder, *names)
-
-
-def _groups(own: Path) -> Iterator[tuple[str, str]]:
-    """Yield controllers and name of each group that limits memory; version 2 has no controllers."""
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
         _, controllers, name = line.split(":", 2)
-        if not controllers or "memory" in controllers.split(","):
-            yield controllers, name
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        # Version 2 has no controllers.
+        mount, names = (cgroup / "memory", _V1) if controllers else (cgroup, _V2)
+        path = mount / name.lstrip("/")
+        # In a container the group may be the mount itself, and the path of its name not exist.
+        for folder in [path, *path.parents]:
+            if folder.is_relative_to(mount):
+                yield from _below_limit(folder, *names)
 
 
 def _below_limit(folder: Path, limit: str, usage: str, *cached: str) -> Iterator[int]:
