@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from benchmarks import forward, harness
+from benchmarks import harness
 from benchmarks.contenders import PEERS
-from benchmarks.forward import Cost
 from benchmarks.harness import Pair
 from benchmarks.models import MAX_BATCH_SIZE, MODELS
 from torch_py_backend.tools.load_generator import Point
 from torch_py_backend.tools.report import Spread, spread
 
-FLOOR, PLAIN, HTTP, FORWARD = "floor", "plain", "http", "forward"
+FLOOR, PLAIN, HTTP = "floor", "plain", "http"
 _OURSELVES = {FLOOR: "no-op floor", PLAIN: "written by hand", HTTP: "ours over HTTP"}
 _TITLES = _OURSELVES | {name: peer.title for name, peer in PEERS.items()}
 _SERVED = {
@@ -30,7 +29,6 @@ _COLUMNS = (
 
 # Targets of the median of the pairs.
 FLOOR_SHARE = 0.95
-FORWARD_SHARE = 0.05
 PEER_MULTIPLE = 2.0
 _PEERS_AT = ("mlp", 32)
 
@@ -75,7 +73,6 @@ class Report:
     facts: dict[str, str]
     versions: dict[str, str] = field(default_factory=dict)
     rows: list[Row] = field(default_factory=list)
-    costs: list[Cost] = field(default_factory=list)
     missing: dict[tuple[str, str], str] = field(default_factory=dict)
     interrupted: bool = False
 
@@ -88,8 +85,6 @@ def markdown(report: Report) -> str:
         models = "; ".join(f"`{name}`: {MODELS[name].words}" for name in names)
         throughput = _table(_COLUMNS, [_cells(row) for row in report.rows])
         parts.append(f"## Throughput\n\n{models}.\n\n{throughput}")
-    if report.costs:
-        parts.append(_AROUND + _table(forward.COLUMNS, forward.rows(report.costs)))
     if targets := _targets(report):
         parts.append(_TARGETS + _table(("target", "measured", "met", "if not"), targets))
     if report.rows:
@@ -102,14 +97,6 @@ def markdown(report: Report) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-_AROUND = """\
-## Around the forward
-
-Means of a request, measured in the instance: the model's forward; "engine" gathers, binds, checks
-and scatters; "messages" reads requests and writes responses. "share" is the part of both in
-"request", Triton's time including the queue.
-
-"""
 _TARGETS = f"""\
 ## Targets
 
@@ -165,7 +152,6 @@ def _targets(report: Report) -> list[Sequence[str]]:
             targets.append(_target_of_floor(row, report.rows))
         if row.against in PEERS and (row.model, row.concurrency) == _PEERS_AT:
             targets.append(_target_of_peer(row))
-    targets += [_target_around_forward(cost) for cost in report.costs]
     return [
         (promise, measured, "yes" if met else "**no**", "" if met else reason)
         for promise, measured, met, reason in targets
@@ -196,23 +182,6 @@ def _target_of_peer(row: Row) -> tuple[str, str, bool, str]:
         f"{ratio:.2f} x; p99 {ours} against {other} ms",
         ratio >= PEER_MULTIPLE and float(ours) <= float(other),
         f"the client takes {busy[0]} and {busy[1]} of a core",
-    )
-
-
-def _target_around_forward(cost: Cost) -> tuple[str, str, bool, str]:
-    around = cost.engine + cost.messages
-    return (
-        (
-            f"{cost.model}: at most {FORWARD_SHARE:.0%} of a request around the forward"
-            f" at concurrency {cost.concurrency}"
-        ),
-        f"{cost.share:.1%}",
-        cost.share <= FORWARD_SHARE,
-        (
-            f"{around * 1e3:.2f} ms for a batch of {cost.batch:.1f},"
-            f" {cost.messages * 1e3:.2f} of them in Triton's Python API; needs requests of"
-            f" {around / FORWARD_SHARE * 1e3:.1f} ms, these take {cost.request * 1e3:.1f}"
-        ),
     )
 
 

@@ -73,14 +73,47 @@ def write_plain(name: str, repository: Path) -> str:
     return served
 
 
-def write_clocked(name: str, repository: Path, clock: Path) -> None:
-    """Write a timed version of our backend that writes its times to `clock` when it ends."""
-    version = _version(repository / name)
+def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
+    """Write a timed backend model, which writes its times to `folder` / its name.json at its end.
+
+    Args:
+        name: the model.
+        repository: the model repository.
+        path: the path of our backend: `short` or `general`; or `by hand`.
+        folder: where the times are written.
+
+    Returns:
+        The name on the server.
+    """
+    served = f"{name}_{path.replace(' ', '_')}"
+    version = _version(repository / served)
     shutil.copy(_SERVED / "clock.py", version / "model.py")
     shutil.copy(models.__file__, version / "network.py")
-    chosen = _parameter("MODEL_FACTORY", f"network:{_fill(name, version)}")
-    chosen += _parameter("CLOCK_FILE", str(clock))
-    (repository / name / "config.pbtxt").write_text(_config("python", name) + chosen)
+    if path == "by hand":
+        shutil.copy(_SERVED / "plain.py", version / "base.py")
+    else:
+        (version / "base.py").write_text(_GENERAL if path == "general" else _SHORT)
+    definition = _fill(name, version)
+    chosen = _parameter("CLOCK_FILE", str(folder / f"{served}.json"))
+    chosen += _parameter("CLOCKED_CLASS", definition)
+    if path == "by hand":
+        chosen += _parameter("MODEL_CLASS", definition)
+    else:
+        chosen += _parameter("MODEL_FACTORY", f"network:{definition}")
+    (repository / served / "config.pbtxt").write_text(_config("python", name) + chosen)
+    return served
+
+
+_SHORT = "from torch_py_backend.adapter import TritonPythonModel\n"
+_GENERAL = """\
+from torch_py_backend import adapter
+
+
+class TritonPythonModel(adapter.TritonPythonModel):
+    def initialize(self, args):
+        super().initialize(args)
+        self._answer = self._answering.answer
+"""
 
 
 def _fill(name: str, version: Path) -> str:

@@ -28,17 +28,15 @@ import psutil
 from rich.console import Console
 from rich.progress import Progress
 
-from benchmarks import clients, contenders, forward, harness, report, repositories
+from benchmarks import clients, contenders, harness, report, repositories
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
 from benchmarks.models import MODELS
-from benchmarks.report import FLOOR, FORWARD, HTTP, PLAIN, Report, Row
+from benchmarks.report import FLOOR, HTTP, PLAIN, Report, Row
 from torch_py_backend.errors import BackendError
 
-_AGAINST = (FLOOR, PLAIN, HTTP, FORWARD, *PEERS)
-# The model of the targets around the forward.
-_CLOCKED = "mlp"
+_AGAINST = (FLOOR, PLAIN, HTTP, *PEERS)
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def main(words: Sequence[str]) -> int:
         print(document, end="")
     else:
         settings.output.write_text(document, encoding="utf-8")
-    return 0 if results.rows or results.costs else 1
+    return 0 if results.rows else 1
 
 
 def _run(settings: Settings, results: Report, progress: Progress) -> None:
@@ -136,11 +134,6 @@ def _against(
     advance: Callable[[], None],
 ) -> None:
     """Measure one contender at every concurrency."""
-    if against == FORWARD:
-        if model == _CLOCKED:
-            for concurrency in settings.concurrency:
-                results.costs.append(forward.measure(model, concurrency, settings.seconds))
-        return
     other: contextlib.AbstractContextManager[Endpoint]
     if against in PEERS:
         results.versions[against] = contenders.version(against)

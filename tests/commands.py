@@ -87,7 +87,7 @@ def _python(arguments: Sequence[str]) -> None:
 
 
 def _make(arguments: Sequence[str]) -> None:
-    targets = re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     if arguments and arguments[0] not in targets:
         raise CommandError(f"make {arguments[0]}: the targets are {targets}")
 

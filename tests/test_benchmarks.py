@@ -16,7 +16,7 @@ import pytest
 import torch
 from aiohttp import web
 
-from benchmarks import clients, contenders, forward, harness, report, repositories, serving
+from benchmarks import clients, contenders, execute, harness, report, repositories, serving
 from benchmarks.clients import Endpoint
 from benchmarks.contenders import PEERS
 from benchmarks.harness import Pair
@@ -110,46 +110,54 @@ def test_others_in_the_server_have_the_same_config(name: str, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("process")
-def test_clocked_repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("path", execute.PATHS)
+def test_clocked_repository(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clocks count what was called, and the model answers as it does without them."""
     import fake_triton
 
-    from torch_py_backend.engine.engine import Engine
-
-    monkeypatch.setattr(Engine, "run", Engine.run)  # put back afterwards
-    repositories.write_clocked("mlp", tmp_path, tmp_path / "clock.json")
-    version = tmp_path / "mlp" / "1"
+    name = repositories.write_clocked("add", tmp_path, path, tmp_path)
+    version = tmp_path / name / "1"
     monkeypatch.syspath_prepend(str(version))
-    monkeypatch.delitem(sys.modules, "network", raising=False)
+    for module in ("network", "base"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    monkeypatch.setattr(
+        fake_triton,
+        "get_input_tensor_by_name",
+        lambda request, name: next(part for part in request.inputs() if part.name() == name),
+        raising=False,
+    )
     source = (version / "model.py").read_text()
     served: dict[str, Any] = {"__file__": str(version / "model.py"), "__name__": "served"}
     exec(compile(source, "model.py", "exec"), served)
     instance = served["TritonPythonModel"]()
-    document = pbtxt.read(tmp_path / "mlp")
-    instance.initialize(pbtxt.arguments(tmp_path / "mlp", "1", document))
-    model = MODELS["mlp"]
-    features = fake_triton.Tensor("features", model.example()[0][None].numpy())
-    responses = instance.execute([fake_triton.InferenceRequest([features])] * 3)
-    assert len(responses) == 3
+    document = pbtxt.read(tmp_path / name)
+    instance.initialize(pbtxt.arguments(tmp_path / name, "1", document))
+    model = MODELS["add"]
+    tensors = [
+        fake_triton.Tensor(spec.name, value[None].numpy())
+        for spec, value in zip(model.inputs, model.example(), strict=True)
+    ]
+    responses = instance.execute([fake_triton.InferenceRequest(tensors)] * 3)
+    (output,) = responses[2].output_tensors()
+    np.testing.assert_allclose(output.as_numpy()[0], model.expected().numpy())
     instance.finalize()
-    clock = json.loads((tmp_path / "clock.json").read_text())
-    assert clock.keys() == {"3"}
-    assert clock["3"]["calls"] == 1
-    assert clock["3"]["execute"] > clock["3"]["engine"] > clock["3"]["forward"] > 0
+    times = json.loads((tmp_path / f"{name}.json").read_text())
+    ((whole, forward),) = times.pop("3")
+    assert times == {}
+    assert whole >= forward > 0
 
 
-def test_cost_of_a_request() -> None:
-    """Each request of a batch waits for all of it: large batches weigh by their requests."""
-    clock = {
-        "1": {"calls": 2, "execute": 0.4, "engine": 0.3, "forward": 0.2},
-        "3": {"calls": 2, "execute": 1.4, "engine": 1.2, "forward": 0.6},
+def test_times_of_a_call() -> None:
+    """Rows compare calls of one size; sizes that a path met too rarely are left out."""
+    times: execute.Times = {
+        path: {1: [(cost * 1000, 1000)] * 200, 2: [(1, 1)] * (199 + cost % 2)}
+        for path, cost in {"short": 8, "general": 20, "by hand": 10}.items()
     }
-    cost = forward.cost("mlp", 8, clock, request=1.0)
-    assert cost.batch == pytest.approx(2.0)
-    assert cost.forward == pytest.approx((1 * 0.2 + 3 * 0.6) / 8)
-    assert cost.engine == pytest.approx((1 * 0.1 + 3 * 0.6) / 8)
-    assert cost.messages == pytest.approx((1 * 0.1 + 3 * 0.2) / 8)
-    assert cost.share == pytest.approx(cost.engine + cost.messages)
+    assert execute.rows("add", times) == [
+        ("add", "1", "short", "200", "8", "1", "7", "0.80"),
+        ("add", "1", "general", "200", "20", "1", "19", "2.00"),
+        ("add", "1", "by hand", "200", "10", "1", "9", "1.00"),
+    ]
 
 
 @pytest.mark.parametrize(("name", "rows"), [("add", 1), ("mlp", 3), ("transformer", 2)])
@@ -290,7 +298,6 @@ def test_markdown() -> None:
             facts={"machine": "a box"},
             versions={"litserve": "0.2"},
             rows=[_row("mlp", "litserve", 32, [2.0, 4.0, 3.0], p99=0.008)],
-            costs=[forward.Cost("mlp", 8, 4.0, 0.010, 0.003, 0.0001, 0.0002)],
             missing={("mlp", "ray"): "it ended\nwith a | in its log"},
         )
     )
@@ -298,7 +305,6 @@ def test_markdown() -> None:
     assert (
         "|mlp|LitServe|32|**3.00** (2.00..4.00)|150|50|1.00/2.00|4.00/8.00|4.0/?|0.50/0.25|"
     ) in document
-    assert "|mlp|8|4.0|10.000|3.000|0.100|0.200|3.0%|" in document
     assert "|mlp|ray|it ended<br>with a \\| in its log|" in document
     assert f"|LitServe|0.2|{PEERS['litserve'].words}|" in document
     assert "interrupted" not in document
@@ -332,21 +338,13 @@ def test_reasons() -> None:
         _row("add", "floor", 8, [1.0], 1.0),
         _row("mlp", "ray", 32, [1.9], 0.002),
     ]
-    costs = [
-        forward.Cost("mlp", 1, 1.0, 0.001, 0.0006, 0.0001, 0.0001),
-        forward.Cost("mlp", 8, 1.0, 0.010, 0.0030, 0.0002, 0.0002),
-    ]
-    document = report.markdown(Report("", {}, rows=rows, costs=costs))
+    document = report.markdown(Report("", {}, rows=rows))
     lines = document.partition("## Targets")[2].partition("\n## ")[0].splitlines()
-    floor, kept, peer, around, small = [line.split("|") for line in lines if line.startswith("|")][
-        2:
-    ]
+    floor, kept, peer = [line.split("|") for line in lines if line.startswith("|")][2:]
     assert floor[1] == "add: at least 0.95 of the floor at concurrency 1"
     assert floor[3:5] == ["**no**", "by hand, without checks: 0.80"]
-    assert kept[3:5] == small[3:5] == ["yes", ""]
+    assert kept[3:5] == ["yes", ""]
     assert peer[4] == "the client takes 0.50 and 0.25 of a core"
-    assert around[4].startswith("0.20 ms for a batch of 1.0, 0.10 of them")
-    assert around[4].endswith("needs requests of 4.0 ms, these take 1.0")
 
 
 def test_markdown_of_an_interrupted_run() -> None:

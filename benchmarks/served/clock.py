@@ -1,8 +1,8 @@
-"""Our backend with clocks around `execute`, the engine's `run`, and `forward`, in the instance.
+"""A backend model with clocks around execute() and forward(), in the instance.
 
-A Python-based backend model whose TritonPythonModel is ours. The clocks tick in the same process
-at the same calls, so what the machine does at that moment is in all of them. It is copied into a
-repository as `model.py`, the network as `network.py`; when it ends, it writes what it counted.
+Both clocks count CPU time of the thread. The file is copied into a repository as `model.py`, the
+network as `network.py`, the backend model of the comparison as `base.py`. When the instance ends,
+it writes its times.
 """
 
 from __future__ import annotations
@@ -16,54 +16,40 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch_py_backend import adapter
+sys.path.insert(0, str(Path(__file__).parent))
 
-_FOLDER = Path(__file__).parent
+import base
+import network
 
 
-class TritonPythonModel(adapter.TritonPythonModel):
+class TritonPythonModel(base.TritonPythonModel):  # type: ignore[misc]  # any of three
     def initialize(self, args: Mapping[str, str]) -> None:
-        """Load the model with its class' forward() on the clock."""
+        """Load the model with forward() of its class on the clock."""
         parameters = json.loads(args["model_config"])["parameters"]
         self._file = Path(parameters["CLOCK_FILE"]["string_value"])
-        sys.path.insert(0, str(_FOLDER))
-        import network  # noqa: PLC0415  beside this file; imports torch
+        definition = getattr(network, parameters["CLOCKED_CLASS"]["string_value"])
+        forward = definition.forward
 
-        from torch_py_backend.engine.engine import Engine  # noqa: PLC0415
-
-        named = parameters["MODEL_FACTORY"]["string_value"].partition(":")[2]
-        chosen = getattr(network, named)
-        chosen.forward = self._on_clock("forward", chosen.forward)
-        # Of the class: who calls it may have taken it from the instance when that was made.
-        Engine.run = self._on_clock("engine", Engine.run)  # type: ignore[method-assign]
-        self._seconds = {"forward": 0.0, "engine": 0.0}
-        super().initialize(args)
-        # By the number of requests: calls, and the seconds of all of them on each clock.
-        self._spent: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-
-    def _on_clock(self, name: str, function: Any) -> Any:
-        @functools.wraps(function)  # forward's signature is what inputs are bound to
+        @functools.wraps(forward)  # forward's signature is what inputs are bound to
         def timed(*args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            result = function(*args, **kwargs)
-            self._seconds[name] += time.perf_counter() - start
+            start = time.thread_time_ns()
+            result = forward(*args, **kwargs)
+            self._forward = time.thread_time_ns() - start
             return result
 
-        return timed
+        definition.forward = timed
+        self._forward = 0
+        super().initialize(args)
+        # By the number of requests: the nanoseconds of execute() and forward() in each call.
+        self._spent: dict[int, list[tuple[int, int]]] = defaultdict(list)
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
-        """One response for each request, on the clock."""
-        self._seconds = dict.fromkeys(self._seconds, 0.0)
-        start = time.perf_counter()
+        """Return one response for each request, on the clock."""
+        start = time.thread_time_ns()
         responses: list[Any] = super().execute(requests)
-        self._seconds["execute"] = time.perf_counter() - start
-        spent = self._spent[len(requests)]
-        spent["calls"] += 1
-        for name, seconds in self._seconds.items():
-            spent[name] += seconds
+        self._spent[len(requests)].append((time.thread_time_ns() - start, self._forward))
         return responses
 
     def finalize(self) -> None:
-        """Leave what was counted."""
-        super().finalize()
+        """Write the times."""
         self._file.write_text(json.dumps(self._spent))

@@ -24,9 +24,9 @@ from torch_py_backend.processes import instance_status
 
 
 def load(folder: Path, definition: Any = models.Judge, **parameters: str) -> TritonPythonModel:
-    scenario = scenarios.Scenario(
-        "judge", scenarios.python(definition), scenarios.x_to_y(4, **parameters)
-    )
+    # Another test of this process may have imported OpenTelemetry, which enables tracing.
+    config = scenarios.x_to_y(4, TRACING="false", **parameters)
+    scenario = scenarios.Scenario("judge", scenarios.python(definition), config)
     model = TritonPythonModel()
     model.initialize(fake_triton.arguments(scenario.lay_out(folder)))
     fake_triton.Logger.lines.clear()
@@ -68,11 +68,11 @@ def errors() -> list[str]:
 )
 @pytest.mark.usefixtures("process", "no_collector")
 def test_no_input_outlives_its_response(
-    tmp_path: Path, values: list[float], cancelled: bool
+    tmp_path: Path, values: list[float], cancelled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The memory of a request is free after its response; no exception's frames keep it."""
     model = load(tmp_path)
-    model._answering._duration = 100.0  # cancelled requests are asked for
+    monkeypatch.setattr(answering, "CHECK_CANCELLED_S", -1)  # always checked
     requests = [request(value) for value in values]
     requests.append(request(7, cancelled=cancelled))
     inputs = [weakref.ref(sent.inputs()[0].as_numpy()) for sent in requests]
@@ -226,15 +226,16 @@ def test_response_that_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An outcome that Triton refuses fails alone."""
-    model = load(tmp_path)
-    write = messages.write
+    from_dlpack = fake_triton.Tensor.from_dlpack
 
-    def picky(outcome: Any) -> Any:
-        if isinstance(outcome, dict) and outcome["y"][0, 0] == 4:
+    def picky(name: str, capsule: Any) -> Any:
+        tensor = from_dlpack(name, capsule)
+        if tensor.as_numpy().reshape(-1)[0] == 4:
             raise error
-        return write(outcome)
+        return tensor
 
-    monkeypatch.setattr(messages, "write", picky)
+    monkeypatch.setattr(fake_triton.Tensor, "from_dlpack", picky)
+    model = load(tmp_path)
     sent = [request(1, "one"), request(2, "two"), request(3, "three")]
     responses = model.execute(sent)
 
@@ -247,11 +248,11 @@ def test_internal_errors(tmp_path: Path, process: None, monkeypatch: pytest.Monk
     """An exception of the backend is one sentence for clients, and a traceback in the log."""
     model = load(tmp_path)
 
-    def run(items: Any) -> Any:
+    def resolve(*args: object, more: bool) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(model._answering, "_run_all", run)
-    sent = [request(1, "one"), request(2, "two")]
+    monkeypatch.setattr(model._engine.recovery, "resolve", resolve)
+    sent = [request(1, "one"), request(-1, "two")]
     responses = model.execute(sent)
 
     assert check(sent, responses) == [TritonError.INTERNAL] * 2
@@ -301,7 +302,7 @@ def test_cancellation_is_not_checked_for_short_batches(
 ) -> None:
     """After a batch that took less than twenty checks per request, nothing is checked."""
     model = load(tmp_path)
-    monkeypatch.setattr(answering, "_CHECK_CANCELLED_S", 3600)
+    monkeypatch.setattr(answering, "CHECK_CANCELLED_S", 3600)
     for _ in range(3):
         sent = [request(1, cancelled=True)]
         assert check(sent, model.execute(sent)) == [None]

@@ -92,7 +92,9 @@ _CASES = {
 def _load(
     folder: Path, case: Case, *, script: bool = False, parameters: dict[str, str] | None = None
 ) -> TritonPythonModel:
-    text = scenarios.config({}, {}, parameters=parameters, more=case.inputs + case.outputs + _CPU)
+    # Another test of this process may have imported OpenTelemetry, which enables tracing.
+    options = {"TRACING": "false", **(parameters or {})}
+    text = scenarios.config({}, {}, parameters=options, more=case.inputs + case.outputs + _CPU)
     write: Callable[[Path], None] = scenarios.python(case.definition)
     if script:
         write = scenarios.script(case.definition())
