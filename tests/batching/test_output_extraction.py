@@ -320,8 +320,8 @@ def test_strings_that_contradict_the_config_are_refused(
 )
 def test_plain_part(part: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Without a config a tensor stays as it is, and a number becomes a tensor."""
-    found = output_extraction.plain("digits", "y", part)
+    found = output_extraction.unchecked("digits", "y", part)
 
     assert isinstance(found, Tensor)
     assert (found.dtype, found.shape, found.requires_grad) == (dtype, shape, False)
-    assert output_extraction.plain("digits", "y", [["a"]]).tolist() == [["a"]]
+    assert output_extraction.unchecked("digits", "y", [["a"]]).tolist() == [["a"]]

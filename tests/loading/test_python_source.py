@@ -237,15 +237,15 @@ def test_error_of_a_constructor(body: str, message: str, tmp_path: Path) -> None
         (b"x = 1\n\x00\n", "source code string cannot contain null bytes"),
         ("import os\nimport dividing\n", "line 2: ZeroDivisionError: division by zero"),
         (
-            "import os\nimport malformed\n",
-            "line 2: SyntaxError: '(' was never closed (malformed.py, line 5)",
+            "import os\nimport unclosed\n",
+            "line 2: SyntaxError: '(' was never closed (unclosed.py, line 5)",
         ),
     ],
 )
 def test_error_of_an_import(source: str | bytes, message: str, tmp_path: Path) -> None:
     """The error of an import has the line of model.py, also for a file that it imports."""
     build.write(tmp_path, "dividing.py", "x = 1\n\ny = 1 / 0\n")
-    build.write(tmp_path, "malformed.py", "x = 1\n\n\n\ny = (\n")
+    build.write(tmp_path, "unclosed.py", "x = 1\n\n\n\ny = (\n")
 
     text = refusal(tmp_path, source)
 

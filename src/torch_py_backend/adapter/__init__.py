@@ -103,7 +103,7 @@ class TritonPythonModel:
         share = threads.budget(settings)
         threads.set_environment(share)
         # Import torch only now: it reads its environment variables when it is imported.
-        from torch_py_backend.adapter import calling, messages, plain_pipeline, streaming
+        from torch_py_backend.adapter import calling, fast_path, messages, streaming
         from torch_py_backend.batching import runtime
         from torch_py_backend.engine import weight_watcher
         from torch_py_backend.observability import tracing
@@ -151,8 +151,8 @@ class TritonPythonModel:
             self._publisher.follow(streams=self._streaming.streams)
         else:
             self._answering = self._create_answering(watcher, traces)
-            plain = not (settings.sequencing or traces or settings.options.profile_dir)
-            self._answer = plain_pipeline.build(self._engine, self._answering, plain=plain)
+            allowed = not (settings.sequencing or traces or settings.options.profile_dir)
+            self._answer = fast_path.build(self._engine, self._answering, allowed=allowed)
         # torch and the model are hundreds of thousands of permanent objects. A collection of all of
         # them would stop a request for tens of milliseconds.
         gc.collect()

@@ -15,7 +15,7 @@ from torch_py_backend.adapter import messages
 from torch_py_backend.adapter.messages import Request, Response
 from torch_py_backend.batching.gather_scatter import Outcome
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.engine.retry import reported
+from torch_py_backend.engine.retry import Failure, reported
 from torch_py_backend.engine.weight_watcher import WeightWatcher
 from torch_py_backend.errors import (
     BackendError,
@@ -44,6 +44,9 @@ _RESULTS = {dict}
 
 class Answering(Generic[T]):
     """Answers the requests of one instance.
+
+    Attributes:
+        seconds: the duration of the last batch, whichever path it took.
 
     Args:
         engine: the model.
@@ -76,7 +79,7 @@ class Answering(Generic[T]):
         self._watcher = watcher if watcher is not None and messages.takes_parameters() else None
         self._model = engine.config.name
         self._end = end
-        self._duration = 0.0
+        self.seconds = 0.0
 
     def answer(self, requests: Sequence[Request]) -> list[Response]:
         """Return one response for each request, in order."""
@@ -84,7 +87,7 @@ class Answering(Generic[T]):
         if fatal is not None:  # reading requests could fail: their tensors may be on the device
             self._counts.answered(fatal.code, self._count_sent(requests))
             return [messages.write(fatal) for _ in requests]
-        if self._skips_cancelled and self._duration > len(requests) * CHECK_CANCELLED_S:
+        if self._skips_cancelled and self.seconds > len(requests) * CHECK_CANCELLED_S:
             return self.answer_uncancelled(requests)
         return self._answer_all(requests)
 
@@ -93,6 +96,21 @@ class Answering(Generic[T]):
         cancelled = CancelledError(self._model)
         refused = {at: cancelled for at, request in enumerate(requests) if request.is_cancelled()}
         return self._answer_others(requests, refused) if refused else self._answer_all(requests)
+
+    def classify(self, error: BaseException) -> Failure:
+        """Return what a failed call means; never raise.
+
+        Neither an interrupt nor a failure of the classification itself is retried.
+        """
+        text, interrupted = "", isinstance(error, KeyboardInterrupt)
+        try:
+            failure = self._engine.recovery.judge(error)
+            text = failure.text
+        except BaseException:  # such as no memory for the traceback
+            interrupted = True
+        if not interrupted:
+            return failure
+        return Failure(InternalError(self._model), text, repeats=True)
 
     def answer_failed(
         self, requests: Sequence[Request], resolve: Callable[[], Sequence[Outcome]]
@@ -136,7 +154,7 @@ class Answering(Generic[T]):
             write = partial(messages.write_with_parameters, parameters=parameters)
             responses = self.respond(requests, outcomes, write)
         # Not set for a batch that was cancelled as a whole: its duration predicts nothing.
-        self._duration = time.perf_counter() - began
+        self.seconds = time.perf_counter() - began
         return responses
 
     def respond(

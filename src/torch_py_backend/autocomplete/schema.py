@@ -245,7 +245,9 @@ def _named_parts(config: ModelConfig, result: object, of: str) -> dict[str, obje
 
 
 def _plain(config: ModelConfig, parts: Mapping[str, object]) -> dict[str, Value]:
-    return {name: output_extraction.plain(config.name, name, part) for name, part in parts.items()}
+    return {
+        name: output_extraction.unchecked(config.name, name, part) for name, part in parts.items()
+    }
 
 
 # --- exported programs -------------------------------------------------------------------------

@@ -94,6 +94,7 @@ class Grouping:
         )
         # Triton leaves inputs on their device then, so items may be on different devices.
         self._any_device = not config.options.force_cpu_only_input_tensors
+        self._in_numpy = all(spec.dtype.numpy for spec in config.inputs)  # all but BF16
         self._strings = {spec.name for spec in config.inputs if spec.dtype.torch is None}
         self._partial: dict[frozenset[str], InputBinding] = {}
         cast = config.options.cast_inputs
@@ -139,13 +140,14 @@ class Grouping:
         return self._whole
 
     @property
-    def plain(self) -> bool:
+    def passes_columns(self) -> bool:
         """Whether columns of numbers, all inputs of every item, are passed as they are."""
         return (
             self._batched
             and self._padding is None
             and self._cast is None
             and not (self._special or self._strings or self._carried or self._flattened)
+            and self._in_numpy
             and not self._batch_inputs
             and self._required == self._names
         )

@@ -128,7 +128,7 @@ def _finite(value: Value | Owned | Part) -> bool:
     return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 
-def plain(model: str, name: str, part: object) -> Value:
+def unchecked(model: str, name: str, part: object) -> Value:
     """Convert a part of a result to a tensor or an array of strings, without checks.
 
     Raises:

@@ -43,13 +43,13 @@ class Runtime:
     host_inputs: bool = True
 
     @property
-    def plain(self) -> bool:
-        """Whether the model and all its inputs are on the CPU."""
+    def on_cpu(self) -> bool:
+        """Whether the instance and all inputs are on the CPU; the model itself may use a GPU."""
         return self.host_inputs and self.device.type == "cpu"
 
     def to_device(self, columns: Sequence[Value]) -> Sequence[Value]:
         """Copy tensors to this instance's device where they are elsewhere."""
-        if self.plain:
+        if self.on_cpu:
             return columns
         return [
             _sent(column, self.device)

@@ -54,7 +54,8 @@ class Engine:
     """One loaded model, called from one thread.
 
     Attributes:
-        turn: the lock that each run holds. Changes of the model hold it, too. It is reentrant:
+        turn: the lock that each run holds, except the calls of a plain model, whose weights are
+            not swapped. Changes of the model hold it, too. It is reentrant:
             a caller may hold it to read the model's state before a run.
         hooks: the model's hooks; None: it has none.
         places: where each input goes: an argument, or a path in the call tree.
@@ -210,12 +211,12 @@ class Engine:
         return instrumentation.wrap(stages, around)
 
     def plain_call(self) -> PlainCall | None:
-        """Return the call of a plain model, to be used after the warm-up; None: it is not plain."""
+        """Return the call of a plain model; None: it is not plain, or no call was compared yet."""
         options = self.config.options
         if not (
             isinstance(self._grouping, Grouping)
-            and self._grouping.plain
-            and self._runtime.plain
+            and self._grouping.passes_columns
+            and self._runtime.on_cpu
             and options.inference_mode
             and options.autocast is None
             and self._finite is None
@@ -387,6 +388,7 @@ class Engine:
             if more or self._watched:
                 outputs = self._kept(owned, outputs, more=more)
             fetched = time.perf_counter()
+        outcomes = self._scatter(group, batch, outputs)
         # Inline: a method call would cost more than these additions.
         counts = self.counts
         counts.gather_seconds += gathered - began
@@ -395,7 +397,6 @@ class Engine:
         counts.device_to_host_seconds += fetched - called
         size = rows if self._batched else 1
         counts.batches[size] = counts.batches.get(size, 0) + 1
-        outcomes = self._scatter(group, batch, outputs)
         if self._finite is not None and not self._finite.holds(outputs):
             return [self._checked(self._finite, outcome) for outcome in outcomes]
         return outcomes

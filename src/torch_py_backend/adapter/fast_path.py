@@ -1,4 +1,4 @@
-"""The answers of a plain model by one short path, chosen at load.
+"""The answers of a plain model by one fast path, chosen at load.
 
 It crosses as few Python frames as possible: in a stub, whose caches are cold, each costs more than
 in a loop. Whatever is unusual (a cancelled request, several shapes in one batch, a failure) takes
@@ -25,6 +25,7 @@ from torch_py_backend.adapter.messages import Request, Response
 from torch_py_backend.batching import gather_scatter
 from torch_py_backend.batching.gather_scatter import Array, Value
 from torch_py_backend.engine.engine import Engine
+from torch_py_backend.engine.plain_call import PlainCall
 from torch_py_backend.engine.retry import Failure
 from torch_py_backend.observability.metric_families import OK
 
@@ -46,32 +47,34 @@ class _Batch(NamedTuple):
     arrays: list[list[Array]]
 
 
-def build(engine: Engine, general: answering.Answering[Any], *, plain: bool = True) -> Answer:  # noqa: C901  one flat function
-    """Return the function that answers requests: the short path if the model is plain.
+def build(engine: Engine, general: answering.Answering[Any], *, allowed: bool = True) -> Answer:
+    """Return the function that answers requests: the fast path if the model is plain.
 
     Args:
         engine: the model, warmed up.
         general: the path for all other batches.
-        plain: whether the short path may be taken.
+        allowed: whether the fast path may be taken.
     """
-    model = engine.plain_call() if plain else None
-    if model is None:
-        return general.answer
+    plain = engine.plain_call() if allowed else None
+    return general.answer if plain is None else _fast(plain, engine, general)
+
+
+def _fast(plain: PlainCall, engine: Engine, general: answering.Answering[Any]) -> Answer:
     # Locals: each attribute that a call looks up costs time.
-    read, write = _reader(model.inputs, model.ranks), _writer(model.outputs)
-    forward, extract, to_host = model.forward, model.extract, model.to_host
-    dtype, dims = model.tensor or (None, ())
+    read, write = _reader(plain.inputs, plain.ranks), _writer(plain.outputs)
+    forward, extract, to_host = plain.forward, plain.extract, plain.to_host
+    dtype, dims = plain.tensor or (None, ())
     recovery, counts = engine.recovery, engine.counts
     limits, batches, answered = recovery.capacity.limits, counts.batches, counts.requests
     clock, strided = time.perf_counter, torch.strided
-    duration = 0.0
+    in_inference_mode = torch.is_inference_mode_enabled
 
     def answer(requests: Sequence[Request]) -> list[Response]:
-        nonlocal duration
-        if limits or recovery.fatal is not None:
+        # Not in inference mode: the model has left it.
+        if limits or recovery.fatal is not None or not in_inference_mode():
             return general.answer(requests)
         count = len(requests)
-        if duration > count * answering.CHECK_CANCELLED_S and _any_cancelled(requests):
+        if general.seconds > count * answering.CHECK_CANCELLED_S and _any_cancelled(requests):
             return general.answer_uncancelled(requests)
         began = clock()
         batch = read(requests)
@@ -80,12 +83,14 @@ def build(engine: Engine, general: answering.Answering[Any], *, plain: bool = Tr
         columns, sizes, arrays = batch
         rows = columns[0].shape[0]
         counts.rows += rows
+        result: Any = None
         failure: Failure | None = None
         gathered = clock()
         try:
             result = forward(*columns)
-            called = clock()
-            if (
+            called = fetched = clock()
+            outputs: Sequence[Value] = (result,)
+            if not (
                 type(result) is Tensor
                 and result.dtype is dtype
                 and result.layout is strided
@@ -96,27 +101,32 @@ def build(engine: Engine, general: answering.Answering[Any], *, plain: bool = Tr
                 and not result.requires_grad
                 and not result.is_neg()
             ):
-                outputs: Sequence[Value] = (result,)
-            else:
                 outputs = to_host(extract(result, rows), columns)
-        except KeyboardInterrupt:
-            raise
+                fetched = clock()
+            responses = write(outputs, sizes)
+            if responses is None:
+                outcomes = gather_scatter.scatter(outputs, plain.outputs, sizes)
         except BaseException as error:
-            failure = recovery.judge(error)
+            failure = general.classify(error)
         if failure is not None:
+            # A retry needs the memory of the failed batch.
+            del batch, columns
+            result = outputs = ()
             items = [
-                dict(zip(model.inputs, item, strict=True)) for item in zip(*arrays, strict=True)
+                dict(zip(plain.inputs, item, strict=True)) for item in zip(*arrays, strict=True)
             ]
-            return general.answer_failed(requests, partial(model.resolve, items, failure))
+            responses = general.answer_failed(requests, partial(plain.resolve, items, failure))
+            general.seconds = clock() - began
+            return responses
         counts.gather_seconds += gathered - began
         counts.forward_seconds += called - gathered
+        counts.device_to_host_seconds += fetched - called
         batches[rows] = batches.get(rows, 0) + 1
-        duration = called - began
-        responses = write(outputs, sizes)
         if responses is None:
-            outcomes = gather_scatter.scatter(outputs, model.outputs, sizes)
-            return general.respond(requests, outcomes)
-        answered[OK] = answered.get(OK, 0) + count
+            responses = general.respond(requests, outcomes)
+        else:
+            answered[OK] = answered.get(OK, 0) + count
+        general.seconds = clock() - began
         return responses
 
     return answer
@@ -129,7 +139,7 @@ def _any_cancelled(requests: Sequence[Request]) -> bool:
 def _reader(
     names: Sequence[str], ranks: Sequence[int]
 ) -> Callable[[Sequence[Request]], _Batch | None]:
-    """Return what reads the inputs of a batch; it returns None for what the short path refuses.
+    """Return what reads the inputs of a batch; it returns None for what `general` must answer.
 
     Args:
         names: the inputs in the order of forward()'s arguments; each request has all of them.

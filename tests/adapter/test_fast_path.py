@@ -1,8 +1,9 @@
-"""The short path gives the answers of the general path, and is taken by plain models only."""
+"""The fast path gives the answers of the general path, and is taken by plain models only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,10 +13,11 @@ import numpy as np
 import pytest
 import scenarios
 import torch
+from fake_triton import TritonError
 from scenarios import Scenario, floats, tensor
 from torch import Tensor, nn
 
-from torch_py_backend.adapter import TritonPythonModel
+from torch_py_backend.adapter import TritonPythonModel, answering
 
 pytestmark = pytest.mark.usefixtures("process")
 
@@ -130,6 +132,21 @@ def _contents(responses: Sequence[Any]) -> list[object]:
     ]
 
 
+def _counted(
+    model: TritonPythonModel, answer: Callable[[], Sequence[Any]]
+) -> tuple[list[object], dict[str, object]]:
+    """Return the contents of the responses, and by how much each counter grew."""
+    counts = model._engine.counts
+
+    def read() -> dict[str, int]:
+        batches = {f"batches of {rows}": number for rows, number in counts.batches.items()}
+        return {"rows": counts.rows, **counts.requests, **batches}
+
+    before = read()
+    contents = _contents(answer())
+    return contents, {name: number - before.get(name, 0) for name, number in read().items()}
+
+
 def _forbid(*args: object) -> Any:
     raise AssertionError("the general path was taken")
 
@@ -146,11 +163,11 @@ def test_same_answers(
     requests = [
         _request(dict.fromkeys(inputs, (count, *shape)), seed) for seed, count in enumerate(rows)
     ]
-    expected = _contents(model._answering.answer(requests))
+    expected, counted = _counted(model, lambda: model._answering.answer(requests))
     assert not any(isinstance(content, str) for content in expected)
 
     monkeypatch.setattr(model._answering, "answer", _forbid)
-    assert _contents(model.execute(requests)) == expected
+    assert _counted(model, lambda: model.execute(requests)) == (expected, counted)
 
 
 @pytest.mark.parametrize("definition", [models.Negate, models.AddSub])
@@ -216,8 +233,8 @@ def test_other_models(parameters: dict[str, str], tmp_path: Path) -> None:
     assert model._answer == model._answering.answer
 
 
-class Recorder(nn.Module):
-    """Keeps the rows of its calls; refuses a negative value."""
+class Moody(nn.Module):
+    """Keeps the rows of its calls; fails in a way that the first value chooses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,29 +242,102 @@ class Recorder(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls.append(x.shape[0])
-        if (x < 0).any():
+        if (x == -1).any():
             raise ValueError("negative")
+        if (x == -2).any():
+            raise KeyboardInterrupt
+        if (x == -3).any():
+
+            class Whole(Tensor):
+                def split_with_sizes(self, *args: Any, **kwargs: Any) -> Any:
+                    raise TypeError("no rows")
+
+            return (2 * x).as_subclass(Whole)
         return 2 * x
 
 
-def test_failed_calls(tmp_path: Path) -> None:
-    """After a call that raises, the retry policy calls the model as often as after another path."""
-    model = _load(tmp_path, Case(Recorder, _X, _Y))
+@pytest.mark.parametrize(
+    ("values", "failed", "calls"),
+    [
+        pytest.param([1, -1, 2, 3], [False, True, False, False], None, id="a request"),
+        pytest.param([1, -2], [True, True], [2], id="an interrupt"),
+        pytest.param([1, -3], [False, False], [2, 1, 1], id="outputs that cannot be scattered"),
+    ],
+)
+def test_failed_calls(
+    values: list[int], failed: list[bool], calls: list[int] | None, tmp_path: Path
+) -> None:
+    """Both paths answer, call the model, count and log in the same way."""
+    model = _load(tmp_path, Case(Moody, _X, _Y))
+    assert model._answer != model._answering.answer
     module: Any = model._engine.loaded.module
-    calls = module.calls
-    values = [1, -1, 2, 3]
     requests = [
         fake_triton.InferenceRequest(
             [fake_triton.Tensor("x", np.full((1, 4), value, dtype=np.float32))]
         )
         for value in values
     ]
-    seen = []
+    outcomes = []
     for answer in (model._answering.answer, model.execute):
-        calls.clear()
-        contents = _contents(answer(requests))
-        assert [isinstance(content, str) for content in contents] == [False, True, False, False]
-        seen.append((contents, list(calls)))
-    assert model._answer != model._answering.answer
-    assert seen[0] == seen[1]
-    assert seen[0][1][0] == 4
+        module.calls.clear()
+        fake_triton.Logger.lines.clear()
+        contents, counted = _counted(model, partial(answer, requests))
+        assert [isinstance(content, str) for content in contents] == failed
+        sentences = [text.splitlines()[0] for _, text in fake_triton.Logger.lines]
+        outcomes.append((contents, counted, sentences, list(module.calls)))
+    assert outcomes[0] == outcomes[1]
+    if calls is not None:
+        assert module.calls == calls
+
+
+def test_failed_slow_calls_are_not_repeated_for_cancelled_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The duration of a failed batch decides, too, whether to look for cancelled requests."""
+    model = _load(tmp_path, Case(Moody, _X, _Y))
+    monkeypatch.setattr(answering, "CHECK_CANCELLED_S", 1e-9)
+    bad = fake_triton.Tensor("x", np.full((1, 4), -1, dtype=np.float32))
+    model.execute([fake_triton.InferenceRequest([bad])])
+    module: Any = model._engine.loaded.module
+    module.calls.clear()
+    sent = [fake_triton.InferenceRequest([bad], cancelled=True) for _ in range(3)]
+    responses = model.execute(sent)
+    assert [response.error().code() for response in responses] == [TritonError.CANCELLED] * 3
+    assert module.calls == []
+
+
+class Keeper(nn.Module):
+    """Tells whether the memory of the failed batch was freed before the retry."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch: Any = None
+        self.freed: list[bool] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] > 1 and (x == -1).any():
+            import weakref
+
+            self.batch = weakref.ref(x)
+            raise ValueError("negative")
+        if self.batch is not None:
+            self.freed.append(self.batch() is None)
+        return 2 * x
+
+
+@pytest.mark.usefixtures("no_collector")
+def test_memory_of_a_failed_batch_is_freed_before_retries(tmp_path: Path) -> None:
+    """A batch that did not fit in memory is retried in parts, which need that memory."""
+    model = _load(tmp_path, Case(Keeper, _X, _Y))
+    module: Any = model._engine.loaded.module
+    module.batch = None
+    model.execute(
+        [
+            fake_triton.InferenceRequest(
+                [fake_triton.Tensor("x", np.full((1, 4), value, dtype=np.float32))]
+            )
+            for value in (1, -1)
+        ]
+    )
+    assert module.freed
+    assert all(module.freed)
