@@ -27,7 +27,7 @@ COLUMNS = (
     "model", "requests in a call", "path", "calls",
     "execute(), µs", "forward(), µs", "around it, µs", "÷ by hand",
 )  # fmt: skip
-PATHS = ("short", "general", "by hand")
+PATHS = ("fast", "general", "by hand")
 _CONCURRENCY = (1, 32)
 # Fewer calls of a size are not reported.
 _LEAST_CALLS = 200

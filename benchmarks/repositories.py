@@ -79,7 +79,7 @@ def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
     Args:
         name: the model.
         repository: the model repository.
-        path: the path of our backend: `short` or `general`; or `by hand`.
+        path: the path of our backend: `fast` or `general`; or `by hand`.
         folder: where the times are written.
 
     Returns:
@@ -92,7 +92,7 @@ def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
     if path == "by hand":
         shutil.copy(_SERVED / "plain.py", version / "base.py")
     else:
-        (version / "base.py").write_text(_GENERAL if path == "general" else _SHORT)
+        (version / "base.py").write_text(_GENERAL if path == "general" else _FAST)
     definition = _fill(name, version)
     chosen = _parameter("CLOCK_FILE", str(folder / f"{served}.json"))
     chosen += _parameter("CLOCKED_CLASS", definition)
@@ -104,7 +104,7 @@ def write_clocked(name: str, repository: Path, path: str, folder: Path) -> str:
     return served
 
 
-_SHORT = "from torch_py_backend.adapter import TritonPythonModel\n"
+_FAST = "from torch_py_backend.adapter import TritonPythonModel\n"
 _GENERAL = """\
 from torch_py_backend import adapter
 

@@ -98,7 +98,8 @@ TABLE = (
         "seconds",
         _ALL,
         "Seconds that successful batches spent in a stage",
-        "Look at the stage that grows: forward is the model; gather grows with many small requests;"
+        "Look at the stage that grows: forward is the model; gather (of a plain model on the CPU"
+        " also reading the requests) grows with many small requests;"
         " host_to_device and device_to_host grow with large tensors on a GPU.",
     ),
     Family(
