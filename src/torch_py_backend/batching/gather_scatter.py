@@ -128,8 +128,8 @@ def gather(
             ]
         return Batch(columns, item[names[0]].shape[:1] if names else ())
     sizes = [item[names[0]].shape[0] for item in items]
-    join: Gather = _concatenate
-    return Batch([pads.get(name, join)([item[name] for item in items]) for name in names], sizes)
+    columns = [pads.get(name, _concatenate)([item[name] for item in items]) for name in names]
+    return Batch(columns, sizes)
 
 
 def rows_in(columns: Sequence[Value]) -> int:
@@ -164,14 +164,9 @@ def fit(columns: Sequence[Value], rows: Rows) -> Iterator[tuple[Sequence[Value],
         present = min(step, total - start)
         piece = [column[start : start + present] for column in columns]
         missing = rows.filled(present) - present
-        yield [_fill(column, missing) for column in piece], present
-
-
-def _fill(column: Value, missing: int) -> Value:
-    if missing == 0 or column.shape[0] == 0:
-        return column
-    last = column[-1:]
-    return _concatenate([column, *[last] * missing])
+        if missing and present:
+            piece = [_concatenate([column, *[column[-1:]] * missing]) for column in piece]
+        yield piece, present
 
 
 def join(pieces: Sequence[Sequence[Value]]) -> Sequence[Value]:
