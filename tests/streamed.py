@@ -59,7 +59,7 @@ class Kept:
     text: str = ""
     ends: int = 0
 
-    def take(self, outcome: dict[str, Value], *, last: bool) -> None:
+    def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         self.values.append(torch.as_tensor(outcome["y"]).tolist())
         self.ends += last
 

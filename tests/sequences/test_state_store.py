@@ -139,7 +139,7 @@ def test_unknown_sequences() -> None:
     assert all(isinstance(outcome, InputError) for outcome in outcomes[1:])
     assert str(outcomes[1]) == (
         "model 'digits': sequence 2 has no state here: it was not begun, or it idled too long, or"
-        " the model was loaded anew; expected the START flag in the first request of a sequence."
+        " the model was reloaded; expected the START flag in the first request of a sequence."
     )
     assert len(served.states) == 1
 

@@ -67,8 +67,8 @@ def test_streams_of_different_lengths() -> None:
     class Early(Kept):
         """Begins another stream at its first response."""
 
-        def take(self, outcome: dict[str, Value], *, last: bool) -> None:
-            super().take(outcome, last=last)
+        def send(self, outcome: dict[str, Value], *, last: bool) -> None:
+            super().send(outcome, last=last)
             if len(self.values) == 1:
                 others.append(asyncio.create_task(streams.run(item(10), late)))
 

@@ -104,7 +104,7 @@ class _Sequence:
 
 
 @dataclass(eq=False, slots=True)
-class _Batch:
+class _NewStates:
     """Columns whose rows are the new states of several steps.
 
     Attributes:
@@ -157,7 +157,6 @@ class Sequences:
         self._guard = guard
         self._inputs = [state.input for state in config.states]
         self._outputs = [state.output for state in config.states]
-        self._first = self._outputs[0]
         self._texts = any(
             state.dtype is not None and state.dtype.torch is None for state in config.states
         )
@@ -206,10 +205,10 @@ class Sequences:
         with self._lock:
             rounds = _rounds(steps)
             for number, places in enumerate(rounds, 1):
-                results = self._run([steps[place] for place in places])
+                results = self._run_round([steps[place] for place in places])
                 if number < len(rounds):  # the next round may overwrite the model's outputs
                     with self._guard():
-                        results = [_owned(outcome) for outcome in results]
+                        results = [_copy(outcome) for outcome in results]
                 for place, outcome in zip(places, results, strict=True):
                     outcomes[place] = outcome
             self._passed += len(steps)
@@ -236,7 +235,7 @@ class Sequences:
         finally:
             self._lock.release()
 
-    def _run(self, steps: Sequence[Step]) -> list[Outcome]:
+    def _run_round(self, steps: Sequence[Step]) -> list[Outcome]:
         """Run steps of different sequences."""
         sequences = [
             self._begin(step.id) if step.starts else self._sequences.get(step.id) for step in steps
@@ -253,7 +252,14 @@ class Sequences:
             with self._guard():
                 updated = iter(self._update(run, outcomes))
             return [
-                self._unknown(step) if sequence is None else next(updated)
+                InputError(
+                    self._model,
+                    f"sequence {step.id} has no state here: it was not begun, or it idled too"
+                    " long, or the model was reloaded",
+                    expected="the START flag in the first request of a sequence",
+                )
+                if sequence is None
+                else next(updated)
                 for step, sequence in zip(steps, sequences, strict=True)
             ]
         finally:
@@ -281,7 +287,7 @@ class Sequences:
     ) -> list[Outcome]:
         """Store the new states of successful steps; return the outcomes for clients."""
         now = self._clock()
-        batches: dict[int, _Batch] = {}
+        batches: dict[int, _NewStates] = {}
         updated: list[Outcome] = []
         for (step, sequence), outcome in zip(run, outcomes, strict=True):
             if isinstance(outcome, BackendError):
@@ -289,7 +295,11 @@ class Sequences:
                 continue
             sequence.used = now
             refusal = None if step.ends else self._update_one(step, sequence, outcome, batches)
-            updated.append(self._public_outputs(outcome) if refusal is None else refusal)
+            for output in self._public:
+                outcome[output] = gather_scatter.taken(outcome[output])
+            for output in self._hidden:
+                del outcome[output]
+            updated.append(refusal or outcome)
         try:
             for batch in batches.values():
                 if batch.holders and self._pool is not None:
@@ -300,38 +310,33 @@ class Sequences:
             raise
         return updated
 
-    def _public_outputs(self, outcome: dict[str, Value]) -> Outcome:
-        for output in self._public:
-            outcome[output] = gather_scatter.taken(outcome[output])
-        for output in self._hidden:
-            del outcome[output]
-        return outcome
-
     def _update_one(
         self,
         step: Step,
         sequence: _Sequence,
         outcome: Mapping[str, Value | Part],
-        batches: dict[int, _Batch],
+        batches: dict[int, _NewStates],
     ) -> StateMemoryError | None:
         """Store the new states of one step; return the error if that is refused."""
-        first = outcome[self._first]
+        first = outcome[self._outputs[0]]
         if not isinstance(first, tuple):
             return self._store(step, sequence, outcome, None, 0)
         column, row = first
         batch = batches.get(id(column))
         if batch is None:
-            batch = batches[id(column)] = self._batch([outcome[name] for name in self._outputs])
+            batch = batches[id(column)] = self._new_states(outcome)
         if batch.fits and sequence.slot >= 0:
             batch.add(sequence, row)
             return None
         return self._store(step, sequence, outcome, batch, row)
 
-    def _batch(self, values: Sequence[Value | Part]) -> _Batch:
+    def _new_states(self, outcome: Mapping[str, Value | Part]) -> _NewStates:
+        """Return the columns that an outcome's states are rows of."""
+        values = [outcome[name] for name in self._outputs]
         columns = [value[0] if isinstance(value, tuple) else value for value in values]
         tensors = [column for column in columns if isinstance(column, Tensor)]
         if self._fixed is not None and self._pool is not None:  # all states have the pool's form
-            return _Batch(tensors, self._pool.form, fits=True)
+            return _NewStates(tensors, self._pool.form, fits=True)
         small = (
             self._batched
             and len(tensors) == len(columns)
@@ -340,14 +345,14 @@ class Sequences:
             )
         )
         form = row_pool.form(tensors) if small else None
-        return _Batch(tensors, form, fits=self._pool is not None and self._pool.form == form)
+        return _NewStates(tensors, form, fits=self._pool is not None and self._pool.form == form)
 
     def _store(
         self,
         step: Step,
         sequence: _Sequence,
         outcome: Mapping[str, Value | Part],
-        batch: _Batch | None,
+        batch: _NewStates | None,
         row: int,
     ) -> StateMemoryError | None:
         """Store states that enter or leave the pool or stay outside it.
@@ -356,7 +361,7 @@ class Sequences:
         """
         values = [gather_scatter.taken(outcome[name]) for name in self._outputs]
         if self._texts:
-            values = [_as_input(value) for value in values]
+            values = [_encode_strings(value) for value in values]
         size = sum(map(_size, values)) if self._fixed is None else self._fixed
         total = self.size + size - sequence.size
         if total > self._limit:
@@ -398,14 +403,6 @@ class Sequences:
             )
         return error
 
-    def _unknown(self, step: Step) -> InputError:
-        return InputError(
-            self._model,
-            f"sequence {step.id} has no state here: it was not begun, or it idled too long, or the"
-            " model was loaded anew",
-            expected="the START flag in the first request of a sequence",
-        )
-
     def _free(self) -> None:
         """Drop the sequences that Triton has forgotten.
 
@@ -438,7 +435,7 @@ def _rounds(steps: Sequence[Step]) -> list[list[int]]:
     return rounds
 
 
-def _owned(outcome: Outcome) -> Outcome:
+def _copy(outcome: Outcome) -> Outcome:
     if isinstance(outcome, BackendError):
         return outcome
     copies = {name: gather_scatter.own(value) for name, value in outcome.items()}
@@ -446,8 +443,8 @@ def _owned(outcome: Outcome) -> Outcome:
     return copies
 
 
-def _as_input(value: Value) -> Value:
-    """Encode strings as in requests."""
+def _encode_strings(value: Value) -> Value:
+    """Encode strings as in requests; return numbers unchanged."""
     if isinstance(value, Tensor):
         return value
     strings: Strings = np.empty(value.shape, dtype=np.object_)
