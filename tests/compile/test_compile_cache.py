@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
-from torch_py_backend.compile import compile_cache
+from torch_py_backend.compile import compile_cache, vector_isa
 from torch_py_backend.compile.compile_cache import Bundle
 from torch_py_backend.errors import PlatformError
 from torch_py_backend.processes import private_files
@@ -145,7 +145,7 @@ def test_library_outside_of_the_folder(
         archive.writestr(target, b"code")
 
     with pytest.raises(ValueError, match="leads out of its folder"):
-        compile_cache._unpack(payload.getvalue(), tmp_path / "a" / "b")
+        compile_cache.unpack(payload.getvalue(), tmp_path / "a" / "b")
 
     assert not list(tmp_path.glob("**/outside.so"))
 
@@ -370,7 +370,7 @@ def test_vector_instructions(
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", found)
     with config.patch({"cpp.vec_isa_ok": users}):
-        assert compile_cache._find_vectors("digits") == compilers
+        assert vector_isa.detect("digits") == compilers
 
         assert config.cpp.vec_isa_ok is settled
         assert found() == compilers
@@ -382,8 +382,8 @@ def test_torch_with_other_internals(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.delattr(cpu_vec_isa, "valid_vec_isa_list")
     with config.patch({"cpp.vec_isa_ok": None}):
-        assert compile_cache._find_vectors("digits") == []
-        compile_cache._set_vectors([])
+        assert vector_isa.detect("digits") == []
+        vector_isa.restore([])
         assert config.cpp.vec_isa_ok is None
 
 

@@ -67,7 +67,7 @@ def test_progress_is_logged(
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     items: list[Item] = [{"x": torch.zeros(rows, 4)} for rows in (4, 3, 2, 1)]
 
-    assert list(warmup._reported("digits", iter(items))) == items
+    assert list(warmup.log_progress("digits", iter(items))) == items
 
     assert [record.getMessage() for record in caplog.records] == [
         "model 'digits': 1 batches of the warm-up took 11 s; the next one is x [3, 4].",

@@ -112,24 +112,18 @@ class Compiled:
 
     def _traced(self, *args: object, **kwargs: object) -> object:
         # False where torch.compile traces this function: a compiled graph records nothing.
-        if not torch.compiler.is_compiling():
-            self._record_eager_call(args, kwargs)
+        if not torch.compiler.is_compiling() and self._sealed:
+            self._counts.eager_calls += 1
+            if not self._warned:
+                self._warned = True
+                leaves = pytree.tree_leaves((args, kwargs))
+                log.warning(
+                    "model '%s': inputs of the shapes %s were not met in the warm-up; they, and all"
+                    " others that would need a compilation, run eagerly.",
+                    self._model,
+                    [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)],
+                )
         return self._eager(*args, **kwargs)
-
-    def _record_eager_call(self, args: Any, kwargs: Any) -> None:
-        """Count a call of the sealed model that runs eagerly; log the first one's shapes."""
-        if not self._sealed:
-            return
-        self._counts.eager_calls += 1
-        if not self._warned:
-            self._warned = True
-            leaves = pytree.tree_leaves((args, kwargs))
-            log.warning(
-                "model '%s': inputs of the shapes %s were not met in the warm-up; they, and all"
-                " others that would need a compilation, run eagerly.",
-                self._model,
-                [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)],
-            )
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the compiled model, or the eager one if it cannot be compiled.
