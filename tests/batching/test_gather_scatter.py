@@ -171,11 +171,11 @@ def test_owned_rows_are_independent(sizes: list[int], strings: bool, width: int)
         column = np.array(column.tolist(), dtype=np.object_)
     expected = [part.tolist() for part in np.split(np.array(column), np.cumsum(sizes)[:-1])]
 
-    owned = gather_scatter.owned(column, sizes)
+    owned = gather_scatter.clone_rows(column, sizes)
     outcomes = gather_scatter.scatter([column, owned], ["x", "state"], sizes)
     column[:] = 7
 
-    found = [gather_scatter.taken(outcome["state"]) for outcome in outcomes]
+    found = [gather_scatter.part_value(outcome["state"]) for outcome in outcomes]
     assert [one.tolist() for one in found] == expected
     assert all((np.array(outcome["x"]) == 7).all() for outcome in outcomes)
 

@@ -114,7 +114,7 @@ def test_item_without_rows(specs: tuple[TensorSpec], shape: tuple[int, ...]) -> 
 
     assert isinstance(refused, InputError)
     assert f"input 'x' has the shape {list(shape)} and no rows" in str(refused)
-    assert made.whole([{"x": torch.ones(2, 4)}, item]) is None
+    assert made.single_group([{"x": torch.ones(2, 4)}, item]) is None
 
 
 def test_padded_item_without_rows() -> None:
@@ -481,7 +481,7 @@ def test_inputs_are_cast_on_demand(sent: str, cast: str | None, found: torch.dty
 def shortcut(settings: ModelConfig, *items: Item) -> bool:
     """Return whether the items share a call without a check of each shape."""
     signature = introspection.from_function(lambda x, n=None: x)
-    group = Grouping(settings, signature).whole(items)
+    group = Grouping(settings, signature).single_group(items)
     assert group is None or list(group.positions) == list(range(len(items)))
     return group is not None
 
@@ -519,7 +519,7 @@ def test_items_that_triton_leaves_on_the_gpu(devices: list[str], short: bool) ->
     ]
     intake = Grouping(settings, introspection.from_function(lambda x, n=None: x))
 
-    assert (intake.whole(items) is not None) is short
+    assert (intake.single_group(items) is not None) is short
     groups = intake.group(list(enumerate(items)))
     assert len(groups) == len(set(devices))
 

@@ -64,7 +64,7 @@ def _first(tree: Any) -> Any:
 )
 def test_copies_keep_their_types(tree: Any) -> None:
     """A copy has the same class and shares no memory."""
-    made = trees.owned(tree)
+    made = trees.clone(tree)
     _first(tree)[:] = 5
 
     assert type(made) is type(tree)
@@ -79,7 +79,7 @@ def test_uncopyable_objects_stay_the_same() -> None:
             raise TypeError("no")
 
     tree = Stubborn(lock=threading.Lock())
-    assert trees.owned(tree) is tree
+    assert trees.clone(tree) is tree
 
 
 @pytest.mark.parametrize(

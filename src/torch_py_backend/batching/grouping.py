@@ -160,13 +160,13 @@ class Grouping:
     def stages(self) -> list[tuple[str, object, str]]:
         """Return the stages of grouping: each one's name, owner and attribute."""
         return [
-            ("group", self, "whole"),
+            ("group", self, "single_group"),
             ("admit", self, "admit"),
             ("group", self, "group"),
             ("convert", self, "convert"),
         ]
 
-    def whole(self, items: Sequence[Item]) -> Group | None:
+    def single_group(self, items: Sequence[Item]) -> Group | None:
         """Return all items as one group if the config alone allows that; else None.
 
         A fast path with the result of `admit` and `group`.

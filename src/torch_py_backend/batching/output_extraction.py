@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Owned, Part, Strings, Value
+from torch_py_backend.batching.gather_scatter import ItemRows, Part, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, summarize
 from torch_py_backend.signature import results
@@ -40,7 +40,7 @@ class OutputExtractor:
         # Bound to the structure of the first result.
         self._outputs: results.OutputBinding | None = None
 
-    def take(self, result: object, rows: int) -> list[Value]:
+    def extract(self, result: object, rows: int) -> list[Value]:
         """Return the outputs of a result for `rows` rows: the config's, then the states of STATE.
 
         Raises:
@@ -104,7 +104,7 @@ class Finite:
             and getattr(torch, spec.dtype.torch).is_floating_point
         ]
 
-    def holds(self, outputs: Sequence[Value | Owned]) -> bool:
+    def holds(self, outputs: Sequence[Value | ItemRows]) -> bool:
         """Return whether all outputs of a batch are finite."""
         return all(_finite(outputs[place]) for place, _ in self._places)
 
@@ -120,10 +120,10 @@ class Finite:
         return None
 
 
-def _finite(value: Value | Owned | Part) -> bool:
-    if isinstance(value, Owned):
+def _finite(value: Value | ItemRows | Part) -> bool:
+    if isinstance(value, ItemRows):
         return all(map(_finite, value))
-    value = gather_scatter.taken(value)
+    value = gather_scatter.part_value(value)
     return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 

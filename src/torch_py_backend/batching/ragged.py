@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Batch, Gather, Item, Owned, Value
+from torch_py_backend.batching.gather_scatter import Batch, Gather, Item, ItemRows, Value
 from torch_py_backend.config.batch_io import BatchInputKind
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import OutputError
@@ -67,8 +67,8 @@ class Ragged:
         return Batch([columns[name] for name in names], batch.sizes)
 
     def split(
-        self, items: Sequence[Item], outputs: Sequence[Value | Owned]
-    ) -> Sequence[Value | Owned]:
+        self, items: Sequence[Item], outputs: Sequence[Value | ItemRows]
+    ) -> Sequence[Value | ItemRows]:
         """Split each batch output by the shapes of its source.
 
         Raises:
@@ -91,7 +91,7 @@ class Ragged:
                     expected=f"{sum(sizes)}, as batch_output says",
                 )
             parts = zip(gather_scatter.split(values, sizes), shapes, strict=True)
-            outputs[place] = Owned(part.reshape(shape) for part, shape in parts)
+            outputs[place] = ItemRows(part.reshape(shape) for part, shape in parts)
         return outputs
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Owned, Value
+from torch_py_backend.batching.gather_scatter import ItemRows, Value
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
@@ -21,7 +21,7 @@ from torch_py_backend.errors import PlatformError
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", bound="Value | Owned")
+T = TypeVar("T", bound="Value | ItemRows")
 
 Guard: TypeAlias = "Callable[[], AbstractContextManager[object]]"
 
@@ -69,7 +69,7 @@ class Runtime:
         """Copy outputs to the host where needed, and wait for the device's work on them.
 
         Args:
-            outputs: the model's outputs; `Owned` columns stay on their device.
+            outputs: the model's outputs; `ItemRows` columns stay on their device.
             inputs: the requests' inputs; if all tensors are on a GPU, outputs stay there.
         """
         # A model that was placed on the CPU may itself use a GPU.

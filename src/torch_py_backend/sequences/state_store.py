@@ -75,7 +75,7 @@ def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
 def next_item(config: ModelConfig, item: Item, outcome: dict[str, Value]) -> Item:
     """Return the item of the next step: the same with the states that this step returned."""
     return item | {
-        state.input: gather_scatter.taken(outcome[state.output]) for state in config.states
+        state.input: gather_scatter.part_value(outcome[state.output]) for state in config.states
     }
 
 
@@ -296,7 +296,7 @@ class Sequences:
             sequence.used = now
             refusal = None if step.ends else self._update_one(step, sequence, outcome, batches)
             for output in self._public:
-                outcome[output] = gather_scatter.taken(outcome[output])
+                outcome[output] = gather_scatter.part_value(outcome[output])
             for output in self._hidden:
                 del outcome[output]
             updated.append(refusal or outcome)
@@ -359,7 +359,7 @@ class Sequences:
 
         A step that ran alone has its own copy, which is cheaper than a row in a table.
         """
-        values = [gather_scatter.taken(outcome[name]) for name in self._outputs]
+        values = [gather_scatter.part_value(outcome[name]) for name in self._outputs]
         if self._texts:
             values = [_encode_strings(value) for value in values]
         size = sum(map(_size, values)) if self._fixed is None else self._fixed
@@ -383,7 +383,7 @@ class Sequences:
                 return None
         sequence.form = form
         sequence.values = {
-            name: gather_scatter.own(value) if isinstance(outcome[output], tuple) else value
+            name: gather_scatter.clone(value) if isinstance(outcome[output], tuple) else value
             for name, output, value in zip(self._inputs, self._outputs, values, strict=True)
         }
         return None
@@ -438,7 +438,7 @@ def _rounds(steps: Sequence[Step]) -> list[list[int]]:
 def _copy(outcome: Outcome) -> Outcome:
     if isinstance(outcome, BackendError):
         return outcome
-    copies = {name: gather_scatter.own(value) for name, value in outcome.items()}
+    copies = {name: gather_scatter.clone(value) for name, value in outcome.items()}
     gather_scatter.wait(copies.values())
     return copies
 

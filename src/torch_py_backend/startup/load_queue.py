@@ -225,7 +225,7 @@ _V2 = ("memory.max", "memory.current", "active_file", "inactive_file")
 
 
 def available_memory(
-    meminfo: Path = _MEMINFO, own: Path = _OWN_GROUPS, cgroup: Path = _CGROUP
+    meminfo: Path = _MEMINFO, own_groups: Path = _OWN_GROUPS, cgroup: Path = _CGROUP
 ) -> int:
     """Return the bytes that are available: of the machine, within the limits of the container."""
     machine = _counters(meminfo)["MemAvailable:"] * 1024
