@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -78,12 +78,12 @@ class Runtime:
         before = outputs
         tensors = [column for column in inputs if isinstance(column, Tensor)]
         if not tensors or not all(column.is_cuda for column in tensors):
-            outputs = [
-                cast(T, _pinned_copy(output))
-                if isinstance(output, Tensor) and output.is_cuda
-                else output
-                for output in outputs
-            ]
+            copies: list[Any] = list(outputs)
+            for place, output in enumerate(outputs):
+                if isinstance(output, Tensor) and output.is_cuda:
+                    pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+                    copies[place] = pinned.copy_(output, non_blocking=True)
+            outputs = copies
         # Triton also reads GPU outputs without a stream. Each copy runs on the current stream of
         # its source's device, and with KIND_MODEL outputs may be on several devices.
         gather_scatter.wait(before)
@@ -126,11 +126,6 @@ def probe(device: torch.device) -> None:
         # Synchronizing with an unused device, even the current one, would allocate memory on it.
         if torch.device("cuda", index) == device or torch.cuda.memory_reserved(index):
             torch.cuda.synchronize(index)
-
-
-def _pinned_copy(output: Tensor) -> Tensor:
-    pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-    return pinned.copy_(output, non_blocking=True)
 
 
 def placement(config: ModelConfig) -> torch.device | None:

@@ -383,10 +383,8 @@ class Engine:
             owned: Sequence[Value | ItemRows] = raw
             inputs = batch.columns
             if self._states is not None:
-                owned, inputs = (
-                    self._states.clone_states(raw, batch),
-                    self._states.sent_columns(names, batch),
-                )
+                owned = self._states.clone_states(raw, batch)
+                inputs = self._states.sent_columns(names, batch)
             outputs = self._to_host(owned, inputs)
             if more or self._watched:
                 outputs = self._kept(owned, outputs, more=more)

@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -92,7 +93,7 @@ class _Sequence:
         slot: the row in the pool; negative: the states are not in it.
         form: the form of the states if they could be in a pool.
         size: the bytes of the states; 0 while they are the shared initial states.
-        passed: the number of requests run when it was found idle; None: it was not.
+        requests_when_idle: the number of requests run when it was found idle; None: it was not.
     """
 
     values: Item
@@ -100,7 +101,7 @@ class _Sequence:
     slot: int = -1
     form: Form | None = None
     size: int = 0
-    passed: int | None = None
+    requests_when_idle: int | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -157,7 +158,7 @@ class Sequences:
         self._guard = guard
         self._inputs = [state.input for state in config.states]
         self._outputs = [state.output for state in config.states]
-        self._texts = any(
+        self._has_strings = any(
             state.dtype is not None and state.dtype.torch is None for state in config.states
         )
         public = {spec.name for spec in config.outputs if spec.origin is Origin.CLIENT}
@@ -174,12 +175,12 @@ class Sequences:
             for state in config.states
         )
         # Computed once if it is the same for all steps.
-        self._fixed = sum(map(_size, self._initial.values())) if fixed else None
+        self._fixed_size = sum(map(_size, self._initial.values())) if fixed else None
         limit = config.options.sequence_memory_mb
         self._limit_mb = limit or 0
         self._limit = math.inf if limit is None else limit * _MEGABYTE
         self._refused = 0
-        self._silent_until = -math.inf
+        self._next_warning = -math.inf
         self._quiet = _QUIET_S + sequencing.delay_s
         self._idle = sequencing.idle_s + self._quiet
         # The most requests that may be queued for an instance or running in it.
@@ -187,8 +188,8 @@ class Sequences:
         self._sequences: dict[Id, _Sequence] = {}
         # Created with the first states that can be in a pool.
         self._pool: Pool | None = None
-        self._passed = 0
-        self._ended = clock()
+        self._requests = 0
+        self._last_run = clock()
         # Held while a batch runs: another thread calls `sweep`.
         self._lock = threading.Lock()
 
@@ -211,8 +212,8 @@ class Sequences:
                         results = [_copy(outcome) for outcome in results]
                 for place, outcome in zip(places, results, strict=True):
                     outcomes[place] = outcome
-            self._passed += len(steps)
-            self._ended = self._clock()
+            self._requests += len(steps)
+            self._last_run = self._clock()
         return outcomes
 
     def skip(self, name: Id, *, starts: bool, ends: bool) -> None:
@@ -244,7 +245,7 @@ class Sequences:
         run, items = [], []
         for step, sequence in zip(steps, sequences, strict=True):
             if sequence is not None:
-                sequence.used, sequence.passed = now, None
+                sequence.used, sequence.requests_when_idle = now, None
                 run.append((step, sequence))
                 items.append(step.item | sequence.values)
         try:
@@ -280,7 +281,7 @@ class Sequences:
 
     def _leave_pool(self, sequence: _Sequence) -> None:
         if sequence.slot >= 0 and self._pool is not None:
-            self._pool.leave(sequence)
+            self._pool.remove(sequence)
 
     def _update(
         self, run: Sequence[tuple[Step, _Sequence]], outcomes: Sequence[Outcome]
@@ -294,7 +295,7 @@ class Sequences:
                 updated.append(outcome)
                 continue
             sequence.used = now
-            refusal = None if step.ends else self._update_one(step, sequence, outcome, batches)
+            refusal = None if step.ends else self._update_sequence(step, sequence, outcome, batches)
             for output in self._public:
                 outcome[output] = gather_scatter.part_value(outcome[output])
             for output in self._hidden:
@@ -310,7 +311,7 @@ class Sequences:
             raise
         return updated
 
-    def _update_one(
+    def _update_sequence(
         self,
         step: Step,
         sequence: _Sequence,
@@ -335,7 +336,9 @@ class Sequences:
         values = [outcome[name] for name in self._outputs]
         columns = [value[0] if isinstance(value, tuple) else value for value in values]
         tensors = [column for column in columns if isinstance(column, Tensor)]
-        if self._fixed is not None and self._pool is not None:  # all states have the pool's form
+        if (
+            self._fixed_size is not None and self._pool is not None
+        ):  # all states have the pool's form
             return _NewStates(tensors, self._pool.form, fits=True)
         small = (
             self._batched
@@ -360,9 +363,9 @@ class Sequences:
         A step that ran alone has its own copy, which is cheaper than a row in a table.
         """
         values = [gather_scatter.part_value(outcome[name]) for name in self._outputs]
-        if self._texts:
+        if self._has_strings:
             values = [_encode_strings(value) for value in values]
-        size = sum(map(_size, values)) if self._fixed is None else self._fixed
+        size = sum(map(_size, values)) if self._fixed_size is None else self._fixed_size
         total = self.size + size - sequence.size
         if total > self._limit:
             self._free()
@@ -373,12 +376,12 @@ class Sequences:
         self._leave_pool(sequence)
         form = None if batch is None else batch.form
         # States that grow would leave the pool in each step.
-        keeps_form = self._fixed is not None or sequence.form == form
+        keeps_form = self._fixed_size is not None or sequence.form == form
         if batch is not None and form is not None and keeps_form:
             if self._pool is None:
                 self._pool = Pool(self._inputs, batch.columns)
             if self._pool.form == form:
-                self._pool.enter(sequence)
+                self._pool.add(sequence)
                 batch.add(sequence, row)
                 return None
         sequence.form = form
@@ -394,8 +397,8 @@ class Sequences:
         error = StateMemoryError(self._model, str(step.id), total, self._limit_mb, count)
         self._refused += 1
         now = self._clock()
-        if now >= self._silent_until:
-            self._silent_until = now + _BETWEEN_WARNINGS_S
+        if now >= self._next_warning:
+            self._next_warning = now + _BETWEEN_WARNINGS_S
             log.warning(
                 "%s Steps refused for that since the model was loaded: %d.",
                 error,
@@ -411,27 +414,26 @@ class Sequences:
         is dropped only after the queue was empty, or after as many requests as it can hold ran.
         """
         now = self._clock()
-        quiet = now - self._ended > self._quiet
+        quiet = now - self._last_run > self._quiet
         for name, sequence in list(self._sequences.items()):
             if now - sequence.used <= self._idle:
                 continue
-            if sequence.passed is None:
-                sequence.passed = self._passed
-            if quiet or self._passed - sequence.passed > self._backlog:
+            if sequence.requests_when_idle is None:
+                sequence.requests_when_idle = self._requests
+            if quiet or self._requests - sequence.requests_when_idle > self._backlog:
                 self._drop(name)
 
 
 def _rounds(steps: Sequence[Step]) -> list[list[int]]:
     """Return the positions of steps in rounds, each sequence once per round; skip slot fillers."""
     rounds: list[list[int]] = []
-    passed: dict[Id, int] = {}
+    numbers: Counter[Id] = Counter()
     for place, step in enumerate(steps):
         if step.id:
-            number = passed.get(step.id, 0)
-            passed[step.id] = number + 1
-            if number == len(rounds):
+            if numbers[step.id] == len(rounds):
                 rounds.append([])
-            rounds[number].append(place)
+            rounds[numbers[step.id]].append(place)
+            numbers[step.id] += 1
     return rounds
 
 
