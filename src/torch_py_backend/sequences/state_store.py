@@ -336,9 +336,8 @@ class Sequences:
         values = [outcome[name] for name in self._outputs]
         columns = [value[0] if isinstance(value, tuple) else value for value in values]
         tensors = [column for column in columns if isinstance(column, Tensor)]
-        if (
-            self._fixed_size is not None and self._pool is not None
-        ):  # all states have the pool's form
+        if self._fixed_size is not None and self._pool is not None:
+            # All states have the pool's form.
             return _NewStates(tensors, self._pool.form, fits=True)
         small = (
             self._batched
