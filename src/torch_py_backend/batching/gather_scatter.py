@@ -118,14 +118,10 @@ def gather(
     """
     if len(items) == 1:
         (item,) = items
-        columns = [
-            pads[name]([item[name]]) if name in pads else to_column(item[name]) for name in names
-        ]
-        if copied:
-            columns = [
-                clone(column) if name in copied else column
-                for name, column in zip(names, columns, strict=True)
-            ]
+        columns = []
+        for name in names:
+            column = pads[name]([item[name]]) if name in pads else to_column(item[name])
+            columns.append(clone(column) if name in copied else column)
         return Batch(columns, item[names[0]].shape[:1] if names else ())
     sizes = [item[names[0]].shape[0] for item in items]
     columns = [pads.get(name, _concatenate)([item[name] for item in items]) for name in names]

@@ -277,11 +277,8 @@ class Sequences:
         sequence = self._sequences.pop(name, None)
         if sequence is not None:
             self.size -= sequence.size
-            self._leave_pool(sequence)
-
-    def _leave_pool(self, sequence: _Sequence) -> None:
-        if sequence.slot >= 0 and self._pool is not None:
-            self._pool.remove(sequence)
+            if sequence.slot >= 0 and self._pool is not None:
+                self._pool.remove(sequence)
 
     def _update(
         self, run: Sequence[tuple[Step, _Sequence]], outcomes: Sequence[Outcome]
@@ -372,7 +369,8 @@ class Sequences:
         if total > self._limit:
             return self._refuse(step, total)
         self.size, sequence.size = total, size
-        self._leave_pool(sequence)
+        if sequence.slot >= 0 and self._pool is not None:
+            self._pool.remove(sequence)
         form = None if batch is None else batch.form
         # States that grow would leave the pool in each step.
         keeps_form = self._fixed_size is not None or sequence.form == form

@@ -244,23 +244,19 @@ def _below_limits(own_groups: Path, cgroup: Path) -> Iterator[int]:
             continue
         # Version 2 has no controllers.
         mount, names = (cgroup / "memory", _V1) if controllers else (cgroup, _V2)
+        limit, usage, *cached = names
         path = mount / name.lstrip("/")
-        # In a container the group may be the mount itself, and the path of its name not exist.
         for folder in [path, *path.parents]:
-            if folder.is_relative_to(mount):
-                yield from _below_limit(folder, *names)
-
-
-def _below_limit(folder: Path, limit: str, usage: str, *cached: str) -> Iterator[int]:
-    try:
-        most = (folder / limit).read_text(encoding="ascii").strip()
-        used = int((folder / usage).read_text(encoding="ascii"))
-        counters = _counters(folder / "memory.stat")
-    except OSError:
-        return
-    if most != "max":
-        # The page cache counts as used, and is reclaimed when memory is needed.
-        yield max(0, int(most) - used + sum(counters.get(key, 0) for key in cached))
+            if not folder.is_relative_to(mount):
+                break
+            # In a container the group may be the mount itself, and the path of its name not exist.
+            with contextlib.suppress(OSError):
+                most = (folder / limit).read_text(encoding="ascii").strip()
+                used = int((folder / usage).read_text(encoding="ascii"))
+                counters = _counters(folder / "memory.stat")
+                if most != "max":
+                    # The page cache counts as used, and is reclaimed when memory is needed.
+                    yield max(0, int(most) - used + sum(counters.get(key, 0) for key in cached))
 
 
 def _counters(path: Path) -> dict[str, int]:
