@@ -40,13 +40,13 @@ class Pad:
     left: bool
     multiple_of: int
 
-    def padded(self, shapes: Sequence[Sequence[int]]) -> list[int]:
-        """Return the shape, without rows, that values of these shapes are padded to."""
-        padded = list(shapes[0])
+    def padded_shape(self, shapes: Sequence[Sequence[int]]) -> list[int]:
+        """Return the shape of a batch of values of these shapes."""
+        padded = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
         for axis in self.axes:
             longest = max(shape[axis] for shape in shapes)
             padded[axis] = -(-longest // self.multiple_of) * self.multiple_of  # rounded up
-        return padded[1:]
+        return padded
 
     def fixed(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the part of a shape that must be equal for values to share a batch."""
@@ -55,17 +55,16 @@ class Pad:
     def gather(self, items: Sequence[Value]) -> Tensor:
         """Pad and concatenate the items' values; a single one of the target shape is not copied."""
         values: list[Any] = [to_column(value) for value in items]
-        target = self.padded([value.shape for value in values])
-        if all(list(value.shape[1:]) == target for value in values):
+        target = self.padded_shape([value.shape for value in values])
+        if all(list(value.shape[1:]) == target[1:] for value in values):
             return values[0] if len(values) == 1 else torch.cat(list(values))
         first = values[0]
-        rows = sum(value.shape[0] for value in values)
-        gathered = torch.full((rows, *target), self.value, dtype=first.dtype, device=first.device)
+        gathered = torch.full(target, self.value, dtype=first.dtype, device=first.device)
         start = 0
         for value in values:
             stop = start + value.shape[0]
             place = [slice(start, stop)]
-            for size, padded in zip(value.shape[1:], target, strict=True):
+            for size, padded in zip(value.shape[1:], target[1:], strict=True):
                 place.append(slice(padded - size, padded) if self.left else slice(size))
             gathered[tuple(place)] = value
             start = stop
@@ -215,7 +214,7 @@ class Padding:
         if not names:
             return [list(items)]
         shapes = [
-            [[item[name].shape[0], *self.pads[name].padded([item[name].shape])] for name in names]
+            [self.pads[name].padded_shape([item[name].shape]) for name in names]
             for _, item in items
         ]
         rows = [item_shapes[0][0] for item_shapes in shapes]
@@ -223,13 +222,13 @@ class Padding:
         if sum(rows) <= MOST_GROWTH:
             return [list(items)]
         values = [_count_values(item_shapes) for item_shapes in shapes]
-        if _count_values(_padded(shapes)) <= MOST_GROWTH * sum(values):
+        if _count_values(_batch_shapes(shapes)) <= MOST_GROWTH * sum(values):
             return [list(items)]
         parts: list[list[int]] = []
         part_shapes, part_values = shapes[0], 0
         # From the shortest rows to the longest; an item too long for a part begins the next one.
         for index in sorted(range(len(items)), key=lambda at: values[at] / max(rows[at], 1)):
-            together = _padded([part_shapes, shapes[index]])
+            together = _batch_shapes([part_shapes, shapes[index]])
             if parts and _count_values(together) <= MOST_GROWTH * (part_values + values[index]):
                 parts[-1].append(index)
                 part_shapes, part_values = together, part_values + values[index]
@@ -279,7 +278,7 @@ def _count_values(shapes: Sequence[Sequence[int]]) -> int:
     return sum(map(math.prod, shapes))
 
 
-def _padded(items: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+def _batch_shapes(items: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
     """Return the shape of each padded input in a batch of these items."""
     return [
         [

@@ -292,7 +292,7 @@ class Sequences:
                 updated.append(outcome)
                 continue
             sequence.used = now
-            refusal = None if step.ends else self._update_sequence(step, sequence, outcome, batches)
+            refusal = None if step.ends else self._store(step, sequence, outcome, batches)
             for output in self._public:
                 outcome[output] = gather_scatter.part_value(outcome[output])
             for output in self._hidden:
@@ -307,26 +307,6 @@ class Sequences:
                 self._drop(step.id)
             raise
         return updated
-
-    def _update_sequence(
-        self,
-        step: Step,
-        sequence: _Sequence,
-        outcome: Mapping[str, Value | Part],
-        batches: dict[int, _NewStates],
-    ) -> StateMemoryError | None:
-        """Store the new states of one step; return the error if that is refused."""
-        first = outcome[self._outputs[0]]
-        if not isinstance(first, tuple):
-            return self._store(step, sequence, outcome, None, 0)
-        column, row = first
-        batch = batches.get(id(column))
-        if batch is None:
-            batch = batches[id(column)] = self._new_states(outcome)
-        if batch.fits and sequence.slot >= 0:
-            batch.add(sequence, row)
-            return None
-        return self._store(step, sequence, outcome, batch, row)
 
     def _new_states(self, outcome: Mapping[str, Value | Part]) -> _NewStates:
         """Return the columns that an outcome's states are rows of."""
@@ -351,27 +331,32 @@ class Sequences:
         step: Step,
         sequence: _Sequence,
         outcome: Mapping[str, Value | Part],
-        batch: _NewStates | None,
-        row: int,
+        batches: dict[int, _NewStates],
     ) -> StateMemoryError | None:
-        """Store states that enter or leave the pool or stay outside it.
+        """Store the new states of one step; return the error if that is refused.
 
-        A step that ran alone has its own copy, which is cheaper than a row in a table.
+        Small states of steps that ran in one batch are stored in the pool, a table. A step that ran
+        alone has its own copy, which is cheaper than a row in a table.
         """
+        batch, form, row = None, None, 0
+        first = outcome[self._outputs[0]]
+        if isinstance(first, tuple):
+            column, row = first
+            batch = batches.get(id(column))
+            if batch is None:
+                batch = batches[id(column)] = self._new_states(outcome)
+            if batch.fits and sequence.slot >= 0:
+                batch.add(sequence, row)
+                return None
+            form = batch.form
         values = [gather_scatter.part_value(outcome[name]) for name in self._outputs]
         if self._has_strings:
             values = [_encode_strings(value) for value in values]
-        size = sum(map(_size, values)) if self._fixed_size is None else self._fixed_size
-        total = self.size + size - sequence.size
-        if total > self._limit:
-            self._free()
-            total = self.size + size - sequence.size
-        if total > self._limit:
-            return self._refuse(step, total)
-        self.size, sequence.size = total, size
+        error = self._reserve_memory(step, sequence, values)
+        if error is not None:
+            return error
         if sequence.slot >= 0 and self._pool is not None:
             self._pool.remove(sequence)
-        form = None if batch is None else batch.form
         # States that grow would leave the pool in each step.
         keeps_form = self._fixed_size is not None or sequence.form == form
         if batch is not None and form is not None and keeps_form:
@@ -388,8 +373,21 @@ class Sequences:
         }
         return None
 
-    def _refuse(self, step: Step, total: int) -> StateMemoryError:
-        """Return the error for a step whose state exceeds the limit; log it once a minute."""
+    def _reserve_memory(
+        self, step: Step, sequence: _Sequence, values: Sequence[Value]
+    ) -> StateMemoryError | None:
+        """Count the memory of a sequence's new states.
+
+        Return the error if it exceeds the limit, and log it once a minute.
+        """
+        size = sum(map(_size, values)) if self._fixed_size is None else self._fixed_size
+        total = self.size + size - sequence.size
+        if total > self._limit:
+            self._free()
+            total = self.size + size - sequence.size
+        if total <= self._limit:
+            self.size, sequence.size = total, size
+            return None
         count = len(self._sequences)
         error = StateMemoryError(self._model, str(step.id), total, self._limit_mb, count)
         self._refused += 1
