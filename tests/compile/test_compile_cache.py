@@ -100,7 +100,7 @@ def test_bundles_of_the_same_content_are_the_same(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes of a bundle do not depend on the time."""
-    made = []
+    contents = []
     for hour in range(2):
         monkeypatch.setattr(time, "time", lambda hour=hour: 1.8e9 + 3600 * hour)
         bundle = find_bundle(tmp_path, artifact)
@@ -109,9 +109,9 @@ def test_bundles_of_the_same_content_are_the_same(
             library.parent.mkdir(parents=True, exist_ok=True)
             library.write_bytes(b"code")
             os.utime(library, (hour, hour))
-        made.append(bundle.path.read_bytes())
+        contents.append(bundle.path.read_bytes())
         bundle.path.unlink()
-    assert made[0] == made[1]
+    assert contents[0] == contents[1]
 
 
 def test_library_of_a_killed_start_is_replaced(
@@ -308,11 +308,11 @@ def test_folder_beside_the_model_of_root(
         there = dataclasses.replace(
             artifact, path=folder / artifact.path.name, weights=folder / "model.safetensors"
         )
-        made = find_bundle(folder, there)
-        with made.used():
+        written = find_bundle(folder, there)
+        with written.used():
             pass
-        made.path.parent.chmod(mode)
-        made.path.chmod(mode & 0o644)
+        written.path.parent.chmod(mode)
+        written.path.chmod(mode & 0o644)
         os.seteuid(12345)
         try:
             bundle = compile_cache.at(build.config(folder), there, CPU)
@@ -364,10 +364,10 @@ asked = []  # processes that try a vector instruction
 sys.addaudithook(lambda event, args: asked.append(args) if "LoadLibrary" in str(args) else None)
 torch.manual_seed(0)
 settings = model_config.parse(json.loads(sys.argv[1]))
-made = builder.build(settings, threads.budget(settings))
+engine = builder.build(settings, threads.budget(settings))
 with runtime.mode(settings.options):
-    warmup.run(made)
-    (outcome,) = made.run([{"x": torch.ones(3, 4)}])
+    warmup.run(engine)
+    (outcome,) = engine.run([{"x": torch.ones(3, 4)}])
 from torch._dynamo.utils import counters
 asked = [args for args in asked if args[0] == sys.executable]
 print(json.dumps({"y": outcome["y"].tolist(), "asked": len(asked), **counters["inductor"]}))
@@ -413,10 +413,10 @@ def _start(folder: Path, torch_cache_folder: Path, **parameters: str) -> dict[st
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     # What inductor builds for itself, to find out about the processor, is not the model's.
     built = [line for line in log.read_text().splitlines() if _of_the_model(line)]
-    return found | {"built": len(built)}
+    return report | {"built": len(built)}
 
 
 def _of_the_model(line: str) -> bool:
