@@ -209,9 +209,9 @@ class Grouping:
                 self._inputs(item)
             except BindingError as error:  # a set of inputs that was not tried at load
                 return InputError(self._model, f"the request lacks inputs: {error}")
-        return self._admit_special(item) if self._special or self._strings else item
+        return self._admit_values(item) if self._special or self._strings else item
 
-    def _admit_special(self, item: Item) -> Item | InputError:
+    def _admit_values(self, item: Item) -> Item | InputError:
         admitted = dict(item)
         for name, value in item.items():
             takes = self._special.get(name, ArgumentType.TENSOR)
