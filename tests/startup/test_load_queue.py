@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import build
 import pytest
+import safetensors.torch
+import torch
 from children import Start, starting
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
@@ -222,9 +224,26 @@ def test_claims(on_gpu: bool, optimize: tuple[str, ...], expected: Claim, tmp_pa
     weights = build.write(tmp_path, "model.pt", b"x" * 3 * _MIB)
     settings = build.config(tmp_path, device_id=1, optimize=optimize)
     claim = load_queue.claim(settings, Artifact(ArtifactType.MODULE, path, weights), on_gpu=on_gpu)
-    constant = load_queue._CONSTANT
-    device = expected.device + constant if expected.gpu is not None else 0
-    assert claim == Claim(expected.host + constant, device, expected.gpu)
+    device = expected.device + load_queue._CONSTANT if expected.gpu is not None else 0
+    assert claim == Claim(expected.host + load_queue._CONSTANT, device, expected.gpu)
+
+
+@pytest.mark.parametrize(
+    ("options", "mapped"),
+    [({}, True), ({"enable_weight_sharing": False}, False), ({"optimize": ("bf16",)}, False)],
+    ids=str,
+)
+def test_claim_of_mapped_weights(options: dict[str, Any], mapped: bool, tmp_path: Path) -> None:
+    """Weights that are mapped need no memory of their own."""
+    path = build.write(tmp_path, "model.py", b"")
+    weights = path.with_name("model.safetensors")
+    safetensors.torch.save_file({"weight": torch.ones(_MIB)}, weights)
+    artifact = Artifact(ArtifactType.MODULE, path, weights)
+
+    claim = load_queue.claim(build.config(tmp_path, **options), artifact, on_gpu=False)
+
+    needed = 0 if mapped else weights.stat().st_size
+    assert claim == Claim(load_queue._CONSTANT + needed)
 
 
 # --- memory ----------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ def row_counts(config: ModelConfig, accepted: Rows, *, fixed: bool) -> Rows:
         raise ConfigError(
             config.name,
             f"BATCH_BUCKETS is {', '.join(map(str, buckets))}",
-            expected=f"row counts among {takes.least} to {most}, which the model takes",
+            expected=f"row counts among {accepted.least} to {most}, which the model takes",
         )
     return Rows(usable[0], usable[-1], usable) if usable else Rows(accepted.least, most)
 
