@@ -209,7 +209,7 @@ def test_inputs_on_a_gpu_that_torch_does_not_see(
     (record,) = caplog.records
     assert record.getMessage() == (
         f"model 'digits': FORCE_CPU_ONLY_INPUT_TENSORS is 'no', and torch {torch.__version__} sees"
-        " no GPU: a request whose tensors are on one is refused. Take the parameter out."
+        " no GPU: a request whose tensors are on one is refused. Remove the parameter."
     )
 
 

@@ -306,7 +306,7 @@ def test_made_up_samples_may_fail_when_serving(
     assert "the warm-up with x [8," in warning
     assert message in warning
     assert "example_inputs.safetensors" in warning
-    assert "It is served all the same" in warning
+    assert "The model is served anyway" in warning
     assert "Traceback" in warning
     value = np.array([[b"1"]], dtype=object) if takes is ArgumentType.STRINGS else torch.ones(1, 12)
     (outcome,) = model.run([{"x": value}])

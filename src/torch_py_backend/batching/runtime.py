@@ -144,7 +144,7 @@ def placement(config: ModelConfig) -> torch.device | None:
     if not config.options.force_cpu_only_input_tensors and not torch.cuda.is_available():
         log.warning(
             "model '%s': FORCE_CPU_ONLY_INPUT_TENSORS is 'no', and torch %s sees no GPU: a request"
-            " whose tensors are on one is refused. Take the parameter out.",
+            " whose tensors are on one is refused. Remove the parameter.",
             config.name,
             torch.__version__,
         )

@@ -69,7 +69,7 @@ def _check_rows(model: str, rows: int, found: str, count: int) -> None:
             f"the result for {rows} rows holds a {found}, which cannot be split by rows for"
             " postprocess()",
             expected="tensors whose dimension 0 is the batch, and lists with an entry a row",
-            cure="Or write postprocess_batch(), which is given it as it is.",
+            cure="Or write postprocess_batch(), which receives the unchanged result.",
         )
 
 

@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 
 def requested(config: ModelConfig) -> bool:
-    """Return whether the config asks for a compiled model."""
+    """Return whether the config requests a compiled model."""
     parameters = config.options.torch_compile_optional_parameters
     return parameters is not None and not parameters.get("disable", False)
 
 
 def _parameters(config: ModelConfig) -> Mapping[str, Any]:
-    """Return the parameters of torch.compile if the config asks for a compiled model."""
+    """Return the parameters of torch.compile if the config requests a compiled model."""
     return config.options.torch_compile_optional_parameters or {} if requested(config) else {}
 
 
 def static_shapes(config: ModelConfig) -> bool:
-    """Return whether the config asks for a graph for each shape."""
+    """Return whether the config requests a graph for each shape."""
     return _parameters(config).get("dynamic") is False
 
 
@@ -42,7 +42,7 @@ def required(config: ModelConfig) -> bool:
 
 
 def by_inductor(config: ModelConfig) -> bool:
-    """Return whether the config asks for inductor, torch.compile's default backend."""
+    """Return whether the config requests inductor, torch.compile's default backend."""
     return requested(config) and _parameters(config).get("backend", "inductor") == "inductor"
 
 
@@ -55,7 +55,7 @@ def graph_count() -> int:
 def apply(
     config: ModelConfig, kind: ArtifactType, module: Callable[..., object], counts: Counts
 ) -> Compiled | None:
-    """Compile a module if the config asks for it; None: it is served without torch.compile.
+    """Compile a module if the config requests it; None: it is served without torch.compile.
 
     Raises:
         OptionError: torch.compile does not accept the parameters.

@@ -68,8 +68,10 @@ def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
         return config
     names = [spec.name for spec in config.inputs]
     controls = {control.name: control for control in config.sequencing.controls}
-    taken = binding.accepted_names(names, list(controls), signature)
-    specs = (TensorSpec(name, controls[name].dtype, (1,), origin=Origin.CONTROL) for name in taken)
+    accepted = binding.accepted_names(names, list(controls), signature)
+    specs = (
+        TensorSpec(name, controls[name].dtype, (1,), origin=Origin.CONTROL) for name in accepted
+    )
     return dataclasses.replace(config, inputs=(*config.inputs, *specs))
 
 

@@ -197,11 +197,11 @@ def begin(path: Path, ticket: Ticket, device_free: int) -> list[str]:
         return []
 
 
-def _live_tickets(own: Path) -> dict[Path, Ticket]:
+def _live_tickets(own_path: Path) -> dict[Path, Ticket]:
     """Return the other tickets by path, and remove those of dead processes."""
     tickets = {}
-    for path in sorted(own.parent.glob(f"*{_SUFFIX}")):
-        if path == own:
+    for path in sorted(own_path.parent.glob(f"*{_SUFFIX}")):
+        if path == own_path:
             continue
         lock = server_folder.lock(path)
         if lock is None:

@@ -82,7 +82,7 @@ def run(engine: Engine, *, serving: bool = False) -> None:
         consequence = "the first requests may take longer."
         if engine.runner.compiles:
             consequence = "calls that need another graph run eagerly."
-        log.warning("%s It is served all the same; %s\n%s", first, consequence, first.traceback)
+        log.warning("%s The model is served anyway; %s\n%s", first, consequence, first.traceback)
 
 
 def log_progress(model: str, items: Iterator[Item]) -> Iterator[Item]:

@@ -308,7 +308,7 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
 
     async def run(items: Sequence[Item]) -> Sequence[Outcome]:
         streams = Streams(engine)
-        # With step(), each item is run twice: a step of several streams differs from one of one.
+        # With step(), each item is run twice: a step of one stream differs from one of several.
         count = len(items) * (2 if streams.steps else 1)
         consumers = [_TrialConsumer() for _ in range(count)]
         await asyncio.gather(
