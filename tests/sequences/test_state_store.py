@@ -671,7 +671,7 @@ def test_no_state_leaks(events: list[list[Step] | str], carried: bool) -> None:
     """In any order of begins, steps, failures, ends and idling, each sequence has its own sum."""
     state = State("total", "sum") if carried else make_state()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_pool, "_LEAST", 1)  # so that tables grow and shrink all the time
+        patch.setattr(row_pool, "_MIN_ROWS", 1)  # so that tables grow and shrink all the time
         _play(events, Served(config(state), _Sums() if carried else models.Accumulate()))
 
 
