@@ -157,16 +157,10 @@ def join(folder: Path, ticket: Ticket) -> Iterator[Path]:
         last = max((int(path.stem) for path in folder.glob(f"*{_SUFFIX}")), default=0)
         path = folder / f"{last + 1:012}{_SUFFIX}"
         lock = server_folder.lock(path)
-        try:
-            ticket.write(path)
-        except OSError:
-            path.unlink(missing_ok=True)
-            if lock is not None:
-                server_folder.release(lock)
-            raise
-    if lock is None:
-        raise RuntimeError(f"{path} is locked by another process")
+    assert lock is not None  # noqa: S101  the path is new
     try:
+        with _locked(folder):
+            ticket.write(path)
         yield path
     finally:
         with _locked(folder):
