@@ -185,7 +185,7 @@ class Streams:
     async def _outcomes(self, result: object, inputs: StreamInputs) -> Outcomes:
         """Yield the outcomes of a stream, and whether each is the last.
 
-        None: a step without a response. Before each response, the other streams run.
+        A step without a response has the outcome None. Other streams run between two responses.
         """
         if self.steps is not None:
             while result is not None:
