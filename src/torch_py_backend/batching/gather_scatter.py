@@ -124,8 +124,8 @@ def gather(
             columns.append(clone(column) if name in copied else column)
         return Batch(columns, item[names[0]].shape[:1] if names else ())
     sizes = [item[names[0]].shape[0] for item in items]
-    columns = [pads.get(name, _concatenate)([item[name] for item in items]) for name in names]
-    return Batch(columns, sizes)
+    join: Gather = _concatenate
+    return Batch([pads.get(name, join)([item[name] for item in items]) for name in names], sizes)
 
 
 def rows_in(columns: Sequence[Value]) -> int:

@@ -114,7 +114,7 @@ class Grouping:
         Raises:
             BindingError: an optional input is in none of these sets.
         """
-        sizes = range(1, len(optional) + 1)
+        sizes: Sequence[int] = range(1, len(optional) + 1)
         if len(optional) > _MOST_PATTERNS:  # only all of them and each alone
             sizes = (len(optional), 1)
         patterns: list[frozenset[str]] = [frozenset()]
@@ -129,9 +129,9 @@ class Grouping:
             except BindingError as error:
                 errors.append((pattern, error))
         omissible = frozenset().union(*patterns)
-        for pattern, error in errors:
+        for pattern, refusal in errors:
             if not pattern <= omissible:
-                raise error
+                raise refusal
         return tuple(patterns)
 
     @property

@@ -47,7 +47,7 @@ UNREAD = (ROWS,)
 
 def own_rows(column: Value) -> Value:
     """Copy the results of rows that `HookedPipeline.split` returned, including their tensors."""
-    return request_parameters.column(map(trees.owned, request_parameters.values(column)))
+    return request_parameters.column(map(trees.clone, request_parameters.values(column)))
 
 
 class HookedPipeline:
