@@ -21,7 +21,7 @@ IDLE_S = 5.0
 SLOTS = 16
 
 
-def kept(
+def make_state(
     names: tuple[str, str] = ("total", "sum"),
     dtype: str = "FP32",
     dims: tuple[int, ...] = (4,),

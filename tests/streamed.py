@@ -50,7 +50,7 @@ def item(*values: float) -> dict[str, Value]:
 
 
 @dataclass
-class Kept:
+class Recorder:
     """Keeps what a stream gives; leaves after so many responses."""
 
     leaves_after: int | None = None
@@ -59,7 +59,7 @@ class Kept:
     text: str = ""
     ends: int = 0
 
-    def take(self, outcome: dict[str, Value], *, last: bool) -> None:
+    def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         self.values.append(torch.as_tensor(outcome["y"]).tolist())
         self.ends += last
 
@@ -71,7 +71,7 @@ class Kept:
         return self.leaves_after is not None and len(self.values) >= self.leaves_after
 
 
-def run(model: Engine, *pairs: tuple[dict[str, Value], Kept]) -> Streams:
+def run(model: Engine, *pairs: tuple[dict[str, Value], Recorder]) -> Streams:
     """Run streams that begin together to their ends."""
     streams = Streams(model)
 
@@ -80,7 +80,7 @@ def run(model: Engine, *pairs: tuple[dict[str, Value], Kept]) -> Streams:
 
     asyncio.run(together())
     assert streams.live == 0
-    assert all(kept.ends == 1 for _, kept in pairs)
+    assert all(recorder.ends == 1 for _, recorder in pairs)
     return streams
 
 

@@ -102,7 +102,7 @@ def test_sequences_on_the_gpu(scenario: scenarios.Scenario, tmp_path: Path, proc
 
 def test_states_are_on_the_gpu(tmp_path: Path) -> None:
     """What is kept of a sequence never leaves the device."""
-    settings = stateful.config(stateful.kept())
+    settings = stateful.config(stateful.make_state())
     served = test_state_store.Served(settings, models.Accumulate(), "cuda")
     for flags in ("s", "", ""):
         served.send(test_state_store.step(1, 1, flags), test_state_store.step(2, 1, flags))

@@ -24,7 +24,7 @@ def test_gather_and_scatter(sizes: list[int], arrays: bool) -> None:
     """Each item gets back its own rows; columns are tensors."""
     items: list[Item] = [item(rows, start=100.0 * position) for position, rows in enumerate(sizes)]
     if arrays:
-        items = [{name: np.asarray(value) for name, value in one.items()} for one in items]
+        items = [{name: np.asarray(value) for name, value in item.items()} for item in items]
 
     batch = gather_scatter.gather(items, ["n", "x"])
     outcomes = gather_scatter.scatter(batch.columns, ["n", "x"], batch.sizes)
@@ -86,7 +86,7 @@ def texts(*rows: Any) -> Value:
 
 
 @pytest.mark.parametrize(
-    ("rows", "taken", "refused"),
+    ("rows", "accepted", "refused"),
     [
         (Rows(), (0, 1, 100), ()),
         (Rows(2, None), (0, 2, 3), (1,)),
@@ -97,11 +97,11 @@ def texts(*rows: Any) -> Value:
     ids=str,
 )
 def test_rows_that_are_one_call(
-    rows: Rows, taken: tuple[int, ...], refused: tuple[int, ...]
+    rows: Rows, accepted: tuple[int, ...], refused: tuple[int, ...]
 ) -> None:
     """Only a batch that must be filled up or split is changed; an empty one never is."""
-    assert all(map(rows.take, taken))
-    assert not any(map(rows.take, refused))
+    assert all(map(rows.accept, accepted))
+    assert not any(map(rows.accept, refused))
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_columns_are_fitted_to_the_rows_of_a_program(
     """Each call has a number of rows that the program takes; missing rows repeat the last one."""
     columns: list[Value] = [torch.arange(total), texts(*map(str, range(total)))]
 
-    found = list(gather_scatter.fit(columns, rows))
+    parts = list(gather_scatter.fit(columns, rows))
 
-    assert [(column.tolist(), present) for (column, _), present in found] == calls
-    assert [(strings.tolist(), present) for (_, strings), present in found] == [
+    assert [(column.tolist(), present) for (column, _), present in parts] == calls
+    assert [(strings.tolist(), present) for (_, strings), present in parts] == [
         ([str(row) for row in rows], present) for rows, present in calls
     ]
 
@@ -171,12 +171,12 @@ def test_owned_rows_are_independent(sizes: list[int], strings: bool, width: int)
         column = np.array(column.tolist(), dtype=np.object_)
     expected = [part.tolist() for part in np.split(np.array(column), np.cumsum(sizes)[:-1])]
 
-    owned = gather_scatter.owned(column, sizes)
+    owned = gather_scatter.clone_rows(column, sizes)
     outcomes = gather_scatter.scatter([column, owned], ["x", "state"], sizes)
     column[:] = 7
 
-    found = [gather_scatter.taken(outcome["state"]) for outcome in outcomes]
-    assert [one.tolist() for one in found] == expected
+    parts = [gather_scatter.part_value(outcome["state"]) for outcome in outcomes]
+    assert [part.tolist() for part in parts] == expected
     assert all((np.array(outcome["x"]) == 7).all() for outcome in outcomes)
 
 

@@ -26,33 +26,33 @@ def optional(spec: TensorSpec) -> TensorSpec:
     return dataclasses.replace(spec, optional=True)
 
 
-def passing(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -> Grouping:
+def grouping_of(forward: Callable[..., Any], *specs: TensorSpec, **overrides: Any) -> Grouping:
     config = build.config(inputs=specs, **overrides)
     return Grouping(config, introspection.from_function(forward))
 
 
-def received(made: Grouping, forward: Callable[..., Any], *items: Item) -> list[Any]:
+def received(grouping: Grouping, forward: Callable[..., Any], *items: Item) -> list[Any]:
     """Return the arguments of each call of forward() for these items."""
-    admitted = [made.admit(item) for item in items]
+    admitted = [grouping.admit(item) for item in items]
     sound = [(n, item) for n, item in enumerate(admitted) if isinstance(item, dict)]
     assert len(sound) == len(items)
-    found = []
-    for group in made.group(sound):
+    result = []
+    for group in grouping.group(sound):
         batch = gather_scatter.gather(group.items, group.inputs.names)
-        found.append(group.inputs.call(forward, made.convert(group.inputs, batch.columns)))
-    return found
+        result.append(group.inputs.call(forward, grouping.convert(group.inputs, batch.columns)))
+    return result
 
 
-def positions(made: Grouping, *items: Item) -> list[list[int]]:
+def positions(grouping: Grouping, *items: Item) -> list[list[int]]:
     """Return the positions of the items of each call."""
-    return [list(group.positions) for group in made.group(list(enumerate(items)))]
+    return [list(group.positions) for group in grouping.group(list(enumerate(items)))]
 
 
 def texts(*rows: Any) -> Any:
     return np.array(rows, dtype=np.object_)
 
 
-def one(x: Any) -> Any:
+def identity(x: Any) -> Any:
     return x
 
 
@@ -74,11 +74,11 @@ def test_valid_item_is_unchanged() -> None:
     """An item that needs no changes is not copied."""
     item: Item = {"x": torch.ones(2, 4)}
 
-    assert passing(one, X).admit(item) is item
+    assert grouping_of(identity, X).admit(item) is item
 
 
 @pytest.mark.parametrize(
-    ("item", "said"),
+    ("item", "message"),
     [
         pytest.param({}, "the request lacks the input 'x'", id="nothing"),
         pytest.param({"x": torch.ones(1, 4)}, "the request lacks the input 'n'", id="one of two"),
@@ -94,27 +94,27 @@ def test_valid_item_is_unchanged() -> None:
         ),
     ],
 )
-def test_invalid_item_is_refused(item: Item, said: str) -> None:
+def test_invalid_item_is_refused(item: Item, message: str) -> None:
     """A request without an input, or with inputs of different rows, is refused alone."""
-    found = passing(pair, X, build.spec("n")).admit(item)
+    result = grouping_of(pair, X, build.spec("n")).admit(item)
 
-    assert isinstance(found, InputError)
-    assert found.code == "INVALID_ARG"
-    assert str(found).startswith(f"model 'digits': {said}")
+    assert isinstance(result, InputError)
+    assert result.code == "INVALID_ARG"
+    assert str(result).startswith(f"model 'digits': {message}")
 
 
 @pytest.mark.parametrize("shape", [(4,), (), (1, 4, 1)], ids=str)
 @pytest.mark.parametrize("specs", [(X,), (dataclasses.replace(X, dims=(-1,)),)], ids=["4", "-1"])
 def test_item_without_rows(specs: tuple[TensorSpec], shape: tuple[int, ...]) -> None:
     """Triton drops the first dimension of a request with 0 rows: it is refused before batching."""
-    made = passing(one, *specs)
+    grouping = grouping_of(identity, *specs)
     item: Item = {"x": np.ones(shape, dtype=np.float32)}
 
-    refused = made.admit(item)
+    refused = grouping.admit(item)
 
     assert isinstance(refused, InputError)
     assert f"input 'x' has the shape {list(shape)} and no rows" in str(refused)
-    assert made.whole([{"x": torch.ones(2, 4)}, item]) is None
+    assert grouping.single_group([{"x": torch.ones(2, 4)}, item]) is None
 
 
 def test_padded_item_without_rows() -> None:
@@ -122,22 +122,22 @@ def test_padded_item_without_rows() -> None:
     specs = [dataclasses.replace(build.spec(name, "INT64", (-1,)), ragged=True) for name in "xn"]
     specs[1] = optional(specs[1])
     config = build.config(inputs=tuple(specs), pad={"x": {"mask": "n"}})
-    made = Grouping(config, introspection.from_function(pair), Padding(config))
+    grouping = Grouping(config, introspection.from_function(pair), Padding(config))
 
-    assert isinstance(made.admit({"x": np.ones(3, dtype=np.int64)}), InputError)
+    assert isinstance(grouping.admit({"x": np.ones(3, dtype=np.int64)}), InputError)
 
 
 def test_no_rows_without_a_batch_dimension() -> None:
     """With max_batch_size 0 the first dimensions may differ."""
     item: Item = {"x": torch.ones(2), "n": torch.tensor(3.0)}
 
-    assert passing(pair, X, build.spec("n"), max_batch_size=0).admit(item) is item
+    assert grouping_of(pair, X, build.spec("n"), max_batch_size=0).admit(item) is item
 
 
 def test_optional_input_without_a_default_is_refused_at_load() -> None:
     """An optional input that forward() requires fails the load."""
     with pytest.raises(BindingError, match="argument n; n cannot be optional"):
-        passing(pair, X, optional(build.spec("n")))
+        grouping_of(pair, X, optional(build.spec("n")))
 
 
 # --- optional inputs -------------------------------------------------------------------------
@@ -145,12 +145,12 @@ def test_optional_input_without_a_default_is_refused_at_load() -> None:
 
 def test_items_are_grouped_by_what_they_have() -> None:
     """Items with and without an optional input are different calls."""
-    made = passing(two, X, optional(Y))
+    grouping = grouping_of(two, X, optional(Y))
     with_y: Item = {"y": torch.full((1, 4), 5.0), "x": torch.zeros(1, 4)}
     without: Item = {"x": torch.ones(2, 4)}
 
-    assert positions(made, with_y, without, with_y, without) == [[0, 2], [1, 3]]
-    (x, y), (alone, nothing) = received(made, two, with_y, without)
+    assert positions(grouping, with_y, without, with_y, without) == [[0, 2], [1, 3]]
+    (x, y), (alone, nothing) = received(grouping, two, with_y, without)
     assert (x.tolist(), y.tolist()) == (with_y["x"].tolist(), with_y["y"].tolist())
     assert alone is without["x"]
     assert nothing is None
@@ -162,13 +162,13 @@ def test_different_patterns_are_kept_apart() -> None:
     def forward(x: Any, a: Any = "a", b: Any = "b") -> Any:
         return x, a, b
 
-    made = passing(forward, X, optional(build.spec("a")), optional(build.spec("b")))
+    grouping = grouping_of(forward, X, optional(build.spec("a")), optional(build.spec("b")))
     value = torch.ones(1, 4)
 
-    found = received(made, forward, {"x": value, "a": value}, {"x": value, "b": value})
+    result = received(grouping, forward, {"x": value, "a": value}, {"x": value, "b": value})
 
-    assert [(a is value, b is value) for _, a, b in found] == [(True, False), (False, True)]
-    assert (found[0][2], found[1][1]) == ("b", "a")
+    assert [(a is value, b is value) for _, a, b in result] == [(True, False), (False, True)]
+    assert (result[0][2], result[1][1]) == ("b", "a")
 
 
 def test_gap_in_a_list_is_refused_before_the_call() -> None:
@@ -178,14 +178,14 @@ def test_gap_in_a_list_is_refused_before_the_call() -> None:
         return tensors
 
     specs = [build.spec("a"), optional(build.spec("b")), optional(build.spec("c"))]
-    made = passing(forward, *specs)
+    grouping = grouping_of(forward, *specs)
     value = torch.ones(1, 4)
 
-    assert set(made.patterns) == {frozenset(), frozenset("c"), frozenset("bc")}
-    refusal = made.admit({"a": value, "c": value})
+    assert set(grouping.patterns) == {frozenset(), frozenset("c"), frozenset("bc")}
+    refusal = grouping.admit({"a": value, "c": value})
     assert isinstance(refusal, InputError)
     assert "a, c leave gaps in a list" in str(refusal)
-    assert received(made, forward, {"a": value, "b": value}) == [[value, value]]
+    assert received(grouping, forward, {"a": value, "b": value}) == [[value, value]]
 
 
 def test_input_that_only_leaves_gaps_is_refused_at_load() -> None:
@@ -194,7 +194,7 @@ def test_input_that_only_leaves_gaps_is_refused_at_load() -> None:
     def forward(tensors: list[Tensor]) -> Any: ...
 
     with pytest.raises(BindingError, match="a, c leave gaps in a list"):
-        passing(forward, build.spec("a"), optional(build.spec("b")), build.spec("c"))
+        grouping_of(forward, build.spec("a"), optional(build.spec("b")), build.spec("c"))
 
 
 def test_parts_of_a_tuple_are_left_out_together() -> None:
@@ -204,17 +204,17 @@ def test_parts_of_a_tuple_are_left_out_together() -> None:
         return x, state
 
     names = ("ARGS[1][0]", "ARGS[1][1]")
-    made = passing(forward, X, *(optional(build.spec(name)) for name in names))
+    grouping = grouping_of(forward, X, *(optional(build.spec(name)) for name in names))
     value = torch.ones(1, 4)
 
-    assert set(made.patterns) == {frozenset(), frozenset(names)}
-    whole: Item = {"x": value, names[0]: value, names[1]: value}
-    assert received(made, forward, whole, {"x": value}) == [
+    assert set(grouping.patterns) == {frozenset(), frozenset(names)}
+    complete: Item = {"x": value, names[0]: value, names[1]: value}
+    assert received(grouping, forward, complete, {"x": value}) == [
         (value, (value, value)),
         (value, None),
     ]
     for name in names:
-        refusal = made.admit({"x": value, name: value})
+        refusal = grouping.admit({"x": value, name: value})
         assert isinstance(refusal, InputError)
         assert "is a tuple" in str(refusal)
         assert "all of ARGS[1][0], ARGS[1][1], or none of them" in str(refusal)
@@ -240,17 +240,17 @@ def test_items_of_one_shape_form_a_group(
 ) -> None:
     """Items are batched with those of their shape, in order."""
     items: list[Item] = [{"x": torch.ones(shape)} for shape in shapes]
-    assert positions(passing(one, X), *items) == groups
+    assert positions(grouping_of(identity, X), *items) == groups
 
 
 def test_any_input_separates_items() -> None:
     """Items that differ in the shape or device of one input do not share a call."""
-    made = passing(pair, X, build.spec("n"))
+    grouping = grouping_of(pair, X, build.spec("n"))
     first: Item = {"x": torch.ones(1, 2), "n": torch.ones(1, 2)}
     second: Item = {**first, "n": torch.ones(1, 3)}
     third: Item = {**first, "x": torch.ones(1, 2, device="meta")}
 
-    assert positions(made, first, second, third, first) == [[0, 3], [1], [2]]
+    assert positions(grouping, first, second, third, first) == [[0, 3], [1], [2]]
 
 
 # --- scalars ---------------------------------------------------------------------------------
@@ -287,16 +287,16 @@ def test_scalar_is_one_python_value(
     forward: Callable[..., Any], dtype: str, column: Any, value: Any
 ) -> None:
     """An argument annotated as a number or a string gets one value for all rows."""
-    made = passing(forward, X, build.spec("n", dtype, (1,)))
+    grouping = grouping_of(forward, X, build.spec("n", dtype, (1,)))
 
-    ((_, found),) = received(made, forward, {"x": torch.ones(2, 4), "n": column})
+    ((_, result),) = received(grouping, forward, {"x": torch.ones(2, 4), "n": column})
 
-    assert found == value
-    assert type(found) is type(value)
+    assert result == value
+    assert type(result) is type(value)
 
 
 @pytest.mark.parametrize(
-    ("forward", "dtype", "column", "said"),
+    ("forward", "dtype", "column", "message"),
     [
         pytest.param(power, "INT64", torch.tensor([[3], [4]]), "holds 2 values", id="ints"),
         pytest.param(
@@ -311,16 +311,16 @@ def test_scalar_is_one_python_value(
     ],
 )
 def test_scalar_of_several_values_is_refused(
-    forward: Callable[..., Any], dtype: str, column: Any, said: str
+    forward: Callable[..., Any], dtype: str, column: Any, message: str
 ) -> None:
     """Rows with different values for a scalar are refused."""
-    made = passing(forward, X, build.spec("n", dtype, (-1,)))
+    grouping = grouping_of(forward, X, build.spec("n", dtype, (-1,)))
 
-    found = made.admit({"x": torch.ones(2, 4), "n": column})
+    result = grouping.admit({"x": torch.ones(2, 4), "n": column})
 
-    assert isinstance(found, InputError)
-    assert "'digits': input 'n' holds " in str(found)
-    assert said in str(found)
+    assert isinstance(result, InputError)
+    assert "'digits': input 'n' holds " in str(result)
+    assert message in str(result)
 
 
 @pytest.mark.parametrize(
@@ -336,27 +336,27 @@ def test_scalar_of_several_values_is_refused(
 def test_scalar_of_another_type_is_refused_at_load(forward: Callable[..., Any], dtype: str) -> None:
     """A type that an argument cannot take without loss fails the load."""
     with pytest.raises(BindingError):
-        passing(forward, X, build.spec("n", dtype, (1,)))
+        grouping_of(forward, X, build.spec("n", dtype, (1,)))
 
 
 def test_scalars_separate_items() -> None:
     """Items with different scalars are different calls; items with equal ones share a call."""
-    made = passing(power, X, build.spec("n", "INT64", (1,)))
+    grouping = grouping_of(power, X, build.spec("n", "INT64", (1,)))
     items: list[Item] = [
         {"x": torch.ones(1, 4), "n": torch.full((1, 1), number)} for number in (2, 3, 2)
     ]
 
-    assert positions(made, *items) == [[0, 2], [1]]
-    assert [number for _, number in received(made, power, *items)] == [2, 3]
+    assert positions(grouping, *items) == [[0, 2], [1]]
+    assert [number for _, number in received(grouping, power, *items)] == [2, 3]
 
 
 def test_nan_is_one_value() -> None:
     """NaN in all rows counts as one value."""
-    made = passing(factor, X, build.spec("n", "FP32", (1,)))
+    grouping = grouping_of(factor, X, build.spec("n", "FP32", (1,)))
 
-    found = made.admit({"x": torch.ones(2, 4), "n": torch.full((2, 1), float("nan"))})
+    result = grouping.admit({"x": torch.ones(2, 4), "n": torch.full((2, 1), float("nan"))})
 
-    assert isinstance(found, dict)
+    assert isinstance(result, dict)
 
 
 def test_optional_scalar() -> None:
@@ -365,12 +365,12 @@ def test_optional_scalar() -> None:
     def forward(x: Any, n: int = 7) -> Any:
         return x, n
 
-    made = passing(forward, X, optional(build.spec("n", "INT64", (1,))))
+    grouping = grouping_of(forward, X, optional(build.spec("n", "INT64", (1,))))
     item: Item = {"x": torch.ones(1, 4)}
 
-    found = received(made, forward, item, {**item, "n": torch.full((1, 1), 2)}, item)
+    result = received(grouping, forward, item, {**item, "n": torch.full((1, 1), 2)}, item)
 
-    assert [number for _, number in found] == [7, 2]
+    assert [number for _, number in result] == [7, 2]
 
 
 # --- strings ---------------------------------------------------------------------------------
@@ -406,25 +406,27 @@ SENT = texts([b"a", b"\xc3\xa4"], [b"", b"b"])
 )
 def test_strings_are_lists(forward: Callable[..., Any], value: Any) -> None:
     """An annotated list of strings is flat, as LibTorch's, or nested; str or bytes."""
-    made = passing(forward, build.spec("x", "BYTES", (2,)))
+    grouping = grouping_of(forward, build.spec("x", "BYTES", (2,)))
 
-    assert received(made, forward, {"x": SENT}) == [value]
+    assert received(grouping, forward, {"x": SENT}) == [value]
 
 
 def test_strings_without_an_annotation_are_an_array() -> None:
     """Without an annotation strings stay an array, decoded."""
-    (found,) = received(passing(one, build.spec("x", "BYTES", (2,))), one, {"x": SENT})
+    (result,) = received(
+        grouping_of(identity, build.spec("x", "BYTES", (2,))), identity, {"x": SENT}
+    )
 
-    assert isinstance(found, np.ndarray)
-    assert found.tolist() == [["a", "ä"], ["", "b"]]
+    assert isinstance(result, np.ndarray)
+    assert result.tolist() == [["a", "ä"], ["", "b"]]
 
 
 @pytest.mark.parametrize("forward", [blobs, rows_of_blobs])
 def test_bytes_may_be_invalid_utf8(forward: Callable[..., Any]) -> None:
     """If forward() takes bytes, any bytes are accepted."""
-    made = passing(forward, build.spec("x", "BYTES", (1,)))
+    grouping = grouping_of(forward, build.spec("x", "BYTES", (1,)))
 
-    assert isinstance(made.admit({"x": texts([b"\xff"])}), dict)
+    assert isinstance(grouping.admit({"x": texts([b"\xff"])}), dict)
 
 
 class Scripted(nn.Module):
@@ -437,21 +439,21 @@ def test_bytes_for_torchscript_may_be_invalid_utf8() -> None:
     compiled: Any = torch.jit.script(Scripted())
     signature = introspection.from_schema(compiled.forward.schema)
     specs = (build.spec("x", "BYTES", (1,)), build.spec("unit", "BYTES", (1,)))
-    made = Grouping(build.config(inputs=specs), signature)
+    grouping = Grouping(build.config(inputs=specs), signature)
 
-    item = made.admit({"x": texts([b"\xff"], [b"a"]), "unit": texts([b"\xe9"], [b"\xe9"])})
+    item = grouping.admit({"x": texts([b"\xff"], [b"a"]), "unit": texts([b"\xe9"], [b"\xe9"])})
 
     assert isinstance(item, dict)
-    (group,) = made.group([(0, item)])
+    (group,) = grouping.group([(0, item)])
     columns = [item[name] for name in group.inputs.names]
-    assert made.convert(group.inputs, columns) == [[b"\xff", "a"], b"\xe9"]
+    assert grouping.convert(group.inputs, columns) == [[b"\xff", "a"], b"\xe9"]
 
 
 # --- CAST_INPUTS -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("sent", "cast", "found"),
+    ("sent", "cast", "expected"),
     [
         pytest.param("FP32", "BF16", torch.bfloat16, id="BF16"),
         pytest.param("FP64", "FP32", torch.float32, id="FP32"),
@@ -461,14 +463,14 @@ def test_bytes_for_torchscript_may_be_invalid_utf8() -> None:
         pytest.param("FP64", None, torch.float64, id="not asked for"),
     ],
 )
-def test_inputs_are_cast_on_demand(sent: str, cast: str | None, found: torch.dtype) -> None:
+def test_inputs_are_cast_on_demand(sent: str, cast: str | None, expected: torch.dtype) -> None:
     """With CAST_INPUTS floating-point inputs get that type; others do not change."""
     spec = build.spec("x", sent)
     column = torch.ones(1, 4, dtype=getattr(torch, str(spec.dtype.torch)))
 
-    (x,) = received(passing(one, spec, cast_inputs=cast), one, {"x": column})
+    (x,) = received(grouping_of(identity, spec, cast_inputs=cast), identity, {"x": column})
 
-    assert x.dtype is found
+    assert x.dtype is expected
     assert x.tolist() == column.tolist()
 
 
@@ -481,7 +483,7 @@ def test_inputs_are_cast_on_demand(sent: str, cast: str | None, found: torch.dty
 def shortcut(settings: ModelConfig, *items: Item) -> bool:
     """Return whether the items share a call without a check of each shape."""
     signature = introspection.from_function(lambda x, n=None: x)
-    group = Grouping(settings, signature).whole(items)
+    group = Grouping(settings, signature).single_group(items)
     assert group is None or list(group.positions) == list(range(len(items)))
     return group is not None
 
@@ -517,10 +519,10 @@ def test_items_that_triton_leaves_on_the_gpu(devices: list[str], short: bool) ->
         {"x": torch.zeros(1, 4, device=device), "n": np.zeros((1, 4), np.float32)}
         for device in devices
     ]
-    intake = Grouping(settings, introspection.from_function(lambda x, n=None: x))
+    grouping = Grouping(settings, introspection.from_function(lambda x, n=None: x))
 
-    assert (intake.whole(items) is not None) is short
-    groups = intake.group(list(enumerate(items)))
+    assert (grouping.single_group(items) is not None) is short
+    groups = grouping.group(list(enumerate(items)))
     assert len(groups) == len(set(devices))
 
 
@@ -550,9 +552,9 @@ def test_items_that_need_the_slow_path(item: Item) -> None:
 )
 def test_states_are_compared(n: Tensor | None, short: bool) -> None:
     """The config has no shapes for STATE: steps share a call if shapes and types are equal."""
-    kept = SequenceConfig(1, 1.0, 0.0, (), (State("n", "m"),))
+    sequencing = SequenceConfig(1, 1.0, 0.0, (), (State("n", "m"),))
     items: list[Item] = [{"x": torch.zeros(1, 4), "n": torch.zeros(1, 3)}, {"x": torch.zeros(1, 4)}]
     if n is not None:
         items[1]["n"] = n
 
-    assert shortcut(build.config(inputs=TWO[:1], sequencing=kept), *items) is short
+    assert shortcut(build.config(inputs=TWO[:1], sequencing=sequencing), *items) is short

@@ -70,11 +70,11 @@ def test_missing_dimensions_of_1_are_added(
     """One value for each row, or for a request without a batch, needs no dimension of 1."""
     part = torch.rand(shape)
 
-    found = verified(part, dims=dims, **overrides)
+    output = verified(part, dims=dims, **overrides)
 
-    assert isinstance(found, Tensor)
-    assert found.shape == expected
-    assert found.flatten().tolist() == part.flatten().tolist()
+    assert isinstance(output, Tensor)
+    assert output.shape == expected
+    assert output.flatten().tolist() == part.flatten().tolist()
 
 
 @pytest.mark.parametrize(
@@ -160,12 +160,12 @@ def test_unservable_shapes_are_refused(part: Tensor, reshaped: bool) -> None:
 )
 def test_number_of_a_model_without_batches(part: float, dtype: str, dims: tuple[int, ...]) -> None:
     """Without a batch dimension a Python number becomes a tensor of the output's type."""
-    found = verified(part, dtype, dims, max_batch_size=0)
+    output = verified(part, dtype, dims, max_batch_size=0)
 
-    assert isinstance(found, Tensor)
-    assert found.shape == dims
-    assert found.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
-    assert found.item() == part
+    assert isinstance(output, Tensor)
+    assert output.shape == dims
+    assert output.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
+    assert output.item() == part
 
 
 @pytest.mark.parametrize(
@@ -203,11 +203,11 @@ def test_tensors_that_cannot_be_sent(cast: bool) -> None:
 )
 def test_outputs_are_cast_on_demand(part: Tensor, dtype: str, values: Any) -> None:
     """Only CAST_OUTPUTS converts a result to the config's type."""
-    found = verified(part, dtype, rows=1, cast_outputs=True)
+    output = verified(part, dtype, rows=1, cast_outputs=True)
 
-    assert isinstance(found, Tensor)
-    assert found.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
-    assert found.tolist() == values
+    assert isinstance(output, Tensor)
+    assert output.dtype is getattr(torch, str(build.spec("y", dtype).dtype.torch))
+    assert output.tolist() == values
     assert refusal(part, dtype, rows=1).startswith("is ")
 
 
@@ -223,13 +223,13 @@ def test_outputs_are_cast_on_demand(part: Tensor, dtype: str, values: Any) -> No
 )
 def test_memory_is_what_triton_reads(part: Tensor) -> None:
     """An output is contiguous, resolved and detached, whatever the tensor's layout."""
-    found = verified(part)
+    output = verified(part)
 
-    assert isinstance(found, Tensor)
-    assert found.is_contiguous()
-    assert not found.requires_grad
-    assert not found.is_neg()
-    assert found.numpy().tolist() == part.detach().resolve_neg().tolist()
+    assert isinstance(output, Tensor)
+    assert output.is_contiguous()
+    assert not output.requires_grad
+    assert not output.is_neg()
+    assert output.numpy().tolist() == part.detach().resolve_neg().tolist()
 
 
 def test_finite() -> None:
@@ -273,11 +273,11 @@ def test_strings_get_the_shape_of_the_config(
     part: Any, overrides: dict[str, Any], dims: tuple[int, ...], expected: Any
 ) -> None:
     """Strings may be in flat or nested lists, or in an array; a request without rows has one."""
-    found = verified(part, "BYTES", dims, **overrides)
+    output = verified(part, "BYTES", dims, **overrides)
 
-    assert isinstance(found, np.ndarray)
-    assert found.dtype == np.object_
-    assert found.tolist() == expected
+    assert isinstance(output, np.ndarray)
+    assert output.dtype == np.object_
+    assert output.tolist() == expected
 
 
 @pytest.mark.parametrize(
@@ -320,8 +320,8 @@ def test_strings_that_contradict_the_config_are_refused(
 )
 def test_plain_part(part: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Without a config a tensor stays as it is, and a number becomes a tensor."""
-    found = output_extraction.unchecked("digits", "y", part)
+    output = output_extraction.unchecked("digits", "y", part)
 
-    assert isinstance(found, Tensor)
-    assert (found.dtype, found.shape, found.requires_grad) == (dtype, shape, False)
+    assert isinstance(output, Tensor)
+    assert (output.dtype, output.shape, output.requires_grad) == (dtype, shape, False)
     assert output_extraction.unchecked("digits", "y", [["a"]]).tolist() == [["a"]]

@@ -16,14 +16,16 @@ from torch_py_backend.config.model_config import TensorSpec
 from torch_py_backend.errors import ConfigError
 
 
-def spec(name: str, dtype: str = "INT64", dims: tuple[int, ...] = (-1,), **more: Any) -> TensorSpec:
-    return TensorSpec(name, build.spec("x", dtype).dtype, dims, **{"ragged": True, **more})
+def spec(
+    name: str, dtype: str = "INT64", dims: tuple[int, ...] = (-1,), **fields: Any
+) -> TensorSpec:
+    return TensorSpec(name, build.spec("x", dtype).dtype, dims, **{"ragged": True, **fields})
 
 
 IDS, MASK = spec("ids"), spec("mask", optional=True)
 
 
-def padding(
+def create(
     inputs: tuple[TensorSpec, ...], outputs: tuple[TensorSpec, ...] = (), **pad: dict[str, Any]
 ) -> Padding:
     return Padding(build.config(inputs=inputs, outputs=outputs, pad=pad))
@@ -67,14 +69,14 @@ def test_several_axes_and_rows() -> None:
 @pytest.mark.parametrize("mask", ["INT64", "BOOL", "FP32"])
 def test_missing_mask_is_created(mask: str) -> None:
     """A mask that a request leaves out marks all its values, in the mask's type."""
-    made = padding((IDS, spec("mask", mask, optional=True)), ids={"mask": "mask"})
+    padding = create((IDS, spec("mask", mask, optional=True)), ids={"mask": "mask"})
 
-    item = made.fill({"ids": torch.zeros(2, 3, dtype=torch.int64)})
+    item = padding.fill({"ids": torch.zeros(2, 3, dtype=torch.int64)})
 
-    found = item["mask"]
-    assert isinstance(found, Tensor)
-    assert found.dtype is getattr(torch, str(build.spec("x", mask).dtype.torch))
-    assert found.tolist() == [[1, 1, 1]] * 2
+    result = item["mask"]
+    assert isinstance(result, Tensor)
+    assert result.dtype is getattr(torch, str(build.spec("x", mask).dtype.torch))
+    assert result.tolist() == [[1, 1, 1]] * 2
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_missing_mask_is_created(mask: str) -> None:
 )
 def test_mask_of_a_request_is_kept(item: dict[str, Any]) -> None:
     """A mask that a request sends is not changed."""
-    assert padding((IDS, MASK), ids={"mask": "mask"}).fill(item) is item
+    assert create((IDS, MASK), ids={"mask": "mask"}).fill(item) is item
 
 
 @pytest.mark.parametrize(
@@ -103,9 +105,9 @@ def test_mask_of_another_size(
     shapes: dict[str, tuple[int, ...]], refused: bool, optional: bool
 ) -> None:
     """A mask of a request must be as long as its input."""
-    made = padding((IDS, spec("mask", optional=optional)), ids={"mask": "mask"})
+    padding = create((IDS, spec("mask", optional=optional)), ids={"mask": "mask"})
 
-    refusal = made.mismatch({name: torch.ones(shape) for name, shape in shapes.items()})
+    refusal = padding.mismatch({name: torch.ones(shape) for name, shape in shapes.items()})
 
     message = "input 'mask' is [2, 1], and its input 'ids' is [2, 3]"
     assert (message in str(refusal)) if refused else refusal is None
@@ -113,9 +115,11 @@ def test_mask_of_another_size(
 
 def test_mask_is_padded_with_zeros_on_the_same_side() -> None:
     """The mask marks padding with zeros, whatever the padding value."""
-    made = padding((IDS, MASK), ids={"value": 7, "side": "left", "multiple_of": 4, "mask": "mask"})
+    padding = create(
+        (IDS, MASK), ids={"value": 7, "side": "left", "multiple_of": 4, "mask": "mask"}
+    )
 
-    gathered = made.pads["mask"].gather([torch.ones(1, 3, dtype=torch.int64)])
+    gathered = padding.pads["mask"].gather([torch.ones(1, 3, dtype=torch.int64)])
 
     assert gathered.tolist() == [[0, 1, 1, 1]]
 
@@ -146,43 +150,45 @@ def test_long_items_do_not_pad_short_ones_without_bound(
     shapes: list[tuple[int, int]], multiple: int, parts: list[list[int]]
 ) -> None:
     """Padding makes a batch at most four times as large: a longer item gets its own call."""
-    made = padding((IDS, MASK), ids={"mask": "mask", "multiple_of": multiple})
+    padding = create((IDS, MASK), ids={"mask": "mask", "multiple_of": multiple})
     items: list[Any] = [
-        (place, made.fill({"ids": torch.zeros(shape, dtype=torch.int64)}))
+        (place, padding.fill({"ids": torch.zeros(shape, dtype=torch.int64)}))
         for place, shape in enumerate(shapes)
     ]
 
-    split = made.split(items)
+    split = padding.split(items)
 
     assert [[place for place, _ in part] for part in split] == parts
     for part in split:
         counts, alone = Counts(), Counts()
-        _count(made, counts, [item for _, item in part])
+        _count(padding, counts, [item for _, item in part])
         for _, item in part:
-            _count(made, alone, [item])
+            _count(padding, alone, [item])
         assert counts.values <= MOST_GROWTH * alone.values
 
 
 def test_items_without_the_padded_input() -> None:
     """An optional input that a request leaves out pads nothing."""
-    made = padding((IDS, MASK), ids={"mask": "mask"})
+    padding = create((IDS, MASK), ids={"mask": "mask"})
     items: list[Any] = [(0, {"x": torch.zeros(1, 2)}), (1, {"x": torch.zeros(7, 2)})]
 
-    assert made.split(items) == [items]
+    assert padding.split(items) == [items]
 
 
-def _count(made: Padding, counts: Counts, items: list[Any]) -> None:
-    columns = [made.pads[name].gather([item[name] for item in items]) for name in ("ids", "mask")]
-    made.count(counts, items, ("ids", "mask"), columns)
+def _count(padding: Padding, counts: Counts, items: list[Any]) -> None:
+    columns = [
+        padding.pads[name].gather([item[name] for item in items]) for name in ("ids", "mask")
+    ]
+    padding.count(counts, items, ("ids", "mask"), columns)
 
 
 # --- outputs -----------------------------------------------------------------------------------
 
 
-def cut(made: Padding, lengths: list[int], whole: int, output: Tensor) -> list[Any]:
+def cut(padding: Padding, lengths: list[int], padded: int, output: Tensor) -> list[Any]:
     items: list[Any] = [{"ids": torch.zeros(1, length)} for length in lengths]
     outcomes: list[dict[str, Any]] = [{"y": output[row : row + 1]} for row in range(len(items))]
-    made.cut(outcomes, items, {"ids": (len(items), whole)})
+    padding.cut(outcomes, items, {"ids": (len(items), padded)})
     return [outcome["y"] for outcome in outcomes]
 
 
@@ -235,21 +241,21 @@ def test_outputs_get_their_own_lengths(
 ) -> None:
     """Outputs as long as the padded input are cut, on the side that was padded."""
     out = spec("y", "FP32", dims)
-    made = padding((IDS,), (out,), ids={"side": side, "outputs": named})
+    padding = create((IDS,), (out,), ids={"side": side, "outputs": named})
 
-    found = cut(made, [2, 4], 4, output)
+    result = cut(padding, [2, 4], 4, output)
 
-    assert [value[0].tolist() for value in found] == expected
-    assert all(value.is_contiguous() for value in found)
+    assert [value[0].tolist() for value in result] == expected
+    assert all(value.is_contiguous() for value in result)
 
 
 def test_strings_are_cut_too() -> None:
     """Strings for padding are not sent."""
-    made = padding((IDS,), (spec("y", "BYTES"),), ids={})
+    padding = create((IDS,), (spec("y", "BYTES"),), ids={})
     words = np.array([["a", "b", "?"]], dtype=np.object_)
     outcomes: list[dict[str, Any]] = [{"y": words}]
 
-    made.cut(outcomes, [{"ids": torch.zeros(1, 2)}], {"ids": (1, 3)})
+    padding.cut(outcomes, [{"ids": torch.zeros(1, 2)}], {"ids": (1, 3)})
 
     assert outcomes[0]["y"].tolist() == [["a", "b"]]
 
@@ -258,7 +264,7 @@ def test_strings_are_cut_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("pad", "says"),
+    ("pad", "message"),
     [
         pytest.param({"x": {}}, r"'x', which is no input; expected ids, mask", id="no input"),
         pytest.param({"text": {}}, "'text', which holds strings", id="strings"),
@@ -273,17 +279,17 @@ def test_strings_are_cut_too() -> None:
         pytest.param({"ids": {"outputs": ["y"]}}, "the output 'y'", id="fixed output"),
     ],
 )
-def test_pad_that_does_not_fit(pad: dict[str, Any], says: str) -> None:
+def test_pad_that_does_not_fit(pad: dict[str, Any], message: str) -> None:
     """PAD must name inputs and outputs of the config that can be padded."""
     inputs = (IDS, MASK, spec("text", "BYTES"), spec("fixed", dims=(4,)), spec("bytes", "UINT8"))
 
-    with pytest.raises(ConfigError, match=f"PAD names {says}"):
-        padding(inputs, (spec("y", dims=(4,)),), **pad)
+    with pytest.raises(ConfigError, match=f"PAD names {message}"):
+        create(inputs, (spec("y", dims=(4,)),), **pad)
 
 
 @pytest.mark.parametrize("ragged", [True, False])
 def test_input_that_triton_does_not_batch(ragged: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Without allow_ragged_batch Triton never batches different lengths: a warning says so."""
-    padding((spec("ids", ragged=ragged),), ids={})
+    create((spec("ids", ragged=ragged),), ids={})
 
     assert ("allow_ragged_batch: true" in caplog.text) is not ragged

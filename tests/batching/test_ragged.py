@@ -51,7 +51,7 @@ def config(**overrides: Any) -> ModelConfig:
     return build.config(**overrides)
 
 
-def engine(forward: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any) -> Engine:
+def create_engine(forward: Callable[..., Any], rows: Rows = ANY_ROWS, **overrides: Any) -> Engine:
     settings = config(**overrides)
     loaded = Loaded(Artifacts.MODULE, forward, introspection.from_function(forward), None, rows)
     surroundings = runtime.create(Options(), torch.device("cpu"), ())
@@ -65,12 +65,12 @@ def item(value: float, *shape: int) -> Item:
 def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError]) -> list[int]:
     """Check each outcome: twice the values or an error of this class; return errors' positions."""
     failed = []
-    for place, (one, outcome) in enumerate(zip(sent, outcomes, strict=True)):
+    for place, (request, outcome) in enumerate(zip(sent, outcomes, strict=True)):
         if isinstance(outcome, BackendError):
             assert type(outcome) is kind, outcome
             failed.append(place)
         else:
-            np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(one["x"]))
+            np.testing.assert_array_equal(outcome["y"], 2 * np.asarray(request["x"]))
     return failed
 
 
@@ -88,9 +88,13 @@ def check(sent: Sequence[Item], outcomes: Sequence[Any], kind: type[BackendError
 )
 def test_batch_inputs(kind: BatchInputKind, expected: list[Any], dtype: str) -> None:
     """Counts are those of requests with all their rows; item shapes are those of rows."""
-    made = Ragged(config(inputs=(ragged(dims=(-1, -1)),), batch_inputs=(batch_input(kind, dtype),)))
+    layout = Ragged(
+        config(inputs=(ragged(dims=(-1, -1)),), batch_inputs=(batch_input(kind, dtype),))
+    )
 
-    batch = made.gather([item(1, 1, 2, 3), item(2, 2, 3, 2), item(3, 1, 1, 1)], ["n", "x"], {}, ())
+    batch = layout.gather(
+        [item(1, 1, 2, 3), item(2, 2, 3, 2), item(3, 1, 1, 1)], ["n", "x"], {}, ()
+    )
 
     column = batch.columns[0]
     assert isinstance(column, Tensor)
@@ -113,8 +117,8 @@ def test_a_single_request_is_flattened_too(rows: int) -> None:
 
 def test_strings() -> None:
     """Ragged strings are one flat list, as LibTorch passes them."""
-    made = engine(
-        lambda x, n: [one.upper() for one in x],
+    engine = create_engine(
+        lambda x, n: [text.upper() for text in x],
         inputs=(ragged(dtype="BYTES"),),
         outputs=(build.spec("y", "BYTES", (-1,)),),
     )
@@ -123,14 +127,14 @@ def test_strings() -> None:
         {"x": np.array([[b"c"]], dtype=np.object_)},
     ]
 
-    first, second = made.run(sent)
+    first, second = engine.run(sent)
 
     assert first["y"].tolist() == [["A", "B"]]  # type: ignore[index]
     assert second["y"].tolist() == [["C"]]  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
-    ("result", "says"),
+    ("result", "message"),
     [
         (lambda x: x[1:], "output 'y' has 6 values; expected 7, as batch_output says"),
         (lambda x: torch.cat([x, x]), "output 'y' has 14 values; expected 7"),
@@ -138,13 +142,15 @@ def test_strings() -> None:
     ],
     ids=["too few", "too many", "type"],
 )
-def test_results_that_cannot_be_split(result: Callable[[Tensor], Tensor], says: str) -> None:
+def test_results_that_cannot_be_split(result: Callable[[Tensor], Tensor], message: str) -> None:
     """A batch output with another number of values is an error."""
-    made = engine(lambda x, n: result(x), retry_failed_batch=False)
+    engine = create_engine(lambda x, n: result(x), retry_failed_batch=False)
 
-    outcomes = made.run([item(1, 1, 3), item(2, 2, 2)])
+    outcomes = engine.run([item(1, 1, 3), item(2, 2, 2)])
 
-    assert all(isinstance(one, OutputError) and says in str(one) for one in outcomes), outcomes
+    assert all(
+        isinstance(outcome, OutputError) and message in str(outcome) for outcome in outcomes
+    ), outcomes
 
 
 def test_one_dimension_without_batch_inputs() -> None:
@@ -154,9 +160,9 @@ def test_one_dimension_without_batch_inputs() -> None:
         assert x.dim() == 1
         return x.reshape(-1, 2).sum(1)
 
-    made = engine(forward, outputs=(build.spec("y", dims=(1,)),), batch_inputs=())
+    engine = create_engine(forward, outputs=(build.spec("y", dims=(1,)),), batch_inputs=())
 
-    outcomes = made.run([item(1, 1, 2), item(2, 3, 2)])
+    outcomes = engine.run([item(1, 1, 2), item(2, 3, 2)])
 
     values = [outcome["y"].tolist() for outcome in outcomes]  # type: ignore[index]
     assert values == [[[2.0]], [[4.0], [4.0], [4.0]]]
@@ -178,7 +184,7 @@ def test_only_failing_requests_get_the_error(guilty: list[int]) -> None:
         for place, length in enumerate(lengths)
     ]
 
-    assert check(sent, engine(double).run(sent), ForwardError) == guilty
+    assert check(sent, create_engine(double).run(sent), ForwardError) == guilty
 
 
 def test_memory_that_runs_out() -> None:
@@ -191,10 +197,10 @@ def test_memory_that_runs_out() -> None:
             raise MemoryError
         return double(x, n)
 
-    made = engine(forward)
+    engine = create_engine(forward)
     sent = [item(1, 4, 2), item(2, 1, 3), item(3, 2, 2), item(4, 8, 2), item(5, 1, 1)]
 
-    assert check(sent, made.run(sent), OutOfMemoryError) == [3]
+    assert check(sent, engine.run(sent), OutOfMemoryError) == [3]
     assert {size for call in calls for size in call} == {8, 3, 4, 16, 1}
 
 
@@ -203,7 +209,7 @@ def test_row_counts_of_a_program(rows: Rows) -> None:
     """Ragged batches are not filled up: their first dimension is not rows."""
     sent = [item(1, 1, 3)]
 
-    assert check(sent, engine(double, rows).run(sent), ForwardError) == []
+    assert check(sent, create_engine(double, rows).run(sent), ForwardError) == []
 
 
 def test_requests_of_any_shape_share_a_call() -> None:
@@ -214,15 +220,15 @@ def test_requests_of_any_shape_share_a_call() -> None:
         calls.append(len(n))
         return x * 2
 
-    made = engine(forward, inputs=(ragged(dims=(-1, 2)), build.spec("z", dims=(-1,))))
+    engine = create_engine(forward, inputs=(ragged(dims=(-1, 2)), build.spec("z", dims=(-1,))))
     sent: list[Item] = [
         item(size, 1, size, 2) | {"z": np.ones((1, other), np.float32)}
         for size, other in ((1, 1), (2, 1), (3, 2), (4, 1))
     ]
     outputs = (build.spec("y", dims=(-1, 2)),)
-    made = engine(forward, inputs=made.config.inputs, outputs=outputs)
+    engine = create_engine(forward, inputs=engine.config.inputs, outputs=outputs)
 
-    assert check(sent, made.run(sent), ForwardError) == []
+    assert check(sent, engine.run(sent), ForwardError) == []
     assert calls == [3, 1]
 
 
@@ -234,10 +240,10 @@ def test_casts_leave_counts_alone() -> None:
         assert n.tolist() == [4097.0]
         return x.float() * 2
 
-    made = engine(forward, cast_inputs="BF16", batch_inputs=(batch_input(dtype="FP32"),))
+    engine = create_engine(forward, cast_inputs="BF16", batch_inputs=(batch_input(dtype="FP32"),))
     sent = [item(1, 1, 4097)]
 
-    assert check(sent, made.run(sent), ForwardError) == []
+    assert check(sent, engine.run(sent), ForwardError) == []
 
 
 def test_an_argument_that_takes_a_number() -> None:
@@ -247,7 +253,7 @@ def test_an_argument_that_takes_a_number() -> None:
         return x * n
 
     with pytest.raises(BindingError) as raised:
-        engine(forward)
+        create_engine(forward)
 
     assert "batch_input makes 'n' a tensor, and forward() takes an int" in str(raised.value)
 
@@ -262,8 +268,8 @@ def test_the_warm_up_sends_requests_of_one_row(rows: int) -> None:
         return torch.stack([part.sum() for part in x.split(n.tolist())]).unsqueeze(1)
 
     outputs = (build.spec("y", dims=(1,) if rows else (1, 1)),)
-    made = engine(forward, max_batch_size=rows, outputs=outputs, batch_outputs=())
-    warmup.run(made)
+    engine = create_engine(forward, max_batch_size=rows, outputs=outputs, batch_outputs=())
+    warmup.run(engine)
 
     assert counts == ({8, 7, 1} if rows else {1})
-    assert len(example_inputs.requests(made.config, item(1, 3, 2))) == (3 if rows else 1)
+    assert len(example_inputs.requests(engine.config, item(1, 3, 2))) == (3 if rows else 1)

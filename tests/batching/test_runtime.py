@@ -58,14 +58,14 @@ def test_jit_switch_is_set_when_its_key_is_present(option: str, switch: str, val
     assert state() == before | {switch: value}
 
 
-@pytest.mark.parametrize("found", [True, False])
+@pytest.mark.parametrize("enabled", [True, False])
 @pytest.mark.usefixtures("process")
-def test_jit_switches_stay_without_keys(found: bool) -> None:
+def test_jit_switches_stay_without_keys(enabled: bool) -> None:
     """Without keys PyTorch's own settings stay."""
-    torch._C._jit_set_profiling_executor(found)
-    torch._C._jit_set_profiling_mode(found)
-    torch._C._jit_set_texpr_fuser_enabled(found)
-    torch._C._set_graph_executor_optimize(found)
+    torch._C._jit_set_profiling_executor(enabled)
+    torch._C._jit_set_profiling_mode(enabled)
+    torch._C._jit_set_texpr_fuser_enabled(enabled)
+    torch._C._set_graph_executor_optimize(enabled)
     before = state()
 
     settle()
@@ -139,11 +139,13 @@ def test_device_is_the_instances_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert current == [device]
 
 
-@pytest.mark.parametrize(("seen", "wished"), [(0, 0), (1, 1), (2, 7)], ids=["no GPU", "one", "two"])
-def test_missing_gpu(seen: int, wished: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("visible", "wished"), [(0, 0), (1, 1), (2, 7)], ids=["no GPU", "one", "two"]
+)
+def test_missing_gpu(visible: int, wished: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU that torch does not see fails the load with what it sees and what to do."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: visible > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
 
     with pytest.raises(PlatformError) as raised:
         runtime.placement(build.config(kind="GPU", device_id=wished))
@@ -151,7 +153,7 @@ def test_missing_gpu(seen: int, wished: int, monkeypatch: pytest.MonkeyPatch) ->
     text = str(raised.value)
     assert isinstance(raised.value, LoadError)
     assert f"'digits': instance_group asks for GPU {wished}" in text
-    assert f"torch {torch.__version__} sees {seen} GPUs" in text
+    assert f"torch {torch.__version__} sees {visible} GPUs" in text
     assert "Use KIND_CPU" in text
 
 
@@ -207,7 +209,7 @@ def test_inputs_on_a_gpu_that_torch_does_not_see(
     (record,) = caplog.records
     assert record.getMessage() == (
         f"model 'digits': FORCE_CPU_ONLY_INPUT_TENSORS is 'no', and torch {torch.__version__} sees"
-        " no GPU: a request whose tensors are on one is refused. Take the parameter out."
+        " no GPU: a request whose tensors are on one is refused. Remove the parameter."
     )
 
 

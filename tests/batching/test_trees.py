@@ -64,11 +64,11 @@ def _first(tree: Any) -> Any:
 )
 def test_copies_keep_their_types(tree: Any) -> None:
     """A copy has the same class and shares no memory."""
-    made = trees.owned(tree)
+    copy = trees.clone(tree)
     _first(tree)[:] = 5
 
-    assert type(made) is type(tree)
-    assert _first(made).tolist() == [1, 1]
+    assert type(copy) is type(tree)
+    assert _first(copy).tolist() == [1, 1]
 
 
 def test_uncopyable_objects_stay_the_same() -> None:
@@ -79,7 +79,7 @@ def test_uncopyable_objects_stay_the_same() -> None:
             raise TypeError("no")
 
     tree = Stubborn(lock=threading.Lock())
-    assert trees.owned(tree) is tree
+    assert trees.clone(tree) is tree
 
 
 @pytest.mark.parametrize(
@@ -137,14 +137,14 @@ def test_split(result: Any, expected: list[Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "found"),
+    ("result", "part"),
     [
         pytest.param(torch.zeros(3, 2), r"Tensor \[3, 2\]", id="tensor"),
         pytest.param(["a"], "list of 1", id="list"),
         pytest.param({"a": (np.zeros(4),)}, r"ndarray \[4\]", id="inside"),
     ],
 )
-def test_rows_that_differ(result: Any, found: str) -> None:
+def test_rows_that_differ(result: Any, part: str) -> None:
     """A part without an entry for each row is an error that names it."""
-    with pytest.raises(OutputError, match=f"the result for 2 rows holds a {found}"):
+    with pytest.raises(OutputError, match=f"the result for 2 rows holds a {part}"):
         trees.split("net", result, 2)

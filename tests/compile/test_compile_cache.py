@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import io
 import json
 import multiprocessing
@@ -52,37 +51,37 @@ def torch_cache(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     return loaded
 
 
-def bundle(folder: Path, artifact: Artifact, **options: Any) -> Bundle:
-    found = compile_cache.at(build.config(folder, **options), artifact, CPU)
-    assert found is not None
-    return found
+def find_bundle(folder: Path, artifact: Artifact, **options: Any) -> Bundle:
+    bundle = compile_cache.at(build.config(folder, **options), artifact, CPU)
+    assert bundle is not None
+    return bundle
 
 
 def test_bundle_is_written_and_loaded(
     tmp_path: Path, artifact: Artifact, torch_cache: list[bytes]
 ) -> None:
     """The first start writes one file beside the model, and the second one loads it."""
-    first = bundle(tmp_path, artifact)
+    first = find_bundle(tmp_path, artifact)
     with first.used():
         assert not first.path.exists()
     written = first.path.stat().st_mtime_ns
     assert torch_cache == []
 
-    second = bundle(tmp_path, artifact)
+    second = find_bundle(tmp_path, artifact)
     with second.used():
         assert torch_cache == [b"kernels\n"]
 
     assert second.path.stat().st_mtime_ns == written
-    assert {one.suffix for one in (tmp_path / "compile_cache").iterdir()} == {".bundle", ".lock"}
+    assert {path.suffix for path in (tmp_path / "compile_cache").iterdir()} == {".bundle", ".lock"}
 
 
 def test_libraries_of_the_cpu_are_kept(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bundle contains inductor's libraries, which another machine extracts."""
-    found = bundle(tmp_path, artifact)
+    bundle = find_bundle(tmp_path, artifact)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
-    with found.used():
+    with bundle.used():
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         (folder / "ab").mkdir(parents=True)
         (folder / "ab" / "kernel.so").write_bytes(b"code")
@@ -90,7 +89,7 @@ def test_libraries_of_the_cpu_are_kept(
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "first")
 
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "second"))
-    with found.used():
+    with bundle.used():
         folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
         kept = {path.name: path.read_bytes() for path in folder.glob("*/*")}
 
@@ -101,33 +100,33 @@ def test_bundles_of_the_same_content_are_the_same(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The bytes of a bundle do not depend on the time."""
-    made = []
+    contents = []
     for hour in range(2):
         monkeypatch.setattr(time, "time", lambda hour=hour: 1.8e9 + 3600 * hour)
-        found = bundle(tmp_path, artifact)
-        with found.used():
+        bundle = find_bundle(tmp_path, artifact)
+        with bundle.used():
             library = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "kernel.so"
             library.parent.mkdir(parents=True, exist_ok=True)
             library.write_bytes(b"code")
             os.utime(library, (hour, hour))
-        made.append(found.path.read_bytes())
-        found.path.unlink()
-    assert made[0] == made[1]
+        contents.append(bundle.path.read_bytes())
+        bundle.path.unlink()
+    assert contents[0] == contents[1]
 
 
 def test_library_of_a_killed_start_is_replaced(
     tmp_path: Path, artifact: Artifact, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An incomplete library of an earlier start is replaced."""
-    found = bundle(tmp_path, artifact)
+    bundle = find_bundle(tmp_path, artifact)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    with found.used():
+    with bundle.used():
         library = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]) / "ab" / "kernel.so"
         library.parent.mkdir(parents=True)
         library.write_bytes(b"whole")
     library.write_bytes(b"wh")
 
-    with found.used():
+    with bundle.used():
         assert library.read_bytes() == b"whole"
 
     assert [path.name for path in library.parent.iterdir()] == ["kernel.so"]
@@ -145,7 +144,7 @@ def test_library_outside_of_the_folder(
         archive.writestr(target, b"code")
 
     with pytest.raises(ValueError, match="leads out of its folder"):
-        compile_cache._unpack(payload.getvalue(), tmp_path / "a" / "b")
+        compile_cache.unpack(payload.getvalue(), tmp_path / "a" / "b")
 
     assert not list(tmp_path.glob("**/outside.so"))
 
@@ -157,30 +156,30 @@ def test_full_disk_leaves_nothing_behind(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A bundle that cannot be written is logged, and leaves no partial file."""
-    found = bundle(tmp_path, artifact)
+    bundle = find_bundle(tmp_path, artifact)
 
     def full(_: Path, __: Path) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with found.used():
+    with bundle.used():
         pass
 
     assert "No space left on device" in caplog.text
-    assert [one.suffix for one in (tmp_path / "compile_cache").iterdir()] == [".lock"]
+    assert [path.suffix for path in (tmp_path / "compile_cache").iterdir()] == [".lock"]
 
 
 def test_failed_start_keeps_nothing(tmp_path: Path, artifact: Artifact) -> None:
     """A failed warm-up writes no bundle, and releases the lock."""
-    found = bundle(tmp_path, artifact)
+    bundle = find_bundle(tmp_path, artifact)
 
-    with pytest.raises(ZeroDivisionError), found.used():
+    with pytest.raises(ZeroDivisionError), bundle.used():
         _ = 1 / 0
 
-    assert not found.path.exists()
-    with found.used():
+    assert not bundle.path.exists()
+    with bundle.used():
         pass
-    assert found.path.exists()
+    assert bundle.path.exists()
 
 
 _OTHERS: list[Any] = [
@@ -197,11 +196,11 @@ def test_other_model_has_another_bundle(
     tmp_path: Path, artifact: Artifact, change: Callable[[Path], Any], options: dict[str, Any]
 ) -> None:
     """A change of the compiled code changes the file name."""
-    before = bundle(tmp_path, artifact).path
+    before = find_bundle(tmp_path, artifact).path
 
     change(tmp_path)
 
-    assert bundle(tmp_path, artifact, **options).path != before
+    assert find_bundle(tmp_path, artifact, **options).path != before
 
 
 @pytest.mark.parametrize("option", [{}, {"num_threads": 3}, {"warmup": False}], ids=str)
@@ -209,7 +208,7 @@ def test_other_options_keep_the_bundle(
     tmp_path: Path, artifact: Artifact, option: dict[str, Any]
 ) -> None:
     """Options that do not affect compiled code do not change the file name."""
-    assert bundle(tmp_path, artifact, **option).path == bundle(tmp_path, artifact).path
+    assert find_bundle(tmp_path, artifact, **option).path == find_bundle(tmp_path, artifact).path
 
 
 def _foreign(content: bytes) -> bytes:
@@ -220,7 +219,7 @@ def _foreign(content: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("damage", "says"),
+    ("damage", "message"),
     [
         pytest.param(lambda content: content[:-1], "it is damaged", id="cut"),
         pytest.param(lambda content: content[:-1] + b"!", "it is damaged", id="changed"),
@@ -233,21 +232,21 @@ def test_damaged_bundle(
     artifact: Artifact,
     torch_cache: list[bytes],
     damage: Callable[[bytes], bytes],
-    says: str,
+    message: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A damaged bundle is not passed to torch, and is replaced."""
-    found = bundle(tmp_path, artifact)
-    with found.used():
+    bundle = find_bundle(tmp_path, artifact)
+    with bundle.used():
         pass
-    sound = found.path.read_bytes()
-    found.path.write_bytes(damage(sound))
+    content = bundle.path.read_bytes()
+    bundle.path.write_bytes(damage(content))
 
-    with found.used():
+    with bundle.used():
         assert torch_cache == []
 
-    assert says in caplog.text
-    assert found.path.read_bytes() == sound
+    assert message in caplog.text
+    assert bundle.path.read_bytes() == content
 
 
 def test_nothing_to_save(
@@ -256,12 +255,12 @@ def test_nothing_to_save(
     """Without anything to save, no file is written."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))
     monkeypatch.setattr(torch.compiler, "save_cache_artifacts", lambda: None)
-    found = bundle(tmp_path, artifact)
+    bundle = find_bundle(tmp_path, artifact)
 
-    with found.used():
+    with bundle.used():
         pass
 
-    assert not found.path.exists()
+    assert not bundle.path.exists()
 
 
 @pytest.mark.parametrize("value", ["none", "NONE"])
@@ -270,14 +269,14 @@ def test_cache_is_disabled(tmp_path: Path, artifact: Artifact, value: str) -> No
     config = build.config(tmp_path, compile_cache_dir=value)
 
     assert compile_cache.at(config, artifact, CPU) is None
-    assert [one.name for one in tmp_path.iterdir()] == ["1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
 
 
 def test_named_folder_is_used(tmp_path: Path, artifact: Artifact) -> None:
     """The folder of COMPILE_CACHE_DIR is created if it is missing."""
-    found = bundle(tmp_path, artifact, compile_cache_dir=str(tmp_path / "a" / "b"))
+    bundle = find_bundle(tmp_path, artifact, compile_cache_dir=str(tmp_path / "a" / "b"))
 
-    assert found.path.parent == tmp_path / "a" / "b"
+    assert bundle.path.parent == tmp_path / "a" / "b"
 
 
 def test_named_folder_that_cannot_be_written(tmp_path: Path, artifact: Artifact) -> None:
@@ -309,25 +308,25 @@ def test_folder_beside_the_model_of_root(
         there = dataclasses.replace(
             artifact, path=folder / artifact.path.name, weights=folder / "model.safetensors"
         )
-        made = bundle(folder, there)
-        with made.used():
+        written = find_bundle(folder, there)
+        with written.used():
             pass
-        made.path.parent.chmod(mode)
-        made.path.chmod(mode & 0o644)
+        written.path.parent.chmod(mode)
+        written.path.chmod(mode & 0o644)
         os.seteuid(12345)
         try:
-            found = compile_cache.at(build.config(folder), there, CPU)
-            assert found is None or private_files.read(found.path)
+            bundle = compile_cache.at(build.config(folder), there, CPU)
+            assert bundle is None or private_files.read(bundle.path)
         finally:
             os.seteuid(0)
-        assert (found is not None) is kept
+        assert (bundle is not None) is kept
 
 
 def _compile(folder: Path, artifact: Artifact, barrier: Any, compiled: Any) -> None:
-    found = bundle(folder, artifact)
+    bundle = find_bundle(folder, artifact)
     barrier.wait()
-    with found.used():
-        if not found.path.exists():
+    with bundle.used():
+        if not bundle.path.exists():
             with compiled.get_lock():
                 compiled.value += 1
 
@@ -350,43 +349,6 @@ def test_one_of_several_instances_compiles(tmp_path: Path, artifact: Artifact) -
     assert compiled.value == 1
 
 
-@pytest.mark.parametrize(
-    ("users", "compilers", "settled"),
-    [
-        pytest.param(None, ["avx512", "avx2"], True, id="what the processor has"),
-        pytest.param(None, ["avx2"], None, id="a compiler that knows fewer"),
-        pytest.param(False, ["avx512", "avx2"], False, id="TORCHINDUCTOR_VEC_ISA_OK=0"),
-    ],
-)
-def test_vector_instructions(
-    monkeypatch: pytest.MonkeyPatch, users: bool | None, compilers: list[str], settled: bool | None
-) -> None:
-    """Inductor uses all instruction sets of the processor without testing them."""
-    from torch._inductor import config, cpu_vec_isa
-
-    @functools.cache
-    def found() -> list[str]:
-        return ["avx512", "avx2"] if config.cpp.vec_isa_ok else compilers
-
-    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", found)
-    with config.patch({"cpp.vec_isa_ok": users}):
-        assert compile_cache._find_vectors("digits") == compilers
-
-        assert config.cpp.vec_isa_ok is settled
-        assert found() == compilers
-
-
-def test_torch_with_other_internals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a torch of other internals, the model is compiled without setting them."""
-    from torch._inductor import config, cpu_vec_isa
-
-    monkeypatch.delattr(cpu_vec_isa, "valid_vec_isa_list")
-    with config.patch({"cpp.vec_isa_ok": None}):
-        assert compile_cache._find_vectors("digits") == []
-        compile_cache._set_vectors([])
-        assert config.cpp.vec_isa_ok is None
-
-
 # --- with torch's own part ---------------------------------------------------------------------
 
 _START = """
@@ -402,10 +364,10 @@ asked = []  # processes that try a vector instruction
 sys.addaudithook(lambda event, args: asked.append(args) if "LoadLibrary" in str(args) else None)
 torch.manual_seed(0)
 settings = model_config.parse(json.loads(sys.argv[1]))
-made = builder.build(settings, threads.budget(settings))
+engine = builder.build(settings, threads.budget(settings))
 with runtime.mode(settings.options):
-    warmup.run(made)
-    (outcome,) = made.run([{"x": torch.ones(3, 4)}])
+    warmup.run(engine)
+    (outcome,) = engine.run([{"x": torch.ones(3, 4)}])
 from torch._dynamo.utils import counters
 asked = [args for args in asked if args[0] == sys.executable]
 print(json.dumps({"y": outcome["y"].tolist(), "asked": len(asked), **counters["inductor"]}))
@@ -451,10 +413,10 @@ def _start(folder: Path, torch_cache_folder: Path, **parameters: str) -> dict[st
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     # What inductor builds for itself, to find out about the processor, is not the model's.
     built = [line for line in log.read_text().splitlines() if _of_the_model(line)]
-    return found | {"built": len(built)}
+    return report | {"built": len(built)}
 
 
 def _of_the_model(line: str) -> bool:

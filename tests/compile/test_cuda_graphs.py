@@ -24,23 +24,23 @@ def captured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
         call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]
     ) -> cuda_graphs.Replay:
         shapes.append(list(tensors[0].shape))
-        return lambda given: -call(given)
+        return lambda tensors: -call(tensors)
 
     monkeypatch.setattr(cuda_graphs, "capture", capture)
     yield shapes
     assert all(shapes)
 
 
-def add(x: Tensor, *, more: Tensor | None = None, times: int = 1) -> Tensor:
-    return x * times if more is None else x * times + more
+def add(x: Tensor, *, offset: Tensor | None = None, times: int = 1) -> Tensor:
+    return x * times if offset is None else x * times + offset
 
 
 def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
     """The first call of a shape is captured, and the next ones are replayed with their values."""
-    made = Graphs(build.MODEL, add, Counts())
+    graphs = Graphs(build.MODEL, add, Counts())
 
-    first = [made(torch.ones(rows, 2)).sum().item() for rows in (4, 2)]
-    again = [made(torch.full((rows, 2), 3.0)).sum().item() for rows in (4, 2)]
+    first = [graphs(torch.ones(rows, 2)).sum().item() for rows in (4, 2)]
+    again = [graphs(torch.full((rows, 2), 3.0)).sum().item() for rows in (4, 2)]
 
     assert captured == [[4, 2], [2, 2]]
     assert first == [8, 4]
@@ -50,19 +50,19 @@ def test_each_shape_is_captured_once(captured: list[list[int]]) -> None:
 @pytest.mark.parametrize(
     "keywords",
     [
-        pytest.param({"more": torch.ones(2, 2)}, id="another argument"),
+        pytest.param({"offset": torch.ones(2, 2)}, id="another argument"),
         pytest.param({"times": 2}, id="another number"),
         pytest.param({"times": True}, id="a number of another type"),
     ],
 )
 def test_graph_keys(captured: list[list[int]], keywords: dict[str, Any]) -> None:
     """A graph is replayed only for the same structure and the same numbers."""
-    made = Graphs(build.MODEL, add, Counts())
+    graphs = Graphs(build.MODEL, add, Counts())
     x = torch.ones(2, 2)
-    made(x)
+    graphs(x)
 
-    assert torch.equal(made(x, **keywords), add(x, **keywords))
-    assert torch.equal(made(x, **keywords), -add(x, **keywords))
+    assert torch.equal(graphs(x, **keywords), add(x, **keywords))
+    assert torch.equal(graphs(x, **keywords), -add(x, **keywords))
     assert len(captured) == 2
 
 
@@ -70,9 +70,9 @@ def test_graph_keys(captured: list[list[int]], keywords: dict[str, Any]) -> None
 def test_sealed_model_captures_nothing(captured: list[list[int]], other: Tensor) -> None:
     """After the warm-up other shapes and dtypes are called without a graph."""
     counts = Counts()
-    made = Graphs(build.MODEL, add, counts)
-    made(torch.ones(2, 2))
-    sealed = made.seal(lambda x: x + 10)
+    graphs = Graphs(build.MODEL, add, counts)
+    graphs(torch.ones(2, 2))
+    sealed = graphs.seal(lambda x: x + 10)
 
     for _ in range(2):
         assert torch.equal(sealed(other), other + 10)

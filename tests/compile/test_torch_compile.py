@@ -38,14 +38,16 @@ def config(parameters: dict[str, Any] | None, **overrides: Any) -> ModelConfig:
 
 def compiled(settings: ModelConfig, module: Any) -> torch_compile.Compiled:
     """Compile a module."""
-    made = torch_compile.apply(settings, ArtifactType.MODULE, module, Counts())
-    assert made is not None
-    return made
+    model = torch_compile.apply(settings, ArtifactType.MODULE, module, Counts())
+    assert model is not None
+    return model
 
 
 def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the log lines of this package."""
-    return [one.getMessage() for one in caplog.records if one.name == torch_compile.__name__]
+    return [
+        record.getMessage() for record in caplog.records if record.name == torch_compile.__name__
+    ]
 
 
 def graphs() -> int:
@@ -106,20 +108,20 @@ def test_recompile_limit(
 
 
 @pytest.mark.parametrize(
-    ("parameters", "said"),
+    ("parameters", "message"),
     [
         pytest.param({"backend": "nope"}, "nope", id="backend"),
         pytest.param({"dynamic": "yes"}, "bool", id="dynamic"),
     ],
 )
-def test_wrong_parameters(parameters: dict[str, Any], said: str) -> None:
+def test_wrong_parameters(parameters: dict[str, Any], message: str) -> None:
     """A value that torch.compile refuses fails the load."""
     with pytest.raises(OptionError) as raised:
         torch_compile.apply(config(parameters), ArtifactType.MODULE, Scaled(), Counts())
 
     assert isinstance(raised.value, LoadError)
     assert "'digits': the parameter TORCH_COMPILE_OPTIONAL_PARAMETERS is" in str(raised.value)
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 # --- sealed: what a request meets ------------------------------------------------------------
@@ -127,11 +129,11 @@ def test_wrong_parameters(parameters: dict[str, Any], said: str) -> None:
 
 def test_one_graph_serves_all_row_counts() -> None:
     """Dimension 0 is marked as dynamic: one graph serves all row counts above 1."""
-    made = compiled(config({"backend": "eager"}), Scaled())
+    model = compiled(config({"backend": "eager"}), Scaled())
     torch._dynamo.utils.counters.clear()
 
     for rows in (8, 1, 2, 3, 4, 5, 6, 7):
-        made(torch.ones(rows, 4))
+        model(torch.ones(rows, 4))
 
     assert graphs() == 2
 
@@ -139,10 +141,10 @@ def test_one_graph_serves_all_row_counts() -> None:
 def test_sealed_model_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """A shape outside the warm-up runs eagerly, and is logged once."""
     counts = Counts()
-    made = torch_compile.apply(config({"backend": "eager"}), ArtifactType.MODULE, Scaled(), counts)
-    assert made is not None
-    made(torch.ones(8, 4))
-    sealed = made.seal()
+    model = torch_compile.apply(config({"backend": "eager"}), ArtifactType.MODULE, Scaled(), counts)
+    assert model is not None
+    model(torch.ones(8, 4))
+    sealed = model.seal()
     torch._dynamo.utils.counters.clear()
 
     for shape in ((8, 4), (3, 4), (1, 4), (2, 5), (2, 4, 4), (1, 4)):
@@ -175,9 +177,9 @@ class Broken(nn.Module):
 def test_model_with_graph_breaks_is_run_once(dynamic: bool | None) -> None:
     """A call without a graph runs no part of the model twice."""
     module = Broken()
-    made = compiled(config({"backend": "eager", "dynamic": dynamic}), module)
-    made(torch.zeros(8, 4))
-    sealed = made.seal()
+    model = compiled(config({"backend": "eager", "dynamic": dynamic}), module)
+    model(torch.zeros(8, 4))
+    sealed = model.seal()
     torch._dynamo.utils.counters.clear()
 
     for shape in ((8, 4), (3, 4), (1, 4), (2, 5), (2, 4, 4)):
@@ -203,9 +205,9 @@ def test_error_with_the_text_of_dynamo() -> None:
         return x
 
     apart = torch.compiler.disable(refuse)
-    made = compiled(config({"backend": "eager"}), lambda x: apart(x * 2))
-    made(torch.ones(2, 4))
-    sealed = made.seal()
+    model = compiled(config({"backend": "eager"}), lambda x: apart(x * 2))
+    model(torch.ones(2, 4))
+    sealed = model.seal()
     calls = 0
 
     with pytest.raises(RuntimeError, match="Detected recompile"):
@@ -222,12 +224,12 @@ def test_model_that_cannot_be_compiled_runs_eagerly(
     seals: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A model that cannot be compiled runs eagerly, with a line in the log."""
-    made = compiled(config({"backend": broken}), Scaled())
+    model = compiled(config({"backend": broken}), Scaled())
 
     for _ in range(2):
-        assert torch.equal(made(torch.ones(2, 4)), torch.full((2, 4), 3.0))
+        assert torch.equal(model(torch.ones(2, 4)), torch.full((2, 4), 3.0))
     if seals:
-        assert torch.equal(made.seal()(torch.ones(5, 4)), torch.full((5, 4), 3.0))
+        assert torch.equal(model.seal()(torch.ones(5, 4)), torch.full((5, 4), 3.0))
 
     (message,) = ours(caplog)
     assert "cannot be compiled and runs eagerly" in message

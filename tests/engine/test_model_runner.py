@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_py_backend.artifacts.discovery import ArtifactType
 from torch_py_backend.batching import runtime
 from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows, own
+from torch_py_backend.batching.gather_scatter import ANY_ROWS, Rows, clone
 from torch_py_backend.batching.grouping import Group, Grouping
 from torch_py_backend.batching.output_extraction import OutputExtractor
 from torch_py_backend.config.options import Options
@@ -30,7 +30,7 @@ def made(
     loaded = Loaded(ArtifactType.MODULE, function, introspection.from_function(function), rows=rows)
     grouping, counts = Grouping(settings, loaded.signature), Counts()
     return (
-        ModelRunner(settings, loaded, grouping, OutputExtractor(settings).take, counts, own),
+        ModelRunner(settings, loaded, grouping, OutputExtractor(settings).extract, counts, clone),
         counts,
         grouping,
     )

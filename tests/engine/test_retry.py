@@ -165,7 +165,7 @@ def test_binding_errors_are_not_retried() -> None:
     """A config that names missing outputs fails every request, so it is not retried."""
     model = Model()
     made = engine(model)
-    made.runner.take = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),))).take
+    made.runner.take = OutputExtractor(build.config(outputs=(build.spec("RESULT[3]"),))).extract
 
     outcomes = made.run(items([1.0, 2.0, 3.0]))
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from stateful import config, kept
+from stateful import config, make_state
 from torch import Tensor
 
 from torch_py_backend.config import dtypes
@@ -23,7 +23,7 @@ from torch_py_backend.sequences import initial_states
 )
 def test_zeros(dtype: str, rows: int | None) -> None:
     """States without a file are zeros, in the given number of rows."""
-    state = initial_states.find(config(kept(dtype=dtype, dims=(2, 3))), rows)["total"]
+    state = initial_states.find(config(make_state(dtype=dtype, dims=(2, 3))), rows)["total"]
 
     assert isinstance(state, Tensor)
     assert state.dtype is getattr(torch, str(dtypes.from_triton(dtype).torch))
@@ -34,7 +34,9 @@ def test_zeros(dtype: str, rows: int | None) -> None:
 def _file(folder: Path, content: bytes, dtype: str, dims: tuple[int, ...]) -> ModelConfig:
     (folder / "initial_state").mkdir()
     (folder / "initial_state" / "f").write_bytes(content)
-    return config(kept(dtype=dtype, dims=dims, initial=InitialState(dims, "f")), folder=folder)
+    return config(
+        make_state(dtype=dtype, dims=dims, initial=InitialState(dims, "f")), folder=folder
+    )
 
 
 @pytest.mark.parametrize(
@@ -75,7 +77,7 @@ def test_a_file_that_does_not_fit(dtype: str, content: bytes, message: str, tmp_
 
 def test_missing_file(tmp_path: Path) -> None:
     """The error names the expected path."""
-    settings = config(kept(initial=InitialState((4,), "f")), folder=tmp_path)
+    settings = config(make_state(initial=InitialState((4,), "f")), folder=tmp_path)
 
     with pytest.raises(ArtifactError, match=r"cannot be read.*initial_state/f in the model's"):
         initial_states.find(settings, 1)
@@ -88,7 +90,7 @@ def test_initial_state_outside_the_model(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     (folder / "initial_state").mkdir(parents=True)
     (folder / "initial_state" / "f").symlink_to(secret)
-    settings = config(kept(initial=InitialState((4,), "f")), folder=folder)
+    settings = config(make_state(initial=InitialState((4,), "f")), folder=folder)
 
     with pytest.raises(ConfigError, match=r"'total' is 'f'.*in the model's own folder"):
         initial_states.find(settings, 1)

@@ -42,7 +42,7 @@ def pool_of_two() -> Pool:
 def test_written_rows_are_copies() -> None:
     """Rows do not change when the batch they were written from changes."""
     pool, holder, batch = pool_of_two(), Holder(), columns(5)
-    pool.enter(holder)
+    pool.add(holder)
     pool.write([holder], batch, [0])
 
     for column in batch:
@@ -64,11 +64,11 @@ def test_tables_shrink() -> None:
     pool = pool_of_two()
     holders = [Holder() for _ in range(300)]
     for number, holder in enumerate(holders):
-        pool.enter(holder)
+        pool.add(holder)
         pool.write([holder], columns(number), [0])
     assert len(pool) == 512
     for holder in holders[10:]:
-        pool.leave(holder)
+        pool.remove(holder)
 
     pool.trim()
 
@@ -80,19 +80,19 @@ def test_tables_shrink() -> None:
 def test_rows_are_not_mixed_up(events: list[str], random: Random) -> None:
     """In any order of entering, leaving and writing, each holder reads what it wrote last."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_pool, "_LEAST", 2)
+        patch.setattr(row_pool, "_MIN_ROWS", 2)
         pool = pool_of_two()
         written: dict[Holder, int] = {}
         for number, event in enumerate(events):
             holders = list(written)
             if event == "enter":
                 holder = Holder()
-                pool.enter(holder)
+                pool.add(holder)
                 pool.write([holder], columns(number), [0])
                 written[holder] = number
             elif event == "leave" and holders:
                 holder = random.choice(holders)
-                pool.leave(holder)
+                pool.remove(holder)
                 del written[holder]
             elif event == "write" and holders:
                 some = random.sample(holders, random.randint(1, len(holders)))

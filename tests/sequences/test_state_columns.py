@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from torch_py_backend.batching.gather_scatter import Batch, Owned
+from torch_py_backend.batching.gather_scatter import Batch, ItemRows
 from torch_py_backend.config import model_config
 from torch_py_backend.sequences.state_columns import StateColumns
 
@@ -34,13 +34,13 @@ def test_states(how: dict[str, bool]) -> None:
     states = columns(**how)
     outputs = [torch.ones(3, 4), torch.rand(3, 2)]
 
-    y, state = states.owned(outputs, ROWS)
+    y, state = states.clone_states(outputs, ROWS)
 
     assert states.inputs == {"h"}
     assert states.outputs == ("y", "new_h")
-    assert states.sent(("x", "h"), ROWS) == [ROWS.columns[0]]
+    assert states.sent_columns(("x", "h"), ROWS) == [ROWS.columns[0]]
     assert y is outputs[0]
-    assert isinstance(state, Owned)
+    assert isinstance(state, ItemRows)
     for part, rows in zip(state, outputs[1].split([1, 2]), strict=True):
         assert isinstance(part, Tensor)
         assert torch.equal(part, rows)
@@ -54,5 +54,5 @@ def test_without_states() -> None:
 
     assert states.inputs == frozenset()
     assert states.outputs == ("y",)
-    assert states.owned(outputs, ROWS) is outputs
-    assert states.sent(("x", "h"), ROWS) is ROWS.columns
+    assert states.clone_states(outputs, ROWS) is outputs
+    assert states.sent_columns(("x", "h"), ROWS) is ROWS.columns

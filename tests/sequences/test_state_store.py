@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stateful import IDLE_S, SLOTS, config, kept
+from stateful import IDLE_S, SLOTS, config, make_state
 from torch import Tensor, nn
 
 from torch_py_backend.artifacts.discovery import ArtifactType
@@ -92,7 +92,7 @@ def step(name: int | str, value: float, flags: str = "") -> Step:
 
 
 def accumulating(**overrides: Any) -> Served:
-    return Served(config(kept(), **overrides), models.Accumulate())
+    return Served(config(make_state(), **overrides), models.Accumulate())
 
 
 def test_a_state_is_passed_from_step_to_step() -> None:
@@ -111,7 +111,7 @@ def test_steps_share_a_batch() -> None:
     module = models.Accumulate()
     calls: list[int] = []
     module.register_forward_pre_hook(lambda _, inputs: calls.append(inputs[0].shape[0]))
-    served = Served(config(kept()), module)
+    served = Served(config(make_state()), module)
 
     served.send(*(step(name, name, "s") for name in range(1, 9)))
     served.send(*(step(name, name) for name in (8, 3, 1)))
@@ -139,7 +139,7 @@ def test_unknown_sequences() -> None:
     assert all(isinstance(outcome, InputError) for outcome in outcomes[1:])
     assert str(outcomes[1]) == (
         "model 'digits': sequence 2 has no state here: it was not begun, or it idled too long, or"
-        " the model was loaded anew; expected the START flag in the first request of a sequence."
+        " the model was reloaded; expected the START flag in the first request of a sequence."
     )
     assert len(served.states) == 1
 
@@ -206,7 +206,7 @@ class Keeps(nn.Module):
 
 def test_a_model_that_writes_to_its_inputs_and_outputs() -> None:
     """States are independent of the model's memory, of initial states and of failed steps."""
-    served = Served(config(kept(), retry_failed_batch=True), Keeps())
+    served = Served(config(make_state(), retry_failed_batch=True), Keeps())
 
     assert served.send(step(1, 1, "s")) == [1]
     assert served.send(step(2, 10, "s")) == [10]
@@ -230,7 +230,7 @@ class Reuses(nn.Module):
 
 def test_a_model_that_reuses_memory() -> None:
     """Steps of one sequence in one batch keep their own results and states."""
-    served = Served(config(kept()), Reuses())
+    served = Served(config(make_state()), Reuses())
 
     assert served.send(step(1, 1, "s"), step(2, 10, "s"), step(1, 2), step(1, 3)) == [1, 10, 3, 6]
     assert served.send(step(2, 10), step(1, 4)) == [20, 10]
@@ -248,7 +248,7 @@ def test_a_state_does_not_keep_its_batch(width: int) -> None:
     """After most sequences have ended, memory shrinks and `size` is the bytes of the rest."""
     wide: Item = {"x": np.ones((1, width), dtype=np.float32)}
     settings = config(
-        kept(dims=(width,)),
+        make_state(dims=(width,)),
         inputs=(build.spec(dims=(width,)),),
         outputs=(build.spec("y", dims=(width,)),),
     )
@@ -271,7 +271,7 @@ def test_a_state_does_not_keep_its_batch(width: int) -> None:
 
 def test_a_state_that_is_an_output() -> None:
     """It is returned to clients, alone and in a batch, and refused if it is not finite."""
-    served = Served(config(kept(("total", "y")), check_finite=True), models.Accumulate())
+    served = Served(config(make_state(("total", "y")), check_finite=True), models.Accumulate())
 
     assert served.send(step(1, 1, "s")) == [1]
     assert served.send(step(1, 1), step(2, 5, "s"), step(3, 7, "se")) == [2, 5, 7]
@@ -342,7 +342,7 @@ def test_failed_write_of_states(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_states_of_strings() -> None:
     """Strings are stored as in requests."""
     settings = config(
-        kept(("pages", "new_pages"), "BYTES", (1,)),
+        make_state(("pages", "new_pages"), "BYTES", (1,)),
         inputs=(build.spec("words", "BYTES", (1,)),),
         outputs=(build.spec("y", "BYTES", (1,)),),
     )
@@ -417,7 +417,7 @@ def test_the_warm_up_runs_further_steps() -> None:
 @pytest.mark.parametrize("carried", [False, True], ids=["state", "option"])
 def test_compiled_steps(carried: bool, dynamo: None, caplog: pytest.LogCaptureFixture) -> None:
     """Graphs compiled before READY serve first steps and later ones."""
-    state = State("total", "sum") if carried else kept()
+    state = State("total", "sum") if carried else make_state()
     how: dict[str, Any] = {"torch_compile_optional_parameters": {"backend": "eager"}}
     served = Served(config(state, **how), _Plain())
     with torch.inference_mode():  # as the adapter does
@@ -446,7 +446,7 @@ def test_buckets_fill_up_with_states() -> None:
 
 def test_samples_are_first_steps() -> None:
     """Sample inputs have initial states, and controls of a single step."""
-    settings = config(kept(dims=(-1, 2), initial=InitialState((0, 2))), controls=_CONTROLS)
+    settings = config(make_state(dims=(-1, 2), initial=InitialState((0, 2))), controls=_CONTROLS)
     sample = example_inputs.item(
         state_store.with_controls(settings, introspection.from_function(_takes_total)), 3
     )
@@ -530,7 +530,7 @@ class Doubles(nn.Module):
 
 
 def doubling(limit: int | None) -> Served:
-    state = kept(dims=(-1,), initial=InitialState((1 << 17,)))  # half a megabyte
+    state = make_state(dims=(-1,), initial=InitialState((1 << 17,)))  # half a megabyte
     return Served(config(state, sequence_memory_mb=limit), Doubles())
 
 
@@ -669,9 +669,9 @@ _EVENTS = st.lists(
 @given(_EVENTS, st.booleans())
 def test_no_state_leaks(events: list[list[Step] | str], carried: bool) -> None:
     """In any order of begins, steps, failures, ends and idling, each sequence has its own sum."""
-    state = State("total", "sum") if carried else kept()
+    state = State("total", "sum") if carried else make_state()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_pool, "_LEAST", 1)  # so that tables grow and shrink all the time
+        patch.setattr(row_pool, "_MIN_ROWS", 1)  # so that tables grow and shrink all the time
         _play(events, Served(config(state), _Sums() if carried else models.Accumulate()))
 
 

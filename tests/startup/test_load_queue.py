@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 
 import build
 import pytest
+import safetensors.torch
+import torch
 from children import Start, starting
 
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
@@ -28,7 +30,7 @@ import build
 from torch_py_backend.startup import load_queue
 import sys
 print("waits", flush=True)
-with load_queue.turn(build.config(instance=sys.argv[1], parallel_loads=1), load_queue.Claim(1)):
+with load_queue.acquire(build.config(instance=sys.argv[1], parallel_loads=1), load_queue.Claim(1)):
     print("loads", flush=True)
     input()
 print("done", flush=True)
@@ -53,14 +55,14 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def join(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Join]:
     """Join a queue beside a hundred bytes of free memory; the result begins to load."""
-    monkeypatch.setattr(load_queue, "available", lambda: 100)
+    monkeypatch.setattr(load_queue, "available_memory", lambda: 100)
     names = itertools.count()
     with contextlib.ExitStack() as stack:
 
         def join(claim: Claim = _SMALL, most: int = 8) -> Callable[..., list[str]]:
-            ticket = load_queue._Ticket(f"digits_{next(names)}", most, claim)
-            path = stack.enter_context(load_queue._joined(tmp_path, ticket))
-            return lambda device_free=0: load_queue._begin(path, ticket, device_free)
+            ticket = load_queue.Ticket(f"digits_{next(names)}", most, claim)
+            path = stack.enter_context(load_queue.join(tmp_path, ticket))
+            return lambda device_free=0: load_queue.begin(path, ticket, device_free)
 
         yield join
 
@@ -106,9 +108,9 @@ def test_order_of_the_queue(join: Join) -> None:
 
 def test_first_waiting_loader_is_next(tmp_path: Path, join: Join) -> None:
     """The first waiting loader begins when the running one is done."""
-    ticket = load_queue._Ticket("loader", 8, Claim(90))
-    with load_queue._joined(tmp_path, ticket) as path:
-        assert load_queue._begin(path, ticket, 0) == []
+    ticket = load_queue.Ticket("loader", 8, Claim(90))
+    with load_queue.join(tmp_path, ticket) as path:
+        assert load_queue.begin(path, ticket, 0) == []
         first, second = join(Claim(90)), join(Claim(90))
         assert first() == ["loader"]
     assert second() == ["digits_0"]
@@ -169,9 +171,9 @@ def _descriptors() -> int:
 def test_nothing_remains(temporary: Path) -> None:
     """A load, also a failed one, leaves no file in the server's folder and no descriptor."""
     before = _descriptors()
-    with load_queue.turn(build.config(), Claim(1)):
+    with load_queue.acquire(build.config(), Claim(1)):
         assert _tickets(temporary)[0]["loads"]
-    with pytest.raises(ValueError, match="broken"), load_queue.turn(build.config(), Claim(1)):
+    with pytest.raises(ValueError, match="broken"), load_queue.acquire(build.config(), Claim(1)):
         raise ValueError("broken")
     assert not any(temporary.glob("*/servers/*"))
     assert _descriptors() == before
@@ -183,8 +185,8 @@ def test_waiting_is_logged(
     """One line names the instances that a loader waits for."""
     monkeypatch.setattr(load_queue, "_PATIENCE_S", 0)
     answers = iter([["resnet_0_0", "bert_0_1"]] * 3 + [[]])
-    monkeypatch.setattr(load_queue, "_begin", lambda *_: next(answers))
-    with caplog.at_level(logging.INFO), load_queue.turn(build.config(), Claim(1)):
+    monkeypatch.setattr(load_queue, "begin", lambda *_: next(answers))
+    with caplog.at_level(logging.INFO), load_queue.acquire(build.config(), Claim(1)):
         pass
     assert [record.getMessage() for record in caplog.records] == [
         "model 'digits' waits to load for resnet_0_0, bert_0_1."
@@ -196,11 +198,11 @@ def test_no_server_folder(
 ) -> None:
     """Without the server's folder a model loads with a warning; with PARALLEL_LOADS it fails."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    with load_queue.turn(build.config(), Claim(1)):
+    with load_queue.acquire(build.config(), Claim(1)):
         assert "without waiting" in caplog.text
     with (
         pytest.raises(PlatformError, match="TMPDIR"),
-        load_queue.turn(build.config(parallel_loads=2), Claim(1)),
+        load_queue.acquire(build.config(parallel_loads=2), Claim(1)),
     ):
         pass
 
@@ -222,9 +224,26 @@ def test_claims(on_gpu: bool, optimize: tuple[str, ...], expected: Claim, tmp_pa
     weights = build.write(tmp_path, "model.pt", b"x" * 3 * _MIB)
     settings = build.config(tmp_path, device_id=1, optimize=optimize)
     claim = load_queue.claim(settings, Artifact(ArtifactType.MODULE, path, weights), on_gpu=on_gpu)
-    constant = load_queue._CONSTANT
-    device = expected.device + constant if expected.gpu is not None else 0
-    assert claim == Claim(expected.host + constant, device, expected.gpu)
+    device = expected.device + load_queue._CONSTANT if expected.gpu is not None else 0
+    assert claim == Claim(expected.host + load_queue._CONSTANT, device, expected.gpu)
+
+
+@pytest.mark.parametrize(
+    ("options", "mapped"),
+    [({}, True), ({"enable_weight_sharing": False}, False), ({"optimize": ("bf16",)}, False)],
+    ids=str,
+)
+def test_claim_of_mapped_weights(options: dict[str, Any], mapped: bool, tmp_path: Path) -> None:
+    """Weights that are mapped need no memory of their own."""
+    path = build.write(tmp_path, "model.py", b"")
+    weights = path.with_name("model.safetensors")
+    safetensors.torch.save_file({"weight": torch.ones(_MIB)}, weights)
+    artifact = Artifact(ArtifactType.MODULE, path, weights)
+
+    claim = load_queue.claim(build.config(tmp_path, **options), artifact, on_gpu=False)
+
+    needed = 0 if mapped else weights.stat().st_size
+    assert claim == Claim(load_queue._CONSTANT + needed)
 
 
 # --- memory ----------------------------------------------------------------------------------
@@ -272,8 +291,8 @@ def test_available(
         for name, text in files.items():
             (cgroup / folder).mkdir(parents=True, exist_ok=True)
             (cgroup / folder / name).write_text(text)
-    assert load_queue.available(meminfo, tmp_path / "1" / "own", cgroup) == expected
-    assert load_queue.available() > 0
+    assert load_queue.available_memory(meminfo, tmp_path / "1" / "own", cgroup) == expected
+    assert load_queue.available_memory() > 0
 
 
 def test_full_disk(
@@ -287,21 +306,21 @@ def test_full_disk(
 
     before = _descriptors()
     with monkeypatch.context() as patch:
-        patch.setattr(load_queue._Ticket, "write", fail)
-        with load_queue.turn(build.config(), Claim(1)):
+        patch.setattr(load_queue.Ticket, "write", fail)
+        with load_queue.acquire(build.config(), Claim(1)):
             assert "loads without waiting for others" in caplog.text
             assert "No space left on device" in caplog.text
             assert not _tickets(temporary)
     assert _descriptors() == before
     assert not any(temporary.glob("*/servers/*"))
-    with load_queue.turn(build.config(), Claim(1)):
+    with load_queue.acquire(build.config(), Claim(1)):
         assert _tickets(temporary)[0]["loads"]
 
 
 def test_truncated_ticket(temporary: Path) -> None:
     """A truncated ticket of a full disk is ignored."""
-    with load_queue.turn(build.config(instance="a"), Claim(1)):
+    with load_queue.acquire(build.config(instance="a"), Claim(1)):
         (path,) = temporary.glob("*/servers/*/loading/*.ticket")
         path.write_bytes(b"")
-        with load_queue.turn(build.config(instance="b"), Claim(1)):
+        with load_queue.acquire(build.config(instance="b"), Claim(1)):
             pass

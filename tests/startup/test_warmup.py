@@ -67,7 +67,7 @@ def test_progress_is_logged(
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     items: list[Item] = [{"x": torch.zeros(rows, 4)} for rows in (4, 3, 2, 1)]
 
-    assert list(warmup._reported("digits", iter(items))) == items
+    assert list(warmup.log_progress("digits", iter(items))) == items
 
     assert [record.getMessage() for record in caplog.records] == [
         "model 'digits': 1 batches of the warm-up took 11 s; the next one is x [3, 4].",
@@ -306,7 +306,7 @@ def test_made_up_samples_may_fail_when_serving(
     assert "the warm-up with x [8," in warning
     assert message in warning
     assert "example_inputs.safetensors" in warning
-    assert "It is served all the same" in warning
+    assert "The model is served anyway" in warning
     assert "Traceback" in warning
     value = np.array([[b"1"]], dtype=object) if takes is ArgumentType.STRINGS else torch.ones(1, 12)
     (outcome,) = model.run([{"x": value}])

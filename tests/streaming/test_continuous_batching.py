@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from streamed import Kept, engine, item, run
+from streamed import Recorder, engine, item, run
 from torch import Tensor
 
 from torch_py_backend.batching.gather_scatter import Value
@@ -37,22 +37,22 @@ class Counter:
         return [((value + 1, left - 1) if left > 1 else None, value) for value, left in states]
 
 
-def _run(model: Any, *pairs: tuple[Any, Kept], **overrides: Any) -> Streams:
+def _run(model: Any, *pairs: tuple[Any, Recorder], **overrides: Any) -> Streams:
     return run(engine(model.begin, model.step, **overrides), *pairs)
 
 
-def _kept(count: int) -> list[tuple[Any, Kept]]:
-    return [(item(10.0 * number), Kept()) for number in range(count)]
+def _kept(count: int) -> list[tuple[Any, Recorder]]:
+    return [(item(10.0 * number), Recorder()) for number in range(count)]
 
 
 def test_live_streams_share_a_step() -> None:
     """Live streams share each step, and each gets its own values."""
     model, pairs = Counter(), _kept(5)
     streams = _run(model, *pairs)
-    for sent, kept in pairs:
+    for sent, recorder in pairs:
         start = float(sent["x"])
-        assert kept.values == [[[start]], [[start + 1]], [[start + 2]]]
-        assert kept.error is None
+        assert recorder.values == [[[start]], [[start + 1]], [[start + 2]]]
+        assert recorder.error is None
     assert model.sizes == [5, 5, 5]
     assert streams.steps is not None
     assert (streams.steps.calls, streams.steps.streams) == (3, 15)
@@ -62,13 +62,13 @@ def test_streams_of_different_lengths() -> None:
     """A stream that ends leaves the shared step, and a stream that begins later joins it."""
     model = Counter(4)
     streams = Streams(engine(model.begin, model.step))
-    late = Kept()
+    late = Recorder()
 
-    class Early(Kept):
+    class Early(Recorder):
         """Begins another stream at its first response."""
 
-        def take(self, outcome: dict[str, Value], *, last: bool) -> None:
-            super().take(outcome, last=last)
+        def send(self, outcome: dict[str, Value], *, last: bool) -> None:
+            super().send(outcome, last=last)
             if len(self.values) == 1:
                 others.append(asyncio.create_task(streams.run(item(10), late)))
 
@@ -89,9 +89,9 @@ def test_only_failing_streams_end() -> None:
     """A failed step is bisected: failing streams end, the others get all their responses."""
     model, pairs = Counter(fails_at=30), _kept(4)  # 0, 10, 20, and 30, which fails
     _run(model, *pairs)
-    for _, kept in pairs[:3]:
-        assert len(kept.values) == 3
-        assert kept.error is None
+    for _, recorder in pairs[:3]:
+        assert len(recorder.values) == 3
+        assert recorder.error is None
     assert isinstance(pairs[3][1].error, ForwardError)
     assert "ValueError: too much" in pairs[3][1].text
     assert pairs[3][1].values == []
@@ -118,17 +118,17 @@ def test_outputs_that_share_memory(limits: dict[str, float]) -> None:
 
     pairs = _kept(4)
     _run(Reuses(**limits), *pairs)  # type: ignore[arg-type]
-    for number, (_, kept) in enumerate(pairs):
+    for number, (_, recorder) in enumerate(pairs):
         start = 10.0 * number
         fails = start >= limits.get("fails_at", 1e9)
-        assert kept.values == ([] if fails else [[[start]], [[start + 1]], [[start + 2]]])
+        assert recorder.values == ([] if fails else [[[start]], [[start + 1]], [[start + 2]]])
 
 
 def test_without_retry() -> None:
     """With RETRY_FAILED_BATCH=false, a failed step ends all its streams."""
     model, pairs = Counter(fails_at=30), _kept(4)
     _run(model, *pairs, retry_failed_batch=False)
-    assert all(isinstance(kept.error, ForwardError) for _, kept in pairs)
+    assert all(isinstance(recorder.error, ForwardError) for _, recorder in pairs)
     assert model.sizes == [4]
 
 
@@ -136,7 +136,7 @@ def test_steps_shrink_when_memory_runs_out() -> None:
     """Steps become smaller when memory runs out, and stay smaller."""
     model, pairs = Counter(3, most=2), _kept(8)
     _run(model, *pairs)
-    assert all(kept.error is None and len(kept.values) == 3 for _, kept in pairs)
+    assert all(recorder.error is None and len(recorder.values) == 3 for _, recorder in pairs)
     assert model.sizes.count(8) == 1
 
 
@@ -144,7 +144,7 @@ def test_not_enough_memory_for_one_stream() -> None:
     """If not even one stream fits into memory, each ends with OutOfMemoryError."""
     model, pairs = Counter(most=0), _kept(2)
     _run(model, *pairs)
-    assert all(isinstance(kept.error, OutOfMemoryError) for _, kept in pairs)
+    assert all(isinstance(recorder.error, OutOfMemoryError) for _, recorder in pairs)
 
 
 class Silent:
@@ -163,10 +163,10 @@ class Silent:
 @pytest.mark.parametrize(("start", "values"), [(5.0, [4.0, 2.0]), (1.0, []), (0.0, [])])
 def test_steps_without_a_response(start: float, values: list[float]) -> None:
     """Outputs of None make no response; a state of None ends the stream."""
-    kept = Kept()
-    _run(Silent(), (item(start), kept))
-    assert kept.values == [[[value]] for value in values]
-    assert kept.error is None
+    recorder = Recorder()
+    _run(Silent(), (item(start), recorder))
+    assert recorder.values == [[[value]] for value in values]
+    assert recorder.error is None
 
 
 class Held:
@@ -191,9 +191,9 @@ def test_states_are_released() -> None:
             states.append(weakref.ref(state))
             return state
 
-    kept = Kept()
-    _run(Model(), (item(1), kept))
-    assert len(kept.values) == 4
+    recorder = Recorder()
+    _run(Model(), (item(1), recorder))
+    assert len(recorder.values) == 4
     assert alive[0]
     assert not any(alive[2:])
 
@@ -235,10 +235,10 @@ def test_step_returns_something_else(returned: Any, message: str) -> None:
         def step(self, states: list[Tensor]) -> Any:
             return returned
 
-    kept = Kept()
-    _run(Wrong(), (item(1), kept))
-    assert isinstance(kept.error, OutputError)
-    assert message in str(kept.error)
+    recorder = Recorder()
+    _run(Wrong(), (item(1), recorder))
+    assert isinstance(recorder.error, OutputError)
+    assert message in str(recorder.error)
 
 
 def test_first_outputs() -> None:

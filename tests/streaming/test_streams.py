@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from streamed import Kept, engine, item, run
+from streamed import Recorder, engine, item, run
 from torch import Tensor
 
 from torch_py_backend.batching import runtime
@@ -46,10 +46,10 @@ class _Iterator:
 )
 def test_values_become_responses(forward: Any, values: list[float]) -> None:
     """Each value of an iterator, which may be no generator, is a response."""
-    kept = Kept()
-    run(engine(forward), (item(2), kept))
-    assert kept.values == [[[value]] for value in values]
-    assert kept.error is None
+    recorder = Recorder()
+    run(engine(forward), (item(2), recorder))
+    assert recorder.values == [[[value]] for value in values]
+    assert recorder.error is None
 
 
 def test_streams_take_turns() -> None:
@@ -61,7 +61,7 @@ def test_streams_take_turns() -> None:
             order.append(int(x))
             yield x
 
-    run(engine(forward), (item(1), Kept()), (item(2), Kept()))
+    run(engine(forward), (item(1), Recorder()), (item(2), Recorder()))
     assert order == [1, 2] * 3
 
 
@@ -76,7 +76,7 @@ def test_an_awaiting_stream_does_not_block_others() -> None:
             yield x
         finished.set()
 
-    waiting, running = Kept(), Kept()
+    waiting, running = Recorder(), Recorder()
     run(engine(forward), (item(1), waiting), (item(2), running))
     assert len(running.values) == len(waiting.values) == 5
 
@@ -90,7 +90,7 @@ def test_an_error_ends_its_own_stream() -> None:
             raise ValueError("one")
         yield 10 * x
 
-    failing, other = Kept(), Kept()
+    failing, other = Recorder(), Recorder()
     run(engine(forward), (item(1), failing), (item(2), other))
     assert failing.values == [[[1.0]]]
     assert isinstance(failing.error, ForwardError)
@@ -107,9 +107,9 @@ def test_any_exception_ends_the_stream(error: type[BaseException]) -> None:
         yield x
         raise error
 
-    kept = Kept()
-    run(engine(forward), (item(1), kept))
-    assert isinstance(kept.error, ForwardError)
+    recorder = Recorder()
+    run(engine(forward), (item(1), recorder))
+    assert isinstance(recorder.error, ForwardError)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -132,15 +132,15 @@ def test_cancellation_closes_the_generator(asynchronous: bool) -> None:
             await asyncio.sleep(0)
             closed.append(int(x))
 
-    class Ended(Kept):
+    class Ended(Recorder):
         def end(self, error: BackendError | None, text: str = "") -> None:
             super().end(error, text)
             assert closed == [3]
 
-    kept = Ended(leaves_after=4)
-    run(engine(awaited if asynchronous else forward), (item(3), kept))
-    assert len(kept.values) == 4
-    assert isinstance(kept.error, CancelledError)
+    recorder = Ended(leaves_after=4)
+    run(engine(awaited if asynchronous else forward), (item(3), recorder))
+    assert len(recorder.values) == 4
+    assert isinstance(recorder.error, CancelledError)
 
 
 def test_closing_a_generator_fails(caplog: pytest.LogCaptureFixture) -> None:
@@ -153,9 +153,9 @@ def test_closing_a_generator_fails(caplog: pytest.LogCaptureFixture) -> None:
         finally:
             raise ValueError("not so fast")
 
-    kept = Kept(leaves_after=1)
-    run(engine(forward), (item(3), kept))
-    assert isinstance(kept.error, CancelledError)
+    recorder = Recorder(leaves_after=1)
+    run(engine(forward), (item(3), recorder))
+    assert isinstance(recorder.error, CancelledError)
     assert "closing a stream raised ValueError: not so fast" in caplog.text
 
 
@@ -175,7 +175,7 @@ def test_the_engine_is_free_between_steps() -> None:
 
     model = engine(forward)
 
-    class BetweenSteps(Kept):
+    class BetweenSteps(Recorder):
         def cancelled(self) -> bool:
             acquire()
             model.turn.release()
@@ -191,7 +191,7 @@ def test_each_step_reports_its_begin_and_end() -> None:
     events: list[str] = []
     model.recovery.begins = lambda: events.append("busy")
     streams = Streams(model, lambda: events.append("idle"))
-    asyncio.run(streams.run(item(1), Kept()))
+    asyncio.run(streams.run(item(1), Recorder()))
     assert events == ["busy", "idle"] * (len(events) // 2)
     assert len(events) >= 2 * 4
 
@@ -203,9 +203,9 @@ def test_steps_run_in_inference_mode() -> None:
         for _ in range(2):
             yield x + torch.is_inference_mode_enabled()
 
-    kept = Kept()
-    run(engine(forward), (item(1), kept))
-    assert kept.values == [[[2.0]], [[2.0]]]
+    recorder = Recorder()
+    run(engine(forward), (item(1), recorder))
+    assert recorder.values == [[[2.0]], [[2.0]]]
 
 
 @pytest.mark.parametrize("context", ["autocast", "device"])
@@ -217,9 +217,9 @@ def test_a_context_that_stays_open(context: str) -> None:
             yield x
 
     before = runtime.thread_state(torch.device("cpu"))
-    kept = Kept()
-    run(engine(forward), (item(1), kept))
-    assert "yields within torch.autocast" in str(kept.error)
+    recorder = Recorder()
+    run(engine(forward), (item(1), recorder))
+    assert "yields within torch.autocast" in str(recorder.error)
     assert runtime.thread_state(torch.device("cpu")) == before
 
 
@@ -236,7 +236,7 @@ def test_a_context_open_during_an_await() -> None:
         yield x
 
     before = runtime.thread_state(torch.device("cpu"))
-    failing, other = Kept(), Kept()
+    failing, other = Recorder(), Recorder()
     run(engine(forward), (item(1), failing), (item(2), other))
     assert "or awaits there" in str(failing.error)
     assert failing.text == ""

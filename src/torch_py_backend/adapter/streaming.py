@@ -228,7 +228,7 @@ class _Client:
         self._gone = False
         self.error: BackendError | None = None
 
-    def take(self, outcome: dict[str, Value], *, last: bool) -> None:
+    def send(self, outcome: dict[str, Value], *, last: bool) -> None:
         """Send a response."""
         try:
             response = messages.write(outcome)

@@ -29,7 +29,7 @@ Outcome: TypeAlias = "dict[str, Value] | BackendError"
 Part: TypeAlias = "tuple[Tensor, int]"
 
 
-class Owned(tuple[Any, ...]):
+class ItemRows(tuple[Any, ...]):
     """A column split by items: each item's rows as a copy, or a `Part`."""
 
     __slots__ = ()
@@ -76,7 +76,7 @@ class Rows(NamedTuple):
             return self.buckets[bisect.bisect_left(self.buckets, rows)]
         return max(self.least, rows)
 
-    def take(self, rows: int) -> bool:
+    def accept(self, rows: int) -> bool:
         """Return whether `rows` rows are one call without filling."""
         if self.most is not None and rows > self.most:
             return False
@@ -118,14 +118,10 @@ def gather(
     """
     if len(items) == 1:
         (item,) = items
-        columns = [
-            pads[name]([item[name]]) if name in pads else to_column(item[name]) for name in names
-        ]
-        if copied:
-            columns = [
-                own(column) if name in copied else column
-                for name, column in zip(names, columns, strict=True)
-            ]
+        columns = []
+        for name in names:
+            column = pads[name]([item[name]]) if name in pads else to_column(item[name])
+            columns.append(clone(column) if name in copied else column)
         return Batch(columns, item[names[0]].shape[:1] if names else ())
     sizes = [item[names[0]].shape[0] for item in items]
     join: Gather = _concatenate
@@ -164,14 +160,9 @@ def fit(columns: Sequence[Value], rows: Rows) -> Iterator[tuple[Sequence[Value],
         present = min(step, total - start)
         piece = [column[start : start + present] for column in columns]
         missing = rows.filled(present) - present
-        yield [_fill(column, missing) for column in piece], present
-
-
-def _fill(column: Value, missing: int) -> Value:
-    if missing == 0 or column.shape[0] == 0:
-        return column
-    last = column[-1:]
-    return _concatenate([column, *[last] * missing])
+        if missing and present:
+            piece = [_concatenate([column, *[column[-1:]] * missing]) for column in piece]
+        yield piece, present
 
 
 def join(pieces: Sequence[Sequence[Value]]) -> Sequence[Value]:
@@ -181,29 +172,29 @@ def join(pieces: Sequence[Sequence[Value]]) -> Sequence[Value]:
     return [_concatenate(list(parts)) for parts in zip(*pieces, strict=True)]
 
 
-def owned(column: Value, sizes: Sequence[int]) -> Owned:
+def clone_rows(column: Value, sizes: Sequence[int]) -> ItemRows:
     """Split a column into copies of each item's rows, independent of the column's memory."""
     if len(sizes) <= 1:
-        return Owned([own(column)])
+        return ItemRows([clone(column)])
     if isinstance(column, Tensor):
         single_rows = list(sizes).count(1) == len(sizes) == column.shape[0]
         if single_rows and column.nbytes <= SMALL_BYTES * len(sizes):
-            return Owned(zip(itertools.repeat(column.clone()), range(len(sizes)), strict=False))
+            return ItemRows(zip(itertools.repeat(column.clone()), range(len(sizes)), strict=False))
         copies: list[Tensor] = torch.split_with_sizes_copy(column, list(sizes))  # type: ignore[func-returns-value,assignment]
-        return Owned(copies)
-    return Owned([own(rows) for rows in split(column, sizes)])
+        return ItemRows(copies)
+    return ItemRows([clone(rows) for rows in split(column, sizes)])
 
 
-def taken(part: Value | Part) -> Value:
-    """Return an item's entry of an `Owned` column as a value."""
+def part_value(part: Value | Part) -> Value:
+    """Return an item's entry of an `ItemRows` column as a value."""
     if not isinstance(part, tuple):
         return part
     column, row = part
     return column[row : row + 1]
 
 
-def own(value: Value) -> Value:
-    """Copy a value."""
+def clone(value: Value) -> Value:
+    """Return a copy of a value."""
     return value.clone() if isinstance(value, Tensor) else value.copy()
 
 
@@ -215,19 +206,19 @@ def wait(values: Iterable[object]) -> None:
 
 
 def scatter(
-    outputs: Sequence[Value | Owned], names: Sequence[str], sizes: Sequence[int]
+    outputs: Sequence[Value | ItemRows], names: Sequence[str], sizes: Sequence[int]
 ) -> list[dict[str, Value]]:
     """Return each item's rows of each output as views; contiguous, as the outputs are."""
     if len(sizes) <= 1:
-        values = [output[0] if isinstance(output, Owned) else output for output in outputs]
+        values = [output[0] if isinstance(output, ItemRows) else output for output in outputs]
         return [dict(zip(names, values, strict=True))]
     parts = [split(output, sizes) for output in outputs]
     return [dict(zip(names, rows, strict=True)) for rows in zip(*parts, strict=True)]
 
 
-def split(output: Value | Owned, sizes: Sequence[int]) -> Sequence[Value]:
+def split(output: Value | ItemRows, sizes: Sequence[int]) -> Sequence[Value]:
     """Return each item's rows of an output as a view."""
-    if isinstance(output, Owned):
+    if isinstance(output, ItemRows):
         return output
     if isinstance(output, Tensor):
         return output.split_with_sizes(list(sizes))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,10 +74,10 @@ class Grouping:
             spec.name for spec in config.inputs if spec.origin is not Origin.CLIENT
         )
         names = [*self._names, *self._batch_inputs]
-        self._whole = bind_inputs(config.name, names, signature, kept=self._kept)
+        self._binding = bind_inputs(config.name, names, signature, kept=self._kept)
         self._special = {
             name: takes
-            for name, takes in zip(self._whole.names, self._whole.takes, strict=True)
+            for name, takes in zip(self._binding.names, self._binding.takes, strict=True)
             if takes.scalar or takes in _LISTS
         }
         _check_types(config, signature.name, self._special)
@@ -104,9 +104,9 @@ class Grouping:
         optional = frozenset(self._names) - frozenset(self._required) - masks - self._carried
         if self._carried:
             self._bound(self._carried)
-        self.patterns: tuple[frozenset[str], ...] = (frozenset(), *self._passable(sorted(optional)))
+        self.patterns = self._find_patterns(sorted(optional))
 
-    def _passable(self, optional: Sequence[str]) -> list[frozenset[str]]:
+    def _find_patterns(self, optional: Sequence[str]) -> tuple[frozenset[str], ...]:
         """Return the sets of optional inputs that forward() can be called without.
 
         Requests that leave out other sets are refused, such as one of two parts of a tuple.
@@ -114,30 +114,35 @@ class Grouping:
         Raises:
             BindingError: an optional input is in none of these sets.
         """
-        refusals = {pattern: self._refusal(pattern) for pattern in _patterns(optional)}
-        passable = [pattern for pattern, refusal in refusals.items() if refusal is None]
-        for pattern, refusal in refusals.items():
-            if refusal is not None and not pattern <= frozenset().union(*passable):
+        sizes: Sequence[int] = range(1, len(optional) + 1)
+        if len(optional) > _MOST_PATTERNS:  # only all of them and each alone
+            sizes = (len(optional), 1)
+        patterns: list[frozenset[str]] = [frozenset()]
+        errors: list[tuple[frozenset[str], BindingError]] = []
+        for names in itertools.chain.from_iterable(
+            itertools.combinations(optional, size) for size in sizes
+        ):
+            pattern = frozenset(names)
+            try:
+                self._bound(pattern | self._carried)
+                patterns.append(pattern)
+            except BindingError as error:
+                errors.append((pattern, error))
+        omissible = frozenset().union(*patterns)
+        for pattern, refusal in errors:
+            if not pattern <= omissible:
                 raise refusal
-        return passable
-
-    def _refusal(self, pattern: frozenset[str]) -> BindingError | None:
-        """Return why forward() cannot be called without these inputs; None: it can."""
-        try:
-            self._bound(pattern | self._carried)
-        except BindingError as error:
-            return error
-        return None
+        return tuple(patterns)
 
     @property
     def places(self) -> dict[str, str]:
         """Where each input goes: an argument, or a path in the call tree."""
-        return dict(zip(self._whole.names, self._whole.places, strict=True))
+        return dict(zip(self._binding.names, self._binding.places, strict=True))
 
     @property
     def binding(self) -> InputBinding:
         """How a batch is passed whose items have all inputs."""
-        return self._whole
+        return self._binding
 
     @property
     def passes_columns(self) -> bool:
@@ -155,13 +160,13 @@ class Grouping:
     def stages(self) -> list[tuple[str, object, str]]:
         """Return the stages of grouping: each one's name, owner and attribute."""
         return [
-            ("group", self, "whole"),
+            ("group", self, "single_group"),
             ("admit", self, "admit"),
             ("group", self, "group"),
             ("convert", self, "convert"),
         ]
 
-    def whole(self, items: Sequence[Item]) -> Group | None:
+    def single_group(self, items: Sequence[Item]) -> Group | None:
         """Return all items as one group if the config alone allows that; else None.
 
         A fast path with the result of `admit` and `group`.
@@ -176,24 +181,14 @@ class Grouping:
                 return None
             if others and len({item[input_name].shape[0] for input_name, _ in self._sent}) > 1:
                 return None
-        if self._carried and not self._alike(items):
-            return None
-        if self._any_device and not self._on_one_device(items):
-            return None
-        return Group(self._whole, items, range(len(items)))
-
-    def _alike(self, items: Sequence[Item]) -> bool:
-        """Return whether the states of all items have the same shapes and types."""
         for name in self._carried:
-            first = items[0][name]
-            shape, dtype = first.shape, first.dtype
-            if any(item[name].shape != shape or item[name].dtype != dtype for item in items):
-                return False
-        return True
-
-    def _on_one_device(self, items: Sequence[Item]) -> bool:
-        """Return whether each input is on the same device in all items."""
-        return all(len({_device(item[name]) for item in items}) == 1 for name, _ in self._sent)
+            if len({(item[name].shape, item[name].dtype) for item in items}) > 1:
+                return None
+        if self._any_device:
+            for name, _ in self._sent:
+                if len({_device(item[name]) for item in items}) > 1:
+                    return None
+        return Group(self._binding, items, range(len(items)))
 
     def admit(self, item: Item) -> Item | InputError:
         """Return the item with masks added and strings decoded, or the reason to refuse it."""
@@ -214,9 +209,9 @@ class Grouping:
                 self._inputs(item)
             except BindingError as error:  # a set of inputs that was not tried at load
                 return InputError(self._model, f"the request lacks inputs: {error}")
-        return self._admit_special(item) if self._special or self._strings else item
+        return self._admit_values(item) if self._special or self._strings else item
 
-    def _admit_special(self, item: Item) -> Item | InputError:
+    def _admit_values(self, item: Item) -> Item | InputError:
         admitted = dict(item)
         for name, value in item.items():
             takes = self._special.get(name, ArgumentType.TENSOR)
@@ -244,7 +239,7 @@ class Grouping:
             return [Group(self._inputs(item), [item], [position]) for position, item in items]
         groups: dict[tuple[object, ...], list[tuple[int, Item]]] = {}
         for position, item in items:
-            groups.setdefault(self._key(item), []).append((position, item))
+            groups.setdefault(self._group_key(item), []).append((position, item))
         split = self._padding.split if self._padding is not None else lambda members: [members]
         return [
             Group(self._inputs(part[0][1]), [item for _, item in part], [at for at, _ in part])
@@ -252,29 +247,23 @@ class Grouping:
             for part in split(members)
         ]
 
-    def _key(self, item: Item) -> tuple[object, ...]:
+    def _group_key(self, item: Item) -> tuple[object, ...]:
+        """Return what items of one batch have in common."""
         names = self._names if len(item) == len(self._names) else sorted(item)
-        shapes = [self._common(name, item[name]) for name in names]
-        scalars = [
-            _flat(item[name])[0]
-            for name, takes in self._special.items()
-            if takes.scalar and name in item
-        ]
-        return (len(item), *names, *shapes, *scalars)
-
-    def _common(self, name: str, value: Value) -> object:
-        """Return the key that values of an input must have in common to share a batch."""
-        if name in self._flattened:
-            return value.device if isinstance(value, Tensor) else None
-        pad = self._pads.get(name)
-        shape = value.shape[1:] if pad is None else pad.fixed(value.shape)
-        if name in self._carried:
-            return (shape, value.dtype)
-        return (shape, _device(value))
+        key: list[object] = [len(item), *names]
+        for name in names:
+            value, pad = item[name], self._pads.get(name)
+            if name not in self._flattened:
+                key.append(value.shape[1:] if pad is None else pad.fixed(value.shape))
+            key.append(value.dtype if name in self._carried else _device(value))
+        for name, takes in self._special.items():
+            if takes.scalar and name in item:
+                key.append(_flat(item[name])[0])
+        return tuple(key)
 
     def _inputs(self, item: Item) -> InputBinding:
         if len(item) == len(self._names):
-            return self._whole
+            return self._binding
         return self._bound(frozenset(self._names).difference(item))
 
     def _bound(self, left_out: frozenset[str]) -> InputBinding:
@@ -290,19 +279,17 @@ class Grouping:
         """Convert columns to arguments of forward(): cast them, make scalars and lists of them."""
         if self._cast is None and not self._special:
             return columns
-        return [
-            column if name in self._batch_inputs else self._convert(column, takes)
-            for name, column, takes in zip(inputs.names, columns, inputs.takes, strict=True)
-        ]
-
-    def _convert(self, column: Value, takes: ArgumentType) -> object:
-        if takes.scalar:
-            return _SCALARS[takes](_flat(column)[0])
-        if not isinstance(column, Tensor):
-            return _LISTS[takes](column) if takes in _LISTS else column
-        if self._cast is not None and column.is_floating_point():
-            return column.to(self._cast)
-        return column
+        arguments: list[object] = []
+        for name, column, takes in zip(inputs.names, columns, inputs.takes, strict=True):
+            argument: object = column
+            if takes.scalar:
+                argument = _SCALARS[takes](_flat(column)[0])
+            elif not isinstance(column, Tensor):
+                argument = _LISTS[takes](column) if takes in _LISTS else column
+            elif self._cast and column.is_floating_point() and name not in self._batch_inputs:
+                argument = column.to(self._cast)
+            arguments.append(argument)
+        return arguments
 
 
 _HOST = torch.device("cpu")
@@ -357,17 +344,8 @@ _SCALARS: Mapping[ArgumentType, Callable[[Any], object]] = {
 }
 
 
+# With more optional inputs than this, not all sets of them are tried.
 _MOST_PATTERNS = 6
-
-
-def _patterns(optional: Sequence[str]) -> Iterator[frozenset[str]]:
-    """Yield the sets of inputs to try leaving out; of many inputs only single ones and all."""
-    sizes = range(1, len(optional) + 1)
-    if len(optional) > _MOST_PATTERNS:
-        sizes = range(1, 2)
-        yield frozenset(optional)
-    for size in sizes:
-        yield from map(frozenset, itertools.combinations(optional, size))
 
 
 def _check_types(config: ModelConfig, function: str, special: Mapping[str, ArgumentType]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Owned, Part, Strings, Value
+from torch_py_backend.batching.gather_scatter import ItemRows, Part, Strings, Value
 from torch_py_backend.config.model_config import ModelConfig, Origin, TensorSpec
 from torch_py_backend.errors import BackendError, OutputError, summarize
 from torch_py_backend.signature import results
@@ -39,7 +40,7 @@ class OutputExtractor:
         # Bound to the structure of the first result.
         self._outputs: results.OutputBinding | None = None
 
-    def take(self, result: object, rows: int) -> list[Value]:
+    def extract(self, result: object, rows: int) -> list[Value]:
         """Return the outputs of a result for `rows` rows: the config's, then the states of STATE.
 
         Raises:
@@ -47,7 +48,12 @@ class OutputExtractor:
             OutputError: the result contradicts the config, or its structure differs from the first.
         """
         if self._outputs is None:
-            self._outputs = self._bind(result)
+            outputs = results.bind_outputs(self._model, self._names, result, self._of)
+            if self._carried:
+                states = results.bind_outputs(self._model, self._carried, result, self._of)
+                self._outputs = lambda result: [*outputs(result), *states(result)]
+            else:
+                self._outputs = outputs
         try:
             parts = self._outputs(result)
         except (LookupError, AttributeError, TypeError):
@@ -84,13 +90,6 @@ class OutputExtractor:
             return None
         return getattr(torch, spec.dtype.torch), spec.dims
 
-    def _bind(self, result: object) -> results.OutputBinding:
-        outputs = results.bind_outputs(self._model, self._names, result, self._of)
-        if not self._carried:
-            return outputs
-        states = results.bind_outputs(self._model, self._carried, result, self._of)
-        return lambda result: [*outputs(result), *states(result)]
-
 
 class Finite:
     """CHECK_FINITE: refuses items whose outputs hold NaN or infinity."""
@@ -105,7 +104,7 @@ class Finite:
             and getattr(torch, spec.dtype.torch).is_floating_point
         ]
 
-    def holds(self, outputs: Sequence[Value | Owned]) -> bool:
+    def holds(self, outputs: Sequence[Value | ItemRows]) -> bool:
         """Return whether all outputs of a batch are finite."""
         return all(_finite(outputs[place]) for place, _ in self._places)
 
@@ -121,10 +120,10 @@ class Finite:
         return None
 
 
-def _finite(value: Value | Owned | Part) -> bool:
-    if isinstance(value, Owned):
+def _finite(value: Value | ItemRows | Part) -> bool:
+    if isinstance(value, ItemRows):
         return all(map(_finite, value))
-    value = gather_scatter.taken(value)
+    value = gather_scatter.part_value(value)
     return not isinstance(value, Tensor) or bool(torch.isfinite(value).all())
 
 
@@ -144,28 +143,17 @@ def unchecked(model: str, name: str, part: object) -> Value:
 def verifiers(config: ModelConfig) -> tuple[Verify, ...]:
     """Return one for each output, in the config's order, then one for each state of STATE."""
     batched = config.max_batch_size > 0
-    split = {batch_output.name for batch_output in config.batch_outputs}
     return (
-        *(
-            _flattened(_verifier(config, spec, (-1,), batched=False))
-            if spec.name in split
-            else _verifier(
-                config, spec, (-1, *spec.dims) if batched else spec.dims, batched=batched
-            )
-            for spec in config.outputs
-        ),
+        *(_verifier(config, spec) for spec in config.outputs),
         *(_State(config.name, state.output, (), batched).verify for state in config.carried),
     )
 
 
-def _flattened(verify: Verify) -> Verify:
-    """Flatten a batch output to one dimension, which is split later."""
-    return lambda part, rows: verify(part.reshape(-1) if isinstance(part, Tensor) else part, rows)
-
-
-def _verifier(
-    config: ModelConfig, spec: TensorSpec, dims: tuple[int, ...], *, batched: bool
-) -> Verify:
+def _verifier(config: ModelConfig, spec: TensorSpec) -> Verify:
+    # A batch output is verified in one dimension, and split later.
+    flat = any(batch_output.name == spec.name for batch_output in config.batch_outputs)
+    batched = config.max_batch_size > 0 and not flat
+    dims = (-1,) if flat else (-1, *spec.dims) if batched else spec.dims
     # Triton's reshape needs the config's shape, and so do the states of sequences.
     any_shape = not (
         config.options.check_outputs or spec.reshaped or spec.origin is not Origin.CLIENT
@@ -177,8 +165,12 @@ def _verifier(
     cast = config.options.cast_outputs or (
         config.options.autocast is not None and dtype.is_floating_point
     )
-    output = _Tensor(config.name, spec.name, dims, batched, any_shape, dtype=dtype, cast=cast)
-    return output.verify
+    verify = _Tensor(
+        config.name, spec.name, dims, batched, any_shape, dtype=dtype, cast=cast
+    ).verify
+    if not flat:
+        return verify
+    return lambda part, rows: verify(part.reshape(-1) if isinstance(part, Tensor) else part, rows)
 
 
 @dataclass(slots=True)
@@ -335,23 +327,16 @@ class _Strings(_Output):
         except (AttributeError, UnicodeEncodeError) as error:
             raise self.mismatch(f"no strings: {error}", "strings") from None
         if not self.fits(strings.shape):
-            shaped = self._shaped(strings, rows)
-            if shaped is None and not self.serves(strings.shape):
+            # A flat list holds the strings of all rows, as LibTorch's does.
+            dims = (rows, *self.dims[1:]) if self.batched else self.dims
+            if strings.ndim <= 1 and dims.count(-1) <= 1:
+                with contextlib.suppress(ValueError):
+                    strings = strings.reshape(dims)
+            if not (self.fits(strings.shape) or self.serves(strings.shape)):
                 raise self.mismatch(f"strings {list(strings.shape)}", "strings")
-            strings = strings if shaped is None else shaped
         if self.batched and strings.shape[0] != rows:
             raise self.wrong_rows(strings.shape[0], rows)
         return strings
-
-    def _shaped(self, strings: Strings, rows: int) -> Strings | None:
-        """Reshape a flat list of all rows' strings, as LibTorch does; None: that does not fit."""
-        dims = (rows, *self.dims[1:]) if self.batched else self.dims
-        if strings.ndim > 1 or dims.count(-1) > 1:
-            return None
-        try:
-            return strings.reshape(dims)
-        except ValueError:
-            return None
 
 
 def _array(model: str, name: str, part: object) -> Strings:

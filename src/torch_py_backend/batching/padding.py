@@ -40,48 +40,35 @@ class Pad:
     left: bool
     multiple_of: int
 
-    def target(self, values: Sequence[Tensor]) -> list[int]:
-        """Return the smallest shape, without the batch, that holds each of the values."""
-        longest = list(values[0].shape)
+    def padded_shape(self, shapes: Sequence[Sequence[int]]) -> list[int]:
+        """Return the shape of a batch of values of these shapes."""
+        padded = [sum(shape[0] for shape in shapes), *shapes[0][1:]]
         for axis in self.axes:
-            size = max(value.shape[axis] for value in values)
-            longest[axis] = -(-size // self.multiple_of) * self.multiple_of
-        return longest[1:]
+            longest = max(shape[axis] for shape in shapes)
+            padded[axis] = -(-longest // self.multiple_of) * self.multiple_of  # rounded up
+        return padded
 
     def fixed(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the part of a shape that must be equal for values to share a batch."""
         return tuple(size for axis, size in enumerate(shape) if axis and axis not in self.axes)
 
-    def alone(self, shape: Sequence[int]) -> list[int]:
-        """Return the shape that the value of a single item is padded to."""
-        multiple = self.multiple_of
-        return [
-            -(-size // multiple) * multiple if axis in self.axes else size
-            for axis, size in enumerate(shape)
-        ]
-
     def gather(self, items: Sequence[Value]) -> Tensor:
         """Pad and concatenate the items' values; a single one of the target shape is not copied."""
         values: list[Any] = [to_column(value) for value in items]
-        target = self.target(values)
-        if all(list(value.shape[1:]) == target for value in values):
+        target = self.padded_shape([value.shape for value in values])
+        if all(list(value.shape[1:]) == target[1:] for value in values):
             return values[0] if len(values) == 1 else torch.cat(list(values))
         first = values[0]
-        rows = sum(value.shape[0] for value in values)
-        gathered = torch.full((rows, *target), self.value, dtype=first.dtype, device=first.device)
+        gathered = torch.full(target, self.value, dtype=first.dtype, device=first.device)
         start = 0
         for value in values:
             stop = start + value.shape[0]
-            gathered[self._place(slice(start, stop), value, target)] = value
+            place = [slice(start, stop)]
+            for size, padded in zip(value.shape[1:], target[1:], strict=True):
+                place.append(slice(padded - size, padded) if self.left else slice(size))
+            gathered[tuple(place)] = value
             start = stop
         return gathered
-
-    def _place(self, rows: slice, value: Tensor, target: Sequence[int]) -> tuple[slice, ...]:
-        sizes = zip(value.shape[1:], target, strict=True)
-        return (
-            rows,
-            *(slice(padded - size, padded) if self.left else slice(size) for size, padded in sizes),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +100,7 @@ class Padding:
         self.masks: dict[str, str] = {}
         settings = config.options.pad or {}
         for name, setting in settings.items():
-            self.pads[name] = self._pad(config, name, setting)
+            self.pads[name] = self._parse_pad(config, name, setting)
         # All masks, including those that requests must send.
         self._masked = {
             setting["mask"]: name for name, setting in settings.items() if "mask" in setting
@@ -123,7 +110,7 @@ class Padding:
                 self._add_mask(config, name, setting["mask"])
         self._cuts = tuple(self._find_cuts(config, settings))
 
-    def _pad(self, config: ModelConfig, name: str, setting: Mapping[str, Any]) -> Pad:
+    def _parse_pad(self, config: ModelConfig, name: str, setting: Mapping[str, Any]) -> Pad:
         spec = self._specs.get(name)
         if spec is None:
             raise _refusal(config, f"'{name}', which is no input", join_names(self._specs))
@@ -134,7 +121,11 @@ class Padding:
             raise _refusal(config, f"'{name}', whose dims are fixed", "inputs with dims of -1")
         value = setting.get("value", 0)
         dtype: torch.dtype = getattr(torch, spec.dtype.torch)
-        if not _holds(dtype, value):
+        try:  # at load, before any batch needs the value
+            held = torch.full((), value, dtype=dtype).item()
+        except (RuntimeError, OverflowError):
+            held = None
+        if held is None or (held != value and not dtype.is_floating_point):
             raise _refusal(
                 config, f"the value {value} for '{name}'", f"one that {spec.dtype.triton} can hold"
             )
@@ -222,19 +213,22 @@ class Padding:
         names = [name for name in self.pads if name in items[0][1]]
         if not names:
             return [list(items)]
-        shapes = [[self.pads[name].alone(item[name].shape) for name in names] for _, item in items]
+        shapes = [
+            [self.pads[name].padded_shape([item[name].shape]) for name in names]
+            for _, item in items
+        ]
         rows = [item_shapes[0][0] for item_shapes in shapes]
         # So few rows cannot exceed the limit.
         if sum(rows) <= MOST_GROWTH:
             return [list(items)]
         values = [_count_values(item_shapes) for item_shapes in shapes]
-        if _count_values(_padded(shapes)) <= MOST_GROWTH * sum(values):
+        if _count_values(_batch_shapes(shapes)) <= MOST_GROWTH * sum(values):
             return [list(items)]
         parts: list[list[int]] = []
         part_shapes, part_values = shapes[0], 0
         # From the shortest rows to the longest; an item too long for a part begins the next one.
         for index in sorted(range(len(items)), key=lambda at: values[at] / max(rows[at], 1)):
-            together = _padded([part_shapes, shapes[index]])
+            together = _batch_shapes([part_shapes, shapes[index]])
             if parts and _count_values(together) <= MOST_GROWTH * (part_values + values[index]):
                 parts[-1].append(index)
                 part_shapes, part_values = together, part_values + values[index]
@@ -284,7 +278,7 @@ def _count_values(shapes: Sequence[Sequence[int]]) -> int:
     return sum(map(math.prod, shapes))
 
 
-def _padded(items: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+def _batch_shapes(items: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
     """Return the shape of each padded input in a batch of these items."""
     return [
         [
@@ -293,15 +287,6 @@ def _padded(items: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
         ]
         for shapes in zip(*items, strict=True)
     ]
-
-
-def _holds(dtype: torch.dtype, value: float) -> bool:
-    """Return whether a type can represent a value; checked at load, before any batch needs it."""
-    try:
-        held = torch.full((), value, dtype=dtype).item()
-    except (RuntimeError, OverflowError):
-        return False
-    return dtype.is_floating_point or held == value
 
 
 def _free_axes(spec: TensorSpec) -> Iterator[int]:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Batch, Gather, Item, Owned, Value
-from torch_py_backend.config.batch_io import BatchInput, BatchInputKind
+from torch_py_backend.batching.gather_scatter import Batch, Gather, Item, ItemRows, Value
+from torch_py_backend.config.batch_io import BatchInputKind
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import OutputError
 
@@ -54,16 +55,20 @@ class Ragged:
         """Gather as `gather_scatter.gather` does; flatten ragged inputs, create batch inputs."""
         sent = [name for name in names if name not in self._batch_inputs]
         batch = gather_scatter.gather(items, sent, self._flat, copied)
-        columns = iter(batch.columns)
-        created = self._batch_inputs
-        return Batch(
-            [_create(created[name], items) if name in created else next(columns) for name in names],
-            batch.sizes,
-        )
+        columns = dict(zip(sent, batch.columns, strict=True))
+        for name in names:
+            batch_input = self._batch_inputs.get(name)
+            if batch_input is not None:
+                values = [item[batch_input.source] for item in items]
+                numbers = _NUMBERS[batch_input.kind]([value.shape for value in values])
+                column = torch.from_numpy(np.array(numbers, dtype=batch_input.dtype.numpy))
+                source = values[0]
+                columns[name] = column.to(source.device) if isinstance(source, Tensor) else column
+        return Batch([columns[name] for name in names], batch.sizes)
 
     def split(
-        self, items: Sequence[Item], outputs: Sequence[Value | Owned]
-    ) -> Sequence[Value | Owned]:
+        self, items: Sequence[Item], outputs: Sequence[Value | ItemRows]
+    ) -> Sequence[Value | ItemRows]:
         """Split each batch output by the shapes of its source.
 
         Raises:
@@ -77,22 +82,17 @@ class Ragged:
                 [item[source].shape[axis] if size == -1 else size for axis, size in enumerate(dims)]
                 for item in items
             ]
-            outputs[place] = Owned(self._parts(name, outputs[place], shapes))
+            sizes = [math.prod(shape) for shape in shapes]
+            values: Any = outputs[place]
+            if len(values) != sum(sizes):
+                raise OutputError(
+                    self._model,
+                    f"output '{name}' has {len(values)} values",
+                    expected=f"{sum(sizes)}, as batch_output says",
+                )
+            parts = zip(gather_scatter.split(values, sizes), shapes, strict=True)
+            outputs[place] = ItemRows(part.reshape(shape) for part, shape in parts)
         return outputs
-
-    def _parts(self, name: str, values: Any, shapes: _Shapes) -> list[Value]:
-        sizes = [math.prod(shape) for shape in shapes]
-        if len(values) != sum(sizes):
-            raise OutputError(
-                self._model,
-                f"output '{name}' has {len(values)} values",
-                expected=f"{sum(sizes)}, as batch_output says",
-            )
-        if isinstance(values, Tensor):
-            parts: Sequence[Value] = values.split(sizes)
-        else:
-            parts = np.split(values, np.cumsum(sizes)[:-1])
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _flat(values: list[Any]) -> Value:
@@ -104,25 +104,11 @@ def _flat(values: list[Any]) -> Value:
     return gather_scatter.to_column(np.concatenate(values, axis=None))
 
 
-def _create(batch_input: BatchInput, items: Sequence[Item]) -> Tensor:
-    """Create a batch input on the device of its source."""
-    values = [item[batch_input.source] for item in items]
-    shapes = [value.shape for value in values]
-    if (
-        batch_input.kind is BatchInputKind.MAX_ELEMENT_COUNT_AS_SHAPE
-    ):  # only its shape has a meaning
-        numbers = np.zeros(max(map(math.prod, shapes)), dtype=batch_input.dtype.numpy)
-    else:
-        numbers = np.array(_NUMBERS[batch_input.kind](shapes), dtype=batch_input.dtype.numpy)
-    column = torch.from_numpy(numbers)
-    return column.to(values[0].device) if isinstance(values[0], Tensor) else column
-
-
 def _item_shapes(shapes: _Shapes) -> list[list[int]]:
     return [list(shape[1:]) for shape in shapes for _ in range(shape[0])]
 
 
-_NUMBERS: Mapping[BatchInputKind, Callable[[_Shapes], Sequence[object]]] = {
+_NUMBERS: Mapping[BatchInputKind, Callable[[_Shapes], npt.ArrayLike]] = {
     BatchInputKind.ELEMENT_COUNT: lambda shapes: list(map(math.prod, shapes)),
     BatchInputKind.ACCUMULATED_ELEMENT_COUNT: lambda shapes: list(
         itertools.accumulate(map(math.prod, shapes))
@@ -134,4 +120,6 @@ _NUMBERS: Mapping[BatchInputKind, Callable[[_Shapes], Sequence[object]]] = {
     BatchInputKind.ITEM_SHAPE_FLATTEN: lambda shapes: list(
         itertools.chain.from_iterable(_item_shapes(shapes))
     ),
+    # Only its shape has a meaning.
+    BatchInputKind.MAX_ELEMENT_COUNT_AS_SHAPE: lambda shapes: np.zeros(max(map(math.prod, shapes))),
 }

@@ -7,13 +7,13 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Owned, Value
+from torch_py_backend.batching.gather_scatter import ItemRows, Value
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.config.options import Options
 from torch_py_backend.config.threads import Threads
@@ -21,7 +21,7 @@ from torch_py_backend.errors import PlatformError
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T", bound="Value | Owned")
+T = TypeVar("T", bound="Value | ItemRows")
 
 Guard: TypeAlias = "Callable[[], AbstractContextManager[object]]"
 
@@ -51,18 +51,25 @@ class Runtime:
         """Copy tensors to this instance's device where they are elsewhere."""
         if self.on_cpu:
             return columns
-        return [
-            _sent(column, self.device)
-            if isinstance(column, Tensor) and column.device != self.device
-            else column
-            for column in columns
-        ]
+        # A copy to the host is read without synchronization, so it must not be asynchronous.
+        asynchronous = self.device.type != "cpu"
+        copies: list[Value] = []
+        for column in columns:
+            copy = column
+            if isinstance(column, Tensor) and column.device != self.device:
+                # A copy from pinned memory is asynchronous; torch keeps that memory until it is
+                # done.
+                pins = self.device.type == "cuda" and column.device.type == "cpu"
+                source = column.pin_memory() if pins else column
+                copy = source.to(self.device, non_blocking=asynchronous)
+            copies.append(copy)
+        return copies
 
     def to_host(self, outputs: Sequence[T], inputs: Sequence[Value]) -> Sequence[T]:
         """Copy outputs to the host where needed, and wait for the device's work on them.
 
         Args:
-            outputs: the model's outputs; `Owned` columns stay on their device.
+            outputs: the model's outputs; `ItemRows` columns stay on their device.
             inputs: the requests' inputs; if all tensors are on a GPU, outputs stay there.
         """
         # A model that was placed on the CPU may itself use a GPU.
@@ -71,7 +78,12 @@ class Runtime:
         before = outputs
         tensors = [column for column in inputs if isinstance(column, Tensor)]
         if not tensors or not all(column.is_cuda for column in tensors):
-            outputs = [_fetched(output) for output in outputs]
+            copies: list[Any] = list(outputs)
+            for place, output in enumerate(outputs):
+                if isinstance(output, Tensor) and output.is_cuda:
+                    pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
+                    copies[place] = pinned.copy_(output, non_blocking=True)
+            outputs = copies
         # Triton also reads GPU outputs without a stream. Each copy runs on the current stream of
         # its source's device, and with KIND_MODEL outputs may be on several devices.
         gather_scatter.wait(before)
@@ -116,24 +128,6 @@ def probe(device: torch.device) -> None:
             torch.cuda.synchronize(index)
 
 
-def _sent(column: Tensor, device: torch.device) -> Tensor:
-    """Copy a column to a device.
-
-    A copy from pinned memory is asynchronous; torch keeps that memory until it is done.
-    """
-    if device.type == "cuda" and column.device.type == "cpu":
-        column = column.pin_memory()
-    # A copy to the host is read without synchronization, so it must not be asynchronous.
-    return column.to(device, non_blocking=device.type != "cpu")
-
-
-def _fetched(output: T) -> T:
-    if not isinstance(output, Tensor) or not output.is_cuda:
-        return output
-    pinned = torch.empty(output.shape, dtype=output.dtype, pin_memory=True)
-    return cast(T, pinned.copy_(output, non_blocking=True))
-
-
 def placement(config: ModelConfig) -> torch.device | None:
     """Return the device of this instance and make it current; None for KIND_MODEL.
 
@@ -150,7 +144,7 @@ def placement(config: ModelConfig) -> torch.device | None:
     if not config.options.force_cpu_only_input_tensors and not torch.cuda.is_available():
         log.warning(
             "model '%s': FORCE_CPU_ONLY_INPUT_TENSORS is 'no', and torch %s sees no GPU: a request"
-            " whose tensors are on one is refused. Take the parameter out.",
+            " whose tensors are on one is refused. Remove the parameter.",
             config.name,
             torch.__version__,
         )
@@ -212,27 +206,27 @@ def create(options: Options, device: torch.device | None, weights: Iterable[Tens
     if device is None:
         first = next(iter(weights), None)
         device = torch.device("cpu") if first is None else first.device
-    mode: Guard = _inference_mode if options.inference_mode else torch.no_grad
+    guard: Guard = _inference_mode if options.inference_mode else torch.no_grad
     on_gpu = device.type == "cuda"
     if options.autocast is not None:
-        mode = _in_precision(device, _AUTOCAST[options.autocast], mode, options)
+        guard = _autocast_guard(device, options, guard)
     return Runtime(
         device=device,
-        guard=_on_own_stream(device, mode) if on_gpu else mode,
+        guard=_stream_guard(device, guard) if on_gpu else guard,
         clean=torch.cuda.empty_cache if options.enable_cache_cleaning and on_gpu else None,
         host_inputs=options.force_cpu_only_input_tensors,
     )
 
 
-_ENTERED = contextlib.nullcontext()
-
-
 def mode(options: Options) -> AbstractContextManager[object]:
     """Return the context of a thread that calls the model, warm-up included.
 
-    Tensors made in inference mode have other dispatch keys, for which torch.compile compiles anew.
+    Tensors made in inference mode have other dispatch keys, for which torch.compile recompiles.
     """
     return torch.inference_mode() if options.inference_mode else contextlib.nullcontext()
+
+
+_ENTERED = contextlib.nullcontext()
 
 
 def _inference_mode() -> AbstractContextManager[object]:
@@ -243,7 +237,8 @@ def _inference_mode() -> AbstractContextManager[object]:
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _in_precision(device: torch.device, dtype: torch.dtype, mode: Guard, options: Options) -> Guard:
+def _autocast_guard(device: torch.device, options: Options, mode: Guard) -> Guard:
+    dtype = _AUTOCAST[options.autocast or ""]
     # Autocast frees its cache of cast weights on exit, but a captured graph would still read them;
     # torch.cuda.make_graphed_callables refuses autocast with a cache for that reason.
     cached = "cuda_graphs" not in options.optimize
@@ -256,7 +251,7 @@ def _in_precision(device: torch.device, dtype: torch.dtype, mode: Guard, options
     return guard
 
 
-def _on_own_stream(device: torch.device, mode: Guard) -> Guard:
+def _stream_guard(device: torch.device, mode: Guard) -> Guard:
     # The weights were copied on the default stream, which this stream does not wait for.
     torch.cuda.synchronize(device)
     stream = torch.cuda.Stream(device)

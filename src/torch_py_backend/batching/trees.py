@@ -26,7 +26,7 @@ def to_device(tree: Any, device: torch.device) -> Any:
     return tree
 
 
-def owned(tree: Any) -> Any:
+def clone(tree: Any) -> Any:
     """Copy the containers, tensors and arrays of a tree.
 
     Other leaves, and containers that cannot be copied, stay the same objects.
@@ -34,9 +34,9 @@ def owned(tree: Any) -> Any:
     if isinstance(tree, Tensor | np.ndarray):
         return tree.clone() if isinstance(tree, Tensor) else tree.copy()
     if type(tree) is dict:
-        return {key: owned(value) for key, value in tree.items()}
+        return {key: clone(value) for key, value in tree.items()}
     if type(tree) in (list, tuple):
-        return type(tree)(map(owned, tree))
+        return type(tree)(map(clone, tree))
     if isinstance(tree, Mapping | list | tuple) or _is_record(tree):
         try:  # classes such as transformers' BatchEncoding
             return copy.deepcopy(tree)
@@ -69,7 +69,7 @@ def _check_rows(model: str, rows: int, found: str, count: int) -> None:
             f"the result for {rows} rows holds a {found}, which cannot be split by rows for"
             " postprocess()",
             expected="tensors whose dimension 0 is the batch, and lists with an entry a row",
-            cure="Or write postprocess_batch(), which is given it as it is.",
+            cure="Or write postprocess_batch(), which receives the unchanged result.",
         )
 
 

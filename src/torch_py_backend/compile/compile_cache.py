@@ -5,9 +5,7 @@ payload: a ZIP archive of PyTorch's portable bundle (`torch.compiler.save_cache_
 the libraries that inductor built for the CPU, which PyTorch's bundle does not contain. Loading it
 runs code from it, so it is loaded only if no other user can have written it.
 
-The first line also names the vector instruction sets that inductor may use. Otherwise inductor
-tests each of them in a process of its own in every start (1 s of a start from a bundle with
-torch 2.13 and AVX-512).
+The first line also names the vector instruction sets that inductor may use (`vector_isa`).
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from typing import Any
 import torch
 
 from torch_py_backend.artifacts.discovery import Artifact
-from torch_py_backend.compile import torch_compile
+from torch_py_backend.compile import torch_compile, vector_isa
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError, PlatformError, summarize
 from torch_py_backend.processes import private_files
@@ -53,7 +51,7 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
     option = config.options.compile_cache_dir
     if option is not None and option.lower() == "none":
         return None
-    folder = config.folder / _FOLDER if option is None else _resolve(config, option)
+    folder = config.folder / _FOLDER if option is None else _resolve_folder(config, option)
     facts = _facts(config, artifact, device)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     uses_vectors = device.type == "cpu" and torch_compile.by_inductor(config)
@@ -88,7 +86,7 @@ def at(config: ModelConfig, artifact: Artifact, device: torch.device) -> Bundle 
     return bundle
 
 
-def _resolve(config: ModelConfig, option: str) -> Path:
+def _resolve_folder(config: ModelConfig, option: str) -> Path:
     """Return the folder of COMPILE_CACHE_DIR: inside the model's folder, or an absolute path."""
     try:
         path = Path(option).expanduser()
@@ -107,8 +105,17 @@ def _resolve(config: ModelConfig, option: str) -> Path:
 
 def _facts(config: ModelConfig, artifact: Artifact, device: torch.device) -> Mapping[str, Any]:
     """Return the facts that a bundle depends on."""
+    # The code and the size of the weights, whose values are not in compiled code.
+    digest = hashlib.sha256()
+    files = {*config.version_folder.glob("**/*.py"), artifact.path, artifact.weights}
+    for path in sorted(file for file in files if file is not None and file.is_file()):
+        digest.update(f"{path.name} {path.stat().st_size}".encode())
+        if path is not artifact.weights:
+            with path.open("rb") as file:
+                while piece := file.read(1 << 20):
+                    digest.update(piece)
     return {
-        "model": _hash(config, artifact),
+        "model": digest.hexdigest(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(device)
@@ -118,19 +125,6 @@ def _facts(config: ModelConfig, artifact: Artifact, device: torch.device) -> Map
         "inputs": [str(spec) for spec in config.inputs],
         "options": {key: repr(getattr(config.options, key)) for key in _OPTIONS},
     }
-
-
-def _hash(config: ModelConfig, artifact: Artifact) -> str:
-    """Hash the code and the size of the weights, whose values are not in compiled code."""
-    digest = hashlib.sha256()
-    files = {*config.version_folder.glob("**/*.py"), artifact.path, artifact.weights}
-    for path in sorted(file for file in files if file is not None and file.is_file()):
-        digest.update(f"{path.name} {path.stat().st_size}".encode())
-        if path is not artifact.weights:
-            with path.open("rb") as file:
-                for piece in iter(lambda: file.read(1 << 20), b""):  # noqa: B023  called here
-                    digest.update(piece)
-    return digest.hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -163,10 +157,11 @@ class Bundle:
             with _locked(self.path.with_suffix(".lock")):
                 loaded = self._load(cache, logging.WARNING)
                 # Before compilation: the instruction sets are part of the keys in inductor's cache.
-                names = _find_vectors(self.model) if self.uses_vectors and not loaded else []
+                detects = self.uses_vectors and not loaded
+                vectors = vector_isa.detect(self.model) if detects else []
                 yield loaded
                 if not loaded:
-                    self._save(cache, names)
+                    self._save(cache, vectors)
 
     def _load(self, cache: Path, level: int) -> bool:
         if not self.path.is_file():
@@ -178,9 +173,9 @@ class Bundle:
                 raise ValueError("it is for another model, torch, device or config")
             if header["sha256"] != hashlib.sha256(payload).hexdigest():
                 raise ValueError("it is damaged")
-            _unpack(payload, cache)
+            unpack(payload, cache)
             if self.uses_vectors:
-                _set_vectors(header["vectors"])
+                vector_isa.restore(header["vectors"])
         except Exception as error:  # a file of this name may contain anything
             log.log(
                 level,
@@ -197,7 +192,7 @@ class Bundle:
         libraries = sorted(cache.glob("**/*.so"))
         if artifacts is None and not libraries:  # a compiler backend without a cache
             return
-        payload = _pack(artifacts[0] if artifacts else b"", libraries, cache)
+        payload = pack(artifacts[0] if artifacts else b"", libraries, cache)
         header = {
             "facts": self.facts,
             "sha256": hashlib.sha256(payload).hexdigest(),
@@ -228,38 +223,6 @@ def _use_private_folder() -> None:
         os.environ[_VARIABLE] = str(private_files.user_folder())
 
 
-def _find_vectors(model: str) -> list[str]:
-    """Return the vector instruction sets that inductor may use, and set them."""
-    try:
-        names = _vectors()
-        _set_vectors(names)
-    except Exception as error:  # a torch with other internals
-        log.info("model '%s': %s; inductor looks for them itself.", model, summarize(error))
-        return []
-    return names
-
-
-def _set_vectors(names: Sequence[str]) -> None:
-    """Skip inductor's tests of vector instruction sets, if it would select these without them."""
-    from torch._inductor import config, cpu_vec_isa  # noqa: PLC0415  slow to import
-
-    # No names were saved, or the user has set TORCHINDUCTOR_VEC_ISA_OK.
-    if not names or config.cpp.vec_isa_ok is not None:
-        return
-    clear_cache = cpu_vec_isa.valid_vec_isa_list.cache_clear
-    config.cpp.vec_isa_ok = True
-    clear_cache()
-    if _vectors() != names:  # the compiler supports fewer than the processor
-        config.cpp.vec_isa_ok = None
-        clear_cache()
-
-
-def _vectors() -> list[str]:
-    from torch._inductor import cpu_vec_isa  # noqa: PLC0415
-
-    return [str(isa) for isa in cpu_vec_isa.valid_vec_isa_list()]
-
-
 @contextlib.contextmanager
 def _own_cache(name: str) -> Iterator[Path]:
     """Set inductor's cache to a folder of this model only, and yield it."""
@@ -285,7 +248,7 @@ def _write(path: Path, content: bytes) -> None:
             raise
 
 
-def _pack(artifacts: bytes, libraries: Sequence[Path], cache: Path) -> bytes:
+def pack(artifacts: bytes, libraries: Sequence[Path], cache: Path) -> bytes:
     """Return a ZIP archive whose bytes depend on its content only.
 
     Args:
@@ -305,7 +268,7 @@ def _pack(artifacts: bytes, libraries: Sequence[Path], cache: Path) -> bytes:
     return buffer.getvalue()
 
 
-def _unpack(payload: bytes, cache: Path) -> None:
+def unpack(payload: bytes, cache: Path) -> None:
     with zipfile.ZipFile(io.BytesIO(payload)) as archive:
         for entry in archive.infolist():
             if entry.filename == _TORCH_BUNDLE:

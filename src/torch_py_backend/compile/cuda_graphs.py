@@ -33,14 +33,23 @@ class Graphs:
         """Call the model, by replaying a graph if its shapes were captured."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        key = (spec, *(_signature(leaf) for leaf in leaves))
+        # What a graph depends on: all of a tensor but its values, and other leaves themselves.
+        key = (
+            spec,
+            *(
+                (leaf.shape, leaf.dtype, leaf.device)
+                if isinstance(leaf, Tensor)
+                else (type(leaf), leaf)
+                for leaf in leaves
+            ),
+        )
         replay = self._replays.get(key)
         if replay is not None:
             return replay(tensors)
         if self._sealed:
             self._counts.eager_calls += 1
         else:
-            self._replays[key] = capture(_of_tensors(self._call, leaves, spec), tensors)
+            self._replays[key] = capture(_tensor_function(self._call, leaves, spec), tensors)
         return self._call(*args, **kwargs)
 
     def seal(self, call: Callable[..., object]) -> Graphs:
@@ -54,14 +63,9 @@ class Graphs:
         return self
 
 
-def _signature(leaf: Any) -> Any:
-    """Return what a graph depends on: all of a tensor but its values, or another leaf itself."""
-    if isinstance(leaf, Tensor):
-        return leaf.shape, leaf.dtype, leaf.device
-    return type(leaf), leaf
-
-
-def _of_tensors(call: Callable[..., object], leaves: list[Any], spec: Any) -> Callable[..., object]:
+def _tensor_function(
+    call: Callable[..., object], leaves: list[Any], spec: Any
+) -> Callable[..., object]:
     """Return a call as a function of its tensors only."""
 
     def function(tensors: Sequence[Tensor]) -> Any:
@@ -89,8 +93,8 @@ def capture(call: Callable[[Sequence[Tensor]], Any], tensors: Sequence[Tensor]) 
         result = call(inputs)
 
     def replay(tensors: Sequence[Tensor]) -> Any:
-        for owned, tensor in zip(inputs, tensors, strict=True):
-            owned.copy_(tensor, non_blocking=True)
+        for buffer, tensor in zip(inputs, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
         graph.replay()
         return pytree.tree_map_only(Tensor, torch.clone, result)
 

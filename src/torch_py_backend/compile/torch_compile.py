@@ -20,18 +20,18 @@ log = logging.getLogger(__name__)
 
 
 def requested(config: ModelConfig) -> bool:
-    """Return whether the config asks for a compiled model."""
+    """Return whether the config requests a compiled model."""
     parameters = config.options.torch_compile_optional_parameters
     return parameters is not None and not parameters.get("disable", False)
 
 
 def _parameters(config: ModelConfig) -> Mapping[str, Any]:
-    """Return the parameters of torch.compile if the config asks for a compiled model."""
+    """Return the parameters of torch.compile if the config requests a compiled model."""
     return config.options.torch_compile_optional_parameters or {} if requested(config) else {}
 
 
 def static_shapes(config: ModelConfig) -> bool:
-    """Return whether the config asks for a graph for each shape."""
+    """Return whether the config requests a graph for each shape."""
     return _parameters(config).get("dynamic") is False
 
 
@@ -42,7 +42,7 @@ def required(config: ModelConfig) -> bool:
 
 
 def by_inductor(config: ModelConfig) -> bool:
-    """Return whether the config asks for inductor, torch.compile's default backend."""
+    """Return whether the config requests inductor, torch.compile's default backend."""
     return requested(config) and _parameters(config).get("backend", "inductor") == "inductor"
 
 
@@ -55,7 +55,7 @@ def graph_count() -> int:
 def apply(
     config: ModelConfig, kind: ArtifactType, module: Callable[..., object], counts: Counts
 ) -> Compiled | None:
-    """Compile a module if the config asks for it; None: it is served without torch.compile.
+    """Compile a module if the config requests it; None: it is served without torch.compile.
 
     Raises:
         OptionError: torch.compile does not accept the parameters.
@@ -112,24 +112,18 @@ class Compiled:
 
     def _traced(self, *args: object, **kwargs: object) -> object:
         # False where torch.compile traces this function: a compiled graph records nothing.
-        if not torch.compiler.is_compiling():
-            self._record_eager_call(args, kwargs)
+        if not torch.compiler.is_compiling() and self._sealed:
+            self._counts.eager_calls += 1
+            if not self._warned:
+                self._warned = True
+                leaves = pytree.tree_leaves((args, kwargs))
+                log.warning(
+                    "model '%s': inputs of the shapes %s were not met in the warm-up; they, and all"
+                    " others that would need a compilation, run eagerly.",
+                    self._model,
+                    [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)],
+                )
         return self._eager(*args, **kwargs)
-
-    def _record_eager_call(self, args: Any, kwargs: Any) -> None:
-        """Count a call of the sealed model that runs eagerly; log the first one's shapes."""
-        if not self._sealed:
-            return
-        self._counts.eager_calls += 1
-        if not self._warned:
-            self._warned = True
-            leaves = pytree.tree_leaves((args, kwargs))
-            log.warning(
-                "model '%s': inputs of the shapes %s were not met in the warm-up; they, and all"
-                " others that would need a compilation, run eagerly.",
-                self._model,
-                [list(leaf.shape) for leaf in leaves if isinstance(leaf, Tensor)],
-            )
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         """Call the compiled model, or the eager one if it cannot be compiled.

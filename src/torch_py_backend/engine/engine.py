@@ -15,7 +15,7 @@ from typing import Any
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.batching import gather_scatter, runtime
 from torch_py_backend.batching.counters import Counts
-from torch_py_backend.batching.gather_scatter import Batch, Item, Outcome, Owned, Value, rows_in
+from torch_py_backend.batching.gather_scatter import Batch, Item, ItemRows, Outcome, Value, rows_in
 from torch_py_backend.batching.grouping import Group, Grouping
 from torch_py_backend.batching.output_extraction import Finite, OutputExtractor
 from torch_py_backend.batching.padding import Padding
@@ -96,8 +96,8 @@ class Engine:
         self._watched = config.options.watch_weights
         self._finite = Finite(config) if config.options.check_finite else None
         self._extractor = OutputExtractor(config, f"{loaded.returns}()")
-        take: Take = self._extractor.take
-        self._own: Callable[[Value], Value] = gather_scatter.own
+        take: Take = self._extractor.extract
+        self._own: Callable[[Value], Value] = gather_scatter.clone
         self._grouping: Grouping | HookedPipeline
         if hooks is None:
             self._grouping = Grouping(config, loaded.signature, self._padding)
@@ -118,7 +118,7 @@ class Engine:
         self._gather = gather_scatter.gather if self._ragged is None else self._ragged.gather
         self._to_device = device_runtime.to_device
         self._call = self.runner.call
-        self._to_host: Callable[..., Sequence[Value | Owned]] = device_runtime.to_host
+        self._to_host: Callable[..., Sequence[Value | ItemRows]] = device_runtime.to_host
         self.stream_calls = StreamCalls(
             config,
             self._grouping,
@@ -279,7 +279,7 @@ class Engine:
         return [reported(refusal)] * len(items)
 
     def _run_items(self, grouping: Grouping, items: Sequence[Item]) -> Sequence[Outcome]:
-        whole = grouping.whole(items)
+        whole = grouping.single_group(items)
         if whole is not None:
             outcomes = self._run_group(whole)
         else:
@@ -380,10 +380,11 @@ class Engine:
             called = time.perf_counter()
             if not known:
                 self.side_effects.compare(before, dict(zip(names, batch.columns, strict=True)))
-            owned: Sequence[Value | Owned] = raw
+            owned: Sequence[Value | ItemRows] = raw
             inputs = batch.columns
             if self._states is not None:
-                owned, inputs = self._states.owned(raw, batch), self._states.sent(names, batch)
+                owned = self._states.clone_states(raw, batch)
+                inputs = self._states.sent_columns(names, batch)
             outputs = self._to_host(owned, inputs)
             if more or self._watched:
                 outputs = self._kept(owned, outputs, more=more)
@@ -402,8 +403,8 @@ class Engine:
         return outcomes
 
     def _kept(
-        self, before: Sequence[Value | Owned], outputs: Sequence[Value | Owned], *, more: bool
-    ) -> Sequence[Value | Owned]:
+        self, before: Sequence[Value | ItemRows], outputs: Sequence[Value | ItemRows], *, more: bool
+    ) -> Sequence[Value | ItemRows]:
         """Copy outputs whose memory a later call or new weights may change.
 
         Outputs that `to_host` has copied are not those that the model returned (`before`).
@@ -411,7 +412,7 @@ class Engine:
         kept = [
             self._own(value)
             if value is raw
-            and not isinstance(value, Owned)
+            and not isinstance(value, ItemRows)
             and (
                 more
                 or not (mapped_files.is_dense(value) and mapped_files.has_no_other_views(value))
@@ -427,7 +428,7 @@ class Engine:
         return outcome if refusal is None else reported(refusal)
 
     def _scatter(
-        self, group: Group, batch: Batch, outputs: Sequence[Value | Owned]
+        self, group: Group, batch: Batch, outputs: Sequence[Value | ItemRows]
     ) -> Sequence[Outcome]:
         if self._ragged is not None:
             outputs = self._ragged.split(group.items, outputs)

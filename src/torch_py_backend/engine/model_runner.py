@@ -91,7 +91,7 @@ class ModelRunner:
 
     def call(self, inputs: InputBinding, columns: Sequence[Value], rows: int) -> Sequence[Value]:
         """Return the model's outputs for a batch, in as many calls as needed."""
-        if self.rows.take(rows):
+        if self.rows.accept(rows):
             return self._call_once(inputs, columns, rows)
         pieces: list[list[Value]] = []
         for piece, present in gather_scatter.fit(columns, self.rows):

@@ -356,7 +356,7 @@ def _of_parts(group: Group, parts: Sequence[_Part], sizes: Sequence[int]) -> Gro
         rows = {key: value if whole else value[first:last] for key, value in item.items()}
         if len(parts) == 1:
             # A single item is passed without a copy, and the model may write to it before a retry.
-            rows = {key: gather_scatter.own(value) for key, value in rows.items()}
+            rows = {key: gather_scatter.clone(value) for key, value in rows.items()}
         items.append(rows)
         positions.append(group.positions[place])
     return Group(group.inputs, items, positions)

@@ -120,7 +120,7 @@ class StreamCalls:
         fetched = self._to_host(outputs, columns)
         if self._owns:
             fetched = [
-                gather_scatter.own(value) if value is before else value
+                gather_scatter.clone(value) if value is before else value
                 for before, value in zip(outputs, fetched, strict=True)
             ]
             gather_scatter.wait(fetched)

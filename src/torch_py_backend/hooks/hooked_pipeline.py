@@ -47,7 +47,7 @@ UNREAD = (ROWS,)
 
 def own_rows(column: Value) -> Value:
     """Copy the results of rows that `HookedPipeline.split` returned, including their tensors."""
-    return request_parameters.column(map(trees.owned, request_parameters.values(column)))
+    return request_parameters.column(map(trees.clone, request_parameters.values(column)))
 
 
 class HookedPipeline:
@@ -231,8 +231,8 @@ class HookedPipeline:
         rows = []
         for result, row_parameters in zip(results, parameters, strict=True):
             finished = self._postprocess(result, row_parameters)
-            row = self._extractor.take(self._converted(finished), 1)
-            rows.append([gather_scatter.own(value) for value in row] if more else row)
+            row = self._extractor.extract(self._converted(finished), 1)
+            rows.append([gather_scatter.clone(value) for value in row] if more else row)
         columns = list(zip(*rows, strict=True))
         outputs = {
             name: self._stacked(name, column) if self._batched else column[0]

@@ -184,7 +184,7 @@ class RowPreprocessor:
         columns = [to_column(admitted[name]) for name in inputs.names]
         call = dict if self._preprocess is None else self._preprocess.with_parameters(parameters)
         prepared = inputs.call(call, self._grouping.convert(inputs, columns))
-        return trees.owned(prepared) if copies else prepared
+        return trees.clone(prepared) if copies else prepared
 
     def _stack(self, rows: Sequence[Tree]) -> Item:
         """Stack one request's rows."""

@@ -33,7 +33,7 @@ def find(config: ModelConfig, rows: int | None) -> Item:
     for state in config.states:
         if state.initial is None:
             continue
-        value = _row(config, state, state.initial)
+        value = _one_row(config, state, state.initial)
         if rows is None:
             states[state.input] = value
         elif isinstance(value, Tensor):
@@ -43,15 +43,25 @@ def find(config: ModelConfig, rows: int | None) -> Item:
     return states
 
 
-def _row(config: ModelConfig, state: State, initial: InitialState) -> Value:
+def _one_row(config: ModelConfig, state: State, initial: InitialState) -> Value:
     name = state.dtype.torch if state.dtype is not None else None
     if initial.file is None:
         if name is None:
             return np.full(initial.dims, b"", dtype=np.object_)
         return torch.zeros(initial.dims, dtype=getattr(torch, name))
-    content = _read(config, state, initial.file)
+    folder = config.folder / _FOLDER
+    role = f"the data_file of the state '{state.input}'"
+    discovery.check_inside(config, role, initial.file, folder)
+    try:
+        content = (folder / initial.file).read_bytes()
+    except OSError as error:
+        raise ArtifactError(
+            config.name,
+            f"{role} cannot be read: {error.strerror}",
+            expected=f"{_FOLDER}/{initial.file} in the model's folder",
+        ) from None
     if name is None:
-        return _strings(config, state, initial, content)
+        return _parse_strings(config, state, initial, content)
     dtype: torch.dtype = getattr(torch, name)
     needed = initial.size * dtype.itemsize
     if len(content) < needed:
@@ -61,28 +71,17 @@ def _row(config: ModelConfig, state: State, initial: InitialState) -> Value:
     return torch.frombuffer(bytearray(content[:needed]), dtype=dtype).reshape(initial.dims)
 
 
-def _read(config: ModelConfig, state: State, file: str) -> bytes:
-    folder = config.folder / _FOLDER
-    discovery.check_inside(config, f"the data_file of the state '{state.input}'", file, folder)
-    try:
-        return (folder / file).read_bytes()
-    except OSError as error:
-        raise ArtifactError(
-            config.name,
-            f"the data_file of the state '{state.input}' cannot be read: {error.strerror}",
-            expected=f"{_FOLDER}/{file} in the model's folder",
-        ) from None
-
-
-def _strings(config: ModelConfig, state: State, initial: InitialState, content: bytes) -> Strings:
+def _parse_strings(
+    config: ModelConfig, state: State, initial: InitialState, content: bytes
+) -> Strings:
     """Parse strings, each with its length in four bytes before its text."""
     count = math.prod(initial.dims)
-    texts, place = [], 0
-    while place + 4 <= len(content):
-        (size,) = struct.unpack_from("<I", content, place)
-        place += 4 + size
-        texts.append(content[place - size : place])
-    if place != len(content) or len(texts) != count:
+    texts, position = [], 0
+    while position + 4 <= len(content):
+        (size,) = struct.unpack_from("<I", content, position)
+        position += 4 + size
+        texts.append(content[position - size : position])
+    if position != len(content) or len(texts) != count:
         raise _misfit(config, state, f"{len(texts)} strings", f"{count}, each behind its length")
     strings: Strings = np.empty(len(texts), dtype=np.object_)
     strings[:] = texts

@@ -13,7 +13,7 @@ from torch_py_backend.batching.gather_scatter import Item
 # The shape of the rows, the dtype and the device of each table.
 Form: TypeAlias = "tuple[tuple[torch.Size, torch.dtype, torch.device], ...]"
 
-_LEAST = 64
+_MIN_ROWS = 64
 
 
 class Holder(Protocol):
@@ -50,15 +50,15 @@ class Pool:
         """Return the number of rows."""
         return self._tables[0].shape[0]
 
-    def enter(self, holder: Holder) -> None:
+    def add(self, holder: Holder) -> None:
         """Assign a row to a holder. The row must be written before it is read."""
         if not self._free:
-            self._resize(max(_LEAST, 2 * len(self)))
+            self._resize(max(_MIN_ROWS, 2 * len(self)))
         slot = self._free.pop()
         self._holders[slot] = holder
         self._place(holder, slot)
 
-    def leave(self, holder: Holder) -> None:
+    def remove(self, holder: Holder) -> None:
         """Free a holder's row."""
         del self._holders[holder.slot]
         self._free.append(holder.slot)
@@ -78,8 +78,8 @@ class Pool:
 
     def trim(self) -> None:
         """Shrink the tables if most holders are gone."""
-        if len(self) > _LEAST and 4 * len(self._holders) <= len(self):
-            self._resize(max(_LEAST, 2 * len(self._holders)))
+        if len(self) > _MIN_ROWS and 4 * len(self._holders) <= len(self):
+            self._resize(max(_MIN_ROWS, 2 * len(self._holders)))
 
     def _resize(self, rows: int) -> None:
         before = self._holders

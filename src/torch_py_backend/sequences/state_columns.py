@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch_py_backend.batching import gather_scatter
-from torch_py_backend.batching.gather_scatter import Batch, Owned, Value
+from torch_py_backend.batching.gather_scatter import Batch, ItemRows, Value
 from torch_py_backend.config.model_config import ModelConfig
 
 
@@ -30,16 +30,16 @@ class StateColumns:
             else [names.index(state.output) for state in config.states]
         )
 
-    def owned(self, outputs: Sequence[Value], batch: Batch) -> Sequence[Value | Owned]:
+    def clone_states(self, outputs: Sequence[Value], batch: Batch) -> Sequence[Value | ItemRows]:
         """Return the outputs with states split into copies for each item."""
         if not self._places:
             return outputs
-        columns: list[Value | Owned] = list(outputs)
+        columns: list[Value | ItemRows] = list(outputs)
         for place in self._places:
-            columns[place] = gather_scatter.owned(outputs[place], batch.sizes)
+            columns[place] = gather_scatter.clone_rows(outputs[place], batch.sizes)
         return columns
 
-    def sent(self, names: Sequence[str], batch: Batch) -> Sequence[Value]:
+    def sent_columns(self, names: Sequence[str], batch: Batch) -> Sequence[Value]:
         """Return the columns that requests sent."""
         if not self.inputs:
             return batch.columns

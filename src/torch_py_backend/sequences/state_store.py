@@ -12,6 +12,7 @@ import logging
 import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -67,15 +68,17 @@ def with_controls(config: ModelConfig, signature: Signature) -> ModelConfig:
         return config
     names = [spec.name for spec in config.inputs]
     controls = {control.name: control for control in config.sequencing.controls}
-    taken = binding.accepted_names(names, list(controls), signature)
-    specs = (TensorSpec(name, controls[name].dtype, (1,), origin=Origin.CONTROL) for name in taken)
+    accepted = binding.accepted_names(names, list(controls), signature)
+    specs = (
+        TensorSpec(name, controls[name].dtype, (1,), origin=Origin.CONTROL) for name in accepted
+    )
     return dataclasses.replace(config, inputs=(*config.inputs, *specs))
 
 
 def next_item(config: ModelConfig, item: Item, outcome: dict[str, Value]) -> Item:
     """Return the item of the next step: the same with the states that this step returned."""
     return item | {
-        state.input: gather_scatter.taken(outcome[state.output]) for state in config.states
+        state.input: gather_scatter.part_value(outcome[state.output]) for state in config.states
     }
 
 
@@ -92,7 +95,7 @@ class _Sequence:
         slot: the row in the pool; negative: the states are not in it.
         form: the form of the states if they could be in a pool.
         size: the bytes of the states; 0 while they are the shared initial states.
-        passed: the number of requests run when it was found idle; None: it was not.
+        requests_when_idle: the number of requests run when it was found idle; None: it was not.
     """
 
     values: Item
@@ -100,11 +103,11 @@ class _Sequence:
     slot: int = -1
     form: Form | None = None
     size: int = 0
-    passed: int | None = None
+    requests_when_idle: int | None = None
 
 
 @dataclass(eq=False, slots=True)
-class _Batch:
+class _NewStates:
     """Columns whose rows are the new states of several steps.
 
     Attributes:
@@ -157,8 +160,7 @@ class Sequences:
         self._guard = guard
         self._inputs = [state.input for state in config.states]
         self._outputs = [state.output for state in config.states]
-        self._first = self._outputs[0]
-        self._texts = any(
+        self._has_strings = any(
             state.dtype is not None and state.dtype.torch is None for state in config.states
         )
         public = {spec.name for spec in config.outputs if spec.origin is Origin.CLIENT}
@@ -175,12 +177,12 @@ class Sequences:
             for state in config.states
         )
         # Computed once if it is the same for all steps.
-        self._fixed = sum(map(_size, self._initial.values())) if fixed else None
+        self._fixed_size = sum(map(_size, self._initial.values())) if fixed else None
         limit = config.options.sequence_memory_mb
         self._limit_mb = limit or 0
         self._limit = math.inf if limit is None else limit * _MEGABYTE
         self._refused = 0
-        self._silent_until = -math.inf
+        self._next_warning = -math.inf
         self._quiet = _QUIET_S + sequencing.delay_s
         self._idle = sequencing.idle_s + self._quiet
         # The most requests that may be queued for an instance or running in it.
@@ -188,8 +190,8 @@ class Sequences:
         self._sequences: dict[Id, _Sequence] = {}
         # Created with the first states that can be in a pool.
         self._pool: Pool | None = None
-        self._passed = 0
-        self._ended = clock()
+        self._requests = 0
+        self._last_run = clock()
         # Held while a batch runs: another thread calls `sweep`.
         self._lock = threading.Lock()
 
@@ -206,14 +208,14 @@ class Sequences:
         with self._lock:
             rounds = _rounds(steps)
             for number, places in enumerate(rounds, 1):
-                results = self._run([steps[place] for place in places])
+                results = self._run_round([steps[place] for place in places])
                 if number < len(rounds):  # the next round may overwrite the model's outputs
                     with self._guard():
-                        results = [_owned(outcome) for outcome in results]
+                        results = [_copy(outcome) for outcome in results]
                 for place, outcome in zip(places, results, strict=True):
                     outcomes[place] = outcome
-            self._passed += len(steps)
-            self._ended = self._clock()
+            self._requests += len(steps)
+            self._last_run = self._clock()
         return outcomes
 
     def skip(self, name: Id, *, starts: bool, ends: bool) -> None:
@@ -236,7 +238,7 @@ class Sequences:
         finally:
             self._lock.release()
 
-    def _run(self, steps: Sequence[Step]) -> list[Outcome]:
+    def _run_round(self, steps: Sequence[Step]) -> list[Outcome]:
         """Run steps of different sequences."""
         sequences = [
             self._begin(step.id) if step.starts else self._sequences.get(step.id) for step in steps
@@ -245,7 +247,7 @@ class Sequences:
         run, items = [], []
         for step, sequence in zip(steps, sequences, strict=True):
             if sequence is not None:
-                sequence.used, sequence.passed = now, None
+                sequence.used, sequence.requests_when_idle = now, None
                 run.append((step, sequence))
                 items.append(step.item | sequence.values)
         try:
@@ -253,7 +255,14 @@ class Sequences:
             with self._guard():
                 updated = iter(self._update(run, outcomes))
             return [
-                self._unknown(step) if sequence is None else next(updated)
+                InputError(
+                    self._model,
+                    f"sequence {step.id} has no state here: it was not begun, or it idled too"
+                    " long, or the model was reloaded",
+                    expected="the START flag in the first request of a sequence",
+                )
+                if sequence is None
+                else next(updated)
                 for step, sequence in zip(steps, sequences, strict=True)
             ]
         finally:
@@ -270,26 +279,27 @@ class Sequences:
         sequence = self._sequences.pop(name, None)
         if sequence is not None:
             self.size -= sequence.size
-            self._leave_pool(sequence)
-
-    def _leave_pool(self, sequence: _Sequence) -> None:
-        if sequence.slot >= 0 and self._pool is not None:
-            self._pool.leave(sequence)
+            if sequence.slot >= 0 and self._pool is not None:
+                self._pool.remove(sequence)
 
     def _update(
         self, run: Sequence[tuple[Step, _Sequence]], outcomes: Sequence[Outcome]
     ) -> list[Outcome]:
         """Store the new states of successful steps; return the outcomes for clients."""
         now = self._clock()
-        batches: dict[int, _Batch] = {}
+        batches: dict[int, _NewStates] = {}
         updated: list[Outcome] = []
         for (step, sequence), outcome in zip(run, outcomes, strict=True):
             if isinstance(outcome, BackendError):
                 updated.append(outcome)
                 continue
             sequence.used = now
-            refusal = None if step.ends else self._update_one(step, sequence, outcome, batches)
-            updated.append(self._public_outputs(outcome) if refusal is None else refusal)
+            refusal = None if step.ends else self._store(step, sequence, outcome, batches)
+            for output in self._public:
+                outcome[output] = gather_scatter.part_value(outcome[output])
+            for output in self._hidden:
+                del outcome[output]
+            updated.append(refusal or outcome)
         try:
             for batch in batches.values():
                 if batch.holders and self._pool is not None:
@@ -300,38 +310,14 @@ class Sequences:
             raise
         return updated
 
-    def _public_outputs(self, outcome: dict[str, Value]) -> Outcome:
-        for output in self._public:
-            outcome[output] = gather_scatter.taken(outcome[output])
-        for output in self._hidden:
-            del outcome[output]
-        return outcome
-
-    def _update_one(
-        self,
-        step: Step,
-        sequence: _Sequence,
-        outcome: Mapping[str, Value | Part],
-        batches: dict[int, _Batch],
-    ) -> StateMemoryError | None:
-        """Store the new states of one step; return the error if that is refused."""
-        first = outcome[self._first]
-        if not isinstance(first, tuple):
-            return self._store(step, sequence, outcome, None, 0)
-        column, row = first
-        batch = batches.get(id(column))
-        if batch is None:
-            batch = batches[id(column)] = self._batch([outcome[name] for name in self._outputs])
-        if batch.fits and sequence.slot >= 0:
-            batch.add(sequence, row)
-            return None
-        return self._store(step, sequence, outcome, batch, row)
-
-    def _batch(self, values: Sequence[Value | Part]) -> _Batch:
+    def _new_states(self, outcome: Mapping[str, Value | Part]) -> _NewStates:
+        """Return the columns that an outcome's states are rows of."""
+        values = [outcome[name] for name in self._outputs]
         columns = [value[0] if isinstance(value, tuple) else value for value in values]
         tensors = [column for column in columns if isinstance(column, Tensor)]
-        if self._fixed is not None and self._pool is not None:  # all states have the pool's form
-            return _Batch(tensors, self._pool.form, fits=True)
+        if self._fixed_size is not None and self._pool is not None:
+            # All states have the pool's form.
+            return _NewStates(tensors, self._pool.form, fits=True)
         small = (
             self._batched
             and len(tensors) == len(columns)
@@ -340,71 +326,82 @@ class Sequences:
             )
         )
         form = row_pool.form(tensors) if small else None
-        return _Batch(tensors, form, fits=self._pool is not None and self._pool.form == form)
+        return _NewStates(tensors, form, fits=self._pool is not None and self._pool.form == form)
 
     def _store(
         self,
         step: Step,
         sequence: _Sequence,
         outcome: Mapping[str, Value | Part],
-        batch: _Batch | None,
-        row: int,
+        batches: dict[int, _NewStates],
     ) -> StateMemoryError | None:
-        """Store states that enter or leave the pool or stay outside it.
+        """Store the new states of one step; return the error if that is refused.
 
-        A step that ran alone has its own copy, which is cheaper than a row in a table.
+        Small states of steps that ran in one batch are stored in the pool, a table. A step that ran
+        alone has its own copy, which is cheaper than a row in a table.
         """
-        values = [gather_scatter.taken(outcome[name]) for name in self._outputs]
-        if self._texts:
-            values = [_as_input(value) for value in values]
-        size = sum(map(_size, values)) if self._fixed is None else self._fixed
-        total = self.size + size - sequence.size
-        if total > self._limit:
-            self._free()
-            total = self.size + size - sequence.size
-        if total > self._limit:
-            return self._refuse(step, total)
-        self.size, sequence.size = total, size
-        self._leave_pool(sequence)
-        form = None if batch is None else batch.form
+        batch, form, row = None, None, 0
+        first = outcome[self._outputs[0]]
+        if isinstance(first, tuple):
+            column, row = first
+            batch = batches.get(id(column))
+            if batch is None:
+                batch = batches[id(column)] = self._new_states(outcome)
+            if batch.fits and sequence.slot >= 0:
+                batch.add(sequence, row)
+                return None
+            form = batch.form
+        values = [gather_scatter.part_value(outcome[name]) for name in self._outputs]
+        if self._has_strings:
+            values = [_encode_strings(value) for value in values]
+        error = self._reserve_memory(step, sequence, values)
+        if error is not None:
+            return error
+        if sequence.slot >= 0 and self._pool is not None:
+            self._pool.remove(sequence)
         # States that grow would leave the pool in each step.
-        keeps_form = self._fixed is not None or sequence.form == form
+        keeps_form = self._fixed_size is not None or sequence.form == form
         if batch is not None and form is not None and keeps_form:
             if self._pool is None:
                 self._pool = Pool(self._inputs, batch.columns)
             if self._pool.form == form:
-                self._pool.enter(sequence)
+                self._pool.add(sequence)
                 batch.add(sequence, row)
                 return None
         sequence.form = form
         sequence.values = {
-            name: gather_scatter.own(value) if isinstance(outcome[output], tuple) else value
+            name: gather_scatter.clone(value) if isinstance(outcome[output], tuple) else value
             for name, output, value in zip(self._inputs, self._outputs, values, strict=True)
         }
         return None
 
-    def _refuse(self, step: Step, total: int) -> StateMemoryError:
-        """Return the error for a step whose state exceeds the limit; log it once a minute."""
+    def _reserve_memory(
+        self, step: Step, sequence: _Sequence, values: Sequence[Value]
+    ) -> StateMemoryError | None:
+        """Count the memory of a sequence's new states.
+
+        Return the error if it exceeds the limit, and log it once a minute.
+        """
+        size = sum(map(_size, values)) if self._fixed_size is None else self._fixed_size
+        total = self.size + size - sequence.size
+        if total > self._limit:
+            self._free()
+            total = self.size + size - sequence.size
+        if total <= self._limit:
+            self.size, sequence.size = total, size
+            return None
         count = len(self._sequences)
         error = StateMemoryError(self._model, str(step.id), total, self._limit_mb, count)
         self._refused += 1
         now = self._clock()
-        if now >= self._silent_until:
-            self._silent_until = now + _BETWEEN_WARNINGS_S
+        if now >= self._next_warning:
+            self._next_warning = now + _BETWEEN_WARNINGS_S
             log.warning(
                 "%s Steps refused for that since the model was loaded: %d.",
                 error,
                 self._refused,
             )
         return error
-
-    def _unknown(self, step: Step) -> InputError:
-        return InputError(
-            self._model,
-            f"sequence {step.id} has no state here: it was not begun, or it idled too long, or the"
-            " model was loaded anew",
-            expected="the START flag in the first request of a sequence",
-        )
 
     def _free(self) -> None:
         """Drop the sequences that Triton has forgotten.
@@ -414,40 +411,39 @@ class Sequences:
         is dropped only after the queue was empty, or after as many requests as it can hold ran.
         """
         now = self._clock()
-        quiet = now - self._ended > self._quiet
+        quiet = now - self._last_run > self._quiet
         for name, sequence in list(self._sequences.items()):
             if now - sequence.used <= self._idle:
                 continue
-            if sequence.passed is None:
-                sequence.passed = self._passed
-            if quiet or self._passed - sequence.passed > self._backlog:
+            if sequence.requests_when_idle is None:
+                sequence.requests_when_idle = self._requests
+            if quiet or self._requests - sequence.requests_when_idle > self._backlog:
                 self._drop(name)
 
 
 def _rounds(steps: Sequence[Step]) -> list[list[int]]:
     """Return the positions of steps in rounds, each sequence once per round; skip slot fillers."""
     rounds: list[list[int]] = []
-    passed: dict[Id, int] = {}
+    numbers: Counter[Id] = Counter()
     for place, step in enumerate(steps):
         if step.id:
-            number = passed.get(step.id, 0)
-            passed[step.id] = number + 1
-            if number == len(rounds):
+            if numbers[step.id] == len(rounds):
                 rounds.append([])
-            rounds[number].append(place)
+            rounds[numbers[step.id]].append(place)
+            numbers[step.id] += 1
     return rounds
 
 
-def _owned(outcome: Outcome) -> Outcome:
+def _copy(outcome: Outcome) -> Outcome:
     if isinstance(outcome, BackendError):
         return outcome
-    copies = {name: gather_scatter.own(value) for name, value in outcome.items()}
+    copies = {name: gather_scatter.clone(value) for name, value in outcome.items()}
     gather_scatter.wait(copies.values())
     return copies
 
 
-def _as_input(value: Value) -> Value:
-    """Encode strings as in requests."""
+def _encode_strings(value: Value) -> Value:
+    """Encode strings as in requests; return numbers unchanged."""
     if isinstance(value, Tensor):
         return value
     strings: Strings = np.empty(value.shape, dtype=np.object_)

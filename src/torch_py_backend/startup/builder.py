@@ -95,14 +95,14 @@ def _engine(
 
 
 def _load(config: ModelConfig, artifact: Artifact, device: torch.device | None) -> Loaded:
-    """Load and optimize the model, in its turn of the load queue.
+    """Load and optimize the model when the load queue admits it.
 
-    The turn covers all allocations that last as long as the model. It does not cover the warm-up,
+    The queue covers all allocations that last as long as the model. It does not cover the warm-up,
     which may compile for minutes and needs memory that the sizes of files do not predict.
     """
     on_gpu = device is not None and device.type == "cuda"
     claim = load_queue.claim(config, artifact, on_gpu=on_gpu)
-    with load_queue.turn(config, claim, runtime.free_memory(device)):
+    with load_queue.acquire(config, claim, runtime.free_memory(device)):
         loaded = registry.load(artifact, config, device)
         module = registry.optimize(config, loaded)
         return dataclasses.replace(loaded, module=torchscript.accept_bytes(loaded, module))

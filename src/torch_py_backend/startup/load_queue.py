@@ -81,7 +81,7 @@ def _mapped(config: ModelConfig, artifact: Artifact) -> bool:
 
 
 @contextlib.contextmanager
-def turn(
+def acquire(
     config: ModelConfig, claimed: Claim, device_free: Callable[[], int] | None = None
 ) -> Iterator[None]:
     """Wait until the load may begin, and hold its ticket until it is done.
@@ -100,13 +100,13 @@ def turn(
         yield
         return
     max_parallel = config.options.parallel_loads or threads.available_cores()
-    ticket = _Ticket(config.instance, max_parallel, claimed)
+    ticket = Ticket(config.instance, max_parallel, claimed)
     with contextlib.ExitStack() as stack:
         stack.callback(shared_folder.leave)
         try:
-            path = stack.enter_context(_joined(shared_folder.folder("loading"), ticket))
+            path = stack.enter_context(join(shared_folder.folder("loading"), ticket))
             patience = time.monotonic() + _PATIENCE_S
-            while blocking := _begin(path, ticket, device_free() if device_free else 0):
+            while blocking := begin(path, ticket, device_free() if device_free else 0):
                 if time.monotonic() > patience:
                     patience = math.inf
                     log.info("model '%s' waits to load for %s.", config.name, ", ".join(blocking))
@@ -122,7 +122,7 @@ def turn(
 
 
 @dataclass(frozen=True, slots=True)
-class _Ticket:
+class Ticket:
     """The ticket of one loader: the claim of its load, and whether that has begun."""
 
     instance: str
@@ -134,48 +134,42 @@ class _Ticket:
         path.write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @staticmethod
-    def read(path: Path) -> _Ticket:
+    def read(path: Path) -> Ticket:
         fields = json.loads(path.read_bytes())
-        return _Ticket(**{**fields, "claim": Claim(**fields["claim"])})
+        return Ticket(**{**fields, "claim": Claim(**fields["claim"])})
 
-    def fits(self, loading: Sequence[_Ticket], device_free: int) -> bool:
+    def fits(self, loading: Sequence[Ticket], device_free: int) -> bool:
         """Return whether this load may begin beside those that are running."""
         tickets = [self, *loading]
         if len(loading) >= min(ticket.max_parallel for ticket in tickets):
             return False
         claims = [ticket.claim for ticket in tickets]
-        if sum(claim.host for claim in claims) > available():
+        if sum(claim.host for claim in claims) > available_memory():
             return False
         on_gpu = sum(claim.device for claim in claims if claim.gpu == self.claim.gpu)
         return self.claim.gpu is None or on_gpu <= device_free
 
 
 @contextlib.contextmanager
-def _joined(folder: Path, ticket: _Ticket) -> Iterator[Path]:
+def join(folder: Path, ticket: Ticket) -> Iterator[Path]:
     """Hold a ticket at the end of the queue; yield its path. Paths have the order of arrival."""
-    with _held(folder):
+    with _locked(folder):
         last = max((int(path.stem) for path in folder.glob(f"*{_SUFFIX}")), default=0)
         path = folder / f"{last + 1:012}{_SUFFIX}"
         lock = server_folder.lock(path)
-        try:
-            ticket.write(path)
-        except OSError:
-            path.unlink(missing_ok=True)
-            if lock is not None:
-                server_folder.release(lock)
-            raise
-    if lock is None:
-        raise RuntimeError(f"{path} is locked by another process")
+    assert lock is not None  # noqa: S101  the path is new
     try:
+        with _locked(folder):
+            ticket.write(path)
         yield path
     finally:
-        with _held(folder):
+        with _locked(folder):
             path.unlink(missing_ok=True)
             server_folder.release(lock)
 
 
 @contextlib.contextmanager
-def _held(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Hold the lock of the queue: while it is held, no other process reads or changes tickets."""
     descriptor = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -185,10 +179,10 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _begin(path: Path, ticket: _Ticket, device_free: int) -> list[str]:
+def begin(path: Path, ticket: Ticket, device_free: int) -> list[str]:
     """Begin to load if it is allowed; otherwise return the instances that it waits for."""
-    with _held(path.parent):
-        others = _others(path)
+    with _locked(path.parent):
+        others = _live_tickets(path)
         loading = [other for other in others.values() if other.loads]
         earlier = [other for at, other in others.items() if at < path and not other.loads]
         if earlier or (loading and not ticket.fits(loading, device_free)):
@@ -197,16 +191,16 @@ def _begin(path: Path, ticket: _Ticket, device_free: int) -> list[str]:
         return []
 
 
-def _others(own: Path) -> dict[Path, _Ticket]:
+def _live_tickets(own_path: Path) -> dict[Path, Ticket]:
     """Return the other tickets by path, and remove those of dead processes."""
     tickets = {}
-    for path in sorted(own.parent.glob(f"*{_SUFFIX}")):
-        if path == own:
+    for path in sorted(own_path.parent.glob(f"*{_SUFFIX}")):
+        if path == own_path:
             continue
         lock = server_folder.lock(path)
         if lock is None:
             with contextlib.suppress(ValueError):  # the disk was full when it was written
-                tickets[path] = _Ticket.read(path)
+                tickets[path] = Ticket.read(path)
         else:
             path.unlink()
             server_folder.release(lock)
@@ -217,23 +211,25 @@ def _others(own: Path) -> dict[Path, _Ticket]:
 
 # Read here, because the Python of the server need not have psutil.
 _MEMINFO = Path("/proc/meminfo")
-_OWN = Path("/proc/self/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _CGROUP = Path("/sys/fs/cgroup")
 # The limit, the usage, and the counters of the page cache in both versions of control groups.
 _V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_active_file", "total_inactive_file")
 _V2 = ("memory.max", "memory.current", "active_file", "inactive_file")
 
 
-def available(meminfo: Path = _MEMINFO, own: Path = _OWN, cgroup: Path = _CGROUP) -> int:
+def available_memory(
+    meminfo: Path = _MEMINFO, own_groups: Path = _OWN_GROUPS, cgroup: Path = _CGROUP
+) -> int:
     """Return the bytes that are available: of the machine, within the limits of the container."""
-    machine = _fields(meminfo)["MemAvailable:"] * 1024
-    return min([machine, *_below_limits(own, cgroup)])
+    machine = _counters(meminfo)["MemAvailable:"] * 1024
+    return min([machine, *_below_limits(own_groups, cgroup)])
 
 
-def _below_limits(own: Path, cgroup: Path) -> Iterator[int]:
+def _below_limits(own_groups: Path, cgroup: Path) -> Iterator[int]:
     """Yield the bytes below each limit of this process's control group and its ancestors."""
     try:
-        lines = own.read_text(encoding="utf-8").splitlines()
+        lines = own_groups.read_text(encoding="utf-8").splitlines()
     except OSError:
         return
     for line in lines:
@@ -242,25 +238,21 @@ def _below_limits(own: Path, cgroup: Path) -> Iterator[int]:
             continue
         # Version 2 has no controllers.
         mount, names = (cgroup / "memory", _V1) if controllers else (cgroup, _V2)
+        limit, usage, *cached = names
         path = mount / name.lstrip("/")
-        # In a container the group may be the mount itself, and the path of its name not exist.
         for folder in [path, *path.parents]:
-            if folder.is_relative_to(mount):
-                yield from _below_limit(folder, *names)
+            if not folder.is_relative_to(mount):
+                break
+            # In a container the group may be the mount itself, and the path of its name not exist.
+            with contextlib.suppress(OSError):
+                most = (folder / limit).read_text(encoding="ascii").strip()
+                used = int((folder / usage).read_text(encoding="ascii"))
+                counters = _counters(folder / "memory.stat")
+                if most != "max":
+                    # The page cache counts as used, and is reclaimed when memory is needed.
+                    yield max(0, int(most) - used + sum(counters.get(key, 0) for key in cached))
 
 
-def _below_limit(folder: Path, limit: str, usage: str, *cached: str) -> Iterator[int]:
-    try:
-        most = (folder / limit).read_text(encoding="ascii").strip()
-        used = int((folder / usage).read_text(encoding="ascii"))
-        counters = _fields(folder / "memory.stat")
-    except OSError:
-        return
-    if most != "max":
-        # The page cache counts as used, and is reclaimed when memory is needed.
-        yield max(0, int(most) - used + sum(counters.get(key, 0) for key in cached))
-
-
-def _fields(path: Path) -> dict[str, int]:
+def _counters(path: Path) -> dict[str, int]:
     lines = path.read_text(encoding="ascii").splitlines()
     return {words[0]: int(words[1]) for line in lines if len(words := line.split()) > 1}

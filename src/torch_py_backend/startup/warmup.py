@@ -60,8 +60,8 @@ def run(engine: Engine, *, serving: bool = False) -> None:
     first: LoadError | None = None
     with engine.preparing():
         try:
-            for sample in _reported(model, batches(engine)):
-                failed = _try(engine, call, sample)
+            for sample in log_progress(model, batches(engine)):
+                failed = _run_sample(engine, call, sample)
                 if failed is None:
                     continue
                 item, error = failed
@@ -82,10 +82,10 @@ def run(engine: Engine, *, serving: bool = False) -> None:
         consequence = "the first requests may take longer."
         if engine.runner.compiles:
             consequence = "calls that need another graph run eagerly."
-        log.warning("%s It is served all the same; %s\n%s", first, consequence, first.traceback)
+        log.warning("%s The model is served anyway; %s\n%s", first, consequence, first.traceback)
 
 
-def _reported(model: str, items: Iterator[Item]) -> Iterator[Item]:
+def log_progress(model: str, items: Iterator[Item]) -> Iterator[Item]:
     """Yield the items and log the progress every few seconds."""
     began = reported = time.monotonic()
     for done, item in enumerate(items):
@@ -106,7 +106,7 @@ def _shapes(item: Item) -> str:
     return ", ".join(f"{name} {list(value.shape)}" for name, value in item.items())
 
 
-def _try(engine: Engine, call: _Call, sample: Item) -> tuple[Item, BackendError] | None:
+def _run_sample(engine: Engine, call: _Call, sample: Item) -> tuple[Item, BackendError] | None:
     """Call the engine with a sample until a request of this kind costs no first call.
 
     Return a request that failed, and its error.
@@ -168,7 +168,7 @@ def _may_fail(engine: Engine, error: BackendError) -> bool:
 def batches(engine: Engine) -> Iterator[Item]:
     """Yield an item for each kind of batch whose first call may be slow."""
     config = engine.config
-    example = _fitting(config, example_inputs.find(config, engine.artifact) or {})
+    example = _fitting_example(config, example_inputs.find(config, engine.artifact) or {})
     # Hooks may not take smaller examples, such as a part of the bytes of a file.
     fixed = example and engine.hooks
     varies = not fixed and any(
@@ -182,7 +182,7 @@ def batches(engine: Engine) -> Iterator[Item]:
             yield item
 
 
-def _fitting(config: ModelConfig, example: Item) -> Item:
+def _fitting_example(config: ModelConfig, example: Item) -> Item:
     """Return the example values that fit the config."""
     fitting = {}
     for spec in config.inputs:

@@ -94,10 +94,10 @@ class Stepper:
         result: asyncio.Future[StepResult] = loop.create_future()
         self._pending.append(_PendingStep(state, inputs, result, contextvars.copy_context()))
         if self._running is None or self._running.done():
-            self._running = loop.create_task(self._run())
+            self._running = loop.create_task(self._run_steps())
         return await result
 
-    async def _run(self) -> None:
+    async def _run_steps(self) -> None:
         """Run steps until no stream waits for one."""
         while self._pending:
             waiting, self._pending = self._pending, []
@@ -105,15 +105,15 @@ class Stepper:
             most = self._capacity.most(_SHAPE) or max(len(waiting), 1)
             for start in range(0, len(waiting), most):
                 batch = waiting[start : start + most]
-                for pending, result in zip(batch, self._results(batch), strict=True):
+                for pending, result in zip(batch, self._run_batch(batch), strict=True):
                     if isinstance(result, Failure):
                         pending.result.set_exception(StepError(result))
                     else:
                         pending.result.set_result(result)
-            # Streams take their results, new streams begin, and both ask for their next step.
+            # Streams receive their results, new streams begin, and both request their next step.
             await asyncio.sleep(0)
 
-    def _results(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult | Failure]:
+    def _run_batch(self, batch: Sequence[_PendingStep]) -> Sequence[StepResult | Failure]:
         results = self._attempt(batch)
         if not isinstance(results, Failure):
             self._capacity.fitted(_SHAPE, len(batch))

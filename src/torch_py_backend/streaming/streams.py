@@ -54,8 +54,8 @@ _MAX_TRIAL_STEPS = 1000
 class Consumer(Protocol):
     """Receives the outcomes of a stream. A last outcome, or a call of `end`, ends the stream."""
 
-    def take(self, outcome: dict[str, Value], *, last: bool) -> None:
-        """Take one response."""
+    def send(self, outcome: dict[str, Value], *, last: bool) -> None:
+        """Send one response."""
 
     def end(self, error: BackendError | None, text: str = "") -> None:
         """End without another response; with the error and its traceback if the stream failed."""
@@ -75,17 +75,17 @@ class Streams:
 
     Args:
         engine: the model.
-        rests: called after each call of the model's code.
+        after_call: called after each call of the model's code.
     """
 
-    def __init__(self, engine: Engine, rests: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, engine: Engine, after_call: Callable[[], None] = lambda: None) -> None:
         self.live = 0
         self.counts = engine.counts
         self.closing = False
         self.steps = Stepper(engine, self.calling) if engine.loaded.step is not None else None
         self._engine = engine
         self._model = engine.config.name
-        self._rests = rests
+        self._after_call = after_call
 
     async def run(self, item: Item, consumer: Consumer) -> None:
         """Run one stream to its end. Errors go to the consumer."""
@@ -101,12 +101,16 @@ class Streams:
                 if self.steps is not None:  # the first state must not live as long as its stream
                     result = None
                 async with contextlib.aclosing(source) as outcomes:
-                    await self._pass_on(outcomes, consumer)
+                    await self._send(outcomes, consumer)
             except BaseException as error:
                 failure = self.failure(error, consumer)
-            try:
-                await self._close(result)
-            except BaseException as error:  # the model's own code, after its last response
+            try:  # the model's own code, which may keep something for a stream that has ended
+                if isinstance(result, Generator):
+                    with self.calling():
+                        result.close()
+                elif isinstance(result, AsyncIterator) and hasattr(result, "aclose"):
+                    await _Sliced(result.aclose(), self)
+            except BaseException as error:
                 log.warning(
                     "model '%s': closing a stream raised %s.", self._model, summarize(error)
                 )
@@ -116,13 +120,13 @@ class Streams:
         if failure is not None:
             consumer.end(self._engine.recovery.fatal or failure.error, failure.text)
 
-    async def _pass_on(self, outcomes: Outcomes, consumer: Consumer) -> None:
+    async def _send(self, outcomes: Outcomes, consumer: Consumer) -> None:
         async for outcome, last in outcomes:
             if isinstance(outcome, BackendError):
                 raise outcome
             self._check_device()
             if outcome is not None:
-                consumer.take(outcome, last=last)
+                consumer.send(outcome, last=last)
                 if last:
                     return
             elif last:
@@ -144,7 +148,7 @@ class Streams:
             with self._engine.calling():
                 yield
         finally:
-            self._rests()
+            self._after_call()
 
     @contextlib.contextmanager
     def advancing(self) -> Iterator[None]:
@@ -178,58 +182,40 @@ class Streams:
         (outcome,) = self._engine.stream_calls.outcomes([(result, inputs)])
         return outcome
 
-    # --- the outcomes of a stream, and whether each is the last; None: a step without a response --
+    async def _outcomes(self, result: object, inputs: StreamInputs) -> Outcomes:
+        """Yield the outcomes of a stream, and whether each is the last.
 
-    def _outcomes(self, result: object, inputs: StreamInputs) -> Outcomes:
+        A step without a response has the outcome None. Other streams run between two responses.
+        """
         if self.steps is not None:
-            return self._stepped(self.steps, result, inputs)
-        if isinstance(result, AsyncIterator):
-            return self._awaited(result, inputs)
-        if isinstance(result, Iterator):
-            return self._iterated(result, inputs)
-        return self._single(result, inputs)
-
-    async def _stepped(self, steps: Stepper, state: object, inputs: StreamInputs) -> Outcomes:
-        while state is not None:
-            step = await steps.next(state, inputs)
-            state = step.state
-            yield step.outcome, state is None
-
-    async def _awaited(self, results: AsyncIterator[object], inputs: StreamInputs) -> Outcomes:
-        """While the model awaits, other streams run."""
-        while True:
-            await asyncio.sleep(0)  # run the other streams, even if this one never awaits
-            result = await _Sliced(anext(results, _END), self, advances=True)
-            if result is _END:
-                return
-            with self.calling():
-                outcome = self.outcome(result, inputs)
-            del result  # before the next one is computed
-            yield outcome, False
-
-    async def _iterated(self, results: Iterator[object], inputs: StreamInputs) -> Outcomes:
-        while True:
-            await asyncio.sleep(0)  # run the other streams
-            with self.advancing():
-                result = self.advance(partial(next, results, _END))
-                if result is _END:
+            while result is not None:
+                step = await self.steps.next(result, inputs)
+                result = step.state
+                yield step.outcome, result is None
+        elif isinstance(result, AsyncIterator):
+            while True:
+                await asyncio.sleep(0)  # the model may never await
+                value = await _Sliced(anext(result, _END), self, advances=True)
+                if value is _END:
                     return
-                outcome = self.outcome(result, inputs)
-            del result
-            yield outcome, False
-
-    async def _single(self, result: object, inputs: StreamInputs) -> Outcomes:
-        with self.calling():
-            outcome = self.outcome(result, inputs)
-        yield outcome, True
-
-    async def _close(self, result: object) -> None:
-        """Free what the model keeps for a stream, which may have ended already."""
-        if isinstance(result, Generator):
+                with self.calling():
+                    outcome = self.outcome(value, inputs)
+                del value  # before the next one is computed
+                yield outcome, False
+        elif isinstance(result, Iterator):
+            while True:
+                await asyncio.sleep(0)
+                with self.advancing():
+                    value = self.advance(partial(next, result, _END))
+                    if value is _END:
+                        return
+                    outcome = self.outcome(value, inputs)
+                del value
+                yield outcome, False
+        else:
             with self.calling():
-                result.close()
-        elif isinstance(result, AsyncIterator) and hasattr(result, "aclose"):
-            await _Sliced(result.aclose(), self)
+                outcome = self.outcome(result, inputs)
+            yield outcome, True
 
     def failure(self, error: BaseException, consumer: Consumer) -> Failure:
         """Return the failure for an exception that ended a stream, and clear its frames."""
@@ -296,22 +282,22 @@ class _Sliced(Awaitable[T]):
 
 
 class _TrialConsumer:
-    """Takes the first responses of a stream and cancels the rest."""
+    """Keeps the last of the first responses of a stream, and cancels the rest."""
 
     def __init__(self) -> None:
         self.outcome: Outcome = {}
-        self._taken = 0
+        self._responses = 0
 
-    def take(self, outcome: dict[str, Value], *, last: bool) -> None:  # noqa: ARG002  a Consumer's
+    def send(self, outcome: dict[str, Value], *, last: bool) -> None:  # noqa: ARG002  a Consumer's
         self.outcome = outcome
-        self._taken += 1
+        self._responses += 1
 
     def end(self, error: BackendError | None, text: str = "") -> None:
         if error is not None and not isinstance(error, CancelledError):
             self.outcome = reported(error, text)
 
     def cancelled(self) -> bool:
-        return self._taken >= _TRIAL_RESPONSES
+        return self._responses >= _TRIAL_RESPONSES
 
 
 def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
@@ -322,7 +308,7 @@ def trial(engine: Engine) -> Callable[[Sequence[Item]], Sequence[Outcome]]:
 
     async def run(items: Sequence[Item]) -> Sequence[Outcome]:
         streams = Streams(engine)
-        # With step(), each item is run twice: a step of several streams differs from one of one.
+        # With step(), each item is run twice: a step of one stream differs from one of several.
         count = len(items) * (2 if streams.steps else 1)
         consumers = [_TrialConsumer() for _ in range(count)]
         await asyncio.gather(
@@ -346,7 +332,12 @@ def first_outputs(model: str, step: Callable[[list[Any]], Any] | None, result: o
     """
     outputs: object = result
     if step is not None:
-        outputs = _first_stepped(step, result)
+        state, outputs = result, None
+        for _ in range(_MAX_TRIAL_STEPS):
+            if state is None or outputs is not None:
+                break
+            ((state, outputs),) = step([state])
+        outputs = _END if outputs is None else outputs
     elif isinstance(result, AsyncIterator):
         outputs = asyncio.run(_first_awaited(result))
     elif isinstance(result, Iterator):
@@ -361,16 +352,6 @@ def first_outputs(model: str, step: Callable[[list[Any]], Any] | None, result: o
             expected="a response, from which the outputs are inferred",
         )
     return outputs
-
-
-def _first_stepped(step: Callable[[list[Any]], Any], state: object) -> object:
-    for _ in range(_MAX_TRIAL_STEPS):
-        if state is None:
-            break
-        ((state, outputs),) = step([state])
-        if outputs is not None:
-            return outputs
-    return _END
 
 
 async def _first_awaited(results: AsyncIterator[object]) -> object:
