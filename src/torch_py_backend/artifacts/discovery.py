@@ -58,7 +58,7 @@ class Artifact:
     def weight_files(self) -> list[Path]:
         """Return the files of its weights, an index before its shards."""
         if self.weights is not None:
-            return [self.weights, *shards(self.weights).values()]
+            return [self.weights, *shard_files(self.weights).values()]
         if self.path.is_dir():  # a factory may read any of its files
             return sorted(path for path in self.path.rglob("*") if path.is_file())
         return [self.path] if self.path.is_file() else []
@@ -289,12 +289,24 @@ def is_inside(path: Path, *folders: Path) -> bool:
         return False
 
 
-def shards(weights: Path) -> dict[str, Path]:
+def shard_files(weights: Path) -> dict[str, Path]:
     """Return the existing files that an index names, by name; loading reports an invalid index."""
     if weights.suffix != ".json":
         return {}
     try:
-        names = file_types.shards(weights)
+        names = file_types.shard_names(weights)
         return {name: path for name in names if (path := weights.parent / name).is_file()}
-    except (OSError, *file_types.INDEX_ERRORS):  # OSError: a name is too long
+    except (OSError, ValueError):  # OSError: a name is too long
         return {}
+
+
+def mapping_obstacle(config: ModelConfig, artifact: Artifact) -> str:
+    """Return why the weights are copied when they are loaded; empty: they are mapped.
+
+    Afterwards, moving the model to a device or converting it copies mapped weights as well.
+    """
+    if config.options.enable_weight_sharing is False:
+        return "ENABLE_WEIGHT_SHARING is false"
+    if artifact.weightless:
+        return "WEIGHTS is none: they are computed when the module is built"
+    return "" if artifact.weights is None else file_types.mmap_obstacle(artifact.weights)

@@ -13,6 +13,8 @@ import pickletools
 import zipfile
 from pathlib import Path
 
+from torch_py_backend.errors import summarize
+
 # Enough of a pickle to find the classes that it names; a bound for hostile files.
 _PICKLE_BYTES = 1 << 20
 _METADATA_BYTES = 1 << 16
@@ -159,19 +161,18 @@ def _describe_saved(archive: zipfile.ZipFile, pickled: str) -> FileType:
 
 
 def mmap_obstacle(weights: Path) -> str:
-    """Return why a weights file cannot be mapped into memory; empty if it can.
-
-    Raises:
-        OSError, zipfile.BadZipFile: it cannot be read.
-    """
+    """Return why a weights file cannot be mapped into memory; empty: it can."""
     if weights.suffix in (".safetensors", ".json"):
         return ""
-    with weights.open("rb") as file:
-        if file.read(2) != b"PK":
-            return f"{weights.name} is not a zip archive: torch older than 1.6 wrote it"
-    with zipfile.ZipFile(weights) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            return f"the entries of {weights.name} are compressed"
+    try:
+        with weights.open("rb") as file:
+            if file.read(2) != b"PK":
+                return f"{weights.name} is not a zip archive: torch older than 1.6 wrote it"
+        with zipfile.ZipFile(weights) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                return f"the entries of {weights.name} are compressed"
+    except (OSError, zipfile.BadZipFile):  # loading the file reports the error
+        return f"{weights.name} cannot be read"
     return ""
 
 
@@ -194,20 +195,20 @@ def is_cuda_package(path: Path) -> bool:
     return aoti_metadata(path).get("AOTI_DEVICE_KEY") == "cuda"
 
 
-# The errors of `shards` for an invalid index.
-INDEX_ERRORS = (ValueError, LookupError, AttributeError, TypeError, RecursionError)
-
-
-def shards(index: Path) -> list[str]:
+def shard_names(index: Path) -> list[str]:
     """Return the files that Hugging Face's `model.safetensors.index.json` names.
 
     Raises:
-        ValueError, LookupError, AttributeError, TypeError, RecursionError: the index is invalid
-            (`NO_INDEX`).
+        OSError: the index cannot be read.
+        ValueError: it is invalid.
     """
-    names = set(json.loads(index.read_bytes())["weight_map"].values())
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError("a file name is not a string")
+    content = index.read_bytes()
+    try:
+        names = set(json.loads(content)["weight_map"].values())
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a file name is not a string")
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(summarize(error)) from error
     return sorted(names)
 
 

@@ -54,7 +54,7 @@ def _weights(model: str, source: Path) -> dict[str, Path]:
     for path in present.values():
         files |= {
             name: shard
-            for name, shard in discovery.shards(path).items()
+            for name, shard in discovery.shard_files(path).items()
             if not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
         }
     return files

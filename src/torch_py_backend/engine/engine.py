@@ -35,7 +35,7 @@ from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences.state_columns import StateColumns
-from torch_py_backend.weights import gpu_sharing, sharing
+from torch_py_backend.weights import gpu_sharing, sharing_report
 
 # The engine's own stages, by name: the attribute that runs each.
 _STAGES = {
@@ -82,7 +82,7 @@ class Engine:
         self.hooks = hooks
         self.device, self.guard = device_runtime.device, device_runtime.guard
         self._runtime, self._clean = device_runtime, device_runtime.clean
-        self.sharing = sharing.report(config, artifact, loaded)
+        self.sharing = sharing_report.report(config, artifact, loaded)
         self.counts = Counts()
         self._batched = config.max_batch_size > 0
         self._padding = Padding(config) if config.options.pad else None

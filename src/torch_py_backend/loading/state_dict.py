@@ -65,9 +65,7 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
             shapes=shapes,
         )
     sharing: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if config.options.enable_weight_sharing is not False and not file_types.mmap_obstacle(
-        artifact.weights
-    ):
+    if not discovery.mapping_obstacle(config, artifact):
         sharing = mapped_files.AliasOnCopy(state.values())
     try:
         # The module compares the keys: it may translate old names and add missing values.
@@ -145,11 +143,11 @@ def _is_state_dict(value: object) -> TypeGuard[Mapping[str, Tensor]]:
 def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
     """Return the weights of all shards that an index names."""
     try:
-        files = file_types.shards(index)
-    except file_types.INDEX_ERRORS as error:
+        files = file_types.shard_names(index)
+    except ValueError as error:
         raise ArtifactError(
             config.name,
-            f"the weights {index.name} are not an index of safetensors: {summarize(error)}",
+            f"the weights {index.name} are not an index of safetensors: {error}",
             expected="a JSON object with a weight_map from keys to files",
         ) from error
     state: dict[str, Tensor] = {}
