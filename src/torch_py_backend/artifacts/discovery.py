@@ -139,7 +139,8 @@ def _hooks(config: ModelConfig, source: Path) -> Path | None:
 def _defines_hooks(source: Path) -> bool:
     """Return whether a file defines a class `Hooks` with hooks, which is not a module.
 
-    If the file has a syntax error, the name decides; loading the file then reports the error.
+    A subclass counts, since its base may define them. If the file has a syntax error, the name
+    decides; loading the file then reports the error.
     """
     try:
         text = source.read_bytes()
@@ -149,20 +150,13 @@ def _defines_hooks(source: Path) -> bool:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError):
         return re.search(rb"^class Hooks\b", text, re.MULTILINE) is not None
-    return any(
-        isinstance(node, ast.ClassDef) and node.name == HOOKS_CLASS and _has_hooks(node)
-        for node in body
-    )
-
-
-def _has_hooks(node: ast.ClassDef) -> bool:
-    bases = [ast.unparse(base) for base in node.bases]
-    methods = {
-        part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    return not any(base.endswith("Module") for base in bases) and (
-        bool(bases) or not methods.isdisjoint(HOOK_METHODS)
-    )
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == HOOKS_CLASS:
+            bases = [ast.unparse(base) for base in node.bases]
+            if bases:
+                return not any(base.endswith("Module") for base in bases)
+            return any(getattr(part, "name", None) in HOOK_METHODS for part in node.body)
+    return False
 
 
 # --- files -----------------------------------------------------------------------------------

@@ -85,14 +85,14 @@ def file_type(path: Path) -> FileType:
     with path.open("rb") as file:
         head = file.read(64)
         if head.startswith(b"\x80"):  # a pickle's first opcode: torch.save before torch 1.6
-            return _describe_pickle(head + file.read(_PICKLE_BYTES))
+            return _pickle_type(head + file.read(_PICKLE_BYTES))
     if not head:
         return FileType.EMPTY
     if not head.startswith(b"PK"):
-        return _describe_head(path, head)
+        return _head_type(path, head)
     try:
         with BoundedFile(path) as bounded, zipfile.ZipFile(bounded) as archive:
-            return _describe_archive(archive)
+            return _archive_type(archive)
     except DirectoryTooLargeError:
         return FileType.CROWDED
     except Exception:  # zipfile, zlib, lzma and bz2 raise different errors
@@ -112,7 +112,7 @@ class BoundedFile(io.FileIO):
         return super().read(size) or b""
 
 
-def _describe_head(path: Path, head: bytes) -> FileType:
+def _head_type(path: Path, head: bytes) -> FileType:
     for magic, content in _MAGIC:
         if head.startswith(magic):
             return content
@@ -128,7 +128,7 @@ def _describe_head(path: Path, head: bytes) -> FileType:
     return FileType.UNKNOWN
 
 
-def _describe_archive(archive: zipfile.ZipFile) -> FileType:
+def _archive_type(archive: zipfile.ZipFile) -> FileType:
     members = archive.namelist()
     if any("/data/aotinductor/" in name for name in members):
         return FileType.AOTI
@@ -146,10 +146,10 @@ def _describe_archive(archive: zipfile.ZipFile) -> FileType:
     pickles = [name for name in members if name.endswith("data.pkl")]
     if not pickles:
         return FileType.UNKNOWN
-    return _describe_saved(archive, pickles[0])
+    return _saved_type(archive, pickles[0])
 
 
-def _describe_saved(archive: zipfile.ZipFile, pickled: str) -> FileType:
+def _saved_type(archive: zipfile.ZipFile, pickled: str) -> FileType:
     """Return the type of a zip archive that torch.save may have written."""
     entries = archive.infolist()
     # torch.save does not compress. Tools that repack its files reach about half of their size.
@@ -157,7 +157,7 @@ def _describe_saved(archive: zipfile.ZipFile, pickled: str) -> FileType:
     if sum(entry.file_size for entry in entries) > _INFLATION * compressed:
         return FileType.BOMB
     with archive.open(pickled) as file:
-        return _describe_pickle(file.read(_PICKLE_BYTES))
+        return _pickle_type(file.read(_PICKLE_BYTES))
 
 
 def mmap_obstacle(weights: Path) -> str:
@@ -217,7 +217,7 @@ _DATA = {"torch", "collections", "numpy", "builtins", "__builtin__", "_codecs"}
 _CODE = ("torch.nn.modules.", "torch.fx.", "torch.jit.")
 
 
-def _describe_pickle(pickled: bytes) -> FileType:
+def _pickle_type(pickled: bytes) -> FileType:
     """Return the type after the classes and functions that a pickle names; it is not unpickled."""
     names: set[str] = set()
     stream = io.BytesIO(pickled)

@@ -28,8 +28,8 @@ def by_name(path: Path, wanted: Iterable[str] = ()) -> dict[str, Path]:
         )
     for name in wanted:
         if name not in folders:
-            known = ", ".join(folders) or "none"
-            raise ServerError(f"{path} has no model '{name}'; its models: {known}.")
+            names = ", ".join(folders) or "none"
+            raise ServerError(f"{path} has no model '{name}'; its models: {names}.")
     return folders
 
 

@@ -414,7 +414,9 @@ class Engine:
             and not isinstance(value, Owned)
             and (
                 more
-                or not (mapped_files.is_dense(value) and mapped_files.has_no_other_views(value))
+                or not (
+                    mapped_files.has_plain_storage(value) and mapped_files.has_no_other_views(value)
+                )
             )
             else value
             for raw, value in zip(before, outputs, strict=True)

@@ -48,7 +48,7 @@ def refuse_unsupported(config: ModelConfig, artifact: Artifact, loaded: Loaded) 
 
 
 def _has_other_tensors(artifact: Artifact, own: Mapping[str, Tensor]) -> bool:
-    tensors = filter(mapped_files.is_dense, own.values())
+    tensors = filter(mapped_files.has_plain_storage, own.values())
     storages = {mapped_files.storage_id(tensor) for tensor in tensors}
     with zipfile.ZipFile(artifact.path) as archive:
         members = archive.infolist()
@@ -113,7 +113,9 @@ def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded)
     with torch.inference_mode():
         try:
             for name, tensor in old.items():
-                plain = mapped_files.is_dense(tensor) and mapped_files.is_dense(new[name])
+                plain = mapped_files.has_plain_storage(tensor) and mapped_files.has_plain_storage(
+                    new[name]
+                )
                 on_cpu = tensor.device.type == "cpu"
                 if plain and on_cpu and mapped_files.has_no_other_views(tensor):
                     undo.append(partial(mapped_files.alias, tensor, tensor.detach()))
