@@ -128,10 +128,11 @@ def test_closed_guard(file: Path) -> None:
     assert descriptors() == before
 
 
-def test_no_memory_for_a_copy_is_an_error() -> None:
+def test_no_memory_for_a_copy_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replacing pages without memory for a copy raises an error."""
+    monkeypatch.setattr(file_leases, "_CHUNK", 1 << 62)
     with pytest.raises(OSError, match=r"\[Errno"):
-        file_leases._replace(0, 1 << 62)
+        file_leases.copy([(0, 1 << 62)])
 
 
 def test_failed_copy(

@@ -89,19 +89,19 @@ def join(gpu: None, tmp_path: Path) -> Iterator[Join]:
     joined: list[SharedWeights] = []
 
     def join(module: nn.Module | None, **how: Any) -> SharedWeights:
-        afresh = how.pop("afresh", lambda: None)
+        reload = how.pop("reload", lambda: None)
         kind = how.pop("kind", ArtifactType.MODULE)
         settings = build.config(tmp_path, instance=f"digits_0_{len(joined)}", **how)
         shared = SharedWeights(
-            settings, Artifact(kind, tmp_path / "model.py"), torch.device("cpu"), afresh
+            settings, Artifact(kind, tmp_path / "model.py"), torch.device("cpu"), reload
         )
         joined.append(shared)
-        shared.hold(module, kind)
+        shared.share(module, kind)
         return shared
 
     yield join
     for shared in reversed(joined):
-        shared.leave()
+        shared.close()
     assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
@@ -362,10 +362,10 @@ def test_mapped_tensors(make: Callable[[], nn.Module], join: Join) -> None:
     """Mapped tensors have the owner's values and strides, also after a second mapping."""
     own, mapped, fresh = make(), make(), make()
     owner = join(own)
-    sharer = join(mapped, afresh=lambda: fresh)
+    sharer = join(mapped, reload=lambda: fresh)
     before = dict(named(mapped))
     _same(named(own), named(mapped))
-    owner.leave()
+    owner.close()
     assert {tensor.numel() for tensor in named(mapped).values()} == {0}
     with sharer.lock:
         assert sharer.ready() is None
@@ -447,7 +447,7 @@ def test_owner_dies_while_it_is_mapped(join: Join, monkeypatch: pytest.MonkeyPat
     def gone(self: twin.Twin, block: str) -> Tensor:
         monkeypatch.setattr(twin.Twin, "open", open_)
         monkeypatch.setattr(Sharer, "alive", lambda self: False)
-        owner.leave()
+        owner.close()
         raise NotShared("gone")
 
     monkeypatch.setattr(twin.Twin, "open", gone)

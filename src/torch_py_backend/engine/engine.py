@@ -152,14 +152,14 @@ class Engine:
         Raises:
             ConfigError: the weights cannot be shared.
         """
-        shared.hold(self.loaded.owner, self.kind)
+        shared.share(self.loaded.owner, self.kind)
         self._shared, self.turn = shared, shared.lock
         self.side_effects.settle()
 
     def leave(self) -> None:
         """Release weights that are shared with other processes. May be called twice."""
         if self._shared is not None:
-            self._shared.leave()
+            self._shared.close()
 
     def memory(self) -> list[tuple[int, int, int]]:
         """Return the index and the allocated and reserved bytes of each GPU in use."""

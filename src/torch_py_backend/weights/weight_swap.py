@@ -22,21 +22,21 @@ def refuse_unsupported(config: ModelConfig, artifact: Artifact, loaded: Loaded) 
     Raises:
         ConfigError: they cannot be replaced.
     """
-    own = weights(loaded)
+    tensors = weights(loaded)
     causes = (
         (loaded.kind is ArtifactType.AOTI, "an AOTInductor package does not expose its weights"),
         (
             loaded.kind is ArtifactType.TORCHSERVE,
             "the handler of a TorchServe archive reads them itself",
         ),
-        (not own, "the model has no weights outside of its code"),
+        (not tensors, "the model has no weights outside of its code"),
         ("freeze" in config.options.optimize, "OPTIMIZE's freeze makes them constants of a graph"),
         (
             loaded.kind in (ArtifactType.MODULE, ArtifactType.FACTORY) and artifact.weights is None,
             "there is no file of weights beside the model",
         ),
         (
-            loaded.kind is ArtifactType.TORCHSCRIPT and _has_other_tensors(artifact, own),
+            loaded.kind is ArtifactType.TORCHSCRIPT and _has_other_tensors(artifact, tensors),
             f"{artifact.path.name} holds tensors that are not parameters or buffers",
         ),
     )
@@ -47,8 +47,9 @@ def refuse_unsupported(config: ModelConfig, artifact: Artifact, loaded: Loaded) 
             )
 
 
-def _has_other_tensors(artifact: Artifact, own: Mapping[str, Tensor]) -> bool:
-    tensors = filter(mapped_files.has_plain_storage, own.values())
+def _has_other_tensors(artifact: Artifact, weights: Mapping[str, Tensor]) -> bool:
+    """Return whether an archive has more tensors with values than a model has weights."""
+    tensors = filter(mapped_files.has_plain_storage, weights.values())
     storages = {mapped_files.storage_id(tensor) for tensor in tensors}
     with zipfile.ZipFile(artifact.path) as archive:
         members = archive.infolist()
@@ -121,7 +122,7 @@ def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded)
                     undo.append(partial(mapped_files.alias, tensor, tensor.detach()))
                     mapped_files.alias(tensor, new[name])
                 else:
-                    undo.append(partial(tensor.copy_, _copy(tensor)))
+                    undo.append(partial(tensor.copy_, _backup(tensor)))
                     tensor.copy_(new[name])
         except BaseException:
             for restore in reversed(undo):
@@ -129,7 +130,7 @@ def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded)
             raise
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _backup(tensor: Tensor) -> Tensor:
     try:
         return tensor.clone()
     except torch.OutOfMemoryError:  # a GPU without memory for both
@@ -155,14 +156,14 @@ def code_checksums(artifact: Artifact) -> dict[str, int]:
         }
 
 
-def refuse_changed_code(config: ModelConfig, artifact: Artifact, known: Mapping[str, int]) -> None:
-    """Refuse an archive whose code has changed: it needs a reload.
+def refuse_changed_code(config: ModelConfig, artifact: Artifact, old: Mapping[str, int]) -> None:
+    """Refuse an archive whose code differs from the old checksums: it needs a reload.
 
     Raises:
         ArtifactError: the code has changed.
     """
-    now = code_checksums(artifact)
-    changed = sorted(name for name in {*known, *now} if known.get(name) != now.get(name))
+    new = code_checksums(artifact)
+    changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
         raise ArtifactError(
             config.name,
