@@ -108,7 +108,7 @@ def test_file_without_a_lease(
     monkeypatch.setattr(
         file_leases.log, "error", lambda *words: messages.append(words[0] % words[1:])
     )
-    with file.open("r+b"):  # who writes already: the kernel refuses a lease
+    with file.open("r+b"):  # the kernel grants no lease while a file is open for writing
         guard = file_leases.Guard("digits", [file], ())
         os.utime(file, ns=(1, 1))
         guard._thread.join(timeout=30)

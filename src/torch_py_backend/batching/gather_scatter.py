@@ -36,7 +36,7 @@ class Owned(tuple[Any, ...]):
 
 
 # Rows below this size are copied together: a tensor for each would cost more.
-SMALL_BYTES = 1 << 16
+SMALL_ROW_BYTES = 1 << 16
 
 # Combines the values of several items into one.
 Gather: TypeAlias = "Callable[[list[Value]], Value]"
@@ -187,7 +187,7 @@ def owned(column: Value, sizes: Sequence[int]) -> Owned:
         return Owned([own(column)])
     if isinstance(column, Tensor):
         single_rows = list(sizes).count(1) == len(sizes) == column.shape[0]
-        if single_rows and column.nbytes <= SMALL_BYTES * len(sizes):
+        if single_rows and column.nbytes <= SMALL_ROW_BYTES * len(sizes):
             return Owned(zip(itertools.repeat(column.clone()), range(len(sizes)), strict=False))
         copies: list[Tensor] = torch.split_with_sizes_copy(column, list(sizes))  # type: ignore[func-returns-value,assignment]
         return Owned(copies)

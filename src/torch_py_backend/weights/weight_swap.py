@@ -71,10 +71,10 @@ def read(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Loaded:
         LoadError: they cannot be loaded.
         WeightsError: names, shapes or dtypes differ from those of the model that is served.
     """
-    fresh = registry.load(artifact, config, torch.device("cpu"))
-    registry.set_memory_format(config, fresh)
-    _compare(config, artifact, weights(loaded), weights(fresh))
-    return fresh
+    replacement = registry.load(artifact, config, torch.device("cpu"))
+    registry.set_memory_format(config, replacement)
+    _compare(config, artifact, weights(loaded), weights(replacement))
+    return replacement
 
 
 def _compare(
@@ -96,8 +96,8 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded) -> None:
-    """Replace all weights of a model with the fresh ones, or none; call it between two batches.
+def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, replacement: Loaded) -> None:
+    """Replace all weights of a model, or none; call it between two batches.
 
     On the CPU the model takes over their memory, and the memory of the old ones is freed. On a
     device, and where other tensors are views of a weight, they are copied into the old memory; the
@@ -107,7 +107,7 @@ def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded)
         WeightsError: `forward()` has replaced a buffer, since `read`, by one of another form.
         Exception: an error of torch; the old weights are restored.
     """
-    old, new = weights(loaded), weights(fresh)
+    old, new = weights(loaded), weights(replacement)
     _compare(config, artifact, old, new)
     undo: list[Callable[[], object]] = []
     # A buffer that forward() created in inference mode can only be written in inference mode.
