@@ -182,7 +182,7 @@ def test_a_map_in_a_file(tmp_path: Path) -> None:
     """The map may be a file; numbers are ordinals of GPUs."""
     build.write(tmp_path, "devices.json", '{"": "cpu", "head": 1, "blocks": "cuda"}')
     config = build.config(tmp_path, kind="MODEL", device_map="devices.json")
-    assert device_map._read_map(config) == {"": "cpu", "head": "cuda:1", "blocks": "cuda:0"}
+    assert device_map.read_map(config) == {"": "cpu", "head": "cuda:1", "blocks": "cuda:0"}
 
 
 @pytest.mark.parametrize(

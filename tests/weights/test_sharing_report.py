@@ -147,6 +147,18 @@ def test_obstacles(
     assert reason in str(caught.value)
 
 
+def test_obstacle_of_a_fallback(tmp_path: Path) -> None:
+    """For a package whose fallback is served, the reason is that of the fallback."""
+    build.write(tmp_path, "model.py", SOURCE)
+    _compressed(tmp_path / "1")
+    config = build.config(tmp_path)
+    fallback = discovery.find(config)
+    package = Artifact(ArtifactType.AOTI, tmp_path / "1" / "model.pt2", fallback=fallback)
+    loaded = registry.load(fallback, config, torch.device("cpu"))
+    sharing = sharing_report.report(config, package, loaded)
+    assert sharing.obstacle == "the entries of model.pt are compressed"
+
+
 @pytest.mark.parametrize(("least", "lines"), [(1, 1), (1 << 30, 0)])
 def test_large_copies_are_logged(
     least: int,

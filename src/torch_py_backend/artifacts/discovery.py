@@ -103,7 +103,7 @@ def find(config: ModelConfig) -> Artifact:
         artifact = _with_weights(config, ArtifactType.FACTORY, config.version_folder, "model")
         source = config.version_folder / "model.py"
     else:
-        artifact = _describe(config, _model_file(config))
+        artifact = _from_file(config, _model_file(config))
         source = artifact.path.with_suffix(".py")
     if fallback is not None:
         if artifact.kind is not ArtifactType.AOTI:
@@ -112,7 +112,7 @@ def find(config: ModelConfig) -> Artifact:
                 f"FALLBACK is set, and the model is {artifact.kind.value}",
                 expected="an AOTInductor package, the only type that may not fit a machine",
             )
-        alternative = _describe(config, _inside(config, "FALLBACK", fallback))
+        alternative = _from_file(config, _named_file(config, "FALLBACK", fallback))
         artifact = dataclasses.replace(artifact, fallback=alternative)
     return dataclasses.replace(artifact, hooks=_hooks(config, source))
 
@@ -162,7 +162,7 @@ def _defines_hooks(source: Path) -> bool:
 # --- files -----------------------------------------------------------------------------------
 
 
-def _describe(config: ModelConfig, path: Path) -> Artifact:
+def _from_file(config: ModelConfig, path: Path) -> Artifact:
     if path.suffix == ".mar":
         if path.is_dir():
             return Artifact(ArtifactType.TORCHSERVE, path)
@@ -234,7 +234,7 @@ def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str
     if name is not None and name.lower() == "none":
         return Artifact(kind, path, weightless=True)
     if name:
-        return Artifact(kind, path, _inside(config, "WEIGHTS", name))
+        return Artifact(kind, path, _named_file(config, "WEIGHTS", name))
     folder = path if kind is ArtifactType.FACTORY else path.parent
     beside = [folder / f"{stem}{suffix}" for suffix in WEIGHT_SUFFIXES]
     present = [path for path in beside if path.is_file()]
@@ -248,7 +248,7 @@ def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str
     return Artifact(kind, path, present[0] if present else None)
 
 
-def _inside(config: ModelConfig, option: str, name: str) -> Path:
+def _named_file(config: ModelConfig, option: str, name: str) -> Path:
     """Return the file that an option names; it is in the version folder, or in the model's."""
     check_inside(config, option, name)
     path = config.version_folder / name

@@ -10,6 +10,7 @@ import enum
 import io
 import json
 import pickletools
+import re
 import zipfile
 from pathlib import Path
 
@@ -78,6 +79,14 @@ _MAGIC = (
     (b"\x93NUMPY", FileType.NUMPY),
 )
 _HTML = (b"<!doctype html", b"<html", b"<?xml")
+# The members of zip archives.
+_MEMBERS = (
+    (re.compile(r"/data/aotinductor/"), FileType.AOTI),
+    (re.compile(r"/models/.*\.json\Z", re.DOTALL), FileType.EXPORTED),
+    (re.compile(r"serialized_exported_program\.json\Z"), FileType.EXPORTED),  # before torch 2.7
+    (re.compile(r"/code/|/constants\.pkl\Z"), FileType.TORCHSCRIPT),
+    (re.compile(r"(keras_metadata\.pb|model\.weights\.h5)\Z"), FileType.TENSORFLOW),
+)
 
 
 def file_type(path: Path) -> FileType:
@@ -129,34 +138,19 @@ def _head_type(path: Path, head: bytes) -> FileType:
 
 
 def _archive_type(archive: zipfile.ZipFile) -> FileType:
-    members = archive.namelist()
-    if any("/data/aotinductor/" in name for name in members):
-        return FileType.AOTI
-    # The second form is that of torch before 2.7.
-    if any(
-        ("/models/" in name and name.endswith(".json"))
-        or name.endswith("serialized_exported_program.json")
-        for name in members
-    ):
-        return FileType.EXPORTED
-    if any("/code/" in name or name.endswith("/constants.pkl") for name in members):
-        return FileType.TORCHSCRIPT
-    if any(name.endswith(("keras_metadata.pb", "model.weights.h5")) for name in members):
-        return FileType.TENSORFLOW
-    pickles = [name for name in members if name.endswith("data.pkl")]
+    names = archive.namelist()
+    for pattern, content in _MEMBERS:
+        if any(map(pattern.search, names)):
+            return content
+    pickles = [name for name in names if name.endswith("data.pkl")]
     if not pickles:
         return FileType.UNKNOWN
-    return _saved_type(archive, pickles[0])
-
-
-def _saved_type(archive: zipfile.ZipFile, pickled: str) -> FileType:
-    """Return the type of a zip archive that torch.save may have written."""
-    entries = archive.infolist()
     # torch.save does not compress. Tools that repack its files reach about half of their size.
+    entries = archive.infolist()
     compressed = sum(entry.compress_size for entry in entries)
     if sum(entry.file_size for entry in entries) > _INFLATION * compressed:
         return FileType.BOMB
-    with archive.open(pickled) as file:
+    with archive.open(pickles[0]) as file:
         return _pickle_type(file.read(_PICKLE_BYTES))
 
 

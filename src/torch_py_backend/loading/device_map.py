@@ -28,7 +28,7 @@ def dispatch(config: ModelConfig, module: nn.Module) -> None:
         ConfigError: the map does not fit the module.
         PlatformError: this process does not see one of the devices.
     """
-    device_map = _read_map(config)
+    device_map = read_map(config)
     count = torch.cuda.device_count()  # 0 if this torch has no CUDA
     for name, device in device_map.items():
         index = torch.device(device).index
@@ -59,7 +59,7 @@ class Dispatched:
     """Moves inputs to the module's device, and results to that of its first weight."""
 
     def __init__(self, call: Forward, owner: nn.Module, config: ModelConfig) -> None:
-        default = _read_map(config).get("")
+        default = read_map(config).get("")
         first = next(itertools.chain(owner.parameters(), owner.buffers()), None)
         self._call = call
         self._owner = owner
@@ -76,7 +76,7 @@ class Dispatched:
         return getattr(self.__dict__["_owner"], name)
 
 
-def _read_map(config: ModelConfig) -> Mapping[str, str]:
+def read_map(config: ModelConfig) -> Mapping[str, str]:
     """Return the device of each named submodule and weight, from the config or its file."""
     value = config.options.device_map
     if not isinstance(value, str):
