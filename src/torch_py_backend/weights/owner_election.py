@@ -100,9 +100,9 @@ class Owner:
             with contextlib.suppress(OSError):
                 connection.settimeout(max(0.01, until - time.monotonic()))
                 connection.recv(1)
-        for connection in (*self._sharers, self._listening):
-            if connection is not None:
-                server_folder.release(connection.detach())
+        for endpoint in (*self._sharers, self._listening):
+            if endpoint is not None:
+                server_folder.release(endpoint.detach())
         self._sharers, self._listening, self._thread = [], None, None
         if self._lock is not None:
             server_folder.release(self._lock)
