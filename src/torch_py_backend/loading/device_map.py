@@ -42,8 +42,8 @@ def dispatch(config: ModelConfig, module: nn.Module) -> None:
     devices = _weight_devices(config, module, device_map)
     # As Module.to() does it, one layer at a time: no device needs memory for the whole module.
     module._apply(lambda tensor: tensor.to(devices.get(id(tensor), tensor.device)))
-    for submodule, device, caller_device in _borders(module, device_map):
-        _add_hooks(submodule, device, caller_device)
+    for border in _borders(module, device_map):
+        _add_hooks(*border)
 
 
 def _add_hooks(module: nn.Module, device: torch.device, caller_device: torch.device | None) -> None:
