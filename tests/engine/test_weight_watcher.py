@@ -22,7 +22,7 @@ from torch_py_backend.engine.weight_watcher import WeightWatcher
 from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.startup import builder
-from torch_py_backend.weights import sharing
+from torch_py_backend.weights import sharing_report
 
 SOURCE = """
 import torch
@@ -156,7 +156,7 @@ def test_a_new_file_is_swapped_in(
         assert torch.equal(answer(made), Net(value)(X))
         # The swap is not a side effect of the model.
         assert not made.side_effects.writes_buffers()
-        found = sharing.mapped(made.loaded)
+        found = sharing_report.mapped(made.loaded)
         assert found.shared == found.total
     until(lambda: f"{path} (deleted)" not in Path("/proc/self/maps").read_text())
 

@@ -81,7 +81,7 @@ def test_mismatch(
     metadata: dict[str, str], difference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine that a package was built for is compared with this one."""
-    monkeypatch.setattr(aotinductor, "_machine", lambda device: HERE)
+    monkeypatch.setattr(aotinductor, "this_machine", lambda device: HERE)
 
     assert aotinductor.mismatch(package(tmp_path, metadata), CPU) == difference
 
@@ -91,7 +91,7 @@ def test_this_machine_matches_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     for device, name in ((None, "cpu"), (CPU, "cpu"), (torch.device("cuda", 0), "cuda")):
-        here = aotinductor._machine(device)
+        here = aotinductor.this_machine(device)
         assert here["AOTI_DEVICE_KEY"] == name
         assert here["AOTI_COMPUTE_CAPABILITY"] == ("90" if name == "cuda" else "none")
         assert aotinductor.mismatch(package(tmp_path, here), device) == ""

@@ -182,7 +182,7 @@ def test_a_map_in_a_file(tmp_path: Path) -> None:
     """The map may be a file; numbers are ordinals of GPUs."""
     build.write(tmp_path, "devices.json", '{"": "cpu", "head": 1, "blocks": "cuda"}')
     config = build.config(tmp_path, kind="MODEL", device_map="devices.json")
-    assert device_map._read_map(config) == {"": "cpu", "head": "cuda:1", "blocks": "cuda:0"}
+    assert device_map.read_map(config) == {"": "cpu", "head": "cuda:1", "blocks": "cuda:0"}
 
 
 @pytest.mark.parametrize(
@@ -208,11 +208,11 @@ def test_new_weights(tmp_path: Path) -> None:
     """New weights replace the old ones on their devices."""
     config, artifact, _ = stored(tmp_path, 0.0)
     loaded = registry.load(artifact, config, None)
-    fresh = stored(tmp_path, 1.0)[2]
+    replacement = stored(tmp_path, 1.0)[2]
     weight_swap.swap(config, artifact, loaded, weight_swap.read(config, artifact, loaded))
     x = torch.rand(3, 4)
     with torch.no_grad():
-        assert torch.equal(loaded.module(x), fresh(x))
+        assert torch.equal(loaded.module(x), replacement(x))
 
 
 def stored(folder: Path, start: float) -> tuple[Any, Artifact, Net]:

@@ -143,7 +143,7 @@ def test_weights_of_every_format(write: Writer, name: str, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("own", "saved", "write", "name"),
+    ("dtype", "saved", "write", "name"),
     [
         (torch.float32, torch.float16, zipped, "model.pt"),
         (torch.float32, torch.bfloat16, safe, "model.safetensors"),
@@ -152,15 +152,15 @@ def test_weights_of_every_format(write: Writer, name: str, tmp_path: Path) -> No
     ],
 )
 def test_module_keeps_its_dtype(
-    own: torch.dtype, saved: torch.dtype, write: Writer, name: str, tmp_path: Path
+    dtype: torch.dtype, saved: torch.dtype, write: Writer, name: str, tmp_path: Path
 ) -> None:
     """Weights of another dtype, also a single one, are converted to that of the module."""
     state = {**STATE, "linear.bias": STATE["linear.bias"].to(saved)}
 
-    module = filled(tmp_path, Net().to(own), state, write, name)
+    module = filled(tmp_path, Net().to(dtype), state, write, name)
 
-    assert {tensor.dtype for tensor in module.parameters()} == {own}
-    assert torch.equal(module(X.to(own)), Y.to(own))
+    assert {tensor.dtype for tensor in module.parameters()} == {dtype}
+    assert torch.equal(module(X.to(dtype)), Y.to(dtype))
 
 
 @pytest.mark.parametrize("write", [zipped, legacy], ids=["pt", "legacy pt"])

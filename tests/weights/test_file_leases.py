@@ -108,7 +108,7 @@ def test_file_without_a_lease(
     monkeypatch.setattr(
         file_leases.log, "error", lambda *words: messages.append(words[0] % words[1:])
     )
-    with file.open("r+b"):  # who writes already: the kernel refuses a lease
+    with file.open("r+b"):  # the kernel grants no lease while a file is open for writing
         guard = file_leases.Guard("digits", [file], ())
         os.utime(file, ns=(1, 1))
         guard._thread.join(timeout=30)
@@ -128,10 +128,11 @@ def test_closed_guard(file: Path) -> None:
     assert descriptors() == before
 
 
-def test_no_memory_for_a_copy_is_an_error() -> None:
+def test_no_memory_for_a_copy_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replacing pages without memory for a copy raises an error."""
+    monkeypatch.setattr(file_leases, "_CHUNK", 1 << 62)
     with pytest.raises(OSError, match=r"\[Errno"):
-        file_leases._replace(0, 1 << 62)
+        file_leases.copy([(0, 1 << 62)])
 
 
 def test_failed_copy(

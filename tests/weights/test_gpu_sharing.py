@@ -31,7 +31,7 @@ from torch_py_backend.weights.cuda_ipc import NotShared
 from torch_py_backend.weights.gpu_sharing import SharedWeights, named
 from torch_py_backend.weights.owner_election import Sharer
 
-# An instance, whole, whose GPU is the twin: each line asks for an answer to ones.
+# A complete instance on the twin of a GPU: for each line it prints the output for ones.
 _INSTANCE = """
 import os, sys, time
 from pathlib import Path
@@ -89,19 +89,19 @@ def join(gpu: None, tmp_path: Path) -> Iterator[Join]:
     joined: list[SharedWeights] = []
 
     def join(module: nn.Module | None, **how: Any) -> SharedWeights:
-        afresh = how.pop("afresh", lambda: None)
+        reload = how.pop("reload", lambda: None)
         kind = how.pop("kind", ArtifactType.MODULE)
         settings = build.config(tmp_path, instance=f"digits_0_{len(joined)}", **how)
         shared = SharedWeights(
-            settings, Artifact(kind, tmp_path / "model.py"), torch.device("cpu"), afresh
+            settings, Artifact(kind, tmp_path / "model.py"), torch.device("cpu"), reload
         )
         joined.append(shared)
-        shared.hold(module, kind)
+        shared.share(module, kind)
         return shared
 
     yield join
     for shared in reversed(joined):
-        shared.leave()
+        shared.close()
     assert not any(tmp_path.glob("torch-py-backend-*/servers/*"))
 
 
@@ -210,7 +210,7 @@ def test_lost_during_a_batch(pair: tuple[Engine, Engine], monkeypatch: pytest.Mo
     outcomes = sharer.run(items)
     assert [getattr(outcome, "code", None) for outcome in outcomes] == ["UNAVAILABLE"] * 3
     assert "Send it again" in str(outcomes[0])
-    assert [getattr(one, "reported", False) for one in outcomes] == [True] * 3
+    assert [getattr(outcome, "reported", False) for outcome in outcomes] == [True] * 3
     assert sharer.recovery.fatal is None
     monkeypatch.undo()
     assert _answer(sharer) == _answer(owner) == expected
@@ -334,8 +334,8 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        whole = torch.rand(4, 6)
-        self.part = nn.Parameter(whole[1:3, 2:])
+        matrix = torch.rand(4, 6)
+        self.part = nn.Parameter(matrix[1:3, 2:])
         self.turned = nn.Parameter(torch.rand(2, 3).T)
         self.register_buffer("nothing", torch.empty(0, 3))
         self.register_buffer("scalar", torch.tensor(3))
@@ -360,16 +360,16 @@ _MODULES: list[Callable[[], nn.Module]] = [
 @pytest.mark.parametrize("make", _MODULES)
 def test_mapped_tensors(make: Callable[[], nn.Module], join: Join) -> None:
     """Mapped tensors have the owner's values and strides, also after a second mapping."""
-    own, mapped, fresh = make(), make(), make()
-    owner = join(own)
-    sharer = join(mapped, afresh=lambda: fresh)
+    original, mapped, reloaded = make(), make(), make()
+    owner = join(original)
+    sharer = join(mapped, reload=lambda: reloaded)
     before = dict(named(mapped))
-    _same(named(own), named(mapped))
-    owner.leave()
+    _same(named(original), named(mapped))
+    owner.close()
     assert {tensor.numel() for tensor in named(mapped).values()} == {0}
     with sharer.lock:
         assert sharer.ready() is None
-    _same(named(fresh), named(mapped))
+    _same(named(reloaded), named(mapped))
     assert before.keys() == named(mapped).keys()
     assert all(before[name] is tensor for name, tensor in named(mapped).items())
 
@@ -402,7 +402,7 @@ def _untied() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "names"),
+    ("original", "other", "names"),
     [
         (scenarios.affine, lambda: models.Affine(out=5), "linear.bias, linear.weight, offset"),
         (scenarios.affine, lambda: scenarios.affine().double(), "linear.bias, linear.weight, off"),
@@ -412,10 +412,10 @@ def _untied() -> nn.Module:
     ids=["sizes", "dtypes", "names", "untied"],
 )
 def test_other_modules_are_refused(
-    own: Callable[[], nn.Module], other: Callable[[], nn.Module], names: str, join: Join
+    original: Callable[[], nn.Module], other: Callable[[], nn.Module], names: str, join: Join
 ) -> None:
     """A module that differs from the owner's is refused with the differing names."""
-    join(own())
+    join(original())
     with pytest.raises(ConfigError, match=f"disagree about {names}"):
         join(other())
 
@@ -447,7 +447,7 @@ def test_owner_dies_while_it_is_mapped(join: Join, monkeypatch: pytest.MonkeyPat
     def gone(self: twin.Twin, block: str) -> Tensor:
         monkeypatch.setattr(twin.Twin, "open", open_)
         monkeypatch.setattr(Sharer, "alive", lambda self: False)
-        owner.leave()
+        owner.close()
         raise NotShared("gone")
 
     monkeypatch.setattr(twin.Twin, "open", gone)

@@ -246,7 +246,17 @@ def test_owner_of_another_user(start: Start, shared_folder: Path) -> None:
         " c, _ = s.accept(); c.sendall(b'{}\\n'); input()"
     )
     assert start(code, shared_folder / "offer.socket").hear() == "listens"
-    assert owner_election._connect(shared_folder) is None
+    assert owner_election.connect(shared_folder) is None
+
+
+def test_owner_closes_while_it_sends(start: Start, tmp_path: Path) -> None:
+    """The offer of an owner that closes at once is not accepted."""
+    code = (
+        "import socket, sys; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen();"
+        " print('listens', flush=True); c, _ = s.accept(); c.sendall(b'{}\\nleaving\\n'); input()"
+    )
+    assert start(code, tmp_path / "offer.socket").hear() == "listens"
+    assert owner_election.connect(tmp_path) is None
 
 
 def test_waiting_is_logged(

@@ -195,7 +195,7 @@ def _writer(
                     written.append([messages.write_tensor(name, value) for value in values])
                     continue
                 parts = (output,) if count == 1 else output.split_with_sizes(sizes)
-                if output.nbytes < messages.SMALL_BYTES * count or output.dtype is torch.bfloat16:
+                if output.nbytes < messages.DLPACK_BYTES * count or output.dtype is torch.bfloat16:
                     written.append([from_dlpack(name, to_capsule(part)) for part in parts])
                 else:
                     written.append([from_array(name, part.numpy()) for part in parts])

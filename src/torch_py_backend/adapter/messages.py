@@ -22,7 +22,7 @@ from torch_py_backend.errors import BackendError
 from torch_py_backend.sequences.state_store import Step
 
 # Below this size a DLPack capsule is cheaper to pass to Triton than a numpy array.
-SMALL_BYTES = 4096
+DLPACK_BYTES = 4096
 _LONGEST_ID = 64
 
 # `pb_utils.InferenceResponse` and `pb_utils.Tensor`, which only Triton reads.
@@ -187,7 +187,7 @@ def write_tensor(name: str, value: Value) -> OutputTensor:
         value = value.as_strided(value.shape, strides)
     if value.is_cuda:
         return pb_utils.Tensor.from_dlpack(name, value)
-    if value.dtype is torch.bfloat16 or value.nbytes < SMALL_BYTES:
+    if value.dtype is torch.bfloat16 or value.nbytes < DLPACK_BYTES:
         # A capsule from torch: Triton renames capsules, and a renamed one of numpy's crashes.
         return pb_utils.Tensor.from_dlpack(name, dlpack.to_dlpack(value))  # type: ignore[attr-defined]
     return pb_utils.Tensor(name, value.numpy())

@@ -58,7 +58,7 @@ class Artifact:
     def weight_files(self) -> list[Path]:
         """Return the files of its weights, an index before its shards."""
         if self.weights is not None:
-            return [self.weights, *shards(self.weights).values()]
+            return [self.weights, *shard_files(self.weights).values()]
         if self.path.is_dir():  # a factory may read any of its files
             return sorted(path for path in self.path.rglob("*") if path.is_file())
         return [self.path] if self.path.is_file() else []
@@ -103,7 +103,7 @@ def find(config: ModelConfig) -> Artifact:
         artifact = _with_weights(config, ArtifactType.FACTORY, config.version_folder, "model")
         source = config.version_folder / "model.py"
     else:
-        artifact = _describe(config, _model_file(config))
+        artifact = _from_file(config, _model_file(config))
         source = artifact.path.with_suffix(".py")
     if fallback is not None:
         if artifact.kind is not ArtifactType.AOTI:
@@ -112,7 +112,7 @@ def find(config: ModelConfig) -> Artifact:
                 f"FALLBACK is set, and the model is {artifact.kind.value}",
                 expected="an AOTInductor package, the only type that may not fit a machine",
             )
-        alternative = _describe(config, _inside(config, "FALLBACK", fallback))
+        alternative = _from_file(config, _named_file(config, "FALLBACK", fallback))
         artifact = dataclasses.replace(artifact, fallback=alternative)
     return dataclasses.replace(artifact, hooks=_hooks(config, source))
 
@@ -139,7 +139,8 @@ def _hooks(config: ModelConfig, source: Path) -> Path | None:
 def _defines_hooks(source: Path) -> bool:
     """Return whether a file defines a class `Hooks` with hooks, which is not a module.
 
-    If the file has a syntax error, the name decides; loading the file then reports the error.
+    A subclass counts, since its base may define them. If the file has a syntax error, the name
+    decides; loading the file then reports the error.
     """
     try:
         text = source.read_bytes()
@@ -149,26 +150,19 @@ def _defines_hooks(source: Path) -> bool:
         body = ast.parse(text).body
     except (SyntaxError, ValueError, RecursionError):
         return re.search(rb"^class Hooks\b", text, re.MULTILINE) is not None
-    return any(
-        isinstance(node, ast.ClassDef) and node.name == HOOKS_CLASS and _has_hooks(node)
-        for node in body
-    )
-
-
-def _has_hooks(node: ast.ClassDef) -> bool:
-    bases = [ast.unparse(base) for base in node.bases]
-    methods = {
-        part.name for part in node.body if isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    return not any(base.endswith("Module") for base in bases) and (
-        bool(bases) or not methods.isdisjoint(HOOK_METHODS)
-    )
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == HOOKS_CLASS:
+            bases = [ast.unparse(base) for base in node.bases]
+            if bases:
+                return not any(base.endswith("Module") for base in bases)
+            return any(getattr(part, "name", None) in HOOK_METHODS for part in node.body)
+    return False
 
 
 # --- files -----------------------------------------------------------------------------------
 
 
-def _describe(config: ModelConfig, path: Path) -> Artifact:
+def _from_file(config: ModelConfig, path: Path) -> Artifact:
     if path.suffix == ".mar":
         if path.is_dir():
             return Artifact(ArtifactType.TORCHSERVE, path)
@@ -240,7 +234,7 @@ def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str
     if name is not None and name.lower() == "none":
         return Artifact(kind, path, weightless=True)
     if name:
-        return Artifact(kind, path, _inside(config, "WEIGHTS", name))
+        return Artifact(kind, path, _named_file(config, "WEIGHTS", name))
     folder = path if kind is ArtifactType.FACTORY else path.parent
     beside = [folder / f"{stem}{suffix}" for suffix in WEIGHT_SUFFIXES]
     present = [path for path in beside if path.is_file()]
@@ -254,7 +248,7 @@ def _with_weights(config: ModelConfig, kind: ArtifactType, path: Path, stem: str
     return Artifact(kind, path, present[0] if present else None)
 
 
-def _inside(config: ModelConfig, option: str, name: str) -> Path:
+def _named_file(config: ModelConfig, option: str, name: str) -> Path:
     """Return the file that an option names; it is in the version folder, or in the model's."""
     check_inside(config, option, name)
     path = config.version_folder / name
@@ -289,12 +283,24 @@ def is_inside(path: Path, *folders: Path) -> bool:
         return False
 
 
-def shards(weights: Path) -> dict[str, Path]:
+def shard_files(weights: Path) -> dict[str, Path]:
     """Return the existing files that an index names, by name; loading reports an invalid index."""
     if weights.suffix != ".json":
         return {}
     try:
-        names = file_types.shards(weights)
+        names = file_types.shard_names(weights)
         return {name: path for name in names if (path := weights.parent / name).is_file()}
-    except (OSError, *file_types.INDEX_ERRORS):  # OSError: a name is too long
+    except (OSError, ValueError):  # OSError: a name is too long
         return {}
+
+
+def mapping_obstacle(config: ModelConfig, artifact: Artifact) -> str:
+    """Return why the weights are copied when they are loaded; empty: they are mapped.
+
+    Afterwards, moving the model to a device or converting it copies mapped weights as well.
+    """
+    if config.options.enable_weight_sharing is False:
+        return "ENABLE_WEIGHT_SHARING is false"
+    if artifact.weightless:
+        return "WEIGHTS is none: they are computed when the module is built"
+    return "" if artifact.weights is None else file_types.mmap_obstacle(artifact.weights)

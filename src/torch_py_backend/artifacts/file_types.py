@@ -10,8 +10,11 @@ import enum
 import io
 import json
 import pickletools
+import re
 import zipfile
 from pathlib import Path
+
+from torch_py_backend.errors import summarize
 
 # Enough of a pickle to find the classes that it names; a bound for hostile files.
 _PICKLE_BYTES = 1 << 20
@@ -76,6 +79,14 @@ _MAGIC = (
     (b"\x93NUMPY", FileType.NUMPY),
 )
 _HTML = (b"<!doctype html", b"<html", b"<?xml")
+# The members of zip archives.
+_MEMBERS = (
+    (re.compile(r"/data/aotinductor/"), FileType.AOTI),
+    (re.compile(r"/models/.*\.json\Z", re.DOTALL), FileType.EXPORTED),
+    (re.compile(r"serialized_exported_program\.json\Z"), FileType.EXPORTED),  # before torch 2.7
+    (re.compile(r"/code/|/constants\.pkl\Z"), FileType.TORCHSCRIPT),
+    (re.compile(r"(keras_metadata\.pb|model\.weights\.h5)\Z"), FileType.TENSORFLOW),
+)
 
 
 def file_type(path: Path) -> FileType:
@@ -83,14 +94,14 @@ def file_type(path: Path) -> FileType:
     with path.open("rb") as file:
         head = file.read(64)
         if head.startswith(b"\x80"):  # a pickle's first opcode: torch.save before torch 1.6
-            return _describe_pickle(head + file.read(_PICKLE_BYTES))
+            return _pickle_type(head + file.read(_PICKLE_BYTES))
     if not head:
         return FileType.EMPTY
     if not head.startswith(b"PK"):
-        return _describe_head(path, head)
+        return _head_type(path, head)
     try:
         with BoundedFile(path) as bounded, zipfile.ZipFile(bounded) as archive:
-            return _describe_archive(archive)
+            return _archive_type(archive)
     except DirectoryTooLargeError:
         return FileType.CROWDED
     except Exception:  # zipfile, zlib, lzma and bz2 raise different errors
@@ -110,7 +121,7 @@ class BoundedFile(io.FileIO):
         return super().read(size) or b""
 
 
-def _describe_head(path: Path, head: bytes) -> FileType:
+def _head_type(path: Path, head: bytes) -> FileType:
     for magic, content in _MAGIC:
         if head.startswith(magic):
             return content
@@ -126,52 +137,36 @@ def _describe_head(path: Path, head: bytes) -> FileType:
     return FileType.UNKNOWN
 
 
-def _describe_archive(archive: zipfile.ZipFile) -> FileType:
-    members = archive.namelist()
-    if any("/data/aotinductor/" in name for name in members):
-        return FileType.AOTI
-    # The second form is that of torch before 2.7.
-    if any(
-        ("/models/" in name and name.endswith(".json"))
-        or name.endswith("serialized_exported_program.json")
-        for name in members
-    ):
-        return FileType.EXPORTED
-    if any("/code/" in name or name.endswith("/constants.pkl") for name in members):
-        return FileType.TORCHSCRIPT
-    if any(name.endswith(("keras_metadata.pb", "model.weights.h5")) for name in members):
-        return FileType.TENSORFLOW
-    pickles = [name for name in members if name.endswith("data.pkl")]
+def _archive_type(archive: zipfile.ZipFile) -> FileType:
+    names = archive.namelist()
+    for pattern, content in _MEMBERS:
+        if any(map(pattern.search, names)):
+            return content
+    pickles = [name for name in names if name.endswith("data.pkl")]
     if not pickles:
         return FileType.UNKNOWN
-    return _describe_saved(archive, pickles[0])
-
-
-def _describe_saved(archive: zipfile.ZipFile, pickled: str) -> FileType:
-    """Return the type of a zip archive that torch.save may have written."""
-    entries = archive.infolist()
     # torch.save does not compress. Tools that repack its files reach about half of their size.
+    entries = archive.infolist()
     compressed = sum(entry.compress_size for entry in entries)
     if sum(entry.file_size for entry in entries) > _INFLATION * compressed:
         return FileType.BOMB
-    with archive.open(pickled) as file:
-        return _describe_pickle(file.read(_PICKLE_BYTES))
+    with archive.open(pickles[0]) as file:
+        return _pickle_type(file.read(_PICKLE_BYTES))
 
 
 def mmap_obstacle(weights: Path) -> str:
-    """Return why a weights file cannot be mapped into memory; empty if it can.
-
-    Raises:
-        OSError, zipfile.BadZipFile: it cannot be read.
-    """
+    """Return why a weights file cannot be mapped into memory; empty: it can."""
     if weights.suffix in (".safetensors", ".json"):
         return ""
-    with weights.open("rb") as file:
-        if file.read(2) != b"PK":
-            return f"{weights.name} is not a zip archive: torch older than 1.6 wrote it"
-    with zipfile.ZipFile(weights) as archive:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-            return f"the entries of {weights.name} are compressed"
+    try:
+        with weights.open("rb") as file:
+            if file.read(2) != b"PK":
+                return f"{weights.name} is not a zip archive: torch older than 1.6 wrote it"
+        with zipfile.ZipFile(weights) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                return f"the entries of {weights.name} are compressed"
+    except (OSError, zipfile.BadZipFile):  # loading the file reports the error
+        return f"{weights.name} cannot be read"
     return ""
 
 
@@ -194,20 +189,20 @@ def is_cuda_package(path: Path) -> bool:
     return aoti_metadata(path).get("AOTI_DEVICE_KEY") == "cuda"
 
 
-# The errors of `shards` for an invalid index.
-INDEX_ERRORS = (ValueError, LookupError, AttributeError, TypeError, RecursionError)
-
-
-def shards(index: Path) -> list[str]:
+def shard_names(index: Path) -> list[str]:
     """Return the files that Hugging Face's `model.safetensors.index.json` names.
 
     Raises:
-        ValueError, LookupError, AttributeError, TypeError, RecursionError: the index is invalid
-            (`NO_INDEX`).
+        OSError: the index cannot be read.
+        ValueError: it is invalid.
     """
-    names = set(json.loads(index.read_bytes())["weight_map"].values())
-    if not all(isinstance(name, str) for name in names):
-        raise TypeError("a file name is not a string")
+    content = index.read_bytes()
+    try:
+        names = set(json.loads(content)["weight_map"].values())
+        if not all(isinstance(name, str) for name in names):
+            raise TypeError("a file name is not a string")
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError) as error:
+        raise ValueError(summarize(error)) from error
     return sorted(names)
 
 
@@ -216,7 +211,7 @@ _DATA = {"torch", "collections", "numpy", "builtins", "__builtin__", "_codecs"}
 _CODE = ("torch.nn.modules.", "torch.fx.", "torch.jit.")
 
 
-def _describe_pickle(pickled: bytes) -> FileType:
+def _pickle_type(pickled: bytes) -> FileType:
     """Return the type after the classes and functions that a pickle names; it is not unpickled."""
     names: set[str] = set()
     stream = io.BytesIO(pickled)

@@ -15,21 +15,21 @@ def models(path: Path) -> list[Path]:
     return sorted(folder for folder in path.iterdir() if folder.is_dir() and _is_model(folder))
 
 
-def by_name(path: Path, wanted: Iterable[str] = ()) -> dict[str, Path]:
+def by_name(path: Path, required: Iterable[str] = ()) -> dict[str, Path]:
     """Return a repository's model folders by name.
 
     Raises:
-        ServerError: the path is itself a model, or the repository lacks a model that is wanted.
+        ServerError: the path is itself a model, or the repository lacks a required model.
     """
     folders = {folder.name: folder for folder in models(path.resolve())}
     if path.resolve() in folders.values():
         raise ServerError(
             f"{path} is a model; expected the repository that holds it: {path.resolve().parent}."
         )
-    for name in wanted:
+    for name in required:
         if name not in folders:
-            known = ", ".join(folders) or "none"
-            raise ServerError(f"{path} has no model '{name}'; its models: {known}.")
+            names = ", ".join(folders) or "none"
+            raise ServerError(f"{path} has no model '{name}'; its models: {names}.")
     return folders
 
 

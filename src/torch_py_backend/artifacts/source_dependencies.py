@@ -14,8 +14,6 @@ from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import WEIGHT_SUFFIXES
 from torch_py_backend.errors import ArtifactError
 
-_SERVED = "model"
-
 
 def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Path]:
     """Return the files of a source file by their names in a version folder, where it is model.py.
@@ -26,22 +24,16 @@ def find(model: str, source: Path, weights: Path | None = None) -> dict[str, Pat
         ArtifactError: there are several weights files, or a module has the name model.py.
     """
     modules = _modules(source)
-    target = f"{_SERVED}.py"
-    if modules.get(target, source) != source:
+    if modules.get("model.py", source) != source:
         raise ArtifactError(
             model,
-            f"{source.name} imports {target} beside it, and is itself served as {target}",
-            cure=f"Rename {target}.",
+            f"{source.name} imports model.py beside it, and is itself served as model.py",
+            cure="Rename model.py.",
         )
-    if weights is None:
-        weight_files = _weights(model, source)
-    else:
+    files = {"model.py": source, **modules}
+    if weights is not None:
         suffix = ".safetensors" if weights.suffix == ".safetensors" else ".pt"
-        weight_files = {f"{_SERVED}{suffix}": weights}
-    return {target: source, **weight_files, **modules}
-
-
-def _weights(model: str, source: Path) -> dict[str, Path]:
+        return files | {f"model{suffix}": weights}
     present = {
         suffix: path for suffix in WEIGHT_SUFFIXES if (path := source.with_suffix(suffix)).is_file()
     }
@@ -50,11 +42,11 @@ def _weights(model: str, source: Path) -> dict[str, Path]:
         raise ArtifactError(
             model, f"{names} lie beside {source.name}", expected="one file of weights"
         )
-    files = {f"{_SERVED}{suffix}": path for suffix, path in present.items()}
-    for path in present.values():
+    for suffix, path in present.items():
+        files[f"model{suffix}"] = path
         files |= {
             name: shard
-            for name, shard in discovery.shards(path).items()
+            for name, shard in discovery.shard_files(path).items()
             if not PurePosixPath(name).is_absolute() and ".." not in PurePosixPath(name).parts
         }
     return files
@@ -70,7 +62,7 @@ def _modules(source: Path) -> dict[str, Path]:
     waiting = [source]
     while waiting:
         for name in _imported(waiting.pop(), root):
-            for path in _files(root, name):
+            for path in _module_files(root, name):
                 place = path.relative_to(root).as_posix()
                 if place not in files and path.suffix in SOURCE_SUFFIXES:
                     waiting.append(path)
@@ -96,7 +88,7 @@ def _imported(path: Path, root: Path) -> Iterator[tuple[str, ...]]:
             yield from ((*base, alias.name) for alias in node.names)
 
 
-def _files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
+def _module_files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
     """Yield the files of a module; all files of a package, because it may contain data."""
     folder = root
     for part in name:

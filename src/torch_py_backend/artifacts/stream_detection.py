@@ -33,8 +33,18 @@ def is_streaming(path: Path, *, named: str | None = None, method: str | None = N
         # A class without a base is not a module. Beside a class, functions are its helpers.
         served = {name for name in public & classes.keys() if classes[name].bases}
         served = served or public - classes.keys() - {"example_inputs"}
-    return any(_yields(functions[name]) for name in served & functions.keys()) or any(
-        _streams(_methods(classes[name], classes), method) for name in served & classes.keys()
+    called = [functions[name] for name in served & functions.keys()]
+    for name in served & classes.keys():
+        methods = _methods(classes[name], classes)
+        if method is None and {"begin", "step"} <= methods.keys():
+            return True
+        function = methods.get(method or "forward")
+        if function is not None:
+            called.append(function)
+    return any(
+        isinstance(node, ast.Yield | ast.YieldFrom)
+        for function in called
+        for node in _own_nodes(function)
     )
 
 
@@ -49,20 +59,9 @@ def _methods(
     return methods | {node.name: node for node in owner.body if isinstance(node, _Function)}
 
 
-def _streams(methods: Mapping[str, _Function], method: str | None) -> bool:
-    if method is None and {"begin", "step"} <= methods.keys():
-        return True
-    served = methods.get(method or "forward")
-    return served is not None and _yields(served)
-
-
-def _yields(function: _Function) -> bool:
-    return any(isinstance(node, ast.Yield | ast.YieldFrom) for node in _own(function))
-
-
-def _own(node: ast.AST) -> Iterator[ast.AST]:
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
     """Yield the nodes of a function without those of nested scopes."""
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, _SCOPES):
             yield child
-            yield from _own(child)
+            yield from _own_nodes(child)

@@ -36,7 +36,7 @@ class ItemRows(tuple[Any, ...]):
 
 
 # Rows below this size are copied together: a tensor for each would cost more.
-SMALL_BYTES = 1 << 16
+SMALL_ROW_BYTES = 1 << 16
 
 # Combines the values of several items into one.
 Gather: TypeAlias = "Callable[[list[Value]], Value]"
@@ -178,7 +178,7 @@ def clone_rows(column: Value, sizes: Sequence[int]) -> ItemRows:
         return ItemRows([clone(column)])
     if isinstance(column, Tensor):
         single_rows = list(sizes).count(1) == len(sizes) == column.shape[0]
-        if single_rows and column.nbytes <= SMALL_BYTES * len(sizes):
+        if single_rows and column.nbytes <= SMALL_ROW_BYTES * len(sizes):
             return ItemRows(zip(itertools.repeat(column.clone()), range(len(sizes)), strict=False))
         copies: list[Tensor] = torch.split_with_sizes_copy(column, list(sizes))  # type: ignore[func-returns-value,assignment]
         return ItemRows(copies)

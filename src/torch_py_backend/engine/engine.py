@@ -35,7 +35,7 @@ from torch_py_backend.hooks.user_hooks import Hooks
 from torch_py_backend.loading import mapped_files
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.sequences.state_columns import StateColumns
-from torch_py_backend.weights import gpu_sharing, sharing
+from torch_py_backend.weights import gpu_sharing, sharing_report
 
 # The engine's own stages, by name: the attribute that runs each.
 _STAGES = {
@@ -82,7 +82,7 @@ class Engine:
         self.hooks = hooks
         self.device, self.guard = device_runtime.device, device_runtime.guard
         self._runtime, self._clean = device_runtime, device_runtime.clean
-        self.sharing = sharing.report(config, artifact, loaded)
+        self.sharing = sharing_report.report(config, artifact, loaded)
         self.counts = Counts()
         self._batched = config.max_batch_size > 0
         self._padding = Padding(config) if config.options.pad else None
@@ -152,14 +152,14 @@ class Engine:
         Raises:
             ConfigError: the weights cannot be shared.
         """
-        shared.hold(self.loaded.owner, self.kind)
+        shared.share(self.loaded.owner, self.kind)
         self._shared, self.turn = shared, shared.lock
         self.side_effects.settle()
 
     def leave(self) -> None:
         """Release weights that are shared with other processes. May be called twice."""
         if self._shared is not None:
-            self._shared.leave()
+            self._shared.close()
 
     def memory(self) -> list[tuple[int, int, int]]:
         """Return the index and the allocated and reserved bytes of each GPU in use."""
@@ -415,7 +415,9 @@ class Engine:
             and not isinstance(value, ItemRows)
             and (
                 more
-                or not (mapped_files.is_dense(value) and mapped_files.has_no_other_views(value))
+                or not (
+                    mapped_files.has_plain_storage(value) and mapped_files.has_no_other_views(value)
+                )
             )
             else value
             for raw, value in zip(before, outputs, strict=True)

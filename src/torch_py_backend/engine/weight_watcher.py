@@ -14,7 +14,7 @@ import torch
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.engine.engine import Engine
-from torch_py_backend.weights import sharing, weight_swap
+from torch_py_backend.weights import sharing_report, weight_swap
 from torch_py_backend.weights.file_leases import Guard
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class WeightWatcher:
             self._guard.close()
 
     def _guarded(self) -> Guard | None:
-        ranges = sharing.mapped(self._engine.loaded).ranges
+        ranges = sharing_report.mapped(self._engine.loaded).ranges
         name = self._engine.config.name
         return Guard(name, self._engine.artifact.weight_files(), ranges) if ranges else None
 

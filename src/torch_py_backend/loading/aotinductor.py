@@ -121,7 +121,7 @@ _ISA_FLAGS = {
 def mismatch(path: Path, device: torch.device | None) -> str:
     """Return how the machine that a package was built for differs from this one; empty: it fits."""
     built = file_types.aoti_metadata(path)
-    here = _machine(device)
+    here = this_machine(device)
     differences = [
         f"{label} {built[key]} (here: {here[key]})"
         for key, label in _LABELS.items()
@@ -130,7 +130,7 @@ def mismatch(path: Path, device: torch.device | None) -> str:
     return ", ".join(differences)
 
 
-def _machine(device: torch.device | None) -> dict[str, str]:
+def this_machine(device: torch.device | None) -> dict[str, str]:
     """Return the facts of this machine under the keys of a package's metadata."""
     on_gpu = device is not None and device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else ()

@@ -28,7 +28,7 @@ def dispatch(config: ModelConfig, module: nn.Module) -> None:
         ConfigError: the map does not fit the module.
         PlatformError: this process does not see one of the devices.
     """
-    device_map = _read_map(config)
+    device_map = read_map(config)
     count = torch.cuda.device_count()  # 0 if this torch has no CUDA
     for name, device in device_map.items():
         index = torch.device(device).index
@@ -39,27 +39,27 @@ def dispatch(config: ModelConfig, module: nn.Module) -> None:
                 " GPUs",
                 cure="Correct the map, or install a torch built for this machine's CUDA driver.",
             )
-    devices = _devices(config, module, device_map)
+    devices = _weight_devices(config, module, device_map)
     # As Module.to() does it, one layer at a time: no device needs memory for the whole module.
     module._apply(lambda tensor: tensor.to(devices.get(id(tensor), tensor.device)))
-    for submodule, inside, outside in _borders(module, device_map):
-        _add_hooks(submodule, inside, outside)
+    for border in _borders(module, device_map):
+        _add_hooks(*border)
 
 
-def _add_hooks(module: nn.Module, inside: torch.device, outside: torch.device | None) -> None:
+def _add_hooks(module: nn.Module, device: torch.device, caller_device: torch.device | None) -> None:
     """Move the inputs of a module to its device, and its result to that of its caller."""
     module.register_forward_pre_hook(
-        lambda _, args, kwargs: trees.to_device((args, kwargs), inside), with_kwargs=True
+        lambda _, args, kwargs: trees.to_device((args, kwargs), device), with_kwargs=True
     )
-    if outside is not None:
-        module.register_forward_hook(lambda _, __, result: trees.to_device(result, outside))
+    if caller_device is not None:
+        module.register_forward_hook(lambda _, __, result: trees.to_device(result, caller_device))
 
 
 class Dispatched:
     """Moves inputs to the module's device, and results to that of its first weight."""
 
     def __init__(self, call: Forward, owner: nn.Module, config: ModelConfig) -> None:
-        default = _read_map(config).get("")
+        default = read_map(config).get("")
         first = next(itertools.chain(owner.parameters(), owner.buffers()), None)
         self._call = call
         self._owner = owner
@@ -76,7 +76,7 @@ class Dispatched:
         return getattr(self.__dict__["_owner"], name)
 
 
-def _read_map(config: ModelConfig) -> Mapping[str, str]:
+def read_map(config: ModelConfig) -> Mapping[str, str]:
     """Return the device of each named submodule and weight, from the config or its file."""
     value = config.options.device_map
     if not isinstance(value, str):
@@ -92,7 +92,7 @@ def _read_map(config: ModelConfig) -> Mapping[str, str]:
         ) from error
 
 
-def _devices(
+def _weight_devices(
     config: ModelConfig, module: nn.Module, device_map: Mapping[str, str]
 ) -> dict[int, torch.device]:
     """Return the device of each weight, by its identity."""
@@ -100,8 +100,8 @@ def _devices(
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
-    known = {name for name, _ in (*module.named_modules(remove_duplicate=False), *weights)}
-    unknown = [name for name in device_map if name not in known]
+    names = {name for name, _ in (*module.named_modules(remove_duplicate=False), *weights)}
+    unknown = [name for name in device_map if name not in names]
     if unknown:
         children = join_names(name for name, _ in module.named_children())
         raise ConfigError(
@@ -116,11 +116,11 @@ def _devices(
             f"DEVICE_MAP has no device for {len(uncovered)} weights: {join_names(uncovered)}",
             cure='Add their modules, or "" for all the rest.',
         )
-    names: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     devices: dict[int, torch.device] = {}
     for name, tensor in weights:
         device = torch.device(_device(device_map, name) or "cpu")
-        first = names.setdefault(id(tensor), name)
+        first = first_names.setdefault(id(tensor), name)
         if devices.setdefault(id(tensor), device) != device:
             raise ConfigError(
                 config.name,
@@ -146,15 +146,14 @@ def _borders(
 ) -> Iterator[tuple[nn.Module, torch.device, torch.device | None]]:
     """Yield submodules on another device than their caller, with their device and the caller's."""
     for name, submodule in module.named_modules():
-        inside = _device(device_map, name)
-        if not name or inside is None or type(submodule).forward is NO_FORWARD:
+        device = _device(device_map, name)
+        if not name or device is None or type(submodule).forward is NO_FORWARD:
             continue
         # The caller is the nearest enclosing module that has a forward().
         caller = name.rpartition(".")[0]
         while caller and type(module.get_submodule(caller)).forward is NO_FORWARD:
             caller = caller.rpartition(".")[0]
-        outside = _device(device_map, caller)
-        if outside is None:
-            yield submodule, torch.device(inside), None
-        elif outside != inside:
-            yield submodule, torch.device(inside), torch.device(outside)
+        caller_device = _device(device_map, caller)
+        if caller_device != device:
+            target = None if caller_device is None else torch.device(caller_device)
+            yield submodule, torch.device(device), target

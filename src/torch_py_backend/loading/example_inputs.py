@@ -49,12 +49,23 @@ def find(config: ModelConfig, artifact: Artifact) -> Item | None:
     if artifact.kind is ArtifactType.TORCHSERVE:
         return _request_bodies(config)
     source = artifact.path if artifact.kind is ArtifactType.MODULE else artifact.hooks
-    if source is None:
-        return None
-    inputs = python_source.example_inputs(config.name, source, NAME)
+    inputs = None if source is None else python_source.example_inputs(config.name, source, NAME)
     if inputs is None:
         return None
-    return {name: _value(config, name, value) for name, value in inputs.items()}
+    item: Item = {}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor):
+            item[name] = value
+            continue
+        strings: Strings = np.asarray(value, dtype=np.object_)
+        if not all(isinstance(element, str | bytes) for element in strings.flat):
+            raise SourceError(
+                config.name,
+                f"{NAME}() gives a {type(value).__name__} for '{name}'",
+                expected="a tensor, or a list of strings",
+            )
+        item[name] = strings
+    return item
 
 
 def _request_bodies(config: ModelConfig) -> Item | None:
@@ -66,19 +77,6 @@ def _request_bodies(config: ModelConfig) -> Item | None:
         body.fill(path.read_bytes())
         bodies[path.name] = body
     return bodies or None
-
-
-def _value(config: ModelConfig, name: str, value: object) -> Value:
-    if isinstance(value, Tensor):
-        return value
-    array = np.asarray(value, dtype=np.object_)
-    if all(isinstance(element, str | bytes) for element in array.flat):
-        return array
-    raise SourceError(
-        config.name,
-        f"{NAME}() gives a {type(value).__name__} for '{name}'",
-        expected="a tensor, or a list of strings",
-    )
 
 
 # --- synthetic requests ----------------------------------------------------------------------
@@ -113,15 +111,17 @@ def item(
     )
     if multiple > 1:  # the two sizes differ also after rounding up
         variable = multiple if shrunk else 2 * multiple
-    return {
-        spec.name: _from_example(spec, rows, example[spec.name], shrunk=shrunk)
-        if spec.name in example
-        else initial[spec.name]
-        if spec.name in initial
-        else _synthetic(spec, rows, variable, generator)
-        for spec in config.inputs
-        if spec.name not in without
-    }
+    values: Item = {}
+    for spec in config.inputs:
+        if spec.name in without:
+            continue
+        if spec.name in example:
+            values[spec.name] = _from_example(spec, rows, example[spec.name], shrunk=shrunk)
+        elif spec.name in initial:
+            values[spec.name] = initial[spec.name]
+        else:
+            values[spec.name] = _synthetic(spec, rows, variable, generator)
+    return values
 
 
 def requests(config: ModelConfig, item: Item) -> list[Item]:

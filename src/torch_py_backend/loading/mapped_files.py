@@ -40,7 +40,7 @@ class DispatchMode(TorchDispatchMode):
 
 
 class AliasOnCopy(DispatchMode):
-    """Within, a copy of mapped memory into a weight makes the weight a view of that memory.
+    """A mode under which copying mapped memory into a weight makes it a view of that memory.
 
     `load_state_dict` ends in `Tensor.copy_`, also in modules that translate keys or convert values.
     Its `assign=True` would replace the Parameter objects that a module may also hold elsewhere, and
@@ -50,7 +50,7 @@ class AliasOnCopy(DispatchMode):
 
     def __init__(self, mapped: Iterable[Tensor]) -> None:
         super().__init__()
-        self._mapped = {storage_id(tensor) for tensor in mapped if is_dense(tensor)}
+        self._mapped = {storage_id(tensor) for tensor in mapped if has_plain_storage(tensor)}
         self._weights: dict[int, Tensor] = {}
 
     def __torch_dispatch__(
@@ -60,32 +60,26 @@ class AliasOnCopy(DispatchMode):
         args: Sequence[object] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if func is torch.ops.aten.copy_.default and self._aliased(args[0], args[1]):
-            return args[0]
+        if (
+            func is torch.ops.aten.copy_.default
+            and has_plain_storage(weight := args[0])
+            and has_plain_storage(mapped := args[1])
+            and storage_id(mapped) in self._mapped
+            and (weight.device, weight.dtype) == (mapped.device, mapped.dtype)
+            and (weight.shape, weight.stride()) == (mapped.shape, mapped.stride())
+            and has_no_other_views(weight)
+            # Two weights that are one in the file must differ after the model writes into one.
+            and self._weights.setdefault(mapped.data_ptr(), weight) is weight
+        ):
+            alias(weight, mapped)
+            return weight
         return func(*args, **(kwargs or {}))
 
-    def _aliased(self, weight: object, mapped: object) -> bool:
-        """Make the weight a view if it can be one, and return whether it is."""
-        if not is_dense(mapped) or storage_id(mapped) not in self._mapped or not is_dense(weight):
-            return False
-        if (weight.device, weight.dtype) != (mapped.device, mapped.dtype):
-            return False
-        if (weight.shape, weight.stride()) != (mapped.shape, mapped.stride()):
-            return False
-        # Two weights that are one in the file must differ after the model writes into one.
-        if (
-            not has_no_other_views(weight)
-            or self._weights.setdefault(mapped.data_ptr(), weight) is not weight
-        ):
-            return False
-        alias(weight, mapped)
-        return True
 
+def has_plain_storage(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a tensor that another storage of the same bytes can stand in for.
 
-def is_dense(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a Tensor or Parameter whose values are all in its storage.
-
-    Sparse and quantized tensors, other tensor classes, empty tensors and non-tensors are not plain.
+    False for sparse and quantized tensors, subclasses other than Parameter, and empty tensors.
     """
     return (
         type(value) in (Tensor, nn.Parameter)
@@ -135,7 +129,7 @@ def share(weights: Iterable[object], archive: Path) -> None:
     """
     by_storage = defaultdict(list)
     for weight in {id(weight): weight for weight in weights}.values():
-        if is_dense(weight) and weight.device.type == "cpu":
+        if has_plain_storage(weight) and weight.device.type == "cpu":
             by_storage[storage_id(weight)].append(weight)
     file = cast(  # torch declares a base class
         torch.UntypedStorage,
@@ -213,7 +207,7 @@ def measure(weights: Iterable[object]) -> Mapped:
     starts = [start for start, _ in files]
     shared = total = 0
     ranges = set()
-    storages = {storage_id(weight): weight for weight in weights if is_dense(weight)}
+    storages = {storage_id(weight): weight for weight in weights if has_plain_storage(weight)}
     for weight in storages.values():
         storage = weight.untyped_storage()
         total += storage.nbytes()

@@ -44,9 +44,9 @@ def import_source(model: str, path: Path) -> ModuleType:
         state = (status.st_mtime_ns, status.st_size)
     except OSError:  # the loader reports it
         state = (0, 0)
-    known = sys.modules.get(name)
-    if known is not None and known.__spec__ is not None and known.__spec__.loader_state == state:
-        return known
+    imported = sys.modules.get(name)
+    if imported and imported.__spec__ and imported.__spec__.loader_state == state:
+        return imported
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise SourceError(model, f"{path.name} is not Python source", expected="a .py file")
@@ -70,17 +70,17 @@ def importing_from(folder: Path) -> Iterator[None]:
     folder has a `model` of its own.
     """
     stub = getattr(sys.modules.get("model"), "__file__", None)
-    own = any((folder / name).is_file() for name in ("model.py", "model/__init__.py"))
-    if own and stub is not None and not Path(stub).is_relative_to(folder):
+    has_model = any((folder / name).is_file() for name in ("model.py", "model/__init__.py"))
+    if has_model and stub is not None and not Path(stub).is_relative_to(folder):
         del sys.modules["model"]
         importlib.invalidate_caches()
     sys.path.insert(0, str(folder))
     # Write no bytecode: a model repository may be read-only, or belong to another user.
-    before, sys.dont_write_bytecode = sys.dont_write_bytecode, True
+    previous, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     try:
         yield
     finally:
-        sys.dont_write_bytecode = before
+        sys.dont_write_bytecode = previous
 
 
 def error_location(error: BaseException, path: Path) -> str:
@@ -210,15 +210,15 @@ def _select(config: ModelConfig, path: Path, source: ModuleType) -> Any:
             if _is_module_class(value) and value.__module__.partition(".")[0] != "torch"
         }
     functions = _defined(source, inspect.isfunction)
-    wanted = options.model_factory or options.model_class
-    if wanted is not None:
-        target = getattr(source, wanted, None)
+    name = options.model_factory or options.model_class
+    if name is not None:
+        target = getattr(source, name, None)
         if callable(target):
             return target
         key = "MODEL_FACTORY" if options.model_factory else "MODEL_CLASS"
         raise SourceError(
             config.name,
-            f"{key} is '{wanted}', which {path.name} does not define",
+            f"{key} is '{name}', which {path.name} does not define",
             expected=f"one of {join_names(classes | functions) or 'its classes or functions'}",
         )
     candidates = classes or functions

@@ -69,16 +69,18 @@ def optimize(config: ModelConfig, loaded: Loaded) -> Forward:
     Raises:
         ConfigError: an optimization does not apply to such an artifact.
     """
-    wanted, kind = config.options.optimize, loaded.kind
-    if wanted and kind is ArtifactType.AOTI:
-        raise _refusal(config, wanted, kind, "The package is compiled already; take OPTIMIZE out.")
-    of_graphs = tuple(name for name in ("freeze", "cuda_graphs") if name in wanted)
+    optimizations, kind = config.options.optimize, loaded.kind
+    if optimizations and kind is ArtifactType.AOTI:
+        raise _refusal(
+            config, optimizations, kind, "The package is compiled already; take OPTIMIZE out."
+        )
+    of_graphs = tuple(name for name in ("freeze", "cuda_graphs") if name in optimizations)
     if of_graphs and kind is ArtifactType.TORCHSERVE:
         raise _refusal(config, of_graphs, kind, "Its handler is Python code; take that out.")
     set_memory_format(config, loaded)
-    if "freeze" in wanted and kind is ArtifactType.TORCHSCRIPT:
+    if "freeze" in optimizations and kind is ArtifactType.TORCHSCRIPT:
         return torchscript.freeze(config, loaded)
-    if "freeze" in wanted and not torch_compile.requested(config):
+    if "freeze" in optimizations and not torch_compile.requested(config):
         cure = "Set TORCH_COMPILE_OPTIONAL_PARAMETERS, too: what is frozen is its graph."
         raise _refusal(config, ("freeze",), kind, cure)
     return loaded.module

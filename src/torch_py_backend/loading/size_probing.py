@@ -209,10 +209,8 @@ def _combinations(dims: Sequence[_Dim], dynamic: Collection[_Dim]) -> Iterator[f
     Without checks, sizes that several inputs must share are not compared. So the dynamic dimensions
     outside a set belong to one input.
     """
-    counts = range(1, len(dims) + 1)
-    if len(dims) > _MOST_COMBINED:
-        counts = range(len(dims), len(dims) + 1)
-    for count in counts:
+    smallest = 1 if len(dims) <= _MOST_COMBINED else len(dims)
+    for count in range(smallest, len(dims) + 1):
         for combination in itertools.combinations(sorted(dims), count):
             if len({leaf for leaf, _ in set(dynamic).difference(combination)}) <= 1:
                 yield frozenset(combination)
@@ -224,30 +222,30 @@ def _correct(run: Run, unchecked: Run, leaves: Sequence[Tensor], small: Iterable
     The second element is a copy of the first, zeros, or another value. They leave a mean, a masked
     result and an element-wise result unchanged. Each output must agree in one of these cases.
     """
-    single, repeated, padded, followed = ([*leaves] for _ in range(4))
+    single = [*leaves]
     for leaf, dim in small:
-        for inputs in (single, repeated, padded, followed):
-            inputs[leaf] = inputs[leaf].narrow(dim, 0, 1)
+        single[leaf] = single[leaf].narrow(dim, 0, 1)
+    repeated, padded, varied = [*single], [*single], [*single]
     for leaf, dim in small:
         repeated[leaf] = torch.cat([repeated[leaf]] * 2, dim)
         padded[leaf] = torch.cat([padded[leaf], torch.zeros_like(padded[leaf])], dim)
-        other = 1 - followed[leaf] if followed[leaf].is_floating_point() else followed[leaf]
-        followed[leaf] = torch.cat([followed[leaf], other], dim)
+        other = 1 - varied[leaf] if varied[leaf].is_floating_point() else varied[leaf]
+        varied[leaf] = torch.cat([varied[leaf], other], dim)
     try:
         with torch.inference_mode():
             outputs = [output.clone() for output in unchecked(*map(_with_padding, single))]
     except RuntimeError:
         return False
     agree = [False] * len(outputs)
-    for inputs in (repeated, padded, followed):
+    for inputs in (repeated, padded, varied):
         try:
             with torch.inference_mode():
                 expected = run(*map(_with_padding, inputs))
         except RuntimeError:
             continue
         agree = [
-            known or _starts_with(whole, output)
-            for known, whole, output in zip(agree, expected, outputs, strict=True)
+            agrees or _starts_with(reference, output)
+            for agrees, reference, output in zip(agree, expected, outputs, strict=True)
         ]
     return all(agree)
 
@@ -258,18 +256,17 @@ def _with_padding(leaf: Tensor) -> Tensor:
     return memory[: leaf.numel()].view(leaf.shape).copy_(leaf)
 
 
-def _starts_with(whole: Tensor, part: Tensor) -> bool:
-    """Return whether a tensor begins with the values of another one, up to rounding."""
-    if whole.ndim != part.ndim or whole.dtype != part.dtype:
+def _starts_with(reference: Tensor, output: Tensor) -> bool:
+    """Return whether a tensor starts with the values of a smaller one, up to rounding."""
+    if reference.ndim != output.ndim or reference.dtype != output.dtype:
         return False
-    for dim, size in enumerate(part.shape):
-        if size > whole.shape[dim]:
-            return False
-        whole = whole.narrow(dim, 0, size)
-    if not whole.is_floating_point():
-        return torch.equal(whole, part)
-    tolerance = 1e-4 if whole.dtype in (torch.float32, torch.float64) else 2e-2
-    return torch.allclose(whole, part, rtol=tolerance, atol=tolerance, equal_nan=True)
+    start = reference[tuple(map(slice, output.shape))]
+    if start.shape != output.shape:
+        return False
+    if not start.is_floating_point():
+        return torch.equal(start, output)
+    tolerance = 1e-4 if start.dtype in (torch.float32, torch.float64) else 2e-2
+    return torch.allclose(start, output, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
 def _log_sizes(

@@ -37,14 +37,14 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
         ArtifactError: there is no file of weights, or it cannot be read.
         WeightsError: its keys or shapes are not those of the module.
     """
-    own = module.state_dict(keep_vars=True)
+    tensors = module.state_dict(keep_vars=True)
     if artifact.weights is None:
-        if not own:
+        if not tensors:
             return
         raise ArtifactError(
             config.name,
-            f"{type(module).__name__} has {len(own)} weights, and there is no weights file beside"
-            f" {artifact.path.name}",
+            f"{type(module).__name__} has {len(tensors)} weights, and there is no weights file"
+            f" beside {artifact.path.name}",
             expected=f"{artifact.path.stem}.safetensors, .pt or .pth",
             cure='Save module.state_dict() there, or set the parameter WEIGHTS to "none".',
         )
@@ -52,7 +52,7 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
     file = artifact.weights.name
     shapes = [
         f"{key} {list(state[key].shape)} instead of {list(tensor.shape)}"
-        for key, tensor in own.items()
+        for key, tensor in tensors.items()
         # A lazy module gets its shapes from the file.
         if key in state and not is_lazy(tensor) and state[key].shape != tensor.shape
     ]
@@ -60,35 +60,32 @@ def load_into(config: ModelConfig, artifact: Artifact, module: nn.Module) -> Non
         raise WeightsError(
             config.name,
             file,
-            missing=_without_twins([key for key in own if key not in state], own, state),
-            unexpected=[key for key in state if key not in own],
+            missing=_without_tied([key for key in tensors if key not in state], tensors, state),
+            unexpected=[key for key in state if key not in tensors],
             shapes=shapes,
         )
-    sharing: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if config.options.enable_weight_sharing is not False and not file_types.mmap_obstacle(
-        artifact.weights
-    ):
-        sharing = mapped_files.AliasOnCopy(state.values())
     try:
-        # The module compares the keys: it may translate old names and add missing values.
-        with sharing:
+        with contextlib.ExitStack() as stack:
+            if not discovery.mapping_obstacle(config, artifact):
+                stack.enter_context(mapped_files.AliasOnCopy(state.values()))
+            # The module compares the keys: it may translate old names and add missing values.
             result = module.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise ArtifactError(
             config.name,
             f"the weights {file} do not fit {type(module).__name__}: {summarize(error)}",
         ) from error
-    missing = _without_twins(result.missing_keys, own, state)
+    missing = _without_tied(result.missing_keys, tensors, state)
     if missing or result.unexpected_keys:
         raise WeightsError(config.name, file, missing=missing, unexpected=result.unexpected_keys)
 
 
-def _without_twins(
-    missing: Sequence[str], own: Mapping[str, Tensor], state: Mapping[str, Tensor]
+def _without_tied(
+    missing: Sequence[str], tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]
 ) -> list[str]:
     """Return the missing keys without those of tied weights that have another name in the file."""
-    present = {id(tensor) for key, tensor in own.items() if key in state}
-    return [key for key in missing if id(own.get(key)) not in present]
+    present = {id(tensor) for key, tensor in tensors.items() if key in state}
+    return [key for key in missing if id(tensors.get(key)) not in present]
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -127,12 +124,12 @@ def _read_weights(config: ModelConfig, path: Path) -> Mapping[str, Tensor]:
     if _is_state_dict(state):
         return state
     entries = state if isinstance(state, Mapping) else {}
-    inner = [key for key in ("state_dict", "model") if _is_state_dict(entries.get(key))]
+    nested = [key for key in ("state_dict", "model") if _is_state_dict(entries.get(key))]
     raise ArtifactError(
         config.name,
         f"the weights {path.name} hold a {type(state).__name__} that is not a state_dict",
         expected="tensors by name",
-        cure=f"Save its entry '{inner[0]}' alone." if inner else "Save module.state_dict().",
+        cure=f"Save its entry '{nested[0]}' alone." if nested else "Save module.state_dict().",
     )
 
 
@@ -145,15 +142,15 @@ def _is_state_dict(value: object) -> TypeGuard[Mapping[str, Tensor]]:
 def _read_shards(config: ModelConfig, index: Path) -> Mapping[str, Tensor]:
     """Return the weights of all shards that an index names."""
     try:
-        files = file_types.shards(index)
-    except file_types.INDEX_ERRORS as error:
+        names = file_types.shard_names(index)
+    except ValueError as error:
         raise ArtifactError(
             config.name,
-            f"the weights {index.name} are not an index of safetensors: {summarize(error)}",
+            f"the weights {index.name} are not an index of safetensors: {error}",
             expected="a JSON object with a weight_map from keys to files",
         ) from error
     state: dict[str, Tensor] = {}
-    for name in files:
+    for name in names:
         path = index.parent / name
         # If the index is a link, its shards may be links into the folder of its target.
         inside = discovery.is_inside(path, config.folder, index.resolve().parent)

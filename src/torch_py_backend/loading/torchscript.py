@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -96,7 +95,7 @@ class _AcceptBytes:
         self._called = called
         self._owner = owner
         self._method = method
-        self._added: dict[tuple[str, ...], Forward] = {}
+        self._methods: dict[tuple[str, ...], Forward] = {}  # those with codes, by argument names
         schema: torch.FunctionSchema = getattr(owner, method).schema
         self._arguments = {
             argument.name: argument.type.annotation_str for argument in schema.arguments[1:]
@@ -108,26 +107,21 @@ class _AcceptBytes:
         if not _has_bytes((*args, *kwargs.values())):
             return self._called(*args, **kwargs)
         names = (*list(self._arguments)[: len(args)], *kwargs)
-        added = self._added.get(names)
-        if added is None:
-            added = self._added[names] = self._add(names)
-        return _decode(added(*args, *kwargs.values()), self._returned)
+        if names not in self._methods:
+            method = f"{self._method}_in_bytes_{len(self._methods)}"
+            arguments = ", ".join(f"{name}: {self._arguments[name]}" for name in names)
+            passed = ", ".join(f"{name}={name}" for name in names)
+            self._owner.define(
+                f"def {method}(self, {arguments}):\n"
+                f"    result = self.{self._method}({passed})\n"
+                f"    return {_encode('result', self._returned)}\n"
+            )
+            self._methods[names] = getattr(self._owner, method)
+        return _decode(self._methods[names](*args, *kwargs.values()), self._returned)
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute of the model, for hooks."""
         return getattr(self._called, name)
-
-    def _add(self, names: Sequence[str]) -> Forward:
-        """Add a method with these arguments that returns codes in place of strings."""
-        added = f"{self._method}_in_bytes_{len(self._added)}"
-        arguments = ", ".join(f"{name}: {self._arguments[name]}" for name in names)
-        self._owner.define(
-            f"def {added}(self, {arguments}):\n"
-            f"    result = self.{self._method}({', '.join(f'{name}={name}' for name in names)})\n"
-            f"    return {_encode('result', self._returned)}\n"
-        )
-        method: Forward = getattr(self._owner, added)
-        return method
 
 
 def _has_bytes(value: object) -> bool:

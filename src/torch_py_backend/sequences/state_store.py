@@ -322,7 +322,8 @@ class Sequences:
             self._batched
             and len(tensors) == len(columns)
             and all(
-                column.nbytes <= gather_scatter.SMALL_BYTES * column.shape[0] for column in tensors
+                column.nbytes <= gather_scatter.SMALL_ROW_BYTES * column.shape[0]
+                for column in tensors
             )
         )
         form = row_pool.form(tensors) if small else None

@@ -50,7 +50,7 @@ def build(config: ModelConfig, threads: Threads) -> Engine:
         engine = _engine(config, artifact, device, torch.device("cpu") if on_cpu else device)
         engine.share(shared)
     except BaseException:
-        shared.leave()
+        shared.close()
         raise
     return engine
 

@@ -15,12 +15,11 @@ import logging
 import math
 import os
 import time
-import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from torch_py_backend.artifacts import file_types
+from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact
 from torch_py_backend.config import threads
 from torch_py_backend.config.model_config import ModelConfig
@@ -61,23 +60,15 @@ def claim(config: ModelConfig, artifact: Artifact, *, on_gpu: bool) -> Claim:
     a GPU passes through the machine's memory. Weights that are mapped need none.
     """
     size = sum(path.stat().st_size for path in artifact.files())
-    if not on_gpu and _mapped(config, artifact):
+    # Programs are copied before they are shared.
+    mapped = artifact.weights is not None and not discovery.mapping_obstacle(config, artifact)
+    if mapped and not on_gpu and not config.options.optimize:
         return Claim(_CONSTANT)
     copies = 2 if "freeze" in config.options.optimize else 1
     needed = copies * size + _CONSTANT
     if not on_gpu:
         return Claim(needed)
     return Claim(size + _CONSTANT, needed, config.device_id)
-
-
-def _mapped(config: ModelConfig, artifact: Artifact) -> bool:
-    """Return whether a module's weights are mapped; programs are copied before they are shared."""
-    if artifact.weights is None or config.options.enable_weight_sharing is False:
-        return False
-    try:
-        return not (config.options.optimize or file_types.mmap_obstacle(artifact.weights))
-    except (OSError, zipfile.BadZipFile):  # loading the file reports it
-        return False
 
 
 @contextlib.contextmanager

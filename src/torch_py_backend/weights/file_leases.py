@@ -70,7 +70,7 @@ class Guard:
 
     def _watch(self, ready: threading.Event) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNAL})
-        self._files = [_open(path) for path in self._paths]
+        self._files = [_lease(path) for path in self._paths]
         ready.set()
         try:
             while self._files and not self._closed.is_set():
@@ -79,16 +79,17 @@ class Guard:
                     signal.sigtimedwait({_SIGNAL}, _POLL_S)
                 else:
                     signal.sigwaitinfo({_SIGNAL})
-                self._files = [file for file in self._files if self._unchanged(file)]
+                self._files = [file for file in self._files if not self._released(file)]
         finally:
             for file in self._files:
                 os.close(file.descriptor)
 
-    def _unchanged(self, file: _File) -> bool:
+    def _released(self, file: _File) -> bool:
+        """Copy the weights and release the file if it is written over; return whether it is."""
         if file.leased:
             # For a lease that is being broken, the kernel returns the type that it changes to.
             if fcntl.fcntl(file.descriptor, fcntl.F_GETLEASE) == fcntl.F_RDLCK:
-                return True
+                return False
             log.warning(
                 "model '%s': %s is being written over in place; this instance keeps a copy of the"
                 " old weights. Replace files by renaming: that needs no copy.",
@@ -104,7 +105,7 @@ class Guard:
                     self._model,
                 )
         elif os.fstat(file.descriptor).st_mtime_ns == file.modified:
-            return True
+            return False
         else:
             log.error(
                 "model '%s': %s was written over in place while its pages were in use, so that its"
@@ -114,10 +115,11 @@ class Guard:
                 file.path.name,
             )
         os.close(file.descriptor)  # releases the lease, and the writer continues
-        return False
+        return True
 
 
-def _open(path: Path) -> _File:
+def _lease(path: Path) -> _File:
+    """Open a file with a read lease, if the kernel grants one."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         fcntl.fcntl(descriptor, _F_SETSIG, _SIGNAL)
@@ -153,16 +155,13 @@ def copy(ranges: Iterable[tuple[int, int]]) -> None:
     Raises:
         OSError: there is not enough memory.
     """
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     for start, end in ranges:
         for address in range(start, end, _CHUNK):
-            _replace(address, min(_CHUNK, end - address))
-
-
-def _replace(address: int, size: int) -> None:
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    fresh = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
-    if fresh == _FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    ctypes.memmove(fresh, address, size)
-    if _libc.mremap(fresh, size, size, _MREMAP_MAYMOVE_FIXED, address) == _FAILED:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            size = min(_CHUNK, end - address)
+            new = _libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+            if new == _FAILED:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            ctypes.memmove(new, address, size)
+            if _libc.mremap(new, size, size, _MREMAP_MAYMOVE_FIXED, address) == _FAILED:
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -112,7 +112,7 @@ class SharedWeights:
 
     Args:
         device: the GPU; None: the model places itself.
-        afresh: loads the module from its files again, onto the GPU.
+        reload: reloads the module from its files, onto the GPU.
 
     Attributes:
         lock: held while the weights are used or replaced.
@@ -129,7 +129,7 @@ class SharedWeights:
         config: ModelConfig,
         artifact: Artifact,
         device: torch.device | None,
-        afresh: Callable[[], nn.Module | None],
+        reload: Callable[[], nn.Module | None],
     ) -> None:
         reason = refusal(config, artifact.kind)
         if reason or device is None:
@@ -138,7 +138,7 @@ class SharedWeights:
         self.final = "cuda_graphs" in config.options.optimize or torch_compile.requested(config)
         self._config = config
         self._memory: Memory = CudaMemory(device)
-        self._afresh = afresh
+        self._reload = reload
         self._unplaced: nn.Module | None = None
         self._weights: Weights = {}
         self._facts: Facts = {}
@@ -161,7 +161,7 @@ class SharedWeights:
         """Whether the module has its weights."""
         return self._role is not None
 
-    def hold(self, module: nn.Module | None, kind: ArtifactType) -> None:
+    def share(self, module: nn.Module | None, kind: ArtifactType) -> None:
         """Share the weights of a module from now on; that of a sharer may still be on the CPU.
 
         Raises:
@@ -206,7 +206,7 @@ class SharedWeights:
         self._unmap(role)
         return self._unavailable("this batch was computed meanwhile", "Send it again.")
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Stop sharing; an owner waits for the sharers. A second call does nothing."""
         with self.lock:
             role = self._role
@@ -229,7 +229,7 @@ class SharedWeights:
         role = self._role
         try:
             if isinstance(role, Owner):
-                self._own(role)
+                self._offer(role)
             elif role is not None and not self._map(role):
                 self._unmap(role)
         except BaseException:
@@ -238,13 +238,13 @@ class SharedWeights:
                 role.close()
             raise
 
-    def _own(self, owner: Owner) -> None:
+    def _offer(self, owner: Owner) -> None:
         weights: Weights = {}
         if self._unplaced is None:
-            fresh = self._afresh()
-            weights = {} if fresh is None else named(fresh)
+            module = self._reload()
+            weights = {} if module is None else named(module)
             self._compare(_facts(weights), "their files")
-        self._put(weights)
+        self._place(weights)
         self._memory.synchronize()
         try:
             blocks, tensors = _export(self._weights, self._memory)
@@ -264,7 +264,7 @@ class SharedWeights:
         offer: _Offer = sharer.document
         self._compare(offer["facts"], f"'{offer['instance']}'")
         try:
-            self._put(_views(offer, self._memory))
+            self._place(_views(offer, self._memory))
         except NotShared as error:
             if sharer.alive():
                 raise not_shared_error(self._config, str(error)) from error
@@ -282,11 +282,13 @@ class SharedWeights:
         )
         return True
 
-    def _put(self, weights: Weights) -> None:
+    def _place(self, weights: Weights) -> None:
         """Give the module these weights, and move it to the device if it is not there yet."""
         if self._unplaced is not None:
             tensors = named(self._unplaced).items()
-            replacements = {id(own): weights[name] for name, own in tensors if name in weights}
+            replacements = {
+                id(tensor): weights[name] for name, tensor in tensors if name in weights
+            }
             device = self._memory.device
             # As Module.to() does it.
             self._unplaced._apply(  # noqa: SLF001

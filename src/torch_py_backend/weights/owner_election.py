@@ -45,7 +45,7 @@ def join(folder: Path, instance: str) -> Owner | Sharer:
             os.ftruncate(lock, 0)
             os.pwrite(lock, instance.encode(), 0)
             return Owner(folder, lock)
-        sharer = _connect(folder)
+        sharer = connect(folder)
         if sharer is not None:
             return sharer
         if time.monotonic() > patience:
@@ -59,7 +59,7 @@ def join(folder: Path, instance: str) -> Owner | Sharer:
 
 
 class Owner:
-    """The owner's end: sends its offer to each sharer that connects."""
+    """Holds the lock, and sends the owner's offer to each sharer that connects."""
 
     def __init__(self, folder: Path, lock: int) -> None:
         self._folder = folder
@@ -100,9 +100,9 @@ class Owner:
             with contextlib.suppress(OSError):
                 connection.settimeout(max(0.01, until - time.monotonic()))
                 connection.recv(1)
-        for end in (*self._sharers, self._listening):
-            if end is not None:
-                server_folder.release(end.detach())
+        for endpoint in (*self._sharers, self._listening):
+            if endpoint is not None:
+                server_folder.release(endpoint.detach())
         self._sharers, self._listening, self._thread = [], None, None
         if self._lock is not None:
             server_folder.release(self._lock)
@@ -133,7 +133,7 @@ class Owner:
 
 
 class Sharer:
-    """A sharer's end: a connection to the owner.
+    """A sharer's connection to the owner.
 
     Attributes:
         document: the owner's offer.
@@ -187,8 +187,8 @@ class Sharer:
         server_folder.release(self._status)
 
 
-def _connect(folder: Path) -> Sharer | None:
-    """Connect to the owner; None: it has made no offer yet, or it died."""
+def connect(folder: Path) -> Sharer | None:
+    """Connect to the owner; None: it has made no offer yet, is closing, or died."""
     connection = socket.socket(socket.AF_UNIX)
     server_folder.close_on_fork(connection.fileno())
     status = -1
@@ -202,26 +202,23 @@ def _connect(folder: Path) -> Sharer | None:
         status = server_folder.close_on_fork(
             os.open(f"/proc/{process}/stat", os.O_RDONLY | os.O_CLOEXEC)
         )
-        document = json.loads(_line(connection))
-        if _hung_up(connection):  # another process may have its process ID by now
+        received = bytearray()
+        while not received.endswith(b"\n"):
+            piece = connection.recv(1 << 16)
+            if not piece:
+                raise EOFError
+            received += piece
+        document, _, leaving = received.partition(b"\n")
+        # A process that has hung up may have ended, and another one have its process ID.
+        if leaving or _hung_up(connection):
             raise EOFError
         connection.settimeout(None)
-        return Sharer(connection, document, status)
+        return Sharer(connection, json.loads(document), status)
     except (OSError, EOFError):
         server_folder.release(connection.detach())
         if status >= 0:
             server_folder.release(status)
         return None
-
-
-def _line(connection: socket.socket) -> bytearray:
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        piece = connection.recv(1 << 16)
-        if not piece:
-            raise EOFError
-        line += piece
-    return line
 
 
 # --- sockets ---------------------------------------------------------------------------------

@@ -22,21 +22,21 @@ def refuse_unsupported(config: ModelConfig, artifact: Artifact, loaded: Loaded) 
     Raises:
         ConfigError: they cannot be replaced.
     """
-    own = weights(loaded)
+    tensors = weights(loaded)
     causes = (
         (loaded.kind is ArtifactType.AOTI, "an AOTInductor package does not expose its weights"),
         (
             loaded.kind is ArtifactType.TORCHSERVE,
             "the handler of a TorchServe archive reads them itself",
         ),
-        (not own, "the model has no weights outside of its code"),
+        (not tensors, "the model has no weights outside of its code"),
         ("freeze" in config.options.optimize, "OPTIMIZE's freeze makes them constants of a graph"),
         (
             loaded.kind in (ArtifactType.MODULE, ArtifactType.FACTORY) and artifact.weights is None,
             "there is no file of weights beside the model",
         ),
         (
-            loaded.kind is ArtifactType.TORCHSCRIPT and _has_other_tensors(artifact, own),
+            loaded.kind is ArtifactType.TORCHSCRIPT and _has_other_tensors(artifact, tensors),
             f"{artifact.path.name} holds tensors that are not parameters or buffers",
         ),
     )
@@ -47,8 +47,9 @@ def refuse_unsupported(config: ModelConfig, artifact: Artifact, loaded: Loaded) 
             )
 
 
-def _has_other_tensors(artifact: Artifact, own: Mapping[str, Tensor]) -> bool:
-    tensors = filter(mapped_files.is_dense, own.values())
+def _has_other_tensors(artifact: Artifact, weights: Mapping[str, Tensor]) -> bool:
+    """Return whether an archive has more tensors with values than a model has weights."""
+    tensors = filter(mapped_files.has_plain_storage, weights.values())
     storages = {mapped_files.storage_id(tensor) for tensor in tensors}
     with zipfile.ZipFile(artifact.path) as archive:
         members = archive.infolist()
@@ -70,10 +71,10 @@ def read(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Loaded:
         LoadError: they cannot be loaded.
         WeightsError: names, shapes or dtypes differ from those of the model that is served.
     """
-    fresh = registry.load(artifact, config, torch.device("cpu"))
-    registry.set_memory_format(config, fresh)
-    _compare(config, artifact, weights(loaded), weights(fresh))
-    return fresh
+    replacement = registry.load(artifact, config, torch.device("cpu"))
+    registry.set_memory_format(config, replacement)
+    _compare(config, artifact, weights(loaded), weights(replacement))
+    return replacement
 
 
 def _compare(
@@ -95,8 +96,8 @@ def _described(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
-def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded) -> None:
-    """Replace all weights of a model with the fresh ones, or none; call it between two batches.
+def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, replacement: Loaded) -> None:
+    """Replace all weights of a model, or none; call it between two batches.
 
     On the CPU the model takes over their memory, and the memory of the old ones is freed. On a
     device, and where other tensors are views of a weight, they are copied into the old memory; the
@@ -106,20 +107,22 @@ def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded)
         WeightsError: `forward()` has replaced a buffer, since `read`, by one of another form.
         Exception: an error of torch; the old weights are restored.
     """
-    old, new = weights(loaded), weights(fresh)
+    old, new = weights(loaded), weights(replacement)
     _compare(config, artifact, old, new)
     undo: list[Callable[[], object]] = []
     # A buffer that forward() created in inference mode can only be written in inference mode.
     with torch.inference_mode():
         try:
             for name, tensor in old.items():
-                plain = mapped_files.is_dense(tensor) and mapped_files.is_dense(new[name])
+                plain = mapped_files.has_plain_storage(tensor) and mapped_files.has_plain_storage(
+                    new[name]
+                )
                 on_cpu = tensor.device.type == "cpu"
                 if plain and on_cpu and mapped_files.has_no_other_views(tensor):
                     undo.append(partial(mapped_files.alias, tensor, tensor.detach()))
                     mapped_files.alias(tensor, new[name])
                 else:
-                    undo.append(partial(tensor.copy_, _copy(tensor)))
+                    undo.append(partial(tensor.copy_, _backup(tensor)))
                     tensor.copy_(new[name])
         except BaseException:
             for restore in reversed(undo):
@@ -127,7 +130,7 @@ def swap(config: ModelConfig, artifact: Artifact, loaded: Loaded, fresh: Loaded)
             raise
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _backup(tensor: Tensor) -> Tensor:
     try:
         return tensor.clone()
     except torch.OutOfMemoryError:  # a GPU without memory for both
@@ -153,14 +156,14 @@ def code_checksums(artifact: Artifact) -> dict[str, int]:
         }
 
 
-def refuse_changed_code(config: ModelConfig, artifact: Artifact, known: Mapping[str, int]) -> None:
-    """Refuse an archive whose code has changed: it needs a reload.
+def refuse_changed_code(config: ModelConfig, artifact: Artifact, old: Mapping[str, int]) -> None:
+    """Refuse an archive whose code differs from the old checksums: it needs a reload.
 
     Raises:
         ArtifactError: the code has changed.
     """
-    now = code_checksums(artifact)
-    changed = sorted(name for name in {*known, *now} if known.get(name) != now.get(name))
+    new = code_checksums(artifact)
+    changed = sorted(name for name in {*old, *new} if old.get(name) != new.get(name))
     if changed:
         raise ArtifactError(
             config.name,

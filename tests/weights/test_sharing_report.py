@@ -17,8 +17,8 @@ from torch_py_backend.errors import ConfigError
 from torch_py_backend.loading import mapped_files, registry, state_dict
 from torch_py_backend.loading.loaded import Loaded
 from torch_py_backend.signature import introspection
-from torch_py_backend.weights import sharing
-from torch_py_backend.weights.sharing import Sharing
+from torch_py_backend.weights import sharing_report
+from torch_py_backend.weights.sharing_report import Sharing
 
 SOURCE = """
 import torch
@@ -96,14 +96,14 @@ def _exported(folder: Path) -> None:
     torch.export.save(program, folder / "model.pt2")
 
 
-def settled(folder: Path, write: Callable[[Path], None], **options: Any) -> Sharing:
+def report(folder: Path, write: Callable[[Path], None], **options: Any) -> Sharing:
     build.write(folder, "model.py", SOURCE)
     write(folder / "1")
     config: ModelConfig = build.config(folder, **options)
     artifact = discovery.find(config)
     loaded = registry.load(artifact, config, torch.device("cpu"))
     registry.optimize(config, loaded)
-    return sharing.report(config, artifact, loaded)
+    return sharing_report.report(config, artifact, loaded)
 
 
 @pytest.mark.parametrize("write", [_state_dict, _safetensors, _shards, _scripted, _exported])
@@ -111,11 +111,11 @@ def test_instances_share_the_weights_of_a_file(
     write: Callable[[Path], None], tmp_path: Path
 ) -> None:
     """All weights of all artifact types are shared, unless ENABLE_WEIGHT_SHARING is false."""
-    shared = settled(tmp_path, write, enable_weight_sharing=True)
+    shared = report(tmp_path, write, enable_weight_sharing=True)
     assert (shared.mapped.shared, shared.mapped.total) == (BYTES, BYTES)
     assert str(shared) == "0.0 MB of 0.0 MB shared by the instances"
     build.write(tmp_path, "model.py", SOURCE)
-    copied = settled(tmp_path, write, enable_weight_sharing=False)
+    copied = report(tmp_path, write, enable_weight_sharing=False)
     assert copied.mapped.shared == 0
     assert copied.obstacle == "ENABLE_WEIGHT_SHARING is false"
 
@@ -139,12 +139,24 @@ def test_obstacles(
     write: Callable[[Path], None], options: dict[str, Any], reason: str, tmp_path: Path
 ) -> None:
     """The reason is reported, and fails the load if sharing is required."""
-    assert reason in str(settled(tmp_path, write, **options))
+    assert reason in str(report(tmp_path, write, **options))
     if write is _scripted:
         build.write(tmp_path, "model.py", SOURCE)
     with pytest.raises(ConfigError, match="ENABLE_WEIGHT_SHARING is true, and only") as caught:
-        settled(tmp_path, write, enable_weight_sharing=True, **options)
+        report(tmp_path, write, enable_weight_sharing=True, **options)
     assert reason in str(caught.value)
+
+
+def test_obstacle_of_a_fallback(tmp_path: Path) -> None:
+    """For a package whose fallback is served, the reason is that of the fallback."""
+    build.write(tmp_path, "model.py", SOURCE)
+    _compressed(tmp_path / "1")
+    config = build.config(tmp_path)
+    fallback = discovery.find(config)
+    package = Artifact(ArtifactType.AOTI, tmp_path / "1" / "model.pt2", fallback=fallback)
+    loaded = registry.load(fallback, config, torch.device("cpu"))
+    sharing = sharing_report.report(config, package, loaded)
+    assert sharing.obstacle == "the entries of model.pt are compressed"
 
 
 @pytest.mark.parametrize(("least", "lines"), [(1, 1), (1 << 30, 0)])
@@ -156,9 +168,9 @@ def test_large_copies_are_logged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only large copies are logged, in one line with the reason."""
-    monkeypatch.setattr(sharing, "_SMALL", least)
+    monkeypatch.setattr(sharing_report, "_MIN_LOGGED_BYTES", least)
     with caplog.at_level(logging.INFO):
-        settled(tmp_path, _compressed)
+        report(tmp_path, _compressed)
     assert len([text for text in caplog.messages if "compressed" in text]) == lines
 
 
@@ -196,7 +208,7 @@ def test_unusual_tensors() -> None:
     """Tensors that are not plain are ignored."""
     module = Extra()
     signature = introspection.from_function(module.forward)
-    mapped = sharing.mapped(Loaded(ArtifactType.FACTORY, module, signature, module))
+    mapped = sharing_report.mapped(Loaded(ArtifactType.FACTORY, module, signature, module))
     assert mapped.shared == 0
     assert mapped.total == sum(parameter.nbytes for parameter in module.parameters())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from torch_py_backend.artifacts import file_types
+from torch_py_backend.artifacts import discovery
 from torch_py_backend.artifacts.discovery import Artifact, ArtifactType
 from torch_py_backend.config.model_config import ModelConfig
 from torch_py_backend.errors import ConfigError
@@ -16,8 +16,8 @@ from torch_py_backend.weights import gpu_sharing
 
 log = logging.getLogger(__name__)
 
-# Less than this is not logged.
-_SMALL = 1 << 20
+# Copies of fewer bytes are not logged.
+_MIN_LOGGED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,11 @@ def report(config: ModelConfig, artifact: Artifact, loaded: Loaded) -> Sharing:
             f"ENABLE_WEIGHT_SHARING is true, and only {sharing}",
             cure="Remove what stands in the way, or take ENABLE_WEIGHT_SHARING out.",
         )
-    if sharing.obstacle and weights.total - weights.shared >= _SMALL and config.kind == "CPU":
+    if (
+        sharing.obstacle
+        and weights.total - weights.shared >= _MIN_LOGGED_BYTES
+        and config.kind == "CPU"
+    ):
         log.info("model '%s': weights: %s.", config.name, sharing)
     return sharing
 
@@ -79,17 +83,11 @@ def _obstacle(config: ModelConfig, artifact: Artifact, loaded: Loaded, weights: 
         return "OPTIMIZE's freeze makes them constants of a graph"
     if weights.shared == weights.total:
         return ""
-    file = artifact.weights
-    unmappable = file_types.mmap_obstacle(file) if file is not None else ""
-    causes = (
-        (config.options.enable_weight_sharing is False, "ENABLE_WEIGHT_SHARING is false"),
-        (config.kind != "CPU", "each instance has a copy on its device"),
-        (artifact.weightless, "WEIGHTS is none: they are computed when the module is built"),
-        (bool(unmappable), unmappable),
-        (
-            "channels_last" in optimize,
-            "OPTIMIZE's channels_last changes the layout of the weights of convolutions",
-        ),
-    )
-    otherwise = "the module converts or computes the rest, or holds views of it"
-    return next((cause for holds, cause in causes if holds), otherwise)
+    if config.kind != "CPU":
+        return "each instance has a copy on its device"
+    if artifact.fallback is not None and loaded.kind is not artifact.kind:
+        artifact = artifact.fallback  # the package was built for another machine
+    obstacle = discovery.mapping_obstacle(config, artifact)
+    if not obstacle and "channels_last" in optimize:
+        return "OPTIMIZE's channels_last changes the layout of the weights of convolutions"
+    return obstacle or "the module converts or computes the rest, or holds views of it"
