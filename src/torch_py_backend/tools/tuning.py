@@ -510,9 +510,10 @@ class Tuning:
                 first = untuned.measure(self.batch, plan)
                 rounds.append((first, loaded.measure(self.batch, plan)))
             row = summarize(candidate, self.batch, loads, rounds, beside)
-            if number + 1 < _FEWEST_ROUNDS or best is None:
+            if number + 1 < _FEWEST_ROUNDS:
                 continue
-            if row.error > plan.max_error or is_behind(row, best, plan.goal):
+            behind = best is not None and is_behind(row, best, plan.goal)
+            if behind or row.error > plan.max_error or not alone:
                 break
         if not alone:
             self._untuned_figures = [own for _, own in rounds]
