@@ -111,7 +111,8 @@ def _choice(model: Path) -> dict[str, str] | None:
 def test_measured(tmp_path: Path) -> None:
     """A table, the results and a plot; the choice in config.pbtxt, whose rest stays as it was."""
     model = _model(tmp_path)
-    done = _tune(model, "--quick", "--json", tmp_path / "run.json", code=_COMMAND)
+    limits = ("--quick", "--threads=1", "--instances=1")
+    done = _tune(model, *limits, "--json", tmp_path / "run.json", code=_COMMAND)
     assert done.returncode == 0, done.stderr
     assert "TorchScript" in done.stdout
     assert "inputs: made-up values; batches of 2; tolerance 0.0001; chosen for both" in done.stdout
